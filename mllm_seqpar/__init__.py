@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mllm_seqpar.masks import FrameMask
     from mllm_seqpar.patching import patch_model, unpatch_model
     from mllm_seqpar.patching.registry import register_adapter
-    from mllm_seqpar.sharding import FrameShard, frame_range, shard_sequence, unshard_sequence
+    from mllm_seqpar.sharding import FrameShard, HostFrames, frame_range, shard_sequence, unshard_sequence
     from mllm_seqpar.training.collator import SeqParDataCollator
     from mllm_seqpar.training.trainer import SeqParMixin, SeqParTrainer
 
@@ -25,6 +25,7 @@ __all__ = [
     "FrameAttention",
     "FrameMask",
     "FrameShard",
+    "HostFrames",
     "SeqParConfig",
     "SeqParDataCollator",
     "SeqParMixin",
@@ -43,6 +44,7 @@ _EXPORTED_FROM = {
     "FrameAttention": "inference.frame_attention",
     "FrameMask": "masks",
     "FrameShard": "sharding",
+    "HostFrames": "sharding",
     "SeqParConfig": "config",
     "SeqParDataCollator": "training.collator",
     "SeqParMixin": "training.trainer",

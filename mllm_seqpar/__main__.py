@@ -6,11 +6,13 @@ A command is a function main(argv) that returns its exit status. Its module is i
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
 from mllm_seqpar import __version__
 from mllm_seqpar.cli.entry import load_entry
+from mllm_seqpar.errors import ConfigError
 
 COMMANDS = {
     "finetune": ("mllm_seqpar.training.finetune:main", "train a model on conversations about videos"),
@@ -32,6 +34,9 @@ COMMANDS = {
 
 OWN_RANKS = ("finetune", "ask", "calibrate")
 """Commands that get the option --num_processes here. chat, serve and doctor have it themselves."""
+
+CHECKED_FIRST = {"finetune": "mllm_seqpar.training.early_check:check_command_line"}
+"""Functions that report a wrong option before the command imports torch, which takes seconds on each rank."""
 
 HELP = """\
 usage: mllm-seqpar [--version] [--help] COMMAND [options]
@@ -68,6 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {name!r} is not a command{_nearest(command)}; mllm-seqpar --help lists them\n")
         return 2
     entry = COMMANDS[command][0]
+    if command in CHECKED_FIRST and "RANK" not in os.environ:  # ranks of a launcher report together
+        try:
+            load_entry(CHECKED_FIRST[command])(rest)
+        except ConfigError as error:
+            sys.stderr.write(f"error: {error}\n")
+            return 2
     if command in OWN_RANKS:
         start_ranks_if_asked = load_entry("mllm_seqpar.cli.own_ranks:start_ranks_if_asked")
         return start_ranks_if_asked(entry, rest)

@@ -64,6 +64,14 @@ CP_HOOKS = Gate(
     delete_when="accelerate has a cp_backend that does not change the model; then select that",
 )
 
+FLATTENED_MESH = Gate(
+    package="accelerate",
+    fixed_in=None,
+    reason="accelerate's prepare takes the mesh of FSDP2 by the name of a flattened dimension, of which torch warns "
+    "once on every rank; the user can change neither",
+    delete_when="accelerate keeps the flattened mesh itself; then let torch warn",
+)
+
 SINGLE_TENSOR_COLLECTIVES = Gate(
     package="torch",
     fixed_in="2.13",

@@ -2,19 +2,25 @@
 
 An adapter (`Adapter`) replaces forwards through `Patch.set`. The model's forward encodes the frames of this rank
 (`frame_range`), states which text rows attend to which frames (`FrameMask`), and creates the state of the pass with
-`sharded_call`. Layers then attend through it: ``state.attend(q, [state.text_keys(k, v)], scale)`` is the language
-model's causal attention, and ``state.cross_attend(q, layer, project, modules, scale)`` is the attention to the frames
-of all ranks; `project` is a `KVProjection` or another function. Models of transformers need more (caches, generation,
-padded batches), which `mllm_seqpar.integrations.transformers.family.Family` provides;
-`mllm_seqpar.patches.idefics.adapter` is an example.
+`sharded_call`. Layers then attend through it. ``state.attend(q, [state.text_keys(q, k, v)], scale)`` is the language
+model's causal attention, and ``state.attend(q, [state.frame_keys(q, layer, project)], scale)`` the attention to the
+frames of all ranks; keys in one list share a softmax. `project` is a `KVProjection` or another function. Models of
+transformers need more (caches, generation, padded batches), which `mllm_seqpar.integrations.transformers.family.Family`
+provides; `mllm_seqpar.patches.idefics.adapter` is an example.
 """
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 
-from .comm.agreement import require_agreement, require_same_text
+from .attention.keys import as_attended
+from .comm import Communicator
+from .comm.agreement import agree
+from .comm.autograd import gather_shards
 from .config import SeqParConfig
 from .errors import AdapterError, AgreementError, ConfigError, SeqParError, ShapeError
 from .masks import FrameMask
@@ -22,17 +28,31 @@ from .patching import Patch
 from .patching.registry import Adapter
 from .runtime.context import SeqParContext
 from .runtime.forward_state import ForwardState
-from .runtime.frame_state import FrameState
+from .runtime.frame_state import Frames
 from .runtime.kv_projection import KVProjection, Projection
 from .runtime.loss import sharded_causal_lm_loss, shifted
 from .runtime.text_shards import TextShards
 from .runtime.visual_features import VisualFeatures
 from .sharding import FrameShard, frame_bounds, frame_range
 
+if TYPE_CHECKING:
+    from .integrations.transformers.attention import (
+        causal_mask,
+        merge_heads,
+        refuse_dropout,
+        split_heads,
+        text_keys,
+        use_seqpar_attention,
+    )
+
+_OF_TRANSFORMERS = ("causal_mask", "merge_heads", "refuse_dropout", "split_heads", "text_keys", "use_seqpar_attention")
+"""Names for models of transformers, which is imported when one of them is first used."""
+
 __all__ = [
     "Adapter",
     "AdapterError",
     "AgreementError",
+    "Communicator",
     "ConfigError",
     "FrameMask",
     "FrameShard",
@@ -46,14 +66,27 @@ __all__ = [
     "ShapeError",
     "VisualFeatures",
     "TextShards",
-    "FrameState",
-    "require_agreement",
-    "require_same_text",
+    "Frames",
+    "agree",
+    "as_attended",
+    "causal_mask",
+    "gather_shards",
+    "merge_heads",
+    "refuse_dropout",
+    "split_heads",
+    "text_keys",
+    "use_seqpar_attention",
     "frame_range",
     "sharded_call",
     "sharded_causal_lm_loss",
     "shifted",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_TRANSFORMERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("mllm_seqpar.integrations.transformers.attention"), name)
 
 
 def sharded_call(
@@ -78,7 +111,7 @@ def sharded_call(
     comm, config = context.comm, context.config
     batch, length = mask.shape
 
-    def describe() -> dict[str, int]:
+    def describe() -> dict[str, Any]:
         if config.self_attention == "star":
             raise ConfigError(
                 'self_attention="star" needs the cache of a transformers model; with this adapter choose "ring", '
@@ -106,15 +139,15 @@ def sharded_call(
             "grad mode": torch.is_grad_enabled(),
         }
 
-    names = ("samples", "text tokens", "frames", "tokens per frame", "grad mode")
-    require_agreement(comm, "forward pass", names, describe)
+    agree(comm, "forward pass", describe, dict)
     start, stop = _local_units(context, mask, units_per_frame)
     text = TextShards(batch, length, comm, config.text_layout, valid)
-    visual = VisualFeatures(features, torch.arange(start, stop, device=features.device), mask.total_frames)
+    index = torch.arange(start, stop, device=features.device)
+    visual = VisualFeatures(features, index, mask.total_frames, config.recompute_visual)
     context.log_shard_sizes((text.local, length), (stop - start, mask.total_frames))
-    frames = FrameState.of(visual, mask, text, units_per_frame)
+    frames = Frames.of_shards(visual, mask, text, units_per_frame)
     if config.strategy == "replicate" and comm.size > 1:
-        frames = frames.gathered(comm, torch.arange(mask.total_frames))
+        frames = frames.gathered(visual, comm, torch.arange(mask.total_frames))
     return ForwardState(context, text=text, frames=frames)
 
 

@@ -8,7 +8,9 @@ all-gather sums over ranks. The average of parameter gradients over the group is
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +45,33 @@ class FrameShard:
             )
 
 
+class HostFrames:
+    """Frames, or visual features, that stay in host memory until the patched model moves this rank's, some at a time.
+
+    FSDP2, DDP, accelerate and `Trainer` move the tensors among the arguments of a model to its device, and the root of
+    FSDP2 casts them under a mixed-precision policy: all frames of a rank at once, and the whole of a mapped file. They
+    pass on an object of this class as it is::
+
+        model(**text, image_embeds=HostFrames(features), visual_shard=shard)
+
+    `SeqParTrainer` makes them of the frames that the data collator returns.
+    """
+
+    # A dataclass, or a class with a method `to`, would be taken apart or moved.
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __repr__(self) -> str:
+        return f"HostFrames({self.tensor.dtype}, {tuple(self.tensor.shape)} on {self.tensor.device})"
+
+
+def tensor_of(value: Any) -> Any:
+    """Return the tensor of a `HostFrames`, and any other value unchanged."""
+    return value.tensor if isinstance(value, HostFrames) else value
+
+
 def _is_count(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
@@ -75,6 +104,7 @@ def padded_length(total: int, size: int, layout: str) -> int:
     return max(step, (total + step - 1) // step * step)
 
 
+@lru_cache(maxsize=256)
 def sequence_positions(total: int, rank: int, size: int, layout: str) -> Tensor:
     """Return the global positions of the tokens of `rank`, ascending, (total / size,) int64 on the CPU.
 

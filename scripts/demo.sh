@@ -12,7 +12,7 @@ python="$venv_python"
 cd "$root"
 
 folder="${1:-runs/demo}"
-rm -rf "$folder"
+[ $# -gt 0 ] || rm -rf "$folder" # a directory that the caller names must be empty
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false
 seqpar() {
     "$python" -m mllm_seqpar "$@"

@@ -10,7 +10,8 @@ all ranks in one process; memory with and without recomputation; a training step
 
 With --ranks, on N GPUs of one node over NCCL (on the CPU: over gloo): every distributed algorithm against float64; the
 times with and without overlap, and how much of the transfers the attention kernels hide; two steps under FSDP2 against
-one device; reserved memory, streams and host synchronisations; the end of all ranks after one was killed.
+one device, also with accelerate's `prepare`, bf16 and gradient checkpointing, and of two groups with a batch each;
+reserved memory, streams and host synchronisations; the end of all ranks after one was killed.
 
 Each part runs in processes of its own with a time limit, so a kernel that crashes, hangs or fails becomes a row of the
 table and the other parts still run. The exit status is 1 if a row failed, and 2 if the launch cannot be checked.
@@ -52,7 +53,8 @@ KERNELS = {
 }
 LIMITS_S = {"kernels": 75.0, "one_gpu": 75.0, "ring": 75.0, "memory": 75.0, "training": 120.0}
 """Time limit of each part. A part is a module of `gpu_checks` with a function `check`; "kernels" runs once a kernel."""
-RANKS_LIMITS_S = {"ranks_groups": 100.0, "ranks_attention": 150.0, "ranks_training": 150.0, "ranks_lost": 150.0}
+RANKS_LIMITS_S = {"ranks_groups": 100.0, "ranks_attention": 150.0, "ranks_training": 150.0, "ranks_fsdp": 150.0}
+RANKS_LIMITS_S |= {"ranks_lost": 150.0}
 """Time limit of each part of --ranks; its `check` runs in one process per rank."""
 TIMEOUT_S = 60.0
 """Time limit of the ranks' process group; in the part "ranks_lost" its own."""

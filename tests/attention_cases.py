@@ -20,7 +20,7 @@ from dense_attention import dense_attention, squared_terms
 from mllm_seqpar.attention import lv_xattn, mesh_attention, ring_attention, ulysses_attention
 from mllm_seqpar.attention.call_spec import AccumulateDtype, accumulation, call_spec_for, problem_of
 from mllm_seqpar.attention.joint import attend
-from mllm_seqpar.attention.kv_sources import GivenKV
+from mllm_seqpar.attention.keys import GivenKeys
 from mllm_seqpar.comm import Communicator, as_communicator
 from mllm_seqpar.masks import BlockMasks, CausalBlockMasks, FrameMask, FullBlockMasks
 from mllm_seqpar.sharding import frame_bounds, frame_range, padded_length, sequence_positions
@@ -216,14 +216,14 @@ def _call(
         full = FullBlockMasks(case.batch, total // n, lengths)
         problem = problem_of(x["q"].shape, x["k"].shape, lengths, case.dtype, case.accumulate)
         spec = call_spec_for("lv-xattn", None, full, problem, dtype, case.overlap, all_pairs=True)
-        return attend(x["q"], [GivenKV(spec, x["k"], x["v"])], comm=comm, scale=case.dim**-0.5, kernel=case.kernel)
+        return attend(x["q"], [GivenKeys(spec, x["k"], x["v"])], comm=comm, scale=case.dim**-0.5, kernel=case.kernel)
     first, valid = text_limits(case, total)
     text = CausalBlockMasks(case.batch, total, n, case.layout, first, valid)
 
-    def source(strategy: str, blocks: BlockMasks, lengths: tuple[int, ...], k: Tensor, v: Tensor) -> GivenKV:
+    def source(strategy: str, blocks: BlockMasks, lengths: tuple[int, ...], k: Tensor, v: Tensor) -> GivenKeys:
         problem = problem_of(x["q"].shape, k.shape, lengths, case.dtype, case.accumulate)
         tile = case.tile if strategy in TILED else None
-        return GivenKV(call_spec_for(strategy, tile, blocks, problem, dtype, case.overlap), k, v)
+        return GivenKeys(call_spec_for(strategy, tile, blocks, problem, dtype, case.overlap), k, v)
 
     sources = [source(case.by, text, (total // n,) * n, x["text_k"], x["text_v"])]
     if case.op == "joint":

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from numbers import Real
 
 import torch
 from torch import Tensor
 
-from mllm_seqpar.comm import Communicator
-from mllm_seqpar.errors import AgreementError, ConfigError, MaskError, SeqParError, ShapeError
+from mllm_seqpar.errors import AgreementError, ConfigError, MaskError, ShapeError
 from mllm_seqpar.masks import FrameMask
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-_TENSOR_FACTS = ("q batch", "q heads", "q rows", "head dim", "k batch", "k heads", "dtype")
-_CALL_FACTS = (
-    *("strategy", "tile rows", "tile columns", "layout", "scale", "accumulate_dtype"),
-    *("mask form", "mask frames", "mask tokens per frame"),
-)
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -82,52 +74,6 @@ def check_mask(mask: FrameMask, q: Tensor, k: Tensor, frames: tuple[int, int]) -
         )
 
 
-def scale_bits(scale: float) -> int:
-    """Return an integer that is equal only for equal floats."""
-    return struct.unpack("<q", struct.pack("<d", scale))[0]
-
-
-def dtype_code(dtype: torch.dtype | str | None) -> int:
-    return 0 if dtype is None else -1 if isinstance(dtype, str) else 1 + _DTYPES.index(dtype)
-
-
-def require_same_call(
-    q: Tensor,
-    k: Tensor,
-    comm: Communicator,
-    check: Callable[[], Mapping[str, int]],
-    state_number: Callable[[], int],
-) -> tuple[tuple[int, ...], list[int]]:
-    """Return every rank's number of keys and its `state_number()`, after one small gather.
-
-    Args:
-        q, k: this rank's tensors.
-        comm: the group.
-        check: raises if this rank's arguments are invalid; returns further facts that must be the same on every rank,
-            by their names in `_CALL_FACTS`.
-        state_number: a number that may differ by rank.
-
-    Raises:
-        AgreementError: on every rank if ranks disagree in anything but the number of keys; on the ranks with valid
-            arguments if `check` raises on another rank.
-    """
-    error: SeqParError | None = None
-    facts = [0] * len(_TENSOR_FACTS + _CALL_FACTS)
-    keys = own = 0
-    try:
-        call_facts = check()
-        tensor_facts = (*q.shape, k.shape[0], k.shape[1], _DTYPES.index(q.dtype))
-        facts = [*tensor_facts, *(call_facts.get(name, 0) for name in _CALL_FACTS)]
-        keys, own = k.shape[2], state_number()
-    except SeqParError as caught:
-        error = caught
-    by_rank = comm.gather_ints([int(error is not None), *facts, keys, own])
-    if error is not None:
-        raise error
-    _compare([row[:-2] for row in by_rank], comm.rank)
-    return tuple(row[-2] for row in by_rank), [row[-1] for row in by_rank]
-
-
 GRADIENT_STATES = 3
 
 
@@ -152,27 +98,3 @@ def has_backward(states: Sequence[int]) -> bool:
             "backward pass needs all ranks"
         )
     return required
-
-
-def _compare(by_rank: list[list[int]], rank: int) -> None:
-    failed = [r for r, row in enumerate(by_rank) if row[0]]
-    if failed:
-        raise AgreementError(
-            f"rank {', '.join(map(str, failed))} of the group refused its arguments; its own message says why. The "
-            f"arguments of this rank, {rank}, are valid"
-        )
-    differing = [
-        f"{name}: " + ", ".join(f"rank {r} has {_show(name, row[i])}" for r, row in enumerate(by_rank))
-        for i, name in enumerate(_TENSOR_FACTS + _CALL_FACTS, start=1)
-        if len({row[i] for row in by_rank}) > 1
-    ]
-    if differing:
-        raise AgreementError(f"the ranks of the group pass incompatible arguments. {'; '.join(differing)}")
-
-
-def _show(name: str, value: int) -> str:
-    if name == "dtype":
-        return str(_DTYPES[value])
-    if name == "accumulate_dtype":
-        return "auto" if value < 0 else str(_DTYPES[value - 1]) if value else "None"
-    return f"{struct.unpack('<d', struct.pack('<q', value))[0]:g}" if name == "scale" else str(value)

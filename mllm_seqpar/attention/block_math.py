@@ -143,21 +143,23 @@ class PreparedRectangle(NamedTuple):
     mask: Tensor | None
     rectangle: Rectangle
 
-    def cut(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], RowIndex, Tensor | None]:
-        """Return (q, k, v) of this rectangle, the keys that k and v have, and the mask, from a whole block."""
-        batch, rows, rectangle = self.batch, self.rows, self.rectangle
-        keys = rectangle.key_index(q.device) if self.keys is None else self.keys
-        mask = rectangle.mask(q.device) if self.mask is None and rectangle.kind == "masked" else self.mask
-        return (q[batch, :, rows], k[batch, :, keys], v[batch, :, keys]), keys, mask
 
-
-def prepare(rectangles: Iterable[Rectangle], q: Tensor, k: Tensor, kernel: str) -> tuple[PreparedRectangle, ...]:
+def prepare(
+    rectangles: Iterable[Rectangle],
+    q: Tensor,
+    k: Tensor,
+    kernel: str,
+    kernels: dict[str, BlockKernel] | None = None,
+) -> tuple[PreparedRectangle, ...]:
     """Return the rectangles with their kernels, for blocks with the dtype, device and head dim of q and k.
 
     Args:
+        rectangles: the mask rectangles.
+        q, k: tensors like those of the blocks.
         kernel: name of a block kernel, or "auto".
+        kernels: what was chosen for other blocks of such tensors, by the kind of a rectangle; extended here.
     """
-    chosen: dict[str, BlockKernel] = {}
+    chosen: dict[str, BlockKernel] = {} if kernels is None else kernels
     prepared = []
     for x in rectangles:
         causal = x.kind == "causal"
@@ -179,10 +181,12 @@ class BlockMath(NamedTuple):
         self, q: Tensor, k: Tensor, v: Tensor, rectangles: Sequence[PreparedRectangle], out: PartialResult
     ) -> None:
         """Merge the attention of q over the visible keys into `out`."""
-        for rectangle in rectangles:
-            qkv, _, mask = rectangle.cut(q, k, v)
-            o, lse = rectangle.kernel.forward(*qkv, scale=self.scale, causal=rectangle.causal, mask=mask)
-            out.add(o, lse, rectangle.batch, rectangle.rows)
+        for kernel, batch, rows, keys, causal, mask, rectangle in rectangles:
+            index = rectangle.key_index(q.device) if keys is None else keys
+            if mask is None and rectangle.kind == "masked":
+                mask = rectangle.mask(q.device)
+            parts = q[batch, :, rows], k[batch, :, index], v[batch, :, index]
+            out.add(*kernel.forward(*parts, scale=self.scale, causal=causal, mask=mask), batch, rows)
 
     def backward(
         self,
@@ -193,11 +197,23 @@ class BlockMath(NamedTuple):
         rectangles: Sequence[PreparedRectangle],
     ) -> None:
         """Add the block's dq, dk and dv to `grads`."""
-        for rectangle in rectangles:
-            qkv, keys, mask = rectangle.cut(final.q, k, v)
-            at = batch, _, rows = rectangle.batch, ALL, rectangle.rows
-            o, delta = (None if x is None else x[at] for x in (final.o, final.delta))
-            backward, do, lse = rectangle.kernel.backward, final.do[at], final.lse[at]
-            parts = backward(do, *qkv, o, lse, scale=self.scale, causal=rectangle.causal, mask=mask, delta=delta)
-            for total, part, index in zip(grads, parts, (rows, keys, keys), strict=True):
-                total.add(part, batch, index)
+        q, o, lse, do, delta = final
+        for kernel, batch, rows, keys, causal, mask, rectangle in rectangles:
+            index = rectangle.key_index(q.device) if keys is None else keys
+            if mask is None and rectangle.kind == "masked":
+                mask = rectangle.mask(q.device)
+            at = batch, ALL, rows
+            parts = kernel.backward(
+                do[at],
+                q[at],
+                k[batch, :, index],
+                v[batch, :, index],
+                None if o is None else o[at],
+                lse[at],
+                scale=self.scale,
+                causal=causal,
+                mask=mask,
+                delta=None if delta is None else delta[at],
+            )
+            for total, part, place in zip(grads, parts, (rows, index, index), strict=True):
+                total.add(part, batch, place)

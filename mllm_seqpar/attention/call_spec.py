@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.comm import Communicator, Subgroup
+from mllm_seqpar.kernels import BlockKernel
 from mllm_seqpar.masks import BlockMasks, Rectangle, clip_rows
 from mllm_seqpar.schedules import AttentionBlock, Axis, OverlapRatios, Schedule, Transfer, schedule_for
 from mllm_seqpar.schedules.bytes_sent import Problem, mesh_axis_bytes, overlap_ratios_by_bytes
@@ -24,6 +25,9 @@ from mllm_seqpar.schedules.rank_order import RankOrder, by_node, rank_order, ren
 from mllm_seqpar.schedules.steps import last_uses
 
 from .block_math import PreparedRectangle, RowIndex, prepare
+
+Placement = Literal["sharded", "replicated"]
+"""Whether each rank has its shard of the keys, or all of them."""
 
 
 class PlannedTransfer(NamedTuple):
@@ -68,7 +72,9 @@ class PlannedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class CallSpec:
-    """Everything about the attention to one KV source that is known before its tensors; the same on every rank.
+    """Everything about the attention to one set of keys that is known before its tensors; the same on every rank.
+
+    It describes the group if rows and keys are sharded. Otherwise it describes this rank alone, as a group of one.
 
     Attributes:
         mesh_shape: (a, b), the number of Q shards and of KV shards that one rank computes with. (n, 1) sends Q shards,
@@ -84,6 +90,8 @@ class CallSpec:
             `result_dtype`.
         all_pairs: whether Q shards are sent point to point even if the mask makes no (row, rank) pair empty; for
             (n, 1) only.
+        placement: where the keys are.
+        visible_keys: the keys that all rows attend to, if no row attends to others and torch may choose the kernel.
     """
 
     mesh_shape: tuple[int, int]
@@ -95,6 +103,8 @@ class CallSpec:
     overlap_ratios: tuple[OverlapRatios, OverlapRatios] = (OverlapRatios(), OverlapRatios())
     round_results: bool = False
     all_pairs: bool = False
+    placement: Placement = "sharded"
+    visible_keys: slice | None = None
 
     @cached_property
     def derived(self) -> dict[Hashable, Any]:
@@ -127,6 +137,8 @@ class CallSpec:
         """Return the order of the ranks of `comm` for this schedule (`rank_order`); the first use is collective."""
         if self.mesh_shape == (1, 1):
             return None
+        if 1 in self.mesh_shape:
+            return rank_order(comm.nodes, self.mesh_shape)
         problem = problem_of(q.shape, k.shape, self.key_lengths, q.dtype, self.accumulate_dtype)
         return rank_order(comm.nodes, self.mesh_shape, *mesh_axis_bytes(problem, self.mesh_shape, backward=backward))
 
@@ -168,18 +180,17 @@ class CallSpec:
         return found
 
     def _plan_steps(self, schedule: Schedule, rank: int, q: Tensor, k: Tensor, kernel: str) -> tuple[PlannedStep, ...]:
-        uses, rows = last_uses(schedule), q.shape[2]
-        return tuple(
-            PlannedStep(
-                tuple(self._plan_transfer(transfer, rank, rows, q.device) for transfer in step.transfers),
-                tuple(
-                    PlannedBlock(b.q_shard, b.kv_shard, prepare(self._rectangles(b, rows), q, k, kernel))
-                    for b in step.blocks
-                ),
-                tuple(shard for shard, last in uses.items() if last == index and shard[1] != rank),
-            )
-            for index, step in enumerate(schedule)
-        )
+        uses, rows, steps = last_uses(schedule), q.shape[2], []
+        kernels: dict[str, BlockKernel] = {}
+        for index, step in enumerate(schedule):
+            transfers = [self._plan_transfer(transfer, rank, rows, q.device) for transfer in step.transfers]
+            blocks = []
+            for b in step.blocks:
+                rectangles = prepare(self._rectangles(b, rows), q, k, kernel, kernels)
+                blocks.append(PlannedBlock(b.q_shard, b.kv_shard, rectangles))
+            released = [shard for shard, last in uses.items() if last == index and shard[1] != rank]
+            steps.append(PlannedStep(tuple(transfers), tuple(blocks), tuple(released)))
+        return tuple(steps)
 
     def _plan_transfer(self, transfer: Transfer, rank: int, rows: int, device: torch.device) -> PlannedTransfer:
         """Both ends of a transfer know all masks, so both select the same rows."""

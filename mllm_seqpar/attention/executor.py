@@ -21,12 +21,10 @@ from .call_spec import CallSpec, PlannedBlock, PlannedStep, PlannedTransfer
 
 Bundle = dict[str, Tensor]
 """Named contiguous tensors that are sent together."""
-Held = dict[tuple[Axis, int], Bundle]
-"""The shards on this rank, by axis and owner."""
 
 
-class _Direction(Protocol):
-    """Interface of the two passes, which `_run` calls at each step."""
+class _Pass(Protocol):
+    """Interface of the forward and the backward pass, which `_run` calls at each step."""
 
     local: dict[Axis, Bundle]
     """This rank's Q shard and KV shard."""
@@ -46,20 +44,18 @@ class _Forward:
 
     def __init__(self, spec: CallSpec, block_math: BlockMath, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.local: dict[Axis, Bundle] = {"q": {"q": q}, "kv": {"k": k, "v": v}}
-        self._dtype, self._math = spec.accumulate_dtype, block_math
-        self._sent_dtype = spec.result_dtype("q", q.dtype)
+        self._spec, self._math = spec, block_math
         self.partials: dict[int, PartialResult] = {}
 
     def compute(self, block: PlannedBlock, rows: Bundle, columns: Bundle) -> None:
-        q = rows["q"]
         partial = self.partials.get(block.q_shard)
         if partial is None:
-            partial = self.partials[block.q_shard] = PartialResult(q, self._dtype)
-        self._math.forward(q, columns["k"], columns["v"], block.rectangles, partial)
+            partial = self.partials[block.q_shard] = PartialResult(rows["q"], self._spec.accumulate_dtype)
+        self._math.forward(rows["q"], columns["k"], columns["v"], block.rectangles, partial)
 
     def result(self, axis: Axis, owner: int) -> Bundle:
         o, lse = self.partials.pop(owner).value
-        return {"o": o.to(self._sent_dtype), "lse": lse}
+        return {"o": o.to(self._spec.result_dtype("q", self.local["q"]["q"].dtype)), "lse": lse}
 
     def receive(self, transfer: PlannedTransfer, bundle: Bundle) -> None:
         self.partials[transfer.recv_shard].add(bundle["o"], bundle["lse"], rows=transfer.recv_rows, borrowed=True)
@@ -75,13 +71,12 @@ class _Backward:
         names = ("q", "do", "lse", "delta")
         sent = {name: x for name in names if (x := getattr(rows, name)) is not None}
         self.local: dict[Axis, Bundle] = {"q": sent, "kv": {"k": k, "v": v}}
-        self._dtype, self._math, self._own_o = spec.accumulate_dtype, block_math, rows.o
-        self._sent_dtype = {axis: spec.result_dtype(axis, k.dtype) for axis in self.local}
+        self._spec, self._math, self._own_o = spec, block_math, rows.o
         self._grads: dict[tuple[str, int], GradientAccumulator] = {}
 
     def grad(self, name: str, owner: int, like: Tensor) -> GradientAccumulator:
         if (name, owner) not in self._grads:
-            self._grads[name, owner] = GradientAccumulator(like, self._dtype)
+            self._grads[name, owner] = GradientAccumulator(like, self._spec.accumulate_dtype)
         return self._grads[name, owner]
 
     def compute(self, block: PlannedBlock, rows: Bundle, columns: Bundle) -> None:
@@ -96,8 +91,11 @@ class _Backward:
         self._math.backward((dq, dk, dv), final, k, v, block.rectangles)
 
     def result(self, axis: Axis, owner: int) -> Bundle:
-        names = ("dq",) if axis == "q" else ("dk", "dv")
-        return {name: self._grads.pop((name, owner)).value.to(self._sent_dtype[axis]) for name in names}
+        names, dtype = (
+            ("dq",) if axis == "q" else ("dk", "dv"),
+            self._spec.result_dtype(axis, self.local["kv"]["k"].dtype),
+        )
+        return {name: self._grads.pop((name, owner)).value.to(dtype) for name in names}
 
     def receive(self, transfer: PlannedTransfer, bundle: Bundle) -> None:
         for name, tensor in bundle.items():
@@ -116,8 +114,13 @@ def distributed_forward(
     if k.shape[0] < q.shape[0]:
         o, lse = distributed_forward(comm, spec.folded, block_math, fold(q), k, v)
         return unfold(o, q.shape[0]), unfold(lse, q.shape[0])
+    steps = spec.steps(comm, q, k, block_math.kernel, backward=False)
+    if len(steps) == 1 and not steps[0].transfers and len(steps[0].blocks) == 1:  # a group of one
+        result = PartialResult(q, spec.accumulate_dtype)
+        block_math.forward(q, k, v, steps[0].blocks[0].rectangles, result)
+        return result.value
     forward = _Forward(spec, block_math, q, k, v)
-    _run(spec.steps(comm, q, k, block_math.kernel, backward=False), comm, forward, spec.overlap)
+    _run(steps, comm, forward, spec.overlap)
     return forward.partials[comm.rank].value
 
 
@@ -149,24 +152,24 @@ def distributed_backward(
     return dq, dk, dv
 
 
-def _run(steps: Sequence[PlannedStep], comm: Communicator, direction: _Direction, overlap: bool) -> None:
+def _run(steps: Sequence[PlannedStep], comm: Communicator, this: _Pass, overlap: bool) -> None:
     """Run the steps of this rank. `overlap=False` waits for the transfers before computing, only to measure."""
-    local, rank = direction.local, comm.rank
-    held: Held = {("q", rank): local["q"], ("kv", rank): local["kv"]}
+    local, rank = this.local, comm.rank
+    held: dict[tuple[Axis, int], Bundle] = {("q", rank): local["q"], ("kv", rank): local["kv"]}
     with comm.buffers.lease() as lease:
         for step in steps:
-            pending, incoming = _post(step, comm, direction, held, lease) if step.transfers else (None, ())
+            pending, incoming = _post(step, comm, this, held, lease) if step.transfers else (None, ())
             if pending is not None and not overlap:
                 pending.wait()
             for block in step.blocks:
-                direction.compute(block, held["q", block.q_shard], held["kv", block.kv_shard])
+                this.compute(block, held["q", block.q_shard], held["kv", block.kv_shard])
             if pending is not None and overlap:
                 pending.wait()
             for transfer, buffers in incoming:
                 if transfer.is_input:
                     held[transfer.axis, transfer.recv_shard] = buffers
                 else:
-                    direction.receive(transfer, buffers)
+                    this.receive(transfer, buffers)
                     lease.give(buffers.values())
             for shard in step.released:
                 lease.give(held.pop(shard).values())
@@ -175,8 +178,8 @@ def _run(steps: Sequence[PlannedStep], comm: Communicator, direction: _Direction
 def _post(
     step: PlannedStep,
     comm: Communicator,
-    direction: _Direction,
-    held: Held,
+    this: _Pass,
+    held: dict[tuple[Axis, int], Bundle],
     lease: BufferLease,
 ) -> tuple[Pending, Sequence[tuple[PlannedTransfer, Bundle]]]:
     """Post the transfers of a step; return the exchange, and the receive buffers of each transfer."""
@@ -185,7 +188,7 @@ def _post(
     incoming: list[tuple[PlannedTransfer, Bundle]] = []
     for transfer in step.transfers:
         axis, owner, rows = transfer.axis, transfer.send_shard, transfer.send_rows
-        outgoing = held[axis, owner] if transfer.is_input else direction.result(axis, owner)
+        outgoing = held[axis, owner] if transfer.is_input else this.result(axis, owner)
         buffers: Bundle = {}
         for name, tensor in outgoing.items():
             if isinstance(rows, slice):

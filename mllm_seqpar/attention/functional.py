@@ -10,22 +10,22 @@ from __future__ import annotations
 
 from typing import Literal, TypedDict, Unpack, overload
 
+import torch
 from torch import Tensor
 
 from mllm_seqpar.comm import Group, transfer_communicator
+from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.errors import ConfigError, MaskError, ShapeError
 from mllm_seqpar.kernels import choose_kernel
-from mllm_seqpar.masks import BlockMasks, CausalBlockMasks, FrameMask, FullBlockMasks
+from mllm_seqpar.masks import BlockMasks, CausalBlockMasks, FrameBlockMasks, FrameMask, FullBlockMasks
 from mllm_seqpar.schedules.head_sharding import HeadShards
 from mllm_seqpar.schedules.mesh_shapes import check_tile, resolve_tile
 from mllm_seqpar.sharding import LAYOUTS, frame_bounds, sequence_positions
 
 from . import argument_checks
-from .call_spec import AccumulateDtype, accumulation, call_spec_for, problem_of
-from .joint import attend, eager
-from .kv_sources import GivenKV
-
-STRATEGIES = ("lv-xattn", "ring", "mesh", "ulysses")
+from .call_spec import AccumulateDtype, CallSpec, accumulation, call_spec_for, problem_of
+from .joint import attend, attend_replicated, eager
+from .keys import GivenKeys
 
 
 class SharedOptions(TypedDict, total=False):
@@ -240,7 +240,7 @@ def _attend_once(
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     frames = frame_bounds(mask.total_frames, comm.size) if isinstance(mask, FrameMask) else []
 
-    def check() -> dict[str, int]:
+    def check() -> dict[str, object]:
         argument_checks.check_qkv(q, k, v)
         argument_checks.check_accumulation(accumulate_dtype)
         argument_checks.check_scale(scale)
@@ -251,32 +251,29 @@ def _attend_once(
         choose_kernel(kernel, q, k, causal=causal, masked=mask is not None)
         shape, head_degree = resolve_tile(strategy, None if tile is None else check_tile(tile), comm.size)
         HeadShards(q.shape[1], k.shape[1], head_degree)
-        facts = {
-            "strategy": STRATEGIES.index(strategy),
-            "scale": argument_checks.scale_bits(float(factor)),
-            "accumulate_dtype": argument_checks.dtype_code(accumulate_dtype),
-        }
-        facts |= {"tile rows": 0 if shape is None else shape[0], "tile columns": 0 if shape is None else shape[1]}
+        facts: dict[str, object] = dict(zip(("q batch", "q heads", "q rows", "head dim"), q.shape, strict=True))
+        facts |= {"k batch": k.shape[0], "k heads": k.shape[1], "dtype": q.dtype, "strategy": strategy, "tile": shape}
+        facts |= {"scale": float(factor), "accumulate_dtype": accumulate_dtype, "layout": causal and layout}
         if causal:
             if mask is not None:
                 raise MaskError(f"{strategy}: causal=True and a FrameMask exclude each other; pass one of them")
             if q.shape[2] != k.shape[2]:
                 raise ShapeError(f"causal attention needs as many keys as queries; got {q.shape[2]} and {k.shape[2]}")
             sequence_positions(q.shape[2] * comm.size, comm.rank, comm.size, layout)
-            facts["layout"] = 1 + LAYOUTS.index(layout)
         if mask is not None:
             argument_checks.check_mask(mask, q, k, frames[comm.rank])
-            facts |= {"mask form": 1 if mask.bounds is not None else 2, "mask frames": mask.total_frames}
-            facts["mask tokens per frame"] = mask.tokens_per_frame
+            form = "intervals" if mask.bounds is not None else "table"
+            facts |= {"mask": form, "mask frames": mask.total_frames, "mask tokens per frame": mask.tokens_per_frame}
         return facts
 
-    def state_number() -> int:
+    def numbers(_: object) -> list[int]:
         known = 0 if mask is None else mask.gathered_digest(comm, frames)
-        return argument_checks.gradient_state(q, k, v) + argument_checks.GRADIENT_STATES * known
+        return [k.shape[2], argument_checks.gradient_state(q, k, v), known]
 
-    key_lengths, numbers = argument_checks.require_same_call(q, k, comm, check, state_number)
-    known = {number // argument_checks.GRADIENT_STATES for number in numbers}
-    backward = argument_checks.has_backward([number % argument_checks.GRADIENT_STATES for number in numbers])
+    _, by_rank = agree(comm, "attention", check, dict, numbers=numbers)
+    lengths, states, digests = zip(*by_rank, strict=True)
+    key_lengths, known = tuple(lengths), set(digests)
+    backward = argument_checks.has_backward(states)
     # Every rank must take part in the backward pass. With head sharding, resharding q already requires its gradient.
     if backward and not (q.requires_grad or (strategy != "ulysses" and (k.requires_grad or v.requires_grad))):
         q = q.detach().requires_grad_()
@@ -288,5 +285,67 @@ def _attend_once(
     problem = problem_of(q.shape, k.shape[:2], key_lengths, q.dtype, accumulate_dtype)
     dtype = accumulation(accumulate_dtype, q.dtype)
     spec = call_spec_for(strategy, mesh_shape, masks, problem, dtype, overlap)
-    o, lse = attend(q, [GivenKV(spec, k, v)], comm=comm, scale=float(factor), kernel=kernel)
+    o, lse = attend(q, [GivenKeys(spec, k, v)], comm=comm, scale=float(factor), kernel=kernel)
     return (o, lse) if return_lse else o
+
+
+@eager
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group = None,
+    mask: FrameMask | None = None,
+    scale: float | None = None,
+    kernel: str = "auto",
+    return_lse: bool = False,
+    units_per_frame: int = 1,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return the attention of queries that every rank has over keys that are sharded. For inference: no gradients.
+
+    Args:
+        q: (B, H, s_q, D), the same on every rank.
+        k, v: (B or 1, G, s_kv, D), this rank's keys; s_kv may differ by rank and be 0.
+        group: as for `lv_xattn`.
+        mask: the frames that each row attends to, the same on every rank; this rank holds `frame_range` of them.
+        scale: factor of q k^T; None: D ** -0.5.
+        kernel: name of a block kernel, or "auto".
+        return_lse: also return lse (B, H, s_q) float32.
+        units_per_frame: how many of the mask's "frames" (image tiles, for example) make one frame that `frame_range`
+            keeps on one rank.
+
+    Returns:
+        o (B, H, s_q, D) in q.dtype, the same bits on every rank.
+
+    Raises:
+        ConfigError: gradients are required.
+        ShapeError, MaskError: the shapes do not match.
+    """
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+        raise ConfigError("decode_attention has no backward pass; call it under torch.no_grad(), or use lv_xattn")
+    argument_checks.check_qkv(q, k, v)
+    argument_checks.check_mask_type(mask)
+    argument_checks.check_scale(scale)
+    argument_checks.check_flags(return_lse=return_lse)
+    _check_units(units_per_frame, mask)
+    comm, lengths = transfer_communicator(group), (k.shape[2],)
+    masks: BlockMasks = FullBlockMasks(q.shape[0], q.shape[2], lengths)
+    if mask is not None:
+        start, stop = frame_bounds(mask.total_frames // units_per_frame, comm.size)[comm.rank]
+        own = start * units_per_frame, stop * units_per_frame
+        argument_checks.check_mask(mask, q, k, own)
+        masks = FrameBlockMasks([mask], [own])
+    keys = [GivenKeys(CallSpec((1, 1), masks, lengths, accumulation("auto", q.dtype)), k, v)]
+    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    (result,) = attend_replicated(q, [keys], comm=comm, scale=factor, kernel=kernel)
+    return result if return_lse else result[0]
+
+
+def _check_units(units: int, mask: FrameMask | None) -> None:
+    total = 0 if mask is None else mask.total_frames
+    if isinstance(units, bool) or not isinstance(units, int) or units < 1 or total % units:
+        raise MaskError(
+            f"units_per_frame: {units!r} does not divide the {total} units of the mask; pass the number of units that "
+            "make a frame, 1 or more"
+        )

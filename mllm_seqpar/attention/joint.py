@@ -1,14 +1,18 @@
-"""One softmax over several distributed KV sources, in one autograd function.
+"""Attention of rows to keys: one softmax over several sets of keys, wherever rows and keys are.
 
-    o, lse = attend(q, [source, ...])        q (B, H, s_q, D): this rank's rows; each source: this rank's keys
+    attend(q, [keys, ...]) -> (o, lse)                          q (B, H, s_q, D)
 
-Forward: (o_s, lse_s) = distributed attention of q over all ranks' keys of source s, for every s, and one merge.
-Backward: the distributed backward of each source, given the merged o and lse and their do; dq is the sum. This is exact
-because the backward of a block needs only the final (o, lse) and do of its rows, and nothing of other blocks.
+Placements decide how: sharded rows and sharded keys run the schedule of the keys' spec. With replicated rows and
+sharded keys, each rank computes a partial result over its own keys, and the partial results are merged over ranks
+(`decode`). Everything else is local: the schedule of a group of one.
 
-Saved for backward are q, o, lse, and what each source saves. A recomputed source saves only the features that all
-layers share, so nothing here grows with the number of visual keys (arXiv 2502.02406, section 3.2). Under activation
-checkpointing, (o, lse) of the forward pass are kept for the recomputation of the layer (`kept_results`).
+Forward: (o_s, lse_s) = the attention of q to each set of keys, and one merge. Backward: the backward of each set, given
+the merged o and lse and their do; dq is the sum. This is exact because the backward of a block needs only the final
+(o, lse) and do of its rows, and nothing of other blocks.
+
+Saved for backward are q, o, lse, and what the keys save. Recomputed keys save only the features that all layers share,
+so nothing here grows with the number of visual keys (arXiv 2502.02406, section 3.2). Under activation checkpointing,
+(o, lse) of the forward pass are kept for the recomputation of the layer (`kept_results`).
 """
 
 from __future__ import annotations
@@ -23,17 +27,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.kernels.merge import merge_
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.kernels.merge import merge, merge_
 
 from .block_math import BlockMath
+from .decode import merge_over_ranks
 from .executor import distributed_backward, distributed_forward
 from .kept_results import running_region
-from .kv_sources import KVSource
-from .streamed import StreamedKV, streamed_backward, streamed_forward
+from .keys import Keys
+from .streamed import streamed_backward, streamed_forward
 from .ulysses import attend_head_sharded, backward_head_sharded, forward_head_sharded
-
-KeySource = KVSource | StreamedKV
-"""What `attend` attends to: keys and values that exist as a whole while it runs, or arrive in chunks."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -62,11 +65,11 @@ def eager(function: Callable[P, T]) -> Callable[P, T]:
 class _JointAttention(torch.autograd.Function):
     """Local shapes: q, o, do (B, H, s_q, D), lse (B, H, s_q) float32; globally s_q becomes n s_q, sharded by rows.
 
-    Forward: o = softmax(scale q [K_1; ...; K_m]^T) [V_1; ...; V_m] over all sources' keys on all ranks.
+    Forward: o = softmax(scale q [K_1; ...; K_m]^T) [V_1; ...; V_m] over all sets of keys on all ranks.
     Backward: P = exp(scale q K^T - lse), dV = P^T do, dS = P (do V^T - rowsum(do o)), dq = scale dS K,
     dK = scale dS^T q.
 
-    `counts` is the number of inputs of each source; `recompute` is an argument of `attend`.
+    `counts` is the number of inputs of each set of keys; `recompute` is an argument of `attend`.
     """
 
     @staticmethod
@@ -74,30 +77,30 @@ class _JointAttention(torch.autograd.Function):
         ctx: Any,
         comm: Communicator,
         block_math: BlockMath,
-        sources: Sequence[KeySource],
+        keys: Sequence[Keys],
         counts: Sequence[int],
         recompute: bool,
         q: Tensor,
         *inputs: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        local_q = q.contiguous()
-        by_source = [inputs[end - count : end] for count, end in zip(counts, itertools.accumulate(counts), strict=True)]
-        compute = functools.partial(_merged_forward, comm, block_math, sources, local_q, by_source)
+        q = q.contiguous()
+        inputs_of = [inputs[end - count : end] for count, end in zip(counts, itertools.accumulate(counts), strict=True)]
         region = None if recompute or not any(ctx.needs_input_grad) else running_region()
+        compute = functools.partial(_merged_forward, comm, block_math, keys, q, inputs_of, q.dtype)
         o, lse = compute() if region is None else region.once(compute, "attention")
         saved: list[Tensor] = []
-        ctx.counts, ctx.sources = [], []
-        for source, own_inputs in zip(sources, by_source, strict=True):
-            kept = source.saved(own_inputs)
+        ctx.counts, ctx.keys = [], []
+        for each, own_inputs in zip(keys, inputs_of, strict=True):
+            kept = each.saved(own_inputs)
             saved.extend(kept)
             ctx.counts.append((len(own_inputs), len(kept)))
-            ctx.sources.append(source.without_inputs())
+            ctx.keys.append(each.without_inputs())
         ctx.comm, ctx.block_math = comm, block_math
         if region is not None and not region.replays_rng:
             # Dropout before attention recomputes other q, k and v than the saved ones, which gave (o, lse).
-            of_this_pass = local_q, *saved
-            local_q, *saved = region.once(lambda: of_this_pass, "inputs")
-        ctx.save_for_backward(local_q, o, lse, *saved)
+            of_this_pass = q, *saved
+            q, *saved = region.once(lambda: of_this_pass, "inputs")
+        ctx.save_for_backward(q, o, lse, *saved)
         ctx.mark_non_differentiable(lse)
         return o, lse
 
@@ -109,21 +112,22 @@ class _JointAttention(torch.autograd.Function):
         dq: Tensor | None = None
         grads: list[Tensor | None] = []
         needed = list(ctx.needs_input_grad[6:])
-        for source, (count, kept) in zip(ctx.sources, ctx.counts, strict=True):
+        for keys, (count, kept) in zip(ctx.keys, ctx.counts, strict=True):
             own_saved, saved = saved[:kept], saved[kept:]
             own_needed, needed = needed[:count], needed[count:]
-            inputs = source.restored(own_saved)
-            if isinstance(source, StreamedKV):
-                part, input_grads = streamed_backward(ctx.comm, source, ctx.block_math, rows, inputs, own_needed)
-                dq = part if dq is None else dq.add_(part)
-                grads.extend(input_grads)
-                continue
-            k, v = source.keys_values(inputs)
-            backward = distributed_backward if source.spec.head_degree == 1 else backward_head_sharded
-            part, dk, dv = backward(ctx.comm, source.spec, ctx.block_math, rows, k, v)
-            del k, v
+            inputs, comm = keys.restored(own_saved), ctx.comm
+            if keys.spec.placement == "replicated":
+                comm = comm.alone
+            if keys.streamed:
+                part, input_grads = streamed_backward(comm, keys, ctx.block_math, rows, inputs, own_needed)
+            else:
+                k, v = keys.keys_values(inputs)
+                backward = distributed_backward if keys.spec.head_degree == 1 else backward_head_sharded
+                part, dk, dv = backward(comm, keys.spec, ctx.block_math, rows, k, v)
+                del k, v
+                input_grads = keys.input_grads(inputs, own_needed, dk, dv)
             dq = part if dq is None else dq.add_(part)
-            grads.extend(source.input_grads(inputs, own_needed, dk, dv))
+            grads.extend(input_grads)
         assert dq is not None
         return None, None, None, None, None, dq.to(q.dtype), *grads
 
@@ -131,42 +135,43 @@ class _JointAttention(torch.autograd.Function):
 def _merged_forward(
     comm: Communicator,
     block_math: BlockMath,
-    sources: Sequence[KeySource],
+    keys: Sequence[Keys],
     q: Tensor,
     inputs: Sequence[Sequence[Tensor]],
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (o, lse) of contiguous q over all sources, given the inputs of each, with o in the dtype of q."""
+    """Return (o, lse) of contiguous q over all keys, given the inputs of each; o in `dtype`, or the accumulator's."""
     total: tuple[Tensor, Tensor] | None = None
-    for source, own_inputs in zip(sources, inputs, strict=True):
-        if isinstance(source, StreamedKV):
-            result = streamed_forward(comm, source, block_math, q, own_inputs)
+    for each, own_inputs in zip(keys, inputs, strict=True):
+        group = comm if each.spec.placement == "sharded" else comm.alone
+        if each.streamed:
+            result = streamed_forward(group, each, block_math, q, own_inputs)
         else:
-            k, v = source.keys_values(own_inputs)
-            forward = distributed_forward if source.spec.head_degree == 1 else forward_head_sharded
-            result = forward(comm, source.spec, block_math, q, k, v)
+            k, v = each.keys_values(own_inputs)
+            forward = distributed_forward if each.spec.head_degree == 1 else forward_head_sharded
+            result = forward(group, each.spec, block_math, q, k, v)
         if total is None:
             total = result[0].contiguous(), result[1].contiguous()
         else:
             merge_(*total, *result)
     assert total is not None
-    return total[0].to(q.dtype), total[1]
+    return total[0] if dtype is None else total[0].to(dtype), total[1]
 
 
-@eager
 def attend(
     q: Tensor,
-    sources: Sequence[KeySource],
+    keys: Sequence[Keys],
     *,
     comm: Communicator,
     scale: float,
     kernel: str = "auto",
     recompute: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention of this rank's rows over every source's keys on all ranks, as one softmax.
+    """Return the attention of sharded rows to all keys on all ranks, as one softmax.
 
     Args:
         q: (B, H, s_q, D), this rank's rows.
-        sources: at least one; the order of computation, the same on every rank.
+        keys: at least one set; the order of computation, the same on every rank.
         comm: the group.
         scale: factor of q k^T.
         kernel: name of a block kernel, or "auto".
@@ -175,18 +180,55 @@ def attend(
 
     Returns:
         o (B, H, s_q, D) in q.dtype, and lse (B, H, s_q) float32, which carries no gradient. A row without visible keys
-        has o = 0, lse = -inf. Differentiable in q and in the inputs of the sources.
+        has o = 0, lse = -inf. Differentiable in q and in the inputs of the keys.
     """
-    degree = sources[0].spec.head_degree
-    if degree > 1:
-        sharded = [s for s in sources if not isinstance(s, StreamedKV) and s.spec.head_degree == degree]
-        if len(sharded) == len(sources):
-            among_equal_heads = functools.partial(attend, scale=scale, kernel=kernel, recompute=recompute)
-            return attend_head_sharded(q, sharded, comm, among_equal_heads, keep=not recompute)
+    degree = keys[0].spec.head_degree
+    if degree > 1 and all(not each.streamed and each.spec.head_degree == degree for each in keys):
+        among_equal_heads = functools.partial(attend, scale=scale, kernel=kernel, recompute=recompute)
+        return attend_head_sharded(q, keys, comm, among_equal_heads, keep=not recompute)
     inputs: list[Tensor] = []
     counts = []
-    for source in sources:
-        source_inputs = source.inputs()
-        inputs.extend(source_inputs)
-        counts.append(len(source_inputs))
-    return _JointAttention.apply(comm, BlockMath(kernel, scale), tuple(sources), counts, recompute, q, *inputs)
+    for each in keys:
+        own_inputs = each.inputs()
+        inputs.extend(own_inputs)
+        counts.append(len(own_inputs))
+    return _JointAttention.apply(comm, BlockMath(kernel, scale), tuple(keys), counts, recompute, q, *inputs)
+
+
+def attend_replicated(
+    q: Tensor, softmaxes: Sequence[Sequence[Keys]], *, comm: Communicator, scale: float, kernel: str = "auto"
+) -> list[tuple[Tensor, Tensor]]:
+    """Return (o, lse) of rows that every rank of several has, for each of several softmaxes, by one exchange.
+
+    Each rank computes a partial result over its own shards of keys. These are merged over ranks, and with what every
+    rank computes over replicated keys. Arguments and results are those of `attend`.
+
+    Raises:
+        ConfigError: gradients are required of keys that are sharded.
+    """
+    if torch.is_grad_enabled():
+        sharded = [each for keys in softmaxes for each in keys if each.spec.placement == "sharded"]
+        if sharded and any(x.requires_grad for each in sharded for x in (q, *each.inputs())):
+            raise ConfigError(
+                "use_cache: a pass with a cache has no backward pass when sequence-parallel; run it under "
+                "torch.no_grad(), or pass use_cache=False to train"
+            )
+    block_math, own, alone = BlockMath(kernel, scale), q.contiguous(), comm.alone
+
+    def local(keys: Sequence[Keys]) -> tuple[Tensor, Tensor]:
+        return _merged_forward(alone, block_math, keys, own, [each.inputs() for each in keys])
+
+    placed = [([k for k in keys if k.spec.placement == "sharded"], keys) for keys in softmaxes]
+    partial = [local(shards) for shards, _ in placed if shards]
+    if partial:
+        o, lse = (torch.cat(x) if len(x) > 1 else x[0] for x in zip(*partial, strict=True))
+        o, lse = merge_over_ranks(o, lse, comm)
+        partial = list(zip(o.chunk(len(partial)), lse.chunk(len(partial)), strict=True))
+    results = []
+    for shards, keys in placed:
+        rest = [each for each in keys if each.spec.placement == "replicated"]
+        o, lse = partial.pop(0) if shards else local(rest)
+        if shards and rest:
+            o, lse = merge((o, lse), local(rest))
+        results.append((o.to(q.dtype), lse))
+    return results

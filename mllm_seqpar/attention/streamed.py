@@ -13,11 +13,9 @@ frame they attend to, and receives one result from each. All Q shards are on eve
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,53 +27,15 @@ from mllm_seqpar.masks.rectangles import Span
 from .block_math import BlockMath, FinalRows, GradientAccumulator, PartialResult, fold, prepare, unfold
 from .call_spec import CallSpec
 from .executor import Bundle
-
-
-class ChunkPass(Protocol):
-    """One pass over the chunks of a source, in order."""
-
-    def __iter__(self) -> Iterator[tuple[Span, Tensor, Tensor]]:
-        """Yield (start, stop), k and v (1, G, keys, D), of the units from `start` to `stop` after this rank's first."""
-
-    def add_gradients(self, dk: Tensor, dv: Tensor) -> None:
-        """Take the gradients of the k and v that were yielded last."""
-
-    def input_grads(self) -> Sequence[Tensor | None]:
-        """Return the gradients of the source's inputs, after the last chunk."""
-
-
-class StreamedKV(ABC):
-    """A KV source (`kv_sources.KVSource`) whose k and v never exist as a whole. Its masks are a `FrameBlockMasks`."""
-
-    spec: CallSpec
-
-    @abstractmethod
-    def inputs(self) -> Sequence[Tensor]:
-        """Return the tensors that k and v are computed from and that may require gradients; always as many."""
-
-    @abstractmethod
-    def open(self, inputs: Sequence[Tensor], needed: Sequence[bool] | None = None) -> ChunkPass:
-        """Begin a pass; with `needed`, a backward pass that returns the gradients of these inputs."""
-
-    @abstractmethod
-    def saved(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the part of `inputs` that backward needs saved."""
-
-    @abstractmethod
-    def restored(self, saved: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return all inputs from the saved ones."""
-
-    def without_inputs(self) -> StreamedKV:
-        """Return this source, which refers to no tensor on the device that grows with the video."""
-        return self
+from .keys import Keys
 
 
 def streamed_forward(
-    comm: Communicator, source: StreamedKV, block_math: BlockMath, q: Tensor, inputs: Sequence[Tensor]
+    comm: Communicator, keys: Keys, block_math: BlockMath, q: Tensor, inputs: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Return (o, lse) of this rank's rows q (B, H, s, D) over all ranks' keys, as `executor.distributed_forward`."""
-    spec, rows = source.spec, fold(q)
-    chunks, plan = source.open(inputs), _plan(source.spec, comm)
+    spec, rows = keys.spec, fold(q)
+    chunks, plan = keys.chunks(inputs), _plan(keys.spec, comm)
     every_q = _gather_rows(comm, plan, {"q": rows})["q"]
     partial = PartialResult(every_q, spec.accumulate_dtype)
     for units, k, v in chunks:
@@ -92,15 +52,15 @@ def streamed_forward(
 
 def streamed_backward(
     comm: Communicator,
-    source: StreamedKV,
+    keys: Keys,
     block_math: BlockMath,
     rows: FinalRows | tuple[Tensor, Tensor, Tensor, Tensor],
     inputs: Sequence[Tensor],
     needed: Sequence[bool],
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
     """Return dq of this rank's rows (q, o, lse, do), where o and lse are final, and the gradients of `inputs`."""
-    spec, batch = source.spec, rows[0].shape[0]
-    chunks, plan = source.open(inputs, needed), _plan(source.spec, comm)
+    spec, batch = keys.spec, rows[0].shape[0]
+    chunks, plan = keys.chunks(inputs, needed), _plan(keys.spec, comm)
     final = FinalRows(*rows).folded()
     if comm.size > 1:
         final = final.with_delta()._replace(o=None)

@@ -8,9 +8,8 @@ is plain Ulysses. A KV head is sent only to the ranks whose query heads use it (
 
 Forward sends Q, K, V and O, backward dO, dQ, dK and dV. These are complete and therefore sent in the inputs' dtype,
 except dK and dV of a KV head that several ranks use: those are partial sums, sent in the dtype of the inputs too or in
-the accumulation dtype (`CallSpec.straight_dtype`). The
-tensors saved for backward are head-sharded too, and as large as row-sharded ones. Causal rows are put in the order of
-the text, in which their mask is few and large rectangles.
+the accumulation dtype (`CallSpec.straight_dtype`). The tensors saved for backward are head-sharded too, and as large as
+row-sharded ones. Causal rows are put in the order of the text, in which their mask is few and large rectangles.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from mllm_seqpar.comm import Communicator, Recv, Send, Subgroup
@@ -30,13 +29,13 @@ from .block_math import BlockMath, FinalRows
 from .call_spec import CallSpec
 from .executor import distributed_backward, distributed_forward
 from .kept_results import running_region
-from .kv_sources import GivenKV, KVSource
+from .keys import GivenKeys, Keys
 
 
 class Attend(Protocol):
     """Attention of row-sharded queries over row-sharded sources, `joint.attend` with its options bound."""
 
-    def __call__(self, q: Tensor, sources: Sequence[KVSource], *, comm: Communicator) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, q: Tensor, sources: Sequence[Keys], *, comm: Communicator) -> tuple[Tensor, Tensor]: ...
 
 
 class HeadTensor(NamedTuple):
@@ -220,7 +219,7 @@ def _add_heads(x: Tensor, places: Sequence[int]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class HeadShardedKV:
+class HeadShardedKeys(Keys):
     """A source whose k and v are head-sharded when they are needed.
 
     Given k and v are saved head-sharded, so backward does not send them again; recomputed ones are sent again.
@@ -233,7 +232,7 @@ class HeadShardedKV:
         resharded: whether the inputs are head-sharded k and v already, which is so in backward.
     """
 
-    source: KVSource
+    source: Keys
     layout: HeadLayout
     dtype: torch.dtype
     kv_heads: list[int] = field(default_factory=list)
@@ -241,8 +240,12 @@ class HeadShardedKV:
     _sharded: list[Tensor] = field(default_factory=list)
 
     @property
-    def spec(self) -> CallSpec:
+    def spec(self) -> CallSpec:  # type: ignore[override]
         return self.layout.spec
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:  # type: ignore[override]
+        return self.source.modules
 
     def inputs(self) -> Sequence[Tensor]:
         return self.source.inputs()
@@ -254,7 +257,7 @@ class HeadShardedKV:
         k, v = self.source.keys_values(inputs)
         self.kv_heads[:] = [k.shape[1]]
         k, v = self.layout.shard_kv(k, v)
-        if isinstance(self.source, GivenKV):
+        if isinstance(self.source, GivenKeys):
             self._sharded[:] = k, v
         return k, v
 
@@ -266,19 +269,19 @@ class HeadShardedKV:
         return self.source.input_grads(inputs, needed, *grads)
 
     def saved(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        if isinstance(self.source, GivenKV) and not self._sharded:
+        if isinstance(self.source, GivenKeys) and not self._sharded:
             self.keys_values(inputs)  # in a recomputation with kept results, which do not need them
         return self._sharded or self.source.saved(inputs)
 
     def restored(self, saved: Sequence[Tensor]) -> Sequence[Tensor]:
         return saved if self.resharded else self.source.restored(saved)
 
-    def without_inputs(self) -> KVSource:
+    def without_inputs(self) -> Keys:
         return replace(self, source=self.source.without_inputs(), resharded=bool(self._sharded), _sharded=[])
 
 
 def attend_head_sharded(
-    q: Tensor, sources: Sequence[KVSource], comm: Communicator, attend: Attend, keep: bool
+    q: Tensor, sources: Sequence[Keys], comm: Communicator, attend: Attend, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """Return o (B, H, s, D) and lse (B, H, s) of one softmax over sources that all have the same head-sharding degree.
 
@@ -295,7 +298,7 @@ def attend_head_sharded(
     layouts = [HeadLayout.of(ordered, spec, q, orders) for ordered, spec in groups]
     first = layouts[0]
     sharded_q = _Reshard.apply(first.inside, first.rows("q"), False, False, q)
-    inner = [HeadShardedKV(source, layout, q.dtype) for source, layout in zip(sources, layouts, strict=True)]
+    inner = [HeadShardedKeys(source, layout, q.dtype) for source, layout in zip(sources, layouts, strict=True)]
     o, lse = attend(sharded_q, inner, comm=first.across)
     keep &= o.requires_grad
     o = _Reshard.apply(first.inside, first.rows("o"), True, keep, o)

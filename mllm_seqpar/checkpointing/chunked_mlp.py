@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 
-from mllm_seqpar.attention.kv_sources import AutocastState
+from mllm_seqpar.attention.keys import AutocastState
 from mllm_seqpar.errors import ConfigError, ShapeError
 
 from .rng_replay import RNGState, detached_parameters, rng_replay, trained_parameters

@@ -8,14 +8,16 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from mllm_seqpar.comm.agreement import attempt, raise_on_all_ranks
+from mllm_seqpar.comm.agreement import agree, attempt
+from mllm_seqpar.data.decoding_work import decode_rate
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner.calibrate import AttentionShape, calibrate
-from mllm_seqpar.planner.cluster import write_cluster
+from mllm_seqpar.planner.cluster import cluster_text
 from mllm_seqpar.planner.kernel_rates import kernel_rates
 
 from .launch import DEVICES, launched_ranks
 from .options import CommandOptions, option, parse_options
+from .outputs import require_writable, write_text
 from .program_exit import run
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -52,23 +54,36 @@ def measure(argv: Sequence[str]) -> None:
     """Measure, and write the cluster file that the options in `argv` name. Every rank calls this.
 
     Raises:
-        SeqParError: on invalid options, or if the ranks disagree.
+        SeqParError: on invalid options, a file that cannot be written, or if the ranks disagree.
     """
     args, problem = attempt(lambda: _parse(argv))
     with launched_ranks(args.device if args else "auto") as (comm, device):
-        raise_on_all_ranks(comm, "options", problem, asdict(args) if args else {})
+        agree(comm, "options", lambda: asdict(args) if args else {}, dict, error=problem)
         assert args is not None  # otherwise all ranks have raised
+        output = args.output if comm.rank == 0 else None
+        agree(comm, "output", lambda: None if output is None else require_writable("output", output))
         dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
         shape = AttentionShape(heads=args.heads, kv_heads=args.kv_heads, dim=args.dim, dtype=dtype)
         cluster = calibrate(comm, device=device, shape=shape, name=args.name)
+        cluster = replace(cluster, decode_rate=_decode_rate())
         rates = kernel_rates(comm, device=device, shape=shape)
         if comm.rank == 0:
             if comm.size == 1:
                 cluster = replace(cluster, source=cluster.source + "; one rank alone: links are not measured")
             sys.stderr.write(f"mllm-seqpar calibrate: {cluster.source}\n")
+            if cluster.decode_rate is not None:
+                sys.stderr.write(f"decoding, one core: {cluster.decode_rate:.3g} frames/s (H.264, 720p)\n")
             for name, rate in rates.items():
                 sys.stderr.write(f"kernel {name}: {rate:.3g} FLOP/s in forward and backward\n")
-            write_cluster(cluster, args.output or "/dev/stdout")
+            write_text(output, cluster_text(cluster))
+
+
+def _decode_rate() -> float | None:
+    """Return the frames per second that one core of this rank decodes; None without PyAV."""
+    try:
+        return round(decode_rate(), 1)
+    except ImportError:
+        return None
 
 
 def _parse(argv: Sequence[str]) -> CalibrateOptions:

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mllm_seqpar.data.chat import ChatDataset, ChatSample, collate
 from mllm_seqpar.data.chat_format import media_parts
+from mllm_seqpar.data.decoding import DECODER_HELP, check_decoding
+from mllm_seqpar.data.decoding_work import frames_to_decode
 from mllm_seqpar.data.formats import DEFAULT_TEMPLATE
 from mllm_seqpar.data.sources import FrameSource, VideoSource
+from mllm_seqpar.data.video import probe
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError
 
 from .options import Parser
@@ -61,6 +65,9 @@ def _parser() -> Parser:
     text = "report longer videos; default: 3600"
     parser.add_argument("--long", type=float, default=3600.0, metavar="SECONDS", help=text)
     text = "files opened at once; default: the number of processors"
+    text = "threads that decode one video; default: 1, because --workers files are read at once"
+    parser.add_argument("--decode_threads", type=int, metavar="N", help=text)
+    parser.add_argument("--decoder", default="pyav", help=DECODER_HELP)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help=text)
     return parser
 
@@ -72,6 +79,7 @@ def check(argv: Sequence[str]) -> int:
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"--{name}: {value} is not allowed; give a finite number above 0")
+    check_decoding(args.decode_threads, args.decoder)
     if args.fps and args.num_frames:
         raise ConfigError(f"--fps {args.fps:g} and --num_frames {args.num_frames}: give one of them")
     if args.max_length and not args.model:
@@ -85,6 +93,7 @@ def check(argv: Sequence[str]) -> int:
     for path in args.data:
         names = ("fps", "num_frames", "max_frames", "max_length", "media_root", "template")
         options = {name: getattr(args, name) for name in names}
+        options |= {"threads": args.decode_threads or 1, "decoder": args.decoder}
         dataset = ChatDataset(path, processor, **options, on_bad_media="skip", validate=False)
         totals = Totals()
         for line in check_dataset(dataset, totals, long=args.long, workers=args.workers):
@@ -107,9 +116,15 @@ class Totals:
     frames: int = 0
     tokens: int = 0
     targets: int = 0
+    video_frames: int = 0
+    decoded: int = 0
+    core_seconds: float = 0.0
     longest: list[tuple[int, str]] = field(default_factory=list)
 
-    def add(self, sample: ChatSample) -> None:
+    def add(self, sample: ChatSample, media: Sequence[_Medium]) -> None:
+        self.video_frames += sum(len(medium.source) for medium in media if medium.decoded)
+        self.decoded += sum(medium.decoded for medium in media)
+        self.core_seconds += sum(medium.core_seconds for medium in media)
         self.frames += sample.frames
         videos = sum(part["type"] == "video" for part in media_parts(sample.messages))
         self.videos, self.pictures = self.videos + videos, self.pictures + len(sample.sources) - videos
@@ -124,7 +139,16 @@ class Totals:
             lines.append(f"text tokens: {self.tokens:,}, of which {self.targets:,} are targets{_visual(self, model)}")
         if self.frames:
             lines.append("most frames: " + ", ".join(f"{place} ({frames:,})" for frames, place in self.longest))
+        if self.video_frames:
+            lines.append(
+                f"decoding: {self.decoded / self.video_frames:.1f} frames of the videos for each frame that is used, "
+                f"about {_hours(self.core_seconds)} of one core"
+            )
         return "\n".join(lines)
+
+
+def _hours(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} hours" if seconds >= 360 else f"{seconds:.1f} seconds"
 
 
 def _visual(totals: Totals, model: str) -> str:
@@ -144,6 +168,8 @@ class _Medium:
 
     source: FrameSource
     seconds: float
+    decoded: int = 0  # frames of the file, for the frames that are used
+    core_seconds: float = 0.0  # to decode them
 
 
 def check_dataset(dataset: ChatDataset, totals: Totals, *, long: float = 3600.0, workers: int = 1) -> Iterator[str]:
@@ -189,7 +215,7 @@ def _submit(dataset: ChatDataset, index: int, pool: ThreadPoolExecutor, submitte
 def _report(dataset: ChatDataset, row: _Row, totals: Totals, long: float) -> Iterator[str]:
     """Yield the lines of a sample, and count it."""
     place = dataset.records.place(row.index)
-    faults, sources = [row.fault] if row.fault else [], []
+    faults, found = [row.fault] if row.fault else [], list[_Medium]()
     for part, future in row.media:
         try:
             medium = future.result()
@@ -201,20 +227,20 @@ def _report(dataset: ChatDataset, row: _Row, totals: Totals, long: float) -> Ite
         except Exception as error:  # a decoder's own, such as Pillow's about very large pictures
             faults.append(f"{part.get('path')}: {type(error).__name__}: {error}")
             continue
-        sources.append(medium.source)
+        found.append(medium)
         if medium.seconds > long:
             totals.long += 1
             frames = len(medium.source)
             yield f"{place}: long: {part['path']} has {_clock(medium.seconds)}, {frames:,} frames are used"
     if not faults:
-        sample = ChatSample(dataset.records.line(row.index), place, list(row.messages), tuple(sources))
-        faults = _count(dataset, sample, totals)
+        sample = ChatSample(dataset.records.line(row.index), place, list(row.messages), tuple(x.source for x in found))
+        faults = _count(dataset, sample, totals, found)
     totals.samples, totals.broken = totals.samples + 1, totals.broken + bool(faults)
     for fault in faults:
         yield f"{place}: broken: {fault.removeprefix(f'{place}: ')}"
 
 
-def _count(dataset: ChatDataset, sample: ChatSample, totals: Totals) -> list[str]:
+def _count(dataset: ChatDataset, sample: ChatSample, totals: Totals, media: Sequence[_Medium]) -> list[str]:
     """Count a sample whose media are in order; return what is wrong with its text."""
     if dataset.processor is not None:
         try:
@@ -224,7 +250,7 @@ def _count(dataset: ChatDataset, sample: ChatSample, totals: Totals) -> list[str
         if batch.targets == 0:
             return ["no target tokens; add a message of the assistant"]
         totals.tokens, totals.targets = totals.tokens + batch.tokens, totals.targets + batch.targets
-    totals.add(sample)
+    totals.add(sample, media)
     return []
 
 
@@ -241,15 +267,18 @@ def _key(dataset: ChatDataset, index: int, part: Mapping[str, Any]) -> Any:
 def _check_medium(dataset: ChatDataset, index: int, part: Mapping[str, Any]) -> _Medium:
     source = dataset.source(index, part)
     last = len(source) - 1
-    for number in sorted({0, last // 2, last}):
+    numbers = sorted({0, last // 2, last})
+    begin = time.thread_time()
+    for number in numbers:
         for _ in source.read(number, number + 1):
             pass
-    seconds = 0.0
-    if isinstance(source, VideoSource):
-        from mllm_seqpar.data.video import probe
-
-        seconds = probe(source.plan.path).duration
-    return _Medium(source, seconds)
+    core_seconds = time.thread_time() - begin
+    if not isinstance(source, VideoSource):
+        return _Medium(source, 0.0)
+    plan = source.plan
+    decoded = frames_to_decode(plan)
+    here = sum(frames_to_decode(replace(plan, ticks=(plan.ticks[number],))) for number in numbers)
+    return _Medium(source, probe(plan.path).duration, decoded, core_seconds * decoded / max(1, here))
 
 
 def _clock(seconds: float) -> str:

@@ -1,6 +1,7 @@
-"""The command `mllm-seqpar completion`: a script that completes commands, options and files in bash, zsh or fish.
+"""The command `mllm-seqpar completion`: a script that completes commands, options and values in bash, zsh or fish.
 
-The options are read from the help of each command, which imports all of them; the script itself starts no Python.
+The options are read from the help of each command, which imports all of them; the script itself starts no Python. The
+values of an option are those that its help lists in braces, or those of `values_by_name`; other values are files.
 """
 
 from __future__ import annotations
@@ -11,10 +12,16 @@ import pkgutil
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 
+from mllm_seqpar.config import CHOICES
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.kernels.registry import kernel_names
+from mllm_seqpar.planner.files import known_files
 
 from .entry import load_entry
+from .launch import DEVICES
 from .options import Parser
 from .program_exit import run_alone
 
@@ -26,12 +33,32 @@ EXAMPLE = """mllm-seqpar completion bash > ~/.local/share/bash-completion/comple
 Commands = Mapping[str, tuple[str, str]]
 """The table of `mllm_seqpar.__main__`: by name, "module:function" and a line of help."""
 
+
+@dataclass(frozen=True)
+class Values:
+    """What may follow an option: `names`, directories, or files; nothing for a switch."""
+
+    names: tuple[str, ...] = ()
+    kind: str = "files"  # or "directories", or "names", or "none"
+
+
+Options = Mapping[str, Values]
+"""The options of a command by name, such as "--model"."""
+
+DIRECTORIES = ("model", "language_model", "vision_model", "features", "save_features", "media_root")
+"""Options that name a directory, beside those whose names end in _dir."""
+
 BASH = """\
 _mllm_seqpar() {{
-    local word=${{COMP_WORDS[COMP_CWORD]}} options=
+    local word=${{COMP_WORDS[COMP_CWORD]}} previous=${{COMP_WORDS[COMP_CWORD-1]}} options= values= directories=
     if [ "$COMP_CWORD" -eq 1 ]; then
         COMPREPLY=($(compgen -W "{names} --help --version" -- "$word"))
         return
+    fi
+    if [[ $previous == --* ]]; then
+        previous=${{previous#--}} previous=${{previous//-/_}}
+    else
+        previous=
     fi
     case ${{COMP_WORDS[1]}} in
 {cases}
@@ -39,6 +66,13 @@ _mllm_seqpar() {{
     COMPREPLY=()  # files, by -o default
     if [[ $word == -* ]]; then
         COMPREPLY=($(compgen -W "$options" -- "$word"))
+    elif [[ -n $values ]]; then
+        COMPREPLY=($(compgen -W "$values" -- "$word"))
+    fi
+    if [[ -n $directories && $word != -* ]]; then
+        compopt -o filenames 2>/dev/null
+        local IFS=$'\\n'
+        COMPREPLY+=($(compgen -d -- "$word"))
     fi
 }}
 complete -o default -F _mllm_seqpar mllm-seqpar
@@ -47,17 +81,24 @@ complete -o default -F _mllm_seqpar mllm-seqpar
 ZSH = """\
 #compdef mllm-seqpar
 _mllm_seqpar() {{
-    local -a commands options
+    local -a commands options values
+    local directories= previous=
     if (( CURRENT == 2 )); then
         commands=({described})
         _describe command commands
         return
+    fi
+    if [[ $words[CURRENT-1] == --* ]]; then
+        previous=${{${{words[CURRENT-1]#--}}//-/_}}
     fi
     case $words[2] in
 {cases}
     esac
     if [[ $words[CURRENT] == -* ]]; then
         compadd -- $options
+    elif (( $#values )) || [[ -n $directories ]]; then
+        (( $#values )) && compadd -- $values
+        [[ -n $directories ]] && _files -/
     else
         _files
     fi
@@ -75,7 +116,7 @@ def completion(argv: Sequence[str]) -> None:
     """Print the script for the shell that `argv` names."""
     parser = Parser(
         prog="mllm-seqpar completion",
-        description="Print a script that completes commands, options and files; store it where the shell looks for it.",
+        description="Print a script that completes commands, options and values; store it where the shell looks.",
         example=EXAMPLE,
     )
     parser.add_argument("shell", choices=SHELLS, help="the shell")
@@ -84,39 +125,99 @@ def completion(argv: Sequence[str]) -> None:
     sys.stdout.write(script(shell, commands, {name: options_of(entry) for name, (entry, _) in commands.items()}))
 
 
-def options_of(entry: str) -> list[str]:
-    """Return the names of the options that a command's --help shows; none if its module cannot be imported."""
+def options_of(entry: str) -> dict[str, Values]:
+    """Return the options that a command's --help shows; none if its module cannot be imported."""
+    text = _help(entry, "--help")
+    if "--help_all" in text:
+        text = _help(entry, "--help_all") or text
+    found = {name: values for line in text.splitlines() for name, values in _options(line).items()}
+    return dict(sorted(found.items()))
+
+
+def _help(entry: str, option: str) -> str:
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit, ImportError, ConfigError):
-        load_entry(entry)(["--help"])
-    return sorted({name for line in text.getvalue().splitlines() for name in _names(line)})
+        load_entry(entry)([option])
+    return text.getvalue()
 
 
-def _names(line: str) -> list[str]:
-    """Return the options of a line that begins with one, as in "  -x X, --name NAME, --no_name  help"."""
+def _options(line: str) -> dict[str, Values]:
+    """Return the options of a line that begins with one, as in "  -x X, --name {a,b}, --no_name  help"."""
     found = re.match(r"\s+((?:-\w(?: \S+)?, )?--\w.*?)(?:\s{2}|$)", line)
-    return re.findall(r"(?<!\S)--\w+", found[1]) if found else []
+    return {name: _values(name, value) for name, value in _NAMED.findall(found[1])} if found else {}
 
 
-def script(shell: str, commands: Commands, options: Mapping[str, Sequence[str]]) -> str:
+_NAMED = re.compile(r"(?<!\S)(--\w+)(?: (\{[^}]*\}|[A-Z_]+))?")
+
+
+def _values(option: str, metavar: str) -> Values:
+    """Return what may follow an option whose help shows `metavar` after it."""
+    name = option.removeprefix("--")
+    if not metavar:
+        return Values(kind="none")
+    if metavar.startswith("{"):
+        return Values(tuple(metavar[1:-1].split(",")), "names")
+    if name in DIRECTORIES or name.endswith("_dir"):
+        return Values(kind="directories")
+    names = values_by_name().get(name, ())
+    return Values(names, "names" if names else "files")
+
+
+@cache
+def values_by_name() -> dict[str, tuple[str, ...]]:
+    """Return the values of options whose help does not list them in braces."""
+    return {
+        "strategy": CHOICES["strategy"],
+        "self_attention": CHOICES["self_attention"],
+        "text_layout": CHOICES["text_layout"],
+        "kernel": ("auto", *kernel_names()),
+        "device": DEVICES,
+        "dtype": ("auto", "float32", "bfloat16", "float16"),
+        "visual_offload": ("cpu",),
+        "cluster": tuple(known_files("cluster").split(", ")),
+    }
+
+
+def script(shell: str, commands: Commands, options: Mapping[str, Options]) -> str:
     """Return the completion script for a shell.
 
     Args:
         shell: one of `SHELLS`.
         commands: by name, the entry and a line of help.
-        options: the names of the options of each command.
+        options: the options of each command.
     """
     if shell == "fish":
-        lines = ["complete -c mllm-seqpar -n __fish_use_subcommand -f -a '--help --version'"]
-        for name, (_, text) in commands.items():
-            lines.append(f"complete -c mllm-seqpar -n __fish_use_subcommand -f -a {name} -d {_quoted(text)}")
-            condition = f"complete -c mllm-seqpar -n '__fish_seen_subcommand_from {name}' -l "
-            lines += [condition + option.removeprefix("--") for option in options[name]]
-        return "\n".join(lines) + "\n"
-    left, right = ('"', '"') if shell == "bash" else ("(", ")")
-    cases = "\n".join(f"    {name}) options={left}{' '.join(options[name])}{right} ;;" for name in commands)
+        return "\n".join(_fish_lines(commands, options)) + "\n"
+    cases = "\n".join(_case(shell, name, options[name]) for name in commands)
     described = " ".join(_quoted(f"{name}:{text}") for name, (_, text) in commands.items())
     return (BASH if shell == "bash" else ZSH).format(names=" ".join(commands), cases=cases, described=described)
+
+
+def _case(shell: str, command: str, options: Options) -> str:
+    """Return the branch of a command, for bash or zsh: its options, and the values of the previous one."""
+    left, right = ('"', '"') if shell == "bash" else ("(", ")")
+    lines = [f"    {command})", f"        options={left}{' '.join(options)}{right}", "        case $previous in"]
+    for names, kind in dict.fromkeys((v.names, v.kind) for v in options.values() if v.kind in ("names", "directories")):
+        alike = "|".join(name.removeprefix("--") for name, v in options.items() if (v.names, v.kind) == (names, kind))
+        what = "directories=1" if kind == "directories" else f"values={left}{' '.join(names)}{right}"
+        lines.append(f"            {alike}) {what} ;;")
+    return "\n".join([*lines, "        esac ;;"])
+
+
+def _fish_lines(commands: Commands, options: Mapping[str, Options]) -> list[str]:
+    lines = ["complete -c mllm-seqpar -n __fish_use_subcommand -f -a '--help --version'"]
+    for name, (_, text) in commands.items():
+        lines.append(f"complete -c mllm-seqpar -n __fish_use_subcommand -f -a {name} -d {_quoted(text)}")
+        condition = f"complete -c mllm-seqpar -n '__fish_seen_subcommand_from {name}' -l "
+        for option, values in options[name].items():
+            what = {
+                "none": "",
+                "files": " -r",
+                "directories": " -x -a '(__fish_complete_directories)'",
+                "names": f" -x -a {_quoted(' '.join(values.names))}",
+            }[values.kind]
+            lines.append(condition + option.removeprefix("--") + what)
+    return lines
 
 
 def _quoted(text: str) -> str:

@@ -7,7 +7,6 @@ OpenFlamingo is published in parts: a language model, a CLIP and a checkpoint.pt
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import sys
 import tempfile
@@ -18,11 +17,13 @@ from typing import Any
 
 import torch
 
-from mllm_seqpar.errors import ConfigError, first_line
+from mllm_seqpar.errors import AdapterError, ConfigError, first_line
 from mllm_seqpar.models.hub import local_directory
-from mllm_seqpar.models.loading import load_model, load_processor
+from mllm_seqpar.models.loading import load_model, load_processor, model_class, model_directories
+from mllm_seqpar.patching.registry import adapters, find_adapter
 
 from .options import CommandOptions, option, parse_options
+from .outputs import new_directory
 from .program_exit import run_alone
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -87,30 +88,42 @@ def convert(argv: Sequence[str]) -> None:
         "  mllm-seqpar convert --language_model MPT_DIR --vision_model openai/clip-vit-large-patch14 \\\n"
         "      --checkpoint checkpoint.pt --output flamingo",
     )
-    output = Path(args.output).resolve()  # a link to an empty directory cannot be replaced
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise ConfigError(f"--output {output}: it exists and is not an empty directory; choose another name")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as scratch:
-        draft = Path(scratch) / "model"
+    with new_directory("output", args.output) as draft:
         if args.model is None:
             _convert_parts(args, draft)
         else:
             _convert_directory(args.model, args.dtype, draft)
         model: Any = load_model(str(draft), dtype="auto", device_map="meta")  # compares names and shapes
-        os.replace(draft, output)
     count = sum(parameter.numel() for parameter in model.parameters())
     dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
-    sys.stdout.write(f"{output}: {type(model).__name__}, {count:,} parameters, {', '.join(dtypes)}\n")
+    sys.stdout.write(
+        f"{Path(args.output).resolve()}: {type(model).__name__}, {count:,} parameters, {', '.join(dtypes)}\n"
+    )
 
 
 def _convert_directory(name: str, dtype: str, output: Path) -> None:
     with tempfile.TemporaryDirectory(dir=output.parent) as scratch:
-        source = _safetensors(Path(local_directory(name)), Path(scratch))
+        folders = model_directories(name)
+        _require_supported(folders[-1])
+        source = _safetensors(folders[0], Path(scratch))
         processor = load_processor(str(source))
         model: Any = load_model(str(source), dtype=dtype if dtype == "auto" else getattr(torch, dtype))
         model.save_pretrained(output)
     processor.save_pretrained(output)
+
+
+def _require_supported(folder: Path) -> None:
+    """Raise ConfigError if no adapter supports the model that the config.json of a directory describes."""
+    config, cls = model_class(folder)
+    with torch.device("meta"):
+        model = cls(config)
+    try:
+        find_adapter(model)
+    except AdapterError as error:
+        raise ConfigError(
+            f"--model {folder}: {cls.__name__} (model_type {config.model_type!r}) is of no supported family; supported "
+            f"families: {', '.join(sorted(adapters()))}"
+        ) from error
 
 
 def _convert_parts(args: ConvertOptions, output: Path) -> None:

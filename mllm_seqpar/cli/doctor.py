@@ -36,14 +36,14 @@ TIMEOUT_S = 60.0
 OPTIONAL = {
     "av": "video",
     "pillow": "video",
-    "datasets": "data",
+    "pyarrow": "data",
     "flash-attn": "flash",
     "matplotlib": "plot",
     "fastapi": "serve",
     "uvicorn": "serve",
     "trl": "trl",
-    "peft": "",
-    "bitsandbytes": "",
+    "peft": "peft",
+    "bitsandbytes": "qlora",
 }
 """Packages that commands need for some of their options, with the extra of this package that installs them."""
 

@@ -34,6 +34,7 @@ from mllm_seqpar.data.needle import (
 )
 
 from .options import CommandOptions, option, parse_options
+from .outputs import new_directory
 from .program_exit import run_alone
 
 LONGER_FRAMES = 256, 1280
@@ -46,7 +47,9 @@ _PROMPT = MultipleChoice(question=QUESTION, options=tuple(COLOURS), answer=None,
 class ExampleOptions(CommandOptions):
     """The options of `mllm-seqpar example`."""
 
-    output: str = option("directory for the model, the videos, train.jsonl, eval.jsonl and long.mp4")
+    output: str = option(
+        "directory to write; it must not exist, or be empty: model, videos, train.jsonl, eval.jsonl, long.mp4"
+    )
     short: int = option("videos for training with at most --short_frames frames", 192)
     short_frames: int = option("frames of the longest short video", 16)
     longer: int = option("videos for training with 256 to 1,280 frames, so that much longer ones work", 0)
@@ -65,7 +68,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def example(argv: Sequence[str]) -> None:
-    """Write the example that the options in `argv` describe, and print the answer about its long video."""
+    """Write the example that the options in `argv` describe, and print the answer about its long video.
+
+    Raises:
+        ConfigError: on invalid options, or a directory that is not empty.
+    """
     options = parse_options(
         ExampleOptions,
         argv,
@@ -75,7 +82,9 @@ def example(argv: Sequence[str]) -> None:
         "question is its colour.",
         example="mllm-seqpar example --output hour",
     )
-    long = write_example(options)
+    with new_directory("output", options.output) as draft:
+        long = write_example(replace(options, output=str(draft)))
+    long = replace(long, path=str(Path(options.output) / "long.mp4"))
     facts = {"long_video": long.path, "frames": long.frames, "marker": long.marker, "answer": long.colour}
     sys.stdout.write(json.dumps(facts) + "\n")
 

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from mllm_seqpar._logging import get_logger
-from mllm_seqpar.comm import Communicator, as_communicator, launched_processes
+from mllm_seqpar.comm import Communicator, launched_processes, transfer_communicator
+from mllm_seqpar.comm.nccl_settings import order_launches
 from mllm_seqpar.errors import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -27,6 +28,7 @@ _log = get_logger(__name__)
 def launched_ranks(device: str = "auto", timeout: float | None = None) -> Iterator[tuple[Communicator, torch.device]]:
     """Join the processes that the launcher started, and yield (their group, this rank's device).
 
+    The group has a backend for the CPU beside NCCL, over which ranks agree without waiting for the device.
     An existing process group is used and left in place. A group that is created here is destroyed at the end of the
     block, but not after an exception: destroying it would wait for ranks that may be waiting in a collective.
 
@@ -38,6 +40,7 @@ def launched_ranks(device: str = "auto", timeout: float | None = None) -> Iterat
         ConfigError: if cuda is requested and this node has too few GPUs, or no rendezvous is configured.
     """
     require_rendezvous()
+    order_launches()
     cuda = use_cuda(device)
     rank_device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
@@ -46,7 +49,7 @@ def launched_ranks(device: str = "auto", timeout: float | None = None) -> Iterat
     if creates_group:
         limit, bound_device = collective_timeout(timeout, cuda), rank_device if cuda else None
         dist.init_process_group("nccl" if cuda else "gloo", timeout=limit, device_id=bound_device)
-    yield as_communicator(None), rank_device
+    yield transfer_communicator(None), rank_device
     if creates_group:
         dist.destroy_process_group()
 

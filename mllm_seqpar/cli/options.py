@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import difflib
 import math
@@ -120,8 +121,32 @@ def canonical_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) ->
 def unrecognized(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> str:
     """Return the error message for arguments that the parser does not have, with the nearest name that it has."""
     written = "--" + arguments[0].partition("=")[0].lstrip("-").replace("-", "_")
-    near = difflib.get_close_matches(written, parser._option_string_actions, 1)
+    known = parser._option_string_actions
+    near = [name for name in _OTHER_NAMES.get(written, ()) if name in known]
+    near = near[:1] or difflib.get_close_matches(written, known, 1)
     return f"unrecognized arguments: {' '.join(arguments)}" + "".join(f" (did you mean {name}?)" for name in near)
+
+
+_OTHER_NAMES = {
+    "--lr": ["--learning_rate"],
+    "--epochs": ["--num_train_epochs"],
+    "--steps": ["--max_steps"],
+    "--batch_size": ["--global_batch_size", "--per_device_train_batch_size"],
+    "--use_lora": ["--use_peft"],
+    "--lora": ["--use_peft"],
+    "--qlora": ["--load_in_4bit"],
+    "--lora_rank": ["--lora_r"],
+    "--fsdp2": ["--shard_weights"],
+    "--resume": ["--resume_from_checkpoint"],
+    "--dataset": ["--data"],
+    "--model_name_or_path": ["--model"],
+    "--output": ["--output_dir"],
+    "--json": ["--report"],
+    "--max_tokens": ["--max_new_tokens"],
+    "--nproc_per_node": ["--num_processes"],
+    "--gpus": ["--num_processes"],
+}
+"""Names that other programs have for an option; of those that a command has, the first is suggested."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -139,10 +164,17 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(canonical_arguments(self, args), namespace)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        values, unknown = self.parse_known_args(args, namespace)
+        required = [action for action in self._actions if action.required]
+        try:
+            for action in required:  # a misspelled option is reported before one that is missing, maybe the same
+                action.required = False
+            _, unknown = self.parse_known_args(args, copy.copy(namespace))
+        finally:
+            for action in required:
+                action.required = True
         if unknown:
             self.error(unrecognized(self, unknown))
-        return values
+        return self.parse_known_args(args, namespace)[0]
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; --help lists the options")
@@ -172,11 +204,12 @@ class _Switch(argparse.Action):
 def _add_option(parser: argparse.ArgumentParser, item: dataclasses.Field, hint: Any) -> None:
     text = item.metadata["help"].replace("%", "%%")
     required = item.default is dataclasses.MISSING
-    if not required and item.default not in (None, "", ()):
-        text += f" (default: {item.default})"
     if hint is bool:
+        text += f" (default: {'on' if item.default else 'off'}; --no_{item.name} turns it off)"
         parser.add_argument(f"--{item.name}", action=_Switch, help=text)
         return
+    if not required and item.default not in (None, "", ()):
+        text += f" (default: {item.default})"
     # float for `float | None`, str for `tuple[str, ...]`
     value_type = next((part for part in get_args(hint) if part is not types.NoneType), hint)
     action = "append" if get_origin(hint) is tuple else "store"

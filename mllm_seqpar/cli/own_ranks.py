@@ -79,13 +79,12 @@ def own_ranks(
         yield
         return
     count = count or max(1, torch.cuda.device_count())
+    _refuse_too_many(count)
     if count == 1:
         yield
         return
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    # for collectives of FSDP2 beside the transfers of a patched model; see comm.nccl_settings
-    rendezvous["NCCL_LAUNCH_ORDER_IMPLICIT"] = os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     rendezvous |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), _MARK: "1"}
     if any(name == "lo" for _, name in socket.if_nameindex()):
         rendezvous.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
@@ -107,6 +106,20 @@ def own_ranks(
         yield
         if wait:
             ranks.wait()
+
+
+def _refuse_too_many(count: int) -> None:
+    """Raise ConfigError if this machine has neither a GPU nor half a processor for each of `count` ranks.
+
+    Eight are allowed on any machine, to try things.
+    """
+    gpus, processors = torch.cuda.device_count(), os.cpu_count() or 1
+    most = max(gpus, 2 * processors, 8)
+    if count > most:
+        raise ConfigError(
+            f"--num_processes {count}: this machine has {processors} processors and {gpus} GPUs; give at most {most} "
+            "(a launcher starts ranks on several machines)"
+        )
 
 
 def _wait_until_ready(store: dist.Store, count: int) -> None:

@@ -11,7 +11,7 @@ from mllm_seqpar.planner.cluster import read_cluster
 from mllm_seqpar.planner.files import find_file, known_files
 from mllm_seqpar.planner.lora import BASE_BYTES, TARGETS
 from mllm_seqpar.planner.model_sizes import read_model
-from mllm_seqpar.planner.plan import make_plan
+from mllm_seqpar.planner.plan import DataSet, make_plan
 from mllm_seqpar.planner.report import as_json, as_text
 from mllm_seqpar.planner.workload import SELF_ATTENTION, TRAINED, Workload
 from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
@@ -41,6 +41,9 @@ def _parser() -> Parser:
     plan.add_argument("--text", type=int, required=True, help="tokens of one text, one placeholder per frame included")
     plan.add_argument("--gpus", type=int, required=True, help="GPUs that share one batch")
     plan.add_argument("--batch", type=int, default=1, help="videos with their texts; default: 1")
+    text = "samples of the data set: print the hours and GPU-hours of a run"
+    plan.add_argument("--samples", type=int, help=text)
+    plan.add_argument("--epochs", type=float, help="with --samples: how often each is used; default: 1")
     text = (
         "trained parameters: all but the vision tower (default); language: all but the tower and what follows it; "
         "connector: cross-attention and what follows the tower; all; or none: forward only"
@@ -76,6 +79,8 @@ def _parser() -> Parser:
     text = "bytes per stored parameter, and per gradient; default: 4, or as --element if nothing is trained"
     plan.add_argument("--parameter", type=int, help=text)
     plan.add_argument("--optimizer", type=int, help="bytes of optimizer state per parameter; default: 8, AdamW")
+    text = "frames of a video that are decoded for each frame that is used, as check-data prints; default: 30"
+    plan.add_argument("--decode_per_frame", type=float, metavar="FRAMES", default=30.0, help=text)
     plan.add_argument("--json", action="store_true", help="print JSON, in seconds and bytes")
     text = "draw one cross-attention layer of the best strategy with matplotlib; the suffix chooses the format"
     plan.add_argument("--timeline", metavar="FILE", help=text)
@@ -100,8 +105,18 @@ def plan(argv: Sequence[str]) -> int:
         raise ConfigError(
             "--recompute_attention: has no effect without --gradient_checkpointing; pass both, or neither"
         )
+    if args.epochs is not None and args.samples is None:
+        raise ConfigError("--epochs: has no effect without --samples; pass both, or neither")
+    if args.frames > args.text > 0:
+        raise ConfigError(
+            f"--text {args.text}: {args.frames} frames need as many placeholders in the text; give at least "
+            f"{args.frames}, plus the tokens of question and answer"
+        )
+    data_set = None
+    if args.samples is not None:
+        data_set = DataSet(samples=args.samples, epochs=1.0 if args.epochs is None else args.epochs)
     names = "frames text gpus batch trained self_attention element mlp_chunk_size vision_chunk_size content_tiles "
-    names += "visual_offload lora_r base_parameter"
+    names += "visual_offload lora_r base_parameter decode_per_frame"
     workload = Workload(
         model=read_model(find_file("model", args.model)),
         **{name: getattr(args, name) for name in names.split()},
@@ -118,5 +133,7 @@ def plan(argv: Sequence[str]) -> int:
         from mllm_seqpar.planner.timeline_figure import draw_plan
 
         draw_plan(result, args.timeline)
-    sys.stdout.write((json.dumps(as_json(result), indent=2) if args.json else as_text(result)) + "\n")
+    sys.stdout.write(
+        (json.dumps(as_json(result, data_set), indent=2) if args.json else as_text(result, data_set)) + "\n"
+    )
     return 0 if result.best.fits else 1

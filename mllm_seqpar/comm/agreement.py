@@ -1,32 +1,26 @@
 """Rank agreement: raise on all ranks of a group before any of them can hang.
 
 A rank with a different option, different data, or a file that only it cannot read may exit, or wait, while the others
-are in a collective that it never joins. The functions here gather from every rank whether a step failed and what it
-found. Every rank then raises if any rank failed or the ranks differ. `require_agreement` and `require_same_text` serve
-the forward pass and `patch_model`; `check_collectively` serves the steps of a program.
+are in a collective that it never joins. `agree` gathers from every rank whether a step failed, and a fingerprint of
+what it found. Every rank then raises if any rank failed or the fingerprints differ; only then the ranks exchange what
+they found, to say so.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from mllm_seqpar.errors import AgreementError, SeqParError
 
-from .base import Communicator
+from .base import Communicator, fingerprint
 
 T = TypeVar("T")
 
-_NUMBERS = 32
-"""Integers of a rank in the first exchange of an agreement: as many in every kind of call, so that ranks in different
-calls complete it and can name their calls."""
-
-
-def fingerprint(text: str) -> int:
-    """Return 63 bits of a hash of `text`, to compare texts across ranks."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+_NUMBERS = 4
+"""Numbers of a rank in the exchange besides the fingerprints: as many in every call, so that ranks in different calls
+complete it and can name their calls."""
 
 
 def attempt(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -37,152 +31,110 @@ def attempt(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def require_agreement(
+def _nothing(*_: Any) -> Any:
+    return None
+
+
+@overload
+def agree(
     comm: Communicator,
     what: str,
-    names: tuple[str, ...],
-    describe: Callable[[], Mapping[str, int]],
-    reported: tuple[str, ...] = (),
-) -> list[list[int]]:
-    """Raise on every rank unless `describe` returns the same integers on all ranks of the group.
-
-    Args:
-        comm: the group; with one rank, `describe` is only called (for its own checks).
-        what: the subject of messages ("forward pass").
-        names: the keys of the mapping that `describe` returns.
-        describe: returns this rank's numbers; what it raises is raised here, and makes the other ranks raise too.
-        reported: further keys of that mapping, in which the ranks may differ.
-
-    Returns:
-        The numbers of the keys `reported`, for each rank.
-
-    Raises:
-        AgreementError: the ranks differ, or `describe` raised on another rank.
-    """
-    values, error = attempt(describe)
-    numbers = (int((values or {}).get(name, 0)) for name in (*names, *reported))
-    rows = _begin(comm, what, [int(error is not None), *numbers])
-    _raise_failures(comm, what, [row[0] for row in rows], error)
-    differing = [i for i in range(len(names)) if len({row[i + 1] for row in rows}) > 1]
-    if differing:
-        found = "; ".join(
-            f"{names[i]}: " + ", ".join(f"rank {rank} has {row[i + 1]}" for rank, row in enumerate(rows))
-            for i in differing
-        )
-        raise AgreementError(
-            f"{what}: the ranks of the sequence-parallel group were given different inputs. {found}. "
-            "Every rank of the group must pass what it would pass to the unpatched model. transformers' Trainer gives "
-            "each rank samples of its own: use mllm_seqpar.SeqParTrainer instead, or SeqParMixin for a subclass"
-        )
-    return [row[1 + len(names) :] for row in rows]
-
-
-def require_same_text(comm: Communicator, what: str, describe: Callable[[], str]) -> None:
-    """Raise on every rank, quoting all ranks, unless `describe` returns the same text (a configuration, say) on all.
-
-    What `describe` raises is raised here, and makes the other ranks raise too.
-
-    Raises:
-        AgreementError: the ranks differ, or `describe` raised on another rank.
-    """
-    result, error = attempt(describe)
-    text = result or ""
-    rows = _begin(comm, what, [int(error is not None), fingerprint(text)])
-    _raise_failures(comm, what, [row[0] for row in rows], error)
-    if all(row == rows[0] for row in rows):
-        return
-    quoted = "; ".join(f"rank {rank}: {found}" for rank, found in enumerate(comm.gather_texts(text)))
-    raise AgreementError(f"{what}: the ranks of the group disagree. {quoted}. Pass the same on every rank")
-
-
-def _begin(comm: Communicator, what: str, numbers: Sequence[int]) -> list[list[int]]:
-    """Gather the numbers of all ranks, in the exchange that begins every agreement of whatever kind.
-
-    Raises:
-        AgreementError: on every rank if the ranks make different calls, such as a forward pass and `generate`.
-    """
-    if len(numbers) >= _NUMBERS:
-        raise RuntimeError(f"{what}: {len(numbers)} numbers to compare; raise _NUMBERS, which is {_NUMBERS}")
-    rows = comm.gather_ints([fingerprint(what), *numbers, *[0] * (_NUMBERS - 1 - len(numbers))])
-    if len({row[0] for row in rows}) > 1:
-        calls = "; ".join(f"{_ranks(ranks)}: {call}" for call, ranks in _by_value(comm.gather_texts(what)))
-        raise AgreementError(
-            f"the ranks of the group are in different calls at the same time: {calls}. Every rank of the group must "
-            "make the same calls in the same order, also those whose result it does not use"
-        )
-    return [row[1 : 1 + len(numbers)] for row in rows]
-
-
-def _raise_failures(comm: Communicator, what: str, failed: Sequence[int], error: Exception | None) -> None:
-    """Raise this rank's own error, or one that names the ranks that failed."""
-    if error is not None:
-        raise error
-    ranks = [rank for rank, value in enumerate(failed) if value]
-    if ranks:
-        raise AgreementError(
-            f"{what}: rank {', '.join(map(str, ranks))} of the group failed while checking its arguments; its own "
-            f"message says why. This is rank {comm.rank}, whose arguments are in order"
-        )
-
-
-def check_collectively(
+    step: Callable[[], T] = ...,
+    facts: Callable[[T], Mapping[str, Any] | None] = ...,
+    *,
+    error: Exception | None = ...,
+    remedy: str = ...,
+) -> T: ...
+@overload
+def agree(
     comm: Communicator,
     what: str,
     step: Callable[[], T],
-    facts: Callable[[T], Mapping[str, Any]] = lambda result: {},
-) -> T:
+    facts: Callable[[T], Mapping[str, Any] | None],
+    *,
+    numbers: Callable[[T], Sequence[int]],
+    remedy: str = ...,
+) -> tuple[T, list[list[int]]]: ...
+def agree(
+    comm: Communicator,
+    what: str,
+    step: Callable[[], T] = _nothing,
+    facts: Callable[[T], Mapping[str, Any] | None] = _nothing,
+    *,
+    error: Exception | None = None,
+    numbers: Callable[[T], Sequence[int]] | None = None,
+    remedy: str = "Pass the same on every rank",
+) -> T | tuple[T, list[list[int]]]:
     """Return this rank's ``step()`` if it succeeded on every rank of the group and all ranks found the same facts.
 
     Args:
         comm: the group; every rank calls this.
-        what: the subject of messages.
+        what: the subject of messages ("forward pass").
         step: the step. It must not communicate, unless it then fails on all ranks (as `patch_model` does).
         facts: maps the result to what all ranks must have in common, by name; compared as text.
+        error: an error that this rank has had already, in place of `step`.
+        numbers: maps the result to at most 4 integers in which the ranks may differ.
+        remedy: what to do if the facts differ.
+
+    Returns:
+        The result of `step`; with `numbers`, also those of every rank.
 
     Raises:
-        AgreementError: the step failed on another rank, whose message is quoted, or the facts differ.
+        AgreementError: the step failed on another rank, whose message is quoted, the facts differ, or the ranks make
+            different calls.
         Exception: what `step` raised on this rank.
     """
-    result, error = attempt(lambda: (value := step(), facts(value)))
-    raise_on_all_ranks(comm, what, error, result[1] if result else {})
-    assert result is not None  # or `raise_on_all_ranks` has raised
-    return result[0]
+    found: Any = None
+    described: Mapping[str, Any] = {}
+    own: Sequence[int] = ()
+    try:
+        if error is not None:
+            raise error
+        found = step()
+        described = {} if comm.size == 1 else {name: str(x) for name, x in (facts(found) or {}).items()}
+        own = [] if numbers is None else [int(x) for x in numbers(found)]
+    except Exception as failure:  # noqa: BLE001 - raised below, after the exchange
+        if comm.size == 1:
+            raise
+        error = failure
+    if comm.size == 1:
+        return found if numbers is None else (found, [list(own)])
+    hashes = fingerprint(what), int(error is not None), fingerprint(json.dumps(described))
+    rows = comm.gather_ints([*hashes, *own, *[0] * (_NUMBERS - len(own))])
+    if any(row[:3] != rows[0][:3] or row[1] for row in rows):
+        _raise_difference(comm, what, error, described, remedy)
+    return found if numbers is None else (found, [row[3 : 3 + len(own)] for row in rows])
 
 
-def raise_on_all_ranks(
-    comm: Communicator, what: str, error: Exception | None, facts: Mapping[str, Any] | None = None
+def _raise_difference(
+    comm: Communicator, what: str, error: Exception | None, facts: Mapping[str, str], remedy: str
 ) -> None:
-    """Raise on every rank if any rank has an `error` or the ranks have different `facts`."""
-    mine = [_message(error), {name: str(value) for name, value in (facts or {}).items()}]
-    _begin(comm, what, [])
-    rows = [json.loads(text) for text in comm.gather_texts(json.dumps(mine))]
-    messages = [row[0] for row in rows]
+    """Exchange what the ranks found, and raise on every rank."""
+    rows = [json.loads(text) for text in comm.gather_texts(json.dumps([what, _message(error), facts]))]
+    calls, messages = [row[0] for row in rows], [row[1] for row in rows]
+    if len(set(calls)) > 1:
+        raise AgreementError(
+            f"the ranks of the group are in different calls at the same time: {_by_rank(calls)}. Every rank of the "
+            "group must make the same calls in the same order, also those whose result it does not use"
+        )
     if error is not None:
-        # Rank 0 quotes all failures if it did not fail itself; else its own error stands for all that are equal to it.
+        # Rank 0 quotes all failures if it did not fail itself; else its error represents equal ones of other ranks.
         if isinstance(error, SeqParError) and messages[0] in (None, messages[comm.rank]):
             error.__dict__[_RANK_0_REPORTS] = True
         raise error
     if any(messages):
-        failed = "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in _by_value(messages) if text)
-        raise AgreementError(f"{what}: {failed}")
-    names = list(dict.fromkeys(name for _, values in rows for name in values))
-    by_name = {name: _by_value([values.get(name) for _, values in rows]) for name in names}
-    differing = " | ".join(
-        f"{name}: " + "; ".join(f"{_ranks(ranks)}: {value}" for value, ranks in groups)
-        for name, groups in by_name.items()
-        if len(groups) > 1
-    )
-    if differing:
-        raise AgreementError(
-            f"{what}: the ranks differ in {differing}. Start all ranks with the same options and files"
-        )
+        raise AgreementError(f"{what}: {_by_rank(messages)}")
+    names = list(dict.fromkeys(name for row in rows for name in row[2]))
+    values = {name: [row[2].get(name) for row in rows] for name in names}
+    differing = " | ".join(f"{name}: {_by_rank(found)}" for name, found in values.items() if len(set(found)) > 1)
+    raise AgreementError(f"{what}: the ranks differ in {differing}. {remedy}")
 
 
 _RANK_0_REPORTS = "_rank_0_reports"
 
 
 def is_reported_by_rank_0(error: SeqParError) -> bool:
-    """Return True if what `raise_on_all_ranks` raised on rank 0 also reports this error."""
+    """Return True if what `agree` raised on rank 0 also reports this error."""
     return bool(error.__dict__.get(_RANK_0_REPORTS))
 
 
@@ -192,13 +144,11 @@ def _message(error: Exception | None) -> str | None:
     return str(error) if isinstance(error, SeqParError) else f"{type(error).__name__}: {error}"
 
 
-def _by_value(values: Sequence[str | None]) -> list[tuple[str | None, list[int]]]:
-    """Return each distinct value with the ranks that have it."""
+def _by_rank(values: Sequence[str | None]) -> str:
+    """Return each distinct value with the ranks that have it; messages of None are left out."""
     groups: dict[str | None, list[int]] = {}
     for rank, value in enumerate(values):
         groups.setdefault(value, []).append(rank)
-    return list(groups.items())
-
-
-def _ranks(numbers: list[int]) -> str:
-    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))
+    shown = [(value, ranks) for value, ranks in groups.items() if value]
+    names = (("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks)) for _, ranks in shown)
+    return "; ".join(f"{name}: {value}" for name, (value, _) in zip(names, shown, strict=True))

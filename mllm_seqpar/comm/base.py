@@ -8,12 +8,14 @@ collectives from `exchange`, for `loopback` and for `Subgroup`.
 
 from __future__ import annotations
 
-import time
+import hashlib
+import os
+import socket
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -41,15 +43,6 @@ class ByteCounter:
     def add(self, label: str, nbytes: int, messages: int = 1) -> None:
         self.sent[label] += nbytes
         self.messages[label] += messages
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Add the time inside to `waited`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.waited += time.perf_counter() - start
 
     @property
     def total(self) -> int:
@@ -129,13 +122,22 @@ class Communicator(ABC):
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """The node of each rank, see `topology.gather_nodes`; the first use is collective."""
+        """The node of each rank, numbered in the order of the first rank of each node; the first use is collective.
+
+        Ranks share a node if their host name and the boot id of their kernel are equal, which is how NCCL decides
+        whether two ranks can use the links inside a node. As in NCCL, NCCL_HOSTID replaces both where it is set.
+        """
         # Not a cached property: in Python 3.11 all instances share its lock, and ranks that are threads would deadlock.
         if self.kept.nodes is None:
-            from .topology import gather_nodes
-
-            self.kept.nodes = gather_nodes(self)
+            hosts = [row[0] for row in self.gather_ints([fingerprint(host_identity())])]
+            numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+            self.kept.nodes = tuple(numbers[host] for host in hosts)
         return self.kept.nodes
+
+    @property
+    def alone(self) -> Communicator:
+        """The group of this rank alone."""
+        return self if self.size == 1 else Subgroup(self, [self.rank])
 
     @abstractmethod
     def exchange(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
@@ -211,14 +213,17 @@ class Communicator(ABC):
         return self.device
 
 
-def check_contiguous(sends: Sequence[Send], recvs: Sequence[Recv]) -> None:
-    """Raise ValueError for a tensor that is not contiguous, which a transport would send or fill in wrong order."""
-    for peer, tensor, label in sends:
-        if not tensor.is_contiguous():
-            raise ValueError(f"exchange: the tensor {label!r} for rank {peer} is not contiguous; call .contiguous()")
-    for peer, buffer in recvs:
-        if not buffer.is_contiguous():
-            raise ValueError(f"exchange: the receive buffer for rank {peer} is not contiguous")
+def fingerprint(text: str) -> int:
+    """Return 63 bits of a hash of `text`, to compare texts across ranks."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def host_identity() -> str:
+    """Return a text that is equal for all processes of a node, and differs between nodes."""
+    if given := os.environ.get("NCCL_HOSTID"):
+        return given
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    return socket.gethostname() + (boot_id.read_text().strip() if boot_id.exists() else "")
 
 
 class ExchangeCollectives(Communicator):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from mllm_seqpar.errors import ConfigError
@@ -27,7 +26,7 @@ def require_transferable(
 ) -> None:
     """Raise unless the group can transfer from the device that the model computes on. Nothing synchronises.
 
-    FSDP2 gathers its parameters on the device of their mesh, also with CPU offload. FSDP1 moves its parameters itself.
+    FSDP2 gathers its parameters on the device of their mesh, also with CPU offload.
 
     Args:
         comm: the group. A group of one and ranks in threads transfer from any device.
@@ -38,7 +37,7 @@ def require_transferable(
     Raises:
         ConfigError: naming the parameter, its device, and the device and backend of the group.
     """
-    if comm.size == 1 or any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+    if comm.size == 1:
         return
     group = getattr(comm, "group", None)
     reasons: dict[torch.device, str] = {}

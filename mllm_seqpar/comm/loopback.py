@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from mllm_seqpar.errors import TransferError
 
-from .base import ByteCounter, ExchangeCollectives, GroupState, Pending, Recv, Send, check_contiguous
+from .base import ByteCounter, ExchangeCollectives, GroupState, Pending, Recv, Send
 
 T = TypeVar("T")
 
@@ -58,9 +59,10 @@ class _PendingCopies(Pending):
 
     def wait(self) -> None:
         self._require_first_wait()
-        with self._bytes.waiting():
-            tensors = [self._world.get(peer, self._rank) for peer, _ in self._recvs]
-        for (peer, buffer), arrived in zip(self._recvs, tensors, strict=True):
+        start = time.perf_counter()
+        arrived_from = [(peer, buffer, self._world.get(peer, self._rank)) for peer, buffer in self._recvs]
+        self._bytes.waited += time.perf_counter() - start
+        for peer, buffer, arrived in arrived_from:
             if arrived.shape != buffer.shape or arrived.dtype != buffer.dtype:
                 raise TransferError(
                     f"loopback rank {self._rank}: rank {peer} sent {tuple(arrived.shape)} {arrived.dtype} where "
@@ -82,9 +84,9 @@ class LoopbackCommunicator(ExchangeCollectives):
         return (self.world, self.rank) if self.size > 1 else None
 
     def exchange(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
-        check_contiguous(sends, recvs)
         for peer, tensor, label in sends:
-            self.bytes.add(label, tensor.numel() * tensor.element_size())
+            self.bytes.sent[label] += tensor.nbytes
+            self.bytes.messages[label] += 1
             self.world.put(self.rank, peer, tensor)
         return _PendingCopies(self.world, self.rank, recvs, self.bytes)
 

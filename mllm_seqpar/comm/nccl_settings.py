@@ -12,6 +12,8 @@ import functools
 import os
 from collections.abc import Mapping
 
+import torch.distributed as dist
+
 from mllm_seqpar._logging import get_logger
 
 _log = get_logger(__name__)
@@ -36,6 +38,15 @@ def setting_problems(environment: Mapping[str, str]) -> list[str]:
             "TORCH_NCCL_ASYNC_ERROR_HANDLING=0 makes all ranks wait for ever for a rank that has ended; remove it"
         )
     return problems
+
+
+def order_launches() -> None:
+    """Set NCCL_LAUNCH_ORDER_IMPLICIT=1, unless the user has set it, there is a process group, or only one process.
+
+    NCCL reads it when the process makes its first communicator, so every program calls this before.
+    """
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 
 @functools.cache

@@ -8,6 +8,7 @@ has passed, and its log names the operation and the group "mllm_seqpar transfers
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -19,7 +20,7 @@ from torch import Tensor
 from mllm_seqpar._compat import SINGLE_TENSOR_COLLECTIVES
 from mllm_seqpar.errors import TransferError
 
-from .base import ByteCounter, Communicator, GroupState, Pending, Recv, Send, check_contiguous
+from .base import ByteCounter, Communicator, GroupState, Pending, Recv, Send
 from .message_rounds import message_rounds
 from .transfer_group import backends_of, is_open
 
@@ -40,10 +41,10 @@ class _PendingWorks(Pending):
 
     def wait(self) -> None:
         self._require_first_wait()
+        start = time.perf_counter()
         while self._works:
-            work = self._works.pop(0)
-            with self._owner.bytes.waiting():
-                self._owner._guard(self._what, work.wait)
+            self._owner._guard(self._what, self._works.pop(0).wait)
+        self._owner.bytes.waited += time.perf_counter() - start
 
 
 _states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
@@ -95,7 +96,6 @@ class ProcessGroupCommunicator(Communicator):
         return torch.device("cpu") if "cpu" in self._backends else self.device
 
     def exchange(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
-        check_contiguous(sends, recvs)
         for s in sends:
             self.bytes.add(s.label, s.tensor.numel() * s.tensor.element_size())
         peers = sorted({s.peer for s in sends} | {r.peer for r in recvs})
@@ -140,8 +140,9 @@ class ProcessGroupCommunicator(Communicator):
         return out
 
     def _collective(self, label: str, call: Callable[[], Any]) -> None:
-        with self.bytes.waiting():
-            self._guard(label, call)
+        start = time.perf_counter()
+        self._guard(label, call)
+        self.bytes.waited += time.perf_counter() - start
 
     def _guard(self, what: str, call: Callable[[], T]) -> T:
         """Run `call`; turn an error of the backend into one that names the transfer and the likely cause."""

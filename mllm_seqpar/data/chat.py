@@ -18,8 +18,8 @@ from torch.utils.data import Dataset
 from mllm_seqpar.errors import ConfigError, DataError, VideoError
 
 from .chat_family import ChatFamily, ChatText, chat_family
-from .chat_format import SAMPLING, check_record, media_parts
-from .formats import DEFAULT_TEMPLATE, open_records, to_chat
+from .chat_format import CLIP, SAMPLING, check_record, media_parts
+from .formats import DEFAULT_TEMPLATE, check_template, open_records, to_chat
 from .sources import FrameSource, ImageListSource, VideoSource
 
 ON_BAD_MEDIA = ("fail", "skip")
@@ -123,6 +123,7 @@ class ChatDataset(Dataset[ChatSample]):
             reader of the samples (`training.data_loader`).
         media_root, template: see `formats.open_records` and `formats.to_chat`.
         validate: False leaves the validation of a record to its access.
+        threads, decoder: how videos are decoded, see `read_frames`.
 
     Raises:
         DataError: a malformed record; names its file, its line and the problem.
@@ -141,12 +142,15 @@ class ChatDataset(Dataset[ChatSample]):
         media_root: str | os.PathLike[str] | None = None,
         template: str = DEFAULT_TEMPLATE,
         validate: bool = True,
+        threads: int | None = None,
+        decoder: str = "pyav",
     ) -> None:
         if on_bad_media not in ON_BAD_MEDIA:
             raise ConfigError(f"on_bad_media: {on_bad_media!r} is not allowed; give {' or '.join(ON_BAD_MEDIA)}")
+        check_template(template)
         self.records = open_records(path, media_root=media_root)
         self.path, self.digest = self.records.path, self.records.digest
-        self.on_bad_media, self._template = on_bad_media, template
+        self.on_bad_media, self._template, self.threads = on_bad_media, template, threads
         self.processor = processor
         self._family = None if processor is None else chat_family(processor)
         self.max_length = max_length
@@ -154,7 +158,8 @@ class ChatDataset(Dataset[ChatSample]):
         self._max_frames = max_frames
         for index in range(len(self.records) if validate else 0):
             self.messages(index, check_files=on_bad_media == "fail")
-        self._open_video = lru_cache(maxsize=65_536)(VideoSource.open)  # probe each video once, not once per epoch
+        # Each video is probed once, not once per epoch.
+        self._open_video = lru_cache(maxsize=65_536)(partial(VideoSource.open, threads=threads, decoder=decoder))
 
     def __len__(self) -> int:
         return len(self.records)
@@ -207,7 +212,7 @@ class ChatDataset(Dataset[ChatSample]):
         if not (sampling["fps"] or sampling["num_frames"]):
             sampling["fps"] = DEFAULT_FPS
         sampling["max_frames"] = _least(sampling["max_frames"], self._max_frames)
-        return self._open_video(locate(part["path"]), **sampling)
+        return self._open_video(locate(part["path"]), **sampling, **{name: part.get(name) for name in CLIP})
 
 
 def collate(samples: Sequence[ChatSample], processor: Any, max_length: int | None = None) -> ChatBatch:
@@ -269,19 +274,25 @@ def load_local_pictures(batch: ChatBatch, slots: range, family: ChatFamily, *, a
     among them are not decoded; at most `at_once` decoded frames are held in addition to the result.
     """
     numbers = [batch.text.slots[slot] for slot in slots]
-    real = [number for number in numbers if number >= 0]
-    frames = range(real[0], real[-1] + 1) if real else range(0)  # consecutive: only padding is between them
-    parts = [family.pixels(decoded) for decoded in _decode(batch, frames, at_once)]
-    if not parts:
-        parts = [family.pixels(torch.empty(0, 3, 1, 1, dtype=torch.uint8))]
-    pictures = tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
-    if len(real) == len(numbers):
-        return pictures
-    positions = torch.tensor([index for index, number in enumerate(numbers) if number >= 0], dtype=torch.long)
-    padded = tuple(x.repeat(len(numbers), *[1] * (x.dim() - 1)) for x in family.blank())
-    for target, x in zip(padded, pictures, strict=True):
-        target[positions] = x.to(target.dtype)
-    return padded
+    real = torch.tensor([index for index, number in enumerate(numbers) if number >= 0], dtype=torch.long)
+    if not len(real):
+        blank = family.blank() if numbers else family.pixels(torch.empty(0, 3, 1, 1, dtype=torch.uint8))
+        return tuple(x.repeat(len(numbers), *[1] * (x.dim() - 1)) if numbers else x for x in blank)
+    frames = range(numbers[real[0]], numbers[real[-1]] + 1)  # consecutive: only padding is between them
+    pictures: tuple[Tensor, ...] = ()
+    done = 0
+    for decoded in _decode(batch, frames, at_once):
+        part = family.pixels(decoded)
+        if not pictures:
+            pictures = tuple(x.new_empty(len(numbers), *x.shape[1:]) for x in part)
+            if len(real) < len(numbers):
+                for target, x in zip(pictures, family.blank(), strict=True):
+                    target[:] = x
+        positions = real[done : done + len(decoded)]
+        for target, x in zip(pictures, part, strict=True):
+            target[positions] = x
+        done += len(decoded)
+    return pictures
 
 
 def _decode(batch: ChatBatch, frames: range, at_once: int) -> Iterator[Tensor]:

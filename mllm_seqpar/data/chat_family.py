@@ -69,6 +69,7 @@ class ChatFamily(ABC):
         ids_name: the argument name of the token ids in the model's forward.
         frame_names: the argument names of the tensors that `pixels` returns, in the same order.
         feature_weights: name prefixes of the weights that compute visual features.
+        tower: path of the vision tower in the model, and the name of its method that takes pictures.
         always_sharded: whether the patched forward takes pictures as one flat list on a single process too.
     """
 
@@ -77,6 +78,7 @@ class ChatFamily(ABC):
     frame_names: tuple[str, ...] = ("pixel_values",)
     model_class: str
     feature_weights: tuple[str, ...]
+    tower: tuple[str, str] = ("model.vision_model", "forward")
     always_sharded = True
 
     def __init__(self, processor: Any) -> None:
@@ -130,6 +132,26 @@ class ChatFamily(ABC):
     @abstractmethod
     def feature_arguments(self, model: Any, features: Tensor, shard: FrameShard) -> dict[str, Any]:
         """Return the arguments that pass this rank's features to the patched `generate` in place of pictures."""
+
+    @property
+    def tower_weights(self) -> tuple[str, ...]:
+        """Name prefixes of the weights of the vision tower."""
+        last = self.tower[0].rpartition(".")[2] + "."
+        return tuple(prefix for prefix in self.feature_weights if prefix.endswith(last))
+
+    def tower_frames(self, pixels: Tensor) -> int:
+        """Return the number of pictures in what the method of `tower` takes."""
+        return pixels.shape[0]
+
+    def tower_states(self, output: Any) -> Tensor:
+        """Return the states (pictures, ...) in what the method of `tower` returns."""
+        return output.last_hidden_state
+
+    def tower_output(self, states: Tensor) -> Any:
+        """Return what the method of `tower` returns for these states."""
+        from transformers.modeling_outputs import BaseModelOutput
+
+        return BaseModelOutput(last_hidden_state=states)
 
     def arguments(self, text: ChatText) -> dict[str, Tensor]:
         """Return all arguments of forward and `generate` except the pictures."""

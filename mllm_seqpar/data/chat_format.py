@@ -7,7 +7,8 @@ One conversation per line:
 
 Media parts:
 
-- {"type": "video", "path": FILE}, optionally with "fps", "num_frames" or "max_frames" for this video
+- {"type": "video", "path": FILE}, optionally with "fps", "num_frames" or "max_frames" for this video, and with "start"
+  and "end", seconds, for a clip of it
 - {"type": "video", "images": [FILE, ...]}, a list of pictures as a video
 - {"type": "image", "path": FILE}, one frame, or one frame per tile if the model's processor cuts images into tiles
 
@@ -24,12 +25,15 @@ from mllm_seqpar.errors import DataError, VideoError
 _Check = Callable[[str], object] | None
 
 SAMPLING = ("fps", "num_frames", "max_frames")
+CLIP = ("start", "end")
+"""Where a clip begins and ends, in seconds of its video."""
+
 _PART_KEYS = {
     "text": {"type", "text"},
-    "image": {"type", "path", "images", *SAMPLING},  # some of them are refused by name
-    "video": {"type", "path", "images", *SAMPLING},
+    "image": {"type", "path", "images", *SAMPLING, *CLIP},  # some of them are refused by name
+    "video": {"type", "path", "images", *SAMPLING, *CLIP},
 }
-_REFUSED_KEYS = {"image", "images", "video", "videos", "audio", "audios", "tools", "system", *SAMPLING}
+_REFUSED_KEYS = {"image", "images", "video", "videos", "audio", "audios", "tools", "system", *SAMPLING, *CLIP}
 """Keys of other formats whose content would be ignored."""
 
 
@@ -66,8 +70,16 @@ def check_record(
         for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or [None]:
             if fault := _part_fault(part, role, check_file, marks):
                 raise DataError(f"{where}: {fault}")
-    if answered and all(message["role"] != "assistant" for message in messages):
+    answers = {n: message["content"] for n, message in enumerate(messages) if message["role"] == "assistant"}
+    if answered and not answers:
         raise DataError("has no message of the assistant, so there are no target tokens")
+    for number, answer in answers.items() if answered else ():
+        texts = [answer] if isinstance(answer, str) else [part["text"] for part in answer]
+        if not any(text.strip() for text in texts):
+            raise DataError(
+                f"message {number} (assistant) is empty, so that training would only teach the model to end there; "
+                "give the answer, or leave the message or the record out"
+            )
     return messages
 
 
@@ -112,6 +124,10 @@ def _media_fault(part: Mapping[str, Any], kind: str, check_file: _Check) -> str 
                 check_file(name)
     except VideoError as error:
         return str(error)
+    return _clip_fault(part, kind) or _sampling_fault(part, kind)
+
+
+def _sampling_fault(part: Mapping[str, Any], kind: str) -> str | None:
     given = {name: part[name] for name in SAMPLING if part.get(name) is not None}
     for name, value in given.items():
         kinds = (int, float) if name == "fps" else (int,)
@@ -123,4 +139,16 @@ def _media_fault(part: Mapping[str, Any], kind: str, check_file: _Check) -> str 
         return "fps of a list of pictures, which have no time; give num_frames or max_frames"
     if "fps" in given and "num_frames" in given:
         return "both fps and num_frames; give one of them"
+    return None
+
+
+def _clip_fault(part: Mapping[str, Any], kind: str) -> str | None:
+    given = {name: part[name] for name in CLIP if part.get(name) is not None}
+    for name, value in given.items():
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            return f"{name} is {value!r}; expected a number of seconds, 0 or more"
+    if given and (kind == "image" or "images" in part):
+        return f"{next(iter(given))} of {'an image' if kind == 'image' else 'a list of pictures'}, which has no time"
+    if "end" in given and given["end"] <= given.get("start", 0):
+        return f"the clip from {given.get('start', 0)} to {given['end']} seconds is empty; end must be after start"
     return None

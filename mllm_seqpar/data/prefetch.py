@@ -1,12 +1,51 @@
 """Read-ahead: the next results are made in threads while the current one is used."""
 
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+class ReadAheadLimit:
+    """Admits results in the order of their numbers, as long as those that exist have at most a number of bytes.
+
+    One result is admitted at any time, whatever its size, so that the one that is waited for is always made.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._next, self._closed = limit, 0, False
+        self._admitted: dict[int, int] = {}
+        self._changed = threading.Condition()
+
+    def admit(self, number: int, size: int) -> None:
+        """Wait until result `number`, of `size` bytes, may be made; CancelledError after `close`."""
+
+        def may_begin() -> bool:
+            fits = not self._admitted or sum(self._admitted.values()) + size <= self._limit
+            return self._closed or (number == self._next and fits)
+
+        with self._changed:
+            self._changed.wait_for(may_begin)
+            if self._closed:
+                raise CancelledError
+            self._admitted[number], self._next = size, number + 1
+            self._changed.notify_all()
+
+    def release(self, number: int) -> None:
+        """Count result `number` no longer."""
+        with self._changed:
+            del self._admitted[number]
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End all waiting."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
 
 def read_ahead(

@@ -12,7 +12,6 @@ wanted. And all cores of a rank take part: where the file's index says where gro
 different groups; otherwise, and where most frames of a group are wanted, the decoder itself runs on several threads.
 """
 
-import os
 import threading
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Generator, Iterator, Sequence
@@ -27,9 +26,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mllm_seqpar._compat import optional_import
 from mllm_seqpar.errors import ConfigError, VideoError
 
+from .decoding import DECODERS, decode_threads, import_torchcodec
 from .prefetch import read_ahead
 from .video import FramePlan, index_of, open_video, reason, require_av
 
@@ -39,20 +38,8 @@ _FORWARD_SECONDS = 2
 _AHEAD_BYTES = 256 << 20
 """Decoded frames that several threads hold at most, in bytes; one frame a thread is always allowed."""
 
-DECODERS = ("pyav", "torchcodec")
-"""What decodes a video: PyAV, or torchcodec (the extra "torchcodec"), which can also decode on a GPU."""
-
 _TORCHCODEC_CONTAINERS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 """FFmpeg's names of the containers in which torchcodec 0.13 finds every frame by its time."""
-
-
-def decode_threads() -> int:
-    """Return the number of threads that one rank decodes with: the cores of this process over the ranks of this host.
-
-    The number of ranks is the variable LOCAL_WORLD_SIZE, which torchrun, accelerate and our own launcher set.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1)))
 
 
 def read_frames(
@@ -123,11 +110,7 @@ def _read_with_torchcodec(
     device: torch.device | str,
 ) -> Iterator[Tensor]:
     """Do what `read_frames` does, with torchcodec."""
-    try:
-        decoders = optional_import("torchcodec.decoders", extra="torchcodec", needed_for="decoder='torchcodec'")
-    except RuntimeError as error:  # torchcodec is installed, and finds no FFmpeg, or not the libraries of CUDA
-        lines = str(error).strip().splitlines()
-        raise ConfigError(f"torchcodec cannot be loaded ({lines[0]}); install FFmpeg, or use decoder='pyav'") from error
+    decoders = import_torchcodec("decoder='torchcodec'")
     with open_video(plan.path) as (container, stream):
         index, container_format = stream.index, container.format.name
     if container_format not in _TORCHCODEC_CONTAINERS:

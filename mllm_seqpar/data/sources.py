@@ -56,11 +56,14 @@ class VideoSource:
         fps: float | None = None,
         num_frames: int | None = None,
         max_frames: int | None = None,
+        start: float | None = None,
+        end: float | None = None,
         threads: int | None = None,
         decoder: str = "pyav",
     ) -> "VideoSource":
         """Probe `path`, a file or a URL, and plan its frames by the rules of `plan_frames`."""
-        plan = plan_frames(probe(local_media(path)), fps=fps, num_frames=num_frames, max_frames=max_frames)
+        info = probe(local_media(path))
+        plan = plan_frames(info, fps=fps, num_frames=num_frames, max_frames=max_frames, start=start, end=end)
         return cls(plan, threads, decoder)
 
     def __len__(self) -> int:
@@ -171,7 +174,10 @@ def _open_picture(name: str) -> Iterator[tuple[Any, Any]]:
         with open_media(name) as content, Image.open(content, formats=known) as file:
             yield file, ImageOps
     except (OSError, SyntaxError, ValueError) as error:  # Pillow raises any of these for broken files
-        raise VideoError(f"{name}: not a readable picture ({error}); replace or convert it") from error
+        if media_size(name) == 0:
+            raise VideoError(f"{name}: the file is empty (0 bytes); was the download interrupted?") from error
+        reason = str(error).partition(" <")[0]  # without the repr of the file
+        raise VideoError(f"{name}: not a readable picture ({reason}); replace or convert it") from error
 
 
 def _read_picture(name: str, size: tuple[int, int] | None) -> Tensor:

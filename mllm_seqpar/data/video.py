@@ -136,17 +136,26 @@ def scan(path: str | os.PathLike[str]) -> VideoInfo:
 
 
 def plan_frames(
-    info: VideoInfo, *, fps: float | None = None, num_frames: int | None = None, max_frames: int | None = None
+    info: VideoInfo,
+    *,
+    fps: float | None = None,
+    num_frames: int | None = None,
+    max_frames: int | None = None,
+    start: float | None = None,
+    end: float | None = None,
 ) -> FramePlan:
-    """Choose frames of a video: `fps` per second, `num_frames` evenly spaced, or all of them.
+    """Choose frames of a video or of a clip of it: `fps` per second, `num_frames` evenly spaced, or all of them.
 
     Args:
         fps: take frames at 0, 1/fps, 2/fps, ... seconds; every frame once if the video's rate is not higher.
         num_frames: take the frames in the middle of this many equal parts; every frame once if there are not more.
         max_frames: if `fps` (or all frames) gives more than this, take this many as by `num_frames`.
+        start, end: seconds after the first frame at which the clip begins, and before which it ends; None: those of
+            the video, which is not extended by an `end` after its own. Times of the plan remain those of the video.
 
     Raises:
-        ConfigError: a value that is not positive and finite, or both `fps` and `num_frames`.
+        ConfigError: a value that is not positive and finite, both `fps` and `num_frames`, or a clip without length.
+        VideoError: the clip begins after the end of the video.
     """
     for name, value in (("fps", fps), ("num_frames", num_frames), ("max_frames", max_frames)):
         if value is not None and not value > 0:
@@ -155,18 +164,39 @@ def plan_frames(
             raise ConfigError(f"{name} must be finite, got {value}; leave it out to take every frame")
     if fps is not None and num_frames is not None:
         raise ConfigError(f"give fps or num_frames, not both (got fps={fps}, num_frames={num_frames})")
+    first, length = _clip(info, start, end)
     native = Fraction(info.frames) / (info.length * info.time_base)
     if fps is not None and fps < native:
         rate = Fraction(fps).limit_denominator(1_000_000) or Fraction(fps)  # below half a millionth it would be 0
         step = 1 / (rate * info.time_base)  # ticks between planned frames
-        count = -(-info.length // step)  # ceil: all k with k * step < length
+        count = -(-length // step)  # ceil: all k with k * step < length
         if max_frames is None or count <= max_frames:
-            return info.plan(info.start + round(k * step) for k in range(int(count)))
-    count = min(n for n in (num_frames, max_frames, info.frames) if n is not None)
-    if count < info.frames:
-        step = Fraction(info.length, count)
-        return info.plan(info.start + int((i + Fraction(1, 2)) * step) for i in range(count))
-    return info.plan((info if info.ticks is not None else scan(info.path)).ticks or ())
+            return info.plan(round(first + k * step) for k in range(int(count)))
+    frames = info.frames if length == info.length else math.ceil(native * length * info.time_base)
+    limit = min(n for n in (num_frames, max_frames, math.inf) if n is not None)
+    if limit >= frames:
+        ticks = (info if info.ticks is not None else scan(info.path)).ticks or ()
+        if length == info.length:
+            return info.plan(ticks)
+        ticks = tuple(tick for tick in ticks if first <= tick < first + length) or (int(first),)
+        if len(ticks) <= limit:  # not if the clip has more frames a second than the video has on average
+            return info.plan(ticks)
+    step = length / Fraction(limit)
+    return info.plan(int(first + (i + Fraction(1, 2)) * step) for i in range(int(limit)))
+
+
+def _clip(info: VideoInfo, start: float | None, end: float | None) -> tuple[Fraction, Fraction]:
+    """Return the first tick and the number of ticks of the clip from `start` to `end` seconds; see `plan_frames`."""
+    for name, value in (("start", start), ("end", end)):
+        if value is not None and not 0 <= value < math.inf:
+            raise ConfigError(f"{name} must be a number of seconds, 0 or more, got {value}")
+    if end is not None and end <= (start or 0):
+        raise ConfigError(f"a clip must end after its start, got start={start or 0} and end={end}")
+    begin = Fraction(start or 0).limit_denominator(1_000_000) / info.time_base
+    if begin >= info.length:
+        raise VideoError(f"{info.path}: the clip starts at {start:g} s, but the video has {info.duration:.3f} s")
+    stop = info.length if end is None else Fraction(end).limit_denominator(1_000_000) / info.time_base
+    return info.start + begin, min(Fraction(info.length), Fraction(stop)) - begin
 
 
 def _scan(path: str | os.PathLike[str], container: Any, stream: Any) -> VideoInfo:

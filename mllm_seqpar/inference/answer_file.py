@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from mllm_seqpar.cli.outputs import stream_descriptor
 from mllm_seqpar.errors import ConfigError, DataError
 
 Line = dict[str, Any]
@@ -42,10 +43,12 @@ class AnswerFile:
         Lines with an error are dropped: their questions are asked again.
 
         Raises:
-            ConfigError: the file has answers that were made with other settings, another run is writing to it, or it
-                cannot be written.
+            ConfigError: the file has answers that were made with other settings, another run is writing to it, it is
+                no regular file, or it cannot be written.
             DataError: a line of the file is no answer.
         """
+        if stream_descriptor(self.path) is not None or (self.path.exists() and not self.path.is_file()):
+            raise ConfigError(f"--output {self.path}: not a regular file, from which a run could be resumed; name one")
         with _writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = self._locked = self._settings.open("a+", encoding="utf-8")

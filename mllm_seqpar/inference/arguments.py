@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 from mllm_seqpar.cli.launch import DEVICES
 from mllm_seqpar.cli.options import CommandOptions, option, parse_options, parse_tile
 from mllm_seqpar.config import CHOICES, SeqParConfig
-from mllm_seqpar.data.formats import DEFAULT_TEMPLATE
+from mllm_seqpar.data.decoding import DECODER_HELP, THREADS_HELP, check_decoding
+from mllm_seqpar.data.formats import DEFAULT_TEMPLATE, check_template
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.kernels import available_kernels
 
@@ -22,7 +24,7 @@ SAME_OPTIONS = ("strategy", "self_attention", "mlp_chunk_size", "kernel", "visua
 """Options that `SeqParConfig` has under the same name."""
 
 _OF_A_DATA_SET = ("output", "choices", "template", "media_root", "sp")
-_OF_VIDEOS = ("video", "question", "features", "save_features", "report", "evidence", "evidence_html")
+_OF_VIDEOS = ("video", "start", "end", "question", "features", "save_features", "report", "evidence", "evidence_html")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,8 @@ class ModelOptions(CommandOptions):
     num_frames: int | None = option("instead of --fps: this many frames, evenly spaced", None)
     max_frames: int | None = option("if --fps gives more frames: this many, evenly spaced", None)
     encode_batch: int = option("frames that a rank reads and encodes at once", 8)
+    decode_threads: int | None = option(THREADS_HELP, None)
+    decoder: str = option(DECODER_HELP, "pyav")
 
     max_new_tokens: int = option("maximum length of an answer", 256)
     temperature: float = option("0 takes the most likely token each time, above 0 samples", 0.0)
@@ -62,6 +66,7 @@ class ModelOptions(CommandOptions):
 
     def __post_init__(self) -> None:
         self._require_positive("fps", "num_frames", "max_frames", "encode_batch", "timeout")
+        check_decoding(self.decode_threads, self.decoder)
         self._require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
         self._require("device", self.device in DEVICES, f"one of {', '.join(DEVICES)}")
         if self.fps is not None and self.num_frames is not None:
@@ -82,11 +87,18 @@ class ModelOptions(CommandOptions):
         return SeqParConfig(tile=parse_tile(self.tile), **self._values(SAME_OPTIONS))
 
     def frame_options(self, default_fps: float | None = None) -> dict[str, Any]:
-        """Return the values of `FRAME_OPTIONS`, with `default_fps` if neither fps nor num_frames is given."""
-        options = {name: getattr(self, name) for name in FRAME_OPTIONS}
+        """Return the values of `FRAME_OPTIONS`, with `default_fps` if neither fps nor num_frames is given.
+
+        Options that the command does not have are None.
+        """
+        options = {name: getattr(self, name, None) for name in FRAME_OPTIONS}
         if self.fps is None and self.num_frames is None:
             options["fps"] = default_fps
         return options
+
+    def decoding(self) -> dict[str, Any]:
+        """Return how `VideoSource.open` decodes, which does not change the frames."""
+        return {"threads": self.decode_threads, "decoder": self.decoder}
 
     def _values(self, names: Iterable[str]) -> dict[str, Any]:
         """Return the values of the names that this command has as options."""
@@ -122,6 +134,8 @@ class AskArguments(InferenceOptions):
     """The options of a run. `mllm-seqpar ask --help` prints the same texts."""
 
     video: tuple[str, ...] = option("a video file, or a directory of videos; may be repeated", ())
+    start: float | None = option("use the clip of the video that begins at this time, in seconds", None)
+    end: float | None = option("use the clip of the video that ends before this time, in seconds", None)
     question: tuple[str, ...] = option("the question; may be repeated, a video is encoded once", ())
     save_features: str | None = option(
         "directory to store the encoded video in; of several videos, each gets a directory of its own in it", None
@@ -157,6 +171,7 @@ class AskArguments(InferenceOptions):
             self._check_data_set()
 
     def _check_videos(self) -> None:
+        check_clip(self.start, self.end)
         for name in _OF_A_DATA_SET:
             self._refuse_unused(name, "it belongs to --questions")
         if not self.video and self.features is None:
@@ -188,9 +203,19 @@ class AskArguments(InferenceOptions):
             self._refuse_unused(name, "--questions names the videos, and --output the answers")
         if not self.output:
             raise ConfigError("--questions needs --output FILE, the JSONL file of the answers")
+        check_template(self.template)
         if self.choices:
             for name in ("max_new_tokens", "temperature"):
                 self._refuse_unused(name, "--choices generates no text")
+
+
+def check_clip(start: float | None, end: float | None) -> None:
+    """Raise ConfigError unless --start and --end, in seconds, are the times of a clip; see `plan_frames`."""
+    for name, value in (("start", start), ("end", end)):
+        if value is not None and not 0 <= value < math.inf:
+            raise ConfigError(f"--{name}: {value!r} is not allowed; give a number of seconds, 0 or more")
+    if end is not None and end <= (start or 0):
+        raise ConfigError(f"--end {end:g}: the clip begins at {start or 0:g} s; give a later time")
 
 
 def parse(argv: Sequence[str]) -> AskArguments:
@@ -199,7 +224,8 @@ def parse(argv: Sequence[str]) -> AskArguments:
         AskArguments,
         argv,
         prog="mllm-seqpar ask",
-        description="Ask about long videos whose frames are sharded over all ranks.",
+        description="Ask about long videos whose frames are sharded over all ranks.\n"
+        "The exit status is 1 if some questions or videos have no answer, and 2 if none has.",
         example='mllm-seqpar ask --num_processes 4 --model DIR --video movie.mp4 --question "Who opens the door?"\n'
         "  mllm-seqpar ask --num_processes 4 --model DIR --questions questions.jsonl --output answers.jsonl --choices",
         ranks=True,

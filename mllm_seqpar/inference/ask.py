@@ -14,8 +14,8 @@ from dataclasses import asdict
 from transformers.utils import logging
 
 from mllm_seqpar.cli.launch import launched_ranks
-from mllm_seqpar.cli.program_exit import run
-from mllm_seqpar.comm.agreement import attempt, raise_on_all_ranks
+from mllm_seqpar.cli.program_exit import FAILED, run
+from mllm_seqpar.comm.agreement import agree, attempt
 
 from .arguments import parse
 from .data_set import answer_data_set
@@ -23,20 +23,23 @@ from .run import ask_videos
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0, or end the process with a message."""
+    """Run the command; return 0, or 1 if some questions or videos have no answer; or end the process with a message."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     return run(ask, argv)
 
 
-def ask(argv: Sequence[str]) -> None:
-    """Answer the questions of the command line `argv`; see `AskArguments`. Every rank calls this.
+def ask(argv: Sequence[str]) -> int:
+    """Answer the questions of the command line `argv`, and return the exit status. Every rank calls this.
+
+    See `AskArguments`.
 
     Raises:
         SeqParError: on invalid arguments or files or a video that cannot be read, or if the ranks disagree.
     """
     args, problem = attempt(lambda: parse(argv))
     with launched_ranks(*((args.device, args.timeout) if args else ())) as (comm, device):
-        raise_on_all_ranks(comm, "arguments", problem, asdict(args) if args else {})
+        agree(comm, "arguments", lambda: asdict(args) if args else {}, dict, error=problem)
         assert args is not None  # otherwise all ranks have raised
-        (ask_videos if args.questions is None else answer_data_set)(args, comm, device)
+        failures = (ask_videos if args.questions is None else answer_data_set)(args, comm, device)
+    return FAILED if failures else 0

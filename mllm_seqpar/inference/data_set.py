@@ -18,7 +18,7 @@ from torch import nn
 
 from mllm_seqpar.cli.progress import progress_bar
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.comm.agreement import check_collectively
+from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.loading import load_processor, model_digest
@@ -35,14 +35,17 @@ _SETTINGS = "fps num_frames max_frames max_new_tokens temperature top_p seed cho
 """Options on which an answer depends; strategies, kernels and numbers of ranks change it by rounding at most."""
 
 
-def answer_data_set(args: AskArguments, world: Communicator, device: torch.device) -> None:
+def answer_data_set(args: AskArguments, world: Communicator, device: torch.device) -> int:
     """Answer the questions of `args.questions` that `args.output` has no answer to. Every rank calls this.
+
+    Returns:
+        On rank 0, the number of questions without an answer; on the other ranks, 0.
 
     Raises:
         SeqParError: on all ranks, if the questions, the model or the output cannot be used.
     """
     ranks = divide_ranks(world, args.sp, args.timeout)
-    processor, questions, settings = check_collectively(world, "inputs", lambda: _open(args), lambda found: found[2])
+    processor, questions, settings = agree(world, "inputs", lambda: _open(args), lambda found: found[2])
     with closing(AnswerFile(args.output or "")) as file:
         done = _resume(file, settings, ranks)
         videos = [[question for question in group if question.index not in done] for group in questions.by_media()]
@@ -51,8 +54,8 @@ def answer_data_set(args: AskArguments, world: Communicator, device: torch.devic
             model = load_patched(args, chat_family(processor), ranks.group, device)
             answerer = Answerer(args, model, processor, questions, ranks.group)
             _answer_all(answerer, mine, file, ranks, args.progress)
-        check_collectively(ranks.end, "output", file.close_part)
-        check_collectively(ranks.end, "output", lambda: _finish(file, questions, ranks))
+        agree(ranks.end, "output", file.close_part)
+        return agree(ranks.end, "output", lambda: _finish(file, questions, ranks))
 
 
 class Answerer:
@@ -71,7 +74,7 @@ class Answerer:
             yield self._line(conversation, question, fault)
 
     def _encoded(self, question: Question) -> Conversation:
-        sources = check_collectively(
+        sources = agree(
             self._group,
             "media",
             lambda: self._questions.sources(question),
@@ -126,10 +129,10 @@ def _open(args: AskArguments) -> tuple[Any, QuestionSet, dict[str, Any]]:
 def _resume(file: AnswerFile, settings: dict[str, Any], ranks: RankGroups) -> set[int]:
     """Open the file on all ranks; return the numbers of the questions that it has answers to."""
     world = ranks.world
-    answered = check_collectively(world, "output", lambda: [*file.resume(settings)] if world.rank == 0 else [])
+    answered = agree(world, "output", lambda: [*file.resume(settings)] if world.rank == 0 else [])
     done = json.loads(world.gather_texts(json.dumps(answered))[0])
-    check_collectively(world, "output", lambda: file.open(ranks.index) if ranks.group.rank == 0 else None)
-    check_collectively(world, "output", lambda: file.require_parts(ranks.count) if world.rank == 0 else None)
+    agree(world, "output", lambda: file.open(ranks.index) if ranks.group.rank == 0 else None)
+    agree(world, "output", lambda: file.require_parts(ranks.count) if world.rank == 0 else None)
     return set(done)
 
 
@@ -147,10 +150,10 @@ def _answer_all(
                     bar.update()
 
 
-def _finish(file: AnswerFile, questions: QuestionSet, ranks: RankGroups) -> None:
-    """Write the answers in the order of the questions, and report them; on rank 0."""
+def _finish(file: AnswerFile, questions: QuestionSet, ranks: RankGroups) -> int:
+    """Write the answers in the order of the questions, and report them, on rank 0; return the number of errors."""
     if ranks.world.rank:
-        return
+        return 0
     lines = file.finish()
     faults = [line for line in lines if "error" in line]
     if any("log_likelihoods" in line for line in lines):
@@ -161,6 +164,8 @@ def _finish(file: AnswerFile, questions: QuestionSet, ranks: RankGroups) -> None
         text += f"; without a video or picture, which their records do not name: {blind}"
     if faults:
         text += f"; errors: {len(faults)}, the first at {faults[0]['place']}: {faults[0]['error']}"
+        text += "; the same command asks these questions again"
     if faults and len(faults) == len(lines):
         raise DataError(text)
     print(text, file=sys.stderr, flush=True)  # noqa: T201 - standard output has only results
+    return len(faults)

@@ -3,14 +3,16 @@
 All ranks proceed in rounds of one batch each. A round begins with one small gather of the number of frames that each
 rank has encoded, for the progress bar, and of whether a rank has failed. A damaged part of the file therefore stops
 all ranks within one batch. A thread reads and prepares the next batch while one is encoded, so at most two batches of
-pixels exist for any length of the video. The result is the features of this rank's frames.
+pixels exist for any length of the video. To a CUDA device it is copied from pinned memory, on a stream of its own,
+while the batch before it is encoded. The result is the features of this rank's frames.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any
@@ -19,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from mllm_seqpar.comm import Group, as_communicator
-from mllm_seqpar.comm.agreement import raise_on_all_ranks
+from mllm_seqpar.comm import Group, transfer_communicator
+from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.chat_family import ChatFamily, chat_family
 from mllm_seqpar.data.prefetch import read_ahead
 from mllm_seqpar.data.sources import FrameSource
@@ -32,6 +34,10 @@ Pictures = tuple[Tensor, ...]
 """Preprocessed frames of a family: pixels, and further tensors with one entry per frame."""
 
 
+PARTS = ("decode frames", "transfer", "encode", "wait for frames")
+"""What a rank spends time on while it encodes a video. The first three overlap; encoding waits for the fourth."""
+
+
 @dataclass(frozen=True)
 class EncodedVideo:
     """The visual features of one video, sharded over the ranks of a group.
@@ -40,11 +46,13 @@ class EncodedVideo:
         features: (f, tokens, hidden), of this rank's frames, as the family's `encode` returns them.
         shard: the frames of the video that `features` covers.
         source: the frames, of which only number and sizes are used; None if only their number is known.
+        seconds: of this rank, for each of `PARTS`; empty if it has not encoded the video.
     """
 
     features: Tensor
     shard: FrameShard
     source: FrameSource | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     @property
     def frames(self) -> int:
@@ -83,7 +91,7 @@ def encode_video(
         VideoError: if this rank's part of the video cannot be read.
         AgreementError: if another rank's part cannot be read; its message is quoted.
     """
-    comm = as_communicator(group)
+    comm = transfer_communicator(group)
     if batch < 1:
         raise ConfigError(f"batch: {batch} is not allowed; give 1 or more")
     family = chat_family(processor)
@@ -93,12 +101,12 @@ def encode_video(
     bounds = frame_bounds(len(source), comm.size)
     start, stop = bounds[comm.rank]
     encoder = _Encoder(model, family, stop - start, on_host)
-    with torch.no_grad(), closing(_batches(source, start, stop, batch, family)) as batches:
+    with torch.no_grad(), closing(_batches(source, start, stop, batch, family, encoder)) as batches:
         while True:
             pixels = encoder.read(batches)
             rows = comm.gather_ints([encoder.done, int(encoder.error is not None)])
             if any(failed for _, failed in rows):
-                raise_on_all_ranks(comm, "reading the video", encoder.error)
+                agree(comm, "reading the video", error=encoder.error)
             done = [encoded for encoded, _ in rows]
             if progress is not None:
                 progress(sum(done))
@@ -106,18 +114,19 @@ def encode_video(
                 break
             encoder.encode(pixels)
             del pixels  # the thread reads the batch after the next only when this one is freed
-        return EncodedVideo(encoder.features(), FrameShard(start, stop, len(source)), source)
+        return EncodedVideo(encoder.features(), FrameShard(start, stop, len(source)), source, encoder.seconds())
 
 
 def _batches(
-    source: FrameSource, start: int, stop: int, batch: int, family: ChatFamily
+    source: FrameSource, start: int, stop: int, batch: int, family: ChatFamily, encoder: _Encoder
 ) -> Generator[Pictures, None, None]:
     """Yield the preprocessed frames of a range in batches of at most `batch`, reading one batch ahead."""
     reader = source.read(start, stop, batch=batch)
 
     def read_next(_: int) -> Pictures | None:
-        frames = next(reader, None)
-        return None if frames is None else family.pixels(frames)
+        with encoder.measure("decode frames"):
+            frames = next(reader, None)
+            return None if frames is None else encoder.prepared(family.pixels(frames))
 
     # A source ends a batch early where the picture size changes, so the number of batches is not known in advance.
     with closing(read_ahead(count(), read_next)) as ahead:
@@ -137,20 +146,71 @@ class _Encoder:
         self._collective = any(isinstance(module, FSDPModule) for module in model.modules())
         self._frames, self._on_host = frames, on_host
         self._features: Tensor | None = None
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._on_cuda = self._device.type == "cuda"
+        self._copies = torch.cuda.Stream(self._device) if self._on_cuda else None
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self.done = 0
         self.error: Exception | None = None
 
+    @contextmanager
+    def measure(self, part: str) -> Iterator[None]:
+        """Count the host's time inside as this part."""
+        begin = time.perf_counter()
+        yield
+        self._seconds[part] += time.perf_counter() - begin
+
+    @contextmanager
+    def _measure_device(self, part: str) -> Iterator[None]:
+        """Count the time of what is computed inside as this part; on a GPU, that of its current stream."""
+        if not self._on_cuda:
+            with self.measure(part):
+                yield
+            return
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        yield
+        end.record()
+        self._events.append((part, begin, end))
+
+    def seconds(self) -> dict[str, float]:
+        """Return the time of each of `PARTS` so far, after waiting for the device."""
+        for part, begin, end in self._events:
+            end.synchronize()
+            self._seconds[part] += begin.elapsed_time(end) / 1000
+        self._events.clear()
+        return dict(self._seconds)
+
+    def prepared(self, pixels: Pictures) -> Pictures:
+        """Return the pixels in the dtype of the model, and in memory from which the device copies while it computes."""
+        cast = tuple(x.to(self._dtype) if x.is_floating_point() else x for x in pixels)
+        return tuple(x.pin_memory() for x in cast) if self._on_cuda else cast
+
+    def _moved(self, pixels: Pictures) -> Pictures:
+        """Return the pixels on the device, which begins to copy them now; see `_use`."""
+        with torch.cuda.stream(self._copies), self._measure_device("transfer"):
+            return tuple(x.to(self._device, non_blocking=self._on_cuda) for x in pixels)
+
+    def _use(self, moved: Pictures) -> None:
+        """Let the current stream wait for the copies, and keep their memory until it has used them."""
+        if self._copies is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._copies)
+            for x in moved:
+                x.record_stream(current)
+
     def read(self, batches: Iterator[Pictures]) -> Pictures | None:
-        """Return the next batch, or None at the end or on failure, which `error` then holds."""
+        """Return the next batch on the device, or None at the end or on failure, which `error` then holds."""
         if self.error is not None:
             return None
         try:
-            pixels = next(batches, None)
+            with self.measure("wait for frames"):
+                pixels = next(batches, None)
             if pixels is None and self.done < self._frames:
                 raise VideoError(
                     f"the video ended after {self.done} of {self._frames} frames; check that the file is complete"
                 )
-            return pixels
+            return pixels if pixels is None else self._moved(pixels)
         except Exception as error:  # noqa: BLE001 - raised on all ranks in the next round
             self.error = error
             return None
@@ -173,10 +233,10 @@ class _Encoder:
         return self._features
 
     def _run(self, pixels: Pictures | None) -> None:
-        inputs = self._family.blank() if pixels is None else pixels
-        encoded = self._encode_pictures(
-            *(x.to(device=self._device, dtype=self._dtype if x.is_floating_point() else None) for x in inputs)
-        )
+        inputs = self._moved(self.prepared(self._family.blank())) if pixels is None else pixels
+        self._use(inputs)
+        with self._measure_device("encode"):
+            encoded = self._encode_pictures(*inputs)
         if self._features is None:
             shape = self._frames, *encoded.shape[1:]
             copies = HostCopies(self._device)

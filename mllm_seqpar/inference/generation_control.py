@@ -32,8 +32,8 @@ class ForcedTokens(LogitsProcessor):
 class StopWatch(StoppingCriteria):
     """Ends an answer at a stop string, or when rank 0 is interrupted; passes on the text that is certain to remain.
 
-    Text that may be the beginning of a stop string is held back. All ranks follow rank 0, by one small broadcast for
-    each token.
+    Text that may be the beginning of a stop string is held back. All ranks follow rank 0, by one small gather for each
+    token, which does not wait for the device if the communicator has a backend for the CPU (`transfer_communicator`).
     """
 
     def __init__(
@@ -65,8 +65,7 @@ class StopWatch(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         if self._comm.rank == 0 and self._interrupted is not None and self._interrupted():
             self.interrupted = True
-        flags = torch.tensor([self.stopped, self.interrupted], device=self._comm.device)
-        stopped, interrupted = self._comm.broadcast(flags, "stop").tolist()
+        stopped, interrupted = self._comm.gather_ints([self.stopped, self.interrupted])[0]
         self.stopped, self.interrupted = bool(stopped), bool(interrupted)
         done = self.stopped or self.interrupted
         return torch.full((input_ids.shape[0],), done, dtype=torch.bool, device=input_ids.device)

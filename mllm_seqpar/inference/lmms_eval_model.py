@@ -26,8 +26,8 @@ from lmms_eval.api.model import lmms
 
 from mllm_seqpar.cli.launch import use_cuda
 from mllm_seqpar.cli.progress import progress_bar
-from mllm_seqpar.comm import as_communicator
-from mllm_seqpar.comm.agreement import check_collectively
+from mllm_seqpar.comm import transfer_communicator
+from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.chat_format import media_parts
 from mllm_seqpar.data.downloads import store_bytes
@@ -92,10 +92,10 @@ class SimpleSeqParModel(lmms):
             raise ConfigError(f"--model_args: {unknown[0]!r} is unknown; choose from {', '.join(sorted(known))}")
         kind = (device or "auto").partition(":")[0]
         self.options = InferenceOptions(**{"device": kind, **options}, model=pretrained)
-        cuda, world = use_cuda(self.options.device), as_communicator(None)
+        cuda, world = use_cuda(self.options.device), transfer_communicator(None)
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
         ranks = divide_ranks(world, self.options.sp, self.options.timeout)
-        self.processor, _ = check_collectively(
+        self.processor, _ = agree(
             world,
             "model",
             lambda: (load_processor(pretrained), model_digest(pretrained)),
@@ -133,7 +133,7 @@ class SimpleSeqParModel(lmms):
     ) -> list[Any]:
         """Answer the requests of all ranks of the group, grouped by their media; return the answers to this rank's."""
         wanted = [not (request.metadata or {}).get("__padding_only__") for request in requests]
-        mine = check_collectively(
+        mine = agree(
             self._group, "requests", lambda: [read(r) for r, real in zip(requests, wanted, strict=True) if real]
         )
         texts = self._group.gather_texts(json.dumps(self._with_seeds(mine)))
@@ -181,11 +181,11 @@ class SimpleSeqParModel(lmms):
             del conversation
             conversation = self._encoded(request)
             self._conversation = (request.media, conversation)
-        prompt = check_collectively(self._group, "prompt", lambda: conversation.prompt(request.messages, limit))
+        prompt = agree(self._group, "prompt", lambda: conversation.prompt(request.messages, limit))
         return conversation, prompt
 
     def _encoded(self, request: _Request) -> Conversation:
-        sources = check_collectively(
+        sources = agree(
             self._group,
             "media",
             lambda: [self._source(part) for part in media_parts(request.messages)],
@@ -202,7 +202,7 @@ class SimpleSeqParModel(lmms):
         if part["type"] == "image":
             return self._family.image_source(part["path"])
         try:
-            return VideoSource.open(part["path"], **self.options.frame_options(DEFAULT_FPS))
+            return VideoSource.open(part["path"], **self.options.frame_options(DEFAULT_FPS), **self.options.decoding())
         except ImportError as error:  # the message says what to install
             raise ConfigError(str(error)) from error
 

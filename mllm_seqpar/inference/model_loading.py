@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mllm_seqpar.comm import Communicator, ProcessGroupCommunicator
-from mllm_seqpar.comm.agreement import check_collectively
+from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.chat_family import ChatFamily
 from mllm_seqpar.models.loading import config_files, layer_classes, load_model, model_directories, weight_files
 from mllm_seqpar.patching import patch_model
@@ -95,7 +95,7 @@ def load_patched(options: ModelOptions, family: ChatFamily, group: Communicator,
         family.check(model)
         return model
 
-    model = check_collectively(group, "model", load)
+    model = agree(group, "model", load)
     if options.shard_weights:
         model = shard_weights(model, group, device, encode=encoder_of(model, family))
-    return check_collectively(group, "options", lambda: patch_model(model, group=group, config=options.seqpar_config()))
+    return agree(group, "options", lambda: patch_model(model, group=group, config=options.seqpar_config()))

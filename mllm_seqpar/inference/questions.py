@@ -76,7 +76,7 @@ class QuestionSet:
         assert args.questions is not None  # the caller's condition
         options: dict[str, Any] = {"media_root": args.media_root, "template": args.template, "on_bad_media": "skip"}
         sampling = {name: getattr(args, name) for name in ("fps", "num_frames", "max_frames")}
-        self._dataset = ChatDataset(args.questions, processor, **options, **sampling, validate=False)
+        self._dataset = ChatDataset(args.questions, processor, **options, **sampling, **args.decoding(), validate=False)
         self.digest = self._dataset.digest
         self._marks, self._template = chat_family(processor).marks, args.template
         self.questions = [self._question(index) for index in range(len(self._dataset))]

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from mllm_seqpar.cli.launch import collective_timeout
-from mllm_seqpar.comm import Communicator, ProcessGroupCommunicator, Subgroup, as_communicator
-from mllm_seqpar.comm.agreement import attempt, raise_on_all_ranks
+from mllm_seqpar.comm import Communicator, ProcessGroupCommunicator, Subgroup, as_communicator, transfer_communicator
+from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.errors import AgreementError, ConfigError, DataError, SeqParError, VideoError, first_line
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ def divide_ranks(world: Communicator, size: int | None = None, timeout: float | 
     limit = collective_timeout(timeout, world.device.type == "cuda")
     groups = [dist.new_group([*ranks], timeout=limit) for ranks in members]  # each rank creates all of them
     end = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
-    return RankGroups(world, as_communicator(groups[index]), index, len(members), as_communicator(end))
+    return RankGroups(world, transfer_communicator(groups[index]), index, len(members), as_communicator(end))
 
 
 def tried(group: Communicator, what: str, step: Callable[[], T]) -> tuple[T | None, str | None]:
@@ -82,9 +82,9 @@ def tried(group: Communicator, what: str, step: Callable[[], T]) -> tuple[T | No
     if error is not None and fatal and not isinstance(error, SeqParError):
         raise error
     if any(row[0] for row in group.gather_ints([int(fatal)])):
-        raise_on_all_ranks(group, what, error)
+        agree(group, what, error=error)
     try:
-        raise_on_all_ranks(group, what, error)
+        agree(group, what, error=error)
     except _OF_THE_INPUT as found:
         found.__traceback__ = None  # its frames refer to it and to tensors, which would stay until a garbage collection
         return None, first_line(found)

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
+from mllm_seqpar.cli.outputs import write_text
 from mllm_seqpar.cli.progress import progress_bar
 
 from .generation import Answer
@@ -61,11 +61,14 @@ class Report:
     peak_memory_mib: list[float]  # per rank: allocated on a GPU, resident on a CPU
     bytes_sent: list[int]  # to other ranks, per rank
     device: str
+    encoding_seconds: list[dict[str, float]]  # per rank: the time of each of `encoding.PARTS`, which overlap
 
     def summary(self) -> str:
         stages = [f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items()]
         if (encoding := self.seconds.get(ENCODE_STAGE, 0.0)) > 0:
-            stages[list(self.seconds).index(ENCODE_STAGE)] += f" ({self.frames / encoding:.1f} frames/s)"
+            stages[list(self.seconds).index(ENCODE_STAGE)] += (
+                f" ({self.frames / encoding:.1f} frames/s{self._encoding_parts()})"
+            )
         if self.answers:
             answers = [item.answer for item in self.answers]
             decode_seconds = sum(a.decode_seconds for a in answers)
@@ -81,7 +84,19 @@ class Report:
             f"peak memory by rank ({kind}) {memory} MiB"
         )
 
+    def _encoding_parts(self) -> str:
+        """Return the time of each part of reading and encoding, on the rank that needed most."""
+        if not self.encoding_seconds:
+            return ""
+        most = {part: max(row[part] for row in self.encoding_seconds) for part in self.encoding_seconds[0]}
+        return "; " + ", ".join(f"{part} {seconds:.2f} s" for part, seconds in most.items())
+
     def write(self, path: str) -> None:
         rows = [{"video": item.video, "question": item.question, **asdict(item.answer)} for item in self.answers]
-        values = asdict(self) | {"answers": rows}
-        Path(path).write_text(json.dumps(values, indent=1) + "\n")
+        answers = [item.answer for item in self.answers]
+        seconds = self.seconds | {
+            "prefill": round(sum(a.prefill_seconds for a in answers), 4),
+            "generate": round(sum(a.decode_seconds for a in answers), 4),
+        }
+        values = asdict(self) | {"seconds": seconds, "answers": rows}
+        write_text(path, json.dumps(values, indent=1) + "\n")

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from mllm_seqpar.cli.outputs import require_writable
 from mllm_seqpar.cli.progress import peak_memory
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.comm.agreement import check_collectively, raise_on_all_ranks
+from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.chat_family import ChatFamily, chat_family
 from mllm_seqpar.data.feature_store import INDEX, FeatureStore, source_meta
 from mllm_seqpar.data.media_files import VIDEO_SUFFIXES
@@ -31,7 +32,7 @@ from mllm_seqpar.models.loading import load_processor
 from mllm_seqpar.patching import patch_of
 
 from .arguments import DEFAULT_FPS, AskArguments
-from .encoding import EncodedVideo, encode_video
+from .encoding import PARTS, EncodedVideo, encode_video
 from .evidence_index import PageEntry, write_evidence_index
 from .evidence_report import EvidenceReport
 from .generation import Answer
@@ -93,15 +94,18 @@ class VideoInput:
         return facts
 
 
-def ask_videos(args: AskArguments, comm: Communicator, device: torch.device) -> None:
+def ask_videos(args: AskArguments, comm: Communicator, device: torch.device) -> int:
     """Answer each question about each video on the ranks of `comm`: open, load, encode, answer, report.
 
+    Returns:
+        The number of videos that cannot be used, while others are answered; the same on every rank.
+
     Raises:
-        VideoError: on all ranks, after the other videos are answered, if one of several cannot be used.
+        VideoError: on all ranks, if no video can be used.
     """
     times = StageTimes(device)
     with times.measure("open"):
-        inputs = check_collectively(comm, "inputs", lambda: _open(args, comm.rank), RunInputs.facts)
+        inputs = agree(comm, "inputs", lambda: _open(args, comm.rank), RunInputs.facts)
         run = VideoRun(args, inputs, comm, times)
         opened = [run.open(paths) for paths in inputs.videos]
     videos = [video for video in opened if video is not None]
@@ -110,11 +114,15 @@ def ask_videos(args: AskArguments, comm: Communicator, device: torch.device) -> 
             model = load_patched(args, inputs.family, comm, device)
         for video in videos:
             run.ask(video, model)
-        check_collectively(comm, "evidence index", run.write_index)
+        agree(comm, "evidence index", run.write_index)
         run.report(model)
     if run.faults:
-        count = f"{len(run.faults)} of {len(inputs.videos)} videos cannot be used"
-        raise_on_all_ranks(comm, "videos", VideoError(f"{count}; the first: {run.faults[0]}"))
+        text = f"{len(run.faults)} of {len(inputs.videos)} videos cannot be used; the first: {run.faults[0]}"
+        if len(run.faults) == len(inputs.videos):
+            agree(comm, "videos", error=VideoError(text))
+        if comm.rank == 0:
+            print(f"error: {text}", file=sys.stderr, flush=True)  # noqa: T201 - standard output has only the answers
+    return len(run.faults)
 
 
 class VideoRun:
@@ -126,12 +134,13 @@ class VideoRun:
         self.faults: list[str] = []
         self._pages: list[PageEntry] = []
         self._frames = self._visual_tokens = 0
+        self._parts: Counter[str] = Counter()  # seconds; Counter adds them
         self._several = len(inputs.videos) > 1
 
     def open(self, paths: VideoPaths) -> VideoInput | None:
         """Open one of the videos; None if it is one of several and cannot be used."""
         step = partial(_open_video, self._args, self._inputs, paths, self._comm.rank)
-        return self._tried(lambda: check_collectively(self._comm, "inputs", step, VideoInput.facts))
+        return self._tried(lambda: agree(self._comm, "inputs", step, VideoInput.facts))
 
     def ask(self, video: VideoInput, model: nn.Module) -> None:
         """Encode or read a video, and ask all questions about it."""
@@ -139,6 +148,7 @@ class VideoRun:
         if encoded is None:
             return
         self._frames += encoded.frames
+        self._parts.update(encoded.seconds)
         self._visual_tokens += encoded.visual_tokens
         name, shown = video.paths.name, self._comm.rank == 0
         if self._several and shown and self._args.question:
@@ -148,7 +158,7 @@ class VideoRun:
         for question in self._args.question:
             result = _ask(self._args, self._inputs, model, encoded, question, report, shown)
             self.answers.append(Answered(name, question, result))
-        if (entry := check_collectively(self._comm, "evidence page", report.write)) is not None:
+        if (entry := agree(self._comm, "evidence page", report.write)) is not None:
             self._pages.append(entry)
 
     def write_index(self) -> None:
@@ -165,7 +175,9 @@ class VideoRun:
         """Write times and memory of all ranks to stderr, and the report to its file."""
         patch, times = patch_of(model), self._times
         sent = patch.context.comm.bytes.total if patch else 0
-        rows = self._comm.gather_ints([round(peak_memory(times.device) * 1024), sent])
+        microseconds = [round(1e6 * self._parts[part]) for part in PARTS]
+        rows = self._comm.gather_ints([round(peak_memory(times.device) * 1024), sent, *microseconds])
+        parts = [{part: value / 1e6 for part, value in zip(PARTS, row[2:], strict=True)} for row in rows]
         seconds = {name: round(seconds, 4) for name, seconds in times.seconds.items()}
         report = Report(
             self._frames,
@@ -173,9 +185,10 @@ class VideoRun:
             self._comm.size,
             seconds,
             self.answers,
-            [round(kib / 1024, 1) for kib, _ in rows],
-            [sent for _, sent in rows],
+            [round(row[0] / 1024, 1) for row in rows],
+            [row[1] for row in rows],
             times.device.type,
+            parts if any(self._parts.values()) else [],
         )
         if self._comm.rank == 0:
             print(report.summary(), file=sys.stderr, flush=True)  # noqa: T201 - standard output has only the answers
@@ -253,7 +266,7 @@ def _open_video(args: AskArguments, inputs: RunInputs, paths: VideoPaths, rank: 
     source, store, meta = None, None, {}
     if paths.video is not None:
         try:
-            source = VideoSource.open(paths.video, **options)
+            source = VideoSource.open(paths.video, **options, **args.decoding())
         except ImportError as error:  # the message says what to install
             raise ConfigError(str(error)) from error
     if paths.features is not None:
@@ -271,7 +284,7 @@ def _create_outputs(args: AskArguments) -> None:
             Path(args.save_features).mkdir(parents=True, exist_ok=True)
         if args.report is not None:
             Path(args.report).parent.mkdir(parents=True, exist_ok=True)
-            Path(args.report).touch()
+            require_writable("report", args.report)
         if args.evidence_html is not None:
             Path(args.evidence_html).parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -286,7 +299,7 @@ def _encoded(
         target = times.device, next(model.parameters()).dtype
         with times.measure("read features"):
             load = partial(load_video, store, inputs.family, comm, *target, mapped=args.visual_offload is not None)
-            return check_collectively(comm, "features", load)
+            return agree(comm, "features", load)
     assert source is not None  # AskArguments requires --video or --features
     show = args.progress and comm.rank == 0
     with times.measure(ENCODE_STAGE), frames_bar(len(source), "reading and encoding", show) as progress:

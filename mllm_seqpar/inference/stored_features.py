@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.comm.agreement import check_collectively
+from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.chat_family import ChatFamily
 from mllm_seqpar.data.feature_store import (
     INDEX,
@@ -26,7 +26,7 @@ from mllm_seqpar.sharding import FrameShard, frame_range
 
 from .encoding import EncodedVideo
 
-FRAME_OPTIONS = ("fps", "num_frames", "max_frames")
+FRAME_OPTIONS = ("fps", "num_frames", "max_frames", "start", "end")
 """The options that select the frames of a video."""
 
 
@@ -44,7 +44,7 @@ def save_video(directory: str, video: EncodedVideo, comm: Communicator, meta: Ma
             another rank cannot.
     """
     rank_0_meta = json.loads(comm.gather_texts(json.dumps(dict(meta)))[0])
-    check_collectively(comm, "saving the features", lambda: require_replaceable(directory, rank_0_meta))
+    agree(comm, "saving the features", lambda: require_replaceable(directory, rank_0_meta))
     shard = video.shard
 
     def write() -> None:
@@ -54,7 +54,7 @@ def save_video(directory: str, video: EncodedVideo, comm: Communicator, meta: Ma
         except OSError as error:
             raise DataError(f"{directory}: the features cannot be written: {error}") from error
 
-    check_collectively(comm, "saving the features", write)
+    agree(comm, "saving the features", write)
 
 
 def require_replaceable(directory: str, meta: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""The protocol of block kernels, and the checks and helpers that they share.
+"""The protocol of block kernels, and the helpers that they share.
 
 A block is the attention of some query rows over some keys. Its output is a partial result: the final result merges the
 blocks of a row over all keys, on whichever rank they are. Every kernel follows two rules that make this possible:
@@ -20,8 +20,6 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-
-from mllm_seqpar.errors import ShapeError
 
 LOWEST = 1e30
 """Replaces the log-sum-exp of a row that sees nothing: exp(score - LOWEST) is exactly 0 for every finite score."""
@@ -49,9 +47,6 @@ class BlockKernel(Protocol):
         Returns:
             o (B, H, S, D) in float32 if the kernel accumulates in it, else in q.dtype; lse (B, H, S), contiguous, in
             float32 (float64 for float64 inputs). A row that sees nothing has o = 0 and lse = -inf.
-
-        Raises:
-            ShapeError: shapes that do not match.
         """
         ...
 
@@ -80,59 +75,8 @@ class BlockKernel(Protocol):
 
         Returns:
             dq (B, H, S, D), dk and dv (B, G, T, D), in float32 if the kernel accumulates in it, else in q.dtype.
-
-        Raises:
-            ShapeError: shapes that do not match.
         """
         ...
-
-
-def check_block(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None) -> None:
-    """Raise ShapeError unless q, k, v and mask form one block. Fused operators would read out of bounds."""
-    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
-        raise ShapeError(
-            f"attention needs q (B, H, S, D) and k, v of one shape (B, G, T, D); got q {tuple(q.shape)}, "
-            f"k {tuple(k.shape)}, v {tuple(v.shape)}"
-        )
-    batch, heads, rows, dim = q.shape
-    if k.shape[0] != batch or k.shape[3] != dim:
-        raise ShapeError(f"q and k must agree in batch and head dim; got q {tuple(q.shape)}, k {tuple(k.shape)}")
-    if k.shape[1] == 0 or heads % k.shape[1]:
-        raise ShapeError(f"the {heads} query heads must be a multiple of the {k.shape[1]} key/value heads")
-    if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
-        raise ShapeError(f"q, k and v must have one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
-    if not q.device == k.device == v.device:
-        raise ShapeError(f"q, k and v must be on one device; got {q.device}, {k.device}, {v.device}")
-    if causal and mask is not None:
-        raise ShapeError("causal and mask exclude each other: fold the causal rule into the mask")
-    if causal and rows != k.shape[2]:
-        raise ShapeError(f"a causal block needs as many keys as rows; got {rows} rows and {k.shape[2]} keys")
-    if mask is not None:
-        _check_mask(mask, q, k)
-
-
-def _check_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
-    rows, keys = q.shape[2], k.shape[2]
-    if mask.dtype != torch.bool:
-        raise ShapeError(f"mask must be bool, True where a row sees a key; got {mask.dtype}")
-    if mask.dim() != 3 or mask.shape[0] not in (1, q.shape[0]) or mask.shape[1:] != (rows, keys):
-        raise ShapeError(f"mask must be ({q.shape[0]} or 1, {rows}, {keys}); got {tuple(mask.shape)}")
-    if mask.device != q.device:
-        raise ShapeError(f"mask must be on {q.device} like q; got {mask.device}")
-
-
-def check_final(do: Tensor, q: Tensor, o: Tensor | None, lse: Tensor, delta: Tensor | None) -> None:
-    """Raise ShapeError unless do, lse, and o or delta are given and belong to the rows of q."""
-    if o is None and delta is None:
-        raise ShapeError("backward needs o, or delta = rowsum(do * o); got None for both")
-    rows = q.shape[:3]
-    of_rows = lse.shape == rows and (delta is None or delta.shape == rows)
-    if not (of_rows and do.shape == q.shape and (o is None or o.shape == q.shape)):
-        given = {"do": do, "o": o, "lse": lse, "delta": delta}
-        found = ", ".join(f"{name} {tuple(x.shape)}" for name, x in given.items() if x is not None)
-        raise ShapeError(
-            f"do and o must have q's shape {tuple(q.shape)}, lse and delta its first three sizes; got {found}"
-        )
 
 
 def row_sums(do: Tensor, o: Tensor) -> Tensor:

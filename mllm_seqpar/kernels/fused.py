@@ -70,14 +70,14 @@ class FusedKernel:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        base.check_block(q, k, v, causal=causal, mask=mask)
         if not (q.numel() and k.numel()):
             return base.empty_forward(q)
         if k.shape[2] < self.min_keys:
             return BlockedMatmulKernel().forward(q, k, v, scale=scale, causal=causal, mask=mask)
         if causal and q.shape[2] > 1:
             return self._forward_causal(q, k, v, AttentionArgs(scale, causal=True))
-        parts = self._parts(q, k, mask)
+        small = mask is None and (self.converted_keys is None or k.shape[2] <= self.converted_keys)
+        parts = None if small else self._parts(q, k, mask)
         if parts is None:
             return self._forward_part(q, k, v, scale, mask)
         o, lse = base.empty_forward(q)
@@ -100,8 +100,6 @@ class FusedKernel:
         mask: Tensor | None = None,
         delta: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        base.check_block(q, k, v, causal=causal, mask=mask)
-        base.check_final(do, q, o, lse, delta)
         if not (q.numel() and k.numel()):
             return base.empty_backward(q, k, v)
         if k.shape[2] < self.min_keys:
@@ -128,11 +126,13 @@ class FusedKernel:
     def _forward_part(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        args = AttentionArgs(scale, bias=None if mask is None else self._bias(mask, q, k.shape[1]))
-        o, lse = self._run_forward(base.fold_groups(q, k.shape[1]), k, v, args)
+        groups = k.shape[1]
+        args = AttentionArgs(scale, bias=None if mask is None else self._bias(mask, q, groups))
+        rows = q if q.shape[1] == groups else q.reshape(q.shape[0], groups, -1, q.shape[3])  # `base.fold_groups`
+        o, lse = self._run_forward(rows, k, v, args)
         # The layout of the log-sum-exp differs between operators, so it may not be possible to unfold it as a view.
         lse = lse.contiguous()
-        if k.shape[1] != q.shape[1]:
+        if rows is not q:
             o, lse = o.reshape(q.shape), lse.view(q.shape[:3])
         if mask is None:
             return o, lse

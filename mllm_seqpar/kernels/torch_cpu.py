@@ -36,7 +36,8 @@ class TorchCpuKernel(FusedKernel):
         return None
 
     def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor]:
-        q, k, v = _operands(q, k, v)
+        if not q.dtype is k.dtype is torch.float32 or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
+            q, k, v = _operands(q, k, v)
         return _forward(q, k, v, is_causal=args.causal, attn_mask=args.bias, scale=args.scale)
 
     def _run_backward(

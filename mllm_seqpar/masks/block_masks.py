@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -92,12 +92,16 @@ class BlockMasks(ABC):
 
 @dataclass(frozen=True)
 class GivenBlockMask(BlockMasks):
-    """The one block of a group of one, given by its rectangles; its keys have the batch of its rows."""
+    """The one block of a group of one; its keys have the batch of its rows.
 
-    given: tuple[Rectangle, ...]
+    Attributes:
+        given: returns the rectangles.
+    """
+
+    given: Callable[[], Iterable[Rectangle]]
 
     def rectangles(self, q_shard: int, kv_shard: int) -> tuple[Rectangle, ...]:
-        return self.given
+        return tuple(self.given())
 
     def folded(self) -> GivenBlockMask:
         raise NotImplementedError("keys of one block with a batch of their own are not folded")

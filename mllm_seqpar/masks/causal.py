@@ -6,7 +6,8 @@ padding. Blocks in the future are empty, blocks in the past are full, and the re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from mllm_seqpar.sharding import sequence_positions
 
 from .block_masks import BlockMasks, FoldedBlockMasks
 from .intervals import interval_rectangles
-from .rectangles import Rectangle
+from .rectangles import Rectangle, Span, masked_rectangles
 
 
 class CausalBlockMasks(BlockMasks):
@@ -61,12 +62,9 @@ class CausalBlockMasks(BlockMasks):
     def rectangles(self, q_shard: int, kv_shard: int) -> tuple[Rectangle, ...]:
         if (q_shard, kv_shard) not in self._rectangles:
             rows, keys = self.positions[q_shard], self.positions[kv_shard]
-            high = torch.searchsorted(keys, rows, right=True).expand(self.batch, -1)
-            low = torch.zeros_like(high)
-            if self.first is not None:
-                low = torch.searchsorted(keys, self.first[:, rows].contiguous())
+            first = None if self.first is None else self.first[:, rows]
             valid = None if self.valid is None else self.valid[:, keys]
-            self._rectangles[q_shard, kv_shard] = interval_rectangles(low, high, keys.numel(), 1, valid)
+            self._rectangles[q_shard, kv_shard] = causal_rectangles(self.batch, rows, keys, first, valid)
         return self._rectangles[q_shard, kv_shard]
 
     def folded(self) -> BlockMasks:
@@ -99,3 +97,49 @@ class CausalBlockMasks(BlockMasks):
 
     def _group_positions(self, size: int) -> list[Tensor]:
         return [torch.cat(self.positions[i : i + size]) for i in range(0, len(self.positions), size)]
+
+
+def causal_rectangles(
+    batch: int, rows: Tensor, keys: Tensor, first: Tensor | None = None, valid: Tensor | None = None
+) -> tuple[Rectangle, ...]:
+    """Return the mask rectangles of rows at some positions against keys at some positions, both (n,) ascending.
+
+    Args:
+        batch: batch size.
+        rows, keys: positions in the text.
+        first: (B or 1, rows), the first position that a row attends to; None: 0.
+        valid: (B or 1, keys) bool, False for padding; None: all.
+    """
+    high = torch.searchsorted(keys, rows, right=True).expand(batch, -1)
+    low = torch.zeros_like(high) if first is None else torch.searchsorted(keys, first.contiguous()).expand(batch, -1)
+    return interval_rectangles(low, high, keys.numel(), 1, None if valid is None else valid.expand(batch, -1))
+
+
+@dataclass(frozen=True)
+class _DecoderMask:
+    visible: Tensor  # (B or 1, L, K) bool
+
+    def expand(self, batch: Span, rows: Span, keys: Span, device: torch.device) -> Tensor:
+        part = self.visible if self.visible.shape[0] == 1 else self.visible[slice(*batch)]
+        return part[:, slice(*rows), slice(*keys)].to(device)
+
+
+def decoder_rectangles(mask: Tensor | None, batch: int, rows: int, keys: int) -> Iterator[Rectangle]:
+    """Yield the mask rectangles of the last `rows` tokens of a text against its `keys` tokens.
+
+    `mask` is (B or 1, 1, rows, keys) as transformers prepares it, perhaps with more keys, or None for a causal mask
+    without padding.
+    """
+    if mask is None:
+        cached = keys - rows
+        if cached:
+            yield Rectangle((0, batch), (0, rows), (0, cached))
+        yield Rectangle((0, batch), (0, rows), (cached, keys), "causal")
+        return
+    if mask.dim() != 4 or mask.shape[1] != 1:
+        raise MaskError(
+            f"attention_mask: expected (B, 1, rows, keys) as transformers prepares it, got {tuple(mask.shape)}"
+        )
+    visible = mask[:, 0, :, :keys]
+    rule = _DecoderMask(visible if visible.dtype is torch.bool else visible >= 0)
+    yield from masked_rectangles((0, batch), (0, rows), (0, keys), 1, rule)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from mllm_seqpar._compat import optional_import
-from mllm_seqpar.errors import ConfigError, SeqParError, first_line
+from mllm_seqpar.errors import ConfigError
 
 from .hub import local_directory
 
@@ -49,7 +49,7 @@ def add_adapters(model: nn.Module, config: Any) -> Any:
     """Return the model that `peft.get_peft_model` makes of a model and a configuration of adapters."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # PEFT 0.21, transformers 5.17
-        return _peft().get_peft_model(model, config)
+        return import_peft().get_peft_model(model, config)
 
 
 def refuse_adapter(folder: Path, reason: str) -> None:
@@ -61,32 +61,5 @@ def refuse_adapter(folder: Path, reason: str) -> None:
         )
 
 
-def merge_adapter(model: nn.Module, folder: Path) -> nn.Module:
-    """Return the base model with the adapter in `folder` added to its weights.
-
-    Raises:
-        ConfigError: PEFT is not installed, or cannot read or merge the adapter.
-        DataError: the tensors in the file are not exactly the adapter's.
-    """
-    from .loading import require_clean
-
-    peft = _peft()
-    try:
-        config = peft.PeftConfig.from_pretrained(str(folder))
-        stored = peft.load_peft_weights(str(folder), device="cpu")
-        adapted = add_adapters(model, config)
-        expected = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
-        report = {"missing_keys": expected.keys() - stored.keys(), "unexpected_keys": stored.keys() - expected.keys()}
-        require_clean(report, f"--model {folder}", expected=f"the adapter that {CONFIG} describes")
-        peft.set_peft_model_state_dict(adapted, stored)
-        return adapted.merge_and_unload()
-    except SeqParError:
-        raise
-    except (OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-        raise ConfigError(
-            f"--model {folder}: the adapter cannot be merged into its base model: {first_line(error)}"
-        ) from error
-
-
-def _peft() -> Any:
+def import_peft() -> Any:
     return optional_import("peft", extra="peft", needed_for="a model with adapters")

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from mllm_seqpar.errors import ConfigError, DataError, first_line
+from mllm_seqpar.errors import ConfigError, DataError, SeqParError, first_line
 
 from .adapters import CONFIG as ADAPTER_CONFIG
-from .adapters import base_of_adapter, merge_adapter, refuse_adapter
+from .adapters import add_adapters, base_of_adapter, import_peft, refuse_adapter
 from .hub import local_directory
 
 _SHOWN = 4
@@ -41,7 +41,6 @@ def load_model(
         DataError: the checkpoint's weights are not exactly the model's.
     """
     from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
     folder = Path(local_directory(path))
     if device_map is not None or more:
@@ -49,24 +48,39 @@ def load_model(
     base = base_of_adapter(folder)
     if base is not None:
         return merge_adapter(load_model(str(base), dtype), folder).eval()
-    path = _require_config(folder)
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--model {path}: {first_line(error)}") from error
-    autos = (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel)
-    cls = next((auto._model_mapping[type(config)] for auto in autos if type(config) in auto._model_mapping), None)
-    if cls is None:
-        raise ConfigError(f"--model {path}: no model class is registered for {type(config).__name__}")
+    config, cls = model_class(folder)
+    path = str(folder)
     options: dict[str, Any] = more if device_map is None else {"device_map": device_map, **more}
     try:
         return load_clean(cls.from_pretrained, path, f"--model {path}", config=config, dtype=dtype, **options)[0]
     except (OSError, SafetensorError, RuntimeError) as error:
-        raise ConfigError(f"--model {path}: {first_line(error)}") from error
+        raise unreadable(folder, error) from error
+
+
+def model_class(folder: Path) -> tuple[Any, Any]:
+    """Return the config of a model directory, and the class that transformers registers for it.
+
+    Raises:
+        ConfigError: there is no config, it cannot be read, or its type is unknown.
+    """
+    from safetensors import SafetensorError
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    path = _require_config(folder)
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise unreadable(folder, error) from error
+    autos = (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel)
+    cls = next((auto._model_mapping[type(config)] for auto in autos if type(config) in auto._model_mapping), None)
+    if cls is None:
+        raise ConfigError(f"--model {path}: no model class is registered for {type(config).__name__}")
+    return config, cls
 
 
 def load_processor(path: str) -> Any:
     """Load the processor of a model directory, or of an adapter's base model; raise ConfigError if it has none."""
+    from safetensors import SafetensorError
     from transformers import AutoProcessor
 
     folders = model_directories(path)
@@ -76,6 +90,8 @@ def load_processor(path: str) -> Any:
     path = str((own or folders)[0])
     try:
         return AutoProcessor.from_pretrained(path)
+    except SafetensorError as error:
+        raise unreadable(Path(path), error) from error
     except (OSError, ValueError, ImportError) as error:
         reason = first_line(error) if own else f"it has neither {' nor '.join(files)}, as checkpoints of a training"
         raise ConfigError(f"--model {path}: no processor can be loaded: {reason}") from error
@@ -128,6 +144,35 @@ def require_clean(report: Mapping[str, Any], what: str, *, expected: str = "") -
         )
 
 
+def merge_adapter(model: nn.Module, folder: Path) -> nn.Module:
+    """Return the base model with the adapter in `folder` added to its weights.
+
+    Raises:
+        ConfigError: PEFT is not installed, or cannot read or merge the adapter.
+        DataError: the tensors in the file are not exactly the adapter's.
+    """
+    from safetensors import SafetensorError
+
+    peft = import_peft()
+    try:
+        config = peft.PeftConfig.from_pretrained(str(folder))
+        stored = peft.load_peft_weights(str(folder), device="cpu")
+        adapted = add_adapters(model, config)
+        expected = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
+        report = {"missing_keys": expected.keys() - stored.keys(), "unexpected_keys": stored.keys() - expected.keys()}
+        require_clean(report, f"--model {folder}", expected=f"the adapter that {ADAPTER_CONFIG} describes")
+        peft.set_peft_model_state_dict(adapted, stored)
+        return adapted.merge_and_unload()
+    except SeqParError:
+        raise
+    except SafetensorError as error:
+        raise unreadable(folder, error) from error
+    except (OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise ConfigError(
+            f"--model {folder}: the adapter cannot be merged into its base model: {first_line(error)}"
+        ) from error
+
+
 def layer_classes(model: nn.Module) -> list[str]:
     """Return the class names of the layers that are sharded as units: the model's `_no_split_modules`.
 
@@ -147,6 +192,22 @@ def config_files(path: str) -> list[Path]:
 def weight_files(folder: Path) -> list[Path]:
     """Return the weight files of a model directory, safetensors or pickled."""
     return sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
+
+
+def unreadable(folder: Path, error: Exception) -> ConfigError:
+    """Return the error about a directory that could not be loaded; it names a damaged safetensors file, if one is."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (OSError, SafetensorError) as fault:
+            return ConfigError(
+                f"--model {folder}: {file.name} ({file.stat().st_size:,} bytes) is not a complete safetensors file "
+                f"({first_line(fault)}); download or copy it again"
+            )
+    return ConfigError(f"--model {folder}: {first_line(error)}")
 
 
 def model_directories(path: str) -> list[Path]:

@@ -12,7 +12,8 @@ from torch import nn
 from mllm_seqpar._compat import check_versions
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Group, ProcessGroupCommunicator, transfer_communicator
-from mllm_seqpar.comm.agreement import fingerprint, require_same_text
+from mllm_seqpar.comm.agreement import agree
+from mllm_seqpar.comm.base import fingerprint
 from mllm_seqpar.comm.devices import require_transferable
 from mllm_seqpar.comm.gloo_shutdown import release_gloo_at_exit
 from mllm_seqpar.comm.nccl_settings import warn_about_settings
@@ -20,6 +21,7 @@ from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import AdapterError, ConfigError
 from mllm_seqpar.kernels.registry import kernel_by_name
 from mllm_seqpar.runtime.context import SeqParContext
+from mllm_seqpar.runtime.fsdp_units import refuse_fsdp1
 from mllm_seqpar.runtime.strategy_selector import StrategySelector
 
 from .changes import Patch
@@ -80,9 +82,8 @@ def patch_model(
     release_gloo_at_exit()
     if isinstance(comm, ProcessGroupCommunicator) and comm.uses_nccl and comm.rank == 0:
         warn_about_settings()
-    checked: list[tuple[Adapter, nn.Module, SeqParContext]] = []
 
-    def check_and_describe() -> str:
+    def check() -> tuple[Adapter, nn.Module, SeqParContext]:
         check_versions()
         if not isinstance(model, nn.Module):
             raise AdapterError(f"patch_model: expected a torch.nn.Module, got {type(model).__name__}; pass a model")
@@ -90,6 +91,7 @@ def patch_model(
         context = SeqParContext(comm, _resolve_config(strategy, config, options), assumed_alone=assumed_alone)
         context.config.check_ranks(comm.size)
         adapter, inner = find_adapter(model)
+        refuse_fsdp1(model)
         if (patched := vars(inner).get(_ATTRIBUTE)) is not None:
             raise AdapterError(
                 f"patch_model: this {type(inner).__name__} is patched already; to change its options, call "
@@ -97,12 +99,10 @@ def patch_model(
             )
         adapter.check(inner, context)
         require_transferable(comm, inner, moves_later=True)
-        checked.append((adapter, inner, context))
-        return f"{adapter.name} {type(inner).__name__}, parameters {_parameter_fingerprint(inner):x}, {context.config}"
+        return adapter, inner, context
 
-    require_same_text(comm, "patch_model", check_and_describe)
+    adapter, inner, context = agree(comm, "patch_model", check, _common_facts)
     _ = comm.nodes  # gathered here, once, rather than by the first layer
-    adapter, inner, context = checked[0]
     context = replace(context, selector=_selector(context))
     patch = Patch(adapter.name, context)
     try:
@@ -174,6 +174,13 @@ def _selector(context: SeqParContext) -> StrategySelector | None:
     from mllm_seqpar.planner.auto import selector_for  # not at the top: the core does not depend on the planner
 
     return selector_for(config, context.comm)
+
+
+def _common_facts(checked: tuple[Adapter, nn.Module, SeqParContext]) -> dict[str, object]:
+    """Return what all ranks must have in common."""
+    adapter, inner, context = checked
+    facts = {"model": f"{adapter.name} {type(inner).__name__}", "parameters": f"{_parameter_fingerprint(inner):x}"}
+    return facts | vars(context.config)
 
 
 def _parameter_fingerprint(model: nn.Module) -> int:

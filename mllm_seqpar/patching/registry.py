@@ -24,7 +24,11 @@ _registered: dict[str, Adapter] = {}
 
 @runtime_checkable
 class Adapter(Protocol):
-    """Protocol of the adapter of a model family, which `patch_model` calls."""
+    """Protocol of the adapter of a model family, which `patch_model` calls.
+
+    An adapter may also have `frame_arguments`, the names of the model's arguments that hold frames or features, which
+    `SeqParTrainer` then leaves in host memory. The forward has to take `HostFrames` for them, as `as_forward` does.
+    """
 
     name: str
     """The family's name in messages."""

@@ -10,7 +10,7 @@ import torch
 
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.comm.agreement import require_same_text
+from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.masks import BlockMasks, FrameBlockMasks
 from mllm_seqpar.runtime.strategy_selector import CROSS, CandidateStrategies, SelectedStrategy
@@ -134,15 +134,9 @@ def selector_for(config: SeqParConfig, comm: Communicator) -> ClusterSelector:
     path = config.cluster
     if path is None:
         return ClusterSelector(Calibrations(comm, config.kernel))
-    clusters: list[Cluster] = []
-
-    def describe() -> str:
-        clusters.append(read_cluster(path))
-        return repr(clusters[0])
-
-    require_same_text(comm, "patch_model(cluster=...)", describe)
-    clusters[0].check_ranks(comm.size)
-    return ClusterSelector(clusters[0])
+    cluster = agree(comm, "patch_model(cluster=...)", lambda: read_cluster(path), lambda found: {"cluster": found})
+    cluster.check_ranks(comm.size)
+    return ClusterSelector(cluster)
 
 
 def _round_lengths(problem: Problem) -> Problem:

@@ -15,7 +15,7 @@ import torch
 
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator, Pending, Recv, Send, Subgroup
-from mllm_seqpar.comm.agreement import require_same_text
+from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.kernels import choose_kernel
 from mllm_seqpar.schedules.rank_order import by_node
 
@@ -72,7 +72,7 @@ class Calibrations:
         if key not in self._measured:
             # In backward, ranks need not be at the same place: FSDP2 and DDP reduce gradients meanwhile.
             assert torch._C._current_graph_task_id() == -1, f"calibration for {shape} was requested in a backward pass"
-            require_same_text(self.comm, "calibration", lambda: f"{device.type}, {shape}")
+            agree(self.comm, "calibration", lambda: {"device": device.type, "shape": shape}, dict)
             known = next((cluster for (kind, _), cluster in self._measured.items() if kind == device.type), None)
             cluster = self._measured[key] = calibrate(self.comm, device=device, shape=shape, links_of=known)
             _log.info("calibrated: %s", _figures(cluster))

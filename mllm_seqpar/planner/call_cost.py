@@ -247,7 +247,7 @@ def _order(
     if 1 in mesh_shape:
         return None
     nodes = [rank * head_degree // cluster.gpus_per_node for rank in range(problem.ranks)]
-    return rank_order(nodes, mesh_shape, *mesh_axis_bytes(problem, mesh_shape, backward=backward))
+    return rank_order(tuple(nodes), mesh_shape, *mesh_axis_bytes(problem, mesh_shape, backward=backward))
 
 
 def _slowest_hop(cluster: Cluster, ranks: int, *, distance: int, span: int) -> tuple[float, float, bool]:

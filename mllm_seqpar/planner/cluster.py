@@ -33,6 +33,7 @@ class Cluster:
         peak_flops: peak of one GPU according to its maker, dense bf16; None if unknown.
         all_pairs: whether every GPU of a node reaches `node_link` to any other while all pairs exchange (NVSwitch, or
             NVLink between all pairs), so that rows may be sent to their ranks directly instead of around a ring.
+        decode_rate: frames per second that one core decodes; None if unknown.
         links: which links the figures describe: "all", "node" (measured on one node) or "none" (measured on one GPU);
             see `check_ranks`.
     """
@@ -52,6 +53,7 @@ class Cluster:
     step_overhead_s: float = 0.0
     overlap: float = 1.0
     peak_flops: float | None = None
+    decode_rate: float | None = None
     source: str = ""
     links: str = "all"
     all_pairs: bool = False
@@ -67,7 +69,7 @@ class Cluster:
             raise ConfigError(f"cluster {self.name!r}: links is {self.links!r}; expected all, node or none")
         for name, unit in _UNITS.items():
             value = getattr(self, name)
-            if value is None and name in ("network_link_per_gpu", "peak_flops"):
+            if value is None and name in ("network_link_per_gpu", "peak_flops", "decode_rate"):
                 continue
             found = f"cluster {self.name!r}: {name} is {value!r}; expected {unit}"
             if isinstance(value, bool) or not isinstance(value, int if name == "gpus_per_node" else int | float):
@@ -111,6 +113,7 @@ _UNITS = {
     **dict.fromkeys(("node_link", "network_link", "network_link_per_gpu"), "bytes/s"),
     **dict.fromkeys(("node_latency_s", "network_latency_s", "block_overhead_s", "step_overhead_s"), "seconds"),
     "overlap": "a fraction",
+    "decode_rate": "frames/s",
 }
 
 
@@ -121,7 +124,13 @@ def read_cluster(path: str | Path) -> Cluster:
 
 def write_cluster(cluster: Cluster, path: str | Path) -> None:
     """Write a cluster file that `read_cluster` reads back to an equal Cluster."""
+    Path(path).write_text(cluster_text(cluster))
+
+
+def cluster_text(cluster: Cluster) -> str:
+    """Return the text of a cluster file."""
     import yaml
 
     present = {name: value for name, value in asdict(cluster).items() if value is not None}
-    Path(path).write_text(yaml.safe_dump(present, sort_keys=False, width=110))
+    text: str = yaml.safe_dump(present, sort_keys=False, width=110)
+    return text

@@ -4,7 +4,8 @@ parameters, gradients, optimizer: the shards of FSDP2. features: the visual feat
 gradient where it is needed. activations: what autograd saves for backward, and the logits. transfers: receive buffers,
 which stay allocated, and NCCL's memory (`transfer_memory`). buffers: temporary memory, which is a gathered layer, and
 the larger of two: K and V of the current cross-attention layer with their gradients in float32 and its partial results,
-or the inner activations of the current MLP. If the vision tower, which runs earlier, needs more, that counts instead.
+or the inner activations of the current MLP. If the vision tower, which runs earlier, needs more with the pixels of its
+chunk of frames, that counts instead.
 
 Activations are counted as autograd saves them, each tensor once: `tests/unit/planner/test_memory_measured.py` compares
 the formulas with real, patched models. Dropout and position embeddings are left out. Norms are counted as RMS norms
@@ -25,6 +26,9 @@ from .workload import Workload
 
 FLOAT32 = 4
 
+PATCH_VALUES = 3 * 14 * 14
+"""The values of a patch of a picture, in the vision towers of all published models."""
+
 USABLE = 0.92
 """Fraction of a GPU's memory that a plan may fill. The rest is for the driver, the allocator, and the projection of
 recomputed chunks of features."""
@@ -39,6 +43,8 @@ def peak_memory(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
     kinds["transfers"] += communicator_memory(workload)
     if workload.training:
         kinds["activations"] += saved_before_features(workload) + saved_by_adapters(workload)
+    if workload.training and workload.trained == "all":  # the first layer of a trained tower saves the pixels
+        kinds["activations"] += pixels_on_device(workload, workload.local_frames)
     if (
         n > 1
     ):  # FSDP2: the current layer and the next one, gathered; in backward, one unsharded gradient of a trained layer
@@ -47,7 +53,8 @@ def peak_memory(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
             * workload.element
             * (3 if workload.training and workload.lora_r is None else 2)
         )
-    tower = frozen_tower_memory(workload) - kinds["features"] - kinds["activations"]
+    chunk = min(workload.local_frames, workload.vision_chunk_size or workload.local_frames)
+    tower = pixels_on_device(workload, chunk) + frozen_tower_memory(workload) - kinds["features"] - kinds["activations"]
     return {
         "parameters": workload.stored_parameters // n,
         "gradients": trained * workload.parameter // n,
@@ -55,6 +62,11 @@ def peak_memory(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
         **kinds,
         "buffers": max(kinds["buffers"], tower),
     }
+
+
+def pixels_on_device(workload: Workload, frames: int) -> int:
+    """Return the bytes of the pixels of frames, which move from host memory (`HostFrames`) as float32."""
+    return frames * workload.model.vision.tokens * PATCH_VALUES * FLOAT32
 
 
 def memory_after_tower(workload: Workload, spec: ParallelSpec) -> dict[str, int]:

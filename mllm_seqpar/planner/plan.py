@@ -3,6 +3,9 @@
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil, inf
+
+from mllm_seqpar.errors import ConfigError
 
 from .candidates import STRATEGIES, ParallelSpec
 from .cluster import Cluster
@@ -44,6 +47,10 @@ class StrategyPlan:
         return self.forward + self.backward
 
 
+DECODE_RATE = 400.0
+"""Frames per second that one core decodes where the cluster file does not say: H.264 in 720p, measured."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """The estimates of all strategies for one workload on one cluster.
@@ -62,6 +69,12 @@ class Plan:
     text: Candidate
     min_gpus: int | None
 
+    def cores_per_gpu(self, row: StrategyPlan) -> float:
+        """Return how many cores a GPU needs so that decoding the videos of a step takes no longer than the step."""
+        workload = self.workload
+        decoded = workload.batch * workload.frames / workload.gpus * workload.decode_per_frame
+        return decoded / (self.cluster.decode_rate or DECODE_RATE) / row.seconds
+
     @property
     def best(self) -> StrategyPlan:
         """The first row, or LV-XAttn if that is slower by no more than MARGIN, as in `select_strategy`."""
@@ -69,6 +82,28 @@ class Plan:
         lv_xattn = next((row for row in self.rows if row.spec.strategy == "lv-xattn"), first)
         close = lv_xattn.seconds <= first.seconds * (1 + MARGIN)
         return lv_xattn if close and lv_xattn.fits == first.fits else first
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSet:
+    """The samples of a run, and how often it processes them."""
+
+    samples: int
+    epochs: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise ConfigError(f"samples: {self.samples} is not a number of samples; pass 1 or more")
+        if not 0 < self.epochs < inf:
+            raise ConfigError(f"epochs: {self.epochs} is not a number of epochs; pass more than 0")
+
+    def steps(self, batch: int) -> int:
+        """Return the number of steps of `batch` samples each, the last one of an epoch with fewer."""
+        return ceil(ceil(self.samples / batch) * self.epochs)
+
+    def hours(self, batch: int, seconds: float) -> float:
+        """Return the hours of all steps, each of `seconds`."""
+        return self.steps(batch) * seconds / 3600
 
 
 def make_plan(workload: Workload, cluster: Cluster, strategies: Sequence[str] = STRATEGIES) -> Plan:
@@ -105,9 +140,16 @@ def _fits(workload: Workload, spec: ParallelSpec, cluster: Cluster) -> bool:
 
 
 def max_frames(workload: Workload, cluster: Cluster, spec: ParallelSpec) -> int:
-    """Return the most frames that fit with the same text; 0 if one frame does not fit."""
-    frames = range(1, MAX_FRAMES + 1)
-    return bisect_left(frames, True, key=lambda count: not _fits(replace(workload, frames=count), spec, cluster))
+    """Return the most frames that fit; 0 if one frame does not fit.
+
+    The text has a placeholder for each frame, so it grows with the video; its other tokens stay.
+    """
+    frames, others = range(1, MAX_FRAMES + 1), max(0, workload.text - workload.frames)
+
+    def fits(count: int) -> bool:
+        return _fits(replace(workload, frames=count, text=others + count), spec, cluster)
+
+    return bisect_left(frames, True, key=lambda count: not fits(count))
 
 
 def _why_illegal(strategy: str, workload: Workload) -> str:

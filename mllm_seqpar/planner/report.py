@@ -1,52 +1,51 @@
 """A plan as a text for people and as a mapping for programs."""
 
-from collections.abc import Callable, Sequence
+import textwrap
 from dataclasses import asdict
 from typing import Any
 
 from .candidates import ParallelSpec
 from .memory import KINDS, USABLE
 from .offload import host_bytes
-from .plan import Plan, StrategyPlan
-from .selection import Candidate
+from .plan import DataSet, Plan, StrategyPlan
+from .selection import MARGIN, Candidate, duration
 from .step_cost import PARTS
 from .workload import Workload
 
-
-def as_text(plan: Plan) -> str:
-    """Return a heading, tables of times, transfers and memory, and the best strategy."""
-    passes, size = "forward + backward" if plan.workload.training else "forward", plan.cluster.memory_bytes / 1e9
-    kinds = ["cross exposed", "hidden", "self exposed", "hidden", "cross GB in node", "network", "network of all parts"]
-    return "\n".join(
-        [
-            *_heading(plan),
-            "",
-            f"Seconds of a step, {passes}; parameters: the wait for them",
-            *_table(plan, _times, ["step", "forward", "backward", *PARTS]),
-            "",
-            "Transfers of attention in seconds; bytes of the GPU that sends most in a step",
-            *_table(plan, _transfers, kinds),
-            "",
-            f"GB of a GPU at the peak (of {size:.0f}; {USABLE:.0%} may be filled); longest video with the same text",
-            *_table(plan, _memory, ["total", *KINDS, "fits", "longest video"]),
-            "",
-            *_verdict(plan),
-        ]
-    )
+WIDTH = 100
+"""The longest line of a plan as text."""
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
-    """Return the plan as plain numbers and strings, in seconds and bytes."""
+def as_text(plan: Plan, data_set: DataSet | None = None) -> str:
+    """Return a heading, a table with a column for each strategy, and the best one with the reason; lines of WIDTH."""
+    lines = [*_heading(plan), "", *_table(plan), "", *_verdict(plan)]
+    if data_set is not None:
+        lines += _duration(plan, data_set)
+    return "\n".join(lines)
+
+
+def as_json(plan: Plan, data_set: DataSet | None = None) -> dict[str, Any]:
+    """Return the plan as plain numbers and strings, in seconds and bytes, and hours of a data set."""
     best, text = plan.best.spec, plan.text
-    return {
+    values: dict[str, Any] = {
         "run": asdict(plan.workload),
         "cluster": asdict(plan.cluster),
-        "best": {"strategy": best.strategy, "tile": list(best.mesh_shape), "patch_model": patch_options(plan)},
+        "best": {
+            "strategy": best.strategy,
+            "tile": list(best.mesh_shape),
+            "patch_model": patch_options(plan),
+            "why": " ".join(reasons(plan)),
+        },
         "enough_gpus": plan.min_gpus,
         "self_attention": {**_shape_json(text.spec), "call": _call_json(text)},
-        "strategies": [_row_json(row) for row in plan.rows],
+        "strategies": [_row_json(row) | {"cores_per_gpu": plan.cores_per_gpu(row)} for row in plan.rows],
         "not legal": dict(plan.illegal),
     }
+    if data_set is not None:
+        steps, hours = data_set.steps(plan.workload.batch), data_set.hours(plan.workload.batch, plan.best.seconds)
+        values["data_set"] = {**asdict(data_set), "steps": steps, "hours": hours}
+        values["data_set"] |= {"gpu_hours": hours * plan.workload.gpus}
+    return values
 
 
 def _row_json(row: StrategyPlan) -> dict[str, Any]:
@@ -118,30 +117,82 @@ def _heading(plan: Plan) -> list[str]:
     if workload.mlp_chunk_size is not None:
         assumptions.append(f"MLPs of {workload.mlp_chunk_size} tokens at once")
     self_attention = "local" if workload.self_attention == "local" else str(plan.text.spec)
-    return [
+    paragraphs = [
         f"{model.name}: {model.parameters / 1e9:.2f} B parameters, {workload.trained_parameters / 1e9:.3g} B trained "
-        f"({what}); {workload.frames} frames of {model.vision.keys} tokens, {workload.text} text tokens" + batch,
+        f"({what}); {workload.frames:,} frames of {model.vision.keys} tokens, {workload.text:,} text tokens" + batch,
         f"{workload.gpus} GPUs of {cluster.name}: attention {cluster.attention_forward / 1e12:.4g} TFLOP/s forward"
         f"{peak}, {cluster.gpus_per_node} to a node at {cluster.node_link / 1e9:.4g} GB/s, "
         f"{cluster.network_link / 1e9:.4g} GB/s between nodes",
         "; ".join([*assumptions, f"self-attention {self_attention}"]),
     ]
+    return [line for paragraph in paragraphs for line in _wrapped(paragraph)]
 
 
-def _times(row: StrategyPlan) -> list[str]:
-    return [*map(_seconds, (row.seconds, row.forward, row.backward, *(row.parts[name].seconds for name in PARTS)))]
-
-
-def _transfers(row: StrategyPlan) -> list[str]:
+def _cells(row: StrategyPlan, usable: float, cores: float) -> dict[str, str]:
+    """Return the column of a strategy: a cell with its unit by the name of the line."""
     cross, text = row.parts["cross-attention"], row.parts["self-attention"]
-    network = sum(part.network_bytes for part in row.parts.values())
-    seconds = map(_seconds, (cross.exposed, cross.hidden, text.exposed, text.hidden))
-    return [*seconds, *map(_gigabytes, (cross.node_bytes, cross.network_bytes, network))]
+    names = {name: f"  {name}" for name in PARTS} | {"parameters": "  waiting for parameters"}
+    cells = {"time of a step": duration(row.seconds)}
+    cells |= {"  forward, of all parts": duration(row.forward), "  backward": duration(row.backward)}
+    cells |= {names[name]: duration(row.parts[name].seconds) for name in PARTS}
+    cells["transfers of attention"] = ""
+    for name, part in (("cross", cross), ("self", text)):
+        cells |= {f"  {name}, waited for": duration(part.exposed), f"  {name}, overlapped": duration(part.hidden)}
+    cells["data, cores for each GPU"] = f"{cores:.3g}"
+    cells["bytes sent by the busiest GPU"] = ""
+    cells |= {
+        "  cross, within the node": _bytes(cross.node_bytes),
+        "  cross, to other nodes": _bytes(cross.network_bytes),
+    }
+    cells["  all parts, to other nodes"] = _bytes(sum(part.network_bytes for part in row.parts.values()))
+    cells["memory of a GPU at the peak"] = _bytes(sum(row.memory.values()))
+    cells |= {f"  {kind} ": _bytes(row.memory[kind]) for kind in KINDS}
+    cells[f"  fits into {_bytes(usable)}"] = "yes" if row.fits else "no"
+    cells["longest video, in frames"] = f"{row.max_frames:,}"
+    return cells
 
 
-def _memory(row: StrategyPlan) -> list[str]:
-    sizes = (sum(row.memory.values()), *(row.memory[kind] for kind in KINDS))
-    return [*map(_gigabytes, sizes), "yes" if row.fits else "no", f"{row.max_frames} frames"]
+def _table(plan: Plan) -> list[str]:
+    """Return the table with a column for each strategy, the best one first."""
+    rows = [plan.best, *(row for row in plan.rows if row is not plan.best)]
+    columns = [_cells(row, USABLE * plan.cluster.memory_bytes, plan.cores_per_gpu(row)) for row in rows]
+    heads = [str(row.spec).partition(" ") for row in rows]
+    names = ["", "", *columns[0]]
+    body = [[head[0], head[2], *cells.values()] for head, cells in zip(heads, columns, strict=True)]
+    left, widths = max(map(len, names)), [max(map(len, cells)) for cells in body]
+    lines = zip(names, zip(*body, strict=True), strict=True)
+    return [
+        "  ".join([name.rstrip().ljust(left), *(c.rjust(w) for c, w in zip(cells, widths, strict=True))]).rstrip()
+        for name, cells in lines
+    ]
+
+
+def reasons(plan: Plan) -> list[str]:
+    """Return sentences that say why the best row is the best: faster and equal ones, memory, and the next ones."""
+    best, usable = plan.best, USABLE * plan.cluster.memory_bytes
+    others = [row for row in plan.rows if row is not best]
+    if not best.fits:
+        least = min(plan.rows, key=_total)
+        return [f"{least.spec} needs the least memory: {_bytes(_total(least))} of a GPU, of {_bytes(usable)}."]
+    equal = [row for row in others if row.fits and row.seconds <= best.seconds * (1 + MARGIN)]
+    slower = [row for row in others if row.fits and row not in equal]
+    unfit = [row for row in others if not row.fits and row.seconds < best.seconds]
+    said = []
+    if equal:
+        names = ", ".join(f"{row.spec} ({_bytes(_total(row))})" for row in equal)
+        prefers = ", and LV-XAttn is preferred among equals" if best.spec.strategy == "lv-xattn" else ""
+        said.append(
+            f"Equal within {MARGIN:.0%}, the planner's accuracy{prefers}: {names}; {best.spec} needs "
+            f"{_bytes(_total(best))} of a GPU."
+        )
+    for row in slower:
+        more = row.parts["cross-attention"].exposed - best.parts["cross-attention"].exposed
+        waits = more > (row.seconds - best.seconds) / 2
+        cause = f": {duration(more)} more of transfers that computation does not hide" if waits else ""
+        said.append(f"{row.spec} takes {row.seconds / best.seconds:.3g} times as long{cause}.")
+    for row in unfit:
+        said.append(f"{row.spec} would take {duration(row.seconds)}, but needs {_bytes(_total(row))} of a GPU.")
+    return said or ["No other strategy was compared."]
 
 
 def _verdict(plan: Plan) -> list[str]:
@@ -149,40 +200,60 @@ def _verdict(plan: Plan) -> list[str]:
     lines = [f"{name}: left out, {reason}" for name, reason in plan.illegal.items()]
     if best.fits:
         options = ", ".join(f"{name}={value!r}" for name, value in patch_options(plan).items())
-        lines.append(f"Best: {best.spec}, {_seconds(best.seconds)} s a step: patch_model(model, {options})")
+        lines += [f"Best: {best.spec}, {duration(best.seconds)} a step", f"  patch_model(model, {options})"]
+        lines += [line for reason in reasons(plan) for line in _wrapped(f"  {reason}", "  ")]
         if plan.min_gpus and plan.min_gpus < workload.gpus:
             lines.append(f"With LV-XAttn, {plan.min_gpus} GPUs are enough.")
     else:
         most = max(row.max_frames for row in plan.rows)
-        frames = f"at most {most} frames fit" if most else "not even one frame fits"
+        frames = f"at most {most:,} frames fit" if most else "not even one frame fits"
         gpus = f"{plan.min_gpus} GPUs are enough" if plan.min_gpus else "no number of GPUs is enough"
-        lines.append(f"Nothing fits with {workload.frames} frames; {frames}; {gpus}.")
+        lines.append(f"Nothing fits with {workload.frames:,} frames; {frames}; {gpus}.")
+        lines += [line for reason in reasons(plan) for line in _wrapped(reason)]
     if _needs_tile(best.spec) and _needs_tile(plan.text.spec) and workload.self_attention != "auto":
-        lines.append(
-            f"patch_model takes one tile, but the plan has {best.spec} for frames and {plan.text.spec} for text."
-        )
-    if workload.frames > workload.text:
-        lines.append(
-            f"{workload.frames} frames need as many placeholders in the text, which has only {workload.text} tokens: "
-            "pass a larger --text."
-        )
+        text = f"patch_model takes one tile, but the plan has {best.spec} for frames and {plan.text.spec} for text."
+        lines += _wrapped(text)
     return lines
 
 
-def _table(plan: Plan, cells: Callable[[StrategyPlan], list[str]], names: Sequence[str]) -> list[str]:
-    """Return a table with a line per strategy; the first column is aligned to the left, the others to the right."""
-    rows = [["strategy", *names], *([str(row.spec), *cells(row)] for row in plan.rows)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  " + "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
+def _duration(plan: Plan, data_set: DataSet) -> list[str]:
+    """Return the hours of a data set with the best strategy, and with the two others that fit and are compared most."""
+    workload, batch = plan.workload, plan.workload.batch
+    named = {row.spec.strategy: row for row in plan.rows if row.fits}
+    rows = [
+        plan.best,
+        *(named[name] for name in ("lv-xattn", "ring") if name in named and named[name] is not plan.best),
     ]
+    epochs = f" x {data_set.epochs:g} epochs" if data_set.epochs != 1 else ""
+    kind = "steps" if workload.training else "forward passes"
+    lines = _wrapped(
+        f"{data_set.samples:,} samples{epochs} in {data_set.steps(batch):,} {kind} of {batch} on {workload.gpus} GPUs:"
+    )
+    for row in rows:
+        hours = data_set.hours(batch, row.seconds)
+        lines.append(f"  {row.spec}: {_hours(hours)}, {_number(hours * workload.gpus)} GPU-hours")
+    return lines
 
 
-def _seconds(value: float) -> str:
-    return "0" if value == 0 else f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+def _hours(hours: float) -> str:
+    days = f" ({hours / 24:.1f} days)" if hours >= 48 else ""
+    return f"{_number(hours)} hours{days}"
 
 
-def _gigabytes(size: float) -> str:
-    size /= 1e9
-    return "0" if size == 0 else f"{size:.2g}" if size < 1 else f"{size:.1f}" if size < 1000 else f"{size:.0f}"
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _total(row: StrategyPlan) -> int:
+    return sum(row.memory.values())
+
+
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent="", subsequent_indent=indent + "  ", break_long_words=False)
+
+
+def _bytes(size: float) -> str:
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= 0.9995 * scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size:.0f} B" if size else "0"

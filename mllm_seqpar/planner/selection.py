@@ -150,7 +150,9 @@ def _reason(best: Candidate, by_time: Sequence[Candidate], problem: Problem) -> 
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in seconds, milliseconds or microseconds, to three digits."""
+    """Return a duration in seconds, milliseconds or microseconds, to three digits or more."""
+    if seconds >= 1000:
+        return f"{seconds:,.0f} s"
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"

@@ -38,6 +38,7 @@ class Workload:
         optimizer: bytes of optimizer state per trained parameter (AdamW in float32: 8).
         lora_r: the rank of LoRA adapters, which are then all that is trained; None without LoRA.
         lora_target: the layers that have adapters, of `lora.TARGETS`.
+        decode_per_frame: frames that are decoded for each frame that is used; 30 at 1 of 30 frames per second.
         base_parameter: with LoRA, bytes of a frozen weight (0.5: 4 bits); None: as `element`.
     """
 
@@ -62,6 +63,7 @@ class Workload:
     lora_r: int | None = None
     lora_target: tuple[str, ...] = ("attention", "mlp", "cross")
     base_parameter: float | None = None
+    decode_per_frame: float = 30.0
 
     def __post_init__(self) -> None:
         counted = {"frames": "frames", "text": "text", "gpus": "gpus", "batch": "batch"}
@@ -72,6 +74,8 @@ class Workload:
                 continue
             if type(value) is not int or value < least:
                 raise ConfigError(f"{name}: {value!r} is not a number of {unit}; pass {least} or more")
+        if not 0 <= self.decode_per_frame < float("inf"):
+            raise ConfigError(f"decode_per_frame: {self.decode_per_frame!r} is not a number of frames; pass 0 or more")
         if self.element not in (1, 2, 4, 8):
             raise ConfigError(f"element: no floating-point number has {self.element} bytes; pass 1, 2, 4 or 8")
         tiles = self.model.vision.tiles

@@ -22,14 +22,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mllm_seqpar.attention.joint import KeySource
+from mllm_seqpar.attention.keys import Keys
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.comm.agreement import require_agreement
+from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.masks import FrameBlockMasks, FrameMask
 from mllm_seqpar.sharding import frame_bounds
 
-from .visual_features import VisualKVCache
+from .frame_cache import VisualKVCache
 
 SCORES = 1 << 24
 """Scores that are computed at once: 64 MiB in float32."""
@@ -69,19 +69,16 @@ class RowRecorder:
         self.sharded = False
         """Whether only one rank holds the row."""
 
-    def add(self, q: Tensor, k: Tensor, lse: Tensor | None, scale: float, *, jointly: bool = False) -> None:
-        """Store the row of a layer, given q (1, H, s, D), k (1, G, keys, D), and the final lse (1, H, s) or None."""
-        if self._row is None:
-            row, total = q.new_zeros(q.shape[1], q.shape[3]), None if lse is None else lse.new_zeros(q.shape[1])
-        else:  # copies, so that the other rows can be freed
-            row, total = q[0, :, self._row].clone(), None if lse is None else lse[0, :, self._row].clone()
-        self._layers.append(LayerRow(row, k, total, scale, jointly))
-
-    def add_sources(self, q: Tensor, sources: Sequence[KeySource], lse: Tensor, scale: float) -> None:
-        """Store the row of a layer of a sharded pass, if the layer attends to frames."""
-        for source in sources:
-            if isinstance(source.spec.masks, FrameBlockMasks):
-                self.add(q, source.k, lse, scale, jointly=len(sources) > 1)  # type: ignore[union-attr]
+    def add(self, q: Tensor, keys: Sequence[Keys], lse: Tensor | None, scale: float) -> None:
+        """Store the row of a softmax over frames, given q (1, H, s, D) and the final lse (1, H, s) or None."""
+        for each in keys:
+            if not isinstance(each.spec.masks, FrameBlockMasks):
+                continue
+            if self._row is None:
+                row, total = q.new_zeros(q.shape[1], q.shape[3]), None if lse is None else lse.new_zeros(q.shape[1])
+            else:  # copies, so that the other rows can be freed
+                row, total = q[0, :, self._row].clone(), None if lse is None else lse[0, :, self._row].clone()
+            self._layers.append(LayerRow(row, each.k, total, scale, len(keys) > 1))
 
     def visible_units(self) -> Tensor:
         """Return a bool for each unit of all ranks: whether the row attends to it."""
@@ -165,7 +162,7 @@ class AttentionRecord:
         """
         prompts = [number for number, one in enumerate(self._passes) if one.length > 1]
         passes = self._passes[prompts[-1] if prompts else 0 :]  # a prompt may be prefilled in several passes
-        require_agreement(self._comm, "attention over frames", ("tokens",), lambda: {"tokens": len(passes)})
+        agree(self._comm, "attention over frames", lambda: {"tokens": len(passes)}, dict)
         if not passes or not passes[0].cache.total_frames:
             raise ConfigError(
                 "no attention over frames was recorded: within record_attention, generate an answer about frames with "
@@ -181,7 +178,7 @@ class AttentionRecord:
         own = visible[:, start * per_frame : stop * per_frame]
         if not all(rows):
             raise ConfigError(
-                "the family adapter of this model records no attention to frames; call ForwardState.cross_attend in it"
+                "the family adapter of this model records no attention to frames; call ForwardState.frame_keys in it"
             )
         layers = [_unit_shares(list(layer), cache, own) for layer in zip(*rows, strict=True)]
         units = torch.stack(layers).mean(0)
@@ -210,14 +207,16 @@ def _unit_shares(rows: Sequence[LayerRow], cache: VisualKVCache, visible: Tensor
     wide = torch.promote_types(torch.float32, k.dtype)
     q = torch.stack([row.q for row in rows]).to(wide)
     hidden = ~visible.to(q.device)
-    given = [row.lse for row in rows if row.lse is not None]
     out = q.new_zeros(len(rows), units)
     step = max(1, SCORES // max(1, heads * units))
     for first in range(0, len(rows) if units else 0, step):
         block = slice(first, first + step)
         found = [x.masked_fill(hidden[block, span], -torch.inf) for span, x in _unit_lse(q[block], k, scale, cache)]
         unit_lse = torch.cat(found, dim=-1)  # (H, T, U)
-        total = torch.stack(given[block], 1).to(wide) if given else unit_lse.logsumexp(-1)  # (H, T)
+        total = unit_lse.logsumexp(-1)  # (H, T)
+        for token, row in enumerate(rows[block]):
+            if row.lse is not None:
+                total[:, token] = row.lse
         total = total.masked_fill(total == -torch.inf, 0.0)[..., None]  # a row without visible keys has shares of 0
         out[block] = torch.exp(unit_lse - total).mean(0)
     return out

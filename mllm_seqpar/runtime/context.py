@@ -48,14 +48,15 @@ class SeqParContext:
             )
 
     def compares_weights(self) -> bool:
-        """Return whether this pass compares the weights of the ranks: the 1st, 2nd, 4th, 8th ... pass do.
+        """Return whether this pass checks the model, and compares the weights of the ranks: the 1st, 2nd, 4th, 8th ...
+        pass do.
 
         Ranks with different weights compute a result that belongs to no model, and nothing else would reveal it.
         Weights differ from the start (another checkpoint, adapters initialised without a seed), or drift apart in
         training when gradients are not averaged.
         """
         self._passes[0] += 1
-        return self.comm.size > 1 and self._passes[0].bit_count() == 1
+        return self._passes[0].bit_count() == 1
 
     @property
     def frames_seen(self) -> int:

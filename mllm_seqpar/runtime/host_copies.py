@@ -143,3 +143,7 @@ class HostCopies:
         """Make the host wait until all copies have ended."""
         if self.device.type == "cuda":
             self._stream.synchronize()
+
+    def release(self) -> None:
+        """Free the buffers on the device, which later copies allocate again."""
+        self._slots.clear()

@@ -1,6 +1,6 @@
 """Projections of features to K and V, and their gradients for a chunk of frames.
 
-`visual_features.RecomputedKV` calls them: in the forward pass, and again in backward.
+`visual_features.RecomputedKeys` calls them: in the forward pass, and again in backward.
 
 Most projections consist of norms, linear layers and a rotation. `KVProjection` describes such a projection, and
 computes its gradients without repeating the matrix multiplications of its forward pass:
@@ -66,7 +66,8 @@ class KVProjection:
             index: (f, ...), what `rotate` takes of each frame.
             raw_keys: the output of the linear layer of K, (f, tokens, G, D), is appended to it.
         """
-        x = features if self.input_norm is None else self.input_norm(features)
+        x = self._as_input(features)
+        x = x if self.input_norm is None else self.input_norm(x)
         k, v = self._split([linear(x) for linear in self.linears])
         if raw_keys is not None:
             raw_keys.append(k.contiguous())  # not a view that keeps V alive
@@ -119,7 +120,7 @@ class KVProjection:
         of_input, of_key = (_parameters_in(norm, trained) for norm in (self.input_norm, self.key_norm))
         grads: dict[int, Tensor] = {}
         needs_x = needs_features or bool(of_input)
-        y = features.detach().requires_grad_(needs_features)
+        y = self._as_input(features.detach()).requires_grad_(needs_features)
         with torch.enable_grad():
             x = y if self.input_norm is None else self.input_norm(_inner(y))
         dk, dv = (g[0].transpose(0, 1).unflatten(0, features.shape[:2]) for g in (dk, dv))  # (f, tokens, G, D)
@@ -142,6 +143,7 @@ class KVProjection:
                 targets = ([y] if needs_features else []) + of_input
                 found = list(torch.autograd.grad(x, targets, dx.to(x.dtype), allow_unused=True))
                 d_features = found.pop(0) if needs_features else None
+                d_features = None if d_features is None else d_features.to(features.dtype)
                 _add(grads, of_input, found)
         return d_features, [grads.get(id(parameter)) for parameter in trained]
 
@@ -165,6 +167,17 @@ class KVProjection:
             if needs_x:
                 dx = torch.mm(g, weight) if dx is None else torch.addmm(dx, g, weight)
         return dx
+
+    def _as_input(self, features: Tensor) -> Tensor:
+        """Return the features in the dtype of the linear layers' weights, unless autocast or the layers cast them.
+
+        FSDP2's mixed precision gathers the weights of a decoder layer in another dtype than that of the features. It
+        casts the arguments of the layer too, but not the features, which are in the state of the pass.
+        """
+        weight = getattr(self.linears[0], "weight", None)
+        if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.element_size() < 2:  # quantised
+            return features
+        return features if torch.is_autocast_enabled(features.device.type) else features.to(weight.dtype)
 
     def _split(self, outputs: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Return k and v (f, tokens, G, D) from the outputs (f, tokens, channels) of the linear layers."""
@@ -213,6 +226,27 @@ def autograd_grads(
     found = torch.autograd.grad([x for x, _ in outputs], targets, [g for _, g in outputs], allow_unused=True)
     grads: list[Tensor | None] = list(found)
     return grads.pop(0) if needs_features else None, grads
+
+
+class GradientSums:
+    """Sums over chunks of the gradients of parameters, in float32 or wider; None for one that has no gradient.
+
+    A parameter that nothing computes with has no gradient, as in the unpatched model. Zeros would hide that a gradient
+    went elsewhere.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.totals: list[Tensor | None] = [None] * count
+
+    def add(self, grads: Sequence[Tensor | None]) -> None:
+        for index, grad in enumerate(grads):
+            total = self.totals[index]
+            if grad is None:
+                continue
+            if total is None:
+                self.totals[index] = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
+            else:
+                total += grad
 
 
 def _inner(leaf: Tensor) -> Tensor:

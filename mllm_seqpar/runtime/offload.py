@@ -12,20 +12,20 @@ They do not go through autograd layer by layer, which would need two such sums a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mllm_seqpar.attention.call_spec import CallSpec
-from mllm_seqpar.attention.streamed import StreamedKV
+from mllm_seqpar.attention.keys import Keys
 from mllm_seqpar.masks.rectangles import Span
 
 from .host_copies import HostCopies
-from .kv_projection import Projection
-from .visual_features import RecomputedKV, VisualFeatures, VisualKVCache, frame_chunks
+from .kv_projection import GradientSums, Projection
+from .visual_features import RecomputedKeys, VisualFeatures, frame_chunks
 
 
 class HostGradient:
@@ -48,11 +48,12 @@ class HostGradient:
         return self._sum, first
 
     def take(self) -> Tensor:
-        """Return the sum of this backward pass, and drop it."""
+        """Return the sum of this backward pass, and drop it, and the buffers of the copies: no layer follows."""
         total, self._sum = self._sum, None
         if total is None or self._task != torch._C._current_graph_task_id():
             return torch.zeros(self._shape, dtype=self._dtype)
         self._copies.wait()
+        self._copies.release()
         return total
 
 
@@ -80,10 +81,10 @@ class HostFeatures(VisualFeatures):
         copies: the copies to and from the device.
     """
 
-    dtype: torch.dtype
-    anchor: Tensor
-    gradient: HostGradient
-    copies: HostCopies
+    dtype: torch.dtype = field(kw_only=True)
+    anchor: Tensor = field(kw_only=True)
+    gradient: HostGradient = field(kw_only=True)
+    copies: HostCopies = field(kw_only=True)
 
     @classmethod
     def of(cls, features: Tensor, index: Tensor, total_frames: int, dtype: torch.dtype) -> HostFeatures:
@@ -91,70 +92,77 @@ class HostFeatures(VisualFeatures):
         copies = HostCopies(index.device)
         gradient = HostGradient(features, copies)
         anchor = _Anchor.apply(features, gradient)
-        return cls(features.detach(), index, total_frames, dtype, anchor, gradient, copies)
+        return cls(features.detach(), index, total_frames, dtype=dtype, anchor=anchor, gradient=gradient, copies=copies)
 
-    def source(
-        self, spec: CallSpec, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
-    ) -> OffloadedKV:
-        """Return the keys and values of a layer; the arguments are those of `RecomputedKV`."""
+    @property
+    def no_frames(self) -> VisualFeatures:
         empty = torch.empty((0, *self.features.shape[1:]), dtype=self.dtype, device=self.index.device)
-        no_frames = VisualFeatures(empty, self.index[:0], self.total_frames)
-        return OffloadedKV(spec, self, RecomputedKV(spec, no_frames, project, modules, dtype))
+        return VisualFeatures(empty, self.index[:0], self.total_frames)
 
-    def kv_cache(self, total_frames: int) -> VisualKVCache:
-        """Return an empty cache that keeps K and V of these frames in host memory."""
-        from .offload_cache import HostKVCache
+    def without_features(self) -> HostFeatures:
+        """Return this object with features of no tokens."""
+        return replace(self, features=self.features.new_empty(self.features.shape[0], 0, 0))
 
-        return HostKVCache(self, total_frames)
+    def keys(
+        self, layer: Hashable, spec: CallSpec, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
+    ) -> Keys:
+        """Return the keys of a layer, which are projected chunk by chunk."""
+        return OffloadedKeys(spec, self, RecomputedKeys(spec, self.no_frames, project, modules, dtype))
 
 
 @dataclass(frozen=True)
-class OffloadedKV(StreamedKV):
+class OffloadedKeys(Keys):
     """Keys and values that are projected from features in host memory, one chunk of frames at a time.
 
     Attributes:
         spec: how the group attends to these keys.
-        visual: the features.
+        visual: the features; without them in backward, for which autograd saves them.
         projection: the projection, as a source of no frames.
     """
 
+    streamed = True
+
     spec: CallSpec
     visual: HostFeatures
-    projection: RecomputedKV
+    projection: RecomputedKeys
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:  # type: ignore[override]
+        return self.projection.modules
 
     def inputs(self) -> Sequence[Tensor]:
-        """Return the anchor of the features and the parameters that require gradients."""
-        return self.visual.anchor, *self.projection.inputs()[1:]
+        """Return the anchor of the features, the features, and the parameters that require gradients."""
+        return self.visual.anchor, self.visual.features, *self.projection.inputs()[1:]
 
     def saved(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        return inputs[:1]
+        return inputs[:2]
 
     def restored(self, saved: Sequence[Tensor]) -> Sequence[Tensor]:
-        return saved[0], *self.projection.inputs()[1:]
+        return *saved, *self.projection.inputs()[1:]
 
-    def open(self, inputs: Sequence[Tensor], needed: Sequence[bool] | None = None) -> _Pass:
-        return _Pass(self, inputs[1:], needed)
+    def without_inputs(self) -> OffloadedKeys:
+        return replace(self, visual=self.visual.without_features())
+
+    def chunks(self, inputs: Sequence[Tensor], needed: Sequence[bool] | None = None) -> _Pass:
+        return _Pass(self, inputs, needed or [False] * len(inputs))
 
 
 class _Pass:
-    """One pass over the chunks of a layer's features; see `attention.streamed.ChunkPass`."""
+    """One pass over the chunks of a layer's features; see `attention.keys.KeyChunks`."""
 
-    def __init__(self, source: OffloadedKV, parameters: Sequence[Tensor], needed: Sequence[bool] | None) -> None:
-        visual = source.visual
-        self._visual, self._projection, self._parameters = visual, source.projection, parameters
-        self._needed = needed or [False] * (1 + len(parameters))
-        self._chunks = frame_chunks(visual.features)
-        self._features = visual.copies.to_device("features", visual.features, self._chunks)
+    def __init__(self, source: OffloadedKeys, inputs: Sequence[Tensor], needed: Sequence[bool]) -> None:
+        visual, (_, features, *self._parameters) = source.visual, inputs
+        self._visual, self._projection = visual, source.projection
+        self._needed = [needed[0], *needed[2:]]
+        self._chunks = frame_chunks(features)
+        self._features = visual.copies.to_device("features", features, self._chunks)
         self._sum: Tensor | None = None
         self._earlier: Iterator[Tensor] | None = None
         if self._needed[0]:
             self._sum, first = visual.gradient.begin()
             if not first:
                 self._earlier = visual.copies.to_device("gradient", self._sum, self._chunks)
-        self._sums = [
-            torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) if need else None
-            for p, need in zip(parameters, self._needed[1:], strict=True)
-        ]
+        self._sums = GradientSums(len(self._parameters))
 
     def __iter__(self) -> Iterator[tuple[Span, Tensor, Tensor]]:
         visual = self._visual
@@ -176,15 +184,13 @@ class _Pass:
             if self._earlier is not None:
                 d_features = next(self._earlier) + d_features
             self._visual.copies.to_host(d_features, self._sum[self._chunk])
-        for total, grad in zip(self._sums, grads, strict=True):
-            if total is not None and grad is not None:
-                total += grad
+        self._sums.add(grads)
 
     def input_grads(self) -> Sequence[Tensor | None]:
         """Return zero for the anchor, whose gradient is in `HostGradient`, and the gradients of the parameters."""
         anchor = torch.zeros(()) if self._needed[0] else None
-        totals = zip(self._parameters, self._sums, strict=True)
-        return anchor, *(None if total is None else total.to(p.dtype) for p, total in totals)
+        totals = zip(self._parameters, self._sums.totals, strict=True)
+        return anchor, None, *(None if total is None else total.to(p.dtype) for p, total in totals)
 
 
 class _StoredRun(torch.autograd.Function):
@@ -198,8 +204,7 @@ class _StoredRun(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, None]:
-        assert ctx.store.gradient is not None
-        return ctx.store.gradient[ctx.frames].to(ctx.device), None, None
+        return ctx.store.take(ctx.frames).to(ctx.device), None, None
 
 
 class _StoredFeatures(torch.autograd.Function):
@@ -208,20 +213,35 @@ class _StoredFeatures(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, store: _HostStore, *runs: Tensor) -> Tensor:
         ctx.store, ctx.runs = store, len(runs)
-        return store.whole.detach()
+        whole, store.whole = store.whole, torch.empty(0)
+        return whole
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.store.gradient = gradient
+        ctx.store.put(gradient, ctx.runs)
         return None, *(torch.zeros(()) for _ in range(ctx.runs))
 
 
 class _HostStore:
-    """The features of all runs in host memory, and in backward their gradient."""
+    """The features of all runs in host memory, until the last has written them; and in backward their gradient.
+
+    It is alive as long as the graph, and lets go of both as soon as nothing needs them.
+    """
 
     def __init__(self) -> None:
         self.whole = torch.empty(0)
-        self.gradient: Tensor | None = None
+        self._gradient, self._runs = torch.empty(0), 0
+
+    def put(self, gradient: Tensor, runs: int) -> None:
+        """Keep the gradient until `runs` runs have taken their part."""
+        self._gradient, self._runs = gradient, runs
+
+    def take(self, frames: slice) -> Tensor:
+        """Return the gradient of the frames of a run."""
+        part, self._runs = self._gradient[frames], self._runs - 1
+        if not self._runs:
+            self._gradient = torch.empty(0)
+        return part
 
 
 def stored_in_host_memory(runs: Iterator[Tensor], frames: int, device: torch.device) -> Tensor:

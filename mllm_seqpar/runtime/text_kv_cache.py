@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.masks import Rectangle
-from mllm_seqpar.masks.intervals import interval_rectangles
+from mllm_seqpar.masks.causal import causal_rectangles
 
 from .text_shards import TextShards
 
@@ -47,34 +47,18 @@ class TextKVCache:
         self.positions = self.positions[self.positions < total]
         self.total = min(self.total, total)
 
+    def rectangles(
+        self, rows: int, valid: Tensor | None, batch: int, window: int | None = None
+    ) -> tuple[Rectangle, ...]:
+        """Return the mask rectangles of the newest tokens against the tokens whose K and V this rank keeps.
 
-class CachedTextMask:
-    """The causal mask of the newest tokens over the K and V that this rank keeps.
-
-    Args:
-        text: the cache, with the newest tokens already in it.
-        rows: the number of newest tokens, which are the queries.
-        valid: (B, all tokens) or None: tokens that may be attended to at all (the attention mask).
-    """
-
-    def __init__(self, text: TextKVCache, rows: int, valid: Tensor | None) -> None:
-        self._positions = text.positions
-        self._rows = torch.arange(text.total - rows, text.total)
-        self._valid = None if valid is None else valid.detach().bool().cpu()[:, self._positions]
-        self._rectangles: dict[tuple[int, int | None], tuple[Rectangle, ...]] = {}
-
-    def rectangles(self, batch: int, window: int | None = None) -> tuple[Rectangle, ...]:
-        """Return the mask rectangles, made once for all layers.
-
-        `window` is the number of keys that a token attends to at most, itself included.
+        Args:
+            rows: the number of newest tokens, which are the queries and in the cache already.
+            valid: (B, all tokens) or None: tokens that may be attended to at all (the attention mask).
+            batch: B.
+            window: the number of keys that a token attends to at most, itself included.
         """
-        if (batch, window) not in self._rectangles:
-            high = torch.searchsorted(self._positions, self._rows, right=True)
-            low = torch.zeros_like(high)
-            if window is not None:
-                low = torch.searchsorted(self._positions, self._rows - window + 1)
-            valid = None if self._valid is None else self._valid.expand(batch, -1)
-            self._rectangles[batch, window] = interval_rectangles(
-                low.expand(batch, -1), high.expand(batch, -1), self._positions.numel(), 1, valid
-            )
-        return self._rectangles[batch, window]
+        positions = torch.arange(self.total - rows, self.total)
+        first = None if window is None else (positions - window + 1)[None]
+        kept = None if valid is None else valid.detach().bool().cpu()[:, self.positions]
+        return causal_rectangles(batch, positions, self.positions, first, kept)

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.masks import CausalBlockMasks
+from mllm_seqpar.masks import CausalBlockMasks, Rectangle
+from mllm_seqpar.masks.causal import causal_rectangles
 from mllm_seqpar.sharding import padded_length, sequence_positions, shard_sequence, unshard_sequence
 
 
@@ -100,16 +101,26 @@ class TextShards:
     def blocks(self, window: int | None = None) -> CausalBlockMasks:
         """Return the causal masks; `window` is the number of keys a row attends to at most, itself included."""
         if window not in self._blocks:
-            first = self._first
-            if window is not None:
-                edge = (torch.arange(self.length) - window + 1).clamp(min=0)[None]
-                first = edge if first is None else torch.maximum(first, edge)
-            if first is not None:
-                first = self.pad(first, 1)
+            first = self._first_keys(window)
             # Padding added here is at the end, where no token attends to it, so it needs no mask.
             valid = None if self._valid is None else self.pad(self._valid, 1)
             self._blocks[window] = self._blocks_of(first, valid)
         return self._blocks[window]
+
+    def local_rectangles(self, batch: int, window: int | None = None) -> tuple[Rectangle, ...]:
+        """Return the causal mask of this rank's rows against all tokens, which every rank has."""
+        first, rows = self._first_keys(window), self._local_positions
+        return causal_rectangles(
+            batch, rows, torch.arange(self.length), None if first is None else first[:, rows], self._valid
+        )
+
+    def _first_keys(self, window: int | None) -> Tensor | None:
+        """Return the first key that each row attends to, (B or 1, P)."""
+        first = self._first
+        if window is not None:
+            edge = (torch.arange(self.length) - window + 1).clamp(min=0)[None]
+            first = edge if first is None else torch.maximum(first, edge)
+        return None if first is None else self.pad(first, 1)
 
     def _blocks_of(self, first: Tensor | None, valid: Tensor | None) -> CausalBlockMasks:
         return CausalBlockMasks(self.batch, self.padded, self.comm.size, self.layout, first, valid)

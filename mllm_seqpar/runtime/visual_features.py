@@ -1,4 +1,4 @@
-"""The visual features that all layers share, and the K and V that are recomputed from them (`RecomputedKV`).
+"""The visual features that all layers share, and the K and V that are recomputed from them (`RecomputedKeys`).
 
 The K and V of a cross-attention layer are a function of the features y and of the layer's own modules (norms,
 projections, LoRA adapters, quantised weights). They are computed for the forward pass, dropped, and recomputed for the
@@ -11,22 +11,22 @@ example) are at least as large as y, and only one chunk of them is alive at a ti
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
+import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from mllm_seqpar.attention.call_spec import CallSpec
-from mllm_seqpar.attention.kv_sources import AutocastState, GivenKV
-from mllm_seqpar.attention.streamed import StreamedKV
+from mllm_seqpar.attention.keys import AutocastState, GivenKeys, Keys
 from mllm_seqpar.errors import ShapeError
-from mllm_seqpar.masks import FrameMask
 
-from .kv_projection import Grads, KVProjection, Projection, autograd_grads, parameters_of
+from .fsdp_units import call_within, units_among
+from .kv_projection import GradientSums, Grads, KVProjection, Projection, autograd_grads, parameters_of
 
 CHUNK_BYTES = 64 << 20
 """The size of the features that are projected at once; it bounds the intermediate results of a projection."""
@@ -45,11 +45,13 @@ class VisualFeatures:
         features: (frames, tokens, width), the frames of this rank; there may be none.
         index: (frames, ...), what projections may need of each frame: a number, or its rotation.
         total_frames: the number of frames on all ranks.
+        recompute: whether K and V are projected again in backward, instead of saved.
     """
 
     features: Tensor
     index: Tensor
     total_frames: int
+    recompute: bool = True
 
     def __post_init__(self) -> None:
         if self.features.dim() != 3 or self.index.shape[:1] != self.features.shape[:1]:
@@ -58,15 +60,22 @@ class VisualFeatures:
                 "expected (frames, tokens, width) and (frames, ...)"
             )
 
-    def source(
-        self, spec: CallSpec, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
-    ) -> RecomputedKV | StreamedKV:
-        """Return the keys and values of a layer; see `RecomputedKV`."""
-        return RecomputedKV(spec, self, project, modules, dtype)
+    @property
+    def no_frames(self) -> VisualFeatures:
+        """Features of no frames, on the device that computes."""
+        return replace(self, features=self.features[:0], index=self.index[:0])
 
-    def kv_cache(self, total_frames: int) -> VisualKVCache:
-        """Return an empty cache for the K and V of these frames."""
-        return VisualKVCache(self, total_frames)
+    def keys(
+        self, layer: Hashable, spec: CallSpec, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
+    ) -> Keys:
+        """Return the keys of a layer; see `RecomputedKeys`. K and V that backward does not need again are given."""
+        if self.recompute:
+            keys = RecomputedKeys(spec, self, project, modules, dtype)
+            if torch.is_grad_enabled() or keys.is_random:  # the same random numbers with and without gradients
+                return keys
+        if not torch.is_grad_enabled():
+            return GivenKeys(spec, *project_all(project, modules, self.features, self.index, dtype))
+        return GivenKeys(spec, *project_whole(project, modules, self.features, self.index, dtype))
 
 
 def frame_chunks(features: Tensor) -> list[slice]:
@@ -90,30 +99,53 @@ def sampled_bits(frames: Tensor) -> Tensor:
     return x[torch.unravel_index(places, x.shape)].float().view(torch.int32)
 
 
-def checksum(*tensors: Tensor | None) -> Tensor:
-    """Return a number that changes if an entry changes or two entries are exchanged."""
-    given = [x.detach().reshape(-1).long() for x in tensors if x is not None]
-    if not given:
-        return torch.zeros((), dtype=torch.long)
-    x = torch.cat(given)
-    weights = torch.arange(1, x.numel() + 1, device=x.device) * 2654435761 % 2147483647
-    return ((x + 1) * weights).sum()
+def checksum(*tensors: Tensor | None) -> int:
+    """Return the CRC-32 of the bytes of tensors on the CPU, one after the other; 0 without any."""
+    number = 0
+    for x in tensors:
+        if x is not None and x.numel():
+            x = x.detach().contiguous()
+            # Not `x.numpy()`, after which the storage cannot be resized: FSDP2 frees gathered parameters in this way.
+            data = (ctypes.c_char * (x.numel() * x.element_size())).from_address(x.data_ptr())
+            number = zlib.crc32(data, number)
+    return number
 
 
-def fingerprint_of(frames: Tensor, number: Tensor | None = None) -> tuple[int, ...]:
-    """Return the shape and a checksum of a sample (`number`, if known), to recognise frames that were passed before."""
-    return (*frames.shape, int(checksum(sampled_bits(frames)) if number is None else number))
+def fingerprint_of(frames: Tensor, sample: Tensor | None = None) -> tuple[int, ...]:
+    """Return the shape of frames and a checksum of their `sampled_bits`, to recognise frames that were passed before.
+
+    `sample` is a copy of the `sampled_bits` on the CPU, if there is one.
+    """
+    return (*frames.shape, checksum(sampled_bits(frames).cpu() if sample is None else sample))
 
 
-def project_all(project: Projection, features: Tensor, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def project_all(
+    project: Projection, modules: Sequence[nn.Module], features: Tensor, index: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Return k and v (1, G, frames * tokens, D) of all frames, contiguous; differentiable in grad mode.
 
-    Without grad mode, only one chunk of intermediate results is alive at a time, and k and v exist once.
+    Without grad mode, only one chunk of intermediate results is alive at a time, and k and v exist once. `modules` are
+    those that `project` uses.
     """
-    chunks, tokens = frame_chunks(features), features.shape[1]
-    if len(chunks) == 1:
+    return call_within(units_among(modules), lambda x: project_chunks(project, x, index, dtype), features)
+
+
+def project_whole(
+    project: Projection, modules: Sequence[nn.Module], features: Tensor, index: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return what `project_all` returns, projected all at once, for autograd to save."""
+
+    def compute(features: Tensor) -> tuple[Tensor, Tensor]:
         k, v = project(features, index)
         return k.to(dtype).contiguous(), v.to(dtype).contiguous()
+
+    return call_within(units_among(modules), compute, features)
+
+
+def project_chunks(project: Projection, features: Tensor, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    chunks, tokens = frame_chunks(features), features.shape[1]
+    if len(chunks) == 1:
+        return project_whole(project, (), features, index, dtype)
     whole: tuple[Tensor, ...] = ()
     for chunk in chunks:
         parts = [x.to(dtype) for x in project(features[chunk], index[chunk])]
@@ -125,65 +157,8 @@ def project_all(project: Projection, features: Tensor, index: Tensor, dtype: tor
     return k, v
 
 
-class VisualKVCache:
-    """K and V of a prompt's frames for decoding: each layer projects the frames of this rank once.
-
-    Copies of a transformers cache share it (`__deepcopy__`), because it never changes after the first pass.
-
-    Attributes:
-        total_frames: the number of frames on all ranks; 0 for the placeholder of a rank without frames.
-        units: the number of mask units on all ranks (frames, or image tiles of frames).
-        tokens_per_unit: keys of one unit.
-    """
-
-    def __init__(self, visual: VisualFeatures, total_frames: int) -> None:
-        self.total_frames = total_frames
-        self.units, self.tokens_per_unit = visual.total_frames, visual.features.shape[1]
-        self.states: dict[Hashable, tuple[Tensor, Tensor]] = {}
-        self._visual: VisualFeatures | None = visual
-        self._last_mask: FrameMask | None = None
-
-    def known_mask(self, mask: FrameMask) -> FrameMask:
-        """Return the mask of the last pass if `mask` is equal to it: its rectangles are planned already."""
-        if self._last_mask is None or not mask.equals(self._last_mask):
-            self._last_mask = mask
-        return self._last_mask
-
-    @classmethod
-    def given(cls, states: dict[Hashable, tuple[Tensor, Tensor]], frames: int, tokens: int) -> VisualKVCache:
-        """Return a cache of existing K and V, for `frames` frames of `tokens` keys that are all on this rank."""
-        some = next(iter(states.values()))[0]
-        empty = VisualFeatures(some.new_empty(0, tokens, 0), torch.zeros(0, dtype=torch.long), frames)
-        cache = cls(empty, frames)
-        cache.states = dict(states)
-        cache.close()
-        return cache
-
-    def keys_values(self, layer: Hashable, project: Projection, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return k and v (1, G, keys of this rank, D) of a layer; its first call projects them, with gradients."""
-        if layer not in self.states:
-            assert self._visual is not None, f"layer {layer} has not seen the prompt's first pass"
-            self.states[layer] = project_all(project, self._visual.features, self._visual.index, dtype)
-        return self.states[layer]
-
-    def source(self, spec: CallSpec, k: Tensor, v: Tensor) -> GivenKV | StreamedKV:
-        """Return what `keys_values` returned as a KV source."""
-        return GivenKV(spec, k, v)
-
-    def key_chunks(self, k: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first unit on this rank, k (1, G, keys, D)) of chunks of the k that `keys_values` returned."""
-        yield 0, k
-
-    def close(self) -> None:
-        """Release the features after the first pass, in which every layer has projected them."""
-        self._visual = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> VisualKVCache:
-        return self
-
-
 class RestoredInputs(tuple[Tensor, ...]):
-    """The inputs of a `RecomputedKV` in one backward pass, which `keys_values` and `input_grads` both receive.
+    """The inputs of a `RecomputedKeys` in one backward pass, which `keys_values` and `input_grads` both receive.
 
     Attributes:
         raw_keys: K before its norm, (f, tokens, G, D) for each chunk of frames; None if `keys_values` stored none.
@@ -193,8 +168,8 @@ class RestoredInputs(tuple[Tensor, ...]):
 
 
 @dataclass(frozen=True)
-class RecomputedKV:
-    """A KV source that is projected from the shared features, in forward and again in backward.
+class RecomputedKeys(Keys):
+    """Keys that are projected from the shared features, in forward and again in backward.
 
     Attributes:
         spec: how the group attends to these keys.
@@ -230,11 +205,13 @@ class RecomputedKV:
     def restored(self, saved: Sequence[Tensor]) -> RestoredInputs:
         return RestoredInputs((saved[0], *self._parameters()))
 
-    def without_inputs(self) -> RecomputedKV:
-        """Return this source: the features are the one copy that all layers share."""
-        return self
+    def without_inputs(self) -> RecomputedKeys:
+        """Return this source without the features, which only saved tensors hold while the graph is alive."""
+        return self.of_chunk(
+            replace(self.visual, features=self.visual.features.new_empty(self.visual.index.shape[0], 0, 0)), 0
+        )
 
-    def of_chunk(self, visual: VisualFeatures, number: int) -> RecomputedKV:
+    def of_chunk(self, visual: VisualFeatures, number: int) -> RecomputedKeys:
         """Return the source of a chunk of the frames: with the same projection and autocast mode, and its own seed."""
         chunk = copy.copy(self)
         object.__setattr__(chunk, "visual", visual)
@@ -253,7 +230,7 @@ class RecomputedKV:
                 inputs.raw_keys = []
                 project = functools.partial(project, raw_keys=inputs.raw_keys)
         with torch.no_grad(), self._forward_mode():
-            return project_all(project, inputs[0], self.visual.index, self.dtype)
+            return project_chunks(project, inputs[0], self.visual.index, self.dtype)
 
     def input_grads(
         self, inputs: Sequence[Tensor], needed: Sequence[bool], dk: Tensor, dv: Tensor
@@ -270,22 +247,19 @@ class RecomputedKV:
         chunk_grads = self._chunk_grads(inputs, needed[0], trained)
         with self._forward_mode():
             if len(chunks) == 1:  # no sums, and no copies
-                d_features, sums = chunk_grads(features, self.visual.index, dk, dv)
-                if needed[0] and d_features is None:
-                    d_features = torch.zeros_like(features)
+                d_features, grads = chunk_grads(features, self.visual.index, dk, dv)
             else:
-                d_features = torch.zeros_like(features) if needed[0] else None
-                sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained]
+                d_features, sums = None, GradientSums(len(trained))
                 for chunk in chunks:
                     keys = slice(chunk.start * tokens, chunk.stop * tokens)
                     of_chunk = features[chunk], self.visual.index[chunk], dk[:, :, keys], dv[:, :, keys]
                     d_part, grads = chunk_grads(*of_chunk)
-                    if d_features is not None and d_part is not None:
+                    if d_part is not None:
+                        d_features = torch.zeros_like(features) if d_features is None else d_features
                         d_features[chunk] = d_part
-                    for total, grad in zip(sums, grads, strict=True):
-                        if total is not None and grad is not None:
-                            total += grad
-        done = (torch.zeros_like(p) if x is None else x.to(p.dtype) for p, x in zip(trained, sums, strict=True))
+                    sums.add(grads)
+                grads = sums.totals
+        done = (None if x is None else x.to(p.dtype) for p, x in zip(trained, grads, strict=True))
         return [d_features, *(next(done) if need else None for need in needed[1:])]
 
     def _chunk_grads(
@@ -304,6 +278,11 @@ class RecomputedKV:
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for parameter in parameters_of(self.modules) if parameter.requires_grad]
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the projection draws random numbers, as dropout does."""
+        return self._seed is not None
 
     def _uses_random_numbers(self) -> bool:
         for module in self.modules:

@@ -7,6 +7,8 @@ Mesh-Attention.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from .mesh import MeshShape, OverlapRatios, mesh_schedule
 from .ring import direct_schedule, ring_schedule
 from .steps import AttentionBlock, Axis, Schedule, Step, Transfer, TransferKind
@@ -24,6 +26,7 @@ __all__ = [
 ]
 
 
+@lru_cache(maxsize=256)
 def schedule_for(
     mesh_shape: MeshShape,
     rank: int,

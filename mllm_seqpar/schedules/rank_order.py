@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from .mesh import MeshShape
 from .steps import Schedule, Step
@@ -27,6 +28,7 @@ def by_node(nodes: Sequence[int]) -> RankOrder:
     return tuple(sorted(range(len(nodes)), key=lambda rank: (nodes[rank], rank)))
 
 
+@lru_cache(maxsize=256)
 def rank_order(
     nodes: Sequence[int], mesh_shape: MeshShape, q_bytes: float = 0.0, kv_bytes: float = 0.0
 ) -> RankOrder | None:

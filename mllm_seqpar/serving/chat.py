@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,12 +24,14 @@ from mllm_seqpar.cli.program_exit import run
 from mllm_seqpar.cli.progress import progress_bar
 from mllm_seqpar.data.sources import VideoSource
 from mllm_seqpar.errors import ConfigError, SeqParError
+from mllm_seqpar.inference.arguments import check_clip
 from mllm_seqpar.inference.conversation import Interrupted
 from mllm_seqpar.inference.evidence_report import MOMENTS
 
 from .arguments import ServingOptions
 from .engine import Job, MediaFile
 from .jobs import Impossible, Worker, joined_worker
+from .line_editing import line_editing
 
 ENTRY = "mllm_seqpar.serving.chat:main"
 SIGNAL_POLL = 0.2
@@ -39,11 +41,14 @@ COMMANDS = """\
 /video PATH   begin a new conversation about this video
 /frames       print which frames of the video are used
 /frames N     use N frames, evenly spaced, and begin a new conversation
+/clip S E     use the part from second S to second E, and begin a new conversation; /clip: the whole video
 /reset        begin a new conversation about the same video
 /evidence     print the moments of the video that the last answer attends to most
 /help         this list
 /exit         end the chat, as Ctrl-D does
+Tab completes commands and paths. The arrow keys bring back earlier lines, also of earlier chats.
 Ctrl-C stops an answer."""
+_NAMES = tuple(sorted({line.split()[0] for line in COMMANDS.splitlines() if line.startswith("/")}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +56,17 @@ class ChatOptions(ServingOptions):
     """The options of a chat."""
 
     video: str | None = option("the video to talk about; /video PATH chooses another", None)
+    start: float | None = option("begin --video at this time, in seconds", None)
+    end: float | None = option("end --video before this time, in seconds", None)
     system: str | None = option("a text that precedes the conversation, for models that were trained with one", None)
     seed: int = option("seed of the sampling", 0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require("seed", 0 <= self.seed < 2**63, "0 or more, below 2**63")
+        check_clip(self.start, self.end)
+        for name in ("start", "end") if self.video is None else ():
+            self._refuse_unused(name, "it belongs to --video")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -112,10 +122,12 @@ class Terminal:
         _note(f"{self._args.model} on {ranks} rank{'s' * (ranks > 1)}; /help lists the commands")
         if self._video is not None:
             self._describe_frames()
-        with suppress(EOFError), suppress(ImportError):
-            import readline  # noqa: F401 - editing and history of input lines
+        with line_editing(_NAMES) as keep:
+            self._answer_lines(keep)
 
+    def _answer_lines(self, keep: Callable[[], object]) -> None:
         while (line := self._read_line()) is not None:
+            keep()
             try:
                 if line.startswith("/"):
                     name, _, rest = line.partition(" ")
@@ -153,7 +165,7 @@ class Terminal:
         elif name == "/evidence":
             _note(self._evidence)
         elif name == "/video" and value:
-            self._video = _open_video(self._args, value)
+            self._video = _open_video(replace(self._args, start=None, end=None), value)
             self._reset()
             self._describe_frames()
         elif name == "/frames":
@@ -164,6 +176,15 @@ class Terminal:
                     raise ConfigError(f"/frames {value}: give a number above 0")
                 self._video = replace(self._video, fps=None, max_frames=None, num_frames=int(value))
                 self._reset()
+            self._describe_frames()
+        elif name == "/clip":
+            if self._video is None:
+                raise ConfigError("no video yet: /video PATH chooses one")
+            start, end = _clip(value)
+            video = replace(self._video, start=start, end=end)
+            video.open(self._worker.engine.family)  # raises if the video has no such part
+            self._video = video
+            self._reset()
             self._describe_frames()
         else:
             raise ConfigError(f"{name}: unknown, or without its argument\n{COMMANDS}")
@@ -178,7 +199,7 @@ class Terminal:
         source = self._video.open(self._worker.engine.family)
         assert isinstance(source, VideoSource)
         count, last = len(source), source.plan.seconds(len(source) - 1)
-        _note(f"{self._video.path}: {count} frames, from 0.00 s to {last:.2f} s")
+        _note(f"{self._video.path}: {count} frames, from {source.plan.seconds(0):.2f} s to {last:.2f} s")
 
     def _ask(self, question: str) -> None:
         """Answer a question and add both to the conversation; without an answer, the question is forgotten."""
@@ -275,6 +296,18 @@ def _open_video(args: ChatOptions, name: str) -> MediaFile:
     file = MediaFile.of("video", path, **args.frame_options())
     file.open(None)  # raises if it is no video, before a model is loaded
     return file
+
+
+def _clip(value: str) -> tuple[float | None, float | None]:
+    """Return the start and the end that /clip gives; None for the whole video."""
+    if not value:
+        return None, None
+    try:
+        start, end = map(float, value.split())
+    except ValueError as error:
+        raise ConfigError(f"/clip {value}: give two times in seconds, such as /clip 60 90, or none") from error
+    check_clip(start, end)
+    return start, end
 
 
 def _write(text: str) -> None:

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.comm.agreement import check_collectively
+from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.chat_family import ChatText, chat_family
 from mllm_seqpar.data.sources import FrameSource, VideoSource
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.inference.conversation import Conversation, OnText, Reply
 from mllm_seqpar.inference.generation import Sampling
 from mllm_seqpar.inference.model_loading import load_patched, model_files_digest
+from mllm_seqpar.inference.stored_features import FRAME_OPTIONS
 from mllm_seqpar.models.loading import load_processor
 
 from .arguments import ServingOptions
@@ -40,7 +41,7 @@ class MediaFile:
         path: the same file on all ranks.
         version: changes with the contents of the file.
         name: what the user calls it, for messages.
-        fps, num_frames, max_frames: the sampling of a video.
+        fps, num_frames, max_frames, start, end: the sampling of a video; see `plan_frames`.
     """
 
     kind: str
@@ -50,6 +51,8 @@ class MediaFile:
     fps: float | None = None
     num_frames: int | None = None
     max_frames: int | None = None
+    start: float | None = None
+    end: float | None = None
 
     @classmethod
     def of(cls, kind: str, path: str, *, name: str = "", **sampling: Any) -> MediaFile:
@@ -61,11 +64,12 @@ class MediaFile:
         version = f"{facts.st_size} {facts.st_mtime_ns}"
         return cls(kind=kind, path=os.path.abspath(path), version=version, name=name or path, **sampling)
 
-    def open(self, family: Any) -> FrameSource:
+    def open(self, family: Any, **decoding: Any) -> FrameSource:
+        """Return the frames of the file; `decoding` are the arguments `threads` and `decoder` of `VideoSource`."""
         if self.kind == "image":
             return family.image_source(self.path)
         try:
-            return VideoSource.open(self.path, fps=self.fps, num_frames=self.num_frames, max_frames=self.max_frames)
+            return VideoSource.open(self.path, **{name: getattr(self, name) for name in FRAME_OPTIONS}, **decoding)
         except ImportError as error:  # the message says what to install
             raise ConfigError(str(error)) from error
 
@@ -107,11 +111,12 @@ class Engine:
     """
 
     def __init__(self, args: ServingOptions, comm: Communicator, device: torch.device, keep: int = 1) -> None:
-        self.processor = check_collectively(
+        self.processor = agree(
             comm, "processor", lambda: load_processor(args.model), lambda _: {"model": model_files_digest(args.model)}
         )
         self.family = chat_family(self.processor)
         self.comm, self._batch, self._keep = comm, args.encode_batch, keep
+        self._decoding = args.decoding()
         self.model = load_patched(args, self.family, comm, device)
         self._conversations: OrderedDict[tuple[MediaFile, ...], Conversation] = OrderedDict()
         self.computing = False
@@ -139,15 +144,15 @@ class Engine:
         """
         conversation = kept = self._conversations.get(job.media)
         if conversation is None:
-            sources = check_collectively(
+            sources = agree(
                 self.comm,
                 "media",
-                lambda: [file.open(self.family) for file in job.media],
+                lambda: [file.open(self.family, **self._decoding) for file in job.media],
                 lambda opened: {"frames": [len(source) for source in opened]},
             )
             conversation = Conversation(self.model, self.processor, sources, batch=self._batch)
         limit = job.sampling.max_new_tokens
-        text = check_collectively(self.comm, "prompt", lambda: conversation.prompt(job.messages, limit))
+        text = agree(self.comm, "prompt", lambda: conversation.prompt(job.messages, limit))
         while kept is None and len(self._conversations) >= self._keep:  # before the new one takes memory
             self._conversations.popitem(last=False)
         conversation.encode(progress, interrupted)

@@ -17,7 +17,7 @@ import torch
 
 from mllm_seqpar.cli.job_channel import JobChannel
 from mllm_seqpar.cli.launch import launched_ranks
-from mllm_seqpar.comm.agreement import attempt, raise_on_all_ranks, require_agreement
+from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.errors import DivergedError, TransferError
 from mllm_seqpar.inference.conversation import OnText, Reply
 
@@ -105,13 +105,13 @@ class Worker:
         if error is not None:
             traceback.clear_frames(error.__traceback__)  # they refer to the features of this job, and to the error
         comm, mine = self.engine.comm, Outcome.of(error)
-        rows = require_agreement(comm, "answering", (), lambda: {"outcome": mine}, ("outcome",))
+        _, rows = agree(comm, "answering", lambda: mine, lambda _: {}, numbers=lambda found: [found])
         outcome = Outcome(max(row[0] for row in rows))
         if outcome >= Outcome.FAILED:
             self.engine.forget()
         if outcome:
             try:
-                raise_on_all_ranks(comm, "answering", error)
+                agree(comm, "answering", error=error)
             except Exception as cause:
                 raise Impossible(cause, outcome) from cause
 

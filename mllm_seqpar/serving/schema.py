@@ -26,7 +26,7 @@ class MediaReference:
         kind: "video", "image", or None for that of the uploaded file.
         url: data:, http(s):, file: or a path.
         file_id: of an uploaded file.
-        sampling: fps, num_frames, max_frames of a video, as far as they are given.
+        sampling: fps, num_frames, max_frames, start, end of a video, as far as they are given.
         param: the part of the request, for messages.
     """
 
@@ -56,16 +56,20 @@ class _Object(BaseModel):
 
 
 class _Frames(_Object):
-    """The sampling of a video."""
+    """The sampling of a video; `start` and `end` are the seconds of a clip."""
 
     fps: float | None = Field(default=None, gt=0)
     num_frames: int | None = Field(default=None, gt=0, le=_MOST)
     max_frames: int | None = Field(default=None, gt=0, le=_MOST)
+    start: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    end: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _check(self) -> _Frames:
         if self.fps is not None and self.num_frames is not None:
             raise ValueError("both fps and num_frames; give one of them")
+        if self.end is not None and self.end <= (self.start or 0):
+            raise ValueError(f"the clip from {self.start or 0:g} to {self.end:g} seconds is empty")
         return self
 
     def given(self) -> dict[str, Any]:

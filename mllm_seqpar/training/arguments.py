@@ -1,57 +1,23 @@
-"""The options of fine-tuning: those of transformers' `TrainingArguments`, and two dataclasses of this package.
+"""The options of fine-tuning: those of transformers' `TrainingArguments`, and two dataclasses of this package."""
 
-The command line is read first (`read_options`), and the dataclasses are made later (`make_options`): creating
-`TrainingArguments` chooses the device and starts the process group, after which all ranks can agree on an error.
-"""
-
-import argparse
-import copy
-import json
-import math
-import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import HfArgumentParser, TrainingArguments
-from transformers.trainer_utils import SchedulerType
+from transformers import TrainingArguments
+from transformers.trainer_utils import HubStrategy, SchedulerType
 
 from mllm_seqpar._compat import optional_import
-from mllm_seqpar.cli.options import CommandOptions, Parser, option, parse_tile, show_ranks_option
+from mllm_seqpar.cli.options import CommandOptions, option, parse_tile
 from mllm_seqpar.config import CHOICES, SeqParConfig
 from mllm_seqpar.data.chat import ON_BAD_MEDIA
-from mllm_seqpar.data.formats import DEFAULT_TEMPLATE
+from mllm_seqpar.data.decoding import DECODER_HELP, THREADS_HELP, check_decoding
+from mllm_seqpar.data.formats import DEFAULT_TEMPLATE, check_template
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.kernels.registry import kernel_by_name
 
 SAVE_DTYPES = ("source", "float32", "bfloat16", "float16")
 SELF_ATTENTION = tuple(name for name in CHOICES["self_attention"] if name != "star")
 """Star Attention has no backward pass."""
-
-_POSITIVE = (
-    *("learning_rate", "adam_epsilon", "num_train_epochs", "ddp_timeout", "gradient_accumulation_steps"),
-    *("per_device_train_batch_size", "per_device_eval_batch_size"),
-)
-_REFUSED = {
-    "fp16": "float16 is not verified with sequence parallelism; use --bf16",
-    "torch_compile": "torch.compile does not compile the forward pass of a patched model",
-    "auto_find_batch_size": "the order of the data is fixed before training; set --per_device_train_batch_size",
-    "dataloader_num_workers": "each rank reads ahead in one thread, because the ranks agree on bad media while reading",
-    "dataloader_drop_last": "samples that do not fill a step are always left out of their epoch",
-    "train_sampling_strategy": "samples are shuffled in an order that does not depend on the number of processes",
-    "ignore_data_skip": "a resumed run continues with the samples that follow the checkpoint",
-    "enable_jit_checkpoint": "a run that receives SIGTERM saves a checkpoint on all ranks without it",
-    "label_smoothing_factor": "the loss is the model's own, over the shards of the text",
-    "save_only_model": "a checkpoint has what a resumed run needs; OUTPUT_DIR/model has the weights alone",
-    "deepspeed": "DeepSpeed (ZeRO) is not supported; use FSDP2, as configs/fsdp2_*.yaml do",
-}
-"""Options of `TrainingArguments` that must keep their default, with the reason."""
-
-_EXAMPLE = """\
-mllm-seqpar finetune --num_processes 2 --model DIR --data train.jsonl --output_dir runs/first --global_batch_size 8
-  accelerate launch --config_file fsdp2.yaml -m mllm_seqpar finetune --config run.yaml --learning_rate 1e-5"""
 
 
 @dataclass
@@ -70,6 +36,8 @@ class FineTuningArguments(TrainingArguments):
     adam_beta2: float = option("beta2 of AdamW", 0.95)
     logging_steps: float = option("steps between rows of the log", 1)
     logging_nan_inf_filter: bool = option("leave losses that are not finite out of the log", False)
+    push_to_hub: bool = option("upload the final model to the Hugging Face Hub", False)
+    hub_strategy: HubStrategy | str = option("when to upload", "end")
     save_total_limit: int | None = option("number of checkpoints to keep", 2)
     report_to: list[str] = field(
         default_factory=list, metadata={"help": "trackers of experiments, such as tensorboard wandb trackio"}
@@ -97,6 +65,14 @@ class ModelAndData(CommandOptions):
     template: str = option("text of multiple-choice questions, with {question} and {options}", DEFAULT_TEMPLATE)
     fps: float | None = option("frames per second to sample from each video; default: that of the data, else 1", None)
     max_frames: int | None = option("maximum number of frames per video, evenly spaced; default: no limit", None)
+    features: str | None = option(
+        "directory for what the frozen vision tower returns: written in the first epoch, and read later", None
+    )
+    decode_threads: int | None = option(THREADS_HELP, None)
+    decoder: str = option(DECODER_HELP, "pyav")
+    read_ahead_gib: float = option(
+        "frames of the following samples that a rank reads ahead, in GiB of host memory", 4.0
+    )
     max_length: int | None = option("maximum number of text tokens per sample; longer samples are refused", None)
     on_bad_media: str = option("fail, or skip: train on the next sample instead of one whose media are broken", "fail")
     global_batch_size: int | None = option(
@@ -125,9 +101,12 @@ class ModelAndData(CommandOptions):
             if not getattr(self, name):
                 raise ConfigError(f"--{name} is missing; --help lists the options")
         self._require_positive("fps", "max_frames", "max_length", "global_batch_size", "stop_after", "lora_r")
+        self._require_positive("read_ahead_gib")
+        check_decoding(self.decode_threads, self.decoder)
         self._require("save_minutes", self.save_minutes >= 0, "0 or more")
         self._require("on_bad_media", self.on_bad_media in ON_BAD_MEDIA, f"one of {', '.join(ON_BAD_MEDIA)}")
         self._require("save_dtype", self.save_dtype in SAVE_DTYPES, f"one of {', '.join(SAVE_DTYPES)}")
+        check_template(self.template)
         self._require("lora_dropout", 0 <= self.lora_dropout < 1, "at least 0 and below 1")
         if not self.freeze:
             self._refuse_unused("train", "nothing is frozen; give --freeze, or leave it out")
@@ -151,6 +130,7 @@ class SequenceParallel(CommandOptions):
 
     _argument_group_name = "sequence parallelism"
 
+    shard_weights: bool = option("FSDP2: each rank holds a shard of the weights, gradients and optimizer states", False)
     sp: int | None = option(
         "ranks that share a sample; default: cp_size of the launch configuration's parallelism, else all ranks", None
     )
@@ -175,7 +155,9 @@ class SequenceParallel(CommandOptions):
         self._require("self_attention", self.self_attention in SELF_ATTENTION, f"one of {', '.join(SELF_ATTENTION)}")
         if self.kernel != "auto":
             kernel_by_name(self.kernel)
-        values = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "sp"}
+        values = {
+            item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("sp", "shard_weights")
+        }
         return SeqParConfig(**values | {"tile": parse_tile(self.tile)})
 
 
@@ -190,130 +172,3 @@ class FineTuneOptions:
 
 
 KINDS = (ModelAndData, SequenceParallel, FineTuningArguments)
-
-
-class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults other than None, which the texts explain, and each name once, with underscores."""
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        shown = copy.copy(action)
-        shown.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
-        return super()._format_action_invocation(shown)
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, []) else super()._get_help_string(action)
-
-
-class _Parser(Parser, HfArgumentParser):
-    """transformers' parser for dataclasses, with the rules of all commands."""
-
-
-def read_options(argv: Sequence[str]) -> dict[str, Any]:
-    """Return the value of each option in `argv`, or in the file that --config names, or its default.
-
-    Raises:
-        ConfigError: on an unknown option, a value of the wrong type, or a file that cannot be read.
-    """
-    parser = _Parser(
-        dataclass_types=KINDS,
-        prog="mllm-seqpar finetune",
-        usage="%(prog)s [--num_processes N] [--config FILE] --model DIR --data FILE --output_dir DIR [options]",
-        description="Fine-tune a cross-attention MLLM on video, sequence-parallel.",
-        example=_EXAMPLE,
-        formatter_class=_Help,
-    )
-    show_ranks_option(parser)
-    for name, reason in _REFUSED.items():
-        if f"--{name}" in parser._option_string_actions:
-            parser._option_string_actions[f"--{name}"].help = f"not supported: {reason}"
-    parser.add_argument("--config", metavar="FILE", help="YAML or JSON file with options; the command line wins")
-    values = parser.parse_args(argv)
-    if values.config:
-        in_file = parser.parse_args(_options_of(values.config, parser._option_string_actions))
-        values = parser.parse_args(argv, in_file)
-    return vars(values)
-
-
-def _options_of(path: str, known: Mapping[str, Any]) -> list[str]:
-    """Return the contents of a configuration file as a command line."""
-    import yaml
-
-    try:
-        found = yaml.safe_load(Path(path).read_text())  # JSON is YAML
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config {path}: cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"--config {path}: expected options as 'name: value', found {type(found).__name__}")
-    unknown = [str(name) for name in found if f"--{name}" not in known or name in ("config", "help")]
-    if unknown:
-        raise ConfigError(f"--config {path}: unknown options {', '.join(unknown)}; --help lists the options")
-    argv = []
-    for name, value in found.items():
-        if value is not None and value != []:
-            value = json.dumps(value) if isinstance(value, dict) else value
-            argv += [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
-    return argv
-
-
-def make_options(values: Mapping[str, Any]) -> FineTuneOptions:
-    """Return the options of a run from what `read_options` returned. It starts the process group.
-
-    Raises:
-        ConfigError: a value is not allowed, or would have no effect.
-    """
-    run = ModelAndData(**{item.name: values[item.name] for item in fields(ModelAndData)})
-    parallel = SequenceParallel(**{item.name: values[item.name] for item in fields(SequenceParallel)})
-    run.check()
-    seqpar = parallel.config()
-    _check_training(values, run)
-    if seqpar.recompute_attention and not (values["gradient_checkpointing"] or values.get("activation_checkpointing")):
-        raise ConfigError("--recompute_attention would have no effect: give --gradient_checkpointing too")
-    given = {item.name: values[item.name] for item in fields(FineTuningArguments) if item.init}
-    try:
-        training = FineTuningArguments(**given)
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        raise ConfigError(f"options of TrainingArguments: {' '.join(str(error).split())}") from error
-    return FineTuneOptions(training, run, parallel, seqpar)
-
-
-def _check_training(values: Mapping[str, Any], run: ModelAndData) -> None:
-    """Raise ConfigError for options of `TrainingArguments` that are wrong, before the first part of it is made."""
-    if not values["output_dir"]:
-        raise ConfigError("--output_dir is missing; --help lists the options")
-    for name in _POSITIVE:
-        if not (math.isfinite(values[name]) and values[name] > 0):
-            raise ConfigError(f"--{name}: {values[name]} is not allowed; give more than 0")
-    if values["max_steps"] < 1 and values["max_steps"] != -1:
-        raise ConfigError(
-            f"--max_steps: {values['max_steps']} is not allowed; give more than 0, or -1 for --num_train_epochs"
-        )
-    defaults = {item.name: item.default for item in fields(FineTuningArguments)}
-    for name, reason in _REFUSED.items():
-        if name in defaults and values[name] != defaults[name]:
-            raise ConfigError(f"--{name} {values[name]} is not supported: {reason}")
-    if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
-        raise ConfigError(f"mixed_precision: fp16 in the launch configuration: {_REFUSED['fp16']}")
-    for name, unused in (("eval_strategy", "no"), ("load_best_model_at_end", False), ("eval_on_start", False)):
-        if run.eval_data is None and values[name] != unused:
-            raise ConfigError(f"--{name} {values[name]}: there is nothing to evaluate on; give --eval_data")
-    if values["metric_for_best_model"] not in (None, "loss", "eval_loss"):
-        raise ConfigError(f"--metric_for_best_model {values['metric_for_best_model']}: evaluation has eval_loss only")
-    if run.global_batch_size and values["gradient_accumulation_steps"] != 1:
-        raise ConfigError(
-            "--global_batch_size sets --gradient_accumulation_steps; give one of them, and "
-            "--per_device_train_batch_size for the samples of one forward pass"
-        )
-    _check_trackers(values["report_to"])
-
-
-def _check_trackers(names: Sequence[str]) -> None:
-    from transformers.integrations import get_available_reporting_integrations
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-
-    installed = get_available_reporting_integrations()
-    for name in names:
-        if name in (*installed, "all", "none"):
-            continue
-        if name in INTEGRATION_TO_CALLBACK:
-            raise ConfigError(f"--report_to {name}: its package is not installed: pip install {name}, or leave it out")
-        raise ConfigError(f"--report_to {name}: unknown; give some of {', '.join(sorted(INTEGRATION_TO_CALLBACK))}")

@@ -5,17 +5,23 @@ ranks exchange one small message. A sample that any rank of a group cannot read 
 by the next one in the epoch's order; any other error is raised on all ranks at the same micro-batch, so that they can
 still save a checkpoint together.
 
-The exchange must not use a communicator that the training uses, because the next micro-batch is read in a thread
-while the current one is computed: `reader_communicator` creates a gloo group of its own.
+The exchange must not use a communicator that the training uses, because the next micro-batches are read in threads
+while the current one is computed: `reader_communicator` creates a gloo group of its own. Several threads decode, each a
+micro-batch, as far ahead as a number of bytes allows. One thread agrees on them with the other ranks, in order; what
+another thread has decoded is used if the agreement, which may have replaced a sample by then, asks for these samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -24,18 +30,29 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator, as_communicator
-from mllm_seqpar.comm.agreement import attempt, raise_on_all_ranks
+from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.data.chat import ChatBatch, MediaError
-from mllm_seqpar.data.prefetch import read_ahead
+from mllm_seqpar.data.decoding import decode_threads
+from mllm_seqpar.data.prefetch import ReadAheadLimit
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError
 
 from .data_loader import ShardedDataLoader
 from .sample_order import SampleOrder, eval_order
+from .stored_tower import ARGUMENT, StoredTower
 
 _log = get_logger(__name__)
 
 MOST_REPLACEMENTS = 100
 """After this many bad samples in a row, the run stops: the media are probably not where they should be."""
+
+READ_AHEAD_BYTES = 4 << 30
+"""Default limit of the bytes of frames that a rank reads ahead."""
+
+_READ_AHEAD = 8
+"""Micro-batches that are read ahead at most, or those of a step if it has more."""
+
+_LOADERS = 4
+"""Threads that decode micro-batches at most; each decodes with `--decode_threads`."""
 
 
 def reader_communicator(timeout: float) -> Communicator:
@@ -55,13 +72,18 @@ class LoadedBatch:
 
     Attributes:
         chat: the text, with the numbers of targets, tokens and frames, and the places of the samples.
-        arguments: the arguments of the model's forward, on the CPU.
+        arguments: the arguments of the model's forward, on the CPU; with stored features, a `TowerRows` besides.
         samples: numbers of the samples in the data set, replacements included.
     """
 
     chat: ChatBatch
     arguments: dict[str, Any]
     samples: tuple[int, ...]
+    has_features: bool = False
+
+
+Pass = tuple[Sequence[int], Callable[[int], Iterator[int]]]
+"""The samples of a micro-batch of this rank's group, and what may replace a sample; see `BatchReader.read`."""
 
 
 class _Slot:
@@ -91,41 +113,97 @@ class BatchReader:
         loader: this rank's; its data set has the option `on_bad_media`.
         comm: all ranks of the run; `reader_communicator()`.
         sp: number of consecutive ranks that share samples.
+        ahead_bytes: frames that are read ahead have at most this many bytes, or are those of one micro-batch.
+        features: read in place of frames, where all ranks have those of a micro-batch.
 
     Attributes:
         skipped: what is wrong with each sample that was replaced, by its number; equal on all ranks of a group.
     """
 
-    def __init__(self, loader: ShardedDataLoader, comm: Communicator, sp: int) -> None:
-        self._loader, self._comm = loader, comm
+    def __init__(
+        self,
+        loader: ShardedDataLoader,
+        comm: Communicator,
+        sp: int,
+        ahead_bytes: int = READ_AHEAD_BYTES,
+        features: StoredTower | None = None,
+    ) -> None:
+        self._loader, self._comm, self._ahead_bytes = loader, comm, ahead_bytes
+        self._features = features
+        self._opening = threading.Lock()  # tokenizers and tables are used by one thread at a time
         first = comm.rank // sp * sp
         self._members = range(first, first + sp)
         self._skips = loader.dataset.on_bad_media == "skip"
         self.skipped: dict[int, str] = {}
 
-    def read(self, samples: Sequence[int], replacements: Callable[[int], Iterator[int]]) -> LoadedBatch:
+    def read_all(self, passes: Iterable[Pass], ahead: int = 1) -> Generator[LoadedBatch]:
+        """Yield each pass as one micro-batch, and read the following ones meanwhile: `ahead` or more of them.
+
+        All ranks take equally many. Where they stop early, they still agree on what each has begun.
+        """
+        limit, waiting = ReadAheadLimit(self._ahead_bytes), deque[Future[LoadedBatch]]()
+        threads = min(_LOADERS, self._loader.dataset.threads or decode_threads())
+        loading = ThreadPoolExecutor(threads, thread_name_prefix="load")
+        agreeing = ThreadPoolExecutor(1, thread_name_prefix="agree")
+        released = count()
+
+        def following() -> LoadedBatch:
+            batch = waiting.popleft().result()
+            limit.release(next(released))
+            return batch
+
+        try:
+            for number, (samples, replacements) in enumerate(passes):
+                loaded = loading.submit(self._load, samples, partial(limit.admit, number))
+                waiting.append(agreeing.submit(self.read, samples, replacements, loaded.result))
+                if len(waiting) > max(ahead, _READ_AHEAD):
+                    yield following()
+            while waiting:
+                yield following()
+        finally:
+            limit.close()
+            loading.shutdown(cancel_futures=True)
+            agreeing.shutdown()
+
+    def read(
+        self,
+        samples: Sequence[int],
+        replacements: Callable[[int], Iterator[int]],
+        begun: Callable[[], LoadedBatch] | None = None,
+    ) -> LoadedBatch:
         """Return these samples as one micro-batch. Every rank of the run calls this equally often.
 
         Args:
             samples: of this rank's group.
             replacements: the samples that may replace a sample, in order; equal on all ranks of a group.
+            begun: returns what another thread has loaded of these samples, or raises what it raised.
 
         Raises:
             SeqParError: on all ranks, if a rank cannot read its part and the sample must not be replaced.
         """
         slots = [_Slot(sample, replacements(sample)) for sample in samples]
         loaded: LoadedBatch | None = None
+        decode = False
+        earlier = None if begun is None else attempt(begun)
         while True:
             error: Exception | None = None
             if loaded is None:
-                loaded, error = attempt(partial(self._load, slots))
+                loaded, error = attempt(partial(self._load_slots, slots, earlier, decode))
+            stopped = isinstance(error, CancelledError)
+            earlier = earlier if stopped else None
             bad = error.sample if self._skips and isinstance(error, MediaError) else -1
-            fatal = error is not None and bad < 0
-            rows = self._comm.gather_ints([int(fatal), bad])
+            fatal = error is not None and bad < 0 and not stopped
+            has_features = loaded is not None and loaded.has_features
+            rows = self._comm.gather_ints([int(fatal), bad, int(has_features)])
             if any(row[0] for row in rows):
-                raise_on_all_ranks(self._comm, "reading the training data", error if fatal else None)
+                agree(self._comm, "reading the training data", error=error if fatal else None)
             if all(row[1] < 0 for row in rows):
-                assert loaded is not None
+                if any(row[2] for row in rows) and not all(row[2] for row in rows):
+                    decode = True  # some rank computes features, so all do
+                    loaded = None if has_features else loaded
+                    continue
+                if loaded is None:
+                    raise CancelledError
                 return loaded
             messages = self._comm.gather_texts(str(error) if bad >= 0 else "")
             for rank in self._members:
@@ -133,14 +211,46 @@ class BatchReader:
                     self._skip(slots[rows[rank][1]].sample, messages[rank])
                     loaded = None
 
-    def _load(self, slots: Sequence[_Slot]) -> LoadedBatch:
-        for slot in slots:
-            if slot.sample in self.skipped:
-                slot.advance(self.skipped)
-        samples = tuple(slot.sample for slot in slots)
+    def _load_slots(
+        self,
+        slots: Sequence[_Slot],
+        earlier: tuple[LoadedBatch | None, Exception | None] | None,
+        decode: bool,
+    ) -> LoadedBatch:
+        """Load the samples of the slots, or return or raise what came of it `earlier`, if no slot has changed."""
+        loaded, error = earlier or (None, None)
+        bad = [slot for slot in slots if slot.sample in self.skipped]
+        for slot in bad:
+            slot.advance(self.skipped)
+        if isinstance(error, CancelledError) or (error is not None and not bad):
+            raise error
+        if earlier is None or bad:
+            return self._load(tuple(slot.sample for slot in slots), decode=decode)
+        assert loaded is not None
+        return loaded
+
+    def _load(
+        self, samples: Sequence[int], admit: Callable[[int], None] | None = None, decode: bool = False
+    ) -> LoadedBatch:
+        """Decode this rank's frames of these samples, once `admit` has admitted their number of bytes.
+
+        With `decode`, frames are decoded although their features are stored.
+        """
+        size = 0
         try:
-            batch = self._loader.batch(samples)
-            return LoadedBatch(batch.chat, batch.inputs(torch.device("cpu")), samples)
+            try:
+                with self._opening:
+                    batch = self._loader.batch(samples)
+                    size = batch.frame_bytes
+            finally:
+                if admit is not None:
+                    admit(size)  # also without a batch, because the following ones wait for their turn
+            rows = None if self._features is None else self._features.rows(batch)
+            stored = None if decode or rows is None or self._features is None else self._features.stored(rows)
+            arguments = batch.inputs(torch.device("cpu"), decode=stored is None)
+            if rows is not None:
+                arguments[ARGUMENT] = stored or rows
+            return LoadedBatch(batch.chat, arguments, tuple(samples), stored is not None)
         except SeqParError:
             raise
         except (ValueError, TypeError, LookupError, ArithmeticError) as error:  # of a processor, for this content
@@ -155,7 +265,7 @@ class BatchReader:
 
 
 class TrainingBatches(IterableDataset[LoadedBatch]):
-    """The micro-batches of this rank's group, in training order, from a step on; those of a step are read in a thread.
+    """The micro-batches of this rank's group, in training order, from a step on; the following ones are read meanwhile.
 
     Pass it to a `DataLoader` with `batch_size=None` and no worker processes, or iterate over it. `skipped` of the
     reader counts what was replaced.
@@ -179,16 +289,16 @@ class TrainingBatches(IterableDataset[LoadedBatch]):
         if get_worker_info() is not None:
             raise ConfigError(
                 "TrainingBatches in a worker process of a DataLoader, which cannot communicate with other ranks; use "
-                "num_workers=0 (a thread reads ahead)"
+                "num_workers=0 (threads read ahead)"
             )
         steps = range(self._first_step, self._steps)
-        passes = ((step, samples) for step in steps for samples in self._order.step(step, self._group))
-        with closing(read_ahead(passes, self._read, self._order.micro_batches)) as batches:
+        passes = (
+            (samples, partial(self._order.replacements, step))
+            for step in steps
+            for samples in self._order.step(step, self._group)
+        )
+        with closing(self.reader.read_all(passes, self._order.micro_batches)) as batches:
             yield from batches
-
-    def _read(self, item: tuple[int, list[int]]) -> LoadedBatch:
-        step, samples = item
-        return self.reader.read(samples, partial(self._order.replacements, step))
 
 
 class EpochBatches(IterableDataset[dict[str, Any]]):
@@ -239,8 +349,10 @@ class EvaluationBatches(IterableDataset[tuple[LoadedBatch, bool]]):
         return len(self._passes)
 
     def __iter__(self) -> Iterator[tuple[LoadedBatch, bool]]:
-        with closing(read_ahead(self._passes, lambda item: (self._reader.read(item[0], _none), item[1]))) as batches:
-            yield from batches
+        batches = self._reader.read_all((samples, _none) for samples, _ in self._passes)
+        with closing(batches):
+            for batch, (_, counts) in zip(batches, self._passes, strict=True):
+                yield batch, counts
 
 
 def _none(sample: int) -> Iterator[int]:

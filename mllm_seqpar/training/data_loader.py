@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.comm import as_communicator
-from mllm_seqpar.comm.agreement import fingerprint
+from mllm_seqpar.comm.base import fingerprint
 from mllm_seqpar.data.chat import ChatBatch, ChatDataset, load_local_pictures
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.chat_format import media_parts
@@ -32,14 +32,26 @@ class ShardedBatch:
     processor: Any
     group: Any
 
-    def inputs(self, device: torch.device) -> dict[str, Any]:
-        """Decode this rank's frames and return the arguments of the model's forward, including labels, on `device`."""
+    @property
+    def frame_bytes(self) -> int:
+        """The bytes of this rank's frames, as `inputs` returns them."""
+        local = len(frame_range(len(self.chat.text.slots), self.group))
+        return local * sum(x.nbytes for x in chat_family(self.processor).blank()) if local else 0
+
+    def inputs(self, device: torch.device, *, decode: bool = True) -> dict[str, Any]:
+        """Decode this rank's frames and return the arguments of the model's forward, including labels, on `device`.
+
+        Without `decode`, blank pictures that take the memory of one stand for the frames.
+        """
         family = chat_family(self.processor)
         arguments: dict[str, Any] = family.arguments(self.chat.text)
         total = len(self.chat.text.slots)
         if total:
             local = frame_range(total, self.group)
-            pictures = load_local_pictures(self.chat, local, family)
+            if decode:
+                pictures = load_local_pictures(self.chat, local, family)
+            else:
+                pictures = tuple(x.expand(len(local), *x.shape[1:]) for x in family.blank())
             arguments |= dict(zip(family.frame_names, pictures, strict=True))
             if as_communicator(self.group).size > 1 or family.always_sharded:
                 arguments["visual_shard"] = FrameShard(local.start, local.stop, total)

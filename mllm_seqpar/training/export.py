@@ -26,7 +26,9 @@ def export_dtype(choice: str, source: str) -> torch.dtype | None:
     return getattr(torch, name) if name in SAVE_DTYPES else None
 
 
-def export_model(model: nn.Module, processor: Any, directory: Path, dtype: torch.dtype | None = None) -> None:
+def export_model(
+    model: nn.Module, processor: Any, directory: Path, dtype: torch.dtype | None = None, card: str | None = None
+) -> None:
     """Write a directory that `from_pretrained` of the unpatched, unsharded model reads.
 
     Every rank calls this; rank 0 gathers the whole model in CPU memory and writes it. The directory is written under
@@ -37,6 +39,7 @@ def export_model(model: nn.Module, processor: Any, directory: Path, dtype: torch
         processor: saved into the same directory; None to save none.
         directory: replaced if it exists.
         dtype: of the saved floating-point weights; None keeps their dtype.
+        card: the text of README.md, the model card; None: what `save_pretrained` writes.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -58,6 +61,8 @@ def export_model(model: nn.Module, processor: Any, directory: Path, dtype: torch
             config.write_text(json.dumps(fields, indent=2) + "\n")
         if processor is not None:
             processor.save_pretrained(draft)
+        if card is not None:
+            (draft / "README.md").write_text(card)
         shutil.rmtree(directory, ignore_errors=True)
         os.replace(draft, directory)
 

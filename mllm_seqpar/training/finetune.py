@@ -17,27 +17,41 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import TrainingArguments
 
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.cli import program_exit
 from mllm_seqpar.cli.launch import require_rendezvous, use_cuda
 from mllm_seqpar.comm import as_communicator
-from mllm_seqpar.comm.agreement import attempt, check_collectively, raise_on_all_ranks
+from mllm_seqpar.comm.agreement import agree, attempt
+from mllm_seqpar.comm.nccl_settings import order_launches
 from mllm_seqpar.data.chat import ChatDataset
 from mllm_seqpar.data.chat_family import chat_family
+from mllm_seqpar.data.feature_store import model_fingerprint
+from mllm_seqpar.data.tower_store import TowerStore
 from mllm_seqpar.errors import ConfigError, first_line
-from mllm_seqpar.integrations.accelerate.fsdp2 import allocate, receives_weights, reshard, send_buffers
+from mllm_seqpar.integrations.accelerate.fsdp2 import (
+    allocate,
+    receives_weights,
+    reshard,
+    send_buffers,
+    shard_weights_by_fsdp2,
+)
 from mllm_seqpar.models.adapters import add_adapters, refuse_adapter
 from mllm_seqpar.models.hub import local_directory
 from mllm_seqpar.models.loading import load_model, load_processor, model_digest
 
-from .arguments import FineTuneOptions, ModelAndData, make_options, read_options
+from .arguments import FineTuneOptions, ModelAndData
+from .command_line import make_options, read_options
 from .data_loader import data_digest
-from .export import export_dtype, export_model
+from .export import export_dtype, export_model, run_on_rank_0
+from .figure import write_figure
 from .finetune_trainer import FineTuneData, FineTuneTrainer
+from .hub_upload import create_repository, upload
 from .parameters import choose_parameters
 from .resume import find_checkpoint, require_shared_directory, step_of
 from .sample_order import SampleOrder
+from .summary import model_card, run_summary
 from .trainer_checks import find_parallelism
 
 _LAUNCH_SETTINGS = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_", "FSDP_", "PARALLELISM_CONFIG_")
@@ -68,13 +82,18 @@ def fine_tune(argv: Sequence[str]) -> int:
     Raises:
         SeqParError: on invalid arguments, files or data, or if the ranks disagree.
     """
-    trainer, options, checkpoint = prepare(argv)
+    values, problem = attempt(lambda: read_options(argv))
+    with shard_weights_by_fsdp2((values or {}).get("shard_weights", False)):
+        return _fine_tune(*prepare(values, problem))
+
+
+def _fine_tune(trainer: FineTuneTrainer, options: FineTuneOptions, checkpoint: Path | None) -> int:
     try:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     finally:
         trainer.clock.restore_signals()
     trainer.clock.raise_late_signal()
-    trainer.save_state()  # trainer_state.json, with the log of all steps
+    _save_log(trainer)
     state = trainer.state
     if trainer.clock.stops:
         _log.info(
@@ -85,34 +104,52 @@ def fine_tune(argv: Sequence[str]) -> int:
         return 128 + trainer.clock.signal if trainer.clock.signal else 0
     if options.run.eval_data and str(options.training.eval_strategy.value) == "no":
         trainer.evaluate()
-        trainer.save_state()
+        _save_log(trainer)
     output = Path(options.training.output_dir) / "model"
     reshard(trainer.model)
     model = trainer.accelerator.unwrap_model(trainer.model)
     # Adapters keep their dtype: float32, as they were trained.
     dtype = None if options.run.use_peft else export_dtype(options.run.save_dtype, str(options.run.model))
-    export_model(model, trainer.data.processor, output, dtype)
+    card = model_card(options, state.log_history, len(trainer.data.training), state.global_step)
+    export_model(model, trainer.data.processor, output, dtype, card)
     _log.info("the final %s in %s", "adapters are" if options.run.use_peft else "model is", output)
+    if options.training.push_to_hub:
+        run_on_rank_0(as_communicator(), lambda: _log.info("uploaded: %s", upload(options.training, output)))
     return 0
 
 
-def prepare(argv: Sequence[str]) -> tuple[FineTuneTrainer, FineTuneOptions, Path | None]:
+def _save_log(trainer: FineTuneTrainer) -> None:
+    """Write trainer_state.json, with the log of all steps, and its picture."""
+    trainer.save_state()
+    if trainer.is_world_process_zero():
+        write_figure(trainer.state.log_history, Path(str(trainer.args.output_dir)))
+
+
+def prepare(
+    values: dict[str, Any] | None, problem: Exception | None
+) -> tuple[FineTuneTrainer, FineTuneOptions, Path | None]:
     """Do everything that precedes the first step; all ranks agree on each part.
+
+    Args:
+        values: what `read_options` returned on this rank, or None.
+        problem: what it raised, or None.
 
     Returns:
         The trainer, the options, and the checkpoint to continue from.
     """
-    values, problem = attempt(lambda: read_options(argv))
     cpu = _start_processes(values or {})
     comm = as_communicator()
     settings = {name: value for name, value in os.environ.items() if name.startswith(_LAUNCH_SETTINGS)}
-    raise_on_all_ranks(comm, "arguments", problem, (values or {}) | settings)
+    agree(comm, "arguments", lambda: (values or {}) | settings, dict, error=problem)
     assert values is not None  # otherwise all ranks have raised
-    options = check_collectively(comm, "arguments", lambda: make_options(values | {"use_cpu": cpu}))
+    options = agree(comm, "arguments", lambda: _options(values, cpu))
     output = Path(options.training.output_dir)
-    data, checkpoint, _ = check_collectively(comm, "data", lambda: _open_data(options), lambda opened: opened[-1])
+    data, checkpoint, _ = agree(comm, "data", lambda: _open_data(options), lambda opened: opened[-1])
     require_shared_directory(comm, output)
-    model = check_collectively(comm, "model", lambda: _load(options, data.processor))
+    if options.training.push_to_hub:
+        names = agree(comm, "hub", lambda: create_repository(options.training) if comm.rank == 0 else "")
+        options.training.hub_model_id = names
+    model = agree(comm, "model", lambda: _load(options, data.processor))
     send_buffers(model)
     options.training.use_cache = bool(getattr(getattr(model, "config", None), "use_cache", True))  # stays as it was
     trainer = FineTuneTrainer(
@@ -124,13 +161,8 @@ def prepare(argv: Sequence[str]) -> tuple[FineTuneTrainer, FineTuneOptions, Path
         sequence_parallel_size=options.parallel.sp,
         seqpar=options.seqpar,
     )
-    order, degree = data.order, trainer.sequence_parallel_size
-    _log.info(
-        "%d data parallel x %d sequence parallel ranks, %s; %d samples in %d forward passes a step, %d steps an epoch",
-        order.dp, degree, options.seqpar.strategy, order.global_batch, order.micro_batches, order.steps_per_epoch,
-    )  # fmt: skip
-    if checkpoint is not None:
-        _log.info("continuing from %s", checkpoint)
+    steps = last_step(options.training, data.order)
+    _log.info("%s", run_summary(trainer, options, steps, checkpoint))
     return trainer, options, checkpoint
 
 
@@ -143,9 +175,22 @@ def _start_processes(values: dict[str, Any]) -> bool:
     from accelerate import PartialState
 
     cpu = bool(values.get("use_cpu")) or not use_cuda("auto")
+    order_launches()
     PartialState(cpu=cpu, timeout=timedelta(seconds=values.get("ddp_timeout", 600)))
     require_rendezvous()
     return cpu
+
+
+def _options(values: dict[str, Any], cpu: bool) -> FineTuneOptions:
+    """Return the options of the run; refuse a launch configuration for GPUs without a GPU for each process."""
+    requested = values["use_cpu"] or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
+    if cpu and not requested and os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16":
+        raise ConfigError(
+            f"the launch configuration is for GPUs (mixed_precision: bf16), and torch sees {torch.cuda.device_count()} "
+            f"on this node for {os.environ.get('LOCAL_WORLD_SIZE', '1')} processes; start one process for each GPU, "
+            "find out why torch sees no more, or pass --use_cpu to train on the CPU"
+        )
+    return make_options(values | {"use_cpu": cpu})
 
 
 def _open_data(options: FineTuneOptions) -> tuple[FineTuneData, Path | None, dict[str, Any]]:
@@ -154,9 +199,16 @@ def _open_data(options: FineTuneOptions) -> tuple[FineTuneData, Path | None, dic
     refuse_adapter(Path(local_directory(str(run.model))), "training starts from a whole model")
     processor = load_processor(str(run.model))
     sampling = {name: getattr(run, name) for name in ("fps", "max_frames", "max_length", "media_root", "template")}
+    sampling |= {"threads": run.decode_threads, "decoder": run.decoder}
     training = ChatDataset(str(run.data), processor, on_bad_media=run.on_bad_media, **sampling)
     evaluation = ChatDataset(run.eval_data, processor, **sampling) if run.eval_data else None
-    parallelism = find_parallelism(args, options.parallel.sp, None)
+    sp = options.parallel.sp
+    if sp is not None and args.world_size % sp:
+        raise ConfigError(
+            f"--sp {sp}: {sp} ranks per sample do not divide {args.world_size} processes; give a divisor of "
+            f"{args.world_size}, or start another number of processes (--num_processes)"
+        )
+    parallelism = find_parallelism(args, sp, None)
     groups = args.world_size // (1 if parallelism is None else parallelism.cp_size)
     passes = groups * args.per_device_train_batch_size
     if run.global_batch_size:
@@ -170,12 +222,33 @@ def _open_data(options: FineTuneOptions) -> tuple[FineTuneData, Path | None, dic
     )
     checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
     done = 0 if checkpoint is None else step_of(checkpoint)
-    last = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * order.steps_per_epoch)
+    last = last_step(args, order)
     if run.stop_after is not None and not done < run.stop_after <= last:
         raise ConfigError(f"--stop_after {run.stop_after}: the steps of this run are {done + 1} to {last}; give one")
-    data = FineTuneData(processor, training, evaluation, order, data_digest(training))
+    features, ahead = _features(options, processor), int(run.read_ahead_gib * 2**30)
+    data = FineTuneData(processor, training, evaluation, order, data_digest(training), ahead, features)
     facts = {"training data": data.digest, "evaluation data": evaluation and data_digest(evaluation)}
     return data, checkpoint, facts | {"checkpoint": checkpoint, "model's weights": model_digest(str(run.model))}
+
+
+def last_step(args: TrainingArguments, order: SampleOrder) -> int:
+    """Return the number of steps of the schedule."""
+    return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * order.steps_per_epoch)
+
+
+def _features(options: FineTuneOptions, processor: Any) -> TowerStore | None:
+    """Open --features, after checking that its contents were made as this run would make them."""
+    run = options.run
+    if run.features is None:
+        return None
+    bf16 = options.training.bf16 or os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
+    settings = {
+        "model": model_fingerprint(str(run.model), chat_family(processor).tower_weights),
+        "fps": run.fps,
+        "max_frames": run.max_frames,
+        "precision": ("bf16" if bf16 else "that of the weights") + (", in 4 bits" if run.load_in_4bit else ""),
+    }
+    return TowerStore(run.features, settings)
 
 
 def _load(options: FineTuneOptions, processor: Any) -> nn.Module:

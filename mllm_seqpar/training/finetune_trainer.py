@@ -4,7 +4,7 @@ It changes the following of `SeqParTrainer`:
 
 - Batches come from `TrainingBatches`: each rank decodes only its own frames, the order does not depend on the number of
   processes, and bad media are replaced or raised on all ranks. `Trainer` counts the tokens of a step before its first
-  forward pass, so the frames of all micro-batches of a step, and of the next, are in host memory.
+  forward pass, so the frames of all micro-batches of a step are in host memory, and those that are read ahead.
 - The loss is the mean over the target tokens of the step for every family: `Trainer` counts tokens only if a model's
   forward takes `num_items_in_batch`. That of an evaluation is the mean over its target tokens, for any batch size.
 - A loss or gradient that is not finite is an error before the parameters are updated.
@@ -14,6 +14,7 @@ It changes the following of `SeqParTrainer`:
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator
@@ -23,19 +24,25 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.data.chat import ChatDataset
+from mllm_seqpar.data.chat_family import chat_family
+from mllm_seqpar.data.tower_store import TowerStore
 from mllm_seqpar.errors import DataError, TransferError
 from mllm_seqpar.integrations.accelerate.fsdp2 import reshard
 from mllm_seqpar.patching import patch_of
 
-from .batches import BatchReader, EpochBatches, EvaluationBatches, reader_communicator
+from .batches import READ_AHEAD_BYTES, BatchReader, EpochBatches, EvaluationBatches, reader_communicator
 from .checkpoint_clock import CheckpointClock
 from .data_loader import ShardedDataLoader
+from .host_frames import frame_arguments_of, with_host_frames
 from .resume import RunLayout
 from .sample_order import SampleOrder
+from .stored_tower import ARGUMENT, StoredTower
+from .terminal_log import TerminalLog
 from .trainer import SeqParTrainer
 
 _log = get_logger(__name__)
@@ -50,6 +57,8 @@ class FineTuneData:
         training, evaluation: the data sets; the second may be None.
         order: of the training samples.
         digest: of the training data.
+        ahead_bytes: the most bytes of frames that a rank reads ahead.
+        features: where the outputs of the frozen vision tower are stored; None computes them in every pass.
     """
 
     processor: Any
@@ -57,6 +66,8 @@ class FineTuneData:
     evaluation: ChatDataset | None
     order: SampleOrder
     digest: str
+    ahead_bytes: int = READ_AHEAD_BYTES
+    features: TowerStore | None = None
 
 
 class FineTuneTrainer(SeqParTrainer):
@@ -73,15 +84,24 @@ class FineTuneTrainer(SeqParTrainer):
         super().__init__(train_dataset=data.training, eval_dataset=data.evaluation, **given)
         # The thread that reads ahead, evaluation and the clock communicate at the same time.
         self._reading, self._evaluating, deciding = (reader_communicator(self.args.ddp_timeout) for _ in range(3))
+        self._features = None
+        if data.features is not None:
+            self._features = StoredTower(data.features, chat_family(data.processor), self.model)
         self.model_accepts_loss_kwargs = True  # or Trainer divides the loss by the number of micro-batches once more
         self.clock = CheckpointClock(deciding, save_minutes, stop_after)
         self.add_callback(self.clock)
+        for callback in (PrinterCallback, ProgressCallback):
+            self.remove_callback(callback)
+        self.add_callback(TerminalLog())
+
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the repository exists (see `hub_upload`)."""
 
     def _reader(self, dataset: ChatDataset, comm: Any) -> BatchReader:
         patch = patch_of(self.model)
         assert patch is not None
         loader = ShardedDataLoader(dataset, self.data.processor, patch.context.comm)
-        return BatchReader(loader, comm, self.sequence_parallel_size)
+        return BatchReader(loader, comm, self.sequence_parallel_size, self.data.ahead_bytes, self._features)
 
     @property
     def _sample_group(self) -> int:
@@ -90,7 +110,10 @@ class FineTuneTrainer(SeqParTrainer):
     def get_train_dataloader(self) -> DataLoader:
         reader = self._reader(self.data.training, self._reading)
         batches = EpochBatches(reader, self.data.order, self._sample_group, lambda: self.state.global_step)
-        return DataLoader(batches, batch_size=None, collate_fn=_unchanged)
+        return DataLoader(batches, batch_size=None, collate_fn=self._frames_on_host)
+
+    def _frames_on_host(self, arguments: Any) -> Any:
+        return with_host_frames(arguments, frame_arguments_of(self.model))
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         dataset: Any = self.data.evaluation if eval_dataset is None else eval_dataset
@@ -109,7 +132,9 @@ class FineTuneTrainer(SeqParTrainer):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list, Tensor]:
         """Return the micro-batches of a step and the number of their target tokens over all groups."""
-        batches = list(itertools.islice(self._saving_at_errors(epoch_iterator), num_batches))
+        assert self._throughput is not None
+        with self._throughput.data_wait():
+            batches = list(itertools.islice(self._saving_at_errors(epoch_iterator), num_batches))
         targets = torch.stack([_targets(batch) for batch in batches]).sum()
         total = self.accelerator.reduce(targets.to(device), "sum")
         return batches, total // self.sequence_parallel_size
@@ -132,13 +157,22 @@ class FineTuneTrainer(SeqParTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Return the group's share of the loss of the step, times the number of groups, over which it is averaged."""
-        outputs = model(**inputs)
+        with self._stored_tower(inputs) as arguments:
+            outputs = model(**arguments)
         groups = self.accelerator.num_processes // self.sequence_parallel_size
         assert num_items_in_batch is not None
         loss = outputs.loss * (_targets(inputs) * groups / num_items_in_batch)
         if not loss.requires_grad:  # only the visual path trains, and no rank of the group has frames
             loss = loss.detach().requires_grad_()
         return (loss, outputs) if return_outputs else loss
+
+    @contextlib.contextmanager
+    def _stored_tower(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the arguments of forward; inside, the vision tower returns stored outputs if the batch has them."""
+        arguments = dict(inputs)
+        rows = arguments.pop(ARGUMENT, None)
+        with contextlib.nullcontext() if self._features is None else self._features.running(rows):
+            yield arguments
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm)
@@ -177,7 +211,8 @@ class FineTuneTrainer(SeqParTrainer):
         self.model.eval()
         with torch.no_grad(), self.compute_loss_context_manager():
             for batch, counts in self._saving_at_errors(dataloader):
-                loss = self.model(**self._prepare_inputs(batch.arguments)).loss
+                with self._stored_tower(self._prepare_inputs(self._frames_on_host(batch.arguments))) as arguments:
+                    loss = self.model(**arguments).loss
                 if counts:
                     total += torch.stack([loss.double() * batch.chat.targets, loss.new_tensor(batch.chat.targets)])
                 self.callback_handler.on_prediction_step(self.args, self.state, self.control)

@@ -7,16 +7,18 @@ consists of more or fewer samples than in the run that wrote the checkpoint.
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.comm.agreement import check_collectively
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.comm.agreement import agree
+from mllm_seqpar.errors import ConfigError, first_line
 
 FILE = "seqpar_layout.json"
+_NAME = re.compile(r"checkpoint-(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,13 +89,24 @@ class RunLayout:
 
 def last_checkpoint(output: str | Path) -> Path | None:
     """Return the last complete checkpoint in `output`, or None. The layout is the last file that is written."""
-    found = [path.parent for path in Path(output).glob(f"checkpoint-*/{FILE}")]
-    return max(found, key=step_of, default=None)
+    found = {path.parent: _NAME.fullmatch(path.parent.name) for path in Path(output).glob(f"checkpoint-*/{FILE}")}
+    steps = {path: int(name[1]) for path, name in found.items() if name}  # a directory that was renamed has no number
+    return max(steps, key=lambda path: steps[path], default=None)
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step after which a checkpoint was written, which its name states."""
-    return int(checkpoint.name.rpartition("-")[2])
+    """Return the step after which a checkpoint was written.
+
+    Raises:
+        ConfigError: its `trainer_state.json` cannot be read.
+    """
+    try:
+        return int(json.loads((checkpoint / "trainer_state.json").read_text())["global_step"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"--resume_from_checkpoint {checkpoint}: its trainer_state.json cannot be read "
+            f"({type(error).__name__}: {first_line(error)}); give another checkpoint"
+        ) from error
 
 
 def find_checkpoint(resume: str | None, output: str | Path) -> Path | None:
@@ -134,7 +147,7 @@ def require_shared_directory(comm: Communicator, output: Path) -> None:
             except OSError as error:
                 raise ConfigError(f"--output_dir {output}: cannot be written to: {error}") from error
 
-    check_collectively(comm, "output", touch)
+    agree(comm, "output", touch)
     seen = [row[0] for row in comm.gather_ints([(output / name).exists()])]
     if comm.rank == 0:
         (output / name).unlink()

@@ -26,7 +26,7 @@ class Throughput:
         self._context, self._device = patch.context, device
         self._tokens: Tensor | int = 0
         self._frames = 0
-        self._waited = 0.0
+        self._waited = self._data_wait = 0.0
         self._since = time.perf_counter()
 
     @contextmanager
@@ -41,6 +41,13 @@ class Throughput:
         yield
         self._frames += self._context.frames_seen - frames
         self._waited += max(0.0, self._context.comm.bytes.waited - waited)
+
+    @contextmanager
+    def data_wait(self) -> Iterator[None]:
+        """Count the time inside, in which this rank waits for its batches."""
+        before = time.perf_counter()
+        yield
+        self._data_wait += time.perf_counter() - before
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -58,12 +65,13 @@ class Throughput:
         """
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
-        row = [float(self._tokens), float(self._frames), self._waited, peak_memory(self._device)]
+        row = [float(self._tokens), float(self._frames), self._waited, self._data_wait, peak_memory(self._device)]
         rows = accelerator.gather(torch.tensor([row], device=self._device)).cpu()
-        self._tokens, self._frames, self._waited = 0, 0, 0.0
+        self._tokens, self._frames, self._waited, self._data_wait = 0, 0, 0.0, 0.0
         reset_peak_memory(self._device)
         tokens, frames = rows[::degree, :2].sum(0).tolist()
         report = {"tokens_per_second": tokens / seconds, "frames_per_second": frames / seconds}
+        report["data_wait_seconds"] = float(rows[:, 3].max())
         if not getattr(self._context.comm, "uses_nccl", False):  # the host does not wait for NCCL
             report["exposed_communication_seconds"] = float(rows[:, 2].max())
-        return report | {f"peak_memory_mib/rank_{rank}": round(float(peak), 1) for rank, peak in enumerate(rows[:, 3])}
+        return report | {f"peak_memory_mib/rank_{rank}": round(float(peak), 1) for rank, peak in enumerate(rows[:, 4])}

@@ -11,6 +11,7 @@ and FSDP2 shards parameters over all of them. `SeqParTrainer` changes the follow
   their gradients is the group's gradient (`patch_model`), so the factor must be the number of groups.
 - Evaluation gathers each sample once, and full logits if the caller wants logits. Its loss equals that of one process
   with the same `per_device_eval_batch_size`.
+- Frames stay in host memory (`HostFrames`); the vision tower's runs move those of this rank.
 - FSDP2 works on CPU, where accelerate would silently use DDP, and `save_model` writes an unsharded model.
 - The log has the speed, the exposed communication and the memory of the ranks (`throughput.py`), and a checkpoint is
   resumed only by a run whose steps have equally many samples (`resume.py`).
@@ -48,10 +49,11 @@ from mllm_seqpar.patching.registry import find_adapter
 
 from .evaluation import count_streamed_samples, gather_once, mask_duplicate_samples
 from .export import export_model
+from .host_frames import HostFramesCollator, frame_arguments_of
 from .resume import FILE, RunLayout
 from .throughput import Throughput
 from .trainer_checks import find_parallelism, patched_degree, refuse_rankwise_arguments, refuse_unsupported
-from .trl import refuse_collator, remove_fused_head, trl_trainer, use_token_scores
+from .trl import explain_lacking_ids, refuse_collator, remove_fused_head, trl_trainer, use_token_scores
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -105,7 +107,8 @@ class SeqParMixin(_Base):
         self._patched_degree = patched_degree(model, seqpar)
         patched = any(patch_of(x) for x in (*args, *kwargs.values()) if isinstance(x, nn.Module))
         refuse_unsupported(training, sequence_parallel_size, self._trl, patched)
-        super().__init__(*args, **kwargs)
+        with explain_lacking_ids(self._trl):
+            super().__init__(*args, **kwargs)
         refuse_rankwise_arguments(self.args, self.sequence_parallel_size)
         if self._trl is not None:
             refuse_collator(self.data_collator, self.processing_class)
@@ -115,6 +118,8 @@ class SeqParMixin(_Base):
             self._patch(self.ref_model, group, seqpar, self.accelerator.autocast)
         set_fsdp_units(self.accelerator, find_adapter(self.model)[1])
         self._throughput = Throughput(_patch_of(self.model), self.args.device)
+        if self._trl is None:  # whose trainers change the frames of a batch
+            self.data_collator: Any = HostFramesCollator(self.data_collator, frame_arguments_of(self.model))
 
     def _patch(self, model: nn.Module, group: Any, seqpar: SeqParConfig | None, autocast: Any = None) -> None:
         inner = find_adapter(model)[1]
@@ -205,6 +210,11 @@ class SeqParMixin(_Base):
         assert self._throughput is not None
         with self._throughput.step(inputs):
             return super().training_step(model, inputs, *args, **kwargs)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._throughput is not None
+        with self._throughput.data_wait():
+            return super().get_batch_samples(*args, **kwargs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         assert self._throughput is not None

@@ -9,6 +9,7 @@ from transformers import TrainingArguments
 
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.integrations.accelerate.fsdp2 import refuse_fsdp1_config
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.patching.registry import find_adapter
 
@@ -30,6 +31,12 @@ def refuse_unsupported(args: TrainingArguments | None, degree: Any, trl: str | N
             "of weights, and nothing here verifies either. Use FSDP2 (distributed_type: FSDP, fsdp_version: 2), which "
             "shards parameters, gradients and optimizer states, too"
         )
+    if args is not None and args.fsdp and args.device.type == "cpu":
+        raise ConfigError(
+            f"SeqParTrainer: fsdp={args.fsdp!r} has no effect on CPU, where accelerate replicates the weights; "
+            "launch with a configuration such as configs/fsdp2_cpu_2.yaml (finetune: --shard_weights)"
+        )
+    refuse_fsdp1_config("SeqParTrainer")
     if trl is not None and patched:
         raise ConfigError(
             f"SeqParMixin: a model is patched already, and TRL's {trl} would replace the patched forward; pass models "

@@ -11,7 +11,7 @@ of all B * I, H heads, D head_dim.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,14 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
 
-from mllm_seqpar.adapting import AdapterError, ForwardState, FrameShard, KVProjection, Patch, SeqParContext, ShapeError
-from mllm_seqpar.integrations.transformers.attention import (
+from mllm_seqpar.adapting import (
+    AdapterError,
+    ForwardState,
+    FrameShard,
+    KVProjection,
+    Patch,
+    SeqParContext,
+    ShapeError,
     causal_mask,
     merge_heads,
     refuse_dropout,
@@ -44,6 +50,7 @@ class IdeficsAdapter:
     """The adapter of IDEFICS, with and without resampler."""
 
     name = "IDEFICS"
+    frame_arguments = _FRAME_ARGUMENTS
 
     def matches(self, model: nn.Module) -> bool:
         return is_instance_by_name(model, "IdeficsForVisionText2Text", "transformers.")
@@ -83,7 +90,7 @@ def _cross_attention(
         q = self.q_layer_norm(q)
     norm = self.k_layer_norm if self.qk_layer_norms else None
     project = KVProjection((self.k_proj, self.v_proj), self.head_dim, key_norm=norm)
-    o = seqpar.cross_attend(q, index, project, project.modules, self.scaling)
+    o = seqpar.attend(q, [seqpar.frame_keys(q, index, project)], self.scaling)
     return self.o_proj(merge_heads(o)), None
 
 
@@ -132,6 +139,12 @@ class IdeficsFamily(Family[_IdeficsInputs]):
         blocks = self.model.model.gated_cross_attn_layers
         heads = blocks[0].cross_attn.num_heads
         return CrossAttentionShape(heads, heads, blocks[0].cross_attn.head_dim, len(blocks))
+
+    @property
+    def called_modules(self) -> Iterable[nn.Module]:
+        decoder = self.model.model
+        resampler = [decoder.perceiver_resampler] if self.model.config.use_resampler else []
+        return [*super().called_modules, decoder.vision_model, *resampler]
 
     def encode(self, frames: Tensor, *extras: Tensor) -> Tensor:
         """Encode (f, 3, height, width) pixels, or (f, patches, width) of the tower, to (f, tokens, width)."""

@@ -99,6 +99,16 @@ class MllamaChats(ImageTokenFamily):
         states = model.model.vision_model(**arguments).last_hidden_state
         return model.model.multi_modal_projector(states)[0].flatten(1, 2)
 
+    def tower_frames(self, pixels: Tensor) -> int:
+        return pixels.shape[1]
+
+    def tower_states(self, output: Any) -> Tensor:
+        """Return (pictures, tiles, tokens, width)."""
+        return output.last_hidden_state[0]
+
+    def tower_output(self, states: Tensor) -> Any:
+        return super().tower_output(states[None])
+
     def feature_arguments(self, model: Any, features: Tensor, shard: FrameShard) -> dict[str, Any]:
         return {"cross_attention_states": features.unflatten(1, (self._max_tiles, -1)), "visual_shard": shard}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mllm_seqpar.patching import Patch
+from mllm_seqpar.adapting import Patch
 
 _VISUAL_ARGUMENTS = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_states", "visual_shard")
 

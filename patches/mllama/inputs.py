@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mllm_seqpar.errors import MaskError, ShapeError
+from mllm_seqpar.adapting import ShapeError
+from mllm_seqpar.errors import MaskError
 from mllm_seqpar.integrations.transformers.inputs import ForwardInputs
 from mllm_seqpar.sharding import FrameShard
 

@@ -8,7 +8,7 @@ Shape legend: B samples, L text tokens, s of them on this rank, f frames of this
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.adapting import (
     AdapterError,
+    ConfigError,
     ForwardState,
     FrameMask,
     FrameShard,
@@ -27,32 +28,30 @@ from mllm_seqpar.adapting import (
     Patch,
     SeqParContext,
     ShapeError,
-)
-from mllm_seqpar.attention.block_math import BlockMath, PartialResult, prepare
-from mllm_seqpar.attention.kv_sources import as_attended
-from mllm_seqpar.integrations.transformers.attention import (
     causal_mask,
     merge_heads,
     refuse_dropout,
+    text_keys,
     use_seqpar_attention,
 )
-from mllm_seqpar.integrations.transformers.family import VISUAL_SHARD_DOC, Visibility, decoder_arguments
+from mllm_seqpar.integrations.transformers.cache import SequenceParallelCacheState, cache_state_of
+from mllm_seqpar.integrations.transformers.family import VISUAL_SHARD_DOC, Family, Visibility, decoder_arguments
 from mllm_seqpar.integrations.transformers.generation import patch_generate
 from mllm_seqpar.integrations.transformers.inputs import ForwardInputs, as_compared_tensors, makes_cache
-from mllm_seqpar.integrations.transformers.passes import as_forward
-from mllm_seqpar.integrations.transformers.text import causal_rectangles
-from mllm_seqpar.masks import GivenBlockMask
+from mllm_seqpar.integrations.transformers.passes import as_forward, run_pass
+from mllm_seqpar.models.cache_rows import attach, detach
 from mllm_seqpar.models.mplug_owl3.media import MediaLayout, check_layout
+from mllm_seqpar.models.mplug_owl3.visual_inputs import VisualCache, visual_cache
 from mllm_seqpar.patching.registry import is_instance_by_name
+from mllm_seqpar.runtime.frame_cache import VisualKVCache
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
-
-from .cache import FramePlacement, MediaLayoutCache, run_with_native_cache
 
 
 class MPlugOwl3Adapter:
     """The adapter of the native mPLUG-Owl3, all published generations."""
 
     name = "mPLUG-Owl3"
+    frame_arguments = ("pixel_values", "image_embeds")
 
     def matches(self, model: nn.Module) -> bool:
         return is_instance_by_name(model, "MPlugOwl3ForConditionalGeneration", "mllm_seqpar.models.mplug_owl3.")
@@ -107,89 +106,22 @@ def _hyper_attention(
     q, k, v = self.project_text(hidden_states, position_embeddings)
     if past_key_values is not None:
         k, v = past_key_values.update(k, v, self.layer_idx)
-    if seqpar.text is not None:
-        if seqpar.text_on_one_process and not (self.fused and seqpar.frames is not None):
-            return self.o_proj(_attend_whole(self, q, k, v, attention_mask, visual_norm, seqpar)), None
-        return self.o_proj(_attend_sharded(self, q, k, v, visual_norm, seqpar)), None
-    return self.o_proj(_attend_replicated(self, q, k, v, attention_mask, visual_norm, seqpar)), None
-
-
-def _attend_whole(
-    self: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, visual_norm: Any, seqpar: ForwardState
-) -> Tensor:
-    """Return (B, L, C) before `o_proj` on one process, with text attention as in the unpatched model."""
-    text_out = self._attend_text(q, k, v, attention_mask, seqpar=seqpar)[0]
-    if seqpar.frames is None:
-        return text_out
-    modules = [visual_norm, self.v_kv_proj]
-    o = seqpar.cross_attend(q, self.layer_idx, _projection(self, visual_norm), modules, self.scaling)
-    return self.mix(text_out, merge_heads(o), seqpar.frames.any_frame_visible)
-
-
-def _attend_sharded(self: Any, q: Tensor, k: Tensor, v: Tensor, visual_norm: Any, seqpar: ForwardState) -> Tensor:
-    """Return (B, s, C) before `o_proj`, of a pass in which attention is sharded over text rows.
-
-    Text keys follow the schedule of self-attention, visual keys that of the strategy.
-    """
-    assert seqpar.text is not None
-    q, k, v = as_attended(q, k, v)
-    shards_text = seqpar.shards_text
-    if not shards_text:  # every rank has all text, and its rows are sharded for this attention only
-        q, k, v = (seqpar.text.shard(x, 2) for x in (q, k, v))
-    text, visual = seqpar.text_keys(k, v, self.sliding_window, q.shape[1]), []
+    softmaxes = [[text_keys(self, q, k, v, attention_mask, seqpar, self.sliding_window)]]
     if seqpar.frames is not None:
-        project = _projection(self, visual_norm)
-        visual = [seqpar.visual_keys(q, self.layer_idx, project, project.modules)]
-    if seqpar.frames is None or self.fused:
-        o = merge_heads(seqpar.attend(q, [text, *visual], self.scaling))
-    else:
-        text_out, visual_out = (merge_heads(seqpar.attend(q, keys, self.scaling)) for keys in ([text], visual))
-        o = self.mix(text_out, visual_out, seqpar.frames.any_frame_visible)
-    return o if shards_text else seqpar.text.unshard(o, 1)
+        rotate = self.rotate_visual
+        project = KVProjection(
+            (self.v_kv_proj,), self.head_dim, interleaved=True, input_norm=visual_norm, rotate=rotate
+        )
+        frames = seqpar.frame_keys(q, self.layer_idx, project)
+        softmaxes = [[*softmaxes[0], frames]] if self.fused else [*softmaxes, [frames]]
+    mixed, *visual_out = map(merge_heads, seqpar.attend_each(q, softmaxes, self.scaling))
+    if visual_out:
+        mixed = self.mix(mixed, *visual_out, seqpar.rows["attends_to_frames"])
+    return self.o_proj(mixed), None
 
 
-def _attend_replicated(
-    self: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, visual_norm: Any, seqpar: ForwardState
-) -> Tensor:
-    """Return (B, L, C) before `o_proj`, the same on every rank. K and V of the frames stay on their ranks."""
-    if seqpar.visual_cache is None and seqpar.cached_text is None:
-        return self._attend_text(q, k, v, attention_mask)[0]
-    q, k, v = as_attended(q, k, v)
-    if seqpar.visual_cache is None:
-        return merge_heads(seqpar.attend_cached_text(q, k, v, self.scaling, self.sliding_window)[0].to(q.dtype))
-    visual = seqpar.visual_cache.keys_values(self.layer_idx, _projection(self, visual_norm), q.dtype)
-    if seqpar.cached_text is not None:
-        seqpar.requires_backward(q, k, v, *visual)  # raises: text is sharded over several ranks
-        found = seqpar.attend_text_and_frames(q, (k, v), visual, self.scaling, self.sliding_window, jointly=self.fused)
-        text_out, visual_out = (merge_heads(o.to(q.dtype)) for o in found)
-        return text_out if self.fused else self.mix(text_out, visual_out, seqpar.rows["attends_to_frames"])
-    if self.fused and seqpar.requires_backward(q, k, v, *visual):
-        k, v = k[:, :, : seqpar.tokens], v[:, :, : seqpar.tokens]
-        source = seqpar.local_source(q, k, v, GivenBlockMask(tuple(causal_rectangles(attention_mask, q, k))))
-        return merge_heads(seqpar.attend(q, [source, seqpar.cached_visual_source(q, *visual)], self.scaling))
-    if not self.fused:
-        visual_o = seqpar.attend_cached_frames(q, *visual, self.scaling)
-        text_out = self._attend_text(q, k, v, attention_mask)[0]
-        return self.mix(text_out, merge_heads(visual_o), seqpar.rows["attends_to_frames"])
-    visual_o, visual_lse = seqpar.attend_replicated(q, *visual, self.scaling)
-    partial = PartialResult(q, torch.promote_types(torch.float32, q.dtype))
-    k, v = k[:, :, : seqpar.tokens], v[:, :, : seqpar.tokens]  # the rest of a static cache is empty
-    kernel = seqpar.context.config.kernel
-    rectangles = prepare(causal_rectangles(attention_mask, q, k), q, k, kernel)
-    BlockMath(kernel, self.scaling).forward(q, k, v, rectangles, partial)
-    partial.add(visual_o, visual_lse)
-    o, lse = partial.value
-    if seqpar.recorder is not None:
-        seqpar.recorder.add(q, visual[0], lse, self.scaling, jointly=True)
-    return merge_heads(o.to(q.dtype))
-
-
-def _projection(self: Any, visual_norm: Any) -> KVProjection:
-    """Return the layer's projection of features (f, tokens, width) and rotations (f, 2, head_dim) to k and v."""
-    return KVProjection(
-        (self.v_kv_proj,), self.head_dim, interleaved=True, input_norm=visual_norm, rotate=self.rotate_visual
-    )
-
+Placement = tuple[MediaLayout, int]
+"""Which frames each row may attend to, on the CPU, and the text token of the cache that its first row is."""
 
 _LAYOUT = tuple(field.name for field in fields(MediaLayout))
 
@@ -201,9 +133,8 @@ class _MPlugOwl3Inputs(ForwardInputs):
     media_layout: MediaLayout | None
 
     @functools.cached_property
-    def placement(self) -> FramePlacement:
+    def placement(self) -> Placement:
         """The placement of the frames; raises what the unpatched model raises."""
-        inclusive = self.model.config.gate is None
         if self.media_layout is None:
             positions = self.on_host("position_ids")
             if positions is None:
@@ -215,10 +146,10 @@ class _MPlugOwl3Inputs(ForwardInputs):
                 listed = enumerate(offset)
                 offset = [self.on_host(f"media_offset {i}") if isinstance(x, Tensor) else x for i, x in listed]
             where = {"input_ids": self.on_host("input_ids"), "media_offset": offset, "position_ids": positions}
-            return FramePlacement(self.model.media_layout(self.total_frames, **where), self.past_length, inclusive)
+            return self.model.media_layout(self.total_frames, **where), self.past_length
         check_layout(self.media_layout, self.batch, self.total_frames)
         on_host: dict[str, Any] = {name: self.on_host(name) for name in _LAYOUT}
-        return FramePlacement(replace(self.media_layout, **on_host), 0, inclusive)
+        return replace(self.media_layout, **on_host), 0
 
     def read_by_host(self) -> dict[str, Tensor]:
         """Return further what the placement of the frames is made from, in a pass that makes it."""
@@ -229,13 +160,25 @@ class _MPlugOwl3Inputs(ForwardInputs):
         return found
 
 
-class MPlugOwl3Family(MediaLayoutCache):
+class MPlugOwl3Family(Family[Any]):
     """mPLUG-Owl3. SigLIP frames are one flat list, and each has a rotary position."""
+
+    @property
+    def inclusive(self) -> bool:
+        """Whether a placeholder attends to its own frame."""
+        return self.model.config.gate is None
 
     def cross_attention_shape(self) -> CrossAttentionShape:
         config = self.text_config
         heads, layers = config.num_attention_heads, len(self.model.config.hyper_layers)
         return CrossAttentionShape(heads, config.num_key_value_heads, config.hidden_size // heads, layers)
+
+    @property
+    def called_modules(self) -> Iterable[nn.Module]:
+        """The modules within the tower are called one by one. A model that only takes features has no tower."""
+        tower = self.model.vision_model
+        parts = [] if tower is None else [tower.embeddings, *tower.encoder.layers]
+        return [*super().called_modules, self.model.language_model.model, *parts, self.model.vision2text_model]
 
     def encode(self, frames: Tensor, *extras: Tensor) -> Tensor:
         """Encode (f, 3, height, width) to (f, tokens, hidden)."""
@@ -246,18 +189,18 @@ class MPlugOwl3Family(MediaLayoutCache):
         shape = (1, vision.num_channels, vision.image_size, vision.image_size)
         return (torch.zeros(shape, device=weight.device, dtype=weight.dtype),)
 
-    def placement(self, inputs: _MPlugOwl3Inputs) -> FramePlacement:
+    def placement(self, inputs: _MPlugOwl3Inputs) -> Placement:
         return inputs.placement
 
     def unit_index(self, inputs: _MPlugOwl3Inputs, units: int) -> Tensor:
         """Return the rotations of the frames by their positions, (units, 2, head_dim), for all layers."""
-        index = inputs.placement.layout.frame_position if inputs.total_frames else super().unit_index(inputs, units)
+        index = inputs.placement[0].frame_position if inputs.total_frames else super().unit_index(inputs, units)
         attention = self.model.language_model.model.layers[self.model.config.hyper_layers[0] - 1].self_attn
         return attention.visual_rotation(copy_to_device(index, self.embedding_weight().device))
 
-    def visibility(self, inputs: ForwardInputs, units: int, tokens: int, placement: FramePlacement) -> Visibility:
-        layout, rows = placement.layout, inputs.prompt_rows
-        first, stop = (x[rows] for x in layout.rows(inputs.past_length - placement.row_offset, inputs.length))
+    def visibility(self, inputs: ForwardInputs, units: int, tokens: int, placement: Placement) -> Visibility:
+        (layout, row_offset), rows = placement, inputs.prompt_rows
+        first, stop = (x[rows] for x in layout.rows(inputs.past_length - row_offset, inputs.length))
         return self._with_rows(FrameMask.from_intervals(first, stop, tokens, units))
 
     def empty_visibility(self, inputs: ForwardInputs, units: int, tokens: int) -> Visibility:
@@ -288,10 +231,61 @@ class MPlugOwl3Family(MediaLayoutCache):
                 "of all samples one after another"
             )
 
+    def crop_placement(self, placement: Placement | None, past_length: int) -> Placement | None:
+        if placement is None:
+            return None
+        layout, row_offset = placement
+        return layout.cropped(past_length - row_offset, self.inclusive), row_offset
+
+    def adopt_cache(self, cache: Any, cache_state: SequenceParallelCacheState) -> None:
+        """Take over K and V of frames that the native model stored on one process; refuse them on several ranks."""
+        native = visual_cache(cache)
+        if native is None:
+            return
+        if self.context.comm.size > 1:
+            raise ConfigError(
+                "past_key_values holds K and V of frames that the unpatched model computed, all of them on this rank; "
+                "continue it with the unpatched model, or begin with a new cache"
+            )
+        visual = VisualKVCache.given(native.states, native.layout.total_frames, native.tokens_per_frame)
+        cache_state.store_frames(visual, (native.layout.to("cpu"), native.row_offset), 0)
+        cache_state.rows, cache_state.frame_fingerprints = native.rows, native.frame_fingerprints
+
     def run_decoder(
         self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, state: ForwardState, **kwargs: Any
     ) -> Any:
         return self.model.language_model.model(**decoder_arguments(embeds, positions, mask, cache, state), **kwargs)
+
+
+def _run_with_native_cache(
+    family: MPlugOwl3Family, inputs: ForwardInputs, logits_to_keep: Any, kwargs: Mapping[str, Any]
+) -> Any:
+    """Run a pass, and keep the native `VisualCache` of the cache up to date.
+
+    The native model stores which rows may attend to which frames in a cache layer of its own, which its `generate`
+    reads. A patched model keeps both up to date, so that on one process each of the two models can continue the caches
+    of the other.
+    """
+    cache: Any = inputs.past_key_values
+    native = visual_cache(cache)
+    if native is not None and inputs.past_length <= native.row_offset:
+        # The cache was reset, or cropped to before the text that the frames came with.
+        detach(cache, VisualCache)
+        if (state := cache_state_of(cache)) is not None:
+            state.visual = state.placement = None
+    out = run_pass(family, inputs, logits_to_keep, kwargs)
+    cache = out.past_key_values
+    state = None if cache is None else cache_state_of(cache)
+    if state is not None and state.visual is not None and state.visual.total_frames:
+        (layout, row_offset), native = state.placement, visual_cache(cache)
+        if native is None:
+            tokens = state.visual.tokens_per_unit
+            native = VisualCache(layout, row_offset=row_offset, tokens_per_frame=tokens, inclusive=family.inclusive)
+            attach(cache, native, family.text_config.num_hidden_layers)
+            native.states, native.frame_fingerprints = state.visual.states, state.frame_fingerprints
+            native.is_complete = family.context.comm.size == 1
+        native.layout = layout
+    return out
 
 
 def _model_forward(model: Any, context: SeqParContext) -> Any:
@@ -336,6 +330,6 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
             media_offset=media_offset,
             media_layout=media_layout,
         )
-        return run_with_native_cache(family, inputs, logits_to_keep, kwargs)
+        return _run_with_native_cache(family, inputs, logits_to_keep, kwargs)
 
     return as_forward(model, forward, VISUAL_SHARD_DOC.format(frames="`pixel_values` or `image_embeds`"))

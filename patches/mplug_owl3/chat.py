@@ -55,6 +55,7 @@ class MPlugOwl3Chats(ChatFamily):
     marks = ("<|image|>", "<|video|>", "<|im_start|>", "<|im_end|>")
     model_class = "MPlugOwl3ForConditionalGeneration"
     feature_weights = ("vision_model.", "vision2text_model.")
+    tower = ("vision_model", "penultimate")
     always_sharded = False
 
     def text(
@@ -130,6 +131,12 @@ class MPlugOwl3Chats(ChatFamily):
     def blank(self) -> tuple[Tensor, ...]:
         """Return a black picture."""
         return self.pixels(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
+
+    def tower_states(self, output: Tensor) -> Tensor:
+        return output
+
+    def tower_output(self, states: Tensor) -> Tensor:
+        return states
 
     def encode(self, model: Any, *frames: Tensor) -> Tensor:
         return model.encode_frames(*frames)

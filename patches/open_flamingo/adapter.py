@@ -26,6 +26,7 @@ from mllm_seqpar.integrations.transformers.generation import patch_generate
 from mllm_seqpar.integrations.transformers.input_checks import require_same_inputs
 from mllm_seqpar.integrations.transformers.passes import as_forward, run_pass
 from mllm_seqpar.patching.registry import is_instance_by_name
+from mllm_seqpar.sharding import HostFrames
 
 from .language_models import LANGUAGE_MODELS, language_model_of
 from .media import FlamingoFamily, Media, MediaInputs, cross_attention_forward, cross_attentions, run_layer
@@ -35,6 +36,7 @@ class OpenFlamingoAdapter:
     """The adapter of OpenFlamingo over the language models of `LANGUAGE_MODELS`."""
 
     name = "OpenFlamingo"
+    frame_arguments = ("vision_x", "pixel_values")
 
     def matches(self, model: nn.Module) -> bool:
         return is_instance_by_name(model, "Flamingo", "open_flamingo.")
@@ -88,11 +90,11 @@ def _with_media(unpatched: Any) -> Any:
 
     @functools.wraps(unpatched)
     def wrapper(
-        vision_x: Tensor | None = None,
+        vision_x: Tensor | HostFrames | None = None,
         lang_x: Tensor | None = None,
         *args: Any,
         input_ids: Tensor | None = None,
-        pixel_values: Tensor | None = None,
+        pixel_values: Tensor | HostFrames | None = None,
         visual_shard: FrameShard | None = None,
         **kwargs: Any,
     ) -> Any:

@@ -21,6 +21,7 @@ class OpenFlamingoChats(ImageTokenFamily):
     frame_names = ("vision_x",)
     model_class = "Flamingo"
     feature_weights = ("vision_encoder.", "perceiver.")
+    tower = ("vision_encoder", "forward")
     image_token = IMAGE
     min_pictures = 1
 
@@ -45,6 +46,12 @@ class OpenFlamingoChats(ImageTokenFamily):
 
     def encode(self, model: Any, *frames: Tensor) -> Tensor:
         return model.perceiver(model.vision_encoder(frames[0].flatten(0, 1))[1][None, :, None])[0]
+
+    def tower_states(self, output: tuple[Any, Tensor]) -> Tensor:
+        return output[1]
+
+    def tower_output(self, states: Tensor) -> tuple[None, Tensor]:
+        return None, states
 
     def feature_arguments(self, model: Any, features: Tensor, shard: FrameShard) -> dict[str, Any]:
         return {"vision_x": features, "visual_shard": shard}

@@ -12,9 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mllm_seqpar.adapting import ConfigError, ForwardState, Patch
+from mllm_seqpar.adapting import ConfigError, ForwardState, Patch, causal_mask, use_seqpar_attention
 from mllm_seqpar.checkpointing.chunked_mlp import TokenwiseFunction, run_in_chunks
-from mllm_seqpar.integrations.transformers.attention import causal_mask, use_seqpar_attention
 from mllm_seqpar.integrations.transformers.family import decoder_arguments
 from mllm_seqpar.patching.registry import is_instance_by_name
 
@@ -55,6 +54,10 @@ class RotaryLM:
     def positions(self, given: Tensor | None, mask: Tensor | None, cache: Any) -> Tensor | None:
         """Return (B or 1, L) positions of the whole text, before it is sharded; None: 0, 1, 2, ..."""
         return given
+
+    def called_modules(self) -> list[nn.Module]:
+        """Return the modules that `run_decoder` calls."""
+        return [self.stack]
 
     def run_decoder(
         self, embeds: Tensor, positions: Tensor, mask: Any, cache: Any, state: ForwardState, **kwargs: Any

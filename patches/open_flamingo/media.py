@@ -16,31 +16,31 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.adapting import (
     AdapterError,
+    Communicator,
     ForwardState,
     FrameMask,
     FrameShard,
     KVProjection,
     SeqParContext,
     ShapeError,
+    merge_heads,
 )
-from mllm_seqpar.comm import Communicator
-from mllm_seqpar.integrations.transformers.attention import merge_heads
 from mllm_seqpar.integrations.transformers.family import Family, Visibility
 from mllm_seqpar.integrations.transformers.inputs import ForwardInputs
 from mllm_seqpar.patching.registry import is_instance_by_name
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
-from mllm_seqpar.sharding import frame_bounds
+from mllm_seqpar.sharding import frame_bounds, tensor_of
 
 from .language_models import language_model_of
 
@@ -69,8 +69,9 @@ class Media:
         return self.pixels.shape[0] if self.shard is None else self.shard.total
 
     @classmethod
-    def of(cls, vision_x: Tensor, shard: FrameShard | None, samples: int) -> Media:
+    def of(cls, vision_x: Any, shard: FrameShard | None, samples: int) -> Media:
         """Make the media of `vision_x` as the caller passed it. The next pass reports what is invalid, on all ranks."""
+        vision_x = tensor_of(vision_x)
         if isinstance(vision_x, Tensor) and vision_x.dim() == 6 and shard is None:
             samples, vision_x = vision_x.shape[0], vision_x.flatten(0, 1)
         encoded = shard is not None and isinstance(vision_x, Tensor) and vision_x.dim() == 3
@@ -131,7 +132,7 @@ def cross_attention_forward(attention: Any, index: int) -> Any:
         if uniform is not None:  # a zero query gives the mean of all V, and q has no gradient, as with equal scores
             q = q.masked_fill(uniform[:, None, :, None], 0.0)
         project = KVProjection((self.to_kv,), q.shape[-1])
-        o = media.cross_attend(q, index, project, project.modules, self.scale)
+        o = media.attend(q, [media.frame_keys(q, index, project)], self.scale)
         return self.to_out(merge_heads(o))
 
     return types.MethodType(forward, attention)
@@ -149,6 +150,10 @@ class FlamingoFamily(Family[MediaInputs]):
         super().__init__(flamingo.lang_encoder, context)
         self.flamingo = flamingo
         self.language_model = language_model_of(flamingo.lang_encoder)
+
+    @property
+    def called_modules(self) -> Iterable[nn.Module]:
+        return [*super().called_modules, *self.language_model.called_modules()]
 
     def cross_attention_shape(self) -> CrossAttentionShape:
         attentions = [attention for _, attention in cross_attentions(self.model)]

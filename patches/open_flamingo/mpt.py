@@ -27,21 +27,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from mllm_seqpar._transfers import copy_to_device
-from mllm_seqpar.attention.kv_sources import as_attended
-from mllm_seqpar.comm.autograd import gather_shards
-from mllm_seqpar.errors import ConfigError, ShapeError
-from mllm_seqpar.integrations.transformers.attention import merge_heads, refuse_dropout
+from mllm_seqpar.adapting import (
+    ConfigError,
+    ForwardState,
+    Patch,
+    ShapeError,
+    as_attended,
+    gather_shards,
+    merge_heads,
+    refuse_dropout,
+)
 from mllm_seqpar.integrations.transformers.cache import cache_state_of
 from mllm_seqpar.models.open_flamingo.language import mpt_projections
-from mllm_seqpar.patching import Patch
 from mllm_seqpar.patching.registry import is_instance_by_name
-from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.star import StarText
 
 BIAS_DIMS = 16
@@ -91,11 +95,7 @@ class ShardedBias:
             for dims, x in zip(self._dims, (q, k), strict=True)
         )
         padded_v = F.pad(v, (BIAS_DIMS, 0))
-        if self.state.cached_text is not None:
-            o = self.state.attend_cached_text(q, k, padded_v, scale)[0]
-        else:
-            o = self.state.attend(q, [self.state.text_keys(k, padded_v)], scale)
-        o = o[..., BIAS_DIMS:].to(dtype)
+        o = self.state.attend(q, [self.state.text_keys(q, k, padded_v)], scale)[..., BIAS_DIMS:].to(dtype)
         return o if self.blind is None else torch.where(self.blind[:, None, :, None], self._mean(v).to(dtype), o)
 
     def _mean(self, v: Tensor) -> Tensor:
@@ -136,6 +136,10 @@ class MptLM:
     def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
         """Return the mask unchanged: `run_decoder` makes the one that the blocks take."""
         return mask
+
+    def called_modules(self) -> list[nn.Module]:
+        """Return the modules that `run_decoder` calls."""
+        return [*self.stack.blocks, self.stack.norm_f]
 
     def run_decoder(
         self, embeds: Tensor, positions: Tensor, mask: Any, cache: Any, state: ForwardState, **kwargs: Any

@@ -227,9 +227,9 @@ def without_transfers(comm: Communicator) -> Communicator:
 @functools.cache
 def _expand_keys() -> None:
     """Repeat visual K and V for all query heads in models whose communicator has the attribute `expanded_heads`."""
-    original = ForwardState.visual_keys
+    original = ForwardState.frame_keys
 
-    def visual_keys(self: ForwardState, q: Tensor, layer: Any, project: Any, *rest: Any) -> Any:
+    def frame_keys(self: ForwardState, q: Tensor, layer: Any, project: Any, *rest: Any) -> Any:
         heads = getattr(self.context.comm, "expanded_heads", None)
 
         def repeated(features: Tensor, index: Tensor) -> tuple[Tensor, ...]:
@@ -237,4 +237,4 @@ def _expand_keys() -> None:
 
         return original(self, q, layer, repeated if heads else project, *rest)
 
-    ForwardState.visual_keys = visual_keys  # type: ignore[method-assign]
+    ForwardState.frame_keys = frame_keys  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mllm_seqpar.attention.call_spec import CallSpec, accumulation, call_spec_for, problem_of
 from mllm_seqpar.attention.joint import attend
-from mllm_seqpar.attention.kv_sources import GivenKV
+from mllm_seqpar.attention.keys import GivenKeys
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.masks import FullBlockMasks
 from mllm_seqpar.planner import Cluster, ParallelSpec, call_cost, overlap_ratios_by_rates
@@ -56,7 +56,7 @@ class Mode:
                 ratios = forward, backward
             tile = shape if strategy in ("mesh", "ulysses") else None
             call = call_spec_for(strategy, tile, blocks, problem, dtype, self.overlap, ratios)
-        return attend(q, [GivenKV(call, k, v)], comm=comm, scale=q.shape[-1] ** -0.5, kernel=kernel)[0]
+        return attend(q, [GivenKeys(call, k, v)], comm=comm, scale=q.shape[-1] ** -0.5, kernel=kernel)[0]
 
     def problem(self, setting: Setting) -> Problem:
         problem = setting.problem()

@@ -8,19 +8,33 @@ draws its figure into that folder if matplotlib is installed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench_figures import BLUE, GREY, ORANGE, RED, Series, grouped_bars, stacked_bars
 from rows import groups, read
 
 Row = dict[str, str]
 Cell = Callable[[Row], str]
 MACHINE = ("hardware", "threads", "cuda", "torch", "transformers", "commit")
-TICKS = (1, 2, 5, 10, 20, 50)
+OVER_NONE = "time / time without communication"
+HEADLINE = {
+    "none": ("no communication", GREY),
+    "lv-xattn": ("LV-XAttn", BLUE),
+    "ring": ("Ring Attention", ORANGE),
+    "ring, expanded": ("Ring Attention, K and V for every query head (as in the paper)", RED),
+}
+STEP_PARTS = {
+    "cross-attention": "cross",
+    "self-attention": "self",
+    "vision": "vision",
+    "transfers": "transfers",
+    "averaging of gradients": "averaging",
+    "rest": "rest",
+}
 
 
 def update(page: str, folder: Path) -> str:
@@ -39,16 +53,45 @@ def network_error(folder: Path) -> str:
     return f"The median error of the planner's cost model is {median(errors):.1%} over the {len(errors)} rows below."
 
 
+def headline(folder: Path) -> str:
+    """The headline in one picture: LV-XAttn and both rings over the same blocks without transfers."""
+    rows, path = read(folder / "network-paper.csv"), folder / "headline.png"
+    lines = {cluster_name(modes[0]): modes for modes in groups(rows, "setting").values()}
+    series = [
+        Series(name, color, {line: _over_none(modes)[mode] for line, modes in lines.items()})
+        for mode, (name, color) in HEADLINE.items()
+    ]
+    title = "Cross-attention of a training step, over the time of its computation alone"
+    ranks = "8 ranks over capped links, in the proportions of the paper's clusters; the time of a block is emulated"
+    x_label = f"{OVER_NONE}; less is better\n{ranks}"
+    grouped_bars(path, {"": series} if rows else {}, title=title, x_label=x_label, columns=1)
+    return shown(path, "LV-XAttn takes 1.01 to 1.03 of the time without communication; the rings 1.4 to 31 times")
+
+
+def _over_none(modes: Sequence[Row]) -> dict[str, float]:
+    return {row["mode"]: float(row["over_none"]) for row in modes}
+
+
+def cluster_name(row: Row) -> str:
+    """Return the model and the GPUs of the paper whose proportions a setting has."""
+    return f"{row['paper_model']}\non {row['paper_gpus']} {row['paper_cluster']}"
+
+
 def network_clusters(folder: Path, name: str) -> str:
     rows, path = read(folder / f"{name}.csv"), folder / f"{name}.png"
-    settings, panels = groups(rows, "setting"), {}
+    settings = groups(rows, "setting")
+    panels, marks = {}, {}
     for setting, modes in settings.items():
-        bars = [(row, float(row["over_none"])) for row in modes if row["mode"] != "none"]
-        panels[f"{setting}: time over none"] = [
-            (row["mode"], length, _ratio(row, "predicted_s", "seconds") * length) for row, length in bars
-        ]
-    bar_figure(path, panels, log_scale=True)
-    figure = shown(path, "Time of each mode over that of mode none; marks: predicted")
+        shown_rows = [row for row in modes if row["mode"] != "none"]
+        panel = f"{setting}: {cluster_name(modes[0])}".replace("\n", " ")
+        panels[panel] = [Series("measured", BLUE, {row["mode"]: float(row["over_none"]) for row in shown_rows})]
+        marks[panel] = {
+            row["mode"]: _ratio(row, "predicted_s", "seconds") * float(row["over_none"]) for row in shown_rows
+        }
+    title = "Cross-attention, forward and backward, over the same blocks without transfers"
+    options: dict[str, Any] = {"marks": marks, "mark_name": "predicted by the planner", "log_from": 1.0}
+    grouped_bars(path, panels, title=title, x_label=f"{OVER_NONE} (logarithmic)", y_label="strategy", **options)
+    figure = shown(path, "Time of each strategy over the time without transfers; marks: predicted")
     return joined(rows, ratio_table(list(settings.values())), figure, *map(setting_table, settings.values()))
 
 
@@ -122,13 +165,22 @@ def step_table(cases: Sequence[Sequence[Row]]) -> str:
 def mesh_shapes(folder: Path) -> str:
     rows, path = read(folder / "network-tiles.csv"), folder / "network-tiles.png"
     settings = groups([row for row in rows if row["mode"] != "none"], "setting")
-    panels = {
-        setting: [(row["tile"], float(row["seconds"]), float(row["predicted_s"])) for row in shapes]
-        for setting, shapes in settings.items()
-    }
-    bar_figure(path, panels, columns=4)
+    panels, marks = {}, {}
+    for shapes in settings.values():
+        row = shapes[0]
+        panel = f"{row['ranks']} ranks, {int(row['rows']):,} queries\nand {int(row['keys']):,} keys each"
+        names = {shape["tile"]: _shape_name(shape["tile"]) for shape in shapes}
+        panels[panel] = [Series("measured", BLUE, {names[x["tile"]]: float(x["seconds"]) for x in shapes})]
+        marks[panel] = {names[x["tile"]]: float(x["predicted_s"]) for x in shapes}
+    title = "Every mesh shape a x b; a x 1 is LV-XAttn and 1 x b is Ring Attention"
+    options: dict[str, Any] = {"marks": marks, "mark_name": "predicted by the planner", "columns": 4}
+    grouped_bars(path, panels, title=title, x_label="seconds of a call", y_label="mesh shape", **options)
     figure = shown(path, "Seconds of each mesh shape; marks: predicted")
     return joined(rows, mesh_table(list(settings.values())), figure)
+
+
+def _shape_name(tile: str) -> str:
+    return tile.replace("x", " x ")
 
 
 def mesh_table(settings: Sequence[Sequence[Row]]) -> str:
@@ -148,21 +200,23 @@ def mesh_table(settings: Sequence[Sequence[Row]]) -> str:
 def memory(folder: Path) -> str:
     rows, path = read(folder / "memory.csv"), folder / "memory.png"
     panels = {}
-    for family, measured in groups(rows, "family").items():
+    for measured in groups(rows, "family").values():
         ranks = max(int(row["ranks"]) for row in measured)
-        shown_rows = [row for row in measured if row["measure"] == "bytes" and int(row["ranks"]) == ranks]
-        panels[f"{family}, {ranks} ranks"] = {
-            f"{points[0]['strategy']}, {_key_values(points[0])}": (
-                [int(row["frames"]) for row in points],
-                [int(row["peak_bytes"]) / 2**20 for row in points],
-                f"C{index}-" if points[0]["recompute"] == "True" else f"C{index}--",
+        found = [row for row in measured if row["measure"] == "bytes" and int(row["ranks"]) == ranks]
+        frames = max(int(row["frames"]) for row in found)
+        found = [row for row in found if int(row["frames"]) == frames]
+        panels[f"{found[0]['model']}, {ranks} ranks, {frames} frames"] = [
+            Series(
+                f"K and V {name}",
+                color,
+                {row["strategy"]: int(row["peak_bytes"]) / 2**20 for row in found if name.startswith(_key_values(row))},
             )
-            for index, modes in enumerate(groups(shown_rows, "strategy").values())
-            for points in groups(modes, "recompute").values()
-        }
-    line_figure(path, panels, "frames", "peak, MiB")
+            for name, color in (("stored", GREY), ("recomputed (the default)", BLUE))
+        ]
+    title = "Peak memory of the rank with most, in forward and backward"
+    grouped_bars(path, panels, title=title, x_label="peak, MiB", y_label="strategy", form=".1f")
     families = [memory_of_family(measured) for measured in groups(rows, "family").values()]
-    return joined(rows, shown(path, "Peak over the number of frames"), *families)
+    return joined(rows, shown(path, "Peak memory of each strategy, with K and V stored and recomputed"), *families)
 
 
 def memory_of_family(rows: Sequence[Row]) -> str:
@@ -196,14 +250,15 @@ def _key_values(row: Row) -> str:
 
 def decoding(folder: Path) -> str:
     rows, path = read(folder / "decode.csv"), folder / "decode.png"
-    lines = {}
-    families = groups([row for row in rows if row["ranks"] == "1"], "family")
-    for index, (family, points) in enumerate(families.items()):
-        for name, style in (("patched", "-"), ("unpatched", "--")):
-            speeds = [1 / float(row[f"{name}_s_per_token"]) for row in points]
-            lines[f"{family}, {name}"] = [int(row["images"]) for row in points], speeds, f"C{index}{style}"
-    line_figure(path, {"tokens per second": lines}, "images", "tokens/s", log_scale=True)
-    return joined(rows, decoding_table(rows), shown(path, "Tokens per second"))
+    panels = {
+        f"after {images} images": [
+            Series(name, color, {row["family"]: 1 / float(row[f"{name}_s_per_token"]) for row in points})
+            for name, color in (("unpatched", GREY), ("patched", BLUE))
+        ]
+        for images, points in groups([row for row in rows if row["ranks"] == "1"], "images").items()
+    }
+    grouped_bars(path, panels, title="Greedy decoding on one process", x_label="tokens per second", form=".0f")
+    return joined(rows, decoding_table(rows), shown(path, "Tokens per second, patched and unpatched"))
 
 
 def decoding_table(rows: Sequence[Row]) -> str:
@@ -214,13 +269,32 @@ def decoding_table(rows: Sequence[Row]) -> str:
     return table(rows, columns | {"unpatched, s": number("unpatched_prompt_s", ".2f")})
 
 
+def model_step(folder: Path) -> str:
+    """The parts of a step of each family; its benchmark has been replaced, so the rows are no longer measured."""
+    rows, path = read(folder / "model_step.csv"), folder / "model_step.png"
+    panels = {
+        family: {f"{row['who']}, {row['ranks']} rank{'s' * (row['ranks'] != '1')}": step_parts(row) for row in steps}
+        for family, steps in groups(rows, "family").items()
+    }
+    stacked_bars(path, panels, title="Parts of a training step on two cores", x_label="seconds of a step")
+    return shown(path, "Seconds of a step by part, patched and unpatched, on 1, 2 and 4 ranks")
+
+
+def step_parts(row: Row) -> dict[str, float]:
+    """Return the seconds of each part, which add up to the step; the rows have medians, which do not."""
+    shares = {name: float(row[f"{column}_share"]) for name, column in STEP_PARTS.items()}
+    return {name: share / sum(shares.values()) * float(row["step_s"]) for name, share in shares.items()}
+
+
 PARTS: dict[str, Callable[[Path], str]] = {
+    "headline": headline,
     "network-error": network_error,
     "network-paper": partial(network_clusters, name="network-paper"),
     "network-tiles": mesh_shapes,
     "network-real": partial(network_clusters, name="network-real"),
     "end-to-end": end_to_end,
     "memory": memory,
+    "model-step": model_step,
     "decode": decoding,
 }
 
@@ -257,69 +331,3 @@ def _ratio(row: Row, column: str, other: str) -> float:
 def shown(path: Path, description: str) -> str:
     """Return Markdown that shows a figure in the folder of rows, which lies beside the page, if it exists."""
     return f"![{description}]({path.parent.name}/{path.name})" if path.exists() else ""
-
-
-def bar_figure(
-    path: Path, panels: Mapping[str, Sequence[tuple[str, float, float]]], columns: int = 2, log_scale: bool = False
-) -> None:
-    """Draw horizontal bars: per panel title a list of (label, length of the bar, position of the mark)."""
-    with _figure(path, panels, columns, 2.6) as axes:
-        for axis, (title, bars) in zip(axes, panels.items(), strict=False):
-            labels, lengths, marks = zip(*bars[::-1], strict=True)
-            axis.barh(labels, lengths, color="#4878a8")
-            axis.plot(marks, range(len(marks)), "k|", markersize=9)
-            axis.set_title(title, fontsize=9)
-            if log_scale:
-                axis.axvline(1, color="#888888", linewidth=0.8)
-                axis.set_xscale("log")
-                axis.set_xticks(TICKS, map(str, TICKS))
-                axis.minorticks_off()
-                axis.set_xlim(0.9, 1.3 * max(lengths))
-
-
-def line_figure(
-    path: Path,
-    panels: Mapping[str, Mapping[str, tuple[list[int], list[float], str]]],
-    x_label: str,
-    y_label: str,
-    log_scale: bool = False,
-) -> None:
-    """Draw lines: per panel title and label (x, y, matplotlib's format of the line)."""
-    with _figure(path, panels, len(panels), 3.4) as axes:
-        for axis, (title, lines) in zip(axes, panels.items(), strict=False):
-            for label, (x, y, style) in lines.items():
-                axis.plot(x, y, style, marker=".", label=label)
-            axis.set_title(title, fontsize=9)
-            axis.set_xlabel(x_label, fontsize=8)
-            axis.set_ylabel(y_label, fontsize=8)
-            axis.locator_params(axis="x", integer=True)
-            if log_scale:
-                axis.set_yscale("log")
-            else:
-                axis.set_ylim(bottom=0)
-            axis.legend(fontsize=6, frameon=False, handlelength=4)
-
-
-@contextmanager
-def _figure(path: Path, panels: Mapping[str, Any], columns: int, height: float) -> Iterator[list[Any]]:
-    """Yield the axes of a new figure and save it; yield no axes without panels or without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        matplotlib = None
-    if not panels or matplotlib is None:
-        yield []
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = -(-len(panels) // columns)
-    drawn, axes = pyplot.subplots(rows, columns, figsize=(9, height * rows), squeeze=False, layout="constrained")
-    for axis in axes.flat:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.tick_params(labelsize=7)
-    for axis in axes.flat[len(panels) :]:
-        axis.set_axis_off()
-    yield list(axes.flat)
-    drawn.savefig(path, dpi=110, metadata={"Software": None})
-    pyplot.close(drawn)

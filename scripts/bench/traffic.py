@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mllm_seqpar.attention.call_spec import AccumulateDtype, accumulation, call_spec_for, problem_of
 from mllm_seqpar.attention.joint import attend
-from mllm_seqpar.attention.kv_sources import GivenKV
+from mllm_seqpar.attention.keys import GivenKeys
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.kernels import registry
 from mllm_seqpar.kernels.base import output_with_row_sums
@@ -109,7 +109,7 @@ def of_rank(comm: Communicator, kernel: str, accumulate: AccumulateDtype, all_pa
     problem = problem_of(q.shape, k.shape, keys, q.dtype, accumulate)
     masks, dtype = FullBlockMasks(1, q.shape[2], keys), accumulation(accumulate, q.dtype)
     spec = call_spec_for("lv-xattn", None, masks, problem, dtype, all_pairs=all_pairs)
-    o, _ = attend(leaves[0], [GivenKV(spec, *leaves[1:])], comm=comm, scale=DIM**-0.5, kernel=kernel)
+    o, _ = attend(leaves[0], [GivenKeys(spec, *leaves[1:])], comm=comm, scale=DIM**-0.5, kernel=kernel)
     return [o.detach(), *torch.autograd.grad(o, leaves, do)]
 
 

@@ -45,7 +45,7 @@ def forward(model, context, ids, video, labels=None):
 
 def read_sharded(self, x, state):
     q, k, v = (self.split(part(x)) for part in (self.q, self.k, self.v))
-    o = state.attend(q, [state.text_keys(k, v)], q.shape[-1] ** -0.5)
+    o = state.attend(q, [state.text_keys(q, k, v)], q.shape[-1] ** -0.5)
     return self.out(o.transpose(1, 2).flatten(2))
 
 
@@ -55,5 +55,6 @@ def look_sharded(self, layer, x, state):
         return self.split(self.k(y)), self.split(self.v(y))
 
     q = self.split(self.q(x))
-    o = state.cross_attend(q, layer, project, [self.k, self.v], q.shape[-1] ** -0.5)
+    keys = state.frame_keys(q, layer, project, [self.k, self.v])
+    o = state.attend(q, [keys], q.shape[-1] ** -0.5)
     return self.out(o.transpose(1, 2).flatten(2))

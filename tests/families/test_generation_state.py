@@ -169,7 +169,7 @@ def test_passes_by_hand_accept_a_mask_of_the_whole_text(options: dict[str, Any])
     [
         ([{"max_new_tokens": 3}, {"max_new_tokens": 4}], ["(?s)max_new_tokens=3.*max_new_tokens=4"] * 2),
         ([{"max_time": 1.0}, {"max_time": 1.0}], ["(?s)max_time=1.0.*use max_new_tokens"] * 2),
-        ([{}, {"max_time": 1.0}], ["rank 1 of the group failed", "max_time=1.0"]),
+        ([{}, {"max_time": 1.0}], ["generate: rank 1: max_time", "max_time=1.0"]),
     ],
     ids=["different lengths", "time limit", "time limit on one rank"],
 )

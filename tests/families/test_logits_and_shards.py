@@ -80,7 +80,7 @@ def sizes(model: Any, inputs: dict[str, Any], _: Any) -> dict[str, list[int]]:
         layer.register_forward_pre_hook(lambda _, args: found["tokens"].append(args[0].shape[1]))
     model.vision_model.embeddings.register_forward_pre_hook(lambda _, args: found["tower"].append(len(args[0])))
     layers[0].register_forward_pre_hook(
-        lambda _, args, kwargs: found["features"].append(len(kwargs["seqpar"].frames.visual.features)), with_kwargs=True
+        lambda _, args, kwargs: found["features"].append(len(kwargs["seqpar"].frames.source.features)), with_kwargs=True
     )
     model(**inputs)
     return found

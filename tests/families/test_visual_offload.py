@@ -31,7 +31,8 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.runtime import host_copies, offload, visual_features
 from mllm_seqpar.runtime.context import SeqParContext
-from mllm_seqpar.runtime.forward_state import ForwardState, FrameState
+from mllm_seqpar.runtime.forward_state import ForwardState
+from mllm_seqpar.runtime.frame_state import Frames
 from mllm_seqpar.runtime.offload import HostFeatures
 from mllm_seqpar.runtime.text_shards import TextShards
 from outcomes import run_case
@@ -190,7 +191,7 @@ def test_dropout_of_a_projection_is_replayed_and_differs_between_chunks() -> Non
     text = TextShards(1, 4, context.comm, "zigzag")
     features = HostFeatures.of(torch.ones(6, 2, 8), torch.zeros(6, dtype=torch.long), 6, torch.float32)
     mask = FrameMask.from_intervals(torch.zeros(1, 4).long(), torch.full((1, 4), 6), 2, 6)
-    state = ForwardState(context, text=text, frames=FrameState.of(features, mask, text))
+    state = ForwardState(context, text=text, frames=Frames.of_shards(features, mask, text))
     seen = []
 
     def project(x: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,7 +199,8 @@ def test_dropout_of_a_projection_is_replayed_and_differs_between_chunks() -> Non
         seen.append(v.detach().clone())
         return torch.zeros_like(v), v
 
-    o = state.cross_attend(torch.zeros(1, 2, 4, 16), 0, project, [weight, dropout], 1.0)
+    q = torch.zeros(1, 2, 4, 16)
+    o = state.attend(q, [state.frame_keys(q, 0, project, [weight, dropout])], 1.0)
     d_o = torch.randn_like(o)
     o.backward(d_o)
     forward, attention, gradients = seen[:6], seen[6::2], seen[7::2]  # backward projects each chunk for both in turn

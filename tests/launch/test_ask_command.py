@@ -51,7 +51,7 @@ def test_killed_groups_go_on_and_answer_as_one_process(inference_files: Path, tm
     before = four.read_text()
 
     done = subprocess.run(ranks, env=environment, capture_output=True, text=True, timeout=HANG)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr  # some questions have no answer
     assert f"{2 * VIDEOS - 2} of {2 * VIDEOS} questions are answered; errors: 2" in done.stderr
     lines = answers(four)
     assert [line["index"] for line in lines] == [*range(2 * VIDEOS)]

@@ -61,6 +61,12 @@ class Terminal:
         return os.waitstatus_to_exitcode(ended[1])
 
 
+@pytest.fixture(autouse=True)
+def history_of_the_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the history of the user's chats alone."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
 def test_turns_in_a_terminal_on_two_ranks(inference_files: Path) -> None:
     twin = inference_files / "twin.mp4"
     model = inference_files / "gated"
@@ -69,7 +75,7 @@ def test_turns_in_a_terminal_on_two_ranks(inference_files: Path) -> None:
     replies += replies_in_one_process(model, twin, ("Hello",), 5, 6)
     options = ["--model", inference_files / "gated", "--num-frames", 5, "--max-new-tokens", 6]
     terminal = Terminal(*options, "--video", inference_files / "clip.mp4", "--num_processes", 2)
-    assert "gated on 2 ranks" in terminal.read_until(r"5 frames, from 0.00 s to 3.60 s\r\n> ")
+    assert "gated on 2 ranks" in terminal.read_until(r"5 frames, from 0.40 s to 3.60 s\r\n> ")
 
     def ask(question: str) -> str:
         terminal.type(f"{question}\n")
@@ -88,6 +94,10 @@ def test_turns_in_a_terminal_on_two_ranks(inference_files: Path) -> None:
         assert f"\n{reply.text}\n" in answer
     terminal.type("/frames 3\n")
     assert "twin.mp4: 3 frames" in terminal.read_until("> ")
+    terminal.type("/clip 1 2\n")
+    assert "twin.mp4: 3 frames, from 1.17 s to 1.83 s" in terminal.read_until("> ")
+    terminal.type("/clip 2\n")
+    assert "/clip 2: give two times in seconds" in terminal.read_until("> ")
     terminal.type("/video none.mp4\n")
     assert "none.mp4: No such file" in terminal.read_until("> ")
     terminal.type("/what\n")

@@ -28,6 +28,7 @@ from mllm_seqpar.inference.conversation import Reply
 
 pytestmark = [pytest.mark.launch, pytest.mark.slow]
 QUESTIONS = ("What is it?", "Why?")
+CLIPS: tuple[dict[str, float], ...] = ({}, {"start": 2.5}, {"end": 1}, {"start": 1, "end": 1.5})
 
 
 class Server:
@@ -91,6 +92,20 @@ def test_turns_of_the_openai_client_equal_one_process(server: SimpleNamespace, e
     with pytest.raises(openai.BadRequestError, match="the context of this model is 4096 tokens") as error:
         create(model="gated", messages=messages, max_tokens=5000)
     assert error.value.code == "context_length_exceeded"
+
+
+def test_clip_of_a_video_equals_one_process(server: SimpleNamespace, inference_files: Path) -> None:
+    def asked(**clip: float) -> str:
+        part = {"type": "video_url", "video_url": {"url": "clip.mp4", **clip}}
+        messages: list[Any] = [{"role": "user", "content": [part, {"type": "text", "text": QUESTIONS[0]}]}]
+        return server.client.chat.completions.create(model="gated", messages=messages).choices[0].message.content
+
+    model, video = inference_files / "gated", inference_files / "clip.mp4"
+    replies = [replies_in_one_process(model, video, QUESTIONS[:1], 5, 8, **clip)[0].text for clip in CLIPS]
+    assert [asked(**clip) for clip in CLIPS] == replies
+    assert len(set(replies)) > 1  # so that ignored times would be seen
+    with pytest.raises(openai.BadRequestError, match=r"the clip starts at 1e\+06 s, but the video has 4\.000 s"):
+        asked(start=1e6)
 
 
 def test_sampling_depends_on_the_seed_only(server: SimpleNamespace) -> None:

@@ -5,9 +5,17 @@ returns its records. `to_chat` finds out what one record looks like (a chat, LLa
 converts it. Both name what they found if they do not know it.
 """
 
-from .choices import DEFAULT_TEMPLATE, MultipleChoice, read_choice
+from .choices import DEFAULT_TEMPLATE, MultipleChoice, check_template, read_choice
 from .dialects import to_chat
 from .opening import open_records
 from .records import Records
 
-__all__ = ["DEFAULT_TEMPLATE", "MultipleChoice", "Records", "open_records", "read_choice", "to_chat"]
+__all__ = [
+    "DEFAULT_TEMPLATE",
+    "MultipleChoice",
+    "Records",
+    "check_template",
+    "open_records",
+    "read_choice",
+    "to_chat",
+]

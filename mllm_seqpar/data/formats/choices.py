@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mllm_seqpar.errors import DataError
+from mllm_seqpar.errors import ConfigError, DataError
 
 OPTION_KEYS = ("options", "candidates", "choices")
 ANSWER_KEYS = ("answer", "correct_choice", "correct_answer", "answer_index")
@@ -18,6 +18,17 @@ DEFAULT_TEMPLATE = "{question}\n{options}\nReply with the letter of the correct 
 """The text of a question: `{question}`, and `{options}` with one option on each line, "A. ..."."""
 
 _LETTERED = re.compile(r"^\(?([A-Z])[.):]\)?\s*(.*)$", re.DOTALL)
+
+
+def check_template(template: str) -> None:
+    """Raise ConfigError unless `template` has the field {question}, and no field but those of `DEFAULT_TEMPLATE`."""
+    found = re.findall(r"\{(\w*)\}", template)
+    unknown = [name for name in found if name not in ("question", "options")]
+    if unknown or "question" not in found:
+        problem = f"the field {{{unknown[0]}}} is unknown" if unknown else "it has no {question}"
+        raise ConfigError(
+            f"--template {template!r}: {problem}; it takes {{question}}, which is required, and {{options}}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

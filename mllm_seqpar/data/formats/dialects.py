@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mllm_seqpar.data.chat_format import SAMPLING
+from mllm_seqpar.data.chat_format import CLIP, SAMPLING
 from mllm_seqpar.data.media_files import VIDEO_SUFFIXES
 from mllm_seqpar.errors import DataError
 
@@ -21,7 +21,12 @@ _MEDIA_KEYS = {
     "image": ("image", "images", "image_path", "image_paths"),
     "video": ("video", "videos", "video_path", "video_paths"),
 }
+_CLIP_KEYS = {"start": ("start", "video_start", "start_time"), "end": ("end", "video_end", "end_time")}
+"""The keys that state a clip of the video, of a record (as in MVBench) or of a content part (as Qwen's)."""
+
+_ALL_CLIP_KEYS = tuple(key for keys in _CLIP_KEYS.values() for key in keys)
 _PLACEHOLDER = re.compile(r"\n?<\|?(image|video)\|?>\n?")
+_TIME = re.compile(r"(?:(?:\d+:)?\d+:)?\d+(?:\.\d+)?")
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _MEDIA_PARTS = {
@@ -72,7 +77,7 @@ def _from_messages(record: Mapping[str, Any]) -> Mapping[str, Any]:
     converted = [_message(message) for message in messages]
     media_keys = [key for keys in _MEDIA_KEYS.values() for key in keys if record.get(key)]
     if media_keys and any(_expects_media(message) for message in converted):
-        rest = {key: value for key, value in record.items() if key not in (*media_keys, *SAMPLING)}
+        rest = {key: value for key, value in record.items() if key not in (*media_keys, *SAMPLING, *_ALL_CLIP_KEYS)}
         return {**rest, "messages": _fill(converted, record)}
     return {**record, "messages": converted}
 
@@ -102,7 +107,7 @@ def _part(part: Mapping[str, Any]) -> dict[str, Any]:
     value = given[source]
     if isinstance(value, Mapping):  # {"url": ..., "detail": ...}
         value = value.get("url")
-    rest = {key: given[key] for key in given if key not in ("type", "detail", source)}
+    rest = {key: given[key] for key in given if key not in ("type", "detail", source, *_ALL_CLIP_KEYS)} | _clip(given)
     return {"type": media, ("images" if isinstance(value, list) else "path"): value, **rest}
 
 
@@ -143,7 +148,7 @@ def _ask(media: Sequence[dict[str, Any]], question: str, answer: str) -> list[di
 def _media(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the media parts that the keys of a record name, pictures first."""
     parts: list[dict[str, Any]] = []
-    sampling = {key: record[key] for key in SAMPLING if record.get(key) is not None}
+    sampling = {key: record[key] for key in SAMPLING if record.get(key) is not None} | _clip(record)
     for kind, keys in _MEDIA_KEYS.items():
         found = [key for key in keys if record.get(key)]
         if len(found) > 1:
@@ -157,7 +162,31 @@ def _media(record: Mapping[str, Any]) -> list[dict[str, Any]]:
             parts.append({"type": part_kind, "path": name, **(sampling if part_kind == "video" else {})})
     if not parts and isinstance(name := record.get("videoID", record.get("video_id")), str):
         parts.append({"type": "video", "path": VIDEO_ID + name, **sampling})
+    videos = sum(part["type"] == "video" for part in parts)
+    if videos > 1 and any(name in sampling for name in CLIP):
+        raise DataError(f"has the times of a clip and {videos} videos; state start and end in the part of each video")
     return parts
+
+
+def _clip(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the start and the end of a clip in seconds, from numbers or from texts such as "1:02:03.5"."""
+    found: dict[str, Any] = {}
+    for name, keys in _CLIP_KEYS.items():
+        stated = [key for key in keys if given.get(key) is not None]
+        if len(stated) > 1:
+            raise DataError(f"has both {stated[0]!r} and {stated[1]!r}; give one of them")
+        if stated:
+            found[name] = _seconds(given[stated[0]])
+    return found
+
+
+def _seconds(value: Any) -> Any:
+    if not isinstance(value, str) or not _TIME.fullmatch(value.strip()):
+        return value  # `check_record` says what is wrong
+    seconds = 0.0
+    for part in value.split(":"):
+        seconds = 60 * seconds + float(part)
+    return seconds
 
 
 def _listed(value: Any) -> Sequence[Any]:

@@ -9,12 +9,15 @@ this module depends on it.
 
 from __future__ import annotations
 
+import functools
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mllm_seqpar._compat import CP_HOOKS
+from mllm_seqpar._compat import CP_HOOKS, FLATTENED_MESH
 from mllm_seqpar.errors import ConfigError
 
 
@@ -60,3 +63,15 @@ def disable_context_parallelism(accelerator: Any) -> None:
             "be disabled; mllm_seqpar/integrations/accelerate/context_parallel.py supports accelerate 1.15"
         )
     accelerator._prepare_cp = lambda *objects: objects
+    if FLATTENED_MESH.applies():
+        accelerator.prepare = _without_mesh_warning(accelerator.prepare)
+
+
+def _without_mesh_warning(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(prepare)
+    def quiet(*args: Any, **kwargs: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh")
+            return prepare(*args, **kwargs)
+
+    return quiet

@@ -19,10 +19,55 @@ from mllm_seqpar._compat import FSDP_ON_CPU, PARALLELISM_ON_CPU
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.models.loading import layer_classes
 
+_FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+    "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_ACTIVATION_CHECKPOINTING": "false",
+}
+"""The variables that `accelerate launch` sets for `configs/fsdp2_cpu_2.yaml` and that are not accelerate's defaults."""
+
 
 def launched_with_fsdp2() -> bool:
     """Return whether `accelerate launch` read a config file that asks for FSDP2."""
     return os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and os.environ.get("FSDP_VERSION") == "2"
+
+
+@contextmanager
+def shard_weights_by_fsdp2(enabled: bool) -> Iterator[None]:
+    """Inside, the environment asks for FSDP2 as a configuration file of `accelerate launch` does, if `enabled`.
+
+    A launch configuration that asks for FSDP2 already is left as it is.
+
+    Raises:
+        ConfigError: the launch configuration asks for FSDP of another version.
+    """
+    if not enabled or launched_with_fsdp2():
+        yield
+        return
+    refuse_fsdp1_config("--shard_weights")
+    before = {name: os.environ.get(name) for name in _FSDP2}
+    os.environ.update(_FSDP2)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+def refuse_fsdp1_config(caller: str) -> None:
+    """Raise ConfigError if `accelerate launch` read a config file that asks for FSDP, but not for version 2."""
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and not launched_with_fsdp2():
+        raise ConfigError(
+            f"{caller}: the launch configuration has fsdp_version: {os.environ.get('FSDP_VERSION', 1)} (FSDP1), with "
+            "which K and V cannot be recomputed in backward; set fsdp_version: 2, as configs/fsdp2_*.yaml do"
+        )
 
 
 def enable_fsdp2_on_cpu(accelerator) -> None:
@@ -125,9 +170,15 @@ def allocate(model: nn.Module) -> nn.Module:
 def set_fsdp_units(accelerator, model: nn.Module) -> None:
     """If accelerate shards by FSDP2, set the layer classes that become units and the dtype of gradient reduction.
 
-    Raise ConfigError if fsdp_cpu_ram_efficient_loading is set and does not support the model.
+    Raise ConfigError if accelerate shards by FSDP1, or if fsdp_cpu_ram_efficient_loading is set and the model does not
+    support it.
     """
     if not accelerator.is_fsdp2:
+        if accelerator.distributed_type == "FSDP":
+            raise ConfigError(
+                "accelerate is set up to shard by FSDP1, with which K and V cannot be recomputed in backward; set "
+                "fsdp_version: 2 in its config, or FullyShardedDataParallelPlugin(fsdp_version=2)"
+            )
         return
     if _efficient_loading(accelerator):
         _check_efficient_loading(model)

@@ -1,13 +1,12 @@
 """The attention function that is registered with transformers under its own name, and the check for dropout.
 
 The registration is the only global change. The function is selected for the attention modules of a patched instance
-only; `sdpa` and the others stay unchanged. With sharded text it is causal distributed attention. With a cache whose K
-and V stay sharded, it merges the partial results of the ranks. In every other pass (decoding, or text that is not
-sharded) it is transformers' own sdpa.
+only; `sdpa` and the others stay unchanged.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask, sdpa_mask
 
-from mllm_seqpar.attention.kv_sources import as_attended
+from mllm_seqpar.attention.keys import Keys
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.patching import Patch
 from mllm_seqpar.runtime.forward_state import ForwardState
@@ -36,32 +35,37 @@ def seqpar_attention(
     seqpar: ForwardState | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query (B, H, s, D), key and value (B, G, s, D) of this rank's tokens -> o (B, s, H, D), and no weights.
-
-    A pass with sharded text takes its mask from `seqpar.text`; the other passes use `attention_mask`. On one process,
-    text that needs no block kernel is computed as in the unpatched model.
-    """
+    """query (B, H, s, D), key and value (B, G, s, D) of this rank's tokens -> o (B, s, H, D), and no weights."""
     if seqpar is not None and dropout:
         refuse_dropout(dropout)  # also with all text on every rank, where each rank would drop other weights
-    whole = seqpar is None or not (seqpar.shards_text or seqpar.cached_text is not None)
-    if seqpar is not None and not whole and (how := seqpar.text_on_one_process):
-        assert seqpar.text is not None
-        if how == "plain":
-            attention_mask = None
-        whole = how == "masked" or sliding_window is None or sliding_window >= seqpar.text.length
-    if whole:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-    dtype = query.dtype
-    query, key, value = as_attended(query, key, value)
-    assert seqpar is not None
+    if seqpar is None or seqpar.has_whole_text(sliding_window):  # what `attend` would do, in fewer steps
+        mask = attention_mask if seqpar is None or seqpar.takes_mask else None
+        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if seqpar.cached_text is not None:
-        o, _ = seqpar.attend_cached_text(query, key, value, scale, sliding_window)
-        return o.transpose(1, 2).to(dtype), None
-    o = seqpar.attend(query, [seqpar.text_keys(key, value, sliding_window, query.shape[1])], scale)
-    return o.transpose(1, 2), None
+    keys = text_keys(module, query, key, value, attention_mask, seqpar, window=sliding_window, **kwargs)
+    return seqpar.attend(query, [keys], scale).transpose(1, 2), None
+
+
+def text_keys(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask: Tensor | None,
+    seqpar: ForwardState,
+    window: int | None = None,
+    **kwargs: Any,
+) -> Keys:
+    """Return the keys of the text; text that one rank has whole is attended to by transformers' sdpa.
+
+    The arguments are those of `seqpar_attention`.
+    """
+    model_attention = functools.partial(_sdpa, module, kwargs)
+    return seqpar.text_keys(q, k, v, window=window, mask=attention_mask, model_attention=model_attention)
+
+
+def _sdpa(module: nn.Module, kwargs: Any, k: Tensor, v: Tensor, mask: Tensor | None, q: Tensor, scale: float) -> Tensor:
+    return sdpa_attention_forward(module, q, k, v, mask, scaling=scale, **kwargs)[0].transpose(1, 2)
 
 
 def split_heads(x: Tensor, head_dim: int) -> Tensor:

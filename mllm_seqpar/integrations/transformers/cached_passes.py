@@ -9,6 +9,7 @@ Shape legend: B samples, L text tokens of the pass, s of them on this rank, r ro
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,10 +22,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.models.cache_rows import attach
 from mllm_seqpar.runtime.forward_state import ForwardState
+from mllm_seqpar.runtime.frame_cache import VisualKVCache, frame_cache
 from mllm_seqpar.runtime.star import block_length
-from mllm_seqpar.runtime.text_kv_cache import CachedTextMask
 from mllm_seqpar.runtime.text_shards import TextShards, select_logit_rows
-from mllm_seqpar.runtime.visual_features import VisualKVCache, fingerprint_of
+from mllm_seqpar.runtime.visual_features import fingerprint_of
 
 from .cache import SequenceParallelCacheState, begin_prompt, cache_state_of, shard_cached_text, supports_sharded_text
 from .family import Family, Visibility, require_same_pass
@@ -104,7 +105,7 @@ class _CachedPass:
         placement = family.placement(inputs)
         features = local_features(family, inputs)  # also without frames, for FSDP
         if features is not None:
-            visual_cache = visual_features(family, inputs, features).kv_cache(inputs.total_frames)
+            visual_cache = frame_cache(visual_features(family, inputs, features), inputs.total_frames)
             state.store_frames(visual_cache, placement, inputs.batch)
             state.frame_fingerprints = {fingerprint_of(features)}
             if inputs.frames is not None:
@@ -113,7 +114,7 @@ class _CachedPass:
         return features
 
     def _fingerprint(self, frames: Tensor) -> tuple[int, ...]:
-        return fingerprint_of(frames, self.inputs.on_host("checksum of frames"))
+        return fingerprint_of(frames, self.inputs.on_host("sample of frames"))
 
     def _replaces_frames(self, visual_cache: VisualKVCache) -> bool:
         """Return whether the frames of this pass replace those in the cache. The same frames do not.
@@ -199,17 +200,16 @@ class _CachedPass:
         if state.text is not None:
             state.text.extend(length)
             on_host = self.inputs.on_host("attention_mask")
-            cached_text = CachedTextMask(state.text, length, mask if on_host is None else on_host)
+            valid = mask if on_host is None else on_host
+            cached_text = functools.partial(state.text.rectangles, length, valid)
             mask = dummy_mask(embeds)
         mask = family.text_mask(embeds, mask, positions[:, start:], self.cache)
         frames: dict[str, Any] = {}
         if visual is not None and visibility is not None:
             frame_mask = visibility.mask.take(torch.arange(start, start + length)) if start else visibility.mask
             frames = {
-                "frame_mask": visual.known_mask(frame_mask),
-                "units_per_frame": visual.units // max(1, visual.total_frames),
+                "frames": visual.frames_of(frame_mask, self.context.comm),
                 "rows": {name: x[:, start:] for name, x in visibility.rows.items()},
-                "visual_cache": visual,
             }
         tokens = int(self.cache.get_seq_length()) + length
         forward_state = self._state(visibility, cached_text=cached_text, tokens=tokens, **frames)

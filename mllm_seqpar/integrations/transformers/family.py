@@ -6,13 +6,14 @@ rank). A frame is held by one rank as a whole. It consists of `units_per_frame` 
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -20,6 +21,7 @@ from mllm_seqpar.comm.devices import require_transferable
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
+from mllm_seqpar.runtime.fsdp_units import modules_around, refuse_fsdp1
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
 
 from .cache import SequenceParallelCacheState
@@ -106,6 +108,20 @@ class Family(ABC, Generic[InputsT]):
         return Visibility(FrameMask.from_intervals(none, none, tokens, units))
 
     # The language model.
+
+    @property
+    def called_modules(self) -> Iterable[nn.Module]:
+        """The modules within `model` that a pass calls itself, rather than through the modules that contain them."""
+        return [module for module in (self.model.get_input_embeddings(), self.lm_head) if module is not None]
+
+    @functools.cached_property
+    def bypassed_modules(self) -> list[nn.Module]:
+        """The modules that contain one of `called_modules`.
+
+        FSDP2 gathers the parameters of a unit when it is called. These are not called, at least not around all that
+        they contain, so the pass gathers their parameters itself.
+        """
+        return modules_around(self.model, self.called_modules)
 
     @property
     def text_config(self) -> Any:
@@ -204,7 +220,9 @@ def require_same_pass(
     compare = family.context.compares_weights()
 
     def check() -> None:
-        if compare:  # without pixels, the vision tower may stay elsewhere
+        if compare:
+            refuse_fsdp1(family.model)
+        if compare and family.context.comm.size > 1:  # without pixels, the vision tower may stay elsewhere
             pixels = inputs.frames is not None and not inputs.frames_are_features
             only = None if pixels else family.embedding_weight()
             require_transferable(family.context.comm, family.model, only=only)

@@ -8,21 +8,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from mllm_seqpar._transfers import copy_to_device
+from mllm_seqpar.attention.call_spec import problem_of
+from mllm_seqpar.attention.keys import as_attended
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.masks import FrameMask
-from mllm_seqpar.runtime.frame_state import FrameState, select_for_pass
+from mllm_seqpar.runtime.frame_cache import VisualKVCache
+from mllm_seqpar.runtime.frame_state import Frames
 from mllm_seqpar.runtime.offload import HostFeatures, in_host_memory, stored_in_host_memory
 from mllm_seqpar.runtime.text_shards import TextShards
-from mllm_seqpar.runtime.visual_features import VisualFeatures, VisualKVCache
+from mllm_seqpar.runtime.visual_features import VisualFeatures
 from mllm_seqpar.sharding import frame_bounds
 
+from .data_parallel import agree_on_frames
 from .family import Family, Visibility
 from .inputs import ForwardInputs
 
@@ -33,10 +35,9 @@ def local_features(family: Family, inputs: ForwardInputs) -> Tensor | None:
     The tower encodes `vision_chunk_size` frames at a time, and runs as often as on the rank with most frames. A rank
     with nothing left to encode runs it on one frame and discards the result, so that its parameters have zero gradients
     rather than none and the gathers of FSDP stay in step. For the same reason a batch without any frame gets an empty
-    one, to which no token attends, if other ranks under the same FSDP have frames. The empty frame is encoded if the
-    caller passes pixels or nothing. It is zeros if the caller passes an empty tensor of features, because the other
-    ranks do not run the tower then either. If no rank has frames, the result is None and the parameters have no
-    gradient, as in the unpatched model.
+    one, to which no token attends, if other ranks under the same FSDP2 or DDP have frames (`agree_on_frames`). The
+    empty frame is encoded, or zeros if the other ranks pass features, because they do not run the tower then either. If
+    no rank has frames, the result is None and the parameters have no gradient, as in the unpatched model.
     """
     frames, total, units = inputs.frames, inputs.total_frames, family.units_per_frame(inputs)
     rank, size = family.context.comm.rank, family.context.comm.size
@@ -44,12 +45,15 @@ def local_features(family: Family, inputs: ForwardInputs) -> Tensor | None:
     bounds = frame_bounds(total, size)
     most = max(stop - start for start, stop in bounds)
     chunk = most if inputs.frames_are_features else family.context.config.vision_chunk_size or most
-    runs = _tower_runs(family.model, -(-most // max(chunk, 1)))
+    is_features = frames is not None and inputs.frames_are_features
+    shape = (frames.shape[-2], frames.shape[-1]) if frames is not None and is_features else None
+    pixels = frames is not None and not is_features
+    runs, shape = agree_on_frames(family.model, -(-most // max(chunk, 1)), pixels, shape)
     if total == 0:
         if not runs:
             return None
-        if frames is not None and inputs.frames_are_features:
-            empty = frames.new_zeros((units, *frames.shape[1:]), dtype=weight.dtype, device=weight.device)
+        if shape is not None:
+            empty = torch.zeros((units, *shape), dtype=weight.dtype, device=weight.device)
         else:
             blank = family.blank_frame()
             empty = _encode_in_runs(family, blank, blank, runs, units)
@@ -76,42 +80,31 @@ def _features_dtype(family: Family, features: Tensor) -> torch.dtype:
     return features.dtype if torch.is_autocast_enabled(weight.device.type) else weight.dtype
 
 
-def _tower_runs(model: nn.Module, runs: int) -> int:
-    """Return how often the vision tower must run in this pass: `runs`, or the maximum over the ranks of FSDP2.
-
-    FSDP2 gathers the parameters of a module when it runs, and all ranks must reduce the same gradients: a rank that
-    skips a module stalls the others. Sequence-parallel groups of one job may have different batches, so the maximum is
-    taken over the mesh that the parameters are sharded on.
-    """
-    if not dist.is_initialized() or not any(isinstance(module, FSDPModule) for module in model.modules()):
-        return runs
-    mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
-    if mesh is None:  # one FSDP unit, gathered already: there is no mesh to ask, so assume that some rank has a frame
-        return max(runs, 1)
-    most = torch.tensor(runs, device=mesh.device_type)
-    for dim in range(mesh.ndim):
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.get_group(dim))
-    return int(most)
-
-
 def _encode_in_runs(
     family: Family, local: Sequence[Tensor], spare: Sequence[Tensor], runs: int, units_per_frame: int
 ) -> Tensor:
-    """Encode `local` in `runs` runs of the tower; a run with nothing left encodes a frame of `spare`, and drops it."""
-    count = local[0].shape[0]
+    """Encode `local` in `runs` runs of the tower; a run with nothing left encodes a frame of `spare`, and drops it.
+
+    Frames in host memory move to the device run by run.
+    """
+    count, device = local[0].shape[0], family.embedding_weight().device
     chunk = max(1, -(-count // runs))
 
     def encoded() -> Iterator[Tensor]:
         for number in range(runs):
             if number * chunk < count:
-                yield family.encode(*(x[number * chunk : (number + 1) * chunk] for x in local))
+                yield family.encode(*(_moved(x[number * chunk : (number + 1) * chunk], device) for x in local))
             else:  # an empty slice, so that the run stays in the graph for backward
-                yield family.encode(*(x[:1] for x in spare))[:0]
+                yield family.encode(*(_moved(x[:1], device) for x in spare))[:0]
 
     if family.context.config.visual_offload is not None:
-        return stored_in_host_memory(encoded(), count * units_per_frame, family.embedding_weight().device)
+        return stored_in_host_memory(encoded(), count * units_per_frame, device)
     parts = list(encoded())
     return parts[0] if runs == 1 else torch.cat(parts)
+
+
+def _moved(x: Tensor, device: torch.device) -> Tensor:
+    return x.to(device) if x.requires_grad else copy_to_device(x, device)  # pinned copies have no gradients
 
 
 def frame_arguments(
@@ -127,23 +120,35 @@ def frame_arguments(
         return {}
     visual = visual_features(family, inputs, features)
     visibility = visibility_of(family, inputs, visual.total_frames, features.shape[1], inputs.total_frames, placement)
-    frames = FrameState.of(visual, visibility.mask, text, family.units_per_frame(inputs))
-    if visual_cache is None:
-        frames = _select_strategy(family, inputs, text, frames)
+    frames = Frames.of_shards(visual_cache or visual, visibility.mask, text, family.units_per_frame(inputs))
+    if visual_cache is None and family.context.comm.size > 1:
+        frames = _select_strategy(family, inputs, text, visual, frames)
     local = family.context.config.self_attention == "local"
     rows = {name: x if local else text.shard(x, 1) for name, x in visibility.rows.items()}
-    return {"frames": frames, "rows": rows, "visual_cache": visual_cache}
+    return {"frames": frames, "rows": rows}
 
 
-def _select_strategy(family: Family, inputs: ForwardInputs, text: TextShards, frames: FrameState) -> FrameState:
+def _select_strategy(
+    family: Family, inputs: ForwardInputs, text: TextShards, visual: VisualFeatures, frames: Frames
+) -> Frames:
     """Select what `strategy="auto"` uses for this pass, and gather the features if that is "replicate"."""
     context, shape = family.context, family.cross_attention_shape()
-    if context.comm.size == 1:
-        return frames
-    if context.config.strategy == "auto" and shape is not None:
-        frames = select_for_pass(context, shape, text, frames)
-    if context.config.strategy == "replicate" or (frames.selection and frames.selection.strategy == "replicate"):
-        frames = frames.gathered(context.comm, family.unit_index(inputs, frames.visual.total_frames))
+    config = context.config
+    if config.strategy == "auto" and shape is not None:
+        assert context.selector is not None
+        (probe,) = as_attended(visual.features[:0])
+        q_shape, k_shape = (text.batch, shape.heads, text.local, shape.dim), (1, shape.kv_heads)
+        frames.selection = context.selector.select_for_pass(
+            problem_of(q_shape, k_shape, frames.key_lengths, probe.dtype, config.accumulate_dtype),
+            frames.masks,
+            probe,
+            training=torch.is_grad_enabled(),
+            visual_dim=visual.features.shape[2],
+            layers=shape.layers,
+            recompute=config.recompute_visual,
+        )
+    if config.strategy == "replicate" or (frames.selection and frames.selection.strategy == "replicate"):
+        frames = frames.gathered(visual, context.comm, family.unit_index(inputs, visual.total_frames))
     return frames
 
 
@@ -152,8 +157,10 @@ def visual_features(family: Family, inputs: ForwardInputs, features: Tensor) -> 
     per_frame, total = family.units_per_frame(inputs), max(1, inputs.total_frames)
     start, stop = frame_bounds(total, family.context.comm.size)[family.context.comm.rank]
     index = family.unit_index(inputs, total * per_frame)[start * per_frame : stop * per_frame]
-    if family.context.config.visual_offload is None:
-        return VisualFeatures(features, copy_to_device(index, features.device), total * per_frame)
+    config = family.context.config
+    if config.visual_offload is None:
+        index = copy_to_device(index, features.device)
+        return VisualFeatures(features, index, total * per_frame, config.recompute_visual)
     dtype = _features_dtype(family, features) if inputs.frames_are_features else features.dtype
     index = copy_to_device(index, family.embedding_weight().device)
     return HostFeatures.of(features, index, total * per_frame, dtype)
@@ -198,13 +205,13 @@ def mask_over_samples(
         )
     offset = torch.arange(prompt_batch) // max(1, prompt_batch // samples) * per_sample
     offset = offset if rows is None else offset[rows]
-    count = visible.sum(-1)
-    first = visible.int().argmax(-1) if per_sample else count
-    stop = per_sample - visible.flip(-1).int().argmax(-1) if per_sample else count
-    if bool(((stop - first == count) | (count == 0)).all()):  # no gaps: an interval per row is enough
-        first = offset[:, None] + first
-        return FrameMask.from_intervals(first, first + count, tokens, units)
-    table = torch.zeros(batch, length, units, dtype=torch.bool)
+    table = visible.numpy()  # torch converts every entry to a wider type for the same
+    count = np.count_nonzero(table, axis=-1)
+    runs = np.count_nonzero(table[..., :1]) + np.count_nonzero(table[..., 1:] > table[..., :-1])
+    if runs == np.count_nonzero(count):  # no gaps: an interval per row is enough
+        first = offset[:, None] + torch.from_numpy(table.argmax(-1) if per_sample else count)
+        return FrameMask.from_intervals(first, first + torch.from_numpy(count), tokens, units)
+    of_all_samples = torch.zeros(batch, length, units, dtype=torch.bool)
     for sample in range(batch):
-        table[sample, :, int(offset[sample]) : int(offset[sample]) + per_sample] = visible[sample]
-    return FrameMask.from_dense(table, tokens)
+        of_all_samples[sample, :, int(offset[sample]) : int(offset[sample]) + per_sample] = visible[sample]
+    return FrameMask.from_dense(of_all_samples, tokens)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.comm.agreement import require_same_text
+from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.patching import Patch
 
@@ -32,7 +32,7 @@ def patch_generate(model: Any, patch: Patch, frame_arguments: tuple[str, ...] = 
         records = patch.context.records
         if comm.size > 1:
             recorded = ", attention over frames is recorded" if records else ""
-            require_same_text(comm, "generate", lambda: _describe_settings(config, kwargs) + recorded)
+            agree(comm, "generate", lambda: {"settings": _describe_settings(config, kwargs) + recorded}, dict)
         for record in records:
             _refuse_unrecorded(config, kwargs)
             record.begin_answer()

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import TransformersKwargs
 
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.comm.agreement import fingerprint, require_agreement
+from mllm_seqpar.comm.agreement import agree
+from mllm_seqpar.comm.base import fingerprint
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
@@ -33,7 +34,10 @@ _COMPARED = (
     *("num_items_in_batch", "training mode", "autocast (checksum of its dtype)", "checksum of the inputs' dtypes"),
     *("checksum of further arguments", "gradient checkpointing", "checksum of requires_grad of the parameters"),
 )
-_RANDOM_STATE = "checksum of the random state"
+_REMEDY = (
+    "Every rank of the group must pass what it would pass to the unpatched model. transformers' Trainer gives each "
+    "rank samples of its own: use mllm_seqpar.SeqParTrainer instead, or SeqParMixin for a subclass"
+)
 _SAMPLED_WEIGHTS = 16
 """Values compared of each parameter."""
 _KNOWN_ARGUMENTS = {*TransformersKwargs.__annotations__, "cache_position", "ignore_index", "logits_to_keep"}
@@ -77,10 +81,12 @@ def require_same_inputs(
                 trained = "".join(str(int(p.requires_grad)) for p in model.parameters())
                 checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
                 numbers += [int(checkpointing), fingerprint(trained)]
-        found = dict(zip(_COMPARED, numbers, strict=False))
-        return found | ({} if model is None else {_RANDOM_STATE: random_state_number(inputs.text.device)})
+        return dict(zip(_COMPARED, numbers, strict=False))
 
-    rows = require_agreement(comm, "forward pass", _COMPARED, describe, (_RANDOM_STATE,))
+    def random_state(_: Any) -> list[int]:
+        return [] if model is None else [random_state_number(inputs.text.device)]
+
+    _, rows = agree(comm, "forward pass", describe, dict, numbers=random_state, remedy=_REMEDY)
     return all(row == rows[0] for row in rows)
 
 
@@ -92,26 +98,26 @@ def _input_numbers(inputs: ForwardInputs, compared_weights: nn.Module | None, nu
     counts += [0 if frames is None else math.prod(frames.shape[1:]), kind, inputs.past_length, inputs.use_cache]
     counts += [torch.is_grad_enabled(), labels is not None, mask is not None]
     all_have_pixels = kind == 1 and inputs.visual_shard is None and inputs.compare_frames
-    checksums = [
-        checksum(inputs.input_ids),
-        checksum(labels),
-        checksum(*(mask.values() if isinstance(mask, Mapping) else [mask])),  # one mask for each kind of layer, or one
-        checksum(inputs.position_ids),
-        checksum(sampled_bits(frames) if all_have_pixels and frames is not None else None),
-        checksum(*([] if compared_weights is None else _sampled_weights(compared_weights))),
-        torch.as_tensor(-1 if num_items is None else num_items),
+    compared = [
+        [inputs.input_ids],
+        [labels],
+        list(mask.values()) if isinstance(mask, Mapping) else [mask],  # one mask for each kind of layer, or one
+        [inputs.position_ids],
+        [sampled_bits(frames) if all_have_pixels and frames is not None else None],
+        [] if compared_weights is None else _sampled_weights(compared_weights),
+        [torch.as_tensor(-1 if num_items is None else num_items)],
     ]
-    values = inputs.read(checksums)  # one wait for the device, not eight
+    given = [[x for x in tensors if x is not None] for tensors in compared]
+    on_host = iter(inputs.read(list(itertools.chain(*given))))  # one wait for the device, not eight
+    *compared_on_host, (number,) = [list(itertools.islice(on_host, len(tensors))) for tensors in given]
+    values = [checksum(*tensors) for tensors in compared_on_host] + [int(number)]
     moved_rows = inputs.prompt_rows if inputs.past_length else None
-    placement = [x for name in inputs.compared_tensors if (x := inputs.on_host(name)) is not None]
-    values.insert(4, int(checksum(*placement, moved_rows)))
+    values.insert(4, checksum(*(inputs.on_host(name) for name in inputs.compared_tensors), moved_rows))
     return [*map(int, counts), *values]
 
 
 def _sampled_weights(model: nn.Module) -> list[Tensor]:
     """Return the bits of some values of each parameter that every rank has whole, which FSDP does not shard."""
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        return []
     whole = [p.detach().reshape(-1) for p in model.parameters() if not isinstance(p, DTensor) and not p.is_meta]
     return [x[:: max(1, x.numel() // _SAMPLED_WEIGHTS)].float().view(torch.int32) for x in whole if x.numel()]
 

@@ -5,6 +5,7 @@ Shape legend: B samples, L text tokens, F frames of all samples and ranks, f fra
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from mllm_seqpar._transfers import copy_to_host
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.loss import shifted
-from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
+from mllm_seqpar.runtime.visual_features import sampled_bits
 from mllm_seqpar.sharding import FrameShard
 
 from .cache import cache_state_of
@@ -62,7 +63,7 @@ class ForwardInputs:
     compare_frames: bool = True
     _host: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
 
-    @property
+    @functools.cached_property
     def text(self) -> Tensor:
         """`input_ids` or `inputs_embeds`, whichever was given."""
         given = [x for x in (self.input_ids, self.inputs_embeds) if x is not None]
@@ -101,21 +102,21 @@ class ForwardInputs:
             self.read()
         return self._host.get(name)
 
-    def read(self, numbers: Sequence[Tensor] = ()) -> list[int]:
-        """Read what the host needs of this pass, and `numbers`, in one copy; return the numbers.
+    def read(self, others: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Read what the host needs of this pass, and `others`, in one copy; return the others on the CPU.
 
         Each copy from the device makes the host wait until the device has computed everything before it.
         """
         wanted = self.read_by_host()
-        found = copy_to_host([*wanted.values(), *numbers])
+        found = copy_to_host([*wanted.values(), *others])
         self._host.update(zip(wanted, found[: len(wanted)], strict=True))
-        return [int(x) for x in found[len(wanted) :]]
+        return found[len(wanted) :]
 
     def read_by_host(self) -> dict[str, Tensor]:
         """Return the tensors whose values the host needs to plan this pass, by name.
 
         These are a two-dimensional attention mask, positions that may separate packed sequences, the compared tensors,
-        and, in a pass with a cache, the checksum by which the frames are recognised later.
+        and, in a pass with a cache, the sample of the frames by which they are recognised later.
         """
         found, mask = dict(self.compared_tensors), self.attention_mask
         if isinstance(mask, Tensor) and mask.dim() == 2:
@@ -123,7 +124,7 @@ class ForwardInputs:
         elif mask is None and self.detects_packing and self.position_ids is not None:
             found["position_ids"] = self.position_ids
         if self.frames is not None and self.use_cache:
-            found["checksum of frames"] = checksum(sampled_bits(self.frames))
+            found["sample of frames"] = sampled_bits(self.frames)
         return found
 
     def positions(self) -> Tensor:

@@ -8,17 +8,22 @@ Shape legend: B samples, L text tokens of the pass, s of them on this rank.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers.utils import can_return_tuple
 
 from mllm_seqpar.runtime.forward_state import ForwardState
+from mllm_seqpar.runtime.fsdp_units import call_within
+from mllm_seqpar.sharding import tensor_of
 
 from .cached_passes import cached_pass
+from .data_parallel import with_accumulated_gradients
 from .family import Family, require_same_pass
 from .frames import frame_arguments, local_features, log_shard_sizes
 from .generation import share_random_state
@@ -28,19 +33,26 @@ from .text import rows_of_pass, text_shards
 
 
 def as_forward(model: Any, forward: Callable[..., Any], doc: str = "") -> Any:
-    """Return `forward(self, ...)` as a method of `model` that takes `return_dict` and is never compiled.
+    """Return `forward(self, ...)` as a method of `model` that takes `return_dict` and `HostFrames`, never compiled.
 
     Schedules are planned in Python for each mask. Compiling that takes minutes, for every new mask. The docstring is
     that of the unpatched forward with `doc` appended.
     """
     forward.__doc__ = (model.forward.__doc__ or "") + doc
-    return types.MethodType(torch.compiler.disable(can_return_tuple(forward)), model)
+
+    @functools.wraps(forward)
+    def with_tensors(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *map(tensor_of, args), **{name: tensor_of(x) for name, x in kwargs.items()})
+
+    return types.MethodType(torch.compiler.disable(can_return_tuple(with_tensors)), model)
 
 
 def run_pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: Mapping[str, Any]) -> Any:
     """Run one forward pass of a patched model, and return what the model's `forward` returns."""
     family.context.require_same_world()
-    return (cached_pass if inputs.use_cache else _uncached_pass)(family, inputs, logits_to_keep, kwargs)
+    run = cached_pass if inputs.use_cache else _uncached_pass
+    units = [module for module in family.bypassed_modules if isinstance(module, FSDPModule)]
+    return call_within(units, functools.partial(run, family, inputs, logits_to_keep, kwargs))
 
 
 def _uncached_pass(
@@ -57,7 +69,9 @@ def _uncached_pass(
     if not (state.shards_text or same_random_state) and family.model.training:
         share_random_state(context.comm, inputs.text.device)
     embeds, positions, mask = rows_of_pass(family, inputs, state)
-    if not state.shards_text or state.text_on_one_process == "masked":
+    if features is None:
+        embeds = with_accumulated_gradients(embeds, family.model)
+    if state.takes_mask:
         mask = family.text_mask(embeds, mask, positions, None)
     decoded = family.run_decoder(embeds, positions, mask, None, state, **kwargs)
     out = uncached_outputs(family, inputs, state, decoded, logits_to_keep, kwargs)

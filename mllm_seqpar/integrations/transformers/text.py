@@ -5,15 +5,13 @@ Shape legend: B samples, L text tokens of the pass, s of them on this rank, K ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mllm_seqpar.errors import MaskError
-from mllm_seqpar.masks.rectangles import Rectangle, Span, masked_rectangles
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.star import StarText
@@ -65,7 +63,7 @@ def rows_of_pass(family: Family, inputs: ForwardInputs, state: ForwardState) -> 
     text, mask = state.text, inputs.attention_mask
     if state.shards_text and text is not None:
         embeds, positions = embeddings(family, inputs, lambda x: text.shard(x, 1)), text.shard(inputs.positions(), 1)
-        if state.text_on_one_process != "masked":
+        if not state.takes_mask:
             return embeds, positions, dummy_mask(inputs.text)
     if mask is None and not inputs.detects_packing:  # a mask of ones keeps transformers from looking at positions
         mask = torch.ones(inputs.batch, inputs.length, dtype=torch.long, device=inputs.text.device)
@@ -81,33 +79,3 @@ def embeddings(family: Family, inputs: ForwardInputs, select: Callable[[Tensor],
 def dummy_mask(text: Tensor) -> Tensor:
     """Return a mask that transformers passes on unchanged, for passes whose mask is in the `ForwardState`."""
     return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=text.device)
-
-
-@dataclass(frozen=True)
-class _DenseMaskRule:
-    visible: Tensor  # (B or 1, L, K) bool
-
-    def expand(self, batch: Span, rows: Span, keys: Span, device: torch.device) -> Tensor:
-        part = self.visible if self.visible.shape[0] == 1 else self.visible[slice(*batch)]
-        return part[:, slice(*rows), slice(*keys)].to(device)
-
-
-def causal_rectangles(mask: Tensor | None, q: Tensor, k: Tensor) -> Iterable[Rectangle]:
-    """Yield the mask rectangles of rows q (B, H, L, D) and the cached and new keys k (B, G, K, D).
-
-    `mask` is (B or 1, 1, L, K) as transformers prepares it, or None for a causal mask without padding.
-    """
-    batch, length, keys = q.shape[0], q.shape[2], k.shape[2]
-    if mask is None:
-        cached = keys - length
-        if cached:
-            yield Rectangle((0, batch), (0, length), (0, cached))
-        yield Rectangle((0, batch), (0, length), (cached, keys), "causal")
-        return
-    if mask.dim() != 4 or mask.shape[1] != 1:
-        raise MaskError(
-            f"attention_mask: expected (B, 1, rows, keys) as transformers prepares it, got {tuple(mask.shape)}"
-        )
-    visible = mask[:, 0, :, :keys]
-    rule = _DenseMaskRule(visible if visible.dtype is torch.bool else visible >= 0)
-    yield from masked_rectangles((0, batch), (0, length), (0, keys), 1, rule)

@@ -5,12 +5,14 @@ No code of the directory is executed. `mosaic_gpt`, whose directories contain th
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, MptConfig, MptForCausalLM
 from transformers.configuration_utils import PreTrainedConfig
@@ -18,6 +20,7 @@ from transformers.models.mpt.modeling_mpt import MptAttention
 
 from mllm_seqpar.errors import ConfigError
 
+from .configuration import LAYERS
 from .weights import load_complete
 
 # The values that transformers' MPT implements. Its config reads other values, but its model ignores them.
@@ -108,19 +111,49 @@ def load_language_model(directory: str | os.PathLike[str]) -> Any:
     """Load the language model of a published directory in float32; raise ConfigError if no class implements it."""
     file = Path(directory) / "config.json"
     try:
-        is_mosaic = json.loads(file.read_text()).get("model_type") == "mosaic_gpt"
-        config = _mpt_config(file) if is_mosaic else AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+        stated = json.loads(file.read_text())
+        is_mosaic = stated.get("model_type") == "mosaic_gpt"
+        if is_mosaic or stated.get("model_type") == "mpt":
+            config = _mpt_config(_mosaic_as_mpt(file, stated) if is_mosaic else stated)
+        else:
+            config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except (OSError, ValueError, StrictDataclassError) as error:
         raise ConfigError(f"language_model={directory}: {error}") from error
+    if config.model_type not in LAYERS:
+        raise ConfigError(
+            f"language_model={directory}: model_type {config.model_type!r}; OpenFlamingo supports {', '.join(LAYERS)}"
+        )
     if config.model_type == "mpt":
         _check_mpt(file, config)
     options: dict[str, Any] = {"key_mapping": _MOSAIC_TENSORS} if is_mosaic else {}
     return load_complete(language_model_class(config), directory, _BUFFERS, config=config, **options)
 
 
-def _mpt_config(file: Path) -> MptConfig:
-    """Return the MptConfig that corresponds to a mosaic_gpt config file."""
-    stated = json.loads(file.read_text())
+def _mpt_config(stated: dict[str, Any]) -> MptConfig:
+    """Return the MptConfig of the contents of a config file.
+
+    MptConfig refuses an int for a float, and a float for an int: `attn_pdrop: 0.0` and `clip_qkv: 8`, for example.
+    """
+    attention = stated.get("attn_config") or {}
+    stated = {**stated, "attn_config": _with_declared_numbers(MptConfig.sub_configs["attn_config"], attention)}
+    return MptConfig.from_dict(_with_declared_numbers(MptConfig, stated))
+
+
+def _with_declared_numbers(config: Any, stated: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with ints and floats in the type of the config's field, where that changes no value."""
+    found = dict(stated)
+    for field in dataclasses.fields(config):
+        value: Any = stated.get(field.name)
+        types = get_args(field.type) or (field.type,)
+        if type(value) in (int, float) and type(value) not in types:
+            found[field.name] = next(
+                (kind(value) for kind in types if kind in (int, float) and kind(value) == value), value
+            )
+    return found
+
+
+def _mosaic_as_mpt(file: Path, stated: dict[str, Any]) -> dict[str, Any]:
+    """Return the contents of an MPT config file that correspond to those of a mosaic_gpt config file."""
     fields = {_AS_MPT.get(key, key): stated.get(key, default) for key, default in _MOSAIC.items()}
     attention = {_AS_MPT.get(key, key): stated.get(key, default) for key, default in _MOSAIC_ATTENTION.items()}
     heads = fields["n_heads"]
@@ -128,7 +161,7 @@ def _mpt_config(file: Path) -> MptConfig:
         raise ConfigError(
             f"{file}: n_heads is {heads}; mosaic_gpt and MPT have the same position biases for powers of two only"
         )
-    return MptConfig(**fields, attn_config=attention)
+    return {**fields, "attn_config": attention}
 
 
 def _check_mpt(file: Path, config: Any) -> None:

@@ -15,6 +15,7 @@ from family_directories import MAKERS
 from mllm_seqpar.models.loading import load_model, load_processor
 from mllm_seqpar.training.finetune import fine_tune
 from ranks import ranks
+from ranks_worker import reset_global_state
 from training_logs import assert_same_trajectory, log_of
 
 LAUNCHED = {
@@ -59,3 +60,25 @@ def test_training_is_the_same_on_one_and_two_ranks(folder: Path, tmp_path: Path,
     assert changed and not any("vision" in key for key in changed), changed
     for key, value in models[0].items():
         torch.testing.assert_close(models[1][key], value, rtol=1e-3, atol=1e-4)
+
+
+def train_with_features(rank: int, world: int, argv: list[str], output: Path) -> None:
+    """Train without stored features, then store them in the first of two epochs, then train on what is stored."""
+    with patch.dict(os.environ, LAUNCHED):
+        for name in ("plain", "stored", "again"):
+            features = [] if name == "plain" else ["--features", str(output / "features")]
+            fine_tune([*argv, "--output_dir", str(output / name), *features])
+            reset_global_state()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", MAKERS)
+def test_stored_features_train_bit_for_bit_alike(folder: Path, tmp_path: Path, name: str, world: int) -> None:
+    argv = ["--model", folder / name, "--data", folder / "train.jsonl", "--use_cpu", "--max_steps", 4]
+    argv += ["--global_batch_size", 2, "--learning_rate", 1e-3, "--freeze", "vision", "--warmup_steps", 0]
+    argv += ["--per_device_train_batch_size", MICRO_BATCH.get(name, 2), "--save_strategy", "no", "--disable_tqdm", True]
+    ranks(world).run(train_with_features, [*map(str, argv)], tmp_path)
+    assert [*(tmp_path / "features" / "frames").glob("*/*.safetensors")]
+    plain, stored, again = (log_of(tmp_path / run) for run in ("plain", "stored", "again"))
+    assert plain == stored == again

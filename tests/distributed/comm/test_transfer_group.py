@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from mllm_seqpar import comm as public
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.attention import lv_xattn
+from mllm_seqpar.cli.launch import launched_ranks
 from mllm_seqpar.comm import (
     ProcessGroupCommunicator,
     Subgroup,
@@ -27,7 +28,9 @@ from mllm_seqpar.comm import (
     transfer_communicator,
 )
 from mllm_seqpar.comm import transfer_group as module
-from mllm_seqpar.errors import TransferError
+from mllm_seqpar.errors import ConfigError, TransferError
+from mllm_seqpar.inference import encode_video
+from mllm_seqpar.inference.rank_groups import divide_ranks
 from mllm_seqpar.patches.mplug_owl3.testing import tiny_model
 from mllm_seqpar.patching.patch import patch_of
 from ranks import ranks
@@ -202,3 +205,20 @@ def test_patching_warns_once_of_settings_that_hinder_nccl() -> None:
     assert len(first) == 1 and other == []
     assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in first[0] and "NCCL_LAUNCH_ORDER_IMPLICIT" in first[0]
     assert ranks(2, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}).run(warnings_of_two_patches, False) == [[], []]
+
+
+def groups_of_inference(rank: int, world: int) -> list[bool]:
+    """Return whether the ranks of a program, of its groups, and of `encode_video` have a transfer group."""
+    public.destroy()
+    with launched_ranks("cpu") as (comm, _):
+        pair = divide_ranks(comm, 2).group
+    public.destroy()
+    before = number_of_groups()
+    with pytest.raises(ConfigError, match="batch: 0"):
+        encode_video(torch.nn.Linear(1, 1), None, [], batch=0)  # type: ignore[arg-type]
+    return [*(x.transfers is not x.group for x in (comm, pair)), number_of_groups() == before + 1]
+
+
+def test_inference_agrees_over_groups_with_a_backend_for_the_cpu() -> None:
+    """The groups that users and programs give have NCCL only, over which an agreement waits for the device."""
+    assert ranks(4).run(groups_of_inference) == [[True] * 3] * 4

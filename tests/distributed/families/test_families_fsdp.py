@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from family_cases import BATCHES, FUSED
 from family_harness import TOLERANCE, family_module, inputs_of, model_of, reference, settings
 from mllm_seqpar import patch_model
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.errors import AgreementError, ConfigError
 from mllm_seqpar.patches.idefics.testing import Case as Idefics
 from mllm_seqpar.patches.mllama.testing import Case as Mllama
 from mllm_seqpar.patches.mllama.testing import tiny_model as tiny_mllama
@@ -28,6 +29,7 @@ from ranks import ranks
 from tolerances import assert_as_near_as_unpatched
 
 VIDEO, ONE_FRAME, TEXT = Owl(frames=(3, 2)), Owl(frames=(1,)), Owl(frames=(0, 0), length=11)
+ONE_TEXT = Owl(frames=(0,))
 FEATURES = Owl(frames=(2,), features="projected")
 NO_FEATURES = Owl(frames=(0,), arguments={"image_embeds": torch.zeros(0, 4, 64)})
 IMAGES, ONE_IMAGE, WORDS = BATCHES["mllama"], Mllama(frames=((2,),), length=9), Mllama(frames=((), ()))
@@ -149,6 +151,7 @@ RUNS: dict[str, Run] = {
         **{"local_frames": True, "model": FUSED, "options": AUTO},
     ),
     "two groups, one without features": Run("mplug_owl3", 4, [[NO_FEATURES, FEATURES], [FEATURES, NO_FEATURES]]),
+    "two groups, one with text only beside features": Run("mplug_owl3", 2, [[TEXT, FEATURES], [FEATURES, ONE_TEXT]]),
     "two groups of mllama, one with text only, then one without chunks": Run(
         "mllama", 4, [[IMAGES, WORDS, SHORT], [WORDS, ONE_IMAGE, IMAGES]], True, options=CHUNKS
     ),
@@ -166,6 +169,19 @@ if "open_flamingo" in BATCHES:
 @pytest.mark.parametrize("name", RUNS)
 def test_fsdp2_equals_unpatched(name: str) -> None:
     check_fsdp(RUNS[name])
+
+
+def pixels_beside_features(rank: int, world: int) -> None:
+    case = (ONE_FRAME, FEATURES)[rank]
+    model = tiny_model().train()
+    shard(model, "mplug_owl3")
+    patch_model(model, group=dist.new_subgroups(1)[0])
+    model(**inputs_of("mplug_owl3", case, model))
+
+
+def test_pixels_beside_features_are_an_error_on_all_ranks() -> None:
+    found = ranks(2).errors(pixels_beside_features)
+    assert all(isinstance(x, AgreementError) and "pass pixels and others pass features" in str(x) for x in found), found
 
 
 def freeze_unused(model: nn.Module) -> None:

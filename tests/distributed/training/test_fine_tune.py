@@ -171,6 +171,9 @@ def test_adapters_outside_frozen_parts_are_trained_and_saved(training_files: Pat
     assert any(weight.any() for name, weight in saved.items() if "lora_B" in name)
     assert json.loads((tmp_path / "model" / "adapter_config.json").read_text())["r"] == 4
     MPlugOwl3Processor.from_pretrained(tmp_path / "model")
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert f"base_model: {training_files / 'model'}\nlibrary_name: peft\n" in card
+    assert "| `--lora_r` | 4 |" in card and "(20 samples) for 2 steps" in card and "More Information" not in card
     with pytest.raises(ConfigError, match=r"--lora_target_modules nothing: Target modules .*nothing"):
         fine_tune(arguments(training_files, tmp_path / "2", "--use_peft", "--lora_target_modules", "nothing"))
 
@@ -269,3 +272,30 @@ def test_an_error_in_an_evaluation_stops_a_run_after_a_checkpoint(training_files
     with pytest.raises(SeqParError, match="none.mp4"):
         fine_tune([*argv, "--resume_from_checkpoint", "auto"])
     assert last_checkpoint(tmp_path / "out") == tmp_path / "out" / "checkpoint-2"
+
+
+def with_sharded_weights(rank: int, world: int, files: Path) -> list[bool]:
+    """Train for two steps, and resume from a renamed checkpoint; return whether the environment was restored."""
+    argv = compared(files, files / "sharded", "--shard_weights")
+    fine_tune([*argv, "--stop_after", "2"])
+    reset_global_state()
+    if rank == 0:
+        (files / "sharded" / "checkpoint-2").rename(files / "sharded" / "best")
+    fine_tune([*argv, "--stop_after", "3", "--resume_from_checkpoint", str(files / "sharded" / "best")])
+    return [name in os.environ for name in ("ACCELERATE_USE_FSDP", "FSDP_VERSION")]
+
+
+@pytest.mark.slow
+def test_weights_are_sharded_without_a_launch_configuration(training_files: Path, one_process: Path) -> None:
+    found = ranks(2).run(with_sharded_weights, training_files)
+    assert found == [[False, False]] * 2
+    assert_same_trajectory(log_of(training_files / "sharded"), log_of(one_process)[:3])
+    layout = json.loads((training_files / "sharded" / "checkpoint-3" / "seqpar_layout.json").read_text())
+    assert layout["fsdp"] is True
+    assert (training_files / "sharded" / "training.png").is_file()
+
+
+def test_ranks_that_do_not_divide_the_processes_are_refused(training_files: Path, tmp_path: Path) -> None:
+    message = r"--sp 3: 3 ranks per sample do not divide 1 processes; give a divisor of 1, .*--num_processes"
+    with pytest.raises(ConfigError, match=message):
+        fine_tune(arguments(training_files, tmp_path, "--sp", 3))

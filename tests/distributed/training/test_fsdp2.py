@@ -1,14 +1,19 @@
 """Layer: gloo ranks. accelerate on CPU shards parameters by FSDP2, or fails with an error."""
 
+import warnings
+
 import pytest
 import torch
+from accelerate import ParallelismConfig
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from fsdp2_on_cpu import fsdp2_accelerator, shard
 from launch import launch_environment
+from mllm_seqpar import patch_model
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.integrations.accelerate.fsdp2 import require_sharded, reshard
+from mllm_seqpar.integrations.accelerate.context_parallel import sequence_parallel_mesh
+from mllm_seqpar.integrations.accelerate.fsdp2 import require_sharded, reshard, set_parallelism_on_cpu
 from mllm_seqpar.patches.mplug_owl3.testing import tiny_frames, tiny_model, tiny_text
 from ranks import ranks
 
@@ -63,6 +68,21 @@ def test_parameters_are_sharded_and_gradients_are_whole() -> None:
     total = sum(p.numel() for p in model.parameters())
     assert sum(row["local"] for row in facts) == total
     assert max(row["local"] for row in facts) < 0.6 * total
+
+
+def warnings_of_prepare(rank: int, world: int) -> list[str]:
+    accelerator = fsdp2_accelerator()
+    set_parallelism_on_cpu(accelerator, ParallelismConfig(cp_size=2, dp_shard_size=1))
+    model = patch_model(partly_frozen_model(), group=sequence_parallel_mesh(accelerator))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        shard(accelerator, model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
+    return [str(warning.message) for warning in found]
+
+
+def test_prepare_does_not_warn_of_a_mesh_that_accelerate_chooses() -> None:
+    found = ranks(2, launch_environment(CONFIG)).run(warnings_of_prepare)
+    assert not [text for texts in found for text in texts if "flattened" in text]
 
 
 def test_unsharded_parameters_are_an_error() -> None:

@@ -87,19 +87,19 @@ def test_invalid_arguments_are_named_on_every_rank() -> None:
 
 
 DISAGREEMENTS = {
-    "rows": "q rows: rank 0 has 4, rank 1 has 4, rank 2 has 5",
-    "heads": "q heads: rank 0 has 4",
-    "batch": "q batch: rank 0 has 2",
-    "shared keys": "rank 0 has 2, rank 1 has 2, rank 2 has 1",
-    "dtype": "dtype: rank 0 has torch.float32, rank 1 has torch.float32, rank 2 has torch.bfloat16",
+    "rows": "q rows: ranks 0, 1: 4; rank 2: 5",
+    "heads": "q heads: ranks 0, 1: 4",
+    "batch": "q batch: ranks 0, 1: 2",
+    "shared keys": "k batch: ranks 0, 1: 2; rank 2: 1",
+    "dtype": "dtype: ranks 0, 1: torch.float32; rank 2: torch.bfloat16",
     "strategy": "strategy",
-    "tile": "tile rows: rank 0 has 1, rank 1 has 1, rank 2 has 3; tile columns",
+    "tile": "tile: ranks 0, 1: (1, 3); rank 2: (3, 1)",
     "layout": "layout",
     "causal": "layout",
-    "scale": "scale: rank 0 has 0.353553, rank 1 has 0.353553, rank 2 has 0.5",
-    "accumulate_dtype": "rank 2 has None",
-    "mask missing": "mask form",
-    "mask form": "mask form",
+    "scale": "scale: ranks 0, 1: 0.35355339",
+    "accumulate_dtype": "rank 2: None",
+    "mask missing": "mask: ",
+    "mask form": "mask: ranks 0, 1: table; rank 2: intervals",
 }
 ONE_RANK_WRONG = {
     "kernel": ConfigError,
@@ -113,7 +113,7 @@ ONE_RANK_WRONG = {
 @pytest.mark.parametrize("what", [*DISAGREEMENTS, *ONE_RANK_WRONG])
 def test_disagreement_or_error_of_one_rank_is_raised_on_every_rank(what: str) -> None:
     *others, odd = run_loopback(3, caught, what)
-    message = DISAGREEMENTS.get(what, "rank 2 of the group refused its arguments")
+    message = DISAGREEMENTS.get(what, "attention: rank 2: ")
     for error in others:
         assert isinstance(error, AgreementError) and message in str(error), error
     assert isinstance(odd, ONE_RANK_WRONG.get(what, AgreementError)), odd

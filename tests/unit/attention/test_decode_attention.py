@@ -11,10 +11,14 @@ from torch import Tensor
 from attention_cases import Case, frame_mask, inputs, visible_frames
 from dense_attention import dense_attention
 from mllm_seqpar.attention import decode_attention
-from mllm_seqpar.attention.decode import SCATTER_ROWS, merge_over_ranks, prepare_frames
-from mllm_seqpar.comm import Communicator, LoopbackCommunicator, LoopbackWorld, run_loopback
+from mllm_seqpar.attention.decode import SCATTER_ROWS, merge_over_ranks
+from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
+from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import ConfigError, MaskError, SeqParError, ShapeError
 from mllm_seqpar.masks import FrameMask
+from mllm_seqpar.runtime.context import SeqParContext
+from mllm_seqpar.runtime.forward_state import ForwardState
+from mllm_seqpar.runtime.frame_cache import VisualKVCache
 from mllm_seqpar.sharding import frame_range
 from tolerances import EXACT, relative_error
 
@@ -126,15 +130,19 @@ def test_few_rows_are_sent_to_all_ranks_at_once() -> None:
 
 
 def test_keys_that_all_rows_see_need_no_block_kernel() -> None:
+    """Of one process, where nothing needs the log-sum-exp."""
     q, k, v = torch.randn(3, 4, 2, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
-    for mask, differentiable in (
-        (None, True),
-        (FrameMask.from_dense(torch.tensor([1, 1, 0]).bool().expand(3, 2, 3), 2), True),
-        (FrameMask.from_dense(torch.tensor([1, 0, 1]).bool().expand(3, 2, 3), 2), False),
+    for visible, kernel, torch_attends in (
+        ([1, 1, 1], "auto", True),
+        ([1, 1, 0], "auto", True),
+        ([1, 0, 1], "auto", False),
+        ([1, 1, 0], "blocked_matmul", False),
     ):
-        prepared = prepare_frames(q, k, mask, LoopbackCommunicator(LoopbackWorld(1), 0), "auto")
-        assert prepared.differentiable is differentiable
-        torch.testing.assert_close(prepared.output(q, k, v, 0.3), prepared.partial(q, k, v, 0.3)[0])
-        assert not prepare_frames(
-            q, k, mask, LoopbackCommunicator(LoopbackWorld(1), 0), "blocked_matmul"
-        ).differentiable
+        mask = FrameMask.from_dense(torch.tensor(visible).bool().expand(3, 2, 3), 2)
+        context = SeqParContext(as_communicator("self"), SeqParConfig(kernel=kernel))
+        cache = VisualKVCache.given({0: (k, v)}, 3, 2)
+        state = ForwardState(context, frames=cache.frames_of(mask, context.comm), tokens=2)
+        keys = state.frame_keys(q, 0, lambda *_: (k, v), [])
+        assert (keys.attend_alone(q, 0.3) is not None) is torch_attends
+        expected = decode_attention(q, k, v, mask=mask, scale=0.3, group="self")
+        torch.testing.assert_close(state.attend(q, [keys], 0.3), expected)

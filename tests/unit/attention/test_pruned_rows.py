@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from attention_cases import Case, check, frame_mask, run_case, visible_frames
-from mllm_seqpar.attention.block_math import PreparedRectangle
+from mllm_seqpar.attention import block_math
 from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.masks import FrameBlockMasks, FullBlockMasks
@@ -91,16 +92,29 @@ def test_rows_that_are_sent_attend_to_some_key() -> None:
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Score entries per head of every kernel call, on all ranks."""
     entries: list[int] = []
-    cut = PreparedRectangle.cut
+    choose = block_math.choose_kernel
 
-    def counting(self: PreparedRectangle, *args: Any) -> Any:
-        part = cut(self, *args)
-        (q, k, _), *_ = part
-        rows, keys = q.shape[2], k.shape[2]
-        entries.append(q.shape[0] * (rows * (rows + 1) // 2 if self.causal else rows * keys))
-        return part
+    class Counting:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
 
-    monkeypatch.setattr(PreparedRectangle, "cut", counting)
+        def forward(self, q: Tensor, k: Tensor, *args: Any, causal: bool, **options: Any) -> Any:
+            self.add(q, k, causal)
+            return self.kernel.forward(q, k, *args, causal=causal, **options)
+
+        def backward(self, do: Tensor, q: Tensor, k: Tensor, *args: Any, causal: bool, **options: Any) -> Any:
+            self.add(q, k, causal)
+            return self.kernel.backward(do, q, k, *args, causal=causal, **options)
+
+        def add(self, q: Tensor, k: Tensor, causal: bool) -> None:
+            rows, keys = q.shape[2], k.shape[2]
+            entries.append(q.shape[0] * (rows * (rows + 1) // 2 if causal else rows * keys))
+
+    def counting(*args: Any, **options: Any) -> Any:
+        kernel, reason = choose(*args, **options)
+        return Counting(kernel), reason
+
+    monkeypatch.setattr(block_math, "choose_kernel", counting)
     return entries
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from attention_cases import Case, assert_exact, run_case
 from mllm_seqpar.comm import LoopbackCommunicator, Pending, Recv, Send, run_loopback
-from mllm_seqpar.comm.topology import gather_nodes
 from mllm_seqpar.schedules.rank_order import by_node, rank_order, sent_by_node
 from nccl_model import NcclCommunicator, run_nccl_model
 
@@ -120,16 +119,16 @@ def test_no_numbering_of_the_launcher_sends_less_between_nodes(shape: tuple[int,
 
 def test_nodes_are_gathered_by_host(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = iter("babacb")
-    monkeypatch.setattr("mllm_seqpar.comm.topology.host_identity", lambda: next(hosts))
+    monkeypatch.setattr("mllm_seqpar.comm.base.host_identity", lambda: next(hosts))
 
     class Ordered(LoopbackCommunicator):
         def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
             return [list(values), *([_fingerprint(host)] for host in hosts)]
 
-    from mllm_seqpar.comm.agreement import fingerprint as _fingerprint
+    from mllm_seqpar.comm.base import fingerprint as _fingerprint
     from mllm_seqpar.comm.loopback import LoopbackWorld
 
-    assert gather_nodes(Ordered(LoopbackWorld(6), 0)) == (0, 1, 0, 1, 2, 0)
+    assert Ordered(LoopbackWorld(6), 0).nodes == (0, 1, 0, 1, 2, 0)
     monkeypatch.undo()
     monkeypatch.setenv("NCCL_HOSTID", "one")
     assert run_loopback(3, lambda comm: comm.nodes) == [(0, 0, 0)] * 3

@@ -63,6 +63,7 @@ def test_every_fault_has_its_line(folder: Path, capsys: pytest.CaptureFixture[st
         ]
         for line, (number, text) in zip(lines, expected, strict=False):
             assert line.startswith(f"{path}:{number}: {text}")
+        assert lines.pop().startswith("decoding: ")
         assert lines[len(expected) :] == [
             f"{path}: 9 samples, 6 broken, 2 long videos; the good samples have 2 videos and 1 pictures with 17 frames",
             f"most frames: {path}:1 (8), {path}:8 (8), {path}:4 (1)",

@@ -59,26 +59,38 @@ def test_help_imports_no_torch_and_bash_completes(tmp_path: Path, capsys: pytest
     (tmp_path / "script").write_text(capsys.readouterr().out)
 
     def completed(*words: str) -> list[str]:
-        line = f"COMP_WORDS=({' '.join(words)} '') COMP_CWORD={len(words) - (words[-1] != '')}"
+        line = f"COMP_WORDS=({' '.join(words)} '') COMP_CWORD={len(words) - 1}"
         code = f"source {tmp_path}/script; {line}; _mllm_seqpar; echo ${{COMPREPLY[@]}}"
         return subprocess.run(["bash", "-c", code], capture_output=True, text=True, cwd=tmp_path).stdout.split()
 
     assert completed("mllm-seqpar", "c") == ["chat", "check-data", "convert", "calibrate", "completion"]
     assert completed("mllm-seqpar", "chat", "--mlp") == ["--mlp_chunk_size"]
     assert completed("mllm-seqpar", "check-data", "scr") == []  # files, by readline
+    assert completed("mllm-seqpar", "ask", "--self-attention", "s") == ["star"]
+    assert completed("mllm-seqpar", "plan", "--trained", "") == ["all", "no-vision", "language", "connector", "none"]
+    assert "a100-80g-4x4" in completed("mllm-seqpar", "plan", "--cluster", "a1")
+    (tmp_path / "some model").mkdir()
+    (tmp_path / "some file").touch()
+    assert completed("mllm-seqpar", "chat", "--model", "so") == ["some", "model"]  # one directory, not the file
 
 
 def test_completion_has_the_options_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     entries = {name: COMMANDS[name] for name in ("plan", "doctor", "calibrate")}
     options = {name: completion.options_of(entry) for name, (entry, _) in entries.items()}
-    assert options["doctor"] == ["--device", "--help", "--num_processes"]
+    assert list(options["doctor"]) == ["--device", "--help", "--num_processes"]
+    assert options["doctor"]["--device"].names == ("auto", "cpu", "cuda")
+    assert options["plan"]["--model"].kind == "directories" and options["plan"]["--timeline"].kind == "files"
+    assert options["plan"]["--no_overlap"].kind == "none"
     assert "--num_processes" in options["calibrate"]
     assert {"--mlp_chunk_size", "--no_overlap", "--strategy"} <= set(options["plan"])
     scripts = {shell: completion.script(shell, entries, options) for shell in completion.SHELLS}
-    assert '    doctor) options="--device --help --num_processes" ;;' in scripts["bash"]
-    assert "    doctor) options=(--device --help --num_processes) ;;" in scripts["zsh"]
-    assert "\ncomplete -c mllm-seqpar -n '__fish_seen_subcommand_from doctor' -l num_processes\n" in scripts["fish"]
-    assert completion.options_of("mllm_seqpar.no_such_module:main") == []
+    assert '    doctor)\n        options="--device --help --num_processes"\n' in scripts["bash"]
+    assert "    doctor)\n        options=(--device --help --num_processes)\n" in scripts["zsh"]
+    assert "            device) values=(auto cpu cuda) ;;\n" in scripts["zsh"]
+    line = "\ncomplete -c mllm-seqpar -n '__fish_seen_subcommand_from doctor' -l "
+    assert line + "num_processes -r\n" in scripts["fish"] and line + "device -x -a 'auto cpu cuda'\n" in scripts["fish"]
+    assert "--adam_epsilon" in completion.options_of(COMMANDS["finetune"][0])  # of --help_all
+    assert completion.options_of("mllm_seqpar.no_such_module:main") == {}
     assert main(["completion", "tcsh"]) == 2 and "invalid choice: 'tcsh'" in capsys.readouterr().err
 
 
@@ -134,6 +146,32 @@ def test_convert_refuses_in_one_line(
     assert "it exists and is not an empty directory" in capsys.readouterr().err
 
 
+def test_convert_refuses_other_families_before_their_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kind in ("llava", "clip"):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "config.json").write_text(json.dumps({"model_type": kind}))
+    new = str(tmp_path / "new")
+    for argv, message in (
+        (["--model", "llava"], "LlavaForConditionalGeneration (model_type 'llava') is of no supported family; "),
+        (["--language_model", "clip", "--vision_model", "clip"], "model_type 'clip'; OpenFlamingo supports gpt_neox"),
+    ):
+        argv[1] = str(tmp_path / argv[1])
+        assert main(["convert", "--output", new, *argv]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("error: ") and message in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["clip", "llava"]
+
+
+def test_example_leaves_a_directory_with_files_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("mine")
+    assert main(["example", "--output", str(tmp_path)]) == 2
+    assert "exists and is not an empty directory; choose another name" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.rglob("*")] == ["model", "config.json"]
+
+
 def test_doctor_finds_old_packages_and_wrong_results(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,5 +217,6 @@ def test_rank_that_ends_first_ends_the_program_only_if_it_failed(
     assert capsys.readouterr().err.startswith(
         "\nstopped: rank 3 ended by signal 9 (SIGKILL); a process that needs more"
     )
-    with pytest.raises(ConfigError, match="--num_processes: 0 is not allowed"), own_ranks.own_ranks(0, "a:b", []):
-        pass
+    for count, message in ((0, ": 0 is not allowed"), (9999, r" 9999: this machine has \d+ processors and \d+ GPUs")):
+        with pytest.raises(ConfigError, match=f"--num_processes{message}"), own_ranks.own_ranks(count, "a:b", []):
+            pass

@@ -1,5 +1,6 @@
 """Layer: pure Python. Command lines, devices, how errors are reported, and reading ahead."""
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -7,11 +8,12 @@ import pytest
 import torch
 from transformers import HfArgumentParser
 
-from mllm_seqpar.cli.launch import collective_timeout, require_rendezvous, use_cuda
+from mllm_seqpar.cli.launch import collective_timeout, launched_ranks, require_rendezvous, use_cuda
 from mllm_seqpar.cli.options import CommandOptions, Parser, canonical_arguments, option, parse_options
 from mllm_seqpar.cli.program_exit import describe
 from mllm_seqpar.data.prefetch import read_ahead
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.training import finetune
 
 
 def test_reading_ahead_keeps_the_order_and_raises_in_place() -> None:
@@ -97,6 +99,7 @@ def test_hyphens_in_names_are_accepted_and_values_are_left_alone(capsys: pytest.
         (("--name", "a", "--rate", "fast"), "argument --rate: invalid float value: 'fast'"),
         (("--name", "a", "--count", "0"), "--count: 0 is not allowed; give more than 0"),
         (("--name", "a", "--coun", "1"), r"unrecognized arguments: --coun 1 \(did you mean --count\?\)"),
+        (("--nam", "a"), r"unrecognized arguments: --nam a \(did you mean --name\?\)"),
         (("--name", "a", "--name", "a"), "--name is given twice; give it once"),
         (("--name=a", "--loud", "--no-loud"), "--no_loud is given twice"),
     ],
@@ -134,3 +137,37 @@ def test_two_processes_use_cuda_if_each_has_a_gpu(
 def test_timeout_defaults_to_the_device() -> None:
     limits = [collective_timeout(None, True), collective_timeout(None, False), collective_timeout(7, True)]
     assert limits == [timedelta(seconds=seconds) for seconds in (600, 300, 7)]
+
+
+class _ProcessGroup(Exception):
+    """Raised in the place of the creation of a process group."""
+
+
+@pytest.mark.parametrize("given", [None, "0"])
+@pytest.mark.parametrize("program", ["finetune", "others"])
+def test_programs_order_launches_before_they_create_a_process_group(
+    program: str, given: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher has not set the variable, or the user has."""
+    found = []
+
+    def create(*args: object, **kwargs: object) -> None:
+        found.append(os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT"))
+        raise _ProcessGroup
+
+    monkeypatch.setattr("accelerate.PartialState", create)
+    monkeypatch.setattr("torch.distributed.init_process_group", create)
+    rendezvous = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in rendezvous.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "restored after the test")
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT")
+    if given is not None:
+        monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", given)
+    with pytest.raises(_ProcessGroup):
+        if program == "finetune":
+            finetune.prepare(["--model", "DIR"])
+        else:
+            with launched_ranks("cpu"):
+                pass
+    assert found == [given or "1"]

@@ -12,9 +12,11 @@ from clips import decode_all, write_clip
 from PIL import Image
 from torch import Tensor
 
+from mllm_seqpar import SeqParDataCollator
 from mllm_seqpar.data import ChatDataset, chat_family, load_local_frames
 from mllm_seqpar.data.chat import MediaError
 from mllm_seqpar.data.needle import make_tokenizer
+from mllm_seqpar.data.sources import VideoSource
 from mllm_seqpar.errors import DataError, VideoError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.sharding import frame_bounds
@@ -86,6 +88,25 @@ def test_callers_sampling_overrides_the_data(folder: Path, processor: Any) -> No
 
     assert frames(fps=5) == [12, 12] and frames(num_frames=4) == [4, 4]
     assert frames(max_frames=5) == [3, 5] and frames(fps=5, max_frames=2) == [2, 2]
+
+
+def test_clips_are_sampled_within_their_times(folder: Path, processor: Any) -> None:
+    part = {"type": "video", "path": "clips/a.mp4"}  # 2.4 seconds
+    rows = [chat(part | {"fps": 5, "start": 1.0, "end": 2.0}, text("What?")), chat(part | {"start": 9}, text("What?"))]
+    (folder / "clips.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for fps, seconds in ((None, [1.0, 1.2, 1.4, 1.6, 1.8]), (2, [1.0, 1.5])):
+        dataset = ChatDataset(folder / "clips.jsonl", processor, fps=fps)
+        (source,) = dataset[0].sources
+        assert isinstance(source, VideoSource)
+        assert [source.plan.seconds(n) for n in range(len(source))] == pytest.approx(seconds)
+        with pytest.raises(
+            VideoError, match=r"clips.jsonl:2: .*a.mp4: the clip starts at 9 s, but the video has 2.400"
+        ):
+            dataset[1]
+    source = SeqParDataCollator(processor)._source(
+        {**rows[0]["messages"][0]["content"][0], "path": folder / "clips/a.mp4"}
+    )
+    assert isinstance(source, VideoSource) and source.plan.seconds(0) == 1.0 and len(source) == 5
 
 
 def test_labels_are_the_answers_and_padding_is_right(folder: Path, processor: Any) -> None:
@@ -185,6 +206,10 @@ VIDEO = {"type": "video", "path": "clips/a.mp4"}
         ({"messages": [{"role": "user", "content": [VIDEO | {"fpss": 2}]}]}, "unknown key 'fpss' in"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "message 0 has the role 'robot'"),
         ({"messages": [{"role": "user", "content": "x"}]}, "no message of the assistant"),
+        (
+            chat(VIDEO, answer=" \n"),
+            r"message 1 \(assistant\) is empty, so that training would",
+        ),
         ({"messages": [{"role": "user", "content": 5}]}, "its content is 5; a text or a list of parts"),
         (chat({"type": "sound"}), "is not a part"),
         (chat({"type": "text"}), "a text part without text"),
@@ -198,6 +223,10 @@ VIDEO = {"type": "video", "path": "clips/a.mp4"}
         (chat(VIDEO | {"fps": inf}), "fps is inf; expected a number above 0"),
         (chat(VIDEO | {"num_frames": 2.5}), "num_frames is 2.5; expected a whole number"),
         (chat(VIDEO | {"fps": 1, "num_frames": 2}), "both fps and num_frames"),
+        (chat(VIDEO | {"start": "soon"}), "start is 'soon'; expected a number of seconds, 0 or more"),
+        (chat(VIDEO | {"end": -1}), "end is -1; expected a number of seconds, 0 or more"),
+        (chat(VIDEO | {"start": 2, "end": 2}), "the clip from 2 to 2 seconds is empty; end must be after start"),
+        (chat({"type": "video", "images": ["0.png"], "end": 1}), "end of a list of pictures, which has no time"),
         (chat(text("<|image|> what?")), r"its text holds <\|image\|>; show media by parts"),
         ({"messages": [{"role": "assistant", "content": [VIDEO]}]}, "only a user message shows media"),
     ],

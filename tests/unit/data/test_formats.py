@@ -102,6 +102,18 @@ CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         {"messages": [user({"type": "video", "video": "a.mp4", "fps": 2.0}, {"type": "image", "url": "1.png"})]},
         [user(video("a.mp4", fps=2.0), image("1.png"))],
     ),
+    "clip of Qwen": (
+        {"messages": [user({"type": "video", "video": "a.mp4", "video_start": 1.5, "video_end": 4})]},
+        [user(video("a.mp4", start=1.5, end=4))],
+    ),
+    "clip of MVBench": (
+        MV_BENCH | {"start": 2.0, "end": "0:01:03.5"},
+        [user(video("a.webm", start=2.0, end=63.5), "Which one?\nA. a cup\nB. a box" + PROMPT), says("B")],
+    ),
+    "clip of a caption": (
+        {"video": "a.mp4", "caption": "A cat.", "start_time": "01:02"},
+        [user(video("a.mp4", start=62.0), "Describe the video."), says("A cat.")],
+    ),
     "row of a table": (
         {
             "messages": [
@@ -170,6 +182,11 @@ def test_own_chats_are_unchanged() -> None:
         (llava("<image>", "It.", image="1.png", video="a.mp4"), r"has 2 files \(1.png, a.mp4\)"),
         (llava("<image>", "It.", image="1.png", images=["2.png"]), "has both 'image' and 'images'"),
         (llava("<image>", "It.", image=3), "image is 3; expected the path of a file"),
+        (
+            {"question": "x", "answer": "y", "videos": ["a.mp4", "b.mp4"], "end": 3},
+            "times of a clip and 2 videos; state",
+        ),
+        ({"question": "x", "answer": "y", "video": "a.mp4", "end": 3, "end_time": 3}, "has both 'end' and 'end_time'"),
         ({"text": "no picture"}, "which is no known form"),
         ({"question": "x", "image": "1.png"}, "question and answer are 'x' and ''; expected two texts"),
         (VIDEO_MME | {"answer": None}, "the question has no answer; expected one of answer, correct_choice"),

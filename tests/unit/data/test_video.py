@@ -189,6 +189,36 @@ def test_metadata_agree_with_a_scan_and_plan_options_choose_the_times(clips: Pat
             plan_frames(info, fps=fps)
 
 
+def test_a_clip_has_the_frames_between_its_times(clips: Path) -> None:
+    """A clip shows what a file that was cut there would show, at the times of the whole video."""
+    path = write_clip(clips / "clip.mp4")
+    decoded = decode_all(path)
+    for info in (probe(path), scan(path)):  # 60 frames in 2.4 s
+        for options, seconds in (
+            ({"fps": 2, "start": 0.5}, [0.5, 1.0, 1.5, 2.0]),
+            ({"fps": 2, "end": 1.0}, [0.0, 0.5]),
+            ({"fps": 4, "start": 0.4, "end": 1.2, "max_frames": 2}, [0.6, 1.0]),
+            ({"num_frames": 2, "start": 0.4, "end": 99.0}, [0.9, 1.9]),
+            ({"start": 2.3}, [2.32, 2.36]),
+            ({"start": 1.001, "end": 1.002}, [1.001]),
+            ({"fps": 1000, "start": 1.0, "end": 1.1}, [1.0, 1.04, 1.08]),
+        ):
+            plan = plan_frames(info, **options)
+            assert [plan.seconds(i) for i in range(len(plan))] == pytest.approx(seconds, abs=2e-4), options
+            assert torch.equal(read(plan), torch.stack([shown_at(decoded, tick) for tick in plan.ticks]))
+        assert plan_frames(info, fps=5, start=0.0, end=2.4) == plan_frames(info, fps=5)
+    uneven = plan_frames(scan(write_clip(clips / "uneven clip.mkv", times=UNEVEN)), start=0.0, end=1.0, max_frames=4)
+    assert len(uneven) == 4
+    with pytest.raises(VideoError, match=r"clip.mp4: the clip starts at 2.4 s, but the video has 2.400 s"):
+        plan_frames(info, fps=1, start=2.4)
+    for options, message in (
+        ({"start": -1}, "start must be a number of seconds"),
+        ({"start": 1, "end": 1}, "must end"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            plan_frames(info, **options)
+
+
 def test_jittered_times_do_not_repeat_or_drop_frames(clips: Path) -> None:
     path = write_clip(clips / "jitter.mkv", times=[round(1000 * i / 30) for i in range(60)])  # 33, 67, 100 ms ...
     assert plan_frames(probe(path), fps=29.99).ticks[:4] == (0, 33, 67, 100)
@@ -328,7 +358,10 @@ def test_image_list_yields_batches_of_one_size(tmp_path: Path) -> None:
     with pytest.raises(VideoError, match="9.png: no such file"):
         ImageListSource([tmp_path / "9.png"])
     (tmp_path / "bad.png").write_bytes(b"no picture")
-    with pytest.raises(VideoError, match="bad.png: not a readable picture"):
+    with pytest.raises(VideoError, match=r"bad.png: not a readable picture \(cannot identify image file\); replace"):
         list(ImageListSource([tmp_path / "bad.png"]).read(0, 1))
+    (tmp_path / "empty.png").touch()
+    with pytest.raises(VideoError, match=r"empty.png: the file is empty \(0 bytes\)"):
+        ImageListSource([tmp_path / "empty.png"]).sizes()
     with pytest.raises(VideoError, match="without images"):
         ImageListSource([])

@@ -76,3 +76,22 @@ def test_tables_of_bytes_sent_are_those_of_the_formulas(figures: ModuleType) -> 
     sent, text = importlib.import_module("sent"), pages()
     for case in sent.CASES:
         assert sent.table(case) in text, f"the table {case} has changed: run python scripts/docs/sent.py"
+
+
+def test_site_links_to_the_repository_by_its_web_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "docs"))
+    hooks = importlib.import_module("mkdocs_hooks")
+    sys.modules.pop("mkdocs_hooks")
+    expected = "https://example.org/user/name"
+    for remote in (
+        "https://example.org/user/name.git",
+        "https://someone:secret@example.org/user/name",
+        "git@example.org:user/name.git",
+        "ssh://git@example.org:2222/user/name.git",
+    ):
+        assert hooks.web_address(remote) == expected, remote
+    assert hooks.web_address("/srv/name.git") is None and hooks.web_address("") is None
+    config = {"config_file_path": str(ROOT / "mkdocs.yml"), "repo_url": "", "repo_name": None}
+    monkeypatch.setenv("GITHUB_REPOSITORY", "user/name")
+    monkeypatch.setenv("GITHUB_SERVER_URL", "https://example.org")
+    assert hooks.on_config(config)["repo_url"] == expected and config["repo_name"] == "user/name"

@@ -15,6 +15,7 @@ from mllm_seqpar.errors import AgreementError, ConfigError, DataError, VideoErro
 from mllm_seqpar.inference import data_set
 from mllm_seqpar.inference.answer_file import AnswerFile
 from mllm_seqpar.inference.arguments import parse
+from mllm_seqpar.inference.ask import ask
 from mllm_seqpar.inference.conversation import Conversation
 from mllm_seqpar.inference.data_set import Answerer, answer_data_set
 
@@ -210,3 +211,22 @@ def test_answers_without_a_video_are_counted_and_no_answer_at_all_is_an_error(
     errors = run(2, *source[:-1], questions.with_name("other"))
     assert [type(error) for error in errors] == [DataError, AgreementError]
     assert "0 of 1 questions are answered; errors: 1, the first at" in str(errors[0])
+
+
+def test_exit_status_is_1_if_some_questions_have_no_answer(
+    questions: Path, inference_files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--model", inference_files / "gated", "--questions", questions, *OPTIONS]
+    good, bad = ({"question": "Say hello."}, {"question": "Why?", "video": "nothere.mp4"})
+    questions.write_text(json.dumps(good) + "\n" + json.dumps(bad) + "\n")
+    assert ask([*map(str, [*argv, "--output", questions.with_name("out")])]) == 1
+    assert "1 of 2 questions are answered" in capsys.readouterr().err
+    questions.write_text(json.dumps(good) + "\n")
+    assert ask([*map(str, [*argv, "--output", questions.with_name("other")])]) == 0
+
+
+def test_a_stream_is_no_answer_file(inference_files: Path, questions: Path) -> None:
+    argv = ["--model", inference_files / "gated", "--questions", questions, *OPTIONS]
+    for output in ("/dev/fd/1", str(questions.parent)):
+        error = attempt(lambda output=output: ask([*map(str, argv), "--output", output]))[1]
+        assert f"--output {output}: not a regular file" in str(error)

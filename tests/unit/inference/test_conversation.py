@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar import patch_model
-from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
+from mllm_seqpar.comm import Communicator, LoopbackCommunicator, as_communicator, run_loopback
 from mllm_seqpar.data import VideoSource, chat_family
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.inference import Sampling
@@ -163,6 +163,20 @@ def test_pieces_never_contain_the_beginning_of_a_stop_string() -> None:
     for piece in ("a<", "b</e", "nd", ">c"):
         watch.put(piece)
     assert (pieces, watch.finish(), watch.stopped) == (["a", "<b"], "a<b", True)
+
+
+def test_ranks_agree_to_stop_without_the_device() -> None:
+    class OnMeta(LoopbackCommunicator):
+        """A rank whose transfers are on a device whose values the host cannot read, and whose agreements are not."""
+
+        device = torch.device("meta")  # type: ignore[assignment]
+        control_device = torch.device("cpu")  # type: ignore[assignment]
+
+    def body(comm: Communicator) -> list[bool]:
+        watch = StopWatch(OnMeta(comm.world, comm.rank), [], None, lambda: comm.rank == 0)
+        return [watch(torch.zeros(1, 2, dtype=torch.long), None).item(), watch.interrupted]
+
+    assert run_loopback(2, body) == [[True, True]] * 2
 
 
 def test_prompts_that_the_model_cannot_take_are_refused(gated: Case) -> None:

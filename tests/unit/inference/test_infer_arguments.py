@@ -17,8 +17,11 @@ SET = ["--model", "m", "--questions", "q.jsonl", "--output", "a.jsonl"]
 def test_options_become_settings() -> None:
     args = parse([*ASK, "--question", "When?", "--no_progress", "--self_attention", "star"])
     assert args.question == ("Why?", "When?") and not args.progress
-    assert args.frame_options(default_fps=1.0) == {"fps": 1.0, "num_frames": None, "max_frames": None}
+    frames = {"fps": 1.0, "num_frames": None, "max_frames": None, "start": None, "end": 2.5}
+    assert parse([*ASK, "--end", "2.5"]).frame_options(default_fps=1.0) == frames
     assert parse([*ASK, "--num_frames", "9"]).frame_options(default_fps=1.0)["fps"] is None
+    assert args.decoding() == {"threads": None, "decoder": "pyav"}
+    assert parse([*ASK, "--decode_threads", "1"]).decoding() == {"threads": 1, "decoder": "pyav"}
     assert args.sampling() == Sampling(max_new_tokens=256, temperature=0.0, top_p=1.0, seed=0)
     assert args.seqpar_config().self_attention == "star"
 
@@ -32,6 +35,8 @@ def test_options_become_settings() -> None:
         ([*ASK, "--fps", "2", "--num_frames", "5"], "--fps 2 and --num_frames 5: give one"),
         ([*ASK, "--features", "f", "--save_features", "g"], "not written again"),
         ([*ASK, "--kernel", "magic"], "--kernel: 'magic' is unknown; choose auto"),
+        ([*ASK, "--decode_threads", "0"], "--decode_threads: 0 is not allowed; give 1 or more"),
+        ([*ASK, "--decoder", "ffmpeg"], "--decoder: 'ffmpeg' is not allowed; give one of pyav, torchcodec"),
         ([*ASK, "--dtype", "int8"], "--dtype: 'int8' is not allowed; give one of auto"),
         ([*ASK, "--top_p", "0"], "top_p: 0.0 is not allowed; give more than 0 and at most 1"),
         ([*ASK, "--seed", "3"], "--seed 3 would have no effect: without --temperature above 0"),
@@ -39,6 +44,10 @@ def test_options_become_settings() -> None:
         ([*ENCODE, "--max_new_tokens", "9"], "--max_new_tokens 9 would have no effect: there is no question"),
         ([*ENCODE, "--strategy", "ring"], "--strategy ring would have no effect: there is no question"),
         ([*ASK, "--output", "a.jsonl"], "--output a.jsonl would have no effect: it belongs to --questions"),
+        ([*ASK, "--start", "-1"], "--start: -1.0 is not allowed; give a number of seconds, 0 or more"),
+        ([*ASK, "--start", "3", "--end", "3"], "--end 3: the clip begins at 3 s; give a later time"),
+        ([*SET, "--start", "3"], "--start 3.0 would have no effect: --questions names the videos"),
+        ([*SET, "--template", "Letter?"], "it has no {question}"),
         ([*SET, "--video", "v.mp4"], "--questions names the videos"),
         (SET[:4], "--questions needs --output FILE"),
         ([*SET, "--choices", "--max_new_tokens", "9"], "--choices generates no text"),

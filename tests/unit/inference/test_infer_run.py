@@ -15,7 +15,8 @@ from mllm_seqpar.data import VideoSource, plan_frames, probe, read_frames
 from mllm_seqpar.errors import AgreementError, ConfigError, DataError, VideoError
 from mllm_seqpar.inference import Sampling, answer, encode_video, load_for_inference
 from mllm_seqpar.inference.arguments import parse
-from mllm_seqpar.inference.encoding import EncodedVideo
+from mllm_seqpar.inference.ask import ask as ask_command
+from mllm_seqpar.inference.encoding import PARTS, EncodedVideo
 from mllm_seqpar.inference.run import ask_videos
 from mllm_seqpar.inference.stored_features import save_video
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration, MPlugOwl3Processor
@@ -99,9 +100,15 @@ def test_evidence_is_printed_reported_and_written(inference_files: Path, tmp_pat
     assert page.read_text().count('"mean":') == 2
     assert f"\nevidence page: {page}\n" in shown.err
     assert str(inference_files / "clip.mp4") in page.read_text() and str(inference_files / "fused") in page.read_text()
+    assert len(report["encoding_seconds"]) == 2
+    assert all(
+        set(row) == set(PARTS) and row["decode frames"] > 0 < row["encode"] for row in report["encoding_seconds"]
+    )
+    assert report["seconds"]["prefill"] > 0 < report["seconds"]["generate"]
     (summary,) = [line for line in shown.err.splitlines() if "visual tokens" in line]
     assert re.fullmatch(
-        r"12 frames, 48 visual tokens on 2 ranks; open \S+ s, load \S+ s, read and encode \S+ s \(\S+ frames/s\), "
+        r"12 frames, 48 visual tokens on 2 ranks; open \S+ s, load \S+ s, read and encode \S+ s \(\S+ frames/s; "
+        r"decode frames \S+ s, transfer \S+ s, encode \S+ s, wait for frames \S+ s\), "
         r"prefill \S+ s, decode \d+ tokens at \S+ tokens/s; peak memory by rank \(resident\) \d+, \d+ MiB",
         summary,
     )
@@ -234,15 +241,20 @@ def test_each_of_several_videos_is_asked_each_question(
     (tmp_path / "videos/bad.mp4").write_bytes(b"no video")
     capsys.readouterr()
     index = tmp_path / "pages/report.html"
-    options = [*ASK, "--question", "Why?", "--evidence_html", index]
-    errors = run(2, *source, "--video", tmp_path / "videos", "--num_frames", 3, *options)
-    assert [type(error) for error in errors] == [VideoError] * 2
-    assert "1 of 3 videos cannot be used; the first: " in str(errors[0]) and "bad.mp4" in str(errors[0])
+    argv = [*source, "--video", tmp_path / "videos", "--num_frames", 3, *ASK, "--question", "Why?"]
+    argv += ["--evidence_html", index]
+    assert ask_command([*map(str, argv)]) == 1
     out, err = capsys.readouterr()
-    assert out.count(f"== {names[1]} ==\n") == 1 and "bad.mp4" in err
+    assert out.count(f"== {names[1]} ==\n") == 1
+    assert "error: 1 of 3 videos cannot be used; the first: " in err and "bad.mp4" in err
     assert f"evidence page: {index}, the index of 2 pages\n" in err
     shown = json.loads(re.search(r'application/json">(.*?)</script>', index.read_text(), re.DOTALL)[1])  # type: ignore[index]
     assert [page["name"] for page in shown["pages"]] == names[:2] and "bad.mp4" in shown["faults"][0]
     for page in shown["pages"]:
         assert (index.parent / page["href"]).read_text().count('"mean":') == 1
         assert page["answers"][0]["question"] == "Why?" and 0 < page["answers"][0]["moment"]["share"] <= 1
+    for path in list((tmp_path / "videos").iterdir()):  # links to files of other tests
+        path.unlink()
+        path.write_bytes(b"no video")
+    errors = run(2, *argv)
+    assert [type(error) for error in errors] == [VideoError] * 2 and "3 of 3 videos" in str(errors[0])

@@ -76,3 +76,14 @@ def test_missing_base_model_is_named(adapter: Path) -> None:
     (adapter / "model.safetensors").touch()
     with pytest.raises(ConfigError, match="a whole model and an adapter"):
         load_model(str(adapter))
+
+
+def test_truncated_weights_are_named(adapter: Path) -> None:
+    for folder, name in ((adapter, "adapter_model.safetensors"), (adapter.parent / "base", "model.safetensors")):
+        content = (folder / name).read_bytes()
+        for size in (0, 4, len(content) - 100):
+            (folder / name).write_bytes(content[:size])
+            with pytest.raises(ConfigError, match=rf"{name} \({size:,} bytes\) is not a complete safetensors file"):
+                load_model(str(adapter))
+        (folder / name).write_bytes(content)
+    load_model(str(adapter))

@@ -21,6 +21,7 @@ from mllm_seqpar.__main__ import main
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.models.loading import load_model, load_processor
 from mllm_seqpar.models.open_flamingo import OpenFlamingoProcessor, convert
+from mllm_seqpar.models.open_flamingo.language import load_language_model
 from outcomes import error
 
 if "open_flamingo" not in MAKERS:
@@ -197,6 +198,28 @@ def test_inconsistent_parts_are_refused(
     parts = {name: tmp_path / "parts" / path.name for name, path in original.items()}
     with pytest.raises((ConfigError, DataError), match=message):
         convert(tmp_path / "out", **parts)
+
+
+@pytest.mark.parametrize("kind", ["mosaic_gpt", "mpt"])
+def test_numbers_of_an_mpt_config_may_be_ints_or_floats(kind: str, tmp_path: Path) -> None:
+    """Published configs write dropout as 0 and fractions as 1.0; configs that users write have 0.0, 4.0 and 1."""
+    folder = published_parts(tmp_path, kind)["language_model"]
+    file, clip = folder / "config.json", "clip_qkv" if kind == "mpt" else "attn_clip_qkv"
+    published = json.loads(file.read_text())
+    written = published | {"emb_pdrop": 0.0, "resid_pdrop": 0.0, "embedding_fraction": 1, "max_seq_len": 2048.0}
+    written["expansion_ratio" if kind == "mpt" else "mlp_ratio"] = 4.0
+    attention = {"alibi_bias_max": 8.0, "attn_pdrop": 0.0, clip: 8}
+    written |= {"attn_config": published["attn_config"] | attention} if kind == "mpt" else attention
+    configs = []
+    for stated in (published, written):
+        file.write_text(json.dumps(stated))
+        configs.append(load_language_model(folder).config)
+    assert (configs[0].attn_config.clip_qkv, configs[1].attn_config.clip_qkv) == (None, 8)
+    configs[1].attn_config.clip_qkv = None
+    assert configs[0].to_dict() == configs[1].to_dict()
+    file.write_text(json.dumps(written | {"max_seq_len": 2048.5}))
+    with pytest.raises(ConfigError, match="'max_seq_len' expected int"):
+        load_language_model(folder)
 
 
 def test_wrong_interval_is_refused(published: Any, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_options_that_the_adapter_does_not_support_are_refused(new_captioner: Ca
 def test_ranks_with_different_texts_are_refused(new_captioner: Callable[[], Any]) -> None:
     def run(comm: Any) -> None:
         model = patch_model(new_captioner(), group=comm)
-        with pytest.raises(AgreementError, match="text tokens: rank 0 has 5, rank 1 has 6"):
+        with pytest.raises(AgreementError, match="text tokens: rank 0: 5; rank 1: 6"):
             model(torch.zeros(1, 5 + comm.rank, dtype=torch.long), torch.zeros(1, 4, 5, 12))
 
     run_loopback(2, run)

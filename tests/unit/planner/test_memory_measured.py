@@ -17,13 +17,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mllm_seqpar import patch_model
-from mllm_seqpar.patches.mllama.adapter import _projection
 from mllm_seqpar.patches.mplug_owl3.planner import model_sizes
 from mllm_seqpar.patches.mplug_owl3.testing import tiny_frames, tiny_model, tiny_text
 from mllm_seqpar.planner import ParallelSpec
-from mllm_seqpar.planner.memory import frozen_tower_memory, peak_memory, saved_before_features, saved_for_backward
+from mllm_seqpar.planner.memory import (
+    frozen_tower_memory,
+    peak_memory,
+    pixels_on_device,
+    saved_before_features,
+    saved_for_backward,
+)
 from mllm_seqpar.planner.model_sizes import CrossAttentionSizes, ModelSizes, ResamplerSizes, TextSizes, VisionSizes
 from mllm_seqpar.planner.workload import Workload
+from mllm_seqpar.runtime.kv_projection import KVProjection
 
 pytestmark = pytest.mark.rounding
 
@@ -140,7 +146,8 @@ def test_mllama_keys_and_values_save_as_many_bytes_as_planned(dtype: torch.dtype
     features = torch.randn(3, 8, 64, dtype=dtype, requires_grad=True)
 
     def project() -> torch.Tensor:
-        k, v = _projection(attention)(features, torch.zeros(3))
+        linears = attention.k_proj, attention.v_proj
+        k, v = KVProjection(linears, attention.head_dim, key_norm=attention.k_norm)(features, torch.zeros(3))
         return (k * v).sum()  # saves both, as attention does
 
     cross = CrossAttentionSizes(layers=1, heads=4, kv_heads=2, head_dim=16, visual_dim=64, key_norm="float32")
@@ -200,7 +207,8 @@ def test_frozen_tower_allocates_as_many_bytes_as_planned() -> None:
     assert peak.bytes == pytest.approx(frozen_tower_memory(run), rel=0.02)
     long = replace(run, frames=800, vision_chunk_size=None)
     held = peak_memory(long, ONE_RANK)  # no text: the tower is the peak
-    assert held["features"] + held["activations"] + held["buffers"] == frozen_tower_memory(long)
+    tower = frozen_tower_memory(long) + pixels_on_device(long, long.vision_chunk_size or long.local_frames)
+    assert held["features"] + held["activations"] + held["buffers"] == tower
 
 
 def sizes_of(keys: int, cross: CrossAttentionSizes | None = None) -> ModelSizes:

@@ -10,7 +10,7 @@ from mllm_seqpar.planner.files import find_file
 from mllm_seqpar.planner.memory import peak_memory
 from mllm_seqpar.planner.model_sizes import read_model
 from mllm_seqpar.planner.offload import CHUNK_BYTES, HOST_LINK, host_bytes
-from mllm_seqpar.planner.plan import MAX_FRAMES, make_plan
+from mllm_seqpar.planner.plan import make_plan
 from mllm_seqpar.planner.report import patch_options
 from mllm_seqpar.planner.workload import Workload
 from mllm_seqpar.runtime import visual_features
@@ -35,7 +35,7 @@ def test_memory_with_offload_does_not_grow_with_the_video(trained: str) -> None:
 def test_longest_video_on_cards_of_24_gb() -> None:
     plain, offloaded = (make_plan(replace(ASK, visual_offload=option), A30, ("lv-xattn",)) for option in (None, "cpu"))
     assert 4096 < plain.best.max_frames < 32768
-    assert offloaded.best.max_frames == MAX_FRAMES  # any; host memory bounds it
+    assert offloaded.best.max_frames > 8 * plain.best.max_frames  # only their placeholders in the text take memory
     assert patch_options(offloaded) == {"strategy": "lv-xattn", "visual_offload": "cpu"}
 
 

@@ -220,7 +220,8 @@ def fits(spec: ParallelSpec, **changes: Any) -> bool:
 
 def test_longest_video_and_fewest_gpus_just_fit() -> None:
     longest = max_frames(STEP, A100, LV)
-    assert fits(LV, frames=longest) and not fits(LV, frames=longest + 16)
+    text = STEP.text - STEP.frames + longest  # a placeholder for each frame
+    assert fits(LV, frames=longest, text=text) and not fits(LV, frames=longest + 16, text=text + 16)
     assert longest > max_frames(replace(STEP, recompute=False), A100, LV)
     assert max_frames(STEP, replace(A100, memory_bytes=1e9), LV) == 0
     fewest = make_plan(replace(STEP, gpus=2), A100, ("lv-xattn",)).min_gpus

@@ -1,20 +1,23 @@
-"""Layer: one process. Which tokens a rank owns and caches, what a context reports once, and checksums of frames."""
+"""Layer: one process. Tokens that a rank owns and caches, reports of a context, checksums and masks of frames."""
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from mllm_seqpar.attention.kv_sources import AutocastState, as_attended
+from mllm_seqpar.attention.keys import AutocastState, as_attended
 from mllm_seqpar.comm import Communicator, LoopbackCommunicator, LoopbackWorld, run_loopback
 from mllm_seqpar.config import SeqParConfig
+from mllm_seqpar.integrations.transformers.frames import mask_over_samples
 from mllm_seqpar.masks import Rectangle
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.loss import shifted
 from mllm_seqpar.runtime.star import StarText, block_length
-from mllm_seqpar.runtime.text_kv_cache import CachedTextMask, TextKVCache
+from mllm_seqpar.runtime.text_kv_cache import TextKVCache
 from mllm_seqpar.runtime.text_shards import TextShards, packed_starts
 from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
 
@@ -62,7 +65,7 @@ def test_new_tokens_are_kept_in_turn_and_cropped() -> None:
         cache.extend(4)
         fresh, valid = list(range(4)[cache.fresh]), torch.ones(1, 9).index_fill_(1, torch.tensor([7]), 0)
         visible = [
-            sum(map(visible_entries, CachedTextMask(cache, 4, mask).rectangles(2, window)))
+            sum(map(visible_entries, cache.rectangles(4, mask, 2, window)))
             for mask, window in ((None, None), (None, 3), (valid, None))
         ]
         cache.crop(20)
@@ -96,7 +99,7 @@ def test_weights_are_compared_in_passes_1_2_4_8_and_reports_are_logged_once(capl
     for rank, size in ((0, 2), (1, 2), (0, 1)):
         caplog.clear()
         context = SeqParContext(LoopbackCommunicator(LoopbackWorld(size), rank), SeqParConfig())
-        assert [context.compares_weights() for _ in range(8)] == [size > 1 and p in (1, 2, 4, 8) for p in range(1, 9)]
+        assert [context.compares_weights() for _ in range(8)] == [p in (1, 2, 4, 8) for p in range(1, 9)]
         for _ in range(2):
             context.report_approximation(16, 4)
             context.log_shard_sizes((6, 12), (3, 5))
@@ -118,11 +121,44 @@ def test_small_functions_of_a_pass() -> None:
 
 def test_checksum_depends_on_each_entry_and_their_order() -> None:
     entries = [[0], [0, 0], [1, 0], [0, 1], [1, 2, 3], [3, 2, 1]]
-    assert len({int(checksum(torch.tensor(x))) for x in entries}) == len(entries)
-    assert int(checksum(torch.tensor([4, 5]), None, torch.tensor([6]))) == int(checksum(torch.tensor([4, 5, 6])))
-    assert int(checksum(None)) == 0
-    assert int(checksum(torch.tensor([0]))) == 2654435761 % 2147483647
+    assert len({checksum(torch.tensor(x)) for x in entries}) == len(entries)
+    assert checksum(torch.tensor([4, 5]), None, torch.tensor([6])) == checksum(torch.tensor([4, 5, 6]))
+    assert checksum(None) == checksum(torch.zeros(0)) == 0
+    table = torch.tensor([[True, False, False], [True, True, False]])
+    assert checksum(table) != checksum(table.T) == checksum(table.T.contiguous())
     for total, sampled in ((3, 3), (8192, 4096), (8191, 8191)):
         assert sampled_bits(torch.zeros(total)).numel() == sampled
     frames = torch.arange(24.0).view(1, 2, 3, 4)
     assert sampled_bits(frames).equal(sampled_bits(frames.to(memory_format=torch.channels_last)))
+
+
+def test_checksum_copies_nothing() -> None:
+    class Storages(TorchDispatchMode):
+        seen: set[int] = set()
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            self.seen.add(result.untyped_storage().data_ptr())
+            return result
+
+    mask = torch.ones(1, 64, 32, dtype=torch.bool)
+    with Storages() as storages:
+        checksum(mask)
+    assert storages.seen <= {mask.untyped_storage().data_ptr()}
+    mask.untyped_storage().resize_(0)  # as FSDP2 frees gathered parameters
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("gaps", [False, True])
+def test_mask_of_a_table_is_intervals_unless_rows_have_gaps(samples: int, gaps: bool) -> None:
+    first, stop = torch.randint(0, 6, (2, 4, 30, 1), generator=torch.Generator().manual_seed(1)).sort(0).values
+    visible = (first <= torch.arange(5)) & (torch.arange(5) < stop)
+    if gaps:
+        visible[0, 0] = torch.tensor([True, False, True, True, False])
+    mask = mask_over_samples(visible, 3, 5 * samples)
+    assert (mask.bounds is None) == gaps
+    expected = torch.zeros(4, 30, 5 * samples, dtype=torch.bool)
+    for row in range(4):
+        start = row // (4 // samples) * 5
+        expected[row, :, start : start + 5] = visible[row]
+    assert mask.take_frames(torch.arange(5 * samples)).visible.equal(expected)  # type: ignore[union-attr]

@@ -16,7 +16,7 @@ LOCK = threading.Lock()
 
 @pytest.fixture
 def run(script, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ForwardState, "visual_keys", ForwardState.visual_keys)  # the benchmark wraps it
+    monkeypatch.setattr(ForwardState, "frame_keys", ForwardState.frame_keys)  # the benchmark wraps it
     return script("end_to_end_run")
 
 

@@ -82,9 +82,12 @@ TRAINING = ["FSDP2 steps"] * 4 + ["reserved memory", "streams", "host synchronis
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("part", "checks"), [("ranks_groups", GROUPS), ("ranks_training", TRAINING)])
-def test_checks_of_several_ranks_pass_over_gloo(part: str, checks: list[str]) -> None:
-    rows = ranks(2).run(rows_of, part)[0]
+@pytest.mark.parametrize(
+    ("part", "size", "checks"),
+    [("ranks_groups", 2, GROUPS), ("ranks_training", 2, TRAINING), ("ranks_fsdp", 4, ["FSDP2 steps"] * 4)],
+)
+def test_checks_of_several_ranks_pass_over_gloo(part: str, size: int, checks: list[str]) -> None:
+    rows = ranks(size).run(rows_of, part)[0]
     assert [check for check, _, _ in rows] == checks
     for check, ok, found in rows:
         assert ok or "not measurable without CUDA" in found, (check, found)

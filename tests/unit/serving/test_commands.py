@@ -23,7 +23,8 @@ def test_names_may_have_underscores_or_hyphens() -> None:
     both = options("--max_new_tokens=7", "--media-root", ".", "--allow_urls", "a_b.example", "--allow-urls", "*")
     assert (both.max_new_tokens, both.media_root, both.allow_urls) == (7, ".", ("a_b.example", "*"))
     assert both.sampling() == Sampling(max_new_tokens=7) and both.frame_options()["fps"] == 1.0
-    assert options("--num_frames", "4").frame_options() == {"fps": None, "num_frames": 4, "max_frames": None}
+    frames = {"fps": None, "num_frames": 4, "max_frames": None, "start": None, "end": None}
+    assert options("--num_frames", "4").frame_options() == frames
     assert parse_options(ChatOptions, [*MODEL, "--seed", "3"], prog="chat", description="").seed == 3
 
 

@@ -13,7 +13,7 @@ from family_directories import family_folder
 from mllm_seqpar.cli.job_channel import JobChannel
 from mllm_seqpar.cli.options import parse_options
 from mllm_seqpar.comm import Communicator, run_loopback
-from mllm_seqpar.comm.agreement import raise_on_all_ranks
+from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data import VideoSource, chat_family
 from mllm_seqpar.errors import SeqParError
 from mllm_seqpar.inference import Sampling
@@ -216,7 +216,7 @@ def test_features_of_an_impossible_job_are_freed_at_once(
     def fail(comm: Any, *args: Any) -> None:
         encoded = torch.zeros(3)
         features.append(weakref.ref(encoded))
-        raise_on_all_ranks(comm, "reading", torch.OutOfMemoryError("no memory"))
+        agree(comm, "reading", error=torch.OutOfMemoryError("no memory"))
 
     def body(engine: Engine) -> bool:
         monkeypatch.setattr(Conversation, "encode", lambda self, *_: fail(engine.comm))

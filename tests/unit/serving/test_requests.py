@@ -74,6 +74,9 @@ def test_sampling_of_a_video_is_read_in_every_place() -> None:
     for messages in (video({"url": "x", "fps": 1}), video({"url": "x"}, fps=1), video("x", fps=1.0)):
         assert read(messages=messages).media[0].sampling == {"fps": 1.0}
     assert read(messages=video({"url": "x", "fps": 1}, max_frames=8)).media[0].sampling == {"fps": 1, "max_frames": 8}
+    assert read(messages=video({"url": "x", "start": 0, "end": 2.5})).media[0].sampling == {"start": 0, "end": 2.5}
+    with pytest.raises(ApiError, match="the clip from 3 to 2 seconds is empty"):
+        read(messages=video({"url": "x", "start": 3, "end": 2}))
     for fields in ({"mm_processor_kwargs": {"fps": 1}}, {"media_io_kwargs": {"video": {"fps": 1, "num_frames": None}}}):
         assert read(messages=video("x"), **fields).frames == {"fps": 1.0}
 

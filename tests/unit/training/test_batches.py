@@ -2,7 +2,9 @@
 
 import json
 import logging
+import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,8 @@ from mllm_seqpar.errors import AgreementError, ConfigError, DataError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.patches.mplug_owl3.testing import IMAGE_SIZE, tiny_tokenizer
 from mllm_seqpar.training import batches as batches_module
-from mllm_seqpar.training.batches import BatchReader, TrainingBatches, reader_communicator
-from mllm_seqpar.training.data_loader import ShardedDataLoader
+from mllm_seqpar.training.batches import READ_AHEAD_BYTES, BatchReader, TrainingBatches, reader_communicator
+from mllm_seqpar.training.data_loader import ShardedBatch, ShardedDataLoader
 from mllm_seqpar.training.sample_order import SampleOrder
 
 SAMPLES, FRAMES = 9, 12
@@ -74,12 +76,13 @@ def train(
     first_step: int = 0,
     steps: int = 3,
     then: Callable[[Any, Any], Any] = lambda batch, reader: batch.samples,
+    ahead_bytes: int = READ_AHEAD_BYTES,
 ) -> list[list[Any]]:
     """Return for each rank what `then` makes of each micro-batch, or the error that ended the run."""
 
     def rank(comm: Communicator) -> list[Any]:
         order = SampleOrder(samples=SAMPLES, global_batch=4, micro_batch=micro_batch, dp=world // sp, seed=1)
-        reader = BatchReader(loader(path, comm, sp, on_bad_media), comm, sp)
+        reader = BatchReader(loader(path, comm, sp, on_bad_media), comm, sp, ahead_bytes)
         batches = TrainingBatches(reader, order, group=comm.rank // sp, first_step=first_step, steps=steps)
         made, error = attempt(lambda: [then(batch, reader) for batch in batches])
         return made if error is None else [error]
@@ -127,6 +130,52 @@ def test_resumed_run_has_the_batches_of_an_uninterrupted_one(folder: Path) -> No
     whole = train(folder / "train.jsonl", 2, 2, then=pixels)
     resumed = train(folder / "train.jsonl", 2, 2, first_step=2, then=pixels)
     assert [rows[8:] for rows in whole] == resumed and len(resumed[0]) == 4
+
+
+def test_limit_of_read_ahead_changes_no_batch(folder: Path) -> None:
+    path = folder / "train.jsonl"
+    assert train(path, 2, 1, ahead_bytes=1) == train(path, 2, 1)
+
+
+def test_frames_are_decoded_ahead_up_to_the_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    received, ahead, several = [0], [], threading.Event()
+    decode = ShardedBatch.inputs
+
+    def counted(self: Any, device: Any) -> Any:
+        ahead.append(len(ahead) + 1 - received[0])
+        if len(ahead) == 3:
+            several.set()
+        return decode(self, device)
+
+    monkeypatch.setattr(ShardedBatch, "inputs", counted)
+    order = SampleOrder(samples=5, global_batch=1, micro_batch=1, dp=1, seed=1)
+    for limit in (READ_AHEAD_BYTES, 1):
+        comm = reader_communicator(60.0)
+        good = folder / "good.jsonl"
+        good.write_text("".join((folder / "train.jsonl").read_text().splitlines(keepends=True)[:1] * 5))
+        reader = BatchReader(loader(good, comm, 1, "fail"), comm, 1, limit)
+        received[0] = 0
+        ahead.clear()
+        with closing(iter(TrainingBatches(reader, order, group=0, steps=5))) as batches:
+            for _ in batches:
+                received[0] += 1
+                if limit > 1 and received[0] == 1:
+                    assert several.wait(30)  # two more are decoded while the first one is used
+        assert len(ahead) == 5 and (limit > 1 or max(ahead) == 1)
+
+
+def test_ranks_that_stop_early_read_on_later(folder: Path) -> None:
+    def rank(comm: Communicator) -> list[Any]:
+        order = SampleOrder(samples=SAMPLES, global_batch=4, micro_batch=1, dp=1, seed=1)
+        reader = BatchReader(loader(folder / "train.jsonl", comm, 2, "skip"), comm, 2)
+        found = []
+        for _ in range(4):
+            with closing(iter(TrainingBatches(reader, order, group=0, steps=3))) as batches:
+                found.append(next(batches).samples)
+        return found
+
+    first, second = run_loopback(2, rank, timeout=30)
+    assert first == second and len(set(first)) == 1
 
 
 def test_skipped_samples_are_logged_once_with_file_and_line(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

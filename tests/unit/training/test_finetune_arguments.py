@@ -1,7 +1,12 @@
 """Layer: one process. The command line of fine-tuning, its configuration file, and when a run saves a checkpoint."""
 
+import argparse
 import json
+import os
+import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,13 +15,16 @@ import pytest
 import torch
 from accelerate.parallelism_config import ParallelismConfig
 
+from launch import ROOT
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.training import checkpoint_clock
-from mllm_seqpar.training.arguments import FineTuneOptions, make_options, read_options
+from mllm_seqpar.training import checkpoint_clock, command_line
+from mllm_seqpar.training.arguments import FineTuneOptions
 from mllm_seqpar.training.checkpoint_clock import CheckpointClock
+from mllm_seqpar.training.command_line import make_options, read_options
+from mllm_seqpar.training.early_check import check_command_line
 from mllm_seqpar.training.parameters import choose_parameters
-from mllm_seqpar.training.resume import last_checkpoint, require_shared_directory
+from mllm_seqpar.training.resume import last_checkpoint, require_shared_directory, step_of
 from mllm_seqpar.training.sample_order import SampleOrder
 from mllm_seqpar.training.trainer_checks import find_parallelism
 
@@ -105,6 +113,13 @@ def test_command_line_wins_over_the_configuration_file(tmp_path: Path) -> None:
         (["--global_batch_size", "8", "--gradient_accumulation_steps", "2"], "give one of them"),
         (["--save_minutes", "-1"], "-1.0 is not allowed; give 0 or more"),
         (["--on_bad_media", "ignore"], "'ignore' is not allowed; give one of fail, skip"),
+        (["--fsdp"], "--fsdp True is not supported: use --shard_weights"),
+        (["--shard_weights"], "--shard_weights: there is one process; start several with --num_processes N"),
+        (["--push_to_hub", "--hub_strategy", "every_save"], "every_save is not supported: --push_to_hub uploads the"),
+        (["--optim", "apollo_adamw"], "--optim apollo_adamw: You need to install `apollo_torch`"),
+        (["--lr", "1"], r"--lr 1 \(did you mean --learning_rate\?\)"),
+        (["--template", "Reply with a letter."], "'Reply with a letter.': it has no {question}; it takes {question}"),
+        (["--template", "{question} {Options}"], "the field {Options} is unknown"),
         (["--logging_steps", "2.5"], "options of TrainingArguments: --logging_steps must be an integer"),
     ],
 )
@@ -119,7 +134,52 @@ def test_help_begins_with_the_options_of_this_program(capsys: pytest.CaptureFixt
     shown = capsys.readouterr().out
     assert "--num_processes N " in shown[: shown.index("\n  --model MODEL ")] and "-rate" not in shown
     assert shown.index("--lora_r ") < shown.index("options of transformers.TrainingArguments:")
+    assert 45 < len(re.findall(r"^  --", shown, re.MULTILINE)) < 80 and "not supported" not in shown
+    assert "--no_recompute_visual" in shown and "turns --recompute_visual off" in shown
+    with pytest.raises(SystemExit):
+        read_options(["--help-all"])
+    shown = capsys.readouterr().out
     assert shown.index("--fp16") < shown.index("not supported: float16 is not verified")
+
+
+def test_every_option_passes_the_check_before_the_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsers: list[argparse.ArgumentParser] = []
+    monkeypatch.setattr(command_line, "_describe", lambda parser, everything: parsers.append(parser))
+    read_options(REQUIRED)
+    for action in parsers[0]._actions:
+        number = {float: ["0.5"], int: ["3"]}.get(action.type, ["3"])
+        values = number if action.nargs != 0 else []
+        for name in action.option_strings:
+            check_command_line([name, *values])
+    for argv, message in (
+        (["--lerning_rate", "1"], r"did you mean --learning_rate\?"),
+        (["--seed", "1", "--seed=2"], "--seed is given twice"),
+        (["--max_steps", "few"], "--max_steps: invalid int value: 'few'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_command_line(argv)
+
+
+def test_a_wrong_option_is_reported_without_importing_torch() -> None:
+    """The import takes seconds, on each rank."""
+    code = """
+import sys
+from mllm_seqpar.__main__ import main
+status = main(["finetune", "--num_processes", "2", "--use_lora"])
+print(status, [name for name in ("torch", "transformers") if name in sys.modules])
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert (
+        done.stdout == "2 []\n"
+        and "error: unrecognized arguments: --use_lora (did you mean --use_peft?)" in done.stderr
+    )
+
+
+def test_checkpointing_of_activations_needs_no_deprecated_name(recwarn: pytest.WarningsRecorder) -> None:
+    found = options("--gradient_checkpointing", "--recompute_attention")
+    assert found.training.gradient_checkpointing
+    assert not [warning for warning in recwarn if "gradient_checkpointing" in str(warning.message)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests what happens without a GPU")
@@ -208,7 +268,12 @@ def test_only_complete_checkpoints_are_continued(tmp_path: Path) -> None:
         (tmp_path / f"checkpoint-{step}").mkdir()
         if complete:
             (tmp_path / f"checkpoint-{step}" / "seqpar_layout.json").touch()
+    (tmp_path / "checkpoint-9").rename(tmp_path / "checkpoint-best")
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+    with pytest.raises(ConfigError, match="checkpoint-best: its trainer_state.json cannot be read"):
+        step_of(tmp_path / "checkpoint-best")
+    (tmp_path / "checkpoint-best" / "trainer_state.json").write_text('{"global_step": 9}')
+    assert step_of(tmp_path / "checkpoint-best") == 9
 
 
 def test_directory_that_some_ranks_do_not_share_is_refused_on_all(tmp_path: Path) -> None:

@@ -5,15 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerate.data_loader import IterableDatasetShard
+from accelerate.utils import send_to_device
+from torch.distributed.utils import _to_kwargs
 from torch.utils.data import ChainDataset, DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.utils import find_labels
 
-from mllm_seqpar import SeqParConfig, SeqParMixin, SeqParTrainer, patch_model
+from mllm_seqpar import HostFrames, SeqParConfig, SeqParMixin, SeqParTrainer, patch_model
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.integrations.accelerate.context_parallel import disable_context_parallelism
-from mllm_seqpar.patches.mplug_owl3.testing import tiny_model
+from mllm_seqpar.patches.mplug_owl3.testing import tiny_frames, tiny_model, tiny_text
 from mllm_seqpar.training.evaluation import count_streamed_samples
 
 
@@ -29,12 +32,30 @@ def trainer(tmp_path: Path, model: Any = None, args: Any = (), **given: Any) -> 
         ({"sequence_parallel_size": "1"}, "sequence_parallel_size='1' is not an int"),
         ({"args": {"average_tokens_across_devices": False}}, "average_tokens_across_devices=False divides"),
         ({"args": {"accelerator_config": {"dispatch_batches": True}}}, "dispatch_batches=True lets rank 0 read"),
+        ({"args": {"fsdp": True}}, "fsdp=True has no effect on CPU, .* launch with a configuration such as"),
         ({"args": {"use_liger_kernel": True}}, "use_liger_kernel=True replaces the forward"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(tmp_path: Path, given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         trainer(tmp_path, **given)
+
+
+def test_frames_of_a_batch_stay_in_host_memory(tmp_path: Path) -> None:
+    """What `Trainer`, accelerate and DDP do with a batch moves tensors, and leaves `HostFrames` as they are."""
+    frames, ids = tiny_frames(2), tiny_text(2)
+    made = trainer(tmp_path, data_collator=lambda rows: {"pixel_values": frames, "input_ids": ids, "rows": rows})
+    batch = made.data_collator([1])
+    held = batch["pixel_values"]
+    assert isinstance(held, HostFrames) and held.tensor is frames and batch["input_ids"] is ids and batch["rows"] == [1]
+    assert made._prepare_inputs(batch)["pixel_values"] is held
+    moved = send_to_device(batch, torch.device("meta"))
+    assert moved["pixel_values"] is held and moved["input_ids"].is_meta
+    (_,), (moved,) = _to_kwargs((), batch, torch.device("meta"), False)
+    assert moved["pixel_values"] is held and moved["input_ids"].is_meta
+    model = made.model.eval()
+    held_loss, loss = (model(input_ids=ids, labels=ids, pixel_values=x).loss for x in (held, frames))
+    assert held_loss == loss
 
 
 def test_processes_that_would_train_alone_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,9 +66,23 @@ def test_processes_that_would_train_alone_are_refused(tmp_path: Path, monkeypatc
         SeqParTrainer(model=tiny_model("per_head"), args=args, sequence_parallel_size=2)
 
 
+def test_fsdp1_is_refused_on_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    with pytest.raises(ConfigError, match="SeqParTrainer: the launch configuration has fsdp_version: 1 "):
+        trainer(tmp_path)
+
+
 def test_deepspeed_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(ConfigError, match=r"DeepSpeed \(ZeRO\) is not supported.* Use FSDP2"):
+        SeqParTrainer(model=tiny_model("per_head"))
+
+
+def test_fsdp1_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.delenv("FSDP_VERSION", raising=False)  # accelerate's default is 1
+    with pytest.raises(ConfigError, match=r"FSDP1.*fsdp_version: 2"):
         SeqParTrainer(model=tiny_model("per_head"))
 
 

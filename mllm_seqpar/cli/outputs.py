@@ -1,0 +1,81 @@
+"""Files and directories that a command writes: they are checked before its work, and nothing that exists is lost."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from mllm_seqpar.errors import ConfigError
+
+_STREAMS = {"/dev/stdout": 1, "/dev/stderr": 2}
+_STREAM = re.compile(r"/dev/fd/(\d+)|/proc/self/fd/(\d+)")
+
+
+def stream_descriptor(path: str | os.PathLike[str]) -> int | None:
+    """Return the file descriptor that a name such as /dev/stdout stands for; None for the name of a file.
+
+    Opening such a name for writing truncates the file that the stream is redirected to. Write to the descriptor.
+    """
+    name = os.fspath(path)
+    found = _STREAM.fullmatch(name)
+    return int(found[1] or found[2]) if found else _STREAMS.get(name)
+
+
+def require_writable(option: str, path: str | os.PathLike[str]) -> None:
+    """Raise ConfigError unless the file `path` can be written; leave it as it was, or absent.
+
+    Args:
+        option: the name of the option, for the message.
+    """
+    if stream_descriptor(path) is not None:
+        return
+    existed = os.path.lexists(path)
+    try:
+        with open(path, "a"):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--{option} {path}: cannot be written ({error.strerror}); give a file in a directory that exists"
+        ) from error
+    if not existed:
+        with suppress(OSError):
+            os.unlink(path)
+
+
+def write_text(path: str | os.PathLike[str] | None, text: str) -> None:
+    """Write text to a file, which it replaces; for None to standard output; or to a stream such as /dev/stderr."""
+    descriptor = None if path is None else stream_descriptor(path)
+    if path is None or descriptor == 1:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    elif descriptor is not None:
+        with open(os.dup(descriptor), "w", encoding="utf-8") as stream:
+            stream.write(text)
+    else:
+        Path(path).write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def new_directory(option: str, path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a draft beside a new directory, which becomes `path` at the end; an exception leaves nothing.
+
+    Args:
+        option: the name of the option, for the message.
+        path: a directory that does not exist, or is empty. Its parents are created.
+
+    Raises:
+        ConfigError: it exists and is not empty.
+    """
+    target = Path(path).resolve()  # a link to an empty directory cannot be replaced
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(f"--{option} {target}: it exists and is not an empty directory; choose another name")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
+        draft = Path(scratch) / target.name
+        yield draft
+        os.replace(draft, target)

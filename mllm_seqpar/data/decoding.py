@@ -1,0 +1,68 @@
+"""What decodes videos, and with how many threads: the options --decode_threads and --decoder of all commands."""
+
+import os
+from typing import Any
+
+from mllm_seqpar._compat import optional_import
+from mllm_seqpar._logging import get_logger
+from mllm_seqpar.errors import ConfigError
+
+DECODERS = ("pyav", "torchcodec")
+"""What decodes a video: PyAV, or torchcodec (the extra "torchcodec"), which can also decode on a GPU."""
+
+THREADS_HELP = "threads that a rank decodes videos with; default: the cores of its machine over the ranks on it"
+DECODER_HELP = f"what decodes videos: {', '.join(DECODERS)} (pip install 'mllm-seqpar[torchcodec]')"
+
+_log = get_logger(__name__)
+
+
+def decode_threads() -> int:
+    """Return the number of threads that one rank decodes with: the cores of this process over the ranks of this host.
+
+    The number of ranks is the variable LOCAL_WORLD_SIZE, which torchrun, accelerate and our own launcher set.
+    """
+    return max(1, available_cores() // _local_ranks())
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _local_ranks() -> int:
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+
+
+def check_decoding(threads: int | None, decoder: str) -> None:
+    """Check the options --decode_threads and --decoder of a command, before anything is decoded.
+
+    More threads than cores are allowed, and a warning says that they decode no faster.
+
+    Raises:
+        ConfigError: `threads` below 1, or a decoder that is unknown, not installed, or cannot be loaded.
+    """
+    if threads is not None and threads < 1:
+        raise ConfigError(f"--decode_threads: {threads} is not allowed; give 1 or more")
+    if decoder not in DECODERS:
+        raise ConfigError(f"--decoder: {decoder!r} is not allowed; give one of {', '.join(DECODERS)}")
+    if decoder == "torchcodec":
+        import_torchcodec("--decoder torchcodec")
+    cores, ranks = available_cores(), _local_ranks()
+    if threads is not None and threads * ranks > max(cores, ranks) and os.environ.get("RANK", "0") == "0":
+        _log.warning(
+            "--decode_threads %d on %d %s of this machine is more than its %d %s, which decodes no faster; leave it "
+            "out for %d",
+            *(threads, ranks, "rank" if ranks == 1 else "ranks", cores, "core" if cores == 1 else "cores"),
+            decode_threads(),
+        )
+
+
+def import_torchcodec(wanted: str) -> Any:
+    """Return the module torchcodec.decoders; ConfigError if it is not installed or cannot be loaded."""
+    try:
+        return optional_import("torchcodec.decoders", extra="torchcodec", needed_for=wanted)
+    except RuntimeError as error:  # torchcodec is installed, and finds no FFmpeg, or not the libraries of CUDA
+        lines = str(error).strip().splitlines()
+        raise ConfigError(
+            f"torchcodec cannot be loaded ({lines[0]}); install FFmpeg, or use the decoder pyav"
+        ) from error

@@ -1,0 +1,115 @@
+"""FSDP2 units whose parameters are used outside of a plain call of the unit.
+
+FSDP2 gathers the parameters of a unit in a hook before its forward, frees them in a hook after it, gathers them again
+before the backward pass of its output, and reduces their gradients once the gradients of its inputs are known. Two
+kinds of computation here are no single call of the unit:
+
+- K and V are projected chunk by chunk, in forward and again in backward, and the gradients of the weights are returned
+  by the autograd function of the attention. The units are projections, norms, or adapters within them.
+- A pass calls inner modules of the model (the vision tower, the embeddings), and not the modules that contain them.
+
+`call_within` runs such a computation as if it were the forward of the units: it calls their hooks, and their hooks
+alone. The parameters are gathered once before it and once before its backward pass, whatever it calls in between, so
+that ranks with different numbers of chunks stay in step. Gradients reach the same leaf tensors as in a plain call.
+
+It uses three names that are internal to torch, the same from 2.11 to 2.13: `FSDPState._pre_forward`, `_post_forward`
+and `_training_state`. In the state PRE_BACKWARD the hooks of a unit cast its inputs and outputs and do nothing else,
+because recomputation under activation checkpointing calls the unit while its parameters are gathered for backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from mllm_seqpar.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def units_among(modules: Iterable[nn.Module]) -> list[FSDPModule]:
+    """Return the FSDP2 units among modules and the modules within them, outer ones first."""
+    found: dict[int, FSDPModule] = {}
+    for module in modules:
+        for part in module.modules() if module._modules else (module,):
+            if isinstance(part, FSDPModule):
+                found.setdefault(id(part), part)
+    return list(found.values())
+
+
+def modules_around(model: nn.Module, called: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules within `model` that contain one of the modules `called`, outer ones first.
+
+    Neither `model` nor the called modules themselves count: FSDP2 gathers their parameters when they are called.
+    """
+    ids = {id(module) for module in called}
+    return [m for m in model.modules() if m is not model and not ids.isdisjoint(map(id, list(m.modules())[1:]))]
+
+
+def call_within(units: Sequence[FSDPModule], compute: Callable[..., T], x: Tensor | None = None) -> T:
+    """Return ``compute(x)``, or ``compute()`` without x, computed as the forward of `units`.
+
+    Args:
+        units: outer ones first.
+        compute: may call the units, and may read their parameters.
+        x: a tensor whose gradient is known last in the backward pass of the result. The gradients of the units are then
+            reduced; without it, at the end of the whole backward pass.
+    """
+    states: dict[Any, FSDPModule] = {}
+    for unit in units:
+        states.setdefault(unit._get_fsdp_state(), unit)  # modules that were sharded together share a state
+    if not states:
+        return compute() if x is None else compute(x)
+    token = None if x is None or not torch.is_grad_enabled() else x.new_zeros((), requires_grad=True)
+    opened: list[tuple[Any, TrainingState]] = []
+    try:
+        for state, unit in states.items():
+            (*given,), _ = state._pre_forward(unit, () if token is None else (token,), {})
+            token = given[0] if given else None
+            opened.append((state, state._training_state))
+            state._training_state = TrainingState.PRE_BACKWARD
+        out = compute() if x is None else compute(x if token is None else _Tie.apply(x, token))
+    finally:
+        for state, before in opened:
+            state._training_state = before
+    for state in reversed(states):
+        # It registers the hooks of the backward pass on the tensors themselves; what it returns is a copy in the
+        # unit's output dtype.
+        state._post_forward(states[state], (), out)
+    return out
+
+
+class _Tie(torch.autograd.Function):
+    """Forward: (x, token) -> x. Backward: (dx, 0), so that the node before `token` runs when dx is known."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, token: Tensor) -> Tensor:
+        ctx.token = token.new_zeros(())
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor]:
+        return dx, ctx.token
+
+
+def refuse_fsdp1(model: nn.Module) -> None:
+    """Raise ConfigError if the model, or a part of it, is sharded by FSDP1 (`FullyShardedDataParallel`).
+
+    FSDP1 replaces parameters by views of one flat parameter, which exist only while its unit is called.
+    """
+    parts = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    flat = any(getattr(p, "_fsdp_flattened", False) for p in model.parameters())
+    views = getattr(model, "_is_fsdp_managed_module", False) and not all(
+        isinstance(p, nn.Parameter) for p in model.parameters()
+    )
+    if parts or flat or views:
+        raise ConfigError(
+            f"{type(model).__name__} is sharded by FSDP1 (FullyShardedDataParallel), with which K and V cannot be "
+            "recomputed in backward; shard it by FSDP2: torch.distributed.fsdp.fully_shard, or fsdp_version: 2 in the "
+            "accelerate config"
+        )

@@ -1,0 +1,153 @@
+"""Training on stored outputs of a frozen vision tower (`finetune --features`).
+
+In the first epoch the tower runs, and what it returns is stored as it is. Later the frames are not decoded: the model
+gets blank pictures, and the tower's method returns what was stored in place of computing. What follows the tower, such
+as a projector, runs in every pass, so it may train.
+
+All ranks of a run either compute or read in a pass, because FSDP gathers the weights of a module when it runs;
+`BatchReader` agrees on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mllm_seqpar._transfers import copy_to_device
+from mllm_seqpar.data.chat_family import ChatFamily
+from mllm_seqpar.data.tower_store import TowerStore, source_key
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.patching.registry import find_adapter
+from mllm_seqpar.sharding import frame_range
+
+from .data_loader import ShardedBatch
+
+ARGUMENT = "tower_rows"
+"""The name under which a `TowerRows` is among the arguments of a batch."""
+
+_BLANK = "blank"
+
+
+@dataclass(frozen=True)
+class TowerRows:
+    """The frames of this rank in one pass.
+
+    Attributes:
+        segments: (key of the source, first frame, last frame + 1), in the order of the pass.
+        states: their stored outputs, (frames, ...); None if the tower computes them.
+    """
+
+    segments: tuple[tuple[str, int, int], ...]
+    states: Tensor | None = None
+
+
+class StoredTower:
+    """The vision tower of a model whose outputs are stored.
+
+    Raises:
+        ConfigError: something before the outputs trains or is random, or the family has no tower that can be stored.
+    """
+
+    def __init__(self, store: TowerStore, family: ChatFamily, model: nn.Module) -> None:
+        self.store, self._family = store, family
+        path, self._method = family.tower
+        self._tower = find_adapter(model)[1].get_submodule(path)
+        _require_fixed(self._tower)
+
+    def rows(self, batch: ShardedBatch) -> TowerRows:
+        """Return this rank's frames of a batch, without outputs."""
+        slots, chat = batch.chat.text.slots, batch.chat
+        places = [(source, number) for source in chat.sources for number in range(len(source))]
+        segments: list[tuple[str, int, int]] = []
+        for slot in frame_range(len(slots), batch.group):
+            source, number = places[slots[slot]] if slots[slot] >= 0 else (None, 0)
+            key = _BLANK if source is None else source_key(source)
+            if segments and source is not None and segments[-1][0] == key and segments[-1][2] == number:
+                segments[-1] = (key, segments[-1][1], number + 1)
+            else:
+                segments.append((key, number, number + 1))
+        return TowerRows(tuple(segments))
+
+    def stored(self, rows: TowerRows) -> TowerRows | None:
+        """Return the frames with their outputs; None if some are not stored."""
+        if self.store.shape is None or not all(self.store.has(*segment) for segment in rows.segments):
+            return None
+        parts = [self.store.read(*segment) for segment in rows.segments]
+        return TowerRows(rows.segments, torch.cat(parts) if parts else torch.empty(0, *self.store.shape))
+
+    @contextmanager
+    def running(self, rows: TowerRows | None) -> Iterator[None]:
+        """Let the tower return the outputs of `rows` in the pass inside, or store what it computes there."""
+        if rows is None:
+            yield
+            return
+        compute, states, found, done = getattr(self._tower, self._method), rows.states, [], 0
+        order: list[int] = []
+
+        def returned(*args: Any, **kwargs: Any) -> Any:
+            nonlocal done
+            pixels = kwargs["pixel_values"] if "pixel_values" in kwargs else args[0]
+            if states is None:
+                output = compute(*args, **kwargs)
+                computed = self._family.tower_states(output).detach()
+                # Dropout after the tower fills its masks in the order of memory, so the order is stored too.
+                strides = computed.stride()
+                order[:] = sorted(range(computed.dim()), key=lambda dim: -strides[dim])
+                found.append(computed.cpu())
+                return output
+            count = self._family.tower_frames(pixels)
+            part = states[done : done + count]
+            if len(part) < count:  # a run whose result is dropped, on a rank with fewer frames than others
+                part = torch.cat([part, part.new_zeros(count - len(part), *self._shape)])
+            done += count
+            moved = copy_to_device(part.to(self.store.dtype), pixels.device)
+            ordered = moved.permute(self.store.order).contiguous()
+            return self._family.tower_output(
+                ordered.permute([self.store.order.index(dim) for dim in range(moved.dim())])
+            )
+
+        setattr(self._tower, self._method, returned)
+        try:
+            yield
+        finally:
+            delattr(self._tower, self._method)
+        if found:
+            self._save(rows, torch.cat(found), order)
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        assert self.store.shape is not None
+        return self.store.shape
+
+    def _save(self, rows: TowerRows, states: Tensor, order: list[int]) -> None:
+        self.store.create(tuple(states.shape[1:]), states.dtype, order)
+        first = 0
+        for key, start, stop in rows.segments:
+            if not self.store.has(key, start, stop):
+                self.store.write(key, start, states[first : first + stop - start])
+            first += stop - start
+
+
+def _require_fixed(tower: nn.Module) -> None:
+    trained = [name for name, parameter in tower.named_parameters() if parameter.requires_grad]
+    if trained:
+        raise ConfigError(
+            f"--features stores what the vision tower returns, but {len(trained)} of its tensors train, such as "
+            f"{trained[0]}; freeze it (--freeze vision), or leave out --features"
+        )
+    config: Any = getattr(tower, "config", None)
+    values = config.to_dict() if hasattr(config, "to_dict") else {}
+    rates = {name: value for name, value in values.items() if "dropout" in name and isinstance(value, (int, float))}
+    rates |= {name: module.p for name, module in tower.named_modules() if isinstance(module, nn.Dropout)}
+    random = {name: rate for name, rate in rates.items() if rate > 0}
+    if random:
+        name, rate = next(iter(random.items()))
+        raise ConfigError(
+            f"--features stores what the vision tower returns, which is random in training ({name} = {rate}); set it "
+            "to 0 in config.json, or leave out --features"
+        )

@@ -1,0 +1,88 @@
+"""The rows that a run prints: one for each entry of its log, within 80 columns.
+
+`trainer_state.json` has more, such as the memory of each rank.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from transformers.trainer_callback import ProgressCallback
+
+HEADER = f"{'step':>13}{'ETA':>10}{'loss':>9}{'learning rate':>15}{'tokens/s':>10}{'data wait':>11}  peak memory"
+_ROWS = 40
+"""Rows from header to header."""
+
+_PEAK = "peak_memory_mib/rank_"
+
+
+class TerminalLog(ProgressCallback):
+    """Prints rows on rank 0. While it evaluates, it shows a progress bar if standard error is a terminal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begin = self._timed_from = self._rows = 0
+        self._since = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._begin = self._timed_from = state.global_step
+        self._since = time.monotonic()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._begin + 1:  # the first step is slower, so the estimate leaves it out
+            self._timed_from, self._since = state.global_step, time.monotonic()
+
+    def on_prediction_step(
+        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        if sys.stderr.isatty() and not args.disable_tqdm:
+            super().on_prediction_step(args, state, control, eval_dataloader=eval_dataloader, **kwargs)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        pass
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if not state.is_world_process_zero or logs is None:
+            return
+        if "loss" in logs:
+            if self._rows % _ROWS == 0:
+                _write(HEADER)
+            self._rows += 1
+            _write(row(logs, state.global_step, state.max_steps, self._eta(state)))
+        elif "eval_loss" in logs:
+            _write(f"{'evaluation':>13}{'':>10}{logs['eval_loss']:>9.4g}  after step {state.global_step:,}")
+        elif "train_runtime" in logs:
+            duration = timedelta(seconds=round(logs["train_runtime"]))
+            _write(f"{state.global_step:,} steps, {duration}, mean loss {logs['train_loss']:.4g}")
+
+    def _eta(self, state: Any) -> str:
+        done = state.global_step - self._timed_from
+        if not done:
+            return "..."  # this was the first step
+        seconds = (time.monotonic() - self._since) / done * (state.max_steps - state.global_step)
+        return str(timedelta(seconds=round(seconds)))
+
+
+def row(logs: Mapping[str, float], step: int, steps: int, eta: str) -> str:
+    """Return one row of the log, under `HEADER`."""
+    peaks = {name.removeprefix(_PEAK): value for name, value in logs.items() if name.startswith(_PEAK)}
+    rank = max(peaks, key=lambda name: peaks[name], default=None)
+    peak = "" if rank is None else f"  {_size(peaks[rank])} (rank {rank})"
+    rate, wait = logs.get("tokens_per_second", 0.0), logs.get("data_wait_seconds", 0.0)
+    return (
+        f"{f'{step}/{steps}':>13}{eta:>10}{logs['loss']:>9.4g}{logs['learning_rate']:>15.3g}{rate:>10,.0f}"
+        f"{f'{wait:.1f} s':>11}{peak}"
+    )
+
+
+def _size(mib: float) -> str:
+    return f"{mib:,.0f} MiB" if mib < 10_000 else f"{mib / 1024:,.1f} GiB"
+
+
+def _write(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()

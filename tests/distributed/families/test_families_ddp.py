@@ -1,0 +1,143 @@
+"""Layer: gloo ranks. Two groups under one DDP, one of them without frames, train as one process does."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from family_cases import BATCHES
+from family_harness import TOLERANCE, family_module, inputs_of, model_of
+from mllm_seqpar import patch_model
+from mllm_seqpar.errors import AgreementError
+from mllm_seqpar.patches.mllama.testing import Case as Mllama
+from mllm_seqpar.patches.mplug_owl3.testing import Case as Owl
+from outcomes import worst_gradient
+from ranks import ranks
+from selections import slow_unless
+
+TEXT: dict[str, Any] = {"mplug_owl3": Owl(frames=(0, 0), length=11), "mllama": Mllama(frames=((), ()))}
+PARTS: dict[str, dict[str, str]] = {
+    "mplug_owl3": {"tower": "vision_model", "projector": "vision2text_model", "cross-attention": "v_kv_proj"},
+    "mllama": {"tower": "vision_model", "projector": "multi_modal_projector", "cross-attention": "cross_attn"},
+    "idefics": {"tower": "vision_model", "cross-attention": "cross_attn"},
+    "open_flamingo": {"projector": "perceiver", "cross-attention": "gated_cross_attn"},  # its tower has no gradients
+}
+"""Part of the names of the parameters that are trained alone."""
+
+
+def batch_of(family: str, frames: bool, model: Any, unpatched: bool = False) -> dict[str, Any]:
+    """Return the family's batch, or one without frames (for an unpatched model, with the same result)."""
+    if not frames and family in TEXT:
+        return inputs_of(family, TEXT[family], model)
+    inputs = inputs_of(family, BATCHES[family], model)
+    if frames:
+        return inputs
+    if family == "idefics":  # which takes text only with a tensor of no images
+        mask = inputs["image_attention_mask"]
+        if unpatched:
+            return inputs | {"image_attention_mask": torch.zeros_like(mask)}
+        return inputs | {"pixel_values": inputs["pixel_values"][:, :0], "image_attention_mask": mask[:, :, :0]}
+    return inputs_of(family, replace(BATCHES[family], frames=((), ()), media=1), model)  # which takes no text alone
+
+
+def new_model(family: str, trained: str) -> Any:
+    """Return a model that trains one part, everything or LoRA weights, but not what no batch uses."""
+    model = model_of(family, BATCHES[family]).train()
+    if trained == "LoRA":
+        torch.manual_seed(3)
+        targets = family_module(family).LORA_TARGETS
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+    backward(model, [batch_of(family, True, model)])
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(weight.grad is not None and PARTS[family].get(trained, "") in name)
+    model.zero_grad()
+    return model
+
+
+def gradients(model: nn.Module) -> dict[str, Any]:
+    return {name.removeprefix("module."): weight.grad for name, weight in model.named_parameters()}
+
+
+def backward(model: Any, batches: list[dict[str, Any]], share: float = 1.0) -> None:
+    """Add the gradients of the batches, in DDP's way: only the last backward pass reduces them."""
+    for number, inputs in enumerate(batches, start=1):
+        with nullcontext() if number == len(batches) or share != 1.0 else model.no_sync():
+            loss = model(**inputs).loss
+            if not loss.requires_grad:  # as FineTuneTrainer does
+                loss = loss.detach().requires_grad_()
+            (loss * share).backward()
+
+
+ORDERS = {"one batch": ([True], [False]), "accumulated": ([True, False], [False, False])}
+"""Which batches of each group have frames."""
+
+
+def ddp_ranks(rank: int, world: int, family: str, find_unused: bool, size: int) -> dict[tuple[str, str], Any]:
+    group, found = dist.new_subgroups(size)[0], {}
+    for trained in ("everything", "LoRA", *PARTS[family]):
+        for order, groups in ORDERS.items():
+            if family == "idefics" and order == "accumulated":  # in which no group of the second batch has images
+                continue
+            model = new_model(family, trained)
+            patch_model(model, group=group)
+            ddp = DistributedDataParallel(model, find_unused_parameters=find_unused)
+            backward(ddp, [batch_of(family, frames, model) for frames in groups[rank // size]])
+            found[trained, order] = gradients(ddp)
+    return found
+
+
+def check_ddp(family: str, find_unused: bool, size: int) -> None:
+    family_module(family)
+    outcomes = ranks(2 * size).run(ddp_ranks, family, find_unused, size, timeout=60)
+    for trained, order in outcomes[0]:
+        model = new_model(family, trained)
+        batches = [batch_of(family, frames, model, unpatched=True) for group in ORDERS[order] for frames in group]
+        backward(model, batches, share=0.5)
+        for found in outcomes:
+            value, name = worst_gradient(found[trained, order], gradients(model))
+            assert value < 10 * TOLERANCE, (trained, order, name, value)
+
+
+@pytest.mark.parametrize("find_unused", [True, False])
+@pytest.mark.parametrize("family", slow_unless(lambda family: family == "mplug_owl3", BATCHES))
+def test_group_without_frames_takes_part_in_every_gradient(family: str, find_unused: bool) -> None:
+    check_ddp(family, find_unused, size=1)
+
+
+@pytest.mark.slow
+def test_groups_of_two_ranks_take_part_in_every_gradient() -> None:
+    check_ddp("mplug_owl3", find_unused=True, size=2)
+
+
+def nothing_but_text(rank: int, world: int) -> bool:
+    """Return whether a text-only step of all groups leaves the visual path without gradients."""
+    model = new_model("mplug_owl3", "everything")
+    patch_model(model, group=dist.new_subgroups(1)[0])
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    backward(ddp, [batch_of("mplug_owl3", False, model)])
+    return all(weight.grad is None for weight in model.vision2text_model.parameters())
+
+
+def test_step_without_any_frame_leaves_the_visual_path_without_gradients() -> None:
+    """As in the unpatched model: an optimizer must not decay what has no gradient."""
+    assert ranks(2).run(nothing_but_text) == [True, True]
+
+
+def pixels_beside_features(rank: int, world: int) -> None:
+    case = Owl(frames=(2,), features=("projected", None)[rank])
+    model = model_of("mplug_owl3", case).train()
+    ddp = DistributedDataParallel(patch_model(model, group=dist.new_subgroups(1)[0]), find_unused_parameters=True)
+    ddp(**inputs_of("mplug_owl3", case, model))
+
+
+def test_pixels_beside_features_are_an_error_on_all_ranks() -> None:
+    found = ranks(2).errors(pixels_beside_features)
+    assert all(isinstance(x, AgreementError) and "pass pixels and others pass features" in str(x) for x in found), found

@@ -1,0 +1,192 @@
+"""Layer: one process, and gloo ranks. The Python samples of the documentation run; see also `test_examples`."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_examples import ROOT, blocks
+from torch import nn
+from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+
+from mllm_seqpar import HostFrames, attention, frame_range, patch_model, patches, unpatch_model
+from mllm_seqpar.adapting import FrameMask, sharded_call
+from mllm_seqpar.data import ChatDataset
+from mllm_seqpar.data.feature_store import open_features, save_features
+from mllm_seqpar.families import FamilySpec
+from mllm_seqpar.inference import Sampling
+from mllm_seqpar.integrations.transformers.attention import merge_heads, split_heads, use_seqpar_attention
+from mllm_seqpar.integrations.transformers.generation import patch_generate
+from mllm_seqpar.models.loading import load_model, load_processor
+from mllm_seqpar.patches.mplug_owl3.testing import Case, inputs_of, tiny_model
+from mllm_seqpar.patching import registry
+from mllm_seqpar.patching.patch import patch_of
+from mllm_seqpar.runtime.kv_projection import KVProjection
+from ranks import ranks
+
+PATCHED = ("docs/concepts/decoding.md", "docs/concepts/evidence.md")
+"""Pages whose samples begin with a patched model."""
+ON_FOUR_RANKS = (
+    *(f"docs/concepts/{name}.md 0" for name in ("ring", "ulysses", "lv_xattn", "recomputation", "replicate")),
+    *(f"docs/concepts/{name}.md 0" for name in ("chunked_mlp", "checkpointing", "decoding", "evidence", "auto")),
+    *("docs/concepts/evidence.md 1", "README.md 0", "docs/index.md 0"),
+)
+ON_EIGHT_RANKS = ("docs/concepts/mesh.md 0", "docs/get_started.md 1")
+ON_ONE_RANK = (
+    *("docs/checkpoints.md 0", "docs/guides/chat.md 0", "docs/concepts/offload.md 0"),
+    *("docs/guides/data.md 0", "docs/guides/data.md 1", "docs/guides/trainer.md 1"),
+)
+ELSEWHERE = {
+    "README.md 1": "test_examples",
+    "docs/get_started.md 0": "test_examples",
+    "docs/concepts/auto.md 1": "test_docs",
+    "docs/guides/trainer.md 0": "test_examples",
+    "docs/guides/trainer.md 2": "test_examples",
+    "docs/guides/own_model.md 0": "test_own_adapter",
+    **{f"docs/guides/add_a_family.md {i}": "test_adapter_of_the_guide" for i in range(3)},
+    "docs/guides/running_on_gpus.md 0": "test_sample_for_gpus_trains_on_the_cpu",
+    "docs/guides/serve.md 0": "test_app, with OpenAI's client",
+}
+"""Samples that another test runs."""
+
+
+def test_every_sample_runs_in_a_test() -> None:
+    assert set(blocks()) == {*ON_FOUR_RANKS, *ON_EIGHT_RANKS, *ON_ONE_RANK, *ELSEWHERE}
+
+
+def patch_again(model: nn.Module, **options: Any) -> nn.Module:
+    """Patch a model, in a sample that shows several ways to do so."""
+    return patch_model(unpatch_model(model) if patch_of(model) else model, **options)
+
+
+def run_sample(rank: int, world: int, name: str, code: str) -> None:
+    case = Case(frames=(3,), length=16, labels=None)
+    model, (q, k, v) = tiny_model().train(), (torch.randn(1, heads, 16, 8) for heads in (8, 8, 8))
+    given = {name: getattr(attention, name) for name in attention.__all__} | {"patch_model": patch_again}
+    if name.startswith(PATCHED):
+        patch_model(model.eval())
+    exec(
+        compile(code, name, "exec"), given | {"model": model, "q": q, "k": k, "v": v, "inputs": inputs_of(case, model)}
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*ON_FOUR_RANKS, *ON_EIGHT_RANKS])
+def test_sample_runs_on_several_ranks(name: str) -> None:
+    code = blocks()[name].replace('"configs/', f'"{ROOT}/configs/').replace("=256", "=8").replace("=64", "=8")
+    ranks(8 if name in ON_EIGHT_RANKS else 4).run(run_sample, name, code)
+
+
+def write_data(folder: Path, video: Path) -> None:
+    """Write a table of questions and a store of features under the names that the samples have."""
+    import pyarrow
+    from pyarrow import parquet
+
+    (folder / "videomme").mkdir()
+    shutil.copy(video, folder / "videomme" / "a.mp4")
+    question = {"videoID": "a", "question": "How many?", "options": ["A. One.", "B. Two."], "answer": "B"}
+    parquet.write_table(pyarrow.Table.from_pylist([question]), folder / "videomme" / "test-00000-of-00001.parquet")
+    save_features(folder / "features", torch.zeros(3, 4, 64), start=0, total=3, rank=0, world=1)
+
+
+@pytest.mark.parametrize("name", ON_ONE_RANK)
+def test_sample_runs_in_one_process(
+    name: str, training_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = training_files / "model"
+    values = {'"DIR"': directory, '"movie.mp4"': next(training_files.rglob("*.mp4"))}
+    code = blocks()[name].replace('"train.jsonl"', repr(str(training_files / "train.jsonl")))
+    for shown, path in values.items():
+        code = code.replace(shown, repr(str(path)))
+    given: dict[str, Any] = {"processor": load_processor(str(directory)), "patch_model": patch_again}
+    given |= {"model": load_model(str(directory)), "open_features": open_features, "frame_range": frame_range}
+    given["HostFrames"] = HostFrames
+    if "chat.md" in name or "data.md" in name:
+        patch_model(given["model"])
+    given |= {"ChatDataset": ChatDataset, "group": "self", "rank": 0, "step": 0, "total": 1}
+    given["Sampling"] = functools.partial(Sampling, max_new_tokens=3)
+    given["picture"] = torch.zeros(3, 28, 28, dtype=torch.uint8)
+    write_data(tmp_path, values['"movie.mp4"'])
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code.replace("import Conversation, Sampling", "import Conversation"), name, "exec"), given)
+
+
+def train_on_the_cpu(rank: int, world: int, code: str) -> float:
+    """Run the sample for GPUs as `rank` of a group that exists, and return the last gradient norm."""
+    batches = [inputs_of(Case(frames=(3,), length=16), tiny_model())] * 2
+    found: dict[str, Any] = {"batches": batches}
+    with mock.patch.object(dist, "init_process_group"), mock.patch.object(dist, "destroy_process_group"):
+        exec(compile(code, "running_on_gpus.md", "exec"), found)
+    return float(found["model"](**batches[0]).loss)
+
+
+@pytest.mark.slow
+def test_sample_for_gpus_trains_on_the_cpu(training_files: Path) -> None:
+    code = blocks()["docs/guides/running_on_gpus.md 0"].replace('"DIR"', repr(str(training_files / "model")))
+    code = code.replace('torch.device("cuda", int(os.environ["LOCAL_RANK"]))', 'torch.device("cpu")')
+    code = code.replace("torch.cuda.set_device(device)", "").replace('"cuda"', '"cpu"')
+    losses = ranks(2).run(train_on_the_cpu, code)
+    assert losses[0] == losses[1] and torch.tensor(losses[0]).isfinite()
+
+
+class Layer(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.self_attn, self.mlp, self.cross_attn = LlamaAttention(config, 0), LlamaMLP(config), CrossAttention()
+
+
+class CrossAttention(nn.Module):
+    head_dim, scaling = 8, 0.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, hidden_states: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.q_proj(hidden_states), self.k_proj(features), self.v_proj(features)
+        o = F.scaled_dot_product_attention(*(split_heads(x, self.head_dim) for x in (q, k, v)), scale=self.scaling)
+        return self.o_proj(merge_heads(o))
+
+
+class MyModelForConditionalGeneration(nn.Module):
+    """A model with the modules that the guide names."""
+
+    __module__ = "transformers.my_model"
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = LlamaConfig(hidden_size=16, intermediate_size=32, num_attention_heads=2, attn_implementation="sdpa")
+        self.decoder = nn.ModuleDict({"layers": nn.ModuleList([Layer(config) for _ in range(2)])})
+        self.decoder.layers = self.decoder["layers"]
+
+    def generate(self) -> None: ...
+
+    _valid_auto_compile_criteria = _expand_inputs_for_generation = generate
+
+
+def test_adapter_of_the_guide_patches_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry_sample, adapter, cross_attention = (blocks()[f"docs/guides/add_a_family.md {i}"] for i in range(3))
+    names: dict[str, Any] = {"functools": functools, "is_instance_by_name": registry.is_instance_by_name}
+    names |= {"use_seqpar_attention": use_seqpar_attention, "patch_generate": patch_generate}
+    names |= {"split_heads": split_heads, "merge_heads": merge_heads, "KVProjection": KVProjection}
+    names |= {"model_forward": lambda model, context: None, "FamilySpec": FamilySpec}
+    exec(registry_sample.replace("...", "*DEFINED"), names | {"DEFINED": patches.FAMILIES})
+    exec(adapter + cross_attention, names)
+    monkeypatch.setattr(registry, "_registered", {"My family": names["adapter"]()})
+    model = MyModelForConditionalGeneration()
+    patch_model(model)
+    context = patch_of(model).context  # type: ignore[union-attr]
+    features, x = torch.randn(3, 2, 16), torch.randn(1, 5, 16)
+    everything = FrameMask.from_dense(torch.ones(1, 5, 3, dtype=torch.bool), 2)
+    layer = model.decoder.layers[1].cross_attn  # type: ignore[union-attr, index]
+    found, _ = layer(x, seqpar=sharded_call(context, features, everything))
+    unpatch_model(model)
+    assert found.allclose(layer(x, features.flatten(0, 1)[None]), atol=1e-6)

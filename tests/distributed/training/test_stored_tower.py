@@ -1,0 +1,141 @@
+"""Layer: gloo ranks. Training on stored outputs of the vision tower is training on frames, bit for bit."""
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from launch import launch_environment
+from mllm_seqpar.errors import ConfigError, DataError
+from mllm_seqpar.models.mplug_owl3.backbones import MPlugOwl3VisionModel
+from mllm_seqpar.training import data_loader
+from mllm_seqpar.training.finetune import fine_tune
+from ranks import ranks
+from ranks_worker import reset_global_state
+from training_logs import log_of
+
+STEPS = 10  # two epochs of five steps
+
+
+def arguments(files: Path, output: Path, *more: object) -> list[str]:
+    options = ["--model", files / "model", "--data", files / "train.jsonl", "--output_dir", output]
+    options += ["--disable_tqdm", True, "--learning_rate", 1e-3, "--adam_epsilon", 1e-4, "--global_batch_size", 4]
+    options += ["--save_strategy", "no", "--max_steps", STEPS, "--eval_data", files / "eval.jsonl"]
+    return [*map(str, [*options, "--eval_strategy", "steps", "--eval_steps", 5, *more])]
+
+
+def counted(argv: list[str]) -> tuple[int, int]:
+    """Train; return how many runs the tower had, and how many micro-batches were decoded."""
+    tower = mock.patch.object(
+        MPlugOwl3VisionModel, "penultimate", autospec=True, side_effect=MPlugOwl3VisionModel.penultimate
+    )
+    decoding = mock.patch.object(data_loader, "load_local_pictures", side_effect=data_loader.load_local_pictures)
+    with tower as runs, decoding as decoded:
+        assert fine_tune(argv) == 0
+    reset_global_state()
+    return runs.call_count, decoded.call_count
+
+
+def trained(output: Path) -> Any:
+    return {name: weight.tolist() for name, weight in load_file(output / "model" / "model.safetensors").items()}
+
+
+def test_second_epoch_runs_no_tower_and_trains_the_same(training_files: Path, tmp_path: Path) -> None:
+    argv = arguments(training_files, tmp_path / "plain", "--freeze", "vision")
+    plain = counted(argv)
+    stored = arguments(training_files, tmp_path / "stored", "--freeze", "vision", "--features", tmp_path / "features")
+    first = counted(stored)
+    again = arguments(training_files, tmp_path / "again", "--freeze", "vision", "--features", tmp_path / "features")
+    second = counted(again)
+    # 18 of 20 samples have a video; the evaluation has 5 samples that are among them.
+    assert plain[1] == 18 + 18 + 2 * 5 - plain_text(training_files) and first[0] < plain[0]
+    assert first[1] == 18 and second == (0, 0)
+    assert log_of(tmp_path / "plain") == log_of(tmp_path / "stored") == log_of(tmp_path / "again")
+    assert trained(tmp_path / "plain") == trained(tmp_path / "stored") == trained(tmp_path / "again")
+
+
+def plain_text(files: Path) -> int:
+    """Return how many micro-batches of two evaluations have no frames."""
+    rows = [json.loads(line) for line in (files / "eval.jsonl").read_text().splitlines()]
+    return 2 * sum(isinstance(row["messages"][0]["content"], str) for row in rows)
+
+
+def on_ranks(rank: int, world: int, files: Path, features: Path, more: list[str]) -> list[tuple[int, int]]:
+    """Train without stored features, then store them, then read them."""
+    found = []
+    for name, given in (("plain", []), ("stored", ["--features", features]), ("again", ["--features", features])):
+        found.append(counted(arguments(files, features.parent / name, "--freeze", "vision", *more, *given)))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "more"),
+    [(2, ["--shard_weights"]), (2, ["--sp", "1", "--shard_weights"]), (2, ["--use_peft", "--lora_r", "4"])],
+    ids=["fsdp2", "two-groups", "lora"],
+)
+def test_ranks_store_and_read_their_frames(training_files: Path, tmp_path: Path, world: int, more: list[str]) -> None:
+    results = ranks(world).run(on_ranks, training_files, tmp_path / "features", more)
+    assert all(again == (0, 0) for _, _, again in results)
+    assert all(stored[0] < plain[0] and stored[1] < plain[1] for plain, stored, _ in results)
+    plain, stored, again = (log_of(tmp_path / name) for name in ("plain", "stored", "again"))
+    assert plain == stored == again and len(plain) == STEPS + 2
+
+
+@pytest.mark.slow
+def test_features_of_one_process_are_read_by_two(training_files: Path, tmp_path: Path) -> None:
+    features = tmp_path / "features"
+    counted(arguments(training_files, tmp_path / "one", "--freeze", "vision", "--features", features))
+    results = ranks(2, launch_environment("configs/fsdp2_cpu_2.yaml")).run(
+        on_ranks, training_files, features, ["--sp", "2"]
+    )
+    assert [found[1:] for found in results] == [[(0, 0), (0, 0)]] * 2
+    assert log_of(tmp_path / "stored") == log_of(tmp_path / "again")
+    for row, reference in zip(log_of(tmp_path / "stored"), log_of(tmp_path / "plain"), strict=True):
+        assert row == pytest.approx(reference, rel=1e-5)  # another rank encoded a frame beside other frames
+
+
+def test_features_that_do_not_fit_are_one_sentence(training_files: Path, tmp_path: Path) -> None:
+    features, number = tmp_path / "features", itertools.count()
+
+    def argv(*more: object) -> list[str]:
+        return arguments(training_files, tmp_path / f"out-{next(number)}", "--features", features, *more)
+
+    with pytest.raises(ConfigError, match=r"64 of its tensors train, such as .*; freeze it \(--freeze vision\)"):
+        fine_tune(argv())
+    with pytest.raises(ConfigError, match=r"tensors train, such as .*lora_A.*; freeze it \(--freeze vision\)"):
+        fine_tune(argv("--use_peft"))
+    model = tmp_path / "model"
+    shutil.copytree(training_files / "model", model)
+    config = json.loads((model / "config.json").read_text())
+    config["vision_config"]["attention_dropout"] = 0.1
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"random in training \(attention_dropout = 0.1\); set it to 0"):
+        fine_tune([*argv("--freeze", "vision"), "--model", str(model)][2:])
+    counted(argv("--freeze", "vision"))
+    with pytest.raises(DataError, match="made with fps = None, now it is 2.0; give --features another directory"):
+        fine_tune(argv("--freeze", "vision", "--fps", "2"))
+    shutil.copy(training_files / "model" / "config.json", model)
+    weights = load_file(model / "model.safetensors")
+    save_file(
+        {name: w + 1 if name.startswith("vision_model.") else w for name, w in weights.items()},
+        model / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    with pytest.raises(DataError, match="made with model = "):
+        fine_tune([*argv("--freeze", "vision"), "--model", str(model)][2:])
+    files = sorted(features.glob("frames/*/*.safetensors"))
+    files[0].unlink()  # these frames are encoded again
+    counted(argv("--freeze", "vision"))
+    assert files[0].exists()
+    files[1].write_bytes(files[1].read_bytes()[:100])
+    with pytest.raises(DataError, match=rf"{files[1]}: damaged \(.*\); delete it, and its frames are encoded again"):
+        fine_tune(argv("--freeze", "vision"))
+    (features / "features.json").write_text("{}")
+    with pytest.raises(DataError, match="it has features that `mllm-seqpar ask` stored"):
+        fine_tune(argv("--freeze", "vision"))
