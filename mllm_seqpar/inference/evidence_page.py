@@ -80,7 +80,7 @@ def _facts(
     names = name or ", ".join(_medium_name(source) for source in sources)
     times = answers[0][1].times if answers else ()
     frames = len(times)
-    count = f"{frames} frame{'s' * (frames != 1)}"
+    count = f"{frames:,} frame{'s' * (frames != 1)}"
     first, last = (times[0].start, times[-1].start) if times else (None, None)
     if len(sources) == 1 and first is not None and last is not None and last > first:
         count += f", {(frames - 1) / (last - first):.3g} per second"
@@ -136,7 +136,7 @@ def moment_data(moment: Moment, sources: Sequence[Any], by_time: bool = False) -
     """Return a moment for the script of a page; `from` and `to` are its place in the plot."""
     source = sources[moment.medium]
     before = sum(len(other) for other in sources[: moment.medium])
-    frames = f"frame {moment.first}" if moment.first == moment.last else f"frames {moment.first} to {moment.last}"
+    frames = f"frame {moment.first}" if moment.first == moment.last else f"frames {moment.first}\N{EN DASH}{moment.last}"
     return {
         "label": moment.span,
         "frames": frames,
