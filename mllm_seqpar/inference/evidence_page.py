@@ -136,7 +136,9 @@ def moment_data(moment: Moment, sources: Sequence[Any], by_time: bool = False) -
     """Return a moment for the script of a page; `from` and `to` are its place in the plot."""
     source = sources[moment.medium]
     before = sum(len(other) for other in sources[: moment.medium])
-    frames = f"frame {moment.first}" if moment.first == moment.last else f"frames {moment.first}\N{EN DASH}{moment.last}"
+    frames = (
+        f"frame {moment.first}" if moment.first == moment.last else f"frames {moment.first}\N{EN DASH}{moment.last}"
+    )
     return {
         "label": moment.span,
         "frames": frames,
