@@ -198,8 +198,9 @@ def test_questions_about_one_video_share_its_keys(family: str, size: int, monkey
 
 def calls_of(size: int, decodes: bool) -> tuple[int, int]:
     """Return how often a pass of 8 layers calls functions of this package on rank 0, and one of its 2 hyper layers."""
-    root = str(Path(mllm_seqpar.__file__).parents[1])
-    case = Owl(frames=(6,), length=16, labels=None, model={"num_hidden_layers": 8, "hyper_layers": [2, 6]})
+    root = Path(mllm_seqpar.__file__).parents[1]
+    folders = str(root / "mllm_seqpar"), str(root / "patches")
+    case = Owl(frames=(6,), length=16, labels=None, model={"num_hidden_layers": 8, "hyper_layers": (2, 6)})
 
     def run(model: Any, inputs: dict[str, Any], comm: Any) -> tuple[int, int]:
         with torch.set_grad_enabled(not decodes):
@@ -218,9 +219,10 @@ def calls_of(size: int, decodes: bool) -> tuple[int, int]:
 
             def count(frame: Any, event: str, _: Any) -> None:
                 name = frame.f_code.co_filename
-                found[0] += event == "call" and name.startswith(root) and "loopback" not in name and "tests" not in name
+                found[0] += event == "call" and name.startswith(folders) and "loopback" not in name
 
-            model(**inputs)
+            for _ in range(2):  # the first two passes compare the weights of the ranks
+                model(**inputs)
             object.__setattr__(attention, "forward", counting)
             sys.setprofile(count if comm.rank == 0 else None)
             try:
@@ -234,7 +236,7 @@ def calls_of(size: int, decodes: bool) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("size", "decodes", "a_pass", "a_layer"), [(1, False, 700, 130), (2, False, 1300, 190), (2, True, 320, 80)]
+    ("size", "decodes", "a_pass", "a_layer"), [(1, False, 600, 110), (2, False, 1250, 175), (2, True, 300, 75)]
 )
 def test_pass_takes_few_calls(size: int, decodes: bool, a_pass: int, a_layer: int) -> None:
     """The host must stay ahead of the device. Calls of the loopback transport do not count."""
