@@ -1,5 +1,6 @@
 """Layer: real launch. The server on 2 ranks that it starts itself, by the openai client and in a headless browser."""
 
+import json
 import os
 import re
 import signal
@@ -158,16 +159,21 @@ def test_page_plays_asks_and_shows_the_streamed_answer(
     try:
         browser.wait("document.getElementById('model')?.textContent === 'gated'")
         browser.choose_file("#file", inference_files / "clip.mp4")
-        browser.wait("document.getElementById('status').textContent.endsWith('is uploaded')")
-        assert browser.value("!player.hidden && player.src.startsWith('blob:')")
-        browser.value("Object.defineProperty(player, 'duration', {value: 4}); null")  # without the codec there is none
-        for question in QUESTIONS:
+        browser.wait("document.getElementById('details').textContent.startsWith('0:04')")
+        assert browser.value("player.src.startsWith('blob:')")
+        for number, question in enumerate(QUESTIONS, 1):
             browser.value(f"question.value = {question!r}; form.requestSubmit(); null")
-            browser.wait("document.getElementById('ask').disabled === false && !answering")
-        shown = browser.value("[...document.querySelectorAll('#messages li')].map(item => item.textContent)")
-        assert shown == [QUESTIONS[0], expected[0].text, QUESTIONS[1], expected[1].text]
-        marks = browser.value("[...document.querySelectorAll('#evidence button')].map(mark => mark.title)")
-        assert 1 <= len(marks) <= 5 and all(re.fullmatch(r"\d\.\d s to \d\.\d s: \d+\.\d%", mark) for mark in marks)
+            browser.wait(f"document.querySelectorAll('#messages .foot').length === {number}")
+        asked = browser.value("[...document.querySelectorAll('#messages .user')].map(item => item.textContent)")
+        assert asked == [*QUESTIONS]
+        texts = "import('./markdown.js').then(m => %s.map(text => { const d = document.createElement('div');"
+        texts += " d.append(...m.render(text)); return d.textContent; }))"
+        shown = browser.value("[...document.querySelectorAll('#messages .text')].map(item => item.textContent)")
+        assert shown == browser.value(texts % json.dumps([reply.text for reply in expected]))
+        marks = browser.value("[...document.querySelectorAll('#bars button')].map(mark => mark.title)")
+        assert 1 <= len(marks) <= 5
+        assert all(re.fullmatch(r"0:0\d(\.\d)? to 0:0\d(\.\d)?: \d+\.\d%", mark) for mark in marks)
+        browser.wait("[...document.querySelectorAll('.moments img')].every(image => image.naturalWidth > 0)")
         assert browser.errors == []
     finally:
         browser.close()
