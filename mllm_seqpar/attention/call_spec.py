@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mllm_seqpar.comm import Communicator, Subgroup
+from mllm_seqpar.comm import Communicator
 from mllm_seqpar.kernels import BlockKernel
 from mllm_seqpar.masks import BlockMasks, Rectangle, clip_rows
 from mllm_seqpar.schedules import AttentionBlock, Axis, OverlapRatios, Schedule, Transfer, schedule_for
@@ -83,7 +83,7 @@ class CallSpec:
         key_lengths: the number of keys on each rank.
         accumulate_dtype: dtype in which O, dQ, dK and dV are accumulated, and sent unless `round_results`.
         overlap: whether transfers run during computation.
-        head_degree: the number of consecutive ranks that shard the heads among themselves first (Ulysses);
+        head_degree: the number of ranks that shard the heads among themselves first (Ulysses);
             `mesh_shape` then describes the n / head_degree ranks that hold the same heads.
         overlap_ratios: the ratios that a mesh orders its steps by, forward and backward.
         round_results: whether results that go straight to their owner are sent in the dtype of the inputs, see
@@ -142,20 +142,10 @@ class CallSpec:
         problem = problem_of(q.shape, k.shape, self.key_lengths, q.dtype, self.accumulate_dtype)
         return rank_order(comm.nodes, self.mesh_shape, *mesh_axis_bytes(problem, self.mesh_shape, backward=backward))
 
-    def by_node(self, comm: Communicator) -> tuple[Communicator, CallSpec]:
-        """Return the ranks of `comm` in an order that groups of consecutive ranks share nodes in, and this spec for it.
-
-        Head sharding groups consecutive ranks. The first use is collective.
-        """
-        order = by_node(comm.nodes)
-        if order == tuple(range(comm.size)) or self.head_degree == comm.size:
-            return comm, self
-        found: CallSpec | None = self.derived.get(order)
-        if found is None:
-            key_lengths = tuple(self.key_lengths[rank] for rank in order)
-            found = replace(self, masks=self.masks.reordered(order), key_lengths=key_lengths)
-            self.derived[order] = found
-        return Subgroup(comm, order), found
+    def head_groups(self, comm: Communicator) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of ranks that shard the heads; they share nodes. The first use is collective."""
+        order = by_node(comm.nodes) if self.head_degree < comm.size else tuple(range(comm.size))
+        return tuple(order[i : i + self.head_degree] for i in range(0, comm.size, self.head_degree))
 
     def schedule(self, rank: int, *, backward: bool) -> Schedule:
         return schedule_for(

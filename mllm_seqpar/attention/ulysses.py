@@ -151,13 +151,14 @@ class HeadLayout:
     """
 
     def __init__(self, comm: Communicator, spec: CallSpec, q: Tensor, orders: Sequence[Tensor] | None) -> None:
-        size = spec.head_degree
-        group, place = divmod(comm.rank, size)
-        self.inside = Subgroup(comm, range(group * size, (group + 1) * size))
-        self.across = Subgroup(comm, range(place, comm.size, size))
-        lengths = [spec.key_lengths[i : i + size] for i in range(0, comm.size, size)]
+        size, groups = spec.head_degree, spec.head_groups(comm)
+        group = next(number for number, ranks in enumerate(groups) if comm.rank in ranks)
+        place = groups[group].index(comm.rank)
+        self.inside = Subgroup(comm, groups[group])
+        self.across = Subgroup(comm, [ranks[place] for ranks in groups])
+        lengths = [tuple(spec.key_lengths[rank] for rank in ranks) for ranks in groups]
         self.spec = replace(
-            spec, head_degree=1, masks=spec.masks.merged(size, orders), key_lengths=tuple(map(sum, lengths))
+            spec, head_degree=1, masks=spec.masks.merged(groups, orders), key_lengths=tuple(map(sum, lengths))
         )
         self._heads = q.shape[1]
         self._row_lengths, self._key_lengths = (q.shape[2],) * size, lengths[group]
@@ -292,10 +293,10 @@ def attend_head_sharded(
         attend: the attention among ranks with the same heads.
         keep: as for `attend`.
     """
-    size = sources[0].spec.head_degree
-    groups = [source.spec.by_node(comm) for source in sources]
-    orders = next((found for _, s in groups if (found := s.masks.orders(size, q.device)) is not None), None)
-    layouts = [HeadLayout.of(ordered, spec, q, orders) for ordered, spec in groups]
+    groups = sources[0].spec.head_groups(comm)
+    found = (source.spec.masks.orders(groups, q.device) for source in sources)
+    orders = next((each for each in found if each is not None), None)
+    layouts = [HeadLayout.of(comm, source.spec, q, orders) for source in sources]
     first = layouts[0]
     sharded_q = _Reshard.apply(first.inside, first.rows("q"), False, False, q)
     inner = [HeadShardedKeys(source, layout, q.dtype) for source, layout in zip(sources, layouts, strict=True)]
@@ -313,8 +314,7 @@ def forward_head_sharded(
 
     The final (o, lse) are row-sharded in that case, so backward reshards everything again.
     """
-    comm, spec = spec.by_node(comm)
-    layout = HeadLayout.of(comm, spec, q, spec.masks.orders(spec.head_degree, q.device))
+    layout = HeadLayout.of(comm, spec, q, spec.masks.orders(spec.head_groups(comm), q.device))
     (q,) = shard_heads([q], [layout.rows("q")], layout.inside)
     k, v = layout.shard_kv(k, v)
     o, lse = distributed_forward(layout.across, layout.spec, block_math, q, k, v)
@@ -334,8 +334,7 @@ def backward_head_sharded(
     """Do what `distributed_backward` does, for such a source."""
     q, _, lse, do, delta = FinalRows(*rows).with_delta()
     assert delta is not None
-    comm, spec = spec.by_node(comm)
-    layout = HeadLayout.of(comm, spec, q, spec.masks.orders(spec.head_degree, q.device))
+    layout = HeadLayout.of(comm, spec, q, spec.masks.orders(spec.head_groups(comm), q.device))
     items = [layout.rows(name) for name in ("q", "do", "lse", "delta")]
     sharded = shard_heads([q, do, lse.unsqueeze(-1), delta.unsqueeze(-1)], items, layout.inside)
     q, do, lse, delta = (x.contiguous() for x in sharded)

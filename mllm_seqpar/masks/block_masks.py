@@ -13,6 +13,9 @@ from mllm_seqpar._transfers import copy_to_device
 
 from .rectangles import MaskRule, Rectangle, Span, full_rectangle
 
+RankGroups = Sequence[tuple[int, ...]]
+"""The ranks of each of several groups, in the order of the groups' rows and keys."""
+
 
 class RowSubset:
     """Row numbers of one rank in ascending order: the rows that have to be sent to some other rank.
@@ -74,20 +77,16 @@ class BlockMasks(ABC):
     def folded(self) -> BlockMasks:
         """Return these masks with the batch folded into the rows, item after item; see `FoldedBlockMasks`."""
 
-    def orders(self, size: int, device: torch.device) -> Sequence[Tensor] | None:
-        """Return for every group of `size` consecutive ranks the order of its rows that needs fewer rectangles.
+    def orders(self, groups: RankGroups, device: torch.device) -> Sequence[Tensor] | None:
+        """Return for every group of ranks the order of its rows that needs fewer rectangles.
 
         Each is a permutation of the rows of the group, one rank after another. None: the order does not matter.
         """
         return None
 
     @abstractmethod
-    def merged(self, size: int, orders: Sequence[Tensor] | None) -> BlockMasks:
-        """Return the masks with every `size` consecutive ranks as one, its rows in these orders (None: by rank)."""
-
-    @abstractmethod
-    def reordered(self, ranks: Sequence[int]) -> BlockMasks:
-        """Return the masks of the same rows and keys with rank ``ranks[i]`` as number i."""
+    def merged(self, groups: RankGroups, orders: Sequence[Tensor] | None) -> BlockMasks:
+        """Return the masks with each group of ranks as one rank, its rows in these orders (None: by rank)."""
 
 
 @dataclass(frozen=True)
@@ -106,10 +105,7 @@ class GivenBlockMask(BlockMasks):
     def folded(self) -> GivenBlockMask:
         raise NotImplementedError("keys of one block with a batch of their own are not folded")
 
-    def merged(self, size: int, orders: Sequence[Tensor] | None) -> GivenBlockMask:
-        return self
-
-    def reordered(self, ranks: Sequence[int]) -> GivenBlockMask:
+    def merged(self, groups: RankGroups, orders: Sequence[Tensor] | None) -> GivenBlockMask:
         return self
 
 
@@ -130,12 +126,9 @@ class FullBlockMasks(BlockMasks):
     def folded(self) -> FullBlockMasks:
         return FullBlockMasks(1, self.batch * self.length, self.key_lengths)
 
-    def merged(self, size: int, orders: Sequence[Tensor] | None) -> FullBlockMasks:
-        lengths = [self.key_lengths[i : i + size] for i in range(0, len(self.key_lengths), size)]
-        return FullBlockMasks(self.batch, self.length * size, tuple(map(sum, lengths)))
-
-    def reordered(self, ranks: Sequence[int]) -> FullBlockMasks:
-        return FullBlockMasks(self.batch, self.length, tuple(self.key_lengths[rank] for rank in ranks))
+    def merged(self, groups: RankGroups, orders: Sequence[Tensor] | None) -> FullBlockMasks:
+        lengths = tuple(sum(self.key_lengths[rank] for rank in group) for group in groups)
+        return FullBlockMasks(self.batch, self.length * len(groups[0]), lengths)
 
 
 class FoldedBlockMasks(BlockMasks):
@@ -171,11 +164,8 @@ class FoldedBlockMasks(BlockMasks):
     def folded(self) -> BlockMasks:
         return self
 
-    def merged(self, size: int, orders: Sequence[Tensor] | None) -> BlockMasks:
+    def merged(self, groups: RankGroups, orders: Sequence[Tensor] | None) -> BlockMasks:
         raise NotImplementedError("merge blocks before folding them")
-
-    def reordered(self, ranks: Sequence[int]) -> BlockMasks:
-        raise NotImplementedError("reorder blocks before folding them")
 
 
 @dataclass(frozen=True)

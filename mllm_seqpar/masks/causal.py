@@ -16,7 +16,7 @@ from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.errors import MaskError
 from mllm_seqpar.sharding import sequence_positions
 
-from .block_masks import BlockMasks, FoldedBlockMasks
+from .block_masks import BlockMasks, FoldedBlockMasks, RankGroups
 from .intervals import interval_rectangles
 from .rectangles import Rectangle, Span, masked_rectangles
 
@@ -56,8 +56,8 @@ class CausalBlockMasks(BlockMasks):
         self.valid = None if valid is None or bool(valid.all()) else valid.detach().bool().cpu().expand(batch, total)
         self._rectangles: dict[tuple[int, int], tuple[Rectangle, ...]] = {}
         self._folded: FoldedBlockMasks | None = None
-        self._orders: dict[tuple[int, torch.device], list[Tensor]] = {}
-        self._merged: dict[int, CausalBlockMasks] = {}
+        self._orders: dict[tuple[RankGroups, torch.device], list[Tensor]] = {}
+        self._merged: dict[RankGroups, CausalBlockMasks] = {}
 
     def rectangles(self, q_shard: int, kv_shard: int) -> tuple[Rectangle, ...]:
         if (q_shard, kv_shard) not in self._rectangles:
@@ -74,29 +74,24 @@ class CausalBlockMasks(BlockMasks):
             self._folded = FoldedBlockMasks(self, self.positions[0].numel())
         return self._folded
 
-    def orders(self, size: int, device: torch.device) -> list[Tensor]:
-        """Return the permutations that restore the order of the text within every group of `size` ranks."""
-        if (size, device) not in self._orders:
-            orders = [group.argsort() for group in self._group_positions(size)]
-            self._orders[size, device] = [copy_to_device(order, device) for order in orders]
-        return self._orders[size, device]
+    def orders(self, groups: RankGroups, device: torch.device) -> list[Tensor]:
+        """Return the permutations that restore the order of the text within every group of ranks."""
+        if (groups, device) not in self._orders:
+            orders = [positions.argsort() for positions in self._group_positions(groups)]
+            self._orders[groups, device] = [copy_to_device(order, device) for order in orders]
+        return self._orders[groups, device]
 
-    def merged(self, size: int, orders: Sequence[Tensor] | None) -> CausalBlockMasks:
-        """Return the masks with every `size` consecutive ranks as one, their tokens in the order of the text."""
+    def merged(self, groups: RankGroups, orders: Sequence[Tensor] | None) -> CausalBlockMasks:
+        """Return the masks with each group of ranks as one rank, their tokens in the order of the text."""
         assert orders is not None, "rows of text are merged in order"
-        if size not in self._merged:
+        if groups not in self._merged:
             merged = CausalBlockMasks(self.batch, self._total, 1, "contiguous", self.first, self.valid)
-            merged.positions = [group.sort().values for group in self._group_positions(size)]
-            self._merged[size] = merged
-        return self._merged[size]
+            merged.positions = [positions.sort().values for positions in self._group_positions(groups)]
+            self._merged[groups] = merged
+        return self._merged[groups]
 
-    def reordered(self, ranks: Sequence[int]) -> CausalBlockMasks:
-        masks = CausalBlockMasks(self.batch, self._total, 1, "contiguous", self.first, self.valid)
-        masks.positions = [self.positions[rank] for rank in ranks]
-        return masks
-
-    def _group_positions(self, size: int) -> list[Tensor]:
-        return [torch.cat(self.positions[i : i + size]) for i in range(0, len(self.positions), size)]
+    def _group_positions(self, groups: RankGroups) -> list[Tensor]:
+        return [torch.cat([self.positions[rank] for rank in group]) for group in groups]
 
 
 def causal_rectangles(

@@ -14,7 +14,7 @@ from torch import Tensor
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.errors import MaskError
 
-from .block_masks import BlockMasks, RowSubset
+from .block_masks import BlockMasks, RankGroups, RowSubset
 from .dense import dense_rectangles
 from .intervals import interval_rectangles
 from .rectangles import Rectangle
@@ -203,7 +203,7 @@ class FrameBlockMasks(BlockMasks):
         self._visible_rows: dict[tuple[int, int], RowSubset | None] = {}
         self._pruned: dict[tuple[int, int], tuple[Rectangle, ...]] = {}
         self._folded: FrameBlockMasks | None = None
-        self._merged: dict[int, tuple[Sequence[Tensor] | None, FrameBlockMasks]] = {}
+        self._merged: dict[RankGroups, tuple[Sequence[Tensor] | None, FrameBlockMasks]] = {}
 
     @cached_property
     def prunes(self) -> bool:
@@ -253,23 +253,21 @@ class FrameBlockMasks(BlockMasks):
             self._folded = FrameBlockMasks([mask.folded() for mask in self.masks], self.frames)
         return self._folded
 
-    def merged(self, size: int, orders: Sequence[Tensor] | None) -> FrameBlockMasks:
-        """Return the masks with every `size` consecutive ranks as one; their frames are consecutive."""
-        if size not in self._merged or self._merged[size][0] is not orders:
-            starts = range(0, len(self.masks), size)
-            masks = [FrameMask.cat(self.masks[i : i + size]) for i in starts]
+    def merged(self, groups: RankGroups, orders: Sequence[Tensor] | None) -> FrameBlockMasks:
+        """Return the masks with each group of ranks as one rank, and the frames numbered in the order of the groups."""
+        if groups not in self._merged or self._merged[groups][0] is not orders:
+            masks = [FrameMask.cat([self.masks[rank] for rank in group]) for group in groups]
             if orders is not None:
                 masks = [mask.take(order) for mask, order in zip(masks, orders, strict=True)]
-            frames = [(self.frames[i][0], self.frames[i + size - 1][1]) for i in starts]
-            self._merged[size] = orders, FrameBlockMasks(masks, frames)
-        return self._merged[size][1]
-
-    def reordered(self, ranks: Sequence[int]) -> FrameBlockMasks:
-        """Return the masks with rank ``ranks[i]`` as number i, and the frames numbered in the order of these ranks."""
-        numbers = [torch.arange(*self.frames[rank]) for rank in ranks]
-        stops = list(itertools.accumulate(map(len, numbers)))
-        frames = [(stop - len(own), stop) for own, stop in zip(numbers, stops, strict=True)]
-        return FrameBlockMasks([self.masks[rank].take_frames(torch.cat(numbers)) for rank in ranks], frames)
+            ranks = list(itertools.chain(*groups))
+            if ranks != sorted(ranks):  # their frames are not consecutive
+                numbers = torch.cat([torch.arange(*self.frames[rank]) for rank in ranks])
+                masks = [mask.take_frames(numbers) for mask in masks]
+            counts = [sum(self.frames[rank][1] - self.frames[rank][0] for rank in group) for group in groups]
+            stops = list(itertools.accumulate(counts))
+            frames = [(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
+            self._merged[groups] = orders, FrameBlockMasks(masks, frames)
+        return self._merged[groups][1]
 
 
 def _check_counts(where: str, tokens: int, frames: int) -> None:
