@@ -1,6 +1,8 @@
 """Layer: one process. The native processors have the interface of transformers' processors."""
 
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -232,3 +234,20 @@ class TestMedia:
             owl(text=text, images=[picture()], do_normalize=True)
         plain = flamingo(text=TEXTS["open_flamingo"][0], images=[picture()], images_kwargs={"do_normalize": False})
         assert plain["vision_x"].min() >= 0
+
+
+def test_processors_render_chats_in_several_threads() -> None:
+    interval = sys.getswitchinterval()
+    processors = [MAKERS["mplug_owl3"]() for _ in range(4)]
+    chat = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A dot."}]
+
+    def targets(number: int) -> int:
+        encoded = processors[number % 4].encode([chat], return_labels=True)
+        return int((encoded["labels"] != -100).sum())
+
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert set(pool.map(targets, range(200))) == {len("A dot.") + 2}
+    finally:
+        sys.setswitchinterval(interval)
