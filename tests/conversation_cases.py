@@ -11,11 +11,11 @@ from mllm_seqpar.models.loading import load_model, load_processor
 
 
 def replies_in_one_process(
-    model: Path, video: Path, questions: tuple[str, ...], frames: int, tokens: int
+    model: Path, video: Path, questions: tuple[str, ...], frames: int, tokens: int, **clip: float
 ) -> list[Reply]:
-    """Return the replies to questions that are asked one after another."""
+    """Return the replies to questions that are asked one after another; `clip` has the start and end of the video."""
     patched = patch_model(load_model(str(model)).eval())
-    source = VideoSource.open(video, num_frames=frames)
+    source = VideoSource.open(video, num_frames=frames, **clip)
     conversation, messages, replies = Conversation(patched, load_processor(str(model)), [source]), [], []
     for question in questions:
         media: list[Any] = [] if messages else [{"type": "video"}]

@@ -219,7 +219,7 @@ def _add_heads(x: Tensor, places: Sequence[int]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class HeadShardedKV(Keys):
+class HeadShardedKeys(Keys):
     """A source whose k and v are head-sharded when they are needed.
 
     Given k and v are saved head-sharded, so backward does not send them again; recomputed ones are sent again.
@@ -298,7 +298,7 @@ def attend_head_sharded(
     layouts = [HeadLayout.of(ordered, spec, q, orders) for ordered, spec in groups]
     first = layouts[0]
     sharded_q = _Reshard.apply(first.inside, first.rows("q"), False, False, q)
-    inner = [HeadShardedKV(source, layout, q.dtype) for source, layout in zip(sources, layouts, strict=True)]
+    inner = [HeadShardedKeys(source, layout, q.dtype) for source, layout in zip(sources, layouts, strict=True)]
     o, lse = attend(sharded_q, inner, comm=first.across)
     keep &= o.requires_grad
     o = _Reshard.apply(first.inside, first.rows("o"), True, keep, o)

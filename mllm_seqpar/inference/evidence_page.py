@@ -1,6 +1,7 @@
 """The evidence page: one HTML file that shows which moments of a video the answers attend to.
 
-The page loads nothing from elsewhere. Its data is JSON inside the file, which its script shows as text only.
+The page loads nothing but the video itself, from where it is. Its data is JSON inside the file, which its script shows
+as text only.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import base64
 import json
 import os
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -20,43 +22,92 @@ from mllm_seqpar.errors import ConfigError, VideoError
 from .evidence import Evidence
 from .moments import Moment, clock
 
-BINS = 400
-"""Columns of the plot; in longer videos, a column is the sum of several frames."""
+COLUMNS = 400
+"""Columns of the plot, at least; in longer videos, a column is the sum of several frames."""
+
+NUMBERS = 200_000
+"""Columns of all tokens of an answer together, if that allows more than `COLUMNS` each."""
 
 _TEMPLATE = Path(__file__).parent / "page" / "evidence.html"
 _PLACE = "/* data */"
 
 
 def write_evidence_page(
-    path: str | os.PathLike[str], answers: Sequence[tuple[str, Evidence]], sources: Sequence[Any]
+    path: str | os.PathLike[str],
+    answers: Sequence[tuple[str, Evidence]],
+    sources: Sequence[Any],
+    *,
+    name: str = "",
+    model: str = "",
 ) -> None:
     """Write the page of questions about the same media, with their evidence. One rank calls this.
 
     Args:
         path: of the HTML file.
         answers: questions and evidence.
-        sources: the frame sources of the media. Those that can be read give the thumbnails.
+        sources: the frame sources of the media. Those that can be read give the thumbnails; videos can be played.
+        name: what the page calls the media; default: their files.
+        model: named on the page.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    data = {"answers": [_answer(question, evidence, sources, Path(path)) for question, evidence in answers]}
+    page = Path(path)
+    data = {
+        "facts": _facts(answers, sources, name, model),
+        "media": [_medium(source, page) for source in sources],
+        "answers": [_answer(question, evidence, sources) for question, evidence in answers],
+    }
+    write_page(page, _TEMPLATE, data)
+
+
+def write_page(path: Path, template: Path, data: Any) -> None:
+    """Write a page from a template and the data of its script; raise ConfigError if it cannot be written."""
     text = json.dumps(data, ensure_ascii=True, separators=(",", ":"))
     for character in "<>&":  # so that nothing in the data can end the element that contains it
         text = text.replace(character, f"\\u{ord(character):04x}")
-    before, after = _TEMPLATE.read_text(encoding="utf-8").split(_PLACE)
+    before, after = template.read_text(encoding="utf-8").split(_PLACE)
     try:
-        Path(path).write_text(before + text + after, encoding="utf-8")
+        path.write_text(before + text + after, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror}); choose another path") from error
 
 
-def _answer(question: str, evidence: Evidence, sources: Sequence[Any], page: Path) -> dict[str, Any]:
+def _facts(
+    answers: Sequence[tuple[str, Evidence]], sources: Sequence[Any], name: str, model: str
+) -> list[tuple[str, str]]:
+    """Return what the head of the page states."""
+    names = name or ", ".join(_medium_name(source) for source in sources)
+    times = answers[0][1].times if answers else ()
+    frames = len(times)
+    count = f"{frames:,} frame{'s' * (frames != 1)}"
+    first, last = (times[0].start, times[-1].start) if times else (None, None)
+    if len(sources) == 1 and first is not None and last is not None and last > first:
+        count += f", {(frames - 1) / (last - first):.3g} per second"
+    end = times[-1].end if len(sources) == 1 and times else None
+    facts = [("Video", names or "features without a name"), ("Model", model), ("Frames", count)]
+    facts += [("Length", clock(end).removesuffix(".0"))] if end else []
+    written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return [(label, text) for label, text in [*facts, ("Written", written)] if text]
+
+
+def _medium(source: Any, page: Path) -> dict[str, str]:
+    href = link(source.plan.path, page) if isinstance(source, VideoSource) else ""
+    return {"name": _medium_name(source), "href": href}
+
+
+def _medium_name(source: Any) -> str:
+    if isinstance(source, VideoSource):
+        return os.path.basename(source.plan.path)
+    return os.path.basename(source.paths[0]) if isinstance(source, ImageListSource) else ""
+
+
+def _answer(question: str, evidence: Evidence, sources: Sequence[Any]) -> dict[str, Any]:
     frames, rows = len(evidence.shares), evidence.attention.frames.tolist()
-    edges = [column * frames // min(BINS, frames) for column in range(min(BINS, frames) + 1)]
-    starts = [evidence.times[edge].start for edge in edges[:-1]]
-    by_time = len(sources) == 1 and None not in starts
-    labels = [clock(x) for x in starts if x is not None] if by_time else [f"frame {edge}" for edge in edges[:-1]]
+    columns = min(frames, max(COLUMNS, NUMBERS // max(1, len(rows))))
+    edges = [column * frames // columns for column in range(columns + 1)]
+    starts, end = [evidence.times[edge].start for edge in edges[:-1]], evidence.times[-1].end
+    by_time = len(sources) == 1 and None not in starts and end is not None
     return {
         "question": question,
         "tokens": [
@@ -65,9 +116,11 @@ def _answer(question: str, evidence: Evidence, sources: Sequence[Any], page: Pat
         ],
         "mean": _columns(evidence.shares, edges),
         "textShare": _short(evidence.text),
-        "labels": labels,
+        "byTime": by_time,
+        "edges": [round(x, 3) for x in (*starts, end) if x is not None] if by_time else edges,
+        "framesInColumn": -(-frames // columns),
         "note": evidence.note,
-        "moments": [_moment(moment, sources, page) for moment in evidence.moments],
+        "moments": [moment_data(moment, sources, by_time) for moment in evidence.moments],
     }
 
 
@@ -79,16 +132,27 @@ def _short(share: float) -> float:
     return float(f"{share:.4g}")
 
 
-def _moment(moment: Moment, sources: Sequence[Any], page: Path) -> dict[str, Any]:
+def moment_data(moment: Moment, sources: Sequence[Any], by_time: bool = False) -> dict[str, Any]:
+    """Return a moment for the script of a page; `from` and `to` are its place in the plot."""
     source = sources[moment.medium]
-    first = sum(len(other) for other in sources[: moment.medium])
-    found = {"label": moment.span, "share": f"{moment.share:.1%}", "image": _thumbnail(source, moment.peak - first)}
-    if isinstance(source, VideoSource) and moment.start is not None:
-        found["href"] = f"{_link(source.plan.path, page)}#t={moment.start:.1f}"
-    return found
+    before = sum(len(other) for other in sources[: moment.medium])
+    frames = (
+        f"frame {moment.first}" if moment.first == moment.last else f"frames {moment.first}\N{EN DASH}{moment.last}"
+    )
+    return {
+        "label": moment.span,
+        "frames": frames,
+        "share": _short(moment.share),
+        "start": moment.start,
+        "end": moment.end,
+        "from": moment.start if by_time else moment.first,
+        "to": moment.end if by_time else moment.last + 1,
+        "medium": moment.medium,
+        "image": _thumbnail(source, moment.peak - before),
+    }
 
 
-def _link(video: str, page: Path) -> str:
+def link(video: str, page: Path) -> str:
     """Return a URL of the video: relative to the page, or the video's own URL."""
     if "://" in video:
         return video if video.startswith(("http://", "https://")) else ""

@@ -12,6 +12,7 @@ from mllm_seqpar.data.sources import FrameSource
 
 from .encoding import EncodedVideo
 from .evidence import Evidence, answer_with_evidence
+from .evidence_index import PageEntry
 from .evidence_page import write_evidence_page
 from .generation import Answer, Sampling, answer
 
@@ -27,10 +28,21 @@ class EvidenceReport:
         page: the HTML file to write, or None.
         shown: whether this rank prints and writes.
         source: the video, if it is read; without it, features from a store have no times and no pictures.
+        name, model: of the video and the model, for the page.
     """
 
-    def __init__(self, count: int, page: str | None, *, shown: bool = True, source: FrameSource | None = None) -> None:
+    def __init__(
+        self,
+        count: int,
+        page: str | None,
+        *,
+        shown: bool = True,
+        source: FrameSource | None = None,
+        name: str = "",
+        model: str = "",
+    ) -> None:
         self._count, self._page, self._shown, self._source = count, page, shown, source
+        self._name, self._model = name, model
         self._found: list[tuple[str, Evidence]] = []
         self._sources: list[Any] = []
 
@@ -59,7 +71,9 @@ class EvidenceReport:
             sys.stderr.write(self._found[-1][1].describe() + "\n")
             sys.stderr.flush()
 
-    def write(self) -> None:
-        """Write the page, if there is one to write."""
-        if self._shown and self._page is not None and self._found:
-            write_evidence_page(self._page, self._found, self._sources)
+    def write(self) -> PageEntry | None:
+        """Write the page, and return its entry for the index; None if there is no page to write."""
+        if not self._shown or self._page is None or not self._found:
+            return None
+        write_evidence_page(self._page, self._found, self._sources, name=self._name, model=self._model)
+        return PageEntry.of(self._name, self._page, self._found, self._sources)

@@ -33,6 +33,7 @@ from mllm_seqpar.patching import patch_of
 
 from .arguments import DEFAULT_FPS, AskArguments
 from .encoding import PARTS, EncodedVideo, encode_video
+from .evidence_index import PageEntry, write_evidence_index
 from .evidence_report import EvidenceReport
 from .generation import Answer
 from .model_loading import load_patched, model_files_digest
@@ -113,6 +114,7 @@ def ask_videos(args: AskArguments, comm: Communicator, device: torch.device) -> 
             model = load_patched(args, inputs.family, comm, device)
         for video in videos:
             run.ask(video, model)
+        agree(comm, "evidence index", run.write_index)
         run.report(model)
     if run.faults:
         text = f"{len(run.faults)} of {len(inputs.videos)} videos cannot be used; the first: {run.faults[0]}"
@@ -130,6 +132,7 @@ class VideoRun:
         self._args, self._inputs, self._comm, self._times = args, inputs, comm, times
         self.answers: list[Answered] = []
         self.faults: list[str] = []
+        self._pages: list[PageEntry] = []
         self._frames = self._visual_tokens = 0
         self._parts: Counter[str] = Counter()  # seconds; Counter adds them
         self._several = len(inputs.videos) > 1
@@ -150,11 +153,23 @@ class VideoRun:
         name, shown = video.paths.name, self._comm.rank == 0
         if self._several and shown and self._args.question:
             _write(f"== {name} ==\n")
-        report = EvidenceReport(self._args.evidence, video.paths.page, shown=shown, source=video.source)
+        names: dict[str, str] = {"name": name, "model": self._args.model}
+        report = EvidenceReport(self._args.evidence, video.paths.page, shown=shown, source=video.source, **names)
         for question in self._args.question:
             result = _ask(self._args, self._inputs, model, encoded, question, report, shown)
             self.answers.append(Answered(name, question, result))
-        agree(self._comm, "evidence page", report.write)
+        if (entry := agree(self._comm, "evidence page", report.write)) is not None:
+            self._pages.append(entry)
+
+    def write_index(self) -> None:
+        """Write the index of the evidence pages if there are several videos, and print what was written."""
+        path = self._args.evidence_html
+        if path is None or not self._pages:
+            return
+        if self._several:
+            write_evidence_index(path, self._pages, self.faults, self._args.model)
+        also = f", the index of {len(self._pages)} pages" if self._several else ""
+        print(f"evidence page: {path}{also}", file=sys.stderr, flush=True)  # noqa: T201
 
     def report(self, model: nn.Module) -> None:
         """Write times and memory of all ranks to stderr, and the report to its file."""

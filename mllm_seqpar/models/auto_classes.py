@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 
 class NativeModel(NamedTuple):
@@ -27,6 +27,8 @@ class NativeModel(NamedTuple):
     model: str
     processor: str
     autos: tuple[str, ...]
+    image_processor: str | None = None
+    """None: one of transformers', which its AutoImageProcessor finds."""
 
     def named(self, name: str) -> Any:
         """Import the package and return one of its classes."""
@@ -40,6 +42,7 @@ NATIVE_MODELS = {
         model="MPlugOwl3ForConditionalGeneration",
         processor="MPlugOwl3Processor",
         autos=("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText"),
+        image_processor="MPlugOwl3ImageProcessor",
     ),
     "open_flamingo": NativeModel(
         package="open_flamingo",
@@ -95,9 +98,18 @@ def _register_processors(auto: ModuleType) -> None:
         auto.AutoProcessor.register(_config_of(native), _stand_in(native, native.processor), exist_ok=True)
 
 
+def _register_image_processors(auto: ModuleType) -> None:
+    """Register the image processors in the mapping: `AutoImageProcessor.register` takes no stand-ins."""
+    for native in NATIVE_MODELS.values():
+        if native.image_processor is not None:
+            found = dict.fromkeys(("torchvision", "pil"), _stand_in(native, native.image_processor))
+            auto.IMAGE_PROCESSOR_MAPPING.register(_config_of(native), found, exist_ok=True)
+
+
 _ACTIONS: dict[str, Callable[[ModuleType], None]] = {
     "transformers.models.auto.configuration_auto": _register_configurations,
     "transformers.models.auto.modeling_auto": _register_models,
+    "transformers.models.auto.image_processing_auto": _register_image_processors,
     "transformers.models.auto.processing_auto": _register_processors,
 }
 
@@ -155,18 +167,25 @@ def __getattr__(name):
 """
 
 
-def write_code(directory: str | os.PathLike[str], model_type: str) -> dict[str, str]:
-    """Write the file that `trust_remote_code=True` imports into a directory; return the `auto_map` that names it."""
+def auto_map(model_type: str) -> dict[str, str]:
+    """Return the names of the classes in the file of `write_code`, by Auto class, as saved files state them."""
     native = NATIVE_MODELS[model_type]
-    os.makedirs(directory, exist_ok=True)
-    with open(os.path.join(directory, f"{CODE_MODULE}.py"), "w", encoding="utf-8") as file:
-        file.write(_CODE.format(package=native.package))
     names = {
         "AutoConfig": native.config,
         **dict.fromkeys(native.autos, native.model),
         "AutoProcessor": native.processor,
     }
+    if native.image_processor is not None:
+        names["AutoImageProcessor"] = native.image_processor
     return {auto: f"{CODE_MODULE}.{name}" for auto, name in names.items()}
+
+
+def write_code(directory: str | os.PathLike[str], model_type: str) -> dict[str, str]:
+    """Write the file that `trust_remote_code=True` imports into a directory; return the `auto_map` that names it."""
+    os.makedirs(directory, exist_ok=True)
+    with open(os.path.join(directory, f"{CODE_MODULE}.py"), "w", encoding="utf-8") as file:
+        file.write(_CODE.format(package=NATIVE_MODELS[model_type].package))
+    return auto_map(model_type)
 
 
 class LocalCode:
@@ -175,3 +194,14 @@ class LocalCode:
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:
         """Do nothing: a class that is registered as remote code copies its source into the directories it saves."""
+
+
+class SavedWithCode(LocalCode):
+    """Base of the native configurations and image processors, before a class of transformers."""
+
+    model_type: ClassVar[str]
+
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> Any:
+        """Write the JSON file, and what `trust_remote_code=True` loads the directory with (`write_code`)."""
+        self.auto_map = write_code(save_directory, self.model_type)
+        return super().save_pretrained(save_directory, push_to_hub, **kwargs)  # type: ignore[misc]

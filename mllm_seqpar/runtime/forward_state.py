@@ -122,6 +122,13 @@ class ForwardState:
             results.append((o if local is None else local.unshard(o, 2), lse))
         return results
 
+    def has_whole_text(self, window: int | None = None) -> bool:
+        """Return whether this rank has all text and no schedule or block kernel is asked for, so that the model's own
+        attention computes the text. It cannot hide the tokens before a `window` without a mask."""
+        if self.takes_mask or not self._one_process:
+            return self.takes_mask
+        return self.text is not None and self.text.is_plain and (window is None or window >= self.text.length)
+
     def text_keys(
         self,
         q: Tensor,
@@ -142,23 +149,15 @@ class ForwardState:
             model_attention: the model's own attention, for text that one rank has. None: the block kernels.
         """
         k, v = as_attended(k, v)
-        if self.cached_text is not None:
-            rectangles: Callable[[], Iterable[Rectangle]] = functools.partial(self.cached_text, q.shape[0], window)
-            return GivenKeys(self._local_spec(q, k, window, rectangles, "sharded"), k, v)
-        whole, text = None, self.text
-        if model_attention is not None and (self.takes_mask or self._is_plain(window)):
+        whole = None
+        if model_attention is not None and self.has_whole_text(window):
             whole = functools.partial(model_attention, k, v, mask if self.takes_mask else None)
-        if text is None:
+        if self.tokens is not None and self.cached_text is None:
             k, v = k[:, :, : self.tokens], v[:, :, : self.tokens]  # the rest of a static cache is empty
-            rectangles = functools.partial(decoder_rectangles, mask, q.shape[0], q.shape[2], k.shape[2])
-            return GivenKeys(self._local_spec(q, k, window, rectangles, "replicated"), k, v, whole)
-        if not self.shards_text:
-            rectangles = functools.partial(text.local_rectangles, q.shape[0], window)
-            return GivenKeys(self._local_spec(q, k, window, rectangles, "replicated"), k, v, whole)
-        key = "text", q.shape[1], k.shape, k.dtype, window, torch.is_grad_enabled()
+        key = "text", q.shape, k.shape, k.dtype, window, torch.is_grad_enabled()
         spec = self._specs.get(key)
         if spec is None:
-            spec = self._specs[key] = self._text_spec(q, k, text, window)
+            spec = self._specs[key] = self._text_spec(q, k, window, mask)
         return GivenKeys(spec, k, v, whole)
 
     def frame_keys(
@@ -184,37 +183,23 @@ class ForwardState:
             spec = frames.specs[key] = self._frame_spec(q, dtype, frames, project)
         return frames.source.keys(layer, spec, project, modules, dtype)
 
-    def _is_plain(self, window: int | None) -> bool:
-        """Return whether one process has the text of a sharded pass, without padding or a window that hides tokens."""
-        text = self.text
-        if text is None or not (self._one_process and text.is_plain):
-            return False
-        return window is None or window >= text.length
-
-    def _local_spec(
-        self,
-        q: Tensor,
-        k: Tensor,
-        window: int | None,
-        rectangles: Callable[[], Iterable[Rectangle]],
-        placement: Placement,
-    ) -> CallSpec:
-        """Return the spec of the attention to the text keys k that this rank has."""
-        key = q.shape, k.shape[2], k.dtype, window, placement
-        spec = self._specs.get(key)
-        if spec is None:
-            dtype = accumulation("auto", k.dtype)
-            masks = GivenBlockMask(rectangles)
-            spec = self._specs[key] = CallSpec((1, 1), masks, (k.shape[2],), dtype, placement=placement)
-        return spec
-
-    def _text_spec(self, q: Tensor, k: Tensor, text: TextShards, window: int | None) -> CallSpec:
-        name = self.context.config.self_attention
-        candidates = {"auto": SELF, "mesh": SELF_MESH}.get(name)
-        if name == "auto":
-            name = "ring"
-        masks, lengths = text.blocks(window), (text.local,) * self.context.comm.size
-        return self._spec(name, candidates, masks, lengths, q.shape, k.shape, k)
+    def _text_spec(self, q: Tensor, k: Tensor, window: int | None, mask: Tensor | None) -> CallSpec:
+        text, batch = self.text, q.shape[0]
+        if text is not None and self.shards_text:
+            name = self.context.config.self_attention
+            candidates = {"auto": SELF, "mesh": SELF_MESH}.get(name)
+            blocks, lengths = text.blocks(window), (text.local,) * self.context.comm.size
+            return self._spec("ring" if name == "auto" else name, candidates, blocks, lengths, q.shape, k.shape, k)
+        rectangles: Callable[[], Iterable[Rectangle]]  # of what this rank has
+        if self.cached_text is not None:
+            rectangles = functools.partial(self.cached_text, batch, window)
+        elif text is None:
+            rectangles = functools.partial(decoder_rectangles, mask, batch, q.shape[2], k.shape[2])
+        else:
+            rectangles = functools.partial(text.local_rectangles, batch, window)
+        placement: Placement = "replicated" if self.cached_text is None else "sharded"
+        masks, dtype = GivenBlockMask(rectangles), accumulation("auto", k.dtype)
+        return CallSpec((1, 1), masks, (k.shape[2],), dtype, placement=placement)
 
     def _frame_spec(self, q: Tensor, dtype: torch.dtype, frames: Frames, project: Projection) -> CallSpec:
         config, comm, masks, lengths = self.context.config, self.context.comm, frames.masks, frames.key_lengths

@@ -149,11 +149,11 @@ class HostKVCache(VisualKVCache):
     ) -> Keys:
         """Return the keys of a layer, which are copied to the device chunk by chunk; its first call projects them."""
         k, v = self.keys_values(layer, project, modules, dtype)
-        return StoredKV(spec, k, v, self._chunks, self.tokens_per_unit, self._copies)
+        return StoredKeys(spec, k, v, self._chunks, self.tokens_per_unit, self._copies)
 
 
 @dataclass(frozen=True)
-class StoredKV(Keys):
+class StoredKeys(Keys):
     """Keys in host memory; they are their own chunks (`KeyChunks`).
 
     Attributes:
@@ -174,7 +174,7 @@ class StoredKV(Keys):
     def inputs(self) -> Sequence[Tensor]:
         return ()
 
-    def chunks(self, inputs: Sequence[Tensor], needed: Sequence[bool] | None = None) -> StoredKV:
+    def chunks(self, inputs: Sequence[Tensor], needed: Sequence[bool] | None = None) -> StoredKeys:
         return self
 
     def __iter__(self) -> Iterator[tuple[Span, Tensor, Tensor]]:

@@ -1,6 +1,6 @@
 """Projections of features to K and V, and their gradients for a chunk of frames.
 
-`visual_features.RecomputedKV` calls them: in the forward pass, and again in backward.
+`visual_features.RecomputedKeys` calls them: in the forward pass, and again in backward.
 
 Most projections consist of norms, linear layers and a rotation. `KVProjection` describes such a projection, and
 computes its gradients without repeating the matrix multiplications of its forward pass:

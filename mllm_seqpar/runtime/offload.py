@@ -25,7 +25,7 @@ from mllm_seqpar.masks.rectangles import Span
 
 from .host_copies import HostCopies
 from .kv_projection import GradientSums, Projection
-from .visual_features import RecomputedKV, VisualFeatures, frame_chunks
+from .visual_features import RecomputedKeys, VisualFeatures, frame_chunks
 
 
 class HostGradient:
@@ -107,11 +107,11 @@ class HostFeatures(VisualFeatures):
         self, layer: Hashable, spec: CallSpec, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
     ) -> Keys:
         """Return the keys of a layer, which are projected chunk by chunk."""
-        return OffloadedKV(spec, self, RecomputedKV(spec, self.no_frames, project, modules, dtype))
+        return OffloadedKeys(spec, self, RecomputedKeys(spec, self.no_frames, project, modules, dtype))
 
 
 @dataclass(frozen=True)
-class OffloadedKV(Keys):
+class OffloadedKeys(Keys):
     """Keys and values that are projected from features in host memory, one chunk of frames at a time.
 
     Attributes:
@@ -124,7 +124,7 @@ class OffloadedKV(Keys):
 
     spec: CallSpec
     visual: HostFeatures
-    projection: RecomputedKV
+    projection: RecomputedKeys
 
     @property
     def modules(self) -> Sequence[nn.Module]:  # type: ignore[override]
@@ -140,7 +140,7 @@ class OffloadedKV(Keys):
     def restored(self, saved: Sequence[Tensor]) -> Sequence[Tensor]:
         return *saved, *self.projection.inputs()[1:]
 
-    def without_inputs(self) -> OffloadedKV:
+    def without_inputs(self) -> OffloadedKeys:
         return replace(self, visual=self.visual.without_features())
 
     def chunks(self, inputs: Sequence[Tensor], needed: Sequence[bool] | None = None) -> _Pass:
@@ -150,7 +150,7 @@ class OffloadedKV(Keys):
 class _Pass:
     """One pass over the chunks of a layer's features; see `attention.keys.KeyChunks`."""
 
-    def __init__(self, source: OffloadedKV, inputs: Sequence[Tensor], needed: Sequence[bool]) -> None:
+    def __init__(self, source: OffloadedKeys, inputs: Sequence[Tensor], needed: Sequence[bool]) -> None:
         visual, (_, features, *self._parameters) = source.visual, inputs
         self._visual, self._projection = visual, source.projection
         self._needed = [needed[0], *needed[2:]]

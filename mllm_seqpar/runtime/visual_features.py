@@ -1,4 +1,4 @@
-"""The visual features that all layers share, and the K and V that are recomputed from them (`RecomputedKV`).
+"""The visual features that all layers share, and the K and V that are recomputed from them (`RecomputedKeys`).
 
 The K and V of a cross-attention layer are a function of the features y and of the layer's own modules (norms,
 projections, LoRA adapters, quantised weights). They are computed for the forward pass, dropped, and recomputed for the
@@ -68,9 +68,9 @@ class VisualFeatures:
     def keys(
         self, layer: Hashable, spec: CallSpec, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
     ) -> Keys:
-        """Return the keys of a layer; see `RecomputedKV`. K and V that backward does not need again are given."""
+        """Return the keys of a layer; see `RecomputedKeys`. K and V that backward does not need again are given."""
         if self.recompute:
-            keys = RecomputedKV(spec, self, project, modules, dtype)
+            keys = RecomputedKeys(spec, self, project, modules, dtype)
             if torch.is_grad_enabled() or keys.is_random:  # the same random numbers with and without gradients
                 return keys
         if not torch.is_grad_enabled():
@@ -158,7 +158,7 @@ def project_chunks(project: Projection, features: Tensor, index: Tensor, dtype: 
 
 
 class RestoredInputs(tuple[Tensor, ...]):
-    """The inputs of a `RecomputedKV` in one backward pass, which `keys_values` and `input_grads` both receive.
+    """The inputs of a `RecomputedKeys` in one backward pass, which `keys_values` and `input_grads` both receive.
 
     Attributes:
         raw_keys: K before its norm, (f, tokens, G, D) for each chunk of frames; None if `keys_values` stored none.
@@ -168,7 +168,7 @@ class RestoredInputs(tuple[Tensor, ...]):
 
 
 @dataclass(frozen=True)
-class RecomputedKV(Keys):
+class RecomputedKeys(Keys):
     """Keys that are projected from the shared features, in forward and again in backward.
 
     Attributes:
@@ -205,13 +205,13 @@ class RecomputedKV(Keys):
     def restored(self, saved: Sequence[Tensor]) -> RestoredInputs:
         return RestoredInputs((saved[0], *self._parameters()))
 
-    def without_inputs(self) -> RecomputedKV:
+    def without_inputs(self) -> RecomputedKeys:
         """Return this source without the features, which only saved tensors hold while the graph is alive."""
         return self.of_chunk(
             replace(self.visual, features=self.visual.features.new_empty(self.visual.index.shape[0], 0, 0)), 0
         )
 
-    def of_chunk(self, visual: VisualFeatures, number: int) -> RecomputedKV:
+    def of_chunk(self, visual: VisualFeatures, number: int) -> RecomputedKeys:
         """Return the source of a chunk of the frames: with the same projection and autocast mode, and its own seed."""
         chunk = copy.copy(self)
         object.__setattr__(chunk, "visual", visual)

@@ -53,23 +53,6 @@ class OverlapRatios:
         return self.o if axis == "q" else self.dkv
 
 
-@dataclass(frozen=True)
-class _HopTransfer:
-    """A transfer for any rank: the input of this hop arrives, or the result for the shard of this hop is sent."""
-
-    kind: TransferKind
-    axis: Axis
-    hop: int
-
-
-@dataclass(frozen=True)
-class _HopStep:
-    """A step for any rank; the blocks' shards are numbered by hops."""
-
-    transfers: tuple[_HopTransfer, ...]
-    blocks: tuple[AttentionBlock, ...]
-
-
 def mesh_schedule(mesh_shape: MeshShape, rank: int, *, backward: bool, overlap_ratios: OverlapRatios) -> Schedule:
     """Return the schedule of `rank` for a mesh shape (a, b), both above 1."""
     size = {"q": mesh_shape[0], "kv": mesh_shape[1]}
@@ -82,10 +65,9 @@ def mesh_schedule(mesh_shape: MeshShape, rank: int, *, backward: bool, overlap_r
     def shard(axis: Axis, hop: int) -> int:
         return group_rank(axis, position[axis] - hop)
 
-    def transfer(t: _HopTransfer) -> Transfer:
-        dst, src = group_rank(t.axis, position[t.axis] + 1), group_rank(t.axis, position[t.axis] - 1)
-        sent_hop = t.hop - 1 if t.kind == "input" else t.hop
-        return Transfer(t.kind, t.axis, shard(t.axis, sent_hop), dst, shard(t.axis, sent_hop + 1), src)
+    def transfer(t: Transfer) -> Transfer:
+        dst, src = (group_rank(t.axis, position[t.axis] + step) for step in (t.dst, t.src))
+        return Transfer(t.kind, t.axis, shard(t.axis, t.send_shard), dst, shard(t.axis, t.recv_shard), src)
 
     return tuple(
         Step(
@@ -97,8 +79,11 @@ def mesh_schedule(mesh_shape: MeshShape, rank: int, *, backward: bool, overlap_r
 
 
 @lru_cache(maxsize=256)
-def mesh_order(mesh_shape: MeshShape, backward: bool, overlap_ratios: OverlapRatios) -> tuple[_HopStep, ...]:
-    """Return the order of transfers and blocks that all ranks follow; it depends on the arguments only."""
+def mesh_order(mesh_shape: MeshShape, backward: bool, overlap_ratios: OverlapRatios) -> Schedule:
+    """Return the order of transfers and blocks that all ranks follow; it depends on the arguments only.
+
+    Shards are numbered by hops, and ranks by their distance along the axis of the transfer.
+    """
     search = _Search(mesh_shape, backward, overlap_ratios)
     while search.todo or search.results:
         search.step()
@@ -123,38 +108,38 @@ class _Search:
         self.results += [("kv", hop) for hop in range(1, mesh_shape[1])] if backward else []
         self.todo = _blocks(mesh_shape, backward)
         self.last_sent: Axis = "kv"
-        self.steps: list[_HopStep] = []
+        self.steps: list[Step] = []
 
     def step(self) -> None:
         """Append one step: its transfers, and the blocks that are computed meanwhile."""
         transfers = self._input_transfers() or self._result_transfers()
         for t in transfers:
             if t.kind == "result":
-                self.results.remove((t.axis, t.hop))
+                self.results.remove((t.axis, t.send_shard))
                 self.last_sent = t.axis
         blocks = self._blocks_during(transfers)
-        self.steps.append(_HopStep(tuple(transfers), tuple(blocks)))
+        self.steps.append(Step(tuple(transfers), tuple(blocks)))
         done = set(blocks)
         self.todo = [block for block in self.todo if block not in done]
         for t in transfers:
             if t.kind == "input":
                 self.arrived[t.axis] += 1
 
-    def _input_transfers(self) -> list[_HopTransfer]:
+    def _input_transfers(self) -> list[Transfer]:
         missing: list[Axis] = [axis for axis in self.size if self.arrived[axis] < self.size[axis]]
         missing.sort(key=self._unlocked_per_cost, reverse=True)
         if self.overlap_ratios.one_link:
             missing = missing[:1]
-        return [_HopTransfer("input", axis, self.arrived[axis]) for axis in missing]
+        return [_one_hop("input", axis, self.arrived[axis] - 1) for axis in missing]
 
     def _unlocked_per_cost(self, axis: Axis) -> float:
         """Return the blocks that the next shard of `axis` unlocks over the blocks that hide its transfer."""
         unlocked = self.arrived["kv" if axis == "q" else "q"]
         return unlocked / max(self.overlap_ratios.of("input", axis), 1e-9)
 
-    def _result_transfers(self) -> list[_HopTransfer]:
+    def _result_transfers(self) -> list[Transfer]:
         complete = [result for result in self._next_results() if not self._unfinished(result)]
-        transfers = [_HopTransfer("result", axis, hop) for axis, hop in complete]
+        transfers = [_one_hop("result", axis, hop) for axis, hop in complete]
         return transfers[:1] if self.overlap_ratios.one_link else transfers
 
     def _next_results(self) -> list[_Result]:
@@ -166,7 +151,7 @@ class _Search:
         axis, hop = result
         return [b for b in self.todo if hop == (b.q_shard if axis == "q" else b.kv_shard)]
 
-    def _blocks_during(self, transfers: list[_HopTransfer]) -> list[AttentionBlock]:
+    def _blocks_during(self, transfers: list[Transfer]) -> list[AttentionBlock]:
         """Return just enough blocks to hide the transfers, or all that the next result waits for if these are more."""
         if not self.results:
             return self.todo
@@ -179,6 +164,11 @@ class _Search:
         awaited = [block for result in self._next_results() for block in self._unfinished(result)]
         order = list(dict.fromkeys(awaited + ready))
         return order[: max(enough, len(self._unfinished(self._next_results()[0])))]
+
+
+def _one_hop(kind: TransferKind, axis: Axis, hop: int) -> Transfer:
+    """Return the transfer of the shard of this hop, or of the result for it, to the next rank of the axis."""
+    return Transfer(kind, axis, hop, 1, hop + 1, -1)
 
 
 def _blocks(mesh_shape: MeshShape, backward: bool) -> list[AttentionBlock]:

@@ -29,12 +29,16 @@ from .guard import Guard
 from .json_body import parse
 from .media import MediaStore
 from .monitor import CLIENT_GONE, CONTENT_TYPE, Metrics, Monitor, Record, error_response, record_of
+from .preview import Previews
 from .protocol import ApiError, ChatRequest, read_request
 from .request_queue import RequestQueue, Waiting
 
 PAGE = Path(__file__).parent / "page"
 FORM = 1024
 """Bytes of an upload that may be the form around the file."""
+
+_LONGEST_VIDEO = 1e8
+"""Seconds; later times are those of the last frame."""
 
 POLICY = "default-src 'self'; media-src 'self' blob:; img-src 'self' blob: data:; frame-ancestors 'none'"
 
@@ -73,6 +77,7 @@ def make_app(service: Service) -> FastAPI:
         app.add_exception_handler(kind, _as_response)
     _add_state(app, service, metrics)
     _add_files(app, service.store)
+    _add_previews(app, Previews(service.store))
     _add_page(app)
     described = {"id": service.model, "object": "model", "created": service.created, "owned_by": "mllm-seqpar"}
 
@@ -280,17 +285,34 @@ def _add_files(app: FastAPI, store: MediaStore) -> None:
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
 
+def _add_previews(app: FastAPI, previews: Previews) -> None:
+    """Add the routes for what the page shows of a file."""
+
+    @app.get("/v1/files/{file_id}/preview")
+    async def preview(file_id: str) -> Response:
+        return JSONResponse(await run_in_threadpool(previews.describe, file_id))
+
+    @app.get("/v1/files/{file_id}/frame")
+    async def frame(request: Request, file_id: str) -> Response:
+        given = request.query_params.get("seconds", "0")
+        try:
+            seconds = min(max(0.0, float(given)), _LONGEST_VIDEO)
+        except ValueError as error:
+            raise ApiError(400, f"seconds: {given[:80]!r} is not a number", param="seconds") from error
+        picture = await run_in_threadpool(previews.frame, file_id, seconds)
+        return Response(picture, media_type="image/jpeg", headers={"Cache-Control": "private, max-age=3600"})
+
+
 def _add_page(app: FastAPI) -> None:
     """Add the page to talk to the model."""
 
-    def serve(path: str, name: str) -> None:
+    def serve(path: str, file: Path) -> None:
         @app.get(path)
         async def page() -> Response:
-            return FileResponse(PAGE / name, headers={"Content-Security-Policy": POLICY})
+            return FileResponse(file, headers={"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"})
 
-    serve("/", "index.html")
-    serve("/page.js", "page.js")
-    serve("/page.css", "page.css")
+    for file in sorted(PAGE.iterdir()):
+        serve("/" if file.name == "index.html" else f"/{file.name}", file)
 
 
 def _as_response(request: Request, error: Exception) -> Response:

@@ -53,7 +53,7 @@ from .host_frames import HostFramesCollator, frame_arguments_of
 from .resume import FILE, RunLayout
 from .throughput import Throughput
 from .trainer_checks import find_parallelism, patched_degree, refuse_rankwise_arguments, refuse_unsupported
-from .trl import refuse_collator, remove_fused_head, trl_trainer, use_token_scores
+from .trl import explain_lacking_ids, refuse_collator, remove_fused_head, trl_trainer, use_token_scores
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -107,7 +107,8 @@ class SeqParMixin(_Base):
         self._patched_degree = patched_degree(model, seqpar)
         patched = any(patch_of(x) for x in (*args, *kwargs.values()) if isinstance(x, nn.Module))
         refuse_unsupported(training, sequence_parallel_size, self._trl, patched)
-        super().__init__(*args, **kwargs)
+        with explain_lacking_ids(self._trl):
+            super().__init__(*args, **kwargs)
         refuse_rankwise_arguments(self.args, self.sequence_parallel_size)
         if self._trl is not None:
             refuse_collator(self.data_collator, self.processing_class)

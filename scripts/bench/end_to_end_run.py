@@ -235,6 +235,6 @@ def _expand_keys() -> None:
         def repeated(features: Tensor, index: Tensor) -> tuple[Tensor, ...]:
             return tuple(x.repeat_interleave(heads // x.shape[1], dim=1) for x in project(features, index))
 
-        return original(self, q, layer, repeated if heads else project, *rest)
+        return original(self, q, layer, repeated if heads else project, *(rest or [project.modules]))
 
     ForwardState.frame_keys = frame_keys  # type: ignore[method-assign]

@@ -34,7 +34,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from mllm_seqpar import FrameShard, frame_range, patch_model
 from mllm_seqpar.attention import joint
 from mllm_seqpar.comm import Communicator, run_loopback
-from mllm_seqpar.runtime.visual_features import RecomputedKV
+from mllm_seqpar.runtime.visual_features import RecomputedKeys
 
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -163,7 +163,7 @@ def counted_calls() -> Iterator[Counter[str]]:
         for owner, attribute, name in (
             (joint, "distributed_forward", "attention"),
             (joint, "forward_head_sharded", "attention"),
-            (RecomputedKV, "keys_values", "keys and values"),
+            (RecomputedKeys, "keys_values", "keys and values"),
         ):
             stack.enter_context(mock.patch.object(owner, attribute, counted(name, getattr(owner, attribute))))
         yield calls

@@ -34,7 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mllm_seqpar import FrameShard, patch_model
 from mllm_seqpar.runtime.kv_projection import KVProjection
-from mllm_seqpar.runtime.visual_features import RecomputedKV
+from mllm_seqpar.runtime.visual_features import RecomputedKeys
 
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Largest relative difference of the gradient norms of the two ways."""
@@ -154,17 +154,17 @@ def way(name: str) -> Iterator[None]:
 
 @contextmanager
 def counted() -> Iterator[dict[str, int]]:
-    """Count the FLOPs of `RecomputedKV.keys_values` and `input_grads` in the block."""
+    """Count the FLOPs of `RecomputedKeys.keys_values` and `input_grads` in the block."""
     totals = {"keys_values": 0, "input_grads": 0}
     with ExitStack() as stack:
         for name in totals:
-            stack.enter_context(mock.patch.object(RecomputedKV, name, counting(name, totals)))
+            stack.enter_context(mock.patch.object(RecomputedKeys, name, counting(name, totals)))
         yield totals
 
 
 def counting(name: str, totals: dict[str, int]) -> Callable[..., Any]:
-    """Return the method of `RecomputedKV` such that it adds its FLOPs to `totals`."""
-    method = getattr(RecomputedKV, name)
+    """Return the method of `RecomputedKeys` such that it adds its FLOPs to `totals`."""
+    method = getattr(RecomputedKeys, name)
 
     def call(*args: Any) -> Any:
         with FlopCounterMode(display=False) as counter:

@@ -73,11 +73,11 @@ def test_step_reads_the_device_in_one_place_only(
     model, inputs = build(family, replace(BATCHES[family], train=True))
     values, reads = _read_by_host(inputs), []
 
-    def read(self: ForwardInputs, numbers: Sequence[Tensor] = ()) -> list[int]:
+    def read(self: ForwardInputs, numbers: Sequence[Tensor] = ()) -> list[Tensor]:
         wanted = self.read_by_host()
         self._host.update({name: values[name].reshape(x.shape) for name, x in wanted.items()})
         reads.append(len(numbers))
-        return [0] * len(numbers)
+        return [torch.zeros(x.shape, dtype=x.dtype) for x in numbers]
 
     monkeypatch.setattr(ForwardInputs, "read", read)
     with fake_cuda(autograd=True), torch.autograd.set_multithreading_enabled(False):

@@ -5,13 +5,16 @@ Results are those of the unpatched model in `test_exactness`; here the ways to t
 
 from __future__ import annotations
 
+import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import mllm_seqpar
 from family_cases import BATCHES, FUSED, PADDED
 from family_harness import build, check_exact, check_tokens, on_ranks, settings, slow_unless
 from mllm_seqpar import patch_model
@@ -191,3 +194,51 @@ def test_questions_about_one_video_share_its_keys(family: str, size: int, monkey
     for together, alone, (shared, *others) in on_ranks(size, family, case, run):
         assert torch.equal(together, torch.stack(alone))
         assert [shared] * QUESTIONS == others, "K and V of the frames grow with the number of questions"
+
+
+def calls_of(size: int, decodes: bool) -> tuple[int, int]:
+    """Return how often a pass of 8 layers calls functions of this package on rank 0, and one of its 2 hyper layers."""
+    root = Path(mllm_seqpar.__file__).parents[1]
+    folders = str(root / "mllm_seqpar"), str(root / "patches")
+    case = Owl(frames=(6,), length=16, labels=None, model={"num_hidden_layers": 8, "hyper_layers": (2, 6)})
+
+    def run(model: Any, inputs: dict[str, Any], comm: Any) -> tuple[int, int]:
+        with torch.set_grad_enabled(not decodes):
+            if decodes:
+                cache = model(**inputs, use_cache=True).past_key_values
+                inputs = {"input_ids": inputs["input_ids"][:, -1:], "past_key_values": cache, "use_cache": True}
+            found = [0, 0]
+            attention = model.language_model.model.layers[5].self_attn  # the second, which finds the plans of the first
+            forward = attention.forward
+
+            def counting(*args: Any, **kwargs: Any) -> Any:
+                before = found[0]
+                out = forward(*args, **kwargs)
+                found[1] = found[0] - before
+                return out
+
+            def count(frame: Any, event: str, _: Any) -> None:
+                name = frame.f_code.co_filename
+                found[0] += event == "call" and name.startswith(folders) and "loopback" not in name
+
+            for _ in range(2):  # the first two passes compare the weights of the ranks
+                model(**inputs)
+            object.__setattr__(attention, "forward", counting)
+            sys.setprofile(count if comm.rank == 0 else None)
+            try:
+                model(**inputs)
+            finally:
+                sys.setprofile(None)
+                object.__setattr__(attention, "forward", forward)
+            return found[0], found[1]
+
+    return on_ranks(size, "mplug_owl3", case, run)[0]
+
+
+@pytest.mark.parametrize(
+    ("size", "decodes", "a_pass", "a_layer"), [(1, False, 600, 110), (2, False, 1250, 175), (2, True, 300, 75)]
+)
+def test_pass_takes_few_calls(size: int, decodes: bool, a_pass: int, a_layer: int) -> None:
+    """The host must stay ahead of the device. Calls of the loopback transport do not count."""
+    found = calls_of(size, decodes)
+    assert found[0] <= a_pass and found[1] <= a_layer, found

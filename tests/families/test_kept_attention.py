@@ -26,7 +26,7 @@ from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.attention import joint
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.patches.mplug_owl3.testing import LORA_TARGETS
-from mllm_seqpar.runtime.visual_features import RecomputedKV
+from mllm_seqpar.runtime.visual_features import RecomputedKeys
 from outcomes import Outcome, run_case
 
 
@@ -62,7 +62,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     monkeypatch.setattr(joint, "distributed_forward", counted("attention", joint.distributed_forward))
     monkeypatch.setattr(joint, "forward_head_sharded", counted("attention", joint.forward_head_sharded))
-    monkeypatch.setattr(RecomputedKV, "keys_values", counted("K and V", RecomputedKV.keys_values))
+    monkeypatch.setattr(RecomputedKeys, "keys_values", counted("K and V", RecomputedKeys.keys_values))
     return ran
 
 

@@ -1,5 +1,6 @@
 """Layer: real launch. The server on 2 ranks that it starts itself, by the openai client and in a headless browser."""
 
+import json
 import os
 import re
 import signal
@@ -27,6 +28,7 @@ from mllm_seqpar.inference.conversation import Reply
 
 pytestmark = [pytest.mark.launch, pytest.mark.slow]
 QUESTIONS = ("What is it?", "Why?")
+CLIPS: tuple[dict[str, float], ...] = ({}, {"start": 2.5}, {"end": 1}, {"start": 1, "end": 1.5})
 
 
 class Server:
@@ -92,6 +94,20 @@ def test_turns_of_the_openai_client_equal_one_process(server: SimpleNamespace, e
     assert error.value.code == "context_length_exceeded"
 
 
+def test_clip_of_a_video_equals_one_process(server: SimpleNamespace, inference_files: Path) -> None:
+    def asked(**clip: float) -> str:
+        part = {"type": "video_url", "video_url": {"url": "clip.mp4", **clip}}
+        messages: list[Any] = [{"role": "user", "content": [part, {"type": "text", "text": QUESTIONS[0]}]}]
+        return server.client.chat.completions.create(model="gated", messages=messages).choices[0].message.content
+
+    model, video = inference_files / "gated", inference_files / "clip.mp4"
+    replies = [replies_in_one_process(model, video, QUESTIONS[:1], 5, 8, **clip)[0].text for clip in CLIPS]
+    assert [asked(**clip) for clip in CLIPS] == replies
+    assert len(set(replies)) > 1  # so that ignored times would be seen
+    with pytest.raises(openai.BadRequestError, match=r"the clip starts at 1e\+06 s, but the video has 4\.000 s"):
+        asked(start=1e6)
+
+
 def test_sampling_depends_on_the_seed_only(server: SimpleNamespace) -> None:
     def sample(seed: int) -> str:
         options: dict[str, Any] = {"temperature": 1.5, "top_p": 0.95, "seed": seed, "max_tokens": 30}
@@ -143,16 +159,21 @@ def test_page_plays_asks_and_shows_the_streamed_answer(
     try:
         browser.wait("document.getElementById('model')?.textContent === 'gated'")
         browser.choose_file("#file", inference_files / "clip.mp4")
-        browser.wait("document.getElementById('status').textContent.endsWith('is uploaded')")
-        assert browser.value("!player.hidden && player.src.startsWith('blob:')")
-        browser.value("Object.defineProperty(player, 'duration', {value: 4}); null")  # without the codec there is none
-        for question in QUESTIONS:
+        browser.wait("document.getElementById('details').textContent.startsWith('0:04')")
+        assert browser.value("player.src.startsWith('blob:')")
+        for number, question in enumerate(QUESTIONS, 1):
             browser.value(f"question.value = {question!r}; form.requestSubmit(); null")
-            browser.wait("document.getElementById('ask').disabled === false && !answering")
-        shown = browser.value("[...document.querySelectorAll('#messages li')].map(item => item.textContent)")
-        assert shown == [QUESTIONS[0], expected[0].text, QUESTIONS[1], expected[1].text]
-        marks = browser.value("[...document.querySelectorAll('#evidence button')].map(mark => mark.title)")
-        assert 1 <= len(marks) <= 5 and all(re.fullmatch(r"\d\.\d s to \d\.\d s: \d+\.\d%", mark) for mark in marks)
+            browser.wait(f"document.querySelectorAll('#messages .foot').length === {number}")
+        asked = browser.value("[...document.querySelectorAll('#messages .user')].map(item => item.textContent)")
+        assert asked == [*QUESTIONS]
+        texts = "import('./markdown.js').then(m => %s.map(text => { const d = document.createElement('div');"
+        texts += " d.append(...m.render(text)); return d.textContent; }))"
+        shown = browser.value("[...document.querySelectorAll('#messages .text')].map(item => item.textContent)")
+        assert shown == browser.value(texts % json.dumps([reply.text for reply in expected]))
+        marks = browser.value("[...document.querySelectorAll('#bars button')].map(mark => mark.title)")
+        assert 1 <= len(marks) <= 5
+        assert all(re.fullmatch(r"0:0\d(\.\d)? to 0:0\d(\.\d)?: \d+\.\d%", mark) for mark in marks)
+        browser.wait("[...document.querySelectorAll('.moments img')].every(image => image.naturalWidth > 0)")
         assert browser.errors == []
     finally:
         browser.close()

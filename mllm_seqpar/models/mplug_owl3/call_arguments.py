@@ -6,30 +6,39 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.processing_utils import ImagesKwargs, ProcessingKwargs
+from transformers.processing_utils import ProcessingKwargs, VideosKwargs
 
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.processor import flattened
 
 from .chat import VIDEO
+from .image_processing import ImageOptions
+
+_OF_FRAMES = set(ImageOptions.__annotations__)
+_OF_VIDEOS = {"fps", "num_frames", "do_sample_frames"}
 
 SUPPORTED = {
     "text_kwargs": {
         *("padding", "padding_side", "pad_to_multiple_of", "max_length", "truncation", "return_tensors"),
         *("return_attention_mask", "return_offsets_mapping", "add_special_tokens", "verbose"),
     },
-    "images_kwargs": {"cut_enable", "return_tensors"},
-    "videos_kwargs": {"fps", "num_frames", "do_sample_frames", "return_tensors"},
+    "images_kwargs": {"cut_enable", *_OF_FRAMES},
+    "videos_kwargs": _OF_VIDEOS | (_OF_FRAMES & set(VideosKwargs.__annotations__) - {"input_data_format"}),
 }
 """The arguments that a call takes, by modality; the format has no special tokens that a tokenizer adds."""
 
 
-class MPlugOwl3ImagesKwargs(ImagesKwargs, total=False):  # type: ignore[call-arg]
+class MPlugOwl3ImagesKwargs(ImageOptions, total=False):  # type: ignore[call-arg]
     cut_enable: bool
 
 
 class MPlugOwl3ProcessorKwargs(ProcessingKwargs, total=False):  # type: ignore[call-arg]
     images_kwargs: MPlugOwl3ImagesKwargs
+
+
+def frame_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the image processor among the arguments of images or of videos."""
+    return {name: arguments[name] for name in _OF_FRAMES - {"return_tensors", "input_data_format"} if name in arguments}
 
 
 def row_options(arguments: Mapping[str, Any]) -> dict[str, Any]:

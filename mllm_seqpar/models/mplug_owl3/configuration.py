@@ -4,7 +4,7 @@ from transformers import Qwen2Config, SiglipVisionConfig
 from transformers.configuration_utils import PreTrainedConfig
 
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.models.configuration import NativeConfig
+from mllm_seqpar.models.auto_classes import SavedWithCode
 
 GATES = ("per_head", "vector", None)
 AUTO = "auto"
@@ -19,7 +19,7 @@ _DEFAULT_VISION |= {"image_size": 384, "patch_size": 14}
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
-class MPlugOwl3Config(NativeConfig, Qwen2Config):
+class MPlugOwl3Config(SavedWithCode, Qwen2Config):
     """Configuration of mPLUG-Owl3: Qwen2's fields, and fields for hyper attention and the vision tower.
 
     A published `config.json` loads unchanged. It states neither `gate` nor `projector_layers`, which differ between the

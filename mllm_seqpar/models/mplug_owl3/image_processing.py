@@ -9,22 +9,29 @@ A still image is cut as in the published code: it is resized to the box of a gri
 followed by the whole image once more, which gives rows * columns + 1 tiles. Each tile is a frame.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cache
 from itertools import groupby
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.feature_extraction_utils import BatchFeature
-from transformers.image_processing_base import ImageProcessingMixin
+from transformers.image_processing_backends import PilBackend
+from transformers.image_processing_utils import get_size_dict
+from transformers.processing_utils import ImagesKwargs
 
 from mllm_seqpar.errors import DataError, ShapeError
+from mllm_seqpar.models.auto_classes import SavedWithCode, auto_map
+from mllm_seqpar.models.processor import returned
+
+from .configuration import MPlugOwl3Config
 
 Frame = Any
-"""A picture: PIL image, or array or tensor, (H, W, 3) or (3, H, W), uint8 (0 to 255) or floating (0 to 1)."""
+"""A picture: PIL image, path or URL, or array or tensor, (H, W, 3) or (3, H, W), uint8 (0 to 255) or floating (0 to 1).
+"""
 
 Grid = tuple[int, int]
 """(rows, columns)."""
@@ -32,60 +39,112 @@ Grid = tuple[int, int]
 GRIDS: tuple[Grid, ...] = ((2, 2), (1, 3), (1, 4), (3, 1), (4, 1), (2, 3), (3, 2))
 
 _AT_ONCE = 32  # the largest number of frames that are resized together
+_BICUBIC = 3  # as numbered by Pillow
+
+_UNSUPPORTED = ("do_center_crop", "crop_size", "do_pad", "pad_size", "image_seq_length")
 
 
-class ImageOptions(TypedDict, total=False):
-    """Options that `MPlugOwl3ImageProcessor.from_pretrained` takes in place of the saved ones."""
+class ImageOptions(ImagesKwargs, total=False):  # type: ignore[call-arg]
+    """Options of `MPlugOwl3ImageProcessor`: those of transformers' image processors, and the side of the square."""
 
-    image_size: int
-    image_mean: list[float]
-    image_std: list[float]
+    image_size: int | None
 
 
-class MPlugOwl3ImageProcessor(ImageProcessingMixin):
+class MPlugOwl3ImageProcessor(SavedWithCode, PilBackend):
     """Resize frames of any aspect ratio to a square, bicubic with antialiasing, and normalise them.
 
     A call returns one frame for each picture. `tiles` cuts a still image; its result can be passed to a call.
-    `image_size` is the side of the square: a vision tower of 27 x 27 patches of 14 accepts both 378 and 384.
-    `image_mean` and `image_std` are per channel, of values from 0 to 1.
+
+    Attributes:
+        image_size: the side of the square: a vision tower of 27 x 27 patches of 14 accepts both 378 and 384. `size`,
+            transformers' name, may be passed in its place.
+        do_resize, do_rescale, do_normalize: False leaves out a step.
+        rescale_factor: what the levels from 0 to 255 are multiplied by. Floating pictures, from 0 to 1, count as levels
+            divided by 255.
+        image_mean, image_std: per channel, of values from 0 to 1.
+        do_convert_rgb: convert PIL images of other modes.
+
+    Raises:
+        DataError: an unknown option, or one that frames cannot have: cropping, padding, another filter.
     """
 
-    model_input_names = ["pixel_values"]
+    model_type = MPlugOwl3Config.model_type
     valid_kwargs = ImageOptions
+    do_resize = do_rescale = do_normalize = do_convert_rgb = True
+    resample = _BICUBIC
+    image_mean = image_std = (0.5, 0.5, 0.5)
 
-    def __init__(
-        self,
-        image_size: int = 384,
-        image_mean: Sequence[float] = (0.5, 0.5, 0.5),
-        image_std: Sequence[float] = (0.5, 0.5, 0.5),
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, image_size: int = 384, **kwargs: Any) -> None:
+        _check_options(kwargs)
+        height, width = (image_size, image_size) if kwargs.get("size") is None else _height_width(kwargs["size"])
+        if height != width:
+            raise DataError(f"size is {kwargs['size']!r}; the vision tower takes squares, so pass one number")
+        kwargs |= {"image_size": height, "size": height, "auto_map": auto_map(self.model_type)}
         super().__init__(**kwargs)
-        self.image_size, self.image_mean, self.image_std = image_size, list(image_mean), list(image_std)
 
-    def __call__(
-        self, images: Frame | Iterable[Frame], return_tensors: str | None = None, **unknown: Any
-    ) -> BatchFeature:
+    def to_dict(self) -> dict[str, Any]:
+        """Return the options as saved; `image_size` states the size."""
+        return {name: value for name, value in super().to_dict().items() if name != "size"}
+
+    def with_options(self, options: Mapping[str, Any]) -> "MPlugOwl3ImageProcessor":
+        """Return an image processor with other options; this one if none differs."""
+        given = {name: value for name, value in options.items() if value is not None}
+        return type(self).from_dict(self.to_dict(), **given) if given else self
+
+    def preprocess(self, images: Frame | Iterable[Frame], **options: Any) -> BatchFeature:
         """Return `pixel_values` (F, 3, size, size), float32, of one frame, several frames, or an array of frames.
 
-        `return_tensors` is accepted for transformers' callers; the result is always a torch tensor.
+        Args:
+            **options: the attributes, in place of the processor's; `size` may be (height, width). `device`: where the
+                frames are processed. `input_data_format`: "channels_first" or "channels_last", which is found out
+                otherwise. `return_tensors`: "pt", which is the default, or "np".
 
         Raises:
             ShapeError: a frame is not a colour picture.
-            DataError: an unknown argument.
+            DataError: an option is unknown or not supported, or frames that are not resized have several sizes.
         """
+        unknown = sorted(set(options) - set(self.valid_kwargs.__annotations__))
         if unknown:
-            raise DataError(
-                f"unknown arguments: {', '.join(sorted(unknown))}; size and normalisation are set when it is created"
-            )
-        frames = [to_tensor(frame, number) for number, frame in enumerate(frame_list(images))]
+            raise DataError(f"unknown arguments: {', '.join(unknown)}")
+        _check_options(options)
+        side = options.pop("image_size", None)
+        if side is not None:
+            options.setdefault("size", side)
+        if options.get("size") is not None:
+            options["size"] = dict(zip(("height", "width"), _height_width(options["size"]), strict=True))
+        return super().preprocess(images, **options)
+
+    def _preprocess_image_like_inputs(
+        self, images: Frame | Iterable[Frame], *, return_tensors: str | None, **options: Any
+    ) -> BatchFeature:
+        frames = [
+            self.process_image(frame, number=number, **options) for number, frame in enumerate(frame_list(images))
+        ]
         parts = []
         for _, run in groupby(frames, key=lambda frame: (frame.shape, frame.dtype, frame.device)):
-            parts += [self._preprocess(chunk) for chunk in torch.stack(list(run)).split(_AT_ONCE)]
-        empty = torch.zeros(0, 3, self.image_size, self.image_size)
-        return BatchFeature({"pixel_values": torch.cat(parts or [empty])})
+            parts += [self._preprocess(chunk, **options) for chunk in torch.stack(list(run)).split(_AT_ONCE)]
+        if len(sizes := {tuple(part.shape[2:]) for part in parts}) > 1:
+            raise DataError(
+                f"do_resize is False and the frames have the sizes {sorted(sizes)}; pass frames of one size"
+            )
+        empty = torch.zeros(0, 3, options["size"].height, options["size"].width)
+        return returned({"pixel_values": torch.cat(parts or [empty])}, return_tensors or "pt")
 
-    preprocess = __call__
+    def process_image(
+        self,
+        image: Frame,
+        do_convert_rgb: bool | None = None,
+        input_data_format: str | None = None,
+        device: Any = None,
+        number: int = 0,
+        **options: Any,
+    ) -> Tensor:
+        """Return a picture as (3, H, W), uint8 or floating; `number` is its index in error messages."""
+        image = self.fetch_images(image) if isinstance(image, str) else image
+        convert = self.do_convert_rgb if do_convert_rgb is None else do_convert_rgb
+        picture = to_tensor(image, number, convert_rgb=convert, layout=input_data_format)
+        device = device or self.device
+        return picture if device is None else picture.to(device)
 
     def grid(self, height: int, width: int) -> Grid:
         """Return the (rows, columns) that a still image of that size is cut into."""
@@ -101,12 +160,39 @@ class MPlugOwl3ImageProcessor(ImageProcessingMixin):
         cut = resized(whole, rows * size, columns * size).unflatten(2, (rows, size)).unflatten(4, (columns, size))
         return torch.cat([cut[0].permute(1, 3, 0, 2, 4).flatten(0, 1), resized(whole, size, size)])
 
-    def _preprocess(self, frames: Tensor) -> Tensor:
-        """(F, 3, H, W), uint8 or floating -> (F, 3, size, size) float32, normalised."""
-        frames = resized(frames, self.image_size, self.image_size)
-        frames = frames.float() / 255 if frames.dtype == torch.uint8 else frames.float()
-        mean, std = (torch.tensor(x, device=frames.device)[:, None, None] for x in (self.image_mean, self.image_std))
-        return (frames - mean) / std
+    def _preprocess(self, frames: Tensor, *, size: Any, **options: Any) -> Tensor:
+        """(F, 3, H, W), uint8 or floating -> (F, 3, height, width) float32, normalised."""
+        if options["do_resize"]:
+            frames = resized(frames, size.height, size.width)
+        values = frames.float()
+        if options["do_rescale"]:
+            values = (values / 255 if frames.dtype == torch.uint8 else values) * (options["rescale_factor"] * 255)
+        if options["do_normalize"]:
+            per_channel = (options["image_mean"], options["image_std"])
+            mean, std = (torch.tensor(x, device=values.device).view(-1, 1, 1) for x in per_channel)
+            values = (values - mean) / std
+        return values
+
+
+def _height_width(size: Any) -> tuple[int, int]:
+    found = get_size_dict(size if isinstance(size, int) else dict(size) if hasattr(size, "keys") else tuple(size))
+    if set(found) != {"height", "width"}:
+        raise DataError(f"size is {size!r}; expected a number, or height and width")
+    return found["height"], found["width"]
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raise DataError for an option that changes frames in a way that the model does not have."""
+    refused = [name for name in _UNSUPPORTED if options.get(name)]
+    if refused:
+        raise DataError(
+            f"MPlugOwl3ImageProcessor does not support {', '.join(refused)}: whole frames are resized to a square; "
+            "crop or pad pictures before"
+        )
+    if options.get("resample") not in (None, _BICUBIC):
+        raise DataError(f"resample is {options['resample']!r}; frames are resized bicubically, which is {_BICUBIC}")
+    if options.get("data_format") not in (None, "channels_first"):
+        raise DataError(f"data_format is {options['data_format']!r}; the model takes 'channels_first'")
 
 
 def best_grid(height: int, width: int, size: int) -> Grid:
@@ -161,19 +247,21 @@ def frame_list(images: Any) -> list[Frame]:
     """Return a list of pictures from one picture, an array or tensor of several, or any iterable of pictures."""
     if isinstance(images, (np.ndarray, Tensor)):
         return list(images) if images.ndim == 4 else [images]
-    return [images] if hasattr(images, "convert") else list(images)
+    return [images] if hasattr(images, "convert") or isinstance(images, str) else list(images)
 
 
-def to_tensor(frame: Any, number: int) -> Tensor:
+def to_tensor(frame: Any, number: int, *, convert_rgb: bool = True, layout: str | None = None) -> Tensor:
     """Return the picture as (3, H, W), uint8 or floating; `number` is its index in error messages."""
     if hasattr(frame, "convert"):  # a PIL image; PIL may not be installed
-        frame = np.array(frame.convert("RGB"))
+        frame, layout = np.array(frame.convert("RGB") if convert_rgb else frame), "channels_last"
     if isinstance(frame, np.ndarray):
         frame = torch.from_numpy(np.ascontiguousarray(frame))
-    if not isinstance(frame, Tensor) or frame.dim() != 3 or 3 not in (frame.shape[0], frame.shape[2]):
-        found = tuple(frame.shape) if isinstance(frame, Tensor) else type(frame).__name__
-        raise ShapeError(f"frame {number} is {found}; expected a picture, (height, width, 3) or (3, height, width)")
-    if frame.shape[2] == 3:
+    channels = {"channels_first": (0,), "channels_last": (2,), None: (2, 0)}[layout]
+    found = [axis for axis in channels if isinstance(frame, Tensor) and frame.dim() == 3 and frame.shape[axis] == 3]
+    if not found:
+        what = tuple(frame.shape) if isinstance(frame, Tensor) else type(frame).__name__
+        raise ShapeError(f"frame {number} is {what}; expected a picture, (height, width, 3) or (3, height, width)")
+    if found[0] == 2:
         frame = frame.permute(2, 0, 1)
     if frame.dtype != torch.uint8 and not frame.is_floating_point():
         raise ShapeError(f"frame {number} is {frame.dtype}; expected uint8 from 0 to 255, or floating from 0 to 1")

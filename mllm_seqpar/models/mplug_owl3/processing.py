@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 from transformers.feature_extraction_utils import BatchFeature
@@ -14,11 +15,11 @@ from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.models.processor import NativeProcessor, flattened, returned
 
 from . import chat
-from .call_arguments import SUPPORTED, MPlugOwl3ProcessorKwargs, row_options, videos_of
+from .call_arguments import SUPPORTED, MPlugOwl3ProcessorKwargs, frame_options, row_options, videos_of
 from .chat import IMAGE, TEMPLATES, VIDEO, Message, Piece
 from .checkpoint import hub_options, processor_options
 from .configuration import MPlugOwl3Config
-from .image_processing import Frame, Grid, ImageOptions, MPlugOwl3ImageProcessor, frame_list, to_tensor
+from .image_processing import Grid, ImageOptions, MPlugOwl3ImageProcessor, frame_list
 from .token_rows import token_rows
 
 _END_OF_DOCUMENT = "<|endoftext|>"
@@ -86,9 +87,9 @@ class MPlugOwl3Processor(NativeProcessor):
 
         Args:
             **kwargs: options of the processor (`video_span`, `cut_enable`, `cut_template`, `chat_template`) and of its
-                image processor (`image_size`, `image_mean`, `image_std`), which take precedence over files and weights;
-                `tokenizer` and `image_processor` replace those of the directory; further arguments are passed to the
-                tokenizer.
+                image processor (`image_size`, `do_normalize` and the others), which take precedence over files and
+                weights; `tokenizer` and `image_processor` replace those of the directory; further arguments are passed
+                to the tokenizer.
 
         Raises:
             DataError: an option is not stated anywhere, and no weights identify the generation.
@@ -133,8 +134,8 @@ class MPlugOwl3Processor(NativeProcessor):
                 or `num_frames`.
             **kwargs: `cut_enable`, in place of the processor's; of transformers' arguments of texts `padding` (True by
                 default), `padding_side`, `pad_to_multiple_of`, `max_length`, `truncation`, `return_offsets_mapping`
-                (ranges in `text`) and `return_tensors` ("pt" by default). `text_kwargs`, `images_kwargs` and
-                `videos_kwargs` may contain them. Size and normalisation are the image processor's.
+                (ranges in `text`) and `return_tensors` ("pt" by default); the options of the image processor, in
+                place of its own. `text_kwargs`, `images_kwargs` and `videos_kwargs` may contain them.
 
         Returns:
             `input_ids` and `attention_mask` (B, L), `media_offset` (B, N), and with frames `pixel_values` (F, 3, H, W)
@@ -198,14 +199,7 @@ class MPlugOwl3Processor(NativeProcessor):
         if isinstance(videos, str) or (isinstance(videos, (np.ndarray, Tensor)) and videos.ndim == 4):
             videos = [videos]  # a single video
         clips = [] if videos is None else videos_of(videos, counts[VIDEO], arguments["videos_kwargs"])
-        images = [] if images is None else flattened(frame_list(images), counts[IMAGE], IMAGE, "images")
-        images = [self.image_processor.fetch_images(x) if isinstance(x, str) else x for x in images]
-        pictures = [to_tensor(image, number) for number, image in enumerate(images)]
-        if (wanted := sum(counts[IMAGE])) != len(pictures):
-            raise DataError(f"the text has {wanted} {IMAGE} and {len(pictures)} images were passed; pass one for each")
-        cut = arguments["images_kwargs"].get("cut_enable")
-        cut = self.cut_enable if cut is None else cut
-        grids = [self.image_processor.grid(*picture.shape[1:]) if cut else None for picture in pictures]
+        stills, pictures, grids = self._pictures(images, counts[IMAGE], arguments["images_kwargs"])
         expanded = self._expand(samples, [len(clip) for clip in clips], grids)
         options, tensors = row_options(arguments["text_kwargs"]), arguments["text_kwargs"].get("return_tensors")
         if options["padding"] or tensors is not None:
@@ -213,13 +207,30 @@ class MPlugOwl3Processor(NativeProcessor):
         else:  # lists of several lengths
             rows = [self._tokenized([sample], **options) for sample in expanded]
             encoded = {name: [row[name][0].tolist() for row in rows] for name in rows[0]}
-        tiles = self.image_processor.tiles
-        stills = ([x] if grid is None else tiles(x, grid) for x, grid in zip(pictures, grids, strict=True))
-        media = {VIDEO: iter(clips), IMAGE: stills}
-        frames: list[Frame] = [frame for kind in chat.placeholders(samples) for frame in next(media[kind])]
-        if frames:
-            encoded["pixel_values"] = self.image_processor(frames)["pixel_values"]
+        videos = self.image_processor.with_options(frame_options(arguments["videos_kwargs"]))
+        tiles = ([x] if grid is None else stills.tiles(x, grid) for x, grid in zip(pictures, grids, strict=True))
+        media = {VIDEO: map(videos, clips), IMAGE: map(stills, tiles)}
+        pixels = [next(media[kind])["pixel_values"] for kind in chat.placeholders(samples)]
+        if len(sizes := {tuple(x.shape[2:]) for x in pixels if len(x)}) > 1:
+            raise DataError(f"the options give frames of the sizes {sorted(sizes)}; pass options that give one size")
+        if pixels:
+            encoded["pixel_values"] = torch.cat(pixels)
         return returned(encoded, tensors)
+
+    def _pictures(
+        self, images: Any, counts: Sequence[int], options: Mapping[str, Any]
+    ) -> tuple[MPlugOwl3ImageProcessor, list[Tensor], list[Grid | None]]:
+        """Return the image processor of these options, the still images (3, H, W), and their grids."""
+        processor, layout = self.image_processor.with_options(frame_options(options)), options.get("input_data_format")
+        listed = [] if images is None else flattened(frame_list(images), counts, IMAGE, "images")
+        pictures = [processor.process_image(x, input_data_format=layout, number=n) for n, x in enumerate(listed)]
+        if (wanted := sum(counts)) != len(pictures):
+            raise DataError(f"the text has {wanted} {IMAGE} and {len(pictures)} images were passed; pass one for each")
+        cut = options.get("cut_enable")
+        cut = self.cut_enable if cut is None else cut
+        if cut and pictures and not processor.do_resize:
+            raise DataError("do_resize is False and cut_enable is True, which resizes images; pass cut_enable=False")
+        return processor, pictures, [processor.grid(*picture.shape[1:]) if cut else None for picture in pictures]
 
     def _expand(
         self, samples: list[list[Piece]], frames_per_video: Sequence[int], image_grids: Sequence[Grid | None] | None

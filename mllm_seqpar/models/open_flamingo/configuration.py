@@ -4,14 +4,14 @@ from transformers import AutoConfig, CLIPVisionConfig
 from transformers.configuration_utils import PreTrainedConfig
 
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.models.configuration import NativeConfig
+from mllm_seqpar.models.auto_classes import SavedWithCode
 
 LAYERS = {"gpt_neox": "gpt_neox.layers", "llama": "model.layers", "mpt": "transformer.blocks"}
 LAYERS |= {"opt": "model.decoder.layers"}
 """The attribute path of the decoder layers in transformers' language models, by model type."""
 
 
-class OpenFlamingoConfig(NativeConfig, PreTrainedConfig):
+class OpenFlamingoConfig(SavedWithCode, PreTrainedConfig):
     """Configuration of an OpenFlamingo model directory.
 
     Attributes:

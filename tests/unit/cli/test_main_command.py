@@ -89,6 +89,7 @@ def test_completion_has_the_options_of_the_help(capsys: pytest.CaptureFixture[st
     assert "            device) values=(auto cpu cuda) ;;\n" in scripts["zsh"]
     line = "\ncomplete -c mllm-seqpar -n '__fish_seen_subcommand_from doctor' -l "
     assert line + "num_processes -r\n" in scripts["fish"] and line + "device -x -a 'auto cpu cuda'\n" in scripts["fish"]
+    assert "--adam_epsilon" in completion.options_of(COMMANDS["finetune"][0])  # of --help_all
     assert completion.options_of("mllm_seqpar.no_such_module:main") == {}
     assert main(["completion", "tcsh"]) == 2 and "invalid choice: 'tcsh'" in capsys.readouterr().err
 

@@ -14,7 +14,7 @@ from browser import CHROMIUM, Browser
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.data import VideoSource
-from mllm_seqpar.inference import Sampling, answer, encode_video, load_for_inference
+from mllm_seqpar.inference import Sampling, answer, encode_video, evidence_page, load_for_inference
 from mllm_seqpar.inference.evidence import FrameTime, answer_with_evidence, evidence_of, find_moments, frame_times
 from mllm_seqpar.inference.evidence_page import write_evidence_page
 from mllm_seqpar.inference.frame_attention import FrameAttention
@@ -109,7 +109,8 @@ def page(tmp_path: Path, inference_files: Path) -> Path:
     video = VideoSource.open(inference_files / "clip.mp4")
     found = evidence_of(fake_attention(100), [1, 2, 0], Words(HOSTILE, "b"), [video], 3)
     path = tmp_path / "report.html"
-    write_evidence_page(path, [(HOSTILE, found)], [video])
+    again = evidence_of(fake_attention(100), [1, 2, 0], Words("c", "d"), [video], 3)
+    write_evidence_page(path, [(HOSTILE, found), ("Why?", again)], [video], name="my clip", model="my model")
     return path
 
 
@@ -120,13 +121,18 @@ def test_page_is_self_contained_and_escapes_text(page: Path, inference_files: Pa
     assert [tag for tag, _ in parsed.found].count("script") == 2 and "img" not in {tag for tag, _ in parsed.found}
     assert not any(name in ("src", "href") for _, attributes in parsed.found for name in attributes)
     assert re.findall(r"https?://[^\"\s]+", text) == ["http://www.w3.org/2000/svg"]
-    data = json.loads(re.search(r'application/json">(.*?)</script>', text, re.S)[1])["answers"][0]  # type: ignore[index]
+    whole = json.loads(re.search(r'application/json">(.*?)</script>', text, re.S)[1])  # type: ignore[index]
+    data = whole["answers"][0]
     assert data["question"] == HOSTILE and data["tokens"][0]["text"] == HOSTILE
-    assert data["labels"][50] == "0:02.0" and len(data["mean"]) == 100
+    assert data["edges"][50] == 2.0 and len(data["mean"]) == 100 == len(data["edges"]) - 1
     moment, _ = data["moments"]
-    assert moment["image"].startswith("data:image/jpeg;base64,")
-    file, _, time = moment["href"].partition("#t=")
-    assert (page.parent / file).resolve() == (inference_files / "clip.mp4").resolve() and time == "0.1"
+    assert moment["image"].startswith("data:image/jpeg;base64,") and moment["start"] == 0.08
+    (video,) = whole["media"]
+    assert (page.parent / video["href"]).resolve() == (inference_files / "clip.mp4").resolve()
+    facts = dict(whole["facts"])
+    assert facts["Video"] == "my clip" and facts["Model"] == "my model"
+    assert facts["Frames"] == "100 frames, 25 per second" and facts["Length"] == "0:04"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", facts["Written"])
 
 
 @pytest.mark.slow
@@ -134,26 +140,37 @@ def test_page_is_self_contained_and_escapes_text(page: Path, inference_files: Pa
 def test_page_shows_the_time_line_of_a_token(page: Path, tmp_path: Path) -> None:
     browser = Browser(page.as_uri(), tmp_path / "profile")
     try:
-        browser.wait("document.querySelectorAll('.answer span').length === 2")
+        browser.wait("document.querySelectorAll('.answer span').length === 4")
         assert browser.value("document.querySelector('h2').textContent") == HOSTILE
-        assert "most from 0:00.1 on (75.0%)" in browser.value("document.querySelector('.caption').textContent")
-        assert browser.value("document.querySelectorAll('svg path').length") == 1
+        browser.wait("document.querySelector('svg .mean')?.getAttribute('d').length > 0")
+        labels = browser.value("[...document.querySelector('svg').querySelectorAll('text')].map(x => x.textContent)")
+        assert {"0%", "50%", "100%", "0:01", "time in the video", "1", "2"} <= set(labels)
+        assert browser.value("document.querySelectorAll('svg')[0].querySelectorAll('.band').length") == 2
         browser.value("document.querySelectorAll('.answer span')[1].focus(); null")
-        assert browser.value("document.querySelectorAll('svg path').length") == 2
-        assert browser.value("document.querySelector('.caption').textContent.startsWith('\"b\": most from')")
+        assert browser.value("document.querySelectorAll('svg .token').length") == 1
+        assert browser.value("document.querySelector('.caption').textContent").startswith('"b": most at 0:00')
         assert browser.value("document.querySelector('li img').naturalWidth") > 0
+        cards = browser.value("[...document.querySelector('ol').children].map(card => card.innerText)")
+        assert [card.split("%")[0].split()[-1] for card in cards] == ["75.0", "25.0"]
         assert browser.value("window.hacked") is None
+        browser.value(
+            "plots[0].zoom([0, 1]); document.querySelector('[aria-label=\"Logarithmic scale\"]').click(); null"
+        )
+        labels = browser.value("[...document.querySelector('svg').querySelectorAll('text')].map(x => x.textContent)")
+        assert {"10%", "0.01%", "0:00.4"} <= set(labels) and "0:02" not in labels
         assert browser.errors == []
     finally:
         browser.close()
 
 
-def test_long_videos_are_plotted_in_columns_that_sum_frames(tmp_path: Path) -> None:
+def test_long_videos_are_plotted_in_columns_that_sum_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence_page, "NUMBERS", 600)
     found = evidence_of(fake_attention(1003), [1, 2, 0], Words("a", "b"), [[None] * 1003], 2)
     write_evidence_page(tmp_path / "page.html", [("?", found)], [None])
     text = (tmp_path / "page.html").read_text()
     data = json.loads(re.search(r'application/json">(.*?)</script>', text, re.S)[1])["answers"][0]  # type: ignore[index]
-    assert len(data["mean"]) == len(data["labels"]) == 400
+    assert len(data["mean"]) == len(data["edges"]) - 1 == 400 and data["framesInColumn"] == 3
+    assert not data["byTime"] and data["edges"][-1] == 1003
     assert sum(data["mean"]) == pytest.approx(1.0, abs=1e-3)
 
 

@@ -98,6 +98,8 @@ def test_evidence_is_printed_reported_and_written(inference_files: Path, tmp_pat
     assert shown.err.count("moments that the answer attends to") == shown.err.count("the text: ") == 2
     assert len(re.findall(r"^moments that .*:\n +1\. +\d+\.\d%  0:0\d\.\d to 0:0", shown.err, re.MULTILINE)) == 2
     assert page.read_text().count('"mean":') == 2
+    assert f"\nevidence page: {page}\n" in shown.err
+    assert str(inference_files / "clip.mp4") in page.read_text() and str(inference_files / "fused") in page.read_text()
     assert len(report["encoding_seconds"]) == 2
     assert all(
         set(row) == set(PARTS) and row["decode frames"] > 0 < row["encode"] for row in report["encoding_seconds"]
@@ -238,11 +240,19 @@ def test_each_of_several_videos_is_asked_each_question(
 
     (tmp_path / "videos/bad.mp4").write_bytes(b"no video")
     capsys.readouterr()
+    index = tmp_path / "pages/report.html"
     argv = [*source, "--video", tmp_path / "videos", "--num_frames", 3, *ASK, "--question", "Why?"]
+    argv += ["--evidence_html", index]
     assert ask_command([*map(str, argv)]) == 1
     out, err = capsys.readouterr()
     assert out.count(f"== {names[1]} ==\n") == 1
     assert "error: 1 of 3 videos cannot be used; the first: " in err and "bad.mp4" in err
+    assert f"evidence page: {index}, the index of 2 pages\n" in err
+    shown = json.loads(re.search(r'application/json">(.*?)</script>', index.read_text(), re.DOTALL)[1])  # type: ignore[index]
+    assert [page["name"] for page in shown["pages"]] == names[:2] and "bad.mp4" in shown["faults"][0]
+    for page in shown["pages"]:
+        assert (index.parent / page["href"]).read_text().count('"mean":') == 1
+        assert page["answers"][0]["question"] == "Why?" and 0 < page["answers"][0]["moment"]["share"] <= 1
     for path in list((tmp_path / "videos").iterdir()):  # links to files of other tests
         path.unlink()
         path.write_bytes(b"no video")

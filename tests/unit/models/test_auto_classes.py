@@ -22,12 +22,17 @@ LOAD = """
 import sys
 options = {}
 %s
-from transformers import AutoModelForImageTextToText
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 absent = [name for name in sys.modules if name.startswith("mllm_seqpar") and name.endswith(("modeling", "processing"))]
 assert not absent, absent  # importing loads no model
 for folder in sys.argv[1:]:
     found = [auto.from_pretrained(folder, **options) for auto in (AutoConfig, AutoProcessor)]
     found += [auto.from_pretrained(folder, **options) for auto in (AutoModelForImageTextToText, AutoModel)]
+    assert AutoTokenizer.from_pretrained(folder, **options).chat_template == found[1].chat_template
+    if type(AutoImageProcessor) is type:  # transformers 5.17 has it with torchvision only
+        images = AutoImageProcessor.from_pretrained(folder, **options)
+        assert type(images).__name__ == type(found[1].image_processor).__name__
+        assert images.to_dict() == found[1].image_processor.to_dict()
     print(*(type(x).__name__ for x in found))
 """
 
@@ -65,7 +70,8 @@ def test_directory_names_its_remote_code_also_where_it_was_published_with_other_
     AutoProcessor.from_pretrained(folders["MPlugOwl3"]).save_pretrained(tmp_path)
     expected = {"AutoConfig": "MPlugOwl3Config", "AutoProcessor": "MPlugOwl3Processor"}
     expected["AutoModelForImageTextToText"] = "MPlugOwl3ForConditionalGeneration"
-    for file in ("config.json", "processor_config.json"):
+    expected["AutoImageProcessor"] = "MPlugOwl3ImageProcessor"
+    for file in ("config.json", "processor_config.json", "preprocessor_config.json"):
         named = json.loads((tmp_path / file).read_text())["auto_map"]
         assert named == named | {auto: f"{CODE_MODULE}.{name}" for auto, name in expected.items()}
     assert [path.name for path in tmp_path.glob("*.py")] == [f"{CODE_MODULE}.py"]

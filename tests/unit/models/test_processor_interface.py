@@ -15,7 +15,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from family_directories import character_tokenizer
 from mllm_seqpar.data.needle import make_needle_videos
-from mllm_seqpar.errors import DataError
+from mllm_seqpar.errors import DataError, ShapeError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.models.open_flamingo import OpenFlamingoProcessor
 from mllm_seqpar.patches.mplug_owl3.testing import tiny_tokenizer
@@ -230,10 +230,100 @@ class TestMedia:
         text = TEXTS["mplug_owl3"][0]
         whole = owl(text=text, images=[picture()], images_kwargs={"cut_enable": False})
         assert len(whole["pixel_values"]) == 1
-        with pytest.raises(DataError, match="MPlugOwl3Processor does not support the arguments do_normalize"):
-            owl(text=text, images=[picture()], do_normalize=True)
         plain = flamingo(text=TEXTS["open_flamingo"][0], images=[picture()], images_kwargs={"do_normalize": False})
         assert plain["vision_x"].min() >= 0
+
+
+class TestImageOptions:
+    """The options of transformers' image processors, by mPLUG-Owl3's; OpenFlamingo has CLIP's of transformers."""
+
+    images = MPlugOwl3ImageProcessor(image_size=28)
+
+    def test_each_step_can_be_left_out_and_changed(self) -> None:
+        small = picture()[:28, :28]
+        levels = torch.from_numpy(small).permute(2, 0, 1)[None].float()
+        for options, expected in (
+            ({}, (levels / 255 - 0.5) / 0.5),
+            ({"do_normalize": False}, levels / 255),
+            ({"do_normalize": False, "do_rescale": False}, levels),
+            ({"do_rescale": False, "image_mean": 1.0, "image_std": 2.0}, (levels - 1) / 2),
+            ({"do_normalize": False, "rescale_factor": 1 / 127.5}, levels / 127.5),
+            ({"image_mean": [0.1, 0.2, 0.3], "image_std": (1.0, 1.0, 1.0)},
+             levels / 255 - torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1)),
+        ):  # fmt: skip
+            found = self.images(small, **options)["pixel_values"]
+            torch.testing.assert_close(found, expected)
+            assert torch.equal(found, MPlugOwl3ImageProcessor(image_size=28, **options)(small)["pixel_values"])
+            halves = self.images(torch.from_numpy(small) / 255, **options)["pixel_values"]
+            if options.get("do_rescale", True):
+                torch.testing.assert_close(halves, expected)
+        plain = self.images(torch.from_numpy(small) / 255, do_rescale=False, do_normalize=False)["pixel_values"]
+        torch.testing.assert_close(plain, levels / 255)
+
+    def test_size_is_that_of_a_call(self) -> None:
+        assert self.images(picture(), size=56)["pixel_values"].shape == (1, 3, 56, 56)
+        assert self.images(picture(), image_size=56)["pixel_values"].shape == (1, 3, 56, 56)
+        assert self.images(picture(), size={"height": 28, "width": 14})["pixel_values"].shape == (1, 3, 28, 14)
+        assert self.images(picture(), do_resize=False)["pixel_values"].shape == (1, 3, 40, 50)
+        with pytest.raises(DataError, match=r"frames have the sizes \[\(28, 28\), \(40, 50\)\]; pass frames of one"):
+            self.images([picture(), picture()[:28, :28]], do_resize=False)
+        assert MPlugOwl3ImageProcessor(size={"height": 56, "width": 56}).image_size == 56
+
+    def test_pictures_may_have_other_forms(self, tmp_path: Path) -> None:
+        expected = self.images(picture())["pixel_values"]
+        Image.fromarray(picture()).save(tmp_path / "a.png")
+        assert torch.equal(self.images(str(tmp_path / "a.png"))["pixel_values"], expected)
+        array = self.images(picture(), return_tensors="np")["pixel_values"]
+        assert isinstance(array, np.ndarray) and np.array_equal(array, expected.numpy())
+        narrow = picture()[:, :3].copy()  # (40, 3, 3)
+        turned = torch.from_numpy(narrow).permute(2, 0, 1)
+        assert torch.equal(
+            self.images(turned, input_data_format="channels_first")["pixel_values"],
+            self.images(narrow, input_data_format="channels_last", device="cpu")["pixel_values"],
+        )
+        grey = Image.fromarray(picture()).convert("L")
+        assert self.images(grey)["pixel_values"].shape == (1, 3, 28, 28)
+        with pytest.raises(ShapeError, match=r"frame 0 is \(40, 50\); expected a picture"):
+            self.images(grey, do_convert_rgb=False)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"do_center_crop": True, "crop_size": 14}, "does not support do_center_crop, crop_size: whole frames"),
+            ({"do_pad": True}, "does not support do_pad"),
+            ({"resample": 2}, "resample is 2; frames are resized bicubically, which is 3"),
+            ({"data_format": "channels_last"}, "data_format is 'channels_last'; the model takes 'channels_first'"),
+            ({"size": {"shortest_edge": 28}}, "size is .*shortest_edge.*; expected a number, or height and width"),
+        ],
+    )
+    def test_options_that_frames_cannot_have_are_refused(self, options: dict[str, Any], message: str) -> None:
+        for used in (
+            lambda: self.images(picture(), **options),
+            lambda: MPlugOwl3ImageProcessor(**options),
+            lambda: MAKERS["mplug_owl3"]()(text="<|image|>", images=[picture()], images_kwargs=options),
+        ):
+            with pytest.raises(DataError, match=message):
+                used()
+        with pytest.raises(DataError, match="the vision tower takes squares"):
+            MPlugOwl3ImageProcessor(size=(28, 14))
+
+    def test_processor_passes_options_on(self, tmp_path: Path) -> None:
+        owl = MAKERS["mplug_owl3"]()
+        given: dict[str, Any] = {"text": "<|image|><|video|>", "images": [picture()], "videos": [[picture(1)] * 2]}
+        for options in ({"do_normalize": False}, {"image_mean": [0.1, 0.2, 0.3]}, {"size": 56}):
+            other = MPlugOwl3Processor(MPlugOwl3ImageProcessor(**{"image_size": 28} | options), owl.tokenizer)
+            expected = other(**given)
+            for found in (owl(**given, **options), owl(**given, images_kwargs=options, videos_kwargs=options)):
+                assert all(torch.equal(found[name], x) for name, x in expected.items())
+        stills = owl(**given, images_kwargs={"do_normalize": False})["pixel_values"]
+        assert stills[:-2].min() >= 0 and stills[-2:].min() < 0
+        with pytest.raises(DataError, match=r"give frames of the sizes \[\(28, 28\), \(56, 56\)\]"):
+            owl(**given, images_kwargs={"size": 56})
+        with pytest.raises(DataError, match="do_resize is False and cut_enable is True, which resizes images"):
+            owl(**given, do_resize=False)
+        owl.save_pretrained(tmp_path)
+        assert not MPlugOwl3Processor.from_pretrained(tmp_path, do_normalize=False).image_processor.do_normalize
+        assert MPlugOwl3Processor.from_pretrained(tmp_path).image_processor.to_dict() == owl.image_processor.to_dict()
 
 
 def test_processors_render_chats_in_several_threads() -> None:

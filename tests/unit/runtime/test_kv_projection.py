@@ -22,7 +22,7 @@ from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.masks import FullBlockMasks
 from mllm_seqpar.runtime import visual_features as visual
 from mllm_seqpar.runtime.kv_projection import KVProjection
-from mllm_seqpar.runtime.visual_features import RecomputedKV, VisualFeatures
+from mllm_seqpar.runtime.visual_features import RecomputedKeys, VisualFeatures
 from tolerances import AGAINST_UNPATCHED, EXACT, relative_error
 
 HEADS, DIM, WIDTH, FRAMES, TOKENS = 2, 8, 12, 5, 3
@@ -72,12 +72,12 @@ def projection_of(setting: Setting) -> KVProjection:
     return projection
 
 
-def source_of(projection: KVProjection, setting: Setting) -> RecomputedKV:
+def source_of(projection: KVProjection, setting: Setting) -> RecomputedKeys:
     generator = torch.Generator().manual_seed(4)
     features = torch.randn(FRAMES, TOKENS, WIDTH, generator=generator).bfloat16().to(setting.weights or setting.dtype)
     shared = VisualFeatures(features.requires_grad_(setting.features), torch.arange(FRAMES), FRAMES)
     spec = CallSpec((1, 1), FullBlockMasks(1, 1, (KEYS,)), (KEYS,), torch.float32)
-    return RecomputedKV(spec, shared, projection, projection.modules, setting.dtype)
+    return RecomputedKeys(spec, shared, projection, projection.modules, setting.dtype)
 
 
 def gradients(projection: KVProjection, setting: Setting) -> list[Tensor | None]:
@@ -285,7 +285,7 @@ def test_keys_before_the_norm_are_kept_in_backward_only() -> None:
 def test_training_step_of_family_projects_keys_and_values_twice(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flops: dict[str, list[int]] = {"keys_values": [], "input_grads": []}
     for name, found in flops.items():
-        method = getattr(RecomputedKV, name)
+        method = getattr(RecomputedKeys, name)
 
         def counting(*args: Any, method: Any = method, found: list[int] = found) -> Any:
             with FlopCounterMode(display=False) as counter:
@@ -293,7 +293,7 @@ def test_training_step_of_family_projects_keys_and_values_twice(family: str, mon
             found.append(counter.get_total_flops())
             return result
 
-        monkeypatch.setattr(RecomputedKV, name, counting)
+        monkeypatch.setattr(RecomputedKeys, name, counting)
     case = BATCHES[family]
     model = model_of(family, case)
     inputs = inputs_of(family, case, model)

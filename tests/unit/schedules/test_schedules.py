@@ -209,8 +209,12 @@ ORDERS = [
 @pytest.mark.parametrize("name,backward,ratios,expected", ORDERS)
 def test_order_of_transfers_and_blocks(name: str, backward: bool, ratios: dict[str, Any], expected: str) -> None:
     """Each step as its transfers (input or result, axis, hop) and its blocks (hops of the Q and of the KV shard)."""
+
+    def named(t: Transfer) -> str:
+        return f"{t.kind[0]}{t.axis[0]}{t.send_shard + (t.kind == 'input')}"
+
     steps = [
-        [f"{t.kind[0]}{t.axis[0]}{t.hop}" for t in step.transfers] + [f"{b.q_shard}{b.kv_shard}" for b in step.blocks]
+        [*map(named, step.transfers), *(f"{b.q_shard}{b.kv_shard}" for b in step.blocks)]
         for step in mesh_order(shape_of(name, 0), backward, OverlapRatios(**ratios))
     ]
     assert " | ".join(map(" ".join, steps)) == expected

@@ -12,3 +12,20 @@ def service(tmp_path: Path) -> Iterator[SimpleNamespace]:
 
     with running_service(tmp_path) as running:
         yield running
+
+
+@pytest.fixture
+def clip(tmp_path: Path) -> Path:
+    """A video of 4 seconds that gets brighter, small enough for the limits of the server."""
+    import av
+    import numpy as np
+
+    path = tmp_path / "clip.mp4"
+    with av.open(str(path), "w") as file:
+        stream = file.add_stream("mpeg4", rate=1)
+        stream.width = stream.height = 16
+        for number in range(4):
+            frame = av.VideoFrame.from_ndarray(np.full((16, 16, 3), 60 * number, dtype=np.uint8))
+            file.mux(stream.encode(frame))
+        file.mux(stream.encode())
+    return path

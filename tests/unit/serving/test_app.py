@@ -36,7 +36,7 @@ def test_answer_as_one_object_and_as_chunks(service: SimpleNamespace) -> None:
 def test_evidence_comes_with_the_whole_answer_and_with_the_last_chunk(service: SimpleNamespace) -> None:
     asked = {"extra_body": {"evidence": 3}}
     (moment,) = ask(service.client, **asked).evidence
-    assert moment == {"start": 2.0, "end": 4.0, "share": 0.5, "first": 2, "last": 3, "medium": 0}
+    assert moment == {"start": 2.0, "end": 4.0, "share": 0.5, "first": 2, "last": 3, "peak": 2, "medium": 0}
     chunks = list(ask(service.client, stream=True, **asked))
     assert chunks[-1].evidence == [moment] and not any(hasattr(chunk, "evidence") for chunk in chunks[:-1])
     assert not hasattr(ask(service.client), "evidence")

@@ -1,0 +1,234 @@
+"""Layer: one process. The page of the server in a headless browser, with a model that the test controls."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="fastapi is not installed (extra serve)")
+pytest.importorskip("av", reason="PyAV is not installed (extra video)")
+pytest.importorskip("openai", reason="openai is not installed (extra test)")
+
+from browser import CHROMIUM, Browser
+from mllm_seqpar.serving.media import MediaStore
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")]
+
+
+@pytest.fixture
+def page(service: SimpleNamespace, tmp_path: Path) -> Iterator[Browser]:
+    """The page, with the key of the server."""
+    browser = Browser(service.base, tmp_path / "profile")
+    try:
+        browser.wait("document.getElementById('model')?.textContent === 'not connected'", 30)
+        browser.value("settings.open && key.dispatchEvent(new Event('change', void (key.value = 'secret'))); null")
+        browser.wait("document.getElementById('model').textContent === 'tiny'", 30)
+        browser.value("settings.close(); null")
+        yield browser
+    finally:
+        browser.close()
+
+
+@pytest.fixture
+def arrive(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """An event until which uploads take."""
+    arrived, add = threading.Event(), MediaStore.add
+
+    def wait(*args: Any) -> Any:
+        arrived.wait(60)
+        return add(*args)
+
+    monkeypatch.setattr(MediaStore, "add", wait)
+    yield arrived
+    arrived.set()
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """A file above the limits of the server."""
+    path = tmp_path / "large.mp4"
+    path.write_bytes(bytes(9000))
+    return path
+
+
+def submit(page: Browser, text: str) -> None:
+    page.value(f"question.value = {text!r}; form.requestSubmit(); null")
+
+
+def status_is(page: Browser, text: str) -> None:
+    page.wait(f"document.getElementById('status').textContent.includes({text!r})", 20)
+
+
+def test_question_is_not_sent_while_the_video_is_uploaded(
+    service: SimpleNamespace, page: Browser, arrive: threading.Event, clip: Path
+) -> None:
+    page.choose_file("#file", clip)
+    submit(page, "What is it?")
+    assert not service.worker.began.wait(1.0)
+    assert page.value("document.getElementById('ask').disabled")
+    assert page.value("question.value") == "What is it?"
+    arrive.set()
+    page.wait("!document.getElementById('ask').disabled")
+    page.value("form.requestSubmit(); null")
+    page.wait("document.querySelector('#messages li.assistant')?.textContent.includes('One two three')")
+    assert [len(job.media) for job in service.worker.jobs] == [1]
+
+
+def test_question_is_not_sent_without_the_video_that_was_refused(
+    service: SimpleNamespace, page: Browser, large: Path
+) -> None:
+    page.choose_file("#file", large)
+    status_is(page, "(--max_upload_mb)")
+    submit(page, "What is it?")
+    assert not service.worker.began.wait(1.0)
+    assert page.value("question.value") == "What is it?"
+
+
+def test_removing_the_refused_file_allows_a_question_without_it(
+    service: SimpleNamespace, page: Browser, large: Path
+) -> None:
+    page.choose_file("#file", large)
+    status_is(page, "(--max_upload_mb)")
+    page.value("remove.click(); null")
+    submit(page, "What is it?")
+    assert service.worker.began.wait(20)
+    assert service.worker.jobs[0].media == ()
+
+
+def test_cancelled_upload_leaves_no_file(
+    service: SimpleNamespace, page: Browser, arrive: threading.Event, clip: Path
+) -> None:
+    page.choose_file("#file", clip)
+    page.wait("!upload.hidden")
+    page.value("document.getElementById('remove').click(); null")
+    page.wait("document.getElementById('view').hidden && !document.getElementById('ask').disabled", 20)
+    arrive.set()
+    deadline = time.monotonic() + 20
+    while not any("DELETE" in line for line in service.log) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert service.client.files.list().data == []
+
+
+def test_moments_have_pictures_times_and_a_time_line(service: SimpleNamespace, page: Browser, clip: Path) -> None:
+    page.choose_file("#file", clip)
+    page.wait("document.getElementById('details').textContent.startsWith('0:04')", 30)
+    submit(page, "What is it?")
+    page.wait("document.querySelector('.moments img')?.naturalWidth > 0", 30)
+    assert page.value("document.querySelector('.moments').innerText").split() == [
+        *"Moments that the answer attends to 1 0:02 to 0:04 50.0%".split()
+    ]
+    assert page.value("!timeline.hidden && document.getElementById('scale').textContent") == "50%"
+    assert page.value("[...ticks.children].map(tick => tick.textContent)") == ["0:00", "0:01", "0:02", "0:03", "0:04"]
+    assert page.value("bars.children[0].style.left + ' ' + bars.children[0].style.width") == "50% 50%"
+    assert "Play from 0:02" in page.value("bars.children[0].ariaLabel")
+    assert page.errors[1:] == []  # the first one is the missing key
+
+
+def test_progress_of_the_encoding_is_shown_and_a_stopped_answer_stays(service: SimpleNamespace, page: Browser) -> None:
+    watch = "new MutationObserver(() => seen.push(document.querySelector('.wait')?.textContent))"
+    page.value(f"window.seen = []; {watch}.observe(messages, {{subtree: true, childList: true}}); null")
+    service.worker.go.clear()
+    submit(page, "What is it?")
+    page.wait("document.querySelector('.text').textContent === 'One'", 20)
+    assert "Frames encoded: 1 of 2" in page.value("seen")
+    page.value("document.getElementById('stop').click(); null")
+    page.wait("document.querySelector('.note')?.textContent === 'Stopped.'", 20)
+    assert service.worker.ended.wait(20)  # the server has stopped too
+    service.worker.go.set()
+    submit(page, "Go on.")
+    page.wait("document.querySelectorAll('.foot').length === 2", 20)
+    assert [m["content"][0]["text"] for m in service.worker.jobs[1].messages] == ["What is it?", "One", "Go on."]
+
+
+def test_dropped_file_is_uploaded_and_others_are_refused(
+    service: SimpleNamespace, page: Browser, arrive: threading.Event
+) -> None:
+    def drop(name: str, kind: str) -> None:
+        file = f"const d = new DataTransfer(); d.items.add(new File(['x'], {name!r}, {{type: {kind!r}}}));"
+        page.value(f"(() => {{ {file} document.body.dispatchEvent(new DragEvent('drop', "
+                   "{dataTransfer: d, bubbles: true, cancelable: true})); })()")  # fmt: skip
+
+    drop("notes.txt", "text/plain")
+    status_is(page, "notes.txt is not a video or an image (text/plain)")
+    drop("movie.mkv", "")  # browsers know no type of some formats
+    status_is(page, "movie.mkv is being uploaded")
+
+
+def test_settings_are_in_the_request_and_stay_after_a_reload(service: SimpleNamespace, page: Browser) -> None:
+    page.value("temperature.value = '0.5'; tokens.value = '7'; tokens.dispatchEvent(new Event('change')); null")
+    page.call("Page.reload")
+    page.wait("document.getElementById('model')?.textContent === 'tiny'", 30)
+    submit(page, "What is it?")
+    assert service.worker.began.wait(20)
+    (job,) = service.worker.jobs
+    assert (job.sampling.temperature, job.sampling.max_new_tokens) == (0.5, 7)
+
+
+def test_failed_answer_can_be_asked_again(service: SimpleNamespace, page: Browser) -> None:
+    submit(page, "broken")
+    page.wait("document.querySelector('.failed')?.textContent.includes('is damaged')", 20)
+    submit(page, "What is it?")
+    page.wait("document.querySelectorAll('.foot').length === 1", 20)
+    sent = service.worker.jobs[1].messages
+    assert [message["role"] for message in sent] == ["user"]  # the question that failed is not in the conversation
+
+
+MARKDOWN = """# Title
+A **bold *and slanted* word**, `a*b*c` and [a link](https://example.com/a_b_c).
+2 * 3 * 4 and snake_case_name
+
+3. three
+4. four
+   - inner
+   - inner two
+
+| a | b |
+|---|:-:|
+| 1 | `x` |
+
+```html
+<b>code</b>
+```
+> quoted
+"""
+
+HOSTILE = """<img src=x onerror="window.hacked=1"> [x](javascript:window.hacked=1) ![y](data:text/html,z)
+<script>window.hacked=1</script>
+```<svg onload=window.hacked=1>
+"""
+
+
+def html_of(page: Browser, text: str) -> str:
+    script = "import('./markdown.js').then(m => { const d = document.createElement('div'); d.append(...m.render(%s));"
+    return page.value(script % json.dumps(text) + " document.body.append(d); return d.innerHTML })")
+
+
+def test_markdown_becomes_elements(page: Browser) -> None:
+    assert html_of(page, MARKDOWN) == (
+        "<h3>Title</h3><p>A <strong>bold <em>and slanted</em> word</strong>, <code>a*b*c</code> and "
+        '<a href="https://example.com/a_b_c" target="_blank" rel="noopener noreferrer">a link</a>.<br>'
+        "2 * 3 * 4 and snake_case_name</p>"
+        '<ol start="3"><li><span>three</span></li><li><span>four</span><ul><li><span>inner</span></li>'
+        "<li><span>inner two</span></li></ul></li></ol>"
+        '<div class="table"><table><thead><tr><th>a</th><th>b</th></tr></thead><tbody><tr><td>1</td>'
+        "<td><code>x</code></td></tr></tbody></table></div>"
+        '<pre tabindex="0"><code>&lt;b&gt;code&lt;/b&gt;</code></pre><blockquote><p>quoted</p></blockquote>'
+    )
+
+
+def test_markdown_adds_no_element_of_the_answer(page: Browser) -> None:
+    for end in range(1, len(HOSTILE) + 1, 5):  # as it is streamed
+        html_of(page, HOSTILE[:end])
+    assert html_of(page, HOSTILE).count("&lt;") == 3
+    assert (
+        page.value("document.querySelectorAll('body > div img, body > div script, body > div a, svg[onload]').length")
+        == 0
+    )
+    assert page.value("window.hacked") is None
+    deep = html_of(page, "> " * 5000 + "x\n" + "- " * 5000 + "\n" + "**" * 5000)
+    assert deep.count("<blockquote>") < 20
