@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,6 +34,10 @@ _MEDIA_KEYS = {"image": ("image", "url", "path", "base64"), "video": ("video", "
 _SAVED_TEMPLATE = "has_chat_template"
 """Key of processor_config.json. A directory of the hub may have the chat template of its language model in a file of
 the same name, which is not that of the processor."""
+
+
+_RENDERING = threading.Lock()
+"""transformers keeps one compiled template per process, and the positions of the answers within it while it renders."""
 
 
 class NativeProcessor(LocalCode, ProcessorMixin):
@@ -208,16 +213,17 @@ class NativeProcessor(LocalCode, ProcessorMixin):
         if template == self.published_chat_template(self.tokenizer):
             for messages in conversations:
                 self.check_conversation(messages)
-        texts, spans = render_jinja_template(
-            conversations=conversations,
-            chat_template=template,
-            tools=tools,
-            documents=documents,
-            return_assistant_tokens_mask=marked,
-            continue_final_message=continue_final_message,
-            add_generation_prompt=add_generation_prompt,
-            **(self.tokenizer.special_tokens_map | variables),
-        )
+        with _RENDERING:
+            texts, spans = render_jinja_template(
+                conversations=conversations,
+                chat_template=template,
+                tools=tools,
+                documents=documents,
+                return_assistant_tokens_mask=marked,
+                continue_final_message=continue_final_message,
+                add_generation_prompt=add_generation_prompt,
+                **(self.tokenizer.special_tokens_map | variables),
+            )
         return texts, spans if marked else None
 
     def _resolve_template(self, chat_template: str | None) -> str:

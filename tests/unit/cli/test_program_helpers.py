@@ -166,7 +166,7 @@ def test_programs_order_launches_before_they_create_a_process_group(
         monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", given)
     with pytest.raises(_ProcessGroup):
         if program == "finetune":
-            finetune.prepare(["--model", "DIR"])
+            finetune.prepare({}, None)
         else:
             with launched_ranks("cpu"):
                 pass

@@ -1,6 +1,8 @@
 """Layer: one process. The native processors have the interface of transformers' processors."""
 
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -322,3 +324,20 @@ class TestImageOptions:
         owl.save_pretrained(tmp_path)
         assert not MPlugOwl3Processor.from_pretrained(tmp_path, do_normalize=False).image_processor.do_normalize
         assert MPlugOwl3Processor.from_pretrained(tmp_path).image_processor.to_dict() == owl.image_processor.to_dict()
+
+
+def test_processors_render_chats_in_several_threads() -> None:
+    interval = sys.getswitchinterval()
+    processors = [MAKERS["mplug_owl3"]() for _ in range(4)]
+    chat = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A dot."}]
+
+    def targets(number: int) -> int:
+        encoded = processors[number % 4].encode([chat], return_labels=True)
+        return int((encoded["labels"] != -100).sum())
+
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert set(pool.map(targets, range(200))) == {len("A dot.") + 2}
+    finally:
+        sys.setswitchinterval(interval)

@@ -141,11 +141,11 @@ def test_frames_are_decoded_ahead_up_to_the_limit(folder: Path, monkeypatch: pyt
     received, ahead, several = [0], [], threading.Event()
     decode = ShardedBatch.inputs
 
-    def counted(self: Any, device: Any) -> Any:
+    def counted(self: Any, device: Any, **options: Any) -> Any:
         ahead.append(len(ahead) + 1 - received[0])
         if len(ahead) == 3:
             several.set()
-        return decode(self, device)
+        return decode(self, device, **options)
 
     monkeypatch.setattr(ShardedBatch, "inputs", counted)
     order = SampleOrder(samples=5, global_batch=1, micro_batch=1, dp=1, seed=1)
