@@ -1,4 +1,4 @@
-"""The spec of an attention call, which all ranks resolve before its tensors exist, and the steps planned from it.
+"""The spec of an attention call, which all ranks resolve before its tensors exist, and the schedule that it fills in.
 
 A `CallSpec` is made once per forward pass and shape. All layers with that shape share it, and with it everything that
 is derived from it on first use: the schedule, the mask rectangles of each block, the rows of each transfer, and the
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,56 +18,15 @@ from torch import Tensor
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.kernels import BlockKernel
 from mllm_seqpar.masks import BlockMasks, Rectangle, clip_rows
-from mllm_seqpar.schedules import AttentionBlock, Axis, OverlapRatios, Schedule, Transfer, schedule_for
+from mllm_seqpar.schedules import AttentionBlock, Axis, OverlapRatios, Schedule, Step, Transfer, schedule_for
 from mllm_seqpar.schedules.bytes_sent import Problem, mesh_axis_bytes, overlap_ratios_by_bytes
+from mllm_seqpar.schedules.mesh import mesh_ranks
 from mllm_seqpar.schedules.mesh_shapes import least_bytes_mesh_shape, resolve_tile
-from mllm_seqpar.schedules.rank_order import RankOrder, by_node, rank_order, renumbered
-from mllm_seqpar.schedules.steps import last_uses
 
-from .block_math import PreparedRectangle, RowIndex, prepare
+from .block_math import prepare
 
 Placement = Literal["sharded", "replicated"]
 """Whether each rank has its shard of the keys, or all of them."""
-
-
-class PlannedTransfer(NamedTuple):
-    """One transfer of a schedule (`schedules.steps`), with the rows that are sent.
-
-    Attributes:
-        is_input: whether a shard is sent for later blocks; otherwise results return to the owner of the shard.
-        axis: the axis of the shard, Q or KV.
-        send_shard, dst: the owner of the shard that this rank sends, and the receiving rank.
-        recv_shard, src: the owner of the shard that this rank receives, and the sending rank.
-        send_rows: the rows of the input shard to send; None: all.
-        recv_rows: the rows of this rank's shard that received results belong to; None: all.
-        recv_length: the number of rows or keys received.
-    """
-
-    is_input: bool
-    axis: Axis
-    send_shard: int
-    dst: int
-    recv_shard: int
-    src: int
-    send_rows: RowIndex | None
-    recv_rows: RowIndex | None
-    recv_length: int
-
-
-class PlannedBlock(NamedTuple):
-    """The attention block of the Q shard of rank `q_shard` and the KV shard of rank `kv_shard`."""
-
-    q_shard: int
-    kv_shard: int
-    rectangles: tuple[PreparedRectangle, ...]
-
-
-class PlannedStep(NamedTuple):
-    """Transfers to post, blocks to compute meanwhile, and received shards that no later step uses."""
-
-    transfers: tuple[PlannedTransfer, ...]
-    blocks: tuple[PlannedBlock, ...]
-    released: tuple[tuple[Axis, int], ...]
 
 
 @dataclass(frozen=True)
@@ -133,77 +92,56 @@ class CallSpec:
         """The spec for queries whose batch is folded into their rows (`block_math.fold`)."""
         return replace(self, masks=self.masks.folded())
 
-    def order(self, comm: Communicator, q: Tensor, k: Tensor, *, backward: bool) -> RankOrder | None:
-        """Return the order of the ranks of `comm` for this schedule (`rank_order`); the first use is collective."""
-        if self.mesh_shape == (1, 1):
-            return None
-        if 1 in self.mesh_shape:
-            return rank_order(comm.nodes, self.mesh_shape)
-        problem = problem_of(q.shape, k.shape, self.key_lengths, q.dtype, self.accumulate_dtype)
-        return rank_order(comm.nodes, self.mesh_shape, *mesh_axis_bytes(problem, self.mesh_shape, backward=backward))
-
     def head_groups(self, comm: Communicator) -> tuple[tuple[int, ...], ...]:
         """Return the groups of ranks that shard the heads; they share nodes. The first use is collective."""
-        order = by_node(comm.nodes) if self.head_degree < comm.size else tuple(range(comm.size))
-        return tuple(order[i : i + self.head_degree] for i in range(0, comm.size, self.head_degree))
+        ring = comm.ring if self.head_degree < comm.size else tuple(range(comm.size))
+        return tuple(ring[i : i + self.head_degree] for i in range(0, comm.size, self.head_degree))
 
-    def schedule(self, rank: int, *, backward: bool) -> Schedule:
-        return schedule_for(
-            self.mesh_shape, rank, backward=backward, direct=self.direct, overlap_ratios=self.overlap_ratios[backward]
-        )
+    def steps(self, comm: Communicator, q: Tensor, k: Tensor, kernel: str, *, backward: bool) -> Schedule:
+        """Return the schedule of this rank for shards of the shapes of q and k, filled in on first use.
 
-    def steps(
-        self, comm: Communicator, q: Tensor, k: Tensor, kernel: str, *, backward: bool
-    ) -> tuple[PlannedStep, ...]:
-        """Return the steps of this rank, planned on first use, for shards of the shapes of q and k.
-
-        `kernel` is the name of a block kernel, or "auto".
+        `kernel` is the name of a block kernel, or "auto". The first use is collective.
         """
         key = comm.rank, comm.identity, q.shape, k.shape[:2], q.dtype, q.device, kernel, backward
-        found: tuple[PlannedStep, ...] | None = self.derived.get(key)
+        found: Schedule | None = self.derived.get(key)
         if found is None:
-            order = self.order(comm, q, k, backward=backward)
-            position = comm.rank if order is None else order.index(comm.rank)
-            schedule = self.schedule(position, backward=backward)
-            schedule = schedule if order is None else renumbered(schedule, order)
-            found = self.derived[key] = self._plan_steps(schedule, comm.rank, q, k, kernel)
+            ranks, shape = None if self.mesh_shape == (1, 1) else comm.ring, self.mesh_shape
+            if 1 not in shape:
+                problem = problem_of(q.shape, k.shape, self.key_lengths, q.dtype, self.accumulate_dtype)
+                sent = mesh_axis_bytes(problem, shape, backward=backward)
+                ranks = mesh_ranks(comm.ring, comm.nodes, shape, *sent)
+            ratios = self.overlap_ratios[backward]
+            schedule = schedule_for(
+                shape, comm.rank, backward=backward, ranks=ranks, direct=self.direct, overlap_ratios=ratios
+            )
+            found = self.derived[key] = self._filled_in(schedule, comm.rank, q, k, kernel)
         return found
 
-    def _plan_steps(self, schedule: Schedule, rank: int, q: Tensor, k: Tensor, kernel: str) -> tuple[PlannedStep, ...]:
-        uses, rows, steps = last_uses(schedule), q.shape[2], []
-        kernels: dict[str, BlockKernel] = {}
-        for index, step in enumerate(schedule):
-            transfers = [self._plan_transfer(transfer, rank, rows, q.device) for transfer in step.transfers]
-            blocks = []
-            for b in step.blocks:
-                rectangles = prepare(self._rectangles(b, rows), q, k, kernel, kernels)
-                blocks.append(PlannedBlock(b.q_shard, b.kv_shard, rectangles))
-            released = [shard for shard, last in uses.items() if last == index and shard[1] != rank]
-            steps.append(PlannedStep(tuple(transfers), tuple(blocks), tuple(released)))
+    def _filled_in(self, schedule: Schedule, rank: int, q: Tensor, k: Tensor, kernel: str) -> Schedule:
+        """Return the schedule with the rows of its transfers and the rectangles of its blocks."""
+        rows, kernels, steps = q.shape[2], dict[str, BlockKernel](), []
+        for step in schedule:
+            transfers = tuple(self._with_rows(transfer, rank, rows, q.device) for transfer in step.transfers)
+            blocks = tuple(
+                replace(b, rectangles=prepare(self._rectangles(b, rows), q, k, kernel, kernels)) for b in step.blocks
+            )
+            steps.append(Step(transfers, blocks, step.released))
         return tuple(steps)
 
-    def _plan_transfer(self, transfer: Transfer, rank: int, rows: int, device: torch.device) -> PlannedTransfer:
+    def _with_rows(self, transfer: Transfer, rank: int, rows: int, device: torch.device) -> Transfer:
         """Both ends of a transfer know all masks, so both select the same rows."""
-        is_input, length = transfer.kind == "input", rows
-        send_rows = recv_rows = None
         if transfer.axis == "kv":
-            length = self.key_lengths[transfer.recv_shard]
-        elif self.direct:
-            received = self.masks.visible_rows(transfer.recv_shard, rank if is_input else transfer.src)
-            sent = self.masks.visible_rows(transfer.send_shard, transfer.dst) if is_input else None
-            length = rows if received is None else received.count
-            send_rows = None if sent is None else sent.index_on(device)
-            recv_rows = None if received is None or is_input else received.index_on(device)
-        return PlannedTransfer(
-            is_input,
-            transfer.axis,
-            transfer.send_shard,
-            transfer.dst,
-            transfer.recv_shard,
-            transfer.src,
-            send_rows,
-            recv_rows,
-            length,
+            return replace(transfer, recv_length=self.key_lengths[transfer.recv_shard])
+        if not self.direct:
+            return replace(transfer, recv_length=rows)
+        is_input = transfer.kind == "input"
+        received = self.masks.visible_rows(transfer.recv_shard, rank if is_input else transfer.src)
+        sent = self.masks.visible_rows(transfer.send_shard, transfer.dst) if is_input else None
+        return replace(
+            transfer,
+            send_rows=None if sent is None else sent.index_on(device),
+            recv_rows=None if received is None or is_input else received.index_on(device),
+            recv_length=rows if received is None else received.count,
         )
 
     def _rectangles(self, block: AttentionBlock, rows: int) -> Sequence[Rectangle]:

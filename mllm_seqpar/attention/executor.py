@@ -14,10 +14,10 @@ from torch import Tensor
 
 from mllm_seqpar.comm import Communicator, Pending, Recv, Send
 from mllm_seqpar.comm.receive_buffers import BufferLease
-from mllm_seqpar.schedules import Axis
+from mllm_seqpar.schedules import AttentionBlock, Axis, Schedule, Step, Transfer
 
 from .block_math import BlockMath, FinalRows, GradientAccumulator, PartialResult, fold, unfold
-from .call_spec import CallSpec, PlannedBlock, PlannedStep, PlannedTransfer
+from .call_spec import CallSpec
 
 Bundle = dict[str, Tensor]
 """Named contiguous tensors that are sent together."""
@@ -29,13 +29,13 @@ class _Pass(Protocol):
     local: dict[Axis, Bundle]
     """This rank's Q shard and KV shard."""
 
-    def compute(self, block: PlannedBlock, rows: Bundle, columns: Bundle) -> None:
+    def compute(self, block: AttentionBlock, rows: Bundle, columns: Bundle) -> None:
         """Compute a block and add it to the results for its Q shard and its KV shard."""
 
     def result(self, axis: Axis, owner: int) -> Bundle:
         """Return, and drop, this rank's result for the shard of `owner`."""
 
-    def receive(self, transfer: PlannedTransfer, bundle: Bundle) -> None:
+    def receive(self, transfer: Transfer, bundle: Bundle) -> None:
         """Add results from another rank to this rank's; the buffers of `bundle` are reused afterwards."""
 
 
@@ -47,7 +47,7 @@ class _Forward:
         self._spec, self._math = spec, block_math
         self.partials: dict[int, PartialResult] = {}
 
-    def compute(self, block: PlannedBlock, rows: Bundle, columns: Bundle) -> None:
+    def compute(self, block: AttentionBlock, rows: Bundle, columns: Bundle) -> None:
         partial = self.partials.get(block.q_shard)
         if partial is None:
             partial = self.partials[block.q_shard] = PartialResult(rows["q"], self._spec.accumulate_dtype)
@@ -57,7 +57,7 @@ class _Forward:
         o, lse = self.partials.pop(owner).value
         return {"o": o.to(self._spec.result_dtype("q", self.local["q"]["q"].dtype)), "lse": lse}
 
-    def receive(self, transfer: PlannedTransfer, bundle: Bundle) -> None:
+    def receive(self, transfer: Transfer, bundle: Bundle) -> None:
         self.partials[transfer.recv_shard].add(bundle["o"], bundle["lse"], rows=transfer.recv_rows, borrowed=True)
 
 
@@ -79,7 +79,7 @@ class _Backward:
             self._grads[name, owner] = GradientAccumulator(like, self._spec.accumulate_dtype)
         return self._grads[name, owner]
 
-    def compute(self, block: PlannedBlock, rows: Bundle, columns: Bundle) -> None:
+    def compute(self, block: AttentionBlock, rows: Bundle, columns: Bundle) -> None:
         q, k, v = rows["q"], columns["k"], columns["v"]
         dq, dk, dv = (
             self.grad("dq", block.q_shard, q),
@@ -97,7 +97,7 @@ class _Backward:
         )
         return {name: self._grads.pop((name, owner)).value.to(dtype) for name in names}
 
-    def receive(self, transfer: PlannedTransfer, bundle: Bundle) -> None:
+    def receive(self, transfer: Transfer, bundle: Bundle) -> None:
         for name, tensor in bundle.items():
             self._grads[name, transfer.recv_shard].add(tensor, rows=transfer.recv_rows, borrowed=True)
 
@@ -152,7 +152,7 @@ def distributed_backward(
     return dq, dk, dv
 
 
-def _run(steps: Sequence[PlannedStep], comm: Communicator, this: _Pass, overlap: bool) -> None:
+def _run(steps: Schedule, comm: Communicator, this: _Pass, overlap: bool) -> None:
     """Run the steps of this rank. `overlap=False` waits for the transfers before computing, only to measure."""
     local, rank = this.local, comm.rank
     held: dict[tuple[Axis, int], Bundle] = {("q", rank): local["q"], ("kv", rank): local["kv"]}
@@ -166,7 +166,7 @@ def _run(steps: Sequence[PlannedStep], comm: Communicator, this: _Pass, overlap:
             if pending is not None and overlap:
                 pending.wait()
             for transfer, buffers in incoming:
-                if transfer.is_input:
+                if transfer.kind == "input":
                     held[transfer.axis, transfer.recv_shard] = buffers
                 else:
                     this.receive(transfer, buffers)
@@ -176,26 +176,26 @@ def _run(steps: Sequence[PlannedStep], comm: Communicator, this: _Pass, overlap:
 
 
 def _post(
-    step: PlannedStep,
+    step: Step,
     comm: Communicator,
     this: _Pass,
     held: dict[tuple[Axis, int], Bundle],
     lease: BufferLease,
-) -> tuple[Pending, Sequence[tuple[PlannedTransfer, Bundle]]]:
+) -> tuple[Pending, Sequence[tuple[Transfer, Bundle]]]:
     """Post the transfers of a step; return the exchange, and the receive buffers of each transfer."""
     sends: list[Send] = []
     recvs: list[Recv] = []
-    incoming: list[tuple[PlannedTransfer, Bundle]] = []
+    incoming: list[tuple[Transfer, Bundle]] = []
     for transfer in step.transfers:
-        axis, owner, rows = transfer.axis, transfer.send_shard, transfer.send_rows
-        outgoing = held[axis, owner] if transfer.is_input else this.result(axis, owner)
+        axis, owner, rows, is_input = transfer.axis, transfer.send_shard, transfer.send_rows, transfer.kind == "input"
+        outgoing = held[axis, owner] if is_input else this.result(axis, owner)
         buffers: Bundle = {}
         for name, tensor in outgoing.items():
             if isinstance(rows, slice):
                 tensor = tensor[:, :, rows].contiguous()
             elif rows is not None:
                 tensor = tensor.index_select(2, rows)
-            kind = axis, transfer.is_input, tensor.dim()  # tensors of one kind and dtype take turns in a buffer
+            kind = axis, is_input, tensor.dim()  # tensors of one kind and dtype take turns in a buffer
             buffer = buffers[name] = lease.take(kind, tensor, transfer.recv_length)
             if tensor.numel():
                 sends.append(Send(transfer.dst, tensor, name))

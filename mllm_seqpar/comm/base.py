@@ -135,6 +135,16 @@ class Communicator(ABC):
         return self.kept.nodes
 
     @property
+    def ring(self) -> tuple[int, ...]:
+        """The ranks node by node, the order of every ring; the first use is collective.
+
+        A ring in this order has one link into each node and one out of it, whatever numbers the launcher gave. Only the
+        partners of a rank follow from it: rank r keeps its own query rows and keys.
+        """
+        nodes = self.nodes
+        return tuple(sorted(range(self.size), key=nodes.__getitem__))
+
+    @property
     def alone(self) -> Communicator:
         """The group of this rank alone."""
         return self if self.size == 1 else Subgroup(self, [self.rank])

@@ -17,7 +17,6 @@ from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator, Pending, Recv, Send, Subgroup
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.kernels import choose_kernel
-from mllm_seqpar.schedules.rank_order import by_node
 
 from .cluster import Cluster
 
@@ -102,9 +101,8 @@ def calibrate(
             and only the rates of kernels are measured.
     """
     device, shape = torch.device(device), shape or AttentionShape()
-    order = by_node(comm.nodes)
-    if order != tuple(range(comm.size)):
-        comm = Subgroup(comm, order)  # neighbours as schedules choose them
+    if comm.ring != tuple(range(comm.size)):
+        comm = Subgroup(comm, comm.ring)  # neighbours as schedules choose them
     clock = _Clock(comm, device)
     # A forward pass may calibrate. Its autocast mode must not change the dtype of what is measured.
     with torch.no_grad(), torch.autocast(device.type, enabled=False):

@@ -12,7 +12,7 @@ from math import ceil
 from mllm_seqpar.schedules import AttentionBlock, Axis, OverlapRatios, Transfer, TransferKind, schedule_for
 from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem, mesh_axis_bytes
 from mllm_seqpar.schedules.head_sharding import HeadShards
-from mllm_seqpar.schedules.rank_order import RankOrder, rank_order, renumbered
+from mllm_seqpar.schedules.mesh import mesh_ranks
 
 from .candidates import ParallelSpec, problem_between_groups, symmetry_period
 from .cluster import Cluster
@@ -92,7 +92,7 @@ def call_cost(
             problem, spec.mesh_shape, cluster, backward=backward, head_degree=degree, visible=mean
         )
 
-    order = None if replicated else _order(inner, spec.mesh_shape, cluster, degree, backward=backward)
+    ranks = None if replicated else _mesh_ranks(inner, spec.mesh_shape, cluster, degree, backward=backward)
 
     def rank_phases(rank: int) -> list[Phase]:
         group, member = divmod(rank, degree)
@@ -110,13 +110,12 @@ def call_cost(
 
         schedule = schedule_for(
             (1, 1) if replicated else spec.mesh_shape,
-            0 if replicated else group if order is None else order.index(group),
+            0 if replicated else group,
             backward=backward,
+            ranks=ranks,
             direct=(spec.all_pairs or visible_rows is not None) and not replicated,
             overlap_ratios=ratios,
         )
-        if order is not None:
-            schedule = renumbered(schedule, order)
         return [
             Phase(
                 tuple(message(transfer) for transfer in step.transfers),
@@ -127,7 +126,7 @@ def call_cost(
         ]
 
     even = len(set(problem.keys)) == 1 and isinstance(visible, float | int) and visible_rows is None
-    in_nodes = spec if order is None else replace(spec, mesh_shape=spec.mesh_shape[::-1])
+    in_nodes = spec if ranks is None else replace(spec, mesh_shape=spec.mesh_shape[::-1])
     period = symmetry_period(in_nodes, problem.ranks, cluster) if even else problem.ranks
     phases = [rank_phases(rank) for rank in range(period)]
     timeline = simulate(phases, problem.ranks, cluster, overlap=overlap, record=record)
@@ -215,7 +214,7 @@ def overlap_ratios_by_rates(
     block = block_seconds(inner, cluster, keys, backward=backward, visible=visible)
     a, b = mesh_shape
     spec = ParallelSpec("mesh", mesh_shape)
-    kv_first = _order(inner, mesh_shape, cluster, head_degree, backward=backward) is not None
+    kv_first = _mesh_ranks(inner, mesh_shape, cluster, head_degree, backward=backward) is not None
     first = b if kv_first else a
     near = _slowest_hop(cluster, problem.ranks, distance=head_degree, span=first * head_degree)
     far = _slowest_hop(cluster, problem.ranks, distance=first * head_degree, span=a * b * head_degree)
@@ -236,18 +235,20 @@ def overlap_ratios_by_rates(
     )
 
 
-def _order(
+def _mesh_ranks(
     problem: Problem, mesh_shape: tuple[int, int], cluster: Cluster, head_degree: int, *, backward: bool
-) -> RankOrder | None:
-    """Return the order of a mesh of groups of `head_degree` ranks: None, or KV groups before Q groups.
+) -> tuple[int, ...] | None:
+    """Return the ranks by position of a mesh of groups of `head_degree` ranks; None: by number.
 
     Args:
         problem: that between the groups.
     """
     if 1 in mesh_shape:
         return None
-    nodes = [rank * head_degree // cluster.gpus_per_node for rank in range(problem.ranks)]
-    return rank_order(tuple(nodes), mesh_shape, *mesh_axis_bytes(problem, mesh_shape, backward=backward))
+    nodes = tuple(rank * head_degree // cluster.gpus_per_node for rank in range(problem.ranks))
+    numbers, sent = tuple(range(problem.ranks)), mesh_axis_bytes(problem, mesh_shape, backward=backward)
+    ranks = mesh_ranks(numbers, nodes, mesh_shape, *sent)
+    return None if ranks == numbers else ranks
 
 
 def _slowest_hop(cluster: Cluster, ranks: int, *, distance: int, span: int) -> tuple[float, float, bool]:

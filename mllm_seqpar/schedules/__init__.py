@@ -7,11 +7,12 @@ Mesh-Attention.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 from .mesh import MeshShape, OverlapRatios, mesh_schedule
 from .ring import direct_schedule, ring_schedule
-from .steps import AttentionBlock, Axis, Schedule, Step, Transfer, TransferKind
+from .steps import AttentionBlock, Axis, Schedule, Step, Transfer, TransferKind, with_releases
 
 __all__ = [
     "AttentionBlock",
@@ -32,6 +33,7 @@ def schedule_for(
     rank: int,
     *,
     backward: bool,
+    ranks: Sequence[int] | None = None,
     direct: bool = False,
     overlap_ratios: OverlapRatios | None = None,
 ) -> Schedule:
@@ -44,16 +46,21 @@ def schedule_for(
         mesh_shape: how many Q shards and KV shards a rank computes with.
         rank: the rank.
         backward: which pass.
+        ranks: the ranks in the order of the ring, or by position in a mesh; None: 0, 1, 2, ...
         direct: send Q shards point to point, see `direct_schedule`; for (n, 1) only.
         overlap_ratios: what the order of a mesh is optimised for. None: every transfer takes as long as a block.
     """
     q_shards, kv_shards = mesh_shape
     if q_shards == kv_shards == 1:
         return (Step((), (AttentionBlock(rank, rank),)),)
-    if kv_shards == 1:
-        if direct:
-            return direct_schedule(q_shards, rank)
-        return ring_schedule(q_shards, rank, "q", return_results=True)
-    if q_shards == 1:
-        return ring_schedule(kv_shards, rank, "kv", return_results=backward)
-    return mesh_schedule(mesh_shape, rank, backward=backward, overlap_ratios=overlap_ratios or OverlapRatios())
+    ranks = range(q_shards * kv_shards) if ranks is None else ranks
+    if kv_shards == 1 and direct:
+        schedule = direct_schedule(ranks, rank)
+    elif kv_shards == 1:
+        schedule = ring_schedule(ranks, rank, "q", return_results=True)
+    elif q_shards == 1:
+        schedule = ring_schedule(ranks, rank, "kv", return_results=backward)
+    else:
+        ratios = overlap_ratios or OverlapRatios()
+        schedule = mesh_schedule(mesh_shape, ranks, rank, backward=backward, overlap_ratios=ratios)
+    return with_releases(schedule, rank)

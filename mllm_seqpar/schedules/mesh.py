@@ -1,6 +1,7 @@
 """Mesh-Attention: each rank computes a x b attention blocks, of the Q shards of one group and the KV shards of another.
 
-n = a b ranks. The Q group of rank r is the a ranks from a * (r // a), its KV group the b ranks r % a, r % a + a, ...
+n = a b ranks. The Q group of the rank at position p is the a ranks at the positions from a * (p // a), its KV group
+the b ranks at p % a, p % a + a, ... A position is the rank's own number, unless `mesh_ranks` says otherwise.
 Block (i, j) belongs to the one rank that is in the Q group of i and in the KV group of j. Within each group, shards
 move around a ring one hop at a time, and results return to their owner in the same way. All ranks do the same at the
 same step, so the order is found once, with shards numbered by the hops that they take to reach a rank (`mesh_order`; 0
@@ -19,6 +20,7 @@ of other ranks at a time, and as many partial results.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -53,14 +55,16 @@ class OverlapRatios:
         return self.o if axis == "q" else self.dkv
 
 
-def mesh_schedule(mesh_shape: MeshShape, rank: int, *, backward: bool, overlap_ratios: OverlapRatios) -> Schedule:
-    """Return the schedule of `rank` for a mesh shape (a, b), both above 1."""
-    size = {"q": mesh_shape[0], "kv": mesh_shape[1]}
-    position = {"q": rank % mesh_shape[0], "kv": rank // mesh_shape[0]}
+def mesh_schedule(
+    mesh_shape: MeshShape, ranks: Sequence[int], rank: int, *, backward: bool, overlap_ratios: OverlapRatios
+) -> Schedule:
+    """Return the schedule of `rank` for a mesh shape (a, b), both above 1, with the rank at each position."""
+    size, own = {"q": mesh_shape[0], "kv": mesh_shape[1]}, ranks.index(rank)
+    position = {"q": own % mesh_shape[0], "kv": own // mesh_shape[0]}
 
     def group_rank(axis: Axis, index: int) -> int:
         index %= size[axis]
-        return rank - position["q"] + index if axis == "q" else position["q"] + mesh_shape[0] * index
+        return ranks[own - position["q"] + index if axis == "q" else position["q"] + mesh_shape[0] * index]
 
     def shard(axis: Axis, hop: int) -> int:
         return group_rank(axis, position[axis] - hop)
@@ -164,6 +168,44 @@ class _Search:
         awaited = [block for result in self._next_results() for block in self._unfinished(result)]
         order = list(dict.fromkeys(awaited + ready))
         return order[: max(enough, len(self._unfinished(self._next_results()[0])))]
+
+
+@lru_cache(maxsize=256)
+def mesh_ranks(
+    ring: Sequence[int], nodes: Sequence[int], mesh_shape: MeshShape, q_bytes: float, kv_bytes: float
+) -> tuple[int, ...]:
+    """Return the rank at each position of a mesh whose ranks are on several nodes.
+
+    The ranks of a node have consecutive positions in the Q groups or, if a node then sends fewer bytes to other nodes,
+    in the KV groups.
+
+    Args:
+        ring: the ranks, node by node.
+        nodes: the node of each rank.
+        mesh_shape: (a, b) with a b ranks.
+        q_bytes, kv_bytes: bytes that a rank sends in its Q group and in its KV group.
+    """
+    a, b = mesh_shape
+    q_first, kv_first = tuple(ring), tuple(ring[p % a * b + p // a] for p in range(a * b))
+
+    def most_sent(ranks: Sequence[int]) -> float:
+        return max(sent_by_node(ranks, nodes, mesh_shape, q_bytes, kv_bytes).values())
+
+    return min(q_first, kv_first, key=most_sent)
+
+
+def sent_by_node(
+    ranks: Sequence[int], nodes: Sequence[int], mesh_shape: MeshShape, q_bytes: float, kv_bytes: float
+) -> dict[int, float]:
+    """Return the bytes that each node sends to other nodes in the rings of a mesh; arguments as in `mesh_ranks`."""
+    a, size = mesh_shape[0], len(ranks)
+    total = dict.fromkeys(nodes, 0.0)
+    for position, rank in enumerate(ranks):
+        q_next, kv_next = position - position % a + (position + 1) % a, (position + a) % size
+        for following, count in ((q_next, q_bytes), (kv_next, kv_bytes)):
+            if nodes[ranks[following]] != nodes[rank]:
+                total[nodes[rank]] += count
+    return total
 
 
 def _one_hop(kind: TransferKind, axis: Axis, hop: int) -> Transfer:

@@ -12,55 +12,63 @@ to any of its keys; `attention.call_spec` selects these rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from .steps import AttentionBlock, Axis, Schedule, Step, Transfer
 
 
-def ring_schedule(size: int, rank: int, axis: Axis, *, return_results: bool) -> Schedule:
-    """Return the schedule of `rank` when the shards of `axis` go around the ring and the other axis stays.
+def ring_schedule(ranks: Sequence[int], rank: int, axis: Axis, *, return_results: bool) -> Schedule:
+    """Return the schedule of `rank` when the shards of `axis` go around the ring `ranks` and the other axis stays.
 
-    At step t the rank computes with the shard of rank - t. With `return_results`, the result for a shard follows it
-    one step later and reaches the owner after the last block: (O, lse) and dQ for Q shards, (dK, dV) for KV shards.
+    At step t the rank computes with the shard of the rank that is t places before it. With `return_results`, the result
+    for a shard follows it one step later and reaches the owner after the last block: (O, lse) and dQ for Q shards,
+    (dK, dV) for KV shards.
     """
-    next_rank, previous_rank = (rank + 1) % size, (rank - 1) % size
-
-    def shard(t: int) -> int:
-        return (rank - t) % size
-
+    before = _before(ranks, rank)
+    next_rank, previous_rank = before(-1), before(1)
     steps = []
-    for t, blocks in enumerate(_blocks(size, rank, axis, return_results)):
+    for t, blocks in enumerate(_blocks(ranks, rank, axis, return_results)):
         transfers = []
-        if t < size - 1:
-            transfers.append(Transfer("input", axis, shard(t), next_rank, shard(t + 1), previous_rank))
+        if t < len(ranks) - 1:
+            transfers.append(Transfer("input", axis, before(t), next_rank, before(t + 1), previous_rank))
         if return_results and t >= 2:  # sends the result of step t - 1, receives that of the shard of this step
-            transfers.append(Transfer("result", axis, shard(t - 1), next_rank, shard(t), previous_rank))
+            transfers.append(Transfer("result", axis, before(t - 1), next_rank, before(t), previous_rank))
         steps.append(Step(tuple(transfers), blocks))
     return tuple(steps)
 
 
-def direct_schedule(size: int, rank: int) -> Schedule:
+def direct_schedule(ranks: Sequence[int], rank: int) -> Schedule:
     """Return the schedule of `rank` when Q shards, and the results for them, travel point to point.
 
-    At step t the rank computes with the Q shard of rank - t, as in the ring. Its own Q shard is sent to rank + t one
-    step earlier, and the result that rank + t computed comes back one step later.
+    At step t the rank computes with the Q shard of the rank that is t places before it, as in the ring. Its own Q shard
+    is sent to the rank t places after it one step earlier, and the result of that rank comes back one step later.
     """
+    before = _before(ranks, rank)
     steps = []
-    for t, blocks in enumerate(_blocks(size, rank, "q", return_results=True)):
+    for t, blocks in enumerate(_blocks(ranks, rank, "q", return_results=True)):
         transfers = []
-        if t < size - 1:
-            src = (rank - t - 1) % size
-            transfers.append(Transfer("input", "q", rank, (rank + t + 1) % size, src, src))
+        if t < len(ranks) - 1:
+            src = before(t + 1)
+            transfers.append(Transfer("input", "q", rank, before(-t - 1), src, src))
         if t >= 2:
-            dst = (rank - t + 1) % size
-            transfers.append(Transfer("result", "q", dst, dst, rank, (rank + t - 1) % size))
+            dst = before(t - 1)
+            transfers.append(Transfer("result", "q", dst, dst, rank, before(1 - t)))
         steps.append(Step(tuple(transfers), blocks))
     return tuple(steps)
 
 
-def _blocks(size: int, rank: int, axis: Axis, return_results: bool) -> list[tuple[AttentionBlock, ...]]:
-    """Return the blocks of each step: at step t the shard of rank - t, and the rank's own block in two parts."""
+def _before(ranks: Sequence[int], rank: int) -> Callable[[int], int]:
+    """Return the function t -> the rank that is t places before `rank` in the ring."""
+    position, size = ranks.index(rank), len(ranks)
+    return lambda t: ranks[(position - t) % size]
+
+
+def _blocks(ranks: Sequence[int], rank: int, axis: Axis, return_results: bool) -> list[tuple[AttentionBlock, ...]]:
+    """Return the blocks of each step: of the shard of the rank t places before, and the own block in two parts."""
+    before, size = _before(ranks, rank), len(ranks)
 
     def block(t: int, part: int = 0, parts: int = 1) -> tuple[AttentionBlock, ...]:
-        shard = (rank - t) % size
+        shard = before(t)
         q_shard, kv_shard = (shard, rank) if axis == "q" else (rank, shard)
         return (AttentionBlock(q_shard, kv_shard, part, parts),)
 

@@ -4,12 +4,15 @@ An attention block is attend(Q_i, KV_j): rank i owns the Q shard, rank j owns th
 steps. The executor posts the transfers of a step as one grouped exchange, computes the blocks of the step, and then
 waits for the transfers. Input transfers send the inputs of later blocks. Result transfers send partial results to the
 owner of the shard; each rank that they pass merges its own partial result into the one that it receives.
+
+A schedule depends on the number of ranks only. An attention call fills in what its tensors and its mask decide: the
+rows of each transfer, and the mask rectangles of each block with their kernels (`CallSpec.steps`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Axis = Literal["q", "kv"]
 TransferKind = Literal["input", "result"]
@@ -19,7 +22,13 @@ TransferKind = Literal["input", "result"]
 class Transfer:
     """Send a shard, or the partial result for it, to rank `dst`, and receive that of another shard from rank `src`.
 
-    `send_shard` and `recv_shard` are the ranks that own the two shards.
+    Attributes:
+        kind: whether a shard is sent for later blocks, or results return to the owner of the shard.
+        axis: the axis of the shards.
+        send_shard, recv_shard: the ranks that own the two shards.
+        send_rows: filled in by a call: the rows of the input shard to send (a slice or an index tensor); None: all.
+        recv_rows: filled in by a call: the rows of this rank's shard that received results belong to; None: all.
+        recv_length: filled in by a call: the number of rows or keys received.
     """
 
     kind: TransferKind
@@ -28,31 +37,42 @@ class Transfer:
     dst: int
     recv_shard: int
     src: int
+    send_rows: Any = None
+    recv_rows: Any = None
+    recv_length: int = 0
 
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """attend(Q_i, KV_j), i = `q_shard`, j = `kv_shard`, or only its query rows from part/parts to (part + 1)/parts."""
+    """attend(Q_i, KV_j), i = `q_shard`, j = `kv_shard`, or only its query rows from part/parts to (part + 1)/parts.
+
+    A call fills in `rectangles`, the mask rectangles with their kernels.
+    """
 
     q_shard: int
     kv_shard: int
     part: int = 0
     parts: int = 1
+    rectangles: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
 class Step:
-    """The transfers to post, and the blocks to compute before the step waits for them."""
+    """The transfers to post, the blocks to compute before the step waits for them, and what no later step uses.
+
+    `released` names the received shards, by (axis, owner), that no later step computes with or sends.
+    """
 
     transfers: tuple[Transfer, ...]
     blocks: tuple[AttentionBlock, ...]
+    released: tuple[tuple[Axis, int], ...] = ()
 
 
 Schedule = tuple[Step, ...]
 
 
-def last_uses(schedule: Schedule) -> dict[tuple[Axis, int], int]:
-    """Return by (axis, owner) of each shard the last step that computes with it or sends it."""
+def with_releases(schedule: Schedule, rank: int) -> Schedule:
+    """Return the schedule of `rank` with the shards that each step releases; its own are never released."""
     uses: dict[tuple[Axis, int], int] = {}
     for index, step in enumerate(schedule):
         for block in step.blocks:
@@ -60,4 +80,8 @@ def last_uses(schedule: Schedule) -> dict[tuple[Axis, int], int]:
         for transfer in step.transfers:
             if transfer.kind == "input":
                 uses[transfer.axis, transfer.send_shard] = index
-    return uses
+    released: list[list[tuple[Axis, int]]] = [[] for _ in schedule]
+    for shard, last in uses.items():
+        if shard[1] != rank:
+            released[last].append(shard)
+    return tuple(Step(s.transfers, s.blocks, tuple(r)) for s, r in zip(schedule, released, strict=True))

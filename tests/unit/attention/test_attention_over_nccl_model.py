@@ -14,8 +14,9 @@ from torch import Tensor
 from attention_cases import Case, assert_exact, run_case, same_bits
 from dense_attention import dense_attention
 from mllm_seqpar.attention import lv_xattn, mesh_attention, ring_attention, ulysses_attention
-from mllm_seqpar.attention.call_spec import CallSpec, PlannedStep
+from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.comm import Pending
+from mllm_seqpar.schedules import Schedule
 from nccl_model import Deadlock, Mismatch, NcclCommunicator, ShardedParameters, run_nccl_model
 from selections import slow_unless
 from tolerances import EXACT, relative_error
@@ -218,13 +219,13 @@ def test_executor_that_does_not_wait_for_data_is_found(case: Case, communicator:
 
 @pytest.mark.parametrize("case", MUTATED, ids=lambda case: case.op)
 def test_shard_that_is_released_a_step_early_is_found(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = CallSpec._plan_steps
+    plan = CallSpec._filled_in
 
-    def early(self: CallSpec, *args: Any) -> tuple[PlannedStep, ...]:
+    def early(self: CallSpec, *args: Any) -> Schedule:
         steps = plan(self, *args)
         released = [*(step.released for step in steps[1:]), ()]
-        return tuple(step._replace(released=r) for step, r in zip(steps, released, strict=True))
+        return tuple(replace(step, released=r) for step, r in zip(steps, released, strict=True))
 
-    monkeypatch.setattr(CallSpec, "_plan_steps", early)
+    monkeypatch.setattr(CallSpec, "_filled_in", early)
     with pytest.raises((AssertionError, KeyError)):
         assert_exact(case, run_nccl_model(4, run_case, case))

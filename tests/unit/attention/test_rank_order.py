@@ -10,7 +10,8 @@ import pytest
 
 from attention_cases import Case, assert_exact, run_case
 from mllm_seqpar.comm import LoopbackCommunicator, Pending, Recv, Send, run_loopback
-from mllm_seqpar.schedules.rank_order import by_node, rank_order, sent_by_node
+from mllm_seqpar.comm.loopback import LoopbackWorld
+from mllm_seqpar.schedules.mesh import mesh_ranks, sent_by_node
 from nccl_model import NcclCommunicator, run_nccl_model
 
 Links = Counter[tuple[int, int, str]]
@@ -97,11 +98,18 @@ def test_text_and_masked_frames_stay_exact_on_interleaved_nodes(frames_by: str, 
     check_on(nodes, by="ring", text="padded left", batch=2, shared_keys=True, **common)
 
 
-def test_order_is_none_where_numbers_follow_the_nodes() -> None:
-    assert rank_order((0,) * 4, (4, 1)) is None
-    assert rank_order((0, 0, 1, 1), (1, 4)) is None
-    assert rank_order((0, 0, 1, 1), (2, 2), 5.0, 1.0) is None
-    assert rank_order((0, 1, 0, 1), (4, 1)) == by_node((0, 1, 0, 1)) == (0, 2, 1, 3)
+def ring_on(nodes: Sequence[int]) -> tuple[int, ...]:
+    comm = LoopbackCommunicator(LoopbackWorld(len(nodes)), 0)
+    comm.kept.nodes = tuple(nodes)
+    return comm.ring
+
+
+def test_ring_goes_node_by_node() -> None:
+    assert ring_on((0, 0, 1, 1)) == (0, 1, 2, 3)
+    assert ring_on((0, 1, 0, 1)) == (0, 2, 1, 3)
+    assert ring_on(UNEVEN) == (0, 3, 1, 2, 5, 4)
+    assert mesh_ranks((0, 1, 2, 3), (0, 0, 1, 1), (2, 2), 5.0, 1.0) == (0, 1, 2, 3)
+    assert mesh_ranks((0, 1, 2, 3), (0, 0, 1, 1), (2, 2), 1.0, 5.0) == (0, 2, 1, 3)
 
 
 @pytest.mark.parametrize("shape", [(2, 6), (3, 4), (4, 3), (6, 2)])
@@ -112,7 +120,7 @@ def test_no_numbering_of_the_launcher_sends_less_between_nodes(shape: tuple[int,
     def worst(order: Sequence[int], nodes: Sequence[int]) -> float:
         return max(sent_by_node(order, nodes, shape, q_bytes, 1.0).values())
 
-    best = {worst(rank_order(nodes, shape, q_bytes, 1.0) or range(12), nodes) for nodes in (by_rank, across)}
+    best = {worst(mesh_ranks(ring_on(x), x, shape, q_bytes, 1.0), x) for x in (by_rank, across)}
     assert len(best) == 1
     assert best.pop() <= min(worst(range(12), nodes) for nodes in (by_rank, across))
 
@@ -126,7 +134,6 @@ def test_nodes_are_gathered_by_host(monkeypatch: pytest.MonkeyPatch) -> None:
             return [list(values), *([_fingerprint(host)] for host in hosts)]
 
     from mllm_seqpar.comm.base import fingerprint as _fingerprint
-    from mllm_seqpar.comm.loopback import LoopbackWorld
 
     assert Ordered(LoopbackWorld(6), 0).nodes == (0, 1, 0, 1, 2, 0)
     monkeypatch.undo()
