@@ -47,7 +47,7 @@ BUDGET_S = 450.0
 KERNELS = {
     "cuda": [
         *("flash_attn_3", "flash_attn_4", "flash_attn", "cuda_flash@FA3", "cuda_flash@FA4"),
-        *("cuda_flash", "cuda_cudnn", "cuda_efficient", "blocked_matmul"),
+        *("cuda_flash", "cuda_efficient", "blocked_matmul"),
     ],
     "cpu": ["torch_cpu", "blocked_matmul"],
 }

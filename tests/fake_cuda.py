@@ -109,7 +109,6 @@ def fake_cuda(
             (torch.cuda, "is_bf16_supported", True),
             (torch.cuda.amp.common, "amp_definitely_not_available", False),
             (torch.backends.cuda, "is_flash_attention_available", True),
-            (torch.backends.cudnn, "version", 92000),
         ):
             stack.enter_context(mock.patch.object(owner, name, mock.Mock(return_value=value)))
         stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", _address, create=True))

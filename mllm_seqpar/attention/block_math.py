@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.kernels import BlockKernel, choose_kernel
-from mllm_seqpar.kernels.base import delta_of
-from mllm_seqpar.kernels.merge import merge_
+from mllm_seqpar.kernels.base import delta_of, merge_
 from mllm_seqpar.masks import Rectangle
 
 ALL = slice(None)

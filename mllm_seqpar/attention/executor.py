@@ -156,7 +156,7 @@ def _run(steps: Schedule, comm: Communicator, this: _Pass, overlap: bool) -> Non
     """Run the steps of this rank. `overlap=False` waits for the transfers before computing, only to measure."""
     local, rank = this.local, comm.rank
     held: dict[tuple[Axis, int], Bundle] = {("q", rank): local["q"], ("kv", rank): local["kv"]}
-    with comm.buffers.lease() as lease:
+    with BufferLease(comm.kept.buffers) as lease:
         for step in steps:
             pending, incoming = _post(step, comm, this, held, lease) if step.transfers else (None, ())
             if pending is not None and not overlap:

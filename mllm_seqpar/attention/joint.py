@@ -18,7 +18,6 @@ so nothing here grows with the number of visual keys (arXiv 2502.02406, section 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -28,9 +27,10 @@ from torch.autograd.function import once_differentiable
 
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.kernels.merge import merge, merge_
+from mllm_seqpar.kernels.base import merge, merge_
 
 from .block_math import BlockMath
+from .call_spec import Placement
 from .decode import merge_over_ranks
 from .executor import distributed_backward, distributed_forward
 from .kept_results import running_region
@@ -84,7 +84,10 @@ class _JointAttention(torch.autograd.Function):
         *inputs: Tensor,
     ) -> tuple[Tensor, Tensor]:
         q = q.contiguous()
-        inputs_of = [inputs[end - count : end] for count, end in zip(counts, itertools.accumulate(counts), strict=True)]
+        inputs_of, end = [], 0
+        for count in counts:
+            inputs_of.append(inputs[end : end + count])
+            end += count
         region = None if recompute or not any(ctx.needs_input_grad) else running_region()
         compute = functools.partial(_merged_forward, comm, block_math, keys, q, inputs_of, q.dtype)
         o, lse = compute() if region is None else region.once(compute, "attention")
@@ -137,12 +140,14 @@ def _merged_forward(
     block_math: BlockMath,
     keys: Sequence[Keys],
     q: Tensor,
-    inputs: Sequence[Sequence[Tensor]],
+    inputs: Sequence[Sequence[Tensor]] | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (o, lse) of contiguous q over all keys, given the inputs of each; o in `dtype`, or the accumulator's."""
+    """Return (o, lse) of contiguous q over all keys, given the inputs of each (None: its own); o in `dtype`, or the
+    accumulator's."""
     total: tuple[Tensor, Tensor] | None = None
-    for each, own_inputs in zip(keys, inputs, strict=True):
+    for number, each in enumerate(keys):
+        own_inputs = each.inputs() if inputs is None else inputs[number]
         group = comm if each.spec.placement == "sharded" else comm.alone
         if each.streamed:
             result = streamed_forward(group, each, block_math, q, own_inputs)
@@ -197,11 +202,12 @@ def attend(
 
 def attend_replicated(
     q: Tensor, softmaxes: Sequence[Sequence[Keys]], *, comm: Communicator, scale: float, kernel: str = "auto"
-) -> list[tuple[Tensor, Tensor]]:
+) -> list[tuple[Tensor, Any]]:
     """Return (o, lse) of rows that every rank of several has, for each of several softmaxes, by one exchange.
 
     Each rank computes a partial result over its own shards of keys. These are merged over ranks, and with what every
-    rank computes over replicated keys. Arguments and results are those of `attend`.
+    rank computes over replicated keys. Arguments and results are those of `attend`, but what torch's own operator
+    computes (`Keys.attend_alone`) has no lse.
 
     Raises:
         ConfigError: gradients are required of keys that are sharded.
@@ -213,22 +219,26 @@ def attend_replicated(
                 "use_cache: a pass with a cache has no backward pass when sequence-parallel; run it under "
                 "torch.no_grad(), or pass use_cache=False to train"
             )
-    block_math, own, alone = BlockMath(kernel, scale), q.contiguous(), comm.alone
-
-    def local(keys: Sequence[Keys]) -> tuple[Tensor, Tensor]:
-        return _merged_forward(alone, block_math, keys, own, [each.inputs() for each in keys])
-
-    placed = [([k for k in keys if k.spec.placement == "sharded"], keys) for keys in softmaxes]
-    partial = [local(shards) for shards, _ in placed if shards]
+    block_math, rows, alone = BlockMath(kernel, scale), q.contiguous(), comm.alone
+    results: list[Any] = []
+    partial: dict[int, tuple[Tensor, Tensor]] = {}  # over this rank's shards of keys, by softmax
+    for keys in softmaxes:
+        o = keys[0].attend_alone(q, scale) if len(keys) == 1 else None
+        if o is not None:
+            results.append((o, None))
+            continue
+        by_placement: dict[Placement, list[Keys]] = {"sharded": [], "replicated": []}
+        for each in keys:
+            by_placement[each.spec.placement].append(each)
+        if by_placement["sharded"]:
+            partial[len(results)] = _merged_forward(alone, block_math, by_placement["sharded"], rows)
+        rest = by_placement["replicated"]
+        results.append(_merged_forward(alone, block_math, rest, rows) if rest else None)
     if partial:
-        o, lse = (torch.cat(x) if len(x) > 1 else x[0] for x in zip(*partial, strict=True))
+        parts = list(partial.values())
+        o, lse = parts[0] if len(parts) == 1 else (torch.cat(x) for x in zip(*parts, strict=True))
         o, lse = merge_over_ranks(o, lse, comm)
-        partial = list(zip(o.chunk(len(partial)), lse.chunk(len(partial)), strict=True))
-    results = []
-    for shards, keys in placed:
-        rest = [each for each in keys if each.spec.placement == "replicated"]
-        o, lse = partial.pop(0) if shards else local(rest)
-        if shards and rest:
-            o, lse = merge((o, lse), local(rest))
-        results.append((o.to(q.dtype), lse))
-    return results
+        for number, *part in zip(partial, o.chunk(len(partial)), lse.chunk(len(partial)), strict=True):
+            found, rest_found = (part[0], part[1]), results[number]
+            results[number] = found if rest_found is None else merge(found, rest_found)
+    return [(o.to(q.dtype), lse) for o, lse in results]

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.comm import Communicator, Recv, Send
+from mllm_seqpar.comm.receive_buffers import BufferLease
 from mllm_seqpar.masks import FrameBlockMasks, FrameMask, Rectangle, RowSubset
 from mllm_seqpar.masks.rectangles import Span
 
@@ -122,7 +123,7 @@ def _gather_rows(comm: Communicator, plan: _RowPlan, local: Mapping[str, Tensor]
     if comm.size == 1:
         return dict(local)
     sends, recvs = [], []
-    with comm.buffers.lease() as lease:
+    with BufferLease(comm.kept.buffers) as lease:
         parts: dict[str, list[Tensor]] = {name: [] for name in local}
         for peer, (span, rows) in enumerate(zip(plan.spans, plan.sent, strict=True)):
             for name, x in local.items():
@@ -146,7 +147,7 @@ def _returned_rows(
 ) -> Iterator[list[tuple[slice | Tensor | None, Bundle]]]:
     """Send each rank the results for its rows; yield (rows of this rank, results) from each other rank, by rank."""
     sends, recvs, parts = [], [], []
-    with comm.buffers.lease() as lease:
+    with BufferLease(comm.kept.buffers) as lease:
         for peer, (span, rows) in enumerate(zip(plan.spans, plan.sent, strict=True)):
             if peer == comm.rank:
                 continue

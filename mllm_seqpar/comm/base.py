@@ -117,10 +117,6 @@ class Communicator(ABC):
     kept: GroupState
 
     @property
-    def buffers(self) -> ReceiveBuffers:
-        return self.kept.buffers
-
-    @property
     def nodes(self) -> tuple[int, ...]:
         """The node of each rank, numbered in the order of the first rank of each node; the first use is collective.
 
@@ -167,11 +163,13 @@ class Communicator(ABC):
 
     def exchange_with_all(self, tensors: Sequence[Tensor], label: str) -> list[Tensor]:
         """Send tensors[r] to rank r; return what each rank sent to this one, all of the shape of this rank's own."""
-        own = tensors[self.rank]
-        others = [peer for peer in range(self.size) if peer != self.rank]
-        received = [own if peer == self.rank else torch.empty_like(own) for peer in range(self.size)]
-        sends = [Send(peer, tensors[peer], label) for peer in others]
-        self.exchange(sends, [Recv(peer, received[peer]) for peer in others]).wait()
+        sends, recvs, received = [], [], list(tensors)
+        for peer in range(self.size):
+            if peer != self.rank:
+                received[peer] = torch.empty_like(tensors[self.rank])
+                sends.append(Send(peer, tensors[peer], label))
+                recvs.append(Recv(peer, received[peer]))
+        self.exchange(sends, recvs).wait()
         return received
 
     def broadcast(self, x: Tensor, label: str = "broadcast") -> Tensor:

@@ -84,7 +84,7 @@ def destroy(group: Group = None) -> None:
     """
     comm = as_communicator(group)
     if isinstance(comm, ProcessGroupCommunicator):
-        comm.buffers.clear()
+        comm.kept.buffers.clear()
         destroy_transfer_group(comm.group)
 
 

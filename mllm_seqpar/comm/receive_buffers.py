@@ -50,21 +50,16 @@ class ReceiveBuffers:
         """Free all buffers. A buffer that a call uses is freed when the call ends."""
         self._free = defaultdict(list)
 
-    def lease(self) -> BufferLease:
-        """Return the buffers of one call, a context manager. Calls may be nested or interleaved; no two of them share
-        a buffer.
-
-        If the call raises, the buffers that it uses are dropped and not reused, because a posted receive may still
-        write to them.
-        """
-        self._calls += 1
-        return BufferLease(self)
-
 
 class BufferLease:
-    """The buffers that one call uses; see `ReceiveBuffers.lease`."""
+    """The buffers of `owner` that one call uses, a context manager.
+
+    Calls may be nested or interleaved; no two of them share a buffer. If a call raises, the buffers that it uses are
+    dropped and not reused, because a posted receive may still write to them.
+    """
 
     def __init__(self, owner: ReceiveBuffers) -> None:
+        owner._calls += 1
         self._owner, self._free = owner, owner._free
         self.used: dict[int, tuple[Hashable, Tensor, Tensor]] = {}
         """By id of the tensor that `take` returned: (kind, flat buffer, that tensor)."""

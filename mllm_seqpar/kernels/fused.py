@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from . import base
+from .base import merge_
 from .blocked_matmul import BlockedMatmulKernel
-from .merge import merge_
 
 BIAS_ALIGNMENT = 16
 """The distance of the rows of a bias is a multiple of this many entries: the CUDA operators read it in vectors."""

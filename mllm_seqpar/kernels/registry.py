@@ -9,7 +9,7 @@ implementation that the user has activated under torch's flash operators: that o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,24 +20,23 @@ from .base import BlockKernel
 from .blocked_matmul import BlockedMatmulKernel
 from .flash_attn import FlashAttn3Kernel, FlashAttn4Kernel, FlashAttnKernel
 from .flash_limits import activated_flash
-from .reference import ReferenceKernel
 from .torch_cpu import TorchCpuKernel
-from .torch_cuda import CudaCudnnKernel, CudaEfficientKernel, CudaFlashKernel
+from .torch_cuda import CudaEfficientKernel, CudaFlashKernel
 
 _KERNELS: dict[str, Callable[[], BlockKernel]] = {
     "flash_attn_3": FlashAttn3Kernel,
     "flash_attn_4": FlashAttn4Kernel,
     "flash_attn": FlashAttnKernel,
     "cuda_flash": CudaFlashKernel,
-    "cuda_cudnn": CudaCudnnKernel,
     "cuda_efficient": CudaEfficientKernel,
     "torch_cpu": TorchCpuKernel,
     "blocked_matmul": BlockedMatmulKernel,
-    "reference": ReferenceKernel,
 }
 
-_AUTO = ("flash_attn_3", "flash_attn_4", "flash_attn", "cuda_flash", "cuda_efficient", "torch_cpu", "blocked_matmul")
-"""Order of preference of "auto" (see `_order`); the last one computes every block."""
+_AUTO = ("flash_attn_3", "flash_attn_4", "flash_attn", "cuda_flash", "cuda_efficient", "blocked_matmul")
+"""Order of preference of "auto" on a GPU (see `_order`); the last one computes every block."""
+
+_AUTO_ON_CPU = ("torch_cpu", "blocked_matmul")
 
 
 def kernel_names() -> list[str]:
@@ -92,13 +91,15 @@ def choose_kernel(name: str, q: Tensor, k: Tensor, *, causal: bool, masked: bool
     return kernel, f"{name}: selected by name"
 
 
-def _order() -> list[str]:
-    return sorted(_AUTO, key=lambda name: name != "cuda_flash") if activated_flash() else list(_AUTO)
+def _order(q: Tensor) -> Sequence[str]:
+    if q.device.type == "cpu":
+        return _AUTO_ON_CPU
+    return sorted(_AUTO, key=lambda name: name != "cuda_flash") if activated_flash() else _AUTO
 
 
 def _first_supported(q: Tensor, k: Tensor, causal: bool, masked: bool) -> tuple[BlockKernel, str]:
     rejected: list[str] = []
-    for name in _order():
+    for name in _order(q):
         kernel = _KERNELS[name]()
         reason = kernel.unsupported_reason(q, k, causal=causal, masked=masked)
         if reason is None:

@@ -1,21 +1,19 @@
-"""Block attention with the fused CUDA operators in torch: FlashAttention, cuDNN and memory-efficient attention.
+"""Block attention with the fused CUDA operators in torch: FlashAttention and memory-efficient attention.
 
 They are the operators behind `scaled_dot_product_attention`. They are called directly because only they return the
 log-sum-exp and take a merged one in backward. Schemas as in torch 2.11 to 2.13; without dropout the random states are
 not read.
 
-| | cuda_flash | cuda_cudnn | cuda_efficient |
-|---|---|---|---|
-| dtypes | bf16, fp16 | bf16, fp16 | bf16, fp16, fp32 |
-| head_dim | multiple of 8, up to 256 | multiple of 8, up to 128 | multiple of 8 (fp32: 4) |
-| mask | no | no | yes, additive |
-| causal, G < H | own grouping, dk and dv of a head in 16 bits | own grouping | one call per head of a group |
-| log-sum-exp | (B, H, S) | (B, H, S, 1) or (B, H, S), by version | (B, H, S padded to a multiple of 32 with +inf) |
+| | cuda_flash | cuda_efficient |
+|---|---|---|
+| dtypes | bf16, fp16 | bf16, fp16, fp32 |
+| head_dim | multiple of 8, up to 256 | multiple of 8 (fp32: 4) |
+| mask | no | yes, additive |
+| causal, G < H | own grouping, dk and dv of a head in 16 bits | one call per head of a group |
+| log-sum-exp | (B, H, S) | (B, H, S padded to a multiple of 32 with +inf) |
 """
 
 from __future__ import annotations
-
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -33,9 +31,7 @@ _aten = torch.ops.aten
 
 LSE_ALIGNMENT = 32
 POINTER_ALIGNMENT = 16
-"""Bytes; all three read their inputs in 128-bit vectors."""
-CUDNN_OLDEST = 91501
-"""Before cuDNN 9.15.1, results could be wrong for lengths that 128 does not divide (pytorch issue 169849)."""
+"""Bytes; both read their inputs in 128-bit vectors."""
 
 
 class CudaKernel(FusedKernel):
@@ -107,7 +103,7 @@ class CudaFlashKernel(CudaKernel):
 
 
 class CudaEfficientKernel(CudaKernel):
-    """Memory-efficient attention as built into torch; the only one of the three for masks and float32."""
+    """Memory-efficient attention as built into torch; the only one of the two for masks and float32."""
 
     name = "cuda_efficient"
     grouped_causal = False
@@ -136,44 +132,6 @@ class CudaEfficientKernel(CudaKernel):
         return dq, dk, dv
 
 
-class CudaCudnnKernel(CudaKernel):
-    """cuDNN's attention through torch.
-
-    "auto" does not take it, because it compiles a plan for every new shape, and uneven shards and growing videos have
-    many. torch looks up the plan by the shapes and strides of q, k and v only. All inputs are made contiguous, so that
-    the layouts of o, do and the log-sum-exp match the plan. cuDNN rejects a single key.
-    """
-
-    name = "cuda_cudnn"
-    min_keys = 2
-
-    def _unsupported_shape(self, dim: int, masked: bool, capability: tuple[int, int]) -> str | None:
-        if masked:
-            return "takes no mask here"
-        if dim > 128:
-            return f"differentiates head dims up to 128, got {dim}"
-        version = torch.backends.cudnn.version()
-        if version is None or version < CUDNN_OLDEST:
-            return f"needs cuDNN {CUDNN_OLDEST} or later, found {version}"
-        return None
-
-    def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor]:
-        o, lse = _cudnn_forward(q.contiguous(), k.contiguous(), v.contiguous(), args)
-        return o, lse.reshape(q.shape[:3])
-
-    def _run_backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, args: AttentionArgs
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        do, q, k, v, o = (x.to(q.dtype).contiguous() for x in (do, q, k, v, o))
-        if _cudnn_lse_dims(q.device) == 4:
-            lse = lse.unsqueeze(-1)
-        state = torch.empty((), dtype=torch.int64, device=q.device)
-        lengths = (None, None, q.shape[2], k.shape[2])
-        return _aten._scaled_dot_product_cudnn_attention_backward(
-            do, q, k, v, o, lse, state, state, None, *lengths, 0.0, args.causal, scale=args.scale
-        )
-
-
 def vectors(x: Tensor) -> Tensor:
     """Return x readable in 128-bit vectors: unit stride in the last dim, every row at an aligned address.
 
@@ -187,17 +145,3 @@ def vectors(x: Tensor) -> Tensor:
 def _spread(bias: Tensor | None, q: Tensor) -> Tensor | None:
     """Expand a bias (B or 1, 1, S, T) to (B, H, S, T) as a view."""
     return None if bias is None else bias.expand(q.shape[0], q.shape[1], -1, -1)
-
-
-def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor]:
-    o, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, args.causal, False, scale=args.scale
-    )
-    return o, lse
-
-
-@cache
-def _cudnn_lse_dims(device: torch.device) -> int:
-    """Return the number of dims of the log-sum-exp, which is 3 or 4 depending on the version of torch."""
-    x = torch.zeros(1, 1, 64, 64, dtype=torch.float16, device=device)
-    return _cudnn_forward(x, x, x, AttentionArgs(1.0))[1].dim()

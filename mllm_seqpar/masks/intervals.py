@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -112,18 +112,19 @@ def interval_rectangles(
     rule = IntervalRule(low, high, tokens, valid)
     rectangles: list[Rectangle] = []
     for span in batch_spans(low, high):
-        for rectangle in _rectangles_of_rows(span, low[span[0]], high[span[0]], tokens, rule):
-            rectangles.extend(_with_holes(rectangle, valid, rule))
+        found = _rectangles_of_rows(span, low[span[0]], high[span[0]], tokens, rule)
+        rectangles.extend(found if valid is None else _with_holes(found, valid, rule))
     return tuple(rectangles)
 
 
-def _with_holes(rectangle: Rectangle, valid: Tensor | None, rule: IntervalRule) -> Iterator[Rectangle]:
-    """Yield `rectangle`, masked if some of its keys are invalid; nothing if all are."""
-    valid_keys = None if valid is None else valid[slice(*rectangle.batch), slice(*rectangle.keys)]
-    if valid_keys is None or bool(valid_keys.all()):
-        yield rectangle
-    elif bool(valid_keys.any()):
-        yield from masked_rectangles(rectangle.batch, rectangle.rows, rectangle.keys, 1, rule)
+def _with_holes(rectangles: Iterable[Rectangle], valid: Tensor, rule: IntervalRule) -> Iterator[Rectangle]:
+    """Yield the rectangles, masked if some of their keys are invalid; not those of which all keys are."""
+    for rectangle in rectangles:
+        valid_keys = valid[slice(*rectangle.batch), slice(*rectangle.keys)]
+        if bool(valid_keys.all()):
+            yield rectangle
+        elif bool(valid_keys.any()):
+            yield from masked_rectangles(rectangle.batch, rectangle.rows, rectangle.keys, 1, rule)
 
 
 def _rectangles_of_rows(batch: Span, low: Tensor, high: Tensor, tokens: int, rule: IntervalRule) -> Iterator[Rectangle]:
@@ -160,11 +161,13 @@ def _runs(low: Tensor, high: Tensor, stairs: bool) -> Iterator[_Run]:
         top, bottom = max(first, done), last + 1
         if step == 2 and bottom - top < 2:
             continue
-        yield from _single_rows(done, top, lows, highs)
+        if done < top:
+            yield from _single_rows(done, top, lows, highs)
         if highs[top] > lows[top]:
             yield _Run(top, bottom, lows[top], highs[top], stair=step == 2)
         done = bottom
-    yield from _single_rows(done, rows, lows, highs)
+    if done < rows:
+        yield from _single_rows(done, rows, lows, highs)
 
 
 def _single_rows(start: int, stop: int, lows: list[int], highs: list[int]) -> Iterator[_Run]:

@@ -80,8 +80,10 @@ class RowsLayer(getattr(cache_utils, "DummyLayer", object)):  # type: ignore[mis
 
 def layer_of(cache: Any, kind: type[LayerT]) -> LayerT | None:
     """Return the cache's layer of this class, or None."""
-    layers = getattr(cache, "layers", ())
-    return next((layer for layer in reversed(layers) if isinstance(layer, kind)), None)
+    for layer in reversed(getattr(cache, "layers", ())):
+        if isinstance(layer, kind):
+            return layer
+    return None
 
 
 def attach(cache: Any, layer: RowsLayer, own_layers: int) -> None:

@@ -140,7 +140,7 @@ def unpatch_model(model: ModelT) -> ModelT:
         if patch is not None:
             patch.undo()
             object.__delattr__(module, _ATTRIBUTE)
-            patch.context.comm.buffers.clear()
+            patch.context.comm.kept.buffers.clear()
             return model
     raise AdapterError(f"unpatch_model: this {type(model).__name__} is not patched; call patch_model first")
 

@@ -18,13 +18,13 @@ _log = get_logger(__name__)
 def kernel_rates(comm: Communicator, *, device: torch.device | str, shape: AttentionShape) -> dict[str, float]:
     """Return the FLOP/s of each kernel in forward plus backward, at the slowest rank, the fastest kernel first.
 
-    Collective. Kernels that some rank cannot run are left out. The reference kernel is not timed.
+    Collective. Kernels that some rank cannot run are left out.
     """
     clock = _Clock(comm, torch.device(device))
     rows, keys = (1024, 8192) if clock.device.type == "cuda" else (64, 256)
     flops = 14 * rows * keys * shape.heads * shape.dim
     rates = {}
-    for name in (name for name in kernel_names() if name != "reference"):
+    for name in kernel_names():
         problem = None
         try:
             forward, backward = _block(clock, replace(shape, kernel=name), rows, keys)

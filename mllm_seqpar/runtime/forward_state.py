@@ -22,6 +22,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from mllm_seqpar.attention.call_spec import CallSpec, Placement, accumulation, call_spec_for, problem_of
 from mllm_seqpar.attention.joint import attend, attend_replicated, eager
@@ -89,43 +90,43 @@ class ForwardState:
             self.takes_mask = not text.is_plain and text.batch * text.length**2 <= MAX_TEXT_MASK
         self._specs: dict[Hashable, CallSpec] = {}
 
-    @eager
     def attend(self, q: Tensor, keys: Sequence[Keys], scale: float) -> Tensor:
         """q (B, H, s, D) -> o (B, H, s, D): one softmax over all keys on all ranks; 0 for rows that attend to none."""
-        (q,) = as_attended(q)
-        o, lse = keys[0].attend_alone(q, scale) if len(keys) == 1 else None, None
-        if o is None:
-            o, lse = self._attend(q, [keys], scale)[0]
-        if self.recorder is not None:
-            self.recorder.add(q, keys, lse, scale)
-        return o
+        return self.attend_each(q, [keys], scale)[0]
 
+    @eager
     def attend_each(self, q: Tensor, softmaxes: Sequence[Sequence[Keys]], scale: float) -> list[Tensor]:
         """Return `attend` for several lists of keys; what ranks have to merge takes one exchange for all of them."""
-        if self.cached_text is None or len(softmaxes) == 1:
-            return [self.attend(q, keys, scale) for keys in softmaxes]
         (q,) = as_attended(q)
-        found = self._attend(q, softmaxes, scale)
+        results: list[tuple[Tensor, Tensor | None]] = []
+        if self.text is None and self.context.comm.size > 1:
+            comm, kernel = self.context.comm, self.context.config.kernel
+            results.extend(attend_replicated(q, softmaxes, comm=comm, scale=scale, kernel=kernel))
+        else:
+            for keys in softmaxes:
+                results.append(self._attend(q, keys, scale))
         if self.recorder is not None:
-            for keys, (_, lse) in zip(softmaxes, found, strict=True):
+            for keys, (_, lse) in zip(softmaxes, results, strict=True):
                 self.recorder.add(q, keys, lse, scale)
-        return [o for o, _ in found]
+        return [o for o, _ in results]
 
-    def _attend(self, q: Tensor, softmaxes: Sequence[Sequence[Keys]], scale: float) -> list[tuple[Tensor, Tensor]]:
-        """Return (o, lse) of each softmax."""
-        comm, config, text = self.context.comm, self.context.config, self.text
-        if text is None and comm.size > 1:
-            return attend_replicated(q, softmaxes, comm=comm, scale=scale, kernel=config.kernel)
+    def _attend(self, q: Tensor, keys: Sequence[Keys], scale: float) -> tuple[Tensor, Tensor | None]:
+        """Return (o, lse) of rows that are sharded, or that this rank has alone; no lse from torch's own operator."""
+        if len(keys) == 1 and (o := keys[0].attend_alone(q, scale)) is not None:
+            return o, None
+        comm, config = self.context.comm, self.context.config
         # self_attention="local": every rank has all rows, and they are sharded for this attention only.
-        local = None if text is None or self.shards_text else text
+        local = None if self.shards_text else self.text
+        compute = functools.partial(
+            attend, keys=keys, comm=comm, scale=scale, kernel=config.kernel, recompute=config.recompute_attention
+        )
         rows = q if local is None else local.shard(q, 2)
-        kernel, recompute, results = config.kernel, config.recompute_attention, []
-        for keys in softmaxes:
-            compute = functools.partial(attend, keys=keys, comm=comm, scale=scale, kernel=kernel, recompute=recompute)
-            modules = [module for each in keys for module in each.modules]
-            o, lse = call_within(units_among(modules), compute, rows) if modules else compute(rows)
-            results.append((o if local is None else local.unshard(o, 2), lse))
-        return results
+        units: tuple[FSDPModule, ...] = ()
+        for each in keys:
+            if each.modules:
+                units = (*units, *units_among(each.modules))
+        o, lse = call_within(units, compute, rows) if units else compute(rows)
+        return o if local is None else local.unshard(o, 2), lse
 
     def has_whole_text(self, window: int | None = None) -> bool:
         """Return whether this rank has all text and no schedule or block kernel is asked for, so that the model's own

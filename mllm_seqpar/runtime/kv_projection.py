@@ -77,8 +77,7 @@ class KVProjection:
             k = self.key_norm(k)
         if self.rotate is not None:
             k = self.rotate(k, index, False)
-        k, v = (x.flatten(0, 1).transpose(0, 1)[None] for x in (k, v))
-        return k, v
+        return k.flatten(0, 1).transpose(0, 1)[None], v.flatten(0, 1).transpose(0, 1)[None]
 
     @property
     def modifies_keys(self) -> bool:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from mllm_seqpar.errors import first_line
 from mllm_seqpar.kernels import BlockKernel, kernel_by_name
-from mllm_seqpar.kernels.merge import merge
+from mllm_seqpar.kernels.base import merge
 
 KINDS = ("plain", "causal", "masked")
 SIZES = {"cuda": (2, 28, 4, 512, 2048, 128), "cpu": (2, 4, 2, 32, 128, 32)}
@@ -140,10 +140,14 @@ def in_two_blocks(kernel: BlockKernel, p: Problem) -> dict[str, Tensor]:
 
 def reference(p: Problem) -> dict[str, Tensor]:
     """Return o, dq, dk, dv in float64."""
-    kernel = kernel_by_name("reference")
-    q, k, v, do = (x.double() for x in (p.q, p.k, p.v, p.do))
-    o, lse = kernel.forward(q, k, v, **p.options)
-    return dict(zip(("o", "dq", "dk", "dv"), (o, *kernel.backward(do, q, k, v, o, lse, **p.options)), strict=True))
+    leaves = q, k, v = [x.detach().double().requires_grad_() for x in (p.q, p.k, p.v)]
+    keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)[None]
+    visible = visible.tril() if p.causal else visible if p.mask is None else p.mask
+    scores = (q @ keys.mT * p.options["scale"]).masked_fill(~visible[:, None], torch.finfo(torch.float64).min)
+    o = scores.softmax(-1) * visible[:, None] @ values  # 0 in rows without a visible key
+    grads = torch.autograd.grad(o, leaves, p.do.double())
+    return dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *grads), strict=True))
 
 
 def sdpa_errors(p: Problem) -> dict[str, float]:

@@ -71,17 +71,17 @@ class ForwardInputs:
             raise ShapeError("pass either input_ids or inputs_embeds")
         return given[0]
 
-    @property
+    @functools.cached_property
     def batch(self) -> int:
         return self.text.shape[0]
 
-    @property
+    @functools.cached_property
     def length(self) -> int:
         return self.text.shape[1]
 
-    @property
+    @functools.cached_property
     def past_length(self) -> int:
-        """Number of tokens in the cache."""
+        """Number of tokens in the cache before this pass."""
         return 0 if self.past_key_values is None else int(self.past_key_values.get_seq_length())
 
     @property
@@ -89,7 +89,7 @@ class ForwardInputs:
         """The positions (B or 1, L) that count the tokens of the text and separate packed sequences, or None."""
         return self.position_ids
 
-    @property
+    @functools.cached_property
     def total_frames(self) -> int:
         if self.frames is None:
             return 0

@@ -55,8 +55,10 @@ class HyperAttention(Qwen2Attention):
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Normalised text (B, L, hidden) -> q (B, H, L, D), k and v (B, G, L, D); q and k are rotated."""
-        heads, projections = (*hidden_states.shape[:-1], -1, self.head_dim), (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (project(hidden_states).view(heads).transpose(1, 2) for project in projections)
+        heads = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q = self.q_proj(hidden_states).view(heads).transpose(1, 2)
+        k = self.k_proj(hidden_states).view(heads).transpose(1, 2)
+        v = self.v_proj(hidden_states).view(heads).transpose(1, 2)
         return *apply_rotary_pos_emb(q, k, *position_embeddings), v
 
     def project_visual(self, embeds: Tensor, frame_position: Tensor) -> tuple[Tensor, Tensor]:

@@ -166,7 +166,7 @@ def test_bf16_errors_have_zero_mean() -> None:
 def test_extreme_logits(op: str) -> None:
     """exp(1e4) is infinite, exp(-1e4) is 0. A float32 log-sum-exp of 1e4 is known to 5e-4, and so are all weights."""
     case = Case(op=op, rows=24, frames=6, tokens=4, mask="random")
-    for kernel in ("torch_cpu", "blocked_matmul", "reference"):
+    for kernel in ("torch_cpu", "blocked_matmul"):
         around = replace(case, batch=2, offset=1e4, kernel=kernel)
         results = run_loopback(3, run_case, around)
         assert {float(x) for r in results for x in (r["lse"] / 1e4).round().unique()} >= {-1.0, 1.0}

@@ -9,7 +9,7 @@ import torch
 
 from attention_cases import Case, run_case, same_bits
 from mllm_seqpar.comm import receive_buffers as module
-from mllm_seqpar.comm.receive_buffers import ReceiveBuffers
+from mllm_seqpar.comm.receive_buffers import BufferLease, ReceiveBuffers
 from nccl_model import NcclCommunicator, run_nccl_model
 
 LIKE = torch.empty(2, 3, 1, 4)
@@ -28,7 +28,7 @@ def test_later_steps_allocate_no_receive_buffers(case: Case) -> None:
         sizes = []
         for _ in range(3):
             run_case(comm, case)
-            sizes.append((comm.buffers.allocations, comm.buffers.nbytes))
+            sizes.append((comm.kept.buffers.allocations, comm.kept.buffers.nbytes))
         return sizes
 
     for sizes in run_nccl_model(4, steps):
@@ -56,7 +56,7 @@ def test_calls_of_several_shapes_share_buffers_with_the_results_of_separate_ones
 def test_results_do_not_alias_receive_buffers(case: Case) -> None:
     def spoiled(comm: NcclCommunicator) -> dict[str, Any]:
         result = run_case(comm, case)
-        spoil(comm.buffers)
+        spoil(comm.kept.buffers)
         return result
 
     assert same_bits(run_nccl_model(4, spoiled), run_nccl_model(4, run_case, case))
@@ -74,11 +74,11 @@ def test_backward_of_one_call_runs_between_calls_of_another() -> None:
 
         x = torch.randn(3, 1, 2, 5, 8, generator=torch.Generator().manual_seed(comm.rank)).requires_grad_()
         first = lv_xattn(*x, group=comm)
-        spoil(comm.buffers)
+        spoil(comm.kept.buffers)
         second = ring_attention(*x.flip(3), group=comm)
-        spoil(comm.buffers)
+        spoil(comm.kept.buffers)
         grads = [torch.autograd.grad(o.sum(), x)[0] for o in (first, second)]
-        spoil(comm.buffers)
+        spoil(comm.kept.buffers)
         alone = [torch.autograd.grad(o.sum(), x)[0] for o in (lv_xattn(*x, group=comm.another("first")),)]
         alone.append(torch.autograd.grad(ring_attention(*x.flip(3), group=comm.another("second")).sum(), x)[0])
         return [a - b for a, b in zip(grads, alone, strict=True)]
@@ -88,9 +88,9 @@ def test_backward_of_one_call_runs_between_calls_of_another() -> None:
 
 def test_open_calls_never_share_a_buffer() -> None:
     buffers = ReceiveBuffers()
-    with buffers.lease() as outer:
+    with BufferLease(buffers) as outer:
         a = outer.take("kind", LIKE, 5)
-        with buffers.lease() as inner:
+        with BufferLease(buffers) as inner:
             b = inner.take("kind", LIKE, 5)
             assert a.data_ptr() != b.data_ptr()
         c = outer.take("kind", LIKE, 5)
@@ -103,7 +103,7 @@ def test_open_calls_never_share_a_buffer() -> None:
 def test_longer_buffer_replaces_the_longest_that_is_too_short() -> None:
     buffers = ReceiveBuffers()
     for length in (2, 7, 3, 7, 1):
-        with buffers.lease() as lease:
+        with BufferLease(buffers) as lease:
             assert lease.take("kind", LIKE, length).shape == (2, 3, length, 4)
             assert lease.take("kind", LIKE, 0).numel() == 0
     assert buffers.allocations == 2 and buffers.nbytes == 7 * 24 * 4
@@ -111,13 +111,13 @@ def test_longer_buffer_replaces_the_longest_that_is_too_short() -> None:
 
 def test_buffers_of_a_failed_call_are_not_reused() -> None:
     buffers, pointers = ReceiveBuffers(), []
-    with buffers.lease() as lease:
+    with BufferLease(buffers) as lease:
         lease.take("kind", LIKE, 5)
-    with pytest.raises(RuntimeError, match="lost"), buffers.lease() as lease:
+    with pytest.raises(RuntimeError, match="lost"), BufferLease(buffers) as lease:
         pointers.append(held := lease.take("kind", LIKE, 5))
         raise RuntimeError("lost a rank")
     assert buffers.nbytes == 0
-    with buffers.lease() as lease:
+    with BufferLease(buffers) as lease:
         assert lease.take("kind", LIKE, 5).data_ptr() != held.data_ptr() and buffers.allocations == 2
 
 
@@ -125,11 +125,11 @@ def test_buffers_are_freed_when_no_call_uses_them(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module, "IDLE_CALLS", 3)
     buffers = ReceiveBuffers()
     for length in (100, 1, 1, 1):
-        with buffers.lease() as lease:
+        with BufferLease(buffers) as lease:
             short = lease.take("short", LIKE, 1), lease.take("long", LIKE, 100) if length == 100 else None
         assert short[0].numel() and buffers.allocations == 2
     assert buffers.nbytes == 24 * 4
-    with buffers.lease() as lease:
+    with BufferLease(buffers) as lease:
         lease.take("short", LIKE, 1)
         buffers.clear()
     assert buffers.nbytes == 0

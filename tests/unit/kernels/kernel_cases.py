@@ -13,9 +13,9 @@ from dense_attention import dense_attention, squared_terms
 from mllm_seqpar.kernels import available_kernels, kernel_by_name
 from mllm_seqpar.kernels.base import BlockKernel
 
-CPU_KERNELS = ["reference", "blocked_matmul", "torch_cpu"]
+CPU_KERNELS = ["blocked_matmul", "torch_cpu"]
 CUDA = torch.cuda.is_available()  # without one, the first CUDA kernel shows in the summary that tests were skipped
-CUDA_KERNELS = ["blocked_matmul", "cuda_flash", "cuda_cudnn", "cuda_efficient"]
+CUDA_KERNELS = ["blocked_matmul", "cuda_flash", "cuda_efficient"]
 CUDA_KERNELS += ["flash_attn", "flash_attn_3", "flash_attn_4"]
 KINDS = {"plain": {}, "causal": {"causal": True, "keys": 33}, "masked": {"masked": True}}
 

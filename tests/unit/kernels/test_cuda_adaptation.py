@@ -13,13 +13,12 @@ import torch
 from kernel_cases import KINDS, Block, Results, block, dense, sizes_of_terms
 
 from mllm_seqpar.kernels import flash_attn, kernel_by_name, torch_cuda
-from mllm_seqpar.kernels.base import row_sums
-from mllm_seqpar.kernels.merge import merge_
+from mllm_seqpar.kernels.base import merge_, row_sums
 from tolerances import EXACT, relative_error
 
 pytestmark = pytest.mark.rounding
 
-TORCH_KERNELS = (torch_cuda.CudaFlashKernel, torch_cuda.CudaEfficientKernel, torch_cuda.CudaCudnnKernel)
+TORCH_KERNELS = (torch_cuda.CudaFlashKernel, torch_cuda.CudaEfficientKernel)
 TORCH = {kernel.name: kernel for kernel in TORCH_KERNELS}
 
 
@@ -27,9 +26,7 @@ TORCH = {kernel.name: kernel for kernel in TORCH_KERNELS}
 def emulated(request, monkeypatch):
     if request.param in TORCH:
         monkeypatch.setattr(torch_cuda, "_aten", emulated_cuda.aten)
-        torch_cuda._cudnn_lse_dims.cache_clear()
         yield TORCH[request.param]()
-        torch_cuda._cudnn_lse_dims.cache_clear()
     else:
         with emulated_cuda.installed(request.param):
             yield kernel_by_name(emulated_cuda.PACKAGES[request.param][0])

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mllm_seqpar.kernels import kernel_by_name
-from mllm_seqpar.kernels.base import BlockKernel
-from mllm_seqpar.kernels.merge import merge, merge_
+from mllm_seqpar.kernels.base import BlockKernel, merge, merge_
+from mllm_seqpar.kernels.blocked_matmul import BlockedMatmulKernel
 from tolerances import AGAINST_ONE_DEVICE, AGAINST_ONE_DEVICE_FLOAT32_PARTIALS, EXACT, drift, relative_error
 
 pytestmark = pytest.mark.rounding
@@ -195,7 +194,7 @@ Partial = tuple[Tensor, Tensor]
 def partials(sizes: tuple[int, ...], offset: float = 0.0) -> tuple[list[Partial], Partial]:
     """Return partial results in float64 over parts of the keys, and the result over all keys."""
     q, k, v = (torch.randn(1, 2, rows, 4, dtype=torch.float64) for rows in (5, sum(sizes), sum(sizes)))
-    forward = kernel_by_name("reference").forward
+    forward = BlockedMatmulKernel().forward
     parts = [forward(q, *kv, scale=1.0) for kv in zip(k.split(sizes, 2), v.split(sizes, 2), strict=True)]
     o, lse = forward(q, k, v, scale=1.0)
     return [(o, lse + offset) for o, lse in parts], (o, lse + offset)

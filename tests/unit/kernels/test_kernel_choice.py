@@ -27,7 +27,6 @@ def test_auto_selects_first_supported_kernel_and_gives_reason(dtype, name):
     b = block(dtype=dtype)
     kernel, reason = choose_kernel("auto", b.q, b.k, causal=False, masked=True)
     assert kernel.name == name and reason.startswith(f"{name}: ")
-    assert "needs CUDA" in reason
     assert ("torch_cpu computes in float32" in reason) == (name == "blocked_matmul")
 
 
@@ -69,5 +68,5 @@ def test_masked_blocks_of_a_kernel_without_masks_go_to_auto(monkeypatch):
         mask = FrameMask.from_dense(visible[:, rows], 3)
         return lv_xattn(b.q[:, :, rows], b.k[:, :, keys], b.v[:, :, keys], mask=mask, group=comm, kernel=kernel)
 
-    for found, expected in zip(run_loopback(3, run, "maskless"), run_loopback(3, run, "reference"), strict=True):
+    for found, expected in zip(run_loopback(3, run, "maskless"), run_loopback(3, run, "blocked_matmul"), strict=True):
         torch.testing.assert_close(found, expected)

@@ -38,7 +38,7 @@ def test_receive_buffers_take_the_planned_bytes(name: str) -> None:
         for _ in range(2):
             for case, _ in calls:
                 run_case(comm, case)
-        return comm.buffers.nbytes
+        return comm.kept.buffers.nbytes
 
     planned = buffer_bytes(
         receive_buffers(problem(case, 4, 0), spec, backward=backward)
