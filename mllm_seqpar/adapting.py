@@ -28,10 +28,10 @@ from .patching import Patch
 from .patching.registry import Adapter
 from .runtime.context import SeqParContext
 from .runtime.forward_state import ForwardState
-from .runtime.frame_state import Frames
+from .runtime.frames import Frames
 from .runtime.kv_projection import KVProjection, Projection
 from .runtime.loss import sharded_causal_lm_loss, shifted
-from .runtime.text_shards import TextShards
+from .runtime.text import TextShards
 from .runtime.visual_features import VisualFeatures
 from .sharding import FrameShard, frame_bounds, frame_range
 

@@ -139,7 +139,7 @@ class StreamModel(TorchDispatchMode):
 
 def on_model(monkeypatch: Any, model: StreamModel) -> None:
     """Make `HostCopies` copy as for a CUDA device, over the model."""
-    from mllm_seqpar.runtime import frame_cache, offload
+    from mllm_seqpar.runtime import frames, offload
 
-    for module in (frame_cache, offload):
+    for module in (frames, offload):
         monkeypatch.setattr(module, "HostCopies", lambda device: HostCopies(torch.device("cuda"), model))

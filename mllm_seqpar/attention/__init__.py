@@ -1,8 +1,8 @@
 """Exact distributed attention; the functional layer is exported here.
 
-From the bottom up: `call_spec` (what is resolved once per forward pass), `block_math` (one block, by a block kernel),
-`executor` and `streamed` (one set of keys, any schedule), `ulysses` (all-to-all), `decode` (merges over ranks), `joint`
-(one softmax over several `keys`, as an autograd function), and on top of them `functional`.
+From the bottom up: `call_spec` (what is resolved once per forward pass), `executor` (one block by a block kernel, and
+one set of keys by any schedule), `streamed` (keys that arrive in chunks), `ulysses` (all-to-all), `joint` (one softmax
+over several `keys`, as an autograd function, and its merge over ranks), and on top of them `functional`.
 """
 
 from .functional import decode_attention, lv_xattn, mesh_attention, ring_attention, ulysses_attention

@@ -7,23 +7,24 @@ block kernels.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.kernels import BlockKernel
+from mllm_seqpar.kernels import BlockKernel, choose_kernel
 from mllm_seqpar.masks import BlockMasks, Rectangle, clip_rows
 from mllm_seqpar.schedules import AttentionBlock, Axis, OverlapRatios, Schedule, Step, Transfer, schedule_for
 from mllm_seqpar.schedules.bytes_sent import Problem, mesh_axis_bytes, overlap_ratios_by_bytes
 from mllm_seqpar.schedules.mesh import mesh_ranks
 from mllm_seqpar.schedules.mesh_shapes import least_bytes_mesh_shape, resolve_tile
 
-from .block_math import prepare
+KEPT_MASK = 1 << 14
+"""Entries up to which an expanded mask is kept for all layers of a pass."""
 
 Placement = Literal["sharded", "replicated"]
 """Whether each rank has its shard of the keys, or all of them."""
@@ -89,7 +90,7 @@ class CallSpec:
 
     @cached_property
     def folded(self) -> CallSpec:
-        """The spec for queries whose batch is folded into their rows (`block_math.fold`)."""
+        """The spec for queries whose batch is folded into their rows (`executor.fold`)."""
         return replace(self, masks=self.masks.folded())
 
     def head_groups(self, comm: Communicator) -> tuple[tuple[int, ...], ...]:
@@ -219,3 +220,51 @@ def call_spec_for(
     ratios = overlap_ratios or (OverlapRatios(), OverlapRatios())
     rounded = problem.straight is not None and problem.straight < accumulate_dtype.itemsize
     return CallSpec(shape, masks, problem.keys, accumulate_dtype, overlap, head_degree, ratios, rounded, all_pairs)
+
+
+class PreparedRectangle(NamedTuple):
+    """A mask rectangle with the kernel that computes it, for tensors of one dtype, device and head dim.
+
+    Attributes:
+        kernel: the block kernel.
+        batch, rows: the batch items and query rows.
+        keys: the keys; None if they are gathered (`Rectangle.gathered`).
+        causal: whether row i attends to keys up to i.
+        mask: the expanded mask of a small rectangle of kind "masked".
+        rectangle: the rectangle itself.
+    """
+
+    kernel: BlockKernel
+    batch: slice
+    rows: slice
+    keys: slice | None
+    causal: bool
+    mask: Tensor | None
+    rectangle: Rectangle
+
+
+def prepare(
+    rectangles: Iterable[Rectangle],
+    q: Tensor,
+    k: Tensor,
+    kernel: str,
+    kernels: dict[str, BlockKernel] | None = None,
+) -> tuple[PreparedRectangle, ...]:
+    """Return the rectangles with their kernels, for blocks with the dtype, device and head dim of q and k.
+
+    Args:
+        rectangles: the mask rectangles.
+        q, k: tensors like those of the blocks.
+        kernel: name of a block kernel, or "auto".
+        kernels: what was chosen for other blocks of such tensors, by the kind of a rectangle; extended here.
+    """
+    chosen: dict[str, BlockKernel] = {} if kernels is None else kernels
+    prepared = []
+    for x in rectangles:
+        causal = x.kind == "causal"
+        if x.kind not in chosen:
+            chosen[x.kind], _ = choose_kernel(kernel, q, k, causal=causal, masked=x.kind == "masked")
+        keys = slice(*x.keys) if x.gathered is None else None
+        mask = x.mask(q.device) if x.kind == "masked" and x.entries <= KEPT_MASK else None
+        prepared.append(PreparedRectangle(chosen[x.kind], slice(*x.batch), slice(*x.rows), keys, causal, mask, x))
+    return tuple(prepared)

@@ -1,7 +1,7 @@
 """The keys and values of a softmax: placement, mask and schedule (`CallSpec`), and chunks that are made when needed.
 
 A chunk is given (`GivenKeys`), recomputed from features (`runtime.visual_features`), copied from host memory
-(`runtime.offload`) or read from a cache there (`runtime.frame_cache`). Most keys are one chunk. Streamed keys arrive
+(`runtime.offload`) or read from a cache there (`runtime.frames`). Most keys are one chunk. Streamed keys arrive
 in several, and never exist as a whole.
 """
 
@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from mllm_seqpar.kernels.base import fold_groups, unfold_groups
 from mllm_seqpar.masks.rectangles import Span
 
-from .block_math import fold, unfold
 from .call_spec import CallSpec
+from .executor import fold, unfold
 
 
 class KeyChunks(Protocol):

@@ -25,9 +25,8 @@ from mllm_seqpar.comm.receive_buffers import BufferLease
 from mllm_seqpar.masks import FrameBlockMasks, FrameMask, Rectangle, RowSubset
 from mllm_seqpar.masks.rectangles import Span
 
-from .block_math import BlockMath, FinalRows, GradientAccumulator, PartialResult, fold, prepare, unfold
-from .call_spec import CallSpec
-from .executor import Bundle
+from .call_spec import CallSpec, prepare
+from .executor import BlockMath, Bundle, FinalRows, GradientAccumulator, PartialResult, fold, unfold
 from .keys import Keys
 
 

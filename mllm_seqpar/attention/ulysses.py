@@ -25,9 +25,8 @@ from torch.autograd.function import once_differentiable
 from mllm_seqpar.comm import Communicator, Recv, Send, Subgroup
 from mllm_seqpar.schedules.head_sharding import HeadShards
 
-from .block_math import BlockMath, FinalRows
 from .call_spec import CallSpec
-from .executor import distributed_backward, distributed_forward
+from .executor import BlockMath, FinalRows, distributed_backward, distributed_forward
 from .kept_results import running_region
 from .keys import GivenKeys, Keys
 

@@ -16,8 +16,7 @@ from mllm_seqpar.errors import MaskError
 
 from .block_masks import BlockMasks, RankGroups, RowSubset
 from .dense import dense_rectangles
-from .intervals import interval_rectangles
-from .rectangles import Rectangle
+from .rectangles import Rectangle, interval_rectangles
 
 
 class FrameMask:

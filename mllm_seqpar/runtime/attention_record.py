@@ -29,7 +29,7 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.masks import FrameBlockMasks, FrameMask
 from mllm_seqpar.sharding import frame_bounds
 
-from .frame_cache import VisualKVCache
+from .frames import VisualKVCache
 
 SCORES = 1 << 24
 """Scores that are computed at once: 64 MiB in float32."""

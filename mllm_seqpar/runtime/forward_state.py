@@ -28,15 +28,15 @@ from mllm_seqpar.attention.call_spec import CallSpec, Placement, accumulation, c
 from mllm_seqpar.attention.joint import attend, attend_replicated, eager
 from mllm_seqpar.attention.keys import GivenKeys, Keys, as_attended, attended_dtype
 from mllm_seqpar.masks import BlockMasks, FrameBlockMasks, GivenBlockMask, Rectangle
-from mllm_seqpar.masks.causal import decoder_rectangles
+from mllm_seqpar.masks.block_masks import decoder_rectangles
 
 from .attention_record import RowRecorder
 from .context import SeqParContext
-from .frame_state import Frames
+from .frames import Frames
 from .fsdp_units import call_within, units_among
 from .kv_projection import KVProjection, Projection
 from .strategy_selector import CROSS, CROSS_MESH, SELF, SELF_MESH, CandidateStrategies, SelectedStrategy, selected_spec
-from .text_shards import TextShards
+from .text import TextShards
 from .visual_tokens import VisualTokens
 
 MAX_TEXT_MASK = 1 << 24

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from mllm_seqpar.comm.autograd import group_sum
 from mllm_seqpar.errors import ShapeError
 
-from .text_shards import TextShards
+from .text import TextShards
 
 IGNORE = -100
 

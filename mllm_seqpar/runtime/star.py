@@ -26,7 +26,7 @@ from mllm_seqpar.comm import Communicator
 from mllm_seqpar.masks import CausalBlockMasks
 from mllm_seqpar.sharding import unshard_sequence
 
-from .text_shards import TextShards
+from .text import TextShards
 
 QUERY_TOKENS = 256
 """The number of tokens that a long prompt leaves to phase 2 at least: a question and what may follow it."""

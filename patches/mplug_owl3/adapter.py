@@ -43,7 +43,7 @@ from mllm_seqpar.models.cache_rows import attach, detach
 from mllm_seqpar.models.mplug_owl3.media import MediaLayout, check_layout
 from mllm_seqpar.models.mplug_owl3.visual_inputs import VisualCache, visual_cache
 from mllm_seqpar.patching.registry import is_instance_by_name
-from mllm_seqpar.runtime.frame_cache import VisualKVCache
+from mllm_seqpar.runtime.frames import VisualKVCache
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mllm_seqpar.attention.decode import SCATTER_ROWS, merge_over_ranks
+from mllm_seqpar.attention.joint import SCATTER_ROWS, merge_over_ranks
 from mllm_seqpar.comm import Communicator, Pending, Recv, Send
 from mllm_seqpar.comm.autograd import gather_shards
 from mllm_seqpar.comm.base import ExchangeCollectives

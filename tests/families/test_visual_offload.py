@@ -32,9 +32,9 @@ from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.runtime import host_copies, offload, visual_features
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
-from mllm_seqpar.runtime.frame_state import Frames
+from mllm_seqpar.runtime.frames import Frames
 from mllm_seqpar.runtime.offload import HostFeatures
-from mllm_seqpar.runtime.text_shards import TextShards
+from mllm_seqpar.runtime.text import TextShards
 from outcomes import run_case
 from stream_model import Race, StreamModel, on_model
 

@@ -15,9 +15,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.models.cache_rows import RowsLayer, attach, layer_of
-from mllm_seqpar.runtime.frame_cache import VisualKVCache
-from mllm_seqpar.runtime.text_kv_cache import TextKVCache
-from mllm_seqpar.runtime.text_shards import TextShards
+from mllm_seqpar.runtime.frames import VisualKVCache
+from mllm_seqpar.runtime.text import TextKVCache, TextShards
 
 _OTHER_MODEL = (
     "past_key_values holds K and V in the form of the patched model that filled it, {what}; continue it with that "

@@ -19,10 +19,9 @@ from mllm_seqpar.attention.call_spec import problem_of
 from mllm_seqpar.attention.keys import as_attended
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.masks import FrameMask
-from mllm_seqpar.runtime.frame_cache import VisualKVCache
-from mllm_seqpar.runtime.frame_state import Frames
+from mllm_seqpar.runtime.frames import Frames, VisualKVCache
 from mllm_seqpar.runtime.offload import HostFeatures, in_host_memory, stored_in_host_memory
-from mllm_seqpar.runtime.text_shards import TextShards
+from mllm_seqpar.runtime.text import TextShards
 from mllm_seqpar.runtime.visual_features import VisualFeatures
 from mllm_seqpar.runtime.visual_tokens import TokenPlaces
 from mllm_seqpar.sharding import frame_bounds

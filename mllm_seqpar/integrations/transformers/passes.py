@@ -1,9 +1,14 @@
 """The forward pass of a patched transformers model, the same for all families.
 
 `Family` describes the model. This module first compares the inputs of the ranks, decides which tokens and frames each
-rank computes, and returns loss and logits as the unpatched model does. Passes with a cache are in `cached_passes`.
+rank computes, and returns loss and logits as the unpatched model does.
 
-Shape legend: B samples, L text tokens of the pass, s of them on this rank.
+Without a cache, text and frames are sharded. In a pass that fills or continues a cache (a prompt, or a decoding step),
+every rank has all text, and the frames are sharded. A long prompt is prefilled with its text sharded too; K and V of
+text and frames then stay on the ranks that computed them. Star Attention shards the prompt's context in that way, and
+computes the query after it on every rank.
+
+Shape legend: B samples, L text tokens of the pass, s of them on this rank, r rows asked for, C channels.
 """
 
 from __future__ import annotations
@@ -11,25 +16,50 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from transformers.cache_utils import DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from mllm_seqpar.errors import ShapeError
+from mllm_seqpar.models.cache_rows import attach
 from mllm_seqpar.runtime.forward_state import ForwardState
+from mllm_seqpar.runtime.frames import VisualKVCache, frame_cache
 from mllm_seqpar.runtime.fsdp_units import call_within
+from mllm_seqpar.runtime.star import block_length
+from mllm_seqpar.runtime.text import TextShards, select_logit_rows
+from mllm_seqpar.runtime.visual_features import fingerprint_of
 from mllm_seqpar.sharding import tensor_of
 
-from .cached_passes import cached_pass
+from .cache import SequenceParallelCacheState, begin_prompt, cache_state_of, shard_cached_text, supports_sharded_text
 from .data_parallel import with_accumulated_gradients
-from .family import Family, require_same_pass
-from .frames import frame_arguments, local_features, log_shard_sizes
+from .family import DecoderOnlyFamily, Family, Visibility, require_same_pass
+from .frames import (
+    frame_arguments,
+    local_features,
+    log_shard_sizes,
+    replicated_tokens,
+    visibility_of,
+    visual_features,
+)
 from .generation import share_random_state
+from .input_checks import check_star
 from .inputs import ForwardInputs
-from .outputs import uncached_outputs
-from .text import rows_of_pass, text_shards
+from .text import (
+    dummy_mask,
+    embeddings,
+    gather_hidden_states,
+    rows_of_pass,
+    star_text_shards,
+    text_shards,
+    uncached_outputs,
+    whole_text_outputs,
+)
 
 
 def as_forward(model: Any, forward: Callable[..., Any], doc: str = "") -> Any:
@@ -76,3 +106,234 @@ def _uncached_pass(
     decoded = family.run_decoder(embeds, positions, mask, None, state, **kwargs)
     out = uncached_outputs(family, inputs, state, decoded, logits_to_keep, kwargs)
     return family.model_output(out, features, inputs)
+
+
+BROADCAST_ROWS = 64
+"""Up to this number of rows, hidden states are broadcast from rank 0.
+
+Ranks that choose tokens from logits with different last bits would generate different texts.
+"""
+
+
+def cached_pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: Mapping[str, Any]) -> Any:
+    """Run a pass that fills or continues a cache, and return the model's output."""
+    past, cache = inputs.past_length, inputs.past_key_values
+    if cache is None:
+        cache = DynamicCache(config=family.text_config)
+    if past == 0 or inputs.length > 1:  # not in each decoding step
+        require_same_pass(family, inputs, logits_to_keep, kwargs)
+    else:
+        check_star(family.context.config, inputs)
+    return _CachedPass(family, inputs, cache, logits_to_keep, kwargs).run()
+
+
+@dataclass
+class _CachedPass:
+    """One pass with a cache.
+
+    Attributes:
+        cache_state: what the patched model stores with the transformers cache.
+        features: of the frames that came with this pass, on this rank; or None.
+        placement: what `Family.placement` returned for them.
+    """
+
+    family: Family
+    inputs: ForwardInputs
+    cache: Any
+    logits_to_keep: int | Tensor
+    kwargs: Mapping[str, Any]
+    cache_state: SequenceParallelCacheState = field(init=False)
+    features: Tensor | None = field(init=False, default=None)
+    placement: Any = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.context, self.model_layers = self.family.context, self.family.text_config.num_hidden_layers
+        if self.inputs.past_length:
+            self.cache_state = self._continue_cache()
+        else:
+            self.cache_state = begin_prompt(self.cache, self.inputs.batch, self.context.comm, self.model_layers)
+
+    def run(self) -> Any:
+        self.cache_state.active = True
+        try:
+            self._encode_frames()
+            out = self._sharded_prompt() if self._shards_prompt() else self._replicated()
+        finally:
+            self.cache_state.active = False
+        if self.cache_state.visual is not None:
+            self.cache_state.visual.close()
+        return self.family.model_output(out, self.features, self.inputs)
+
+    def _continue_cache(self) -> SequenceParallelCacheState:
+        """Return the state of a cache that holds some text; raise if this pass cannot continue it."""
+        state, comm = cache_state_of(self.cache), self.context.comm
+        if state is None:
+            state = SequenceParallelCacheState(self.inputs.batch, comm)
+            self.family.adopt_cache(self.cache, state)
+            attach(self.cache, state, self.model_layers)
+        state.check_group(comm)
+        state.rows_of(self.inputs.batch)
+        state.placement = self.family.crop_placement(state.placement, self.inputs.past_length)
+        return state
+
+    def _encode_frames(self) -> None:
+        """Encode frames that came with this pass, and prepare to store their K and V if rows attend to them."""
+        state, inputs, family = self.cache_state, self.inputs, self.family
+        if state.visual is not None and not self._replaces_frames(state.visual):
+            return
+        if inputs.past_length and not inputs.total_frames:
+            return
+        self.placement = placement = family.placement(inputs)
+        self.features = features = local_features(family, inputs)  # also without frames, for FSDP
+        if features is not None and not isinstance(family, DecoderOnlyFamily):
+            visual_cache = frame_cache(visual_features(family, inputs, features), inputs.total_frames)
+            state.store_frames(visual_cache, placement, inputs.batch)
+            state.frame_fingerprints = {fingerprint_of(features)}
+            if inputs.frames is not None:
+                state.frame_fingerprints.add(self._fingerprint(inputs.frames))
+            family.mark_cache(self.cache, state)
+
+    def _fingerprint(self, frames: Tensor) -> tuple[int, ...]:
+        return fingerprint_of(frames, self.inputs.on_host("sample of frames"))
+
+    def _replaces_frames(self, visual_cache: VisualKVCache) -> bool:
+        """Return whether the frames of this pass replace those in the cache. The same frames do not.
+
+        ShapeError refuses other frames in a family whose earlier text would then lack its own frames.
+        """
+        inputs, state, family = self.inputs, self.cache_state, self.family
+        if inputs.frames is None or not inputs.total_frames:
+            return False
+        same = self._fingerprint(inputs.frames) in state.frame_fingerprints
+        if family.repeats_frames:  # as unpatched: every pass attends to the frames that come with it
+            return torch.is_grad_enabled() or not same or not family.rows_match_frames(inputs, state.placement)
+        if same:
+            return False
+        raise ShapeError(
+            f"{inputs.total_frames} frames were passed with a cache that holds {visual_cache.total_frames} others "
+            "already; leave frames out to continue with those of the cache, or pass new frames with the whole "
+            "conversation and without the cache"
+        )
+
+    def _shards_prompt(self) -> bool:
+        """Return whether this is a prompt whose text is sharded; the same on all ranks."""
+        config, inputs, size = self.context.config, self.inputs, self.context.comm.size
+        return (
+            inputs.past_length == 0
+            and size > 1
+            and config.self_attention != "local"
+            and config.shard_prompt_from is not None
+            and inputs.length >= config.shard_prompt_from
+            and (config.self_attention != "star" or block_length(inputs.length, size) > 0)
+            and not torch.is_grad_enabled()
+            and supports_sharded_text(self.cache)
+        )
+
+    def _replicated(self) -> CausalLMOutputWithPast:
+        """Run a pass with all text on every rank and the frames sharded."""
+        decoded = self._run_replicated_rows(self.inputs.positions(), self._visibility())
+        hidden = self._broadcast(select_logit_rows(decoded.last_hidden_state, self.logits_to_keep))
+        return self._outputs(hidden, decoded.hidden_states)
+
+    def _sharded_prompt(self) -> CausalLMOutputWithPast:
+        """Run a long prompt with text and frames sharded; K and V of both stay on the ranks that computed them.
+
+        Star Attention shards the context only. The rows of the query follow, as all later rows do.
+        """
+        family, inputs, state = self.family, self.inputs, self.cache_state
+        star = self.context.config.self_attention == "star"
+        text = (star_text_shards if star else text_shards)(self.context, inputs)
+        positions, visibility = inputs.positions(), self._visibility()  # of all rows, while the cache is still empty
+        shard_cached_text(self.cache, state, text, self.model_layers)
+        frames = frame_arguments(family, inputs, text, self.features, self.placement, state.visual)
+        forward_state = self._state(None if star else visibility, text, text=text, **frames)
+        log_shard_sizes(family, inputs, text.local)
+        embeds, local_positions, mask = rows_of_pass(family, inputs, forward_state)
+        decoded = family.run_decoder(embeds, local_positions, mask, self.cache, forward_state, **self.kwargs)
+        states = gather_hidden_states(text, decoded.hidden_states)
+        if not star:
+            return self._outputs(self._requested_rows(text, decoded.last_hidden_state), states)
+        query = self._run_replicated_rows(positions, visibility, start=text.length)
+        hidden = self._requested_rows(text, decoded.last_hidden_state, query.last_hidden_state)
+        later = query.hidden_states
+        if states is not None:
+            pairs = None if later is None else zip(states, later, strict=True)
+            states = None if pairs is None else tuple(None if x is None else torch.cat([x, y], 1) for x, y in pairs)
+        return self._outputs(self._broadcast(hidden), states)
+
+    def _visibility(self) -> Visibility | None:
+        """Return which of the frames in the cache the rows of this pass may attend to."""
+        visual = self.cache_state.visual
+        if visual is None:
+            return None
+        sizes = visual.units, visual.tokens_per_unit, visual.total_frames
+        return visibility_of(self.family, self.inputs, *sizes, self.cache_state.placement)
+
+    def _run_replicated_rows(self, positions: Tensor, visibility: Visibility | None, start: int = 0) -> Any:
+        """Run the decoder on the rows from `start` on, on every rank, over the K and V in the cache.
+
+        Positions and visibility are those of all rows of the pass, made before any of them was cached.
+        """
+        family, state = self.family, self.cache_state
+        embeds = embeddings(family, self.inputs, lambda text: text[:, start:])
+        length, mask, cached_text, visual = embeds.shape[1], self.inputs.attention_mask, None, state.visual
+        if state.text is not None:
+            state.text.extend(length)
+            on_host = self.inputs.on_host("attention_mask")
+            valid = mask if on_host is None else on_host
+            cached_text = functools.partial(state.text.rectangles, length, valid)
+            mask = dummy_mask(embeds)
+        mask = family.text_mask(embeds, mask, positions[..., start:], self.cache)
+        frames: dict[str, Any] = {}
+        if visual is not None and visibility is not None:
+            frame_mask = visibility.mask.take(torch.arange(start, start + length)) if start else visibility.mask
+            frames = {
+                "frames": visual.frames_of(frame_mask, self.context.comm),
+                "rows": {name: x[:, start:] for name, x in visibility.rows.items()},
+            }
+        if isinstance(family, DecoderOnlyFamily):
+            frames = replicated_tokens(family, self.features, self.placement, start, length)
+        tokens = int(self.cache.get_seq_length()) + length
+        forward_state = self._state(visibility, cached_text=cached_text, tokens=tokens, **frames)
+        return family.run_decoder(embeds, positions[..., start:], mask, self.cache, forward_state, **self.kwargs)
+
+    def _state(self, visibility: Visibility | None, shards: TextShards | None = None, **arguments: Any) -> ForwardState:
+        """Return the state of a pass. If the attention to frames is recorded, it stores that of the pass's last row.
+
+        Without `visibility`, it stores nothing: there are no frames, or this is phase 1 of Star Attention, which does
+        not have the last row. `shards` is the sharding of the rows.
+        """
+        records, visual = self.context.records, self.cache_state.visual
+        if not records or visual is None or visibility is None:
+            return ForwardState(self.context, **arguments)
+        positions = None if shards is None else shards.positions(shards.comm.rank)
+        recorder = records[-1].begin_pass(visual, visibility.mask, self.inputs.length, positions)
+        return ForwardState(self.context, **arguments, recorder=recorder)
+
+    def _requested_rows(self, text: TextShards, local: Tensor, query: Tensor | None = None) -> Tensor:
+        """Return, on every rank, the hidden states of the rows that `logits_to_keep` asks for.
+
+        `local` (B, s, C) is the shard of the first rows; `query` (B, r, C) are those after, on every rank.
+        """
+        wanted = self.logits_to_keep
+        every_row = isinstance(wanted, int) and wanted == 0
+        if every_row or (isinstance(wanted, Tensor) and wanted.dim() == 2):
+            whole = text.unshard(local, 1)
+            return select_logit_rows(whole if query is None else torch.cat([whole, query], dim=1), wanted)
+        rows = select_logit_rows(torch.arange(self.inputs.length)[None], wanted)[0]
+        sharded = rows < text.length
+        if query is None or bool(sharded.all()):
+            return text.gather_rows(local, rows)
+        out = query[:, (rows - text.length).clamp(min=0).to(query.device)]
+        if bool(sharded.any()):
+            out[:, sharded.to(out.device)] = text.gather_rows(local, rows[sharded])
+        return out
+
+    def _broadcast(self, hidden: Tensor) -> Tensor:
+        """Make hidden states (..., r, C) that every rank computed equal in all bits on all ranks, if they are few."""
+        if hidden.shape[-2] <= BROADCAST_ROWS and not hidden.requires_grad:
+            return self.context.comm.broadcast(hidden, "hidden")
+        return hidden
+
+    def _outputs(self, hidden: Tensor, hidden_states: Any) -> CausalLMOutputWithPast:
+        return whole_text_outputs(self.family, self.inputs, hidden, hidden_states, self.kwargs, self.cache)

@@ -13,7 +13,7 @@ from transformers.utils import can_return_tuple
 
 from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.models.cache_rows import attach, detach
-from mllm_seqpar.runtime.text_shards import select_logit_rows
+from mllm_seqpar.runtime.text import select_logit_rows
 from mllm_seqpar.runtime.visual_features import fingerprint_of
 
 from .backbones import HyperQwen2ForCausalLM, MPlugOwl3VisionModel

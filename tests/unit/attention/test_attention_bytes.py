@@ -10,7 +10,7 @@ import torch
 from attention_bytes_cases import CONTROL, assert_counted, expected_bytes, problem, visible_row_counts
 from attention_cases import Case, run_case
 from mllm_seqpar.attention import decode_attention
-from mllm_seqpar.attention.decode import SCATTER_ROWS
+from mllm_seqpar.attention.joint import SCATTER_ROWS
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.schedules.bytes_sent import lv_xattn_bytes, ring_bytes
 from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mllm_seqpar.attention.block_math import GradientAccumulator, PartialResult
+from mllm_seqpar.attention.executor import GradientAccumulator, PartialResult
 
 
 class Operators(TorchDispatchMode):

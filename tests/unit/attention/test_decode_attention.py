@@ -11,14 +11,14 @@ from torch import Tensor
 from attention_cases import Case, frame_mask, inputs, visible_frames
 from dense_attention import dense_attention
 from mllm_seqpar.attention import decode_attention
-from mllm_seqpar.attention.decode import SCATTER_ROWS, merge_over_ranks
+from mllm_seqpar.attention.joint import SCATTER_ROWS, merge_over_ranks
 from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import ConfigError, MaskError, SeqParError, ShapeError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
-from mllm_seqpar.runtime.frame_cache import VisualKVCache
+from mllm_seqpar.runtime.frames import VisualKVCache
 from mllm_seqpar.sharding import frame_range
 from tolerances import EXACT, relative_error
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from mllm_seqpar.errors import MaskError
 from mllm_seqpar.masks import FrameBlockMasks, FrameMask, dense, rectangles
 from mllm_seqpar.masks.dense import dense_rectangles
-from mllm_seqpar.masks.intervals import interval_rectangles
+from mllm_seqpar.masks.rectangles import interval_rectangles
 
 WASTE = 1.3
 """Entries computed per visible entry, for masks whose visible entries are whole frames."""

@@ -17,8 +17,7 @@ from mllm_seqpar.masks import Rectangle
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.loss import shifted
 from mllm_seqpar.runtime.star import StarText, block_length
-from mllm_seqpar.runtime.text_kv_cache import TextKVCache
-from mllm_seqpar.runtime.text_shards import TextShards, packed_starts
+from mllm_seqpar.runtime.text import TextKVCache, TextShards, packed_starts
 from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
 
 

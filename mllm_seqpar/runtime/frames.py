@@ -1,32 +1,123 @@
-"""K and V of a prompt's frames, which later passes attend to: on the device, or in host memory (`visual_offload`).
+"""The frames of passes: which of them rows may attend to, where their K and V come from, and the cache of K and V.
 
-Each layer projects the frames of this rank once. In host memory they are stored chunk by chunk as (keys, G, D), so that
-a chunk of frames is contiguous. Every pass of a layer brings all chunks to the device once: decoding a token reads
+In a pass with a cache, each layer projects the frames of this rank once, and later passes attend to the stored K and V:
+on the device, or in host memory (`visual_offload`). In host memory they are stored chunk by chunk as (keys, G, D), so
+that a chunk of frames is contiguous. Every pass of a layer brings all chunks to the device once: decoding a token reads
 2 G D elements per key and layer from host memory. The device holds two chunks for any number of frames.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from mllm_seqpar.attention.call_spec import CallSpec
+from mllm_seqpar._transfers import copy_to_device
+from mllm_seqpar.attention.call_spec import CallSpec, Placement
 from mllm_seqpar.attention.keys import GivenKeys, Keys
 from mllm_seqpar.comm import Communicator
+from mllm_seqpar.comm.autograd import gather_shards
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.masks import FrameMask
+from mllm_seqpar.masks import FrameBlockMasks, FrameMask
 from mllm_seqpar.masks.rectangles import Span
+from mllm_seqpar.sharding import frame_bounds
 
-from .frame_state import Frames
 from .fsdp_units import call_within, units_among
 from .host_copies import HostCopies
 from .kv_projection import Projection
 from .offload import HostFeatures
+from .strategy_selector import SelectedStrategy
+from .text import TextShards
 from .visual_features import VisualFeatures, frame_chunks, project_all, project_chunks
+
+
+class FrameSource(Protocol):
+    """Where the K and V of frames come from: the features of the frames, or a cache."""
+
+    def keys(
+        self, layer: Hashable, spec: CallSpec, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
+    ) -> Keys:
+        """Return the keys of a layer; the arguments are those of `ForwardState.frame_keys`."""
+
+    @property
+    def no_frames(self) -> VisualFeatures:
+        """Features of no frames, on the device that computes."""
+
+
+class Frames:
+    """The frames of one pass.
+
+    Attributes:
+        source: where K and V come from.
+        masks: the mask rectangles of every block; with replicated rows, or replicated frames, those of this rank alone.
+        key_lengths: the number of visual keys on every rank that `masks` has.
+        placement: whether each rank has its own frames, or all of them.
+        selection: the strategy that "auto" selected for the whole pass, if it did.
+        specs: the call specs, by the shapes that they are for.
+    """
+
+    def __init__(
+        self, source: FrameSource, masks: FrameBlockMasks, tokens: int, placement: Placement = "sharded"
+    ) -> None:
+        self.source, self.masks, self.placement = source, masks, placement
+        self.key_lengths = tuple((stop - start) * tokens for start, stop in masks.frames)
+        self.selection: SelectedStrategy | None = None
+        self.specs: dict[Hashable, CallSpec] = {}
+
+    @classmethod
+    def of_shards(cls, source: FrameSource, mask: FrameMask, text: TextShards, units_per_frame: int = 1) -> Frames:
+        """Return the frames of a pass with sharded rows, given the mask of ALL rows (B, L) in order.
+
+        Args:
+            source: where K and V come from.
+            mask: the mask over units, `units_per_frame` of which make a frame; a frame is never split over ranks.
+                Padding rows attend to nothing.
+            text: the sharding of the rows.
+            units_per_frame: the number of image tiles of an image, for example.
+        """
+        padded = FrameMask(
+            None if mask.bounds is None else (text.pad(mask.bounds[0], 1), text.pad(mask.bounds[1], 1)),
+            None if mask.visible is None else text.pad(mask.visible, 1),
+            mask.tokens_per_frame,
+            mask.total_frames,
+        )
+        by_rank = [padded.take(text.positions(rank)) for rank in range(text.comm.size)]
+        units = unit_bounds(mask.total_frames, units_per_frame, text.comm)
+        return cls(source, FrameBlockMasks(by_rank, units), mask.tokens_per_frame)
+
+    @classmethod
+    def of_rows(cls, source: FrameSource, mask: FrameMask, comm: Communicator, units_per_frame: int = 1) -> Frames:
+        """Return the frames of a pass with rows that every rank has."""
+        own = unit_bounds(mask.total_frames, units_per_frame, comm)[comm.rank]
+        return cls(source, FrameBlockMasks([mask], [own]), mask.tokens_per_frame)
+
+    def gathered(self, visual: VisualFeatures, comm: Communicator, index: Tensor) -> Frames:
+        """Return the frames with all ranks' features on every rank ("replicate").
+
+        The features are gathered once for all layers; backward sums the ranks' gradients of each frame, also once.
+
+        Args:
+            visual: this rank's features.
+            comm: the group.
+            index: (units,), the index of all units.
+        """
+        counts = [stop - start for start, stop in self.masks.frames]
+        local, total = visual.features, visual.total_frames
+        parts = gather_shards(F.pad(local, (0, 0, 0, 0, 0, max(counts) - local.shape[0])), comm)
+        features = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+        every = replace(visual, features=features, index=copy_to_device(index, features.device))
+        own = FrameBlockMasks([self.masks.masks[comm.rank]], [(0, total)])
+        return Frames(every, own, features.shape[1], "replicated")
+
+
+def unit_bounds(units: int, units_per_frame: int, comm: Communicator) -> list[tuple[int, int]]:
+    """Return the units (start, stop) of each rank, which holds whole frames."""
+    bounds = frame_bounds(units // units_per_frame, comm.size)
+    return [(start * units_per_frame, stop * units_per_frame) for start, stop in bounds]
 
 
 class VisualKVCache:
