@@ -21,16 +21,28 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from mllm_seqpar._transfers import copy_to_device
-from mllm_seqpar.adapting import ConfigError, ForwardState, FrameShard, Patch, SeqParContext
-from mllm_seqpar.integrations.transformers.attention import causal_mask, use_seqpar_attention
-from mllm_seqpar.integrations.transformers.family import DecoderOnlyFamily, decoder_arguments
-from mllm_seqpar.integrations.transformers.generation import patch_generate
-from mllm_seqpar.integrations.transformers.inputs import makes_cache
-from mllm_seqpar.integrations.transformers.passes import as_forward, run_pass
-from mllm_seqpar.patching.registry import is_instance_by_name
-from mllm_seqpar.runtime.visual_tokens import TokenPlaces, VisualTokens
-from mllm_seqpar.sharding import frame_bounds
+from mllm_seqpar.adapting import (
+    ConfigError,
+    ForwardState,
+    FrameShard,
+    Patch,
+    SeqParContext,
+    TokenPlaces,
+    VisualTokens,
+    copy_to_device,
+    frame_bounds,
+    is_instance_by_name,
+)
+from mllm_seqpar.adapting.transformers import (
+    DecoderOnlyFamily,
+    as_forward,
+    causal_mask,
+    decoder_arguments,
+    makes_cache,
+    patch_generate,
+    run_pass,
+    use_seqpar_attention,
+)
 
 from .qwen_vl_inputs import FEATURES, GRIDS, PIXELS, TOKENS, QwenVLInputs, compared_tensors
 

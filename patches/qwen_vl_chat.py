@@ -19,12 +19,17 @@ from torch.nn import functional as F
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.video_utils import VideoMetadata
 
-from mllm_seqpar.data.chat_family import VIDEO_MARK, ChatFamily, ChatText, Messages
-from mllm_seqpar.data.chat_format import media_parts
-from mllm_seqpar.data.image_tokens import answer_spans, tokenize
-from mllm_seqpar.data.sources import FrameSource
-from mllm_seqpar.errors import DataError
-from mllm_seqpar.sharding import FrameShard
+from mllm_seqpar.adapting import DataError, FrameShard
+from mllm_seqpar.adapting.chat import (
+    VIDEO_MARK,
+    ChatFamily,
+    ChatText,
+    FrameSource,
+    Messages,
+    answer_spans,
+    media_parts,
+    tokenize,
+)
 
 from .qwen_vl_inputs import FEATURES, GRIDS, PIXELS
 

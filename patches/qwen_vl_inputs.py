@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mllm_seqpar.adapting import FrameShard, ShapeError
-from mllm_seqpar.integrations.transformers.inputs import ForwardInputs, as_compared_tensors
-from mllm_seqpar.runtime.visual_features import sampled_bits
+from mllm_seqpar.adapting import FrameShard, ShapeError, sampled_bits
+from mllm_seqpar.adapting.transformers import ForwardInputs, as_compared_tensors
 
 PIXELS = ("pixel_values", "pixel_values_videos")
 FEATURES = "visual_embeds"

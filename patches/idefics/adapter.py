@@ -23,25 +23,32 @@ from transformers.utils.output_capturing import capture_outputs
 
 from mllm_seqpar.adapting import (
     AdapterError,
+    CrossAttentionShape,
     ForwardState,
     FrameShard,
     KVProjection,
     Patch,
     SeqParContext,
     ShapeError,
+    is_instance_by_name,
+)
+from mllm_seqpar.adapting.transformers import (
+    VISUAL_SHARD_DOC,
+    Family,
+    ForwardInputs,
+    Visibility,
+    as_compared_tensors,
+    as_forward,
     causal_mask,
+    makes_cache,
+    mask_over_samples,
     merge_heads,
+    patch_generate,
     refuse_dropout,
+    run_pass,
     split_heads,
     use_seqpar_attention,
 )
-from mllm_seqpar.integrations.transformers.family import VISUAL_SHARD_DOC, Family, Visibility
-from mllm_seqpar.integrations.transformers.frames import mask_over_samples
-from mllm_seqpar.integrations.transformers.generation import patch_generate
-from mllm_seqpar.integrations.transformers.inputs import ForwardInputs, as_compared_tensors, makes_cache
-from mllm_seqpar.integrations.transformers.passes import as_forward, run_pass
-from mllm_seqpar.patching.registry import is_instance_by_name
-from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
 
 _FRAME_ARGUMENTS = ("pixel_values", "image_encoder_embeddings", "perceiver_embeddings")
 

@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mllm_seqpar.data.chat_family import VIDEO_MARK
-from mllm_seqpar.data.image_tokens import ImageTokenFamily, picture_counts, to_pil_images
-from mllm_seqpar.data.sources import FrameSource
-from mllm_seqpar.sharding import FrameShard
+from mllm_seqpar.adapting import FrameShard
+from mllm_seqpar.adapting.chat import VIDEO_MARK, FrameSource, ImageTokenFamily, picture_counts, to_pil_images
 
 IMAGE, AROUND, END = "<image>", "<fake_token_around_image>", "<end_of_utterance>"
 

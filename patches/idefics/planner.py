@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mllm_seqpar.planner.model_sizes import CrossAttentionSizes, ModelSizes, ResamplerSizes, TextSizes, VisionSizes
+from mllm_seqpar.adapting.sizes import CrossAttentionSizes, ModelSizes, ResamplerSizes, TextSizes, VisionSizes
 
 
 def model_sizes(config: dict[str, Any], name: str) -> ModelSizes:

@@ -24,30 +24,37 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from mllm_seqpar._logging import get_logger
-from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.adapting import (
     AdapterError,
     ConfigError,
+    CrossAttentionShape,
     ForwardState,
     FrameMask,
     FrameShard,
     KVProjection,
     Patch,
     SeqParContext,
+    copy_to_device,
+    get_logger,
+    is_instance_by_name,
+)
+from mllm_seqpar.adapting.transformers import (
+    Family,
+    SequenceParallelCacheState,
+    Visibility,
+    as_compared_tensors,
+    as_forward,
     causal_mask,
+    decoder_arguments,
+    makes_cache,
+    mark_visual_layers,
     merge_heads,
+    patch_generate,
     refuse_dropout,
+    run_pass,
     split_heads,
     use_seqpar_attention,
 )
-from mllm_seqpar.integrations.transformers.cache import SequenceParallelCacheState, mark_visual_layers
-from mllm_seqpar.integrations.transformers.family import Family, Visibility, decoder_arguments
-from mllm_seqpar.integrations.transformers.generation import patch_generate
-from mllm_seqpar.integrations.transformers.inputs import as_compared_tensors, makes_cache
-from mllm_seqpar.integrations.transformers.passes import as_forward, run_pass
-from mllm_seqpar.patching.registry import is_instance_by_name
-from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
 
 from .generation import patch_image_arguments
 from .inputs import ASPECT_RATIOS, MllamaInputs, flat_images

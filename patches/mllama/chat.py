@@ -6,11 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mllm_seqpar.data.chat_family import VIDEO_MARK, StoredFrames
-from mllm_seqpar.data.image_tokens import ImageTokenFamily, to_pil_images
-from mllm_seqpar.data.sources import FrameSource
-from mllm_seqpar.errors import DataError
-from mllm_seqpar.sharding import FrameShard
+from mllm_seqpar.adapting import DataError, FrameShard
+from mllm_seqpar.adapting.chat import VIDEO_MARK, FrameSource, ImageTokenFamily, StoredFrames, to_pil_images
 
 _START, _STOP, _END = "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
 

@@ -11,10 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mllm_seqpar.adapting import ShapeError
-from mllm_seqpar.errors import MaskError
-from mllm_seqpar.integrations.transformers.inputs import ForwardInputs
-from mllm_seqpar.sharding import FrameShard
+from mllm_seqpar.adapting import FrameShard, MaskError, ShapeError
+from mllm_seqpar.adapting.transformers import ForwardInputs
 
 ASPECT_RATIOS = ("aspect_ratio_ids", "aspect_ratio_mask")
 _MASK = "cross_attention_mask"

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.adapting import (
     AdapterError,
     ConfigError,
+    CrossAttentionShape,
     ForwardState,
     FrameMask,
     FrameShard,
@@ -28,23 +28,32 @@ from mllm_seqpar.adapting import (
     Patch,
     SeqParContext,
     ShapeError,
+    VisualKVCache,
+    copy_to_device,
+    is_instance_by_name,
+)
+from mllm_seqpar.adapting.transformers import (
+    VISUAL_SHARD_DOC,
+    Family,
+    ForwardInputs,
+    SequenceParallelCacheState,
+    Visibility,
+    as_compared_tensors,
+    as_forward,
+    cache_state_of,
     causal_mask,
+    decoder_arguments,
+    makes_cache,
     merge_heads,
+    patch_generate,
     refuse_dropout,
+    run_pass,
     text_keys,
     use_seqpar_attention,
 )
-from mllm_seqpar.integrations.transformers.cache import SequenceParallelCacheState, cache_state_of
-from mllm_seqpar.integrations.transformers.family import VISUAL_SHARD_DOC, Family, Visibility, decoder_arguments
-from mllm_seqpar.integrations.transformers.generation import patch_generate
-from mllm_seqpar.integrations.transformers.inputs import ForwardInputs, as_compared_tensors, makes_cache
-from mllm_seqpar.integrations.transformers.passes import as_forward, run_pass
 from mllm_seqpar.models.cache_rows import attach, detach
 from mllm_seqpar.models.mplug_owl3.media import MediaLayout, check_layout
 from mllm_seqpar.models.mplug_owl3.visual_inputs import VisualCache, visual_cache
-from mllm_seqpar.patching.registry import is_instance_by_name
-from mllm_seqpar.runtime.frames import VisualKVCache
-from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
 
 
 class MPlugOwl3Adapter:

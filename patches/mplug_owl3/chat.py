@@ -7,13 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mllm_seqpar.data.chat_family import ChatFamily, ChatText, Messages
-from mllm_seqpar.data.chat_format import media_parts
-from mllm_seqpar.data.reader import check_range
-from mllm_seqpar.data.sources import FrameSource, ImageListSource, PictureSource
-from mllm_seqpar.errors import AdapterError, ConfigError, DataError
+from mllm_seqpar.adapting import AdapterError, ConfigError, DataError, FrameShard
+from mllm_seqpar.adapting.chat import (
+    ChatFamily,
+    ChatText,
+    FrameSource,
+    ImageListSource,
+    Messages,
+    PictureSource,
+    check_range,
+    media_parts,
+)
 from mllm_seqpar.families import family_specs
-from mllm_seqpar.sharding import FrameShard
 
 _ENDS = ("<|im_end|>", "<|endoftext|>")
 

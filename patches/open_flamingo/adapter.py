@@ -18,15 +18,24 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from mllm_seqpar._transfers import copy_to_host
-from mllm_seqpar.adapting import AdapterError, FrameShard, Patch, SeqParContext, ShapeError
-from mllm_seqpar.integrations.transformers.cache import cache_state_of
-from mllm_seqpar.integrations.transformers.frames import local_features
-from mllm_seqpar.integrations.transformers.generation import patch_generate
-from mllm_seqpar.integrations.transformers.input_checks import require_same_inputs
-from mllm_seqpar.integrations.transformers.passes import as_forward, run_pass
-from mllm_seqpar.patching.registry import is_instance_by_name
-from mllm_seqpar.sharding import HostFrames
+from mllm_seqpar.adapting import (
+    AdapterError,
+    FrameShard,
+    HostFrames,
+    Patch,
+    SeqParContext,
+    ShapeError,
+    copy_to_host,
+    is_instance_by_name,
+)
+from mllm_seqpar.adapting.transformers import (
+    as_forward,
+    cache_state_of,
+    local_features,
+    patch_generate,
+    require_same_inputs,
+    run_pass,
+)
 
 from .language_models import LANGUAGE_MODELS, language_model_of
 from .media import FlamingoFamily, Media, MediaInputs, cross_attention_forward, cross_attentions, run_layer

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mllm_seqpar.data.chat_family import VIDEO_MARK
-from mllm_seqpar.data.image_tokens import ImageTokenFamily, to_pil_images
-from mllm_seqpar.sharding import FrameShard
+from mllm_seqpar.adapting import FrameShard
+from mllm_seqpar.adapting.chat import VIDEO_MARK, ImageTokenFamily, to_pil_images
 
 IMAGE, END_OF_CHUNK = "<image>", "<|endofchunk|>"
 

@@ -12,10 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mllm_seqpar.adapting import ConfigError, ForwardState, Patch, causal_mask, use_seqpar_attention
-from mllm_seqpar.checkpointing.chunked_mlp import TokenwiseFunction, run_in_chunks
-from mllm_seqpar.integrations.transformers.family import decoder_arguments
-from mllm_seqpar.patching.registry import is_instance_by_name
+from mllm_seqpar.adapting import ConfigError, ForwardState, Patch, TokenwiseFunction, is_instance_by_name, run_in_chunks
+from mllm_seqpar.adapting.transformers import causal_mask, decoder_arguments, use_seqpar_attention
 
 from .mpt import MptLM
 

@@ -24,23 +24,22 @@ from uuid import uuid4
 import torch
 from torch import Tensor, nn
 
-from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.adapting import (
     AdapterError,
     Communicator,
+    CrossAttentionShape,
     ForwardState,
     FrameMask,
     FrameShard,
     KVProjection,
     SeqParContext,
     ShapeError,
-    merge_heads,
+    copy_to_device,
+    frame_bounds,
+    is_instance_by_name,
+    tensor_of,
 )
-from mllm_seqpar.integrations.transformers.family import Family, Visibility
-from mllm_seqpar.integrations.transformers.inputs import ForwardInputs
-from mllm_seqpar.patching.registry import is_instance_by_name
-from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
-from mllm_seqpar.sharding import frame_bounds, tensor_of
+from mllm_seqpar.adapting.transformers import Family, ForwardInputs, Visibility, merge_heads
 
 from .language_models import language_model_of
 

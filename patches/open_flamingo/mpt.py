@@ -32,21 +32,19 @@ from torch.nn import functional as F
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.adapting import (
     ConfigError,
     ForwardState,
     Patch,
     ShapeError,
+    StarText,
     as_attended,
+    copy_to_device,
     gather_shards,
-    merge_heads,
-    refuse_dropout,
+    is_instance_by_name,
 )
-from mllm_seqpar.integrations.transformers.cache import cache_state_of
+from mllm_seqpar.adapting.transformers import cache_state_of, merge_heads, refuse_dropout
 from mllm_seqpar.models.open_flamingo.language import mpt_projections
-from mllm_seqpar.patching.registry import is_instance_by_name
-from mllm_seqpar.runtime.star import StarText
 
 BIAS_DIMS = 16
 """Dimensions added to q and k: 4 for each of 3 parts of a slope, and 4 zeros, because kernels need multiples of 8."""

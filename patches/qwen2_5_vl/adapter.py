@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from mllm_seqpar.adapting import SeqParContext
-from mllm_seqpar.integrations.transformers.attention import causal_mask
+from mllm_seqpar.adapting.transformers import causal_mask
 
 from ..qwen_vl import QwenVLAdapter, QwenVLFamily
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mllm_seqpar.adapting import SeqParContext
-from mllm_seqpar.runtime.visual_tokens import VisualTokens
+from mllm_seqpar.adapting import SeqParContext, VisualTokens
 
 from ..qwen_vl import QwenVLAdapter, QwenVLFamily
 

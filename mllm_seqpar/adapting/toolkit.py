@@ -1,52 +1,35 @@
-"""The public toolkit for model adapters.
-
-An adapter (`Adapter`) replaces forwards through `Patch.set`. The model's forward encodes the frames of this rank
-(`frame_range`), states which text rows attend to which frames (`FrameMask`), and creates the state of the pass with
-`sharded_call`. Layers then attend through it. ``state.attend(q, [state.text_keys(q, k, v)], scale)`` is the language
-model's causal attention, and ``state.attend(q, [state.frame_keys(q, layer, project)], scale)`` the attention to the
-frames of all ranks; keys in one list share a softmax. `project` is a `KVProjection` or another function. Models of
-transformers need more (caches, generation, padded batches), which `mllm_seqpar.integrations.transformers.family.Family`
-provides; `mllm_seqpar.patches.idefics.adapter` is an example.
-"""
+"""What every adapter uses, exported by `mllm_seqpar.adapting`: changes of a model, the pass, frames, text, K and V."""
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .attention.keys import as_attended
-from .comm import Communicator
-from .comm.agreement import agree
-from .comm.autograd import gather_shards
-from .config import SeqParConfig
-from .errors import AdapterError, AgreementError, ConfigError, SeqParError, ShapeError
-from .masks import FrameMask
-from .patching import Patch
-from .patching.registry import Adapter
-from .runtime.context import SeqParContext
-from .runtime.forward_state import ForwardState
-from .runtime.frames import Frames
-from .runtime.kv_projection import KVProjection, Projection
-from .runtime.loss import sharded_causal_lm_loss, shifted
-from .runtime.text import TextShards
-from .runtime.visual_features import VisualFeatures
-from .sharding import FrameShard, frame_bounds, frame_range
-
-if TYPE_CHECKING:
-    from .integrations.transformers.attention import (
-        causal_mask,
-        merge_heads,
-        refuse_dropout,
-        split_heads,
-        text_keys,
-        use_seqpar_attention,
-    )
-
-_OF_TRANSFORMERS = ("causal_mask", "merge_heads", "refuse_dropout", "split_heads", "text_keys", "use_seqpar_attention")
-"""Names for models of transformers, which is imported when one of them is first used."""
+from mllm_seqpar._logging import get_logger
+from mllm_seqpar._transfers import copy_to_device, copy_to_host
+from mllm_seqpar.attention.keys import as_attended
+from mllm_seqpar.checkpointing.chunked_mlp import TokenwiseFunction, run_in_chunks
+from mllm_seqpar.comm import Communicator
+from mllm_seqpar.comm.agreement import agree
+from mllm_seqpar.comm.autograd import gather_shards
+from mllm_seqpar.config import SeqParConfig
+from mllm_seqpar.errors import AdapterError, AgreementError, ConfigError, DataError, MaskError, SeqParError, ShapeError
+from mllm_seqpar.masks import FrameMask
+from mllm_seqpar.patching import Patch
+from mllm_seqpar.patching.registry import Adapter, is_instance_by_name
+from mllm_seqpar.runtime.context import SeqParContext
+from mllm_seqpar.runtime.forward_state import ForwardState
+from mllm_seqpar.runtime.frames import Frames, VisualKVCache
+from mllm_seqpar.runtime.kv_projection import KVProjection, Projection
+from mllm_seqpar.runtime.loss import sharded_causal_lm_loss, shifted
+from mllm_seqpar.runtime.star import StarText
+from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
+from mllm_seqpar.runtime.text import TextShards
+from mllm_seqpar.runtime.visual_features import VisualFeatures, sampled_bits
+from mllm_seqpar.runtime.visual_tokens import TokenPlaces, VisualTokens
+from mllm_seqpar.sharding import FrameShard, HostFrames, frame_bounds, frame_range, tensor_of
 
 __all__ = [
     "Adapter",
@@ -54,39 +37,44 @@ __all__ = [
     "AgreementError",
     "Communicator",
     "ConfigError",
+    "CrossAttentionShape",
+    "DataError",
+    "ForwardState",
     "FrameMask",
     "FrameShard",
+    "Frames",
+    "HostFrames",
     "KVProjection",
+    "MaskError",
     "Patch",
     "Projection",
-    "ForwardState",
     "SeqParConfig",
     "SeqParContext",
     "SeqParError",
     "ShapeError",
-    "VisualFeatures",
+    "StarText",
     "TextShards",
-    "Frames",
+    "TokenPlaces",
+    "TokenwiseFunction",
+    "VisualFeatures",
+    "VisualKVCache",
+    "VisualTokens",
     "agree",
     "as_attended",
-    "causal_mask",
-    "gather_shards",
-    "merge_heads",
-    "refuse_dropout",
-    "split_heads",
-    "text_keys",
-    "use_seqpar_attention",
+    "copy_to_device",
+    "copy_to_host",
+    "frame_bounds",
     "frame_range",
+    "gather_shards",
+    "get_logger",
+    "is_instance_by_name",
+    "run_in_chunks",
+    "sampled_bits",
     "sharded_call",
     "sharded_causal_lm_loss",
     "shifted",
+    "tensor_of",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _OF_TRANSFORMERS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("mllm_seqpar.integrations.transformers.attention"), name)
 
 
 def sharded_call(

@@ -1,0 +1,25 @@
+"""The toolkit for the chat format of a family: `ChatFamily`; with tokens that stand for images, `ImageTokenFamily`."""
+
+from mllm_seqpar.data.chat_family import VIDEO_MARK, ChatFamily, ChatText, Messages, StoredFrames
+from mllm_seqpar.data.chat_format import media_parts
+from mllm_seqpar.data.image_tokens import ImageTokenFamily, answer_spans, picture_counts, to_pil_images, tokenize
+from mllm_seqpar.data.reader import check_range
+from mllm_seqpar.data.sources import FrameSource, ImageListSource, PictureSource
+
+__all__ = [
+    "ChatFamily",
+    "ChatText",
+    "FrameSource",
+    "ImageListSource",
+    "ImageTokenFamily",
+    "Messages",
+    "PictureSource",
+    "StoredFrames",
+    "VIDEO_MARK",
+    "answer_spans",
+    "check_range",
+    "media_parts",
+    "picture_counts",
+    "to_pil_images",
+    "tokenize",
+]

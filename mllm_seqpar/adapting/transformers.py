@@ -1,0 +1,49 @@
+"""The toolkit for adapters of models of transformers: `Family`, and what its methods and its layers use."""
+
+from mllm_seqpar.integrations.transformers.attention import (
+    causal_mask,
+    merge_heads,
+    refuse_dropout,
+    split_heads,
+    text_keys,
+    use_seqpar_attention,
+)
+from mllm_seqpar.integrations.transformers.cache import SequenceParallelCacheState, cache_state_of, mark_visual_layers
+from mllm_seqpar.integrations.transformers.family import (
+    VISUAL_SHARD_DOC,
+    DecoderOnlyFamily,
+    Family,
+    Visibility,
+    decoder_arguments,
+)
+from mllm_seqpar.integrations.transformers.frames import local_features, mask_over_samples
+from mllm_seqpar.integrations.transformers.generation import patch_generate
+from mllm_seqpar.integrations.transformers.input_checks import require_same_inputs
+from mllm_seqpar.integrations.transformers.inputs import ForwardInputs, as_compared_tensors, makes_cache
+from mllm_seqpar.integrations.transformers.passes import as_forward, run_pass
+
+__all__ = [
+    "DecoderOnlyFamily",
+    "Family",
+    "ForwardInputs",
+    "SequenceParallelCacheState",
+    "VISUAL_SHARD_DOC",
+    "Visibility",
+    "as_compared_tensors",
+    "as_forward",
+    "cache_state_of",
+    "causal_mask",
+    "decoder_arguments",
+    "local_features",
+    "makes_cache",
+    "mark_visual_layers",
+    "mask_over_samples",
+    "merge_heads",
+    "patch_generate",
+    "refuse_dropout",
+    "require_same_inputs",
+    "run_pass",
+    "split_heads",
+    "text_keys",
+    "use_seqpar_attention",
+]
