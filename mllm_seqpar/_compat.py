@@ -1,15 +1,18 @@
 """Every dependence on the version of another package, with its reason and the condition for its removal.
 
-No other module compares version numbers. `patch_model` checks the oldest supported versions, so that an old
+No other module compares version numbers. Names that another package keeps to itself are used here and in the modules of
+`INTERNALS`; a test holds it. `patch_model` checks the oldest supported versions, so that an old
 installation gives one clear error and not an AttributeError deep inside a forward pass.
 """
 
+import argparse
 import importlib
 import re
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from types import ModuleType
+from typing import Any
 
 from .errors import ConfigError
 
@@ -19,6 +22,18 @@ MINIMUM = {
     "accelerate": "1.15",
 }
 """Oldest supported version by package, the same as in pyproject.toml."""
+
+
+INTERNALS = {
+    "attention/kept_results": "torch's hooks and frame of a checkpointed region: nothing public says that a region "
+    "runs, or is recomputed, so attention would be computed again in backward",
+    "comm/transfer_group": "torch's making of one process group by its ranks alone: `new_group` is a collective of the "
+    "whole world, and splits the default group",
+    "runtime/fsdp_units": "the state of an FSDP2 unit: its parameters are gathered when the unit is called, and layers "
+    "call only parts of it",
+}
+"""The modules that use internal names of other packages, besides this one, with the reason. `kernels` and `models` call
+operators and model classes, whose names begin with an underscore too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,3 +156,75 @@ def optional_import(module: str, *, extra: str, needed_for: str) -> ModuleType:
         raise ConfigError(
             f"{needed_for} needs the module {module!r}, which is not installed; run: pip install 'mllm-seqpar[{extra}]'"
         ) from error
+
+
+def graph_task() -> int:
+    """Return the number of the backward pass that runs in this thread, or -1. torch has no public name for it."""
+    import torch
+
+    return torch._C._current_graph_task_id()
+
+
+def active_ddp() -> Any:
+    """Return the DistributedDataParallel whose forward runs, or None; a model does not refer to the DDP around it."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel._get_active_ddp_module()
+
+
+def is_dropout(module: Any) -> bool:
+    """Return whether a module is one of torch's dropout layers, whose base class is internal, with p above 0."""
+    from torch import nn
+
+    return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+
+
+def global_module_hooks() -> list[Any]:
+    """Return the hooks that every module calls; they can only be registered in public."""
+    from torch.nn.modules import module
+
+    tables: tuple[dict[Any, Any], ...] = (
+        module._global_forward_pre_hooks,
+        module._global_forward_hooks,
+        module._global_backward_pre_hooks,
+        module._global_backward_hooks,
+    )
+    return [hook for table in tables for hook in table.values()]
+
+
+def model_class_of(auto: Any, config: Any) -> Any:
+    """Return the class that a transformers Auto class builds for a configuration, or None.
+
+    The Auto class itself can only build or load a model.
+    """
+    return auto._model_mapping[type(config)] if type(config) in auto._model_mapping else None
+
+
+def prepared_models(accelerator: Any) -> list[Any]:
+    """Return the models that `accelerator.prepare` has prepared."""
+    return accelerator._models
+
+
+def keep_attention(accelerator: Any) -> None:
+    """Make `accelerator.prepare` leave attention and masks unchanged for any `cp_size` (`CP_HOOKS`)."""
+    if not hasattr(accelerator, "_prepare_cp"):
+        raise ConfigError(
+            "this version of accelerate has no Accelerator._prepare_cp, which is where its own context parallelism can "
+            "be disabled; mllm_seqpar/_compat.py supports accelerate 1.15"
+        )
+    accelerator._prepare_cp = lambda *objects: objects
+
+
+def options_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """Return the options of a parser by their names, which argparse has no public list of."""
+    return parser._option_string_actions
+
+
+def may_repeat(option: argparse.Action) -> bool:
+    """Return whether an option may be given several times."""
+    return isinstance(option, (argparse._AppendAction, argparse._HelpAction))
+
+
+def turns_off(option: argparse.Action) -> bool:
+    """Return whether an option stores False."""
+    return isinstance(option, argparse._StoreFalseAction)

@@ -12,6 +12,7 @@ import types
 from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
+from mllm_seqpar._compat import may_repeat, options_of
 from mllm_seqpar.errors import ConfigError
 
 Arguments = TypeVar("Arguments")
@@ -99,7 +100,7 @@ def canonical_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) ->
     Raises:
         ConfigError: an option is repeated, of which only the last value would count.
     """
-    known, seen = parser._option_string_actions, set()
+    known, seen = options_of(parser), set()
     result = list(argv)
     for index, argument in enumerate(argv):
         if argument == "--":
@@ -109,7 +110,7 @@ def canonical_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) ->
         if name.startswith("--") and written in known:
             result[index], name = written + sign + value, written
         action = known.get(name)
-        if action is None or isinstance(action, (argparse._AppendAction, argparse._HelpAction)):
+        if action is None or may_repeat(action):
             continue
         if action.dest in seen:
             several = action.nargs in ("+", "*")
@@ -121,7 +122,7 @@ def canonical_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) ->
 def unrecognized(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> str:
     """Return the error message for arguments that the parser does not have, with the nearest name that it has."""
     written = "--" + arguments[0].partition("=")[0].lstrip("-").replace("-", "_")
-    known = parser._option_string_actions
+    known = options_of(parser)
     near = [name for name in _OTHER_NAMES.get(written, ()) if name in known]
     near = near[:1] or difflib.get_close_matches(written, known, 1)
     return f"unrecognized arguments: {' '.join(arguments)}" + "".join(f" (did you mean {name}?)" for name in near)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mllm_seqpar._compat import model_class_of
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError, first_line
 
 from .adapters import CONFIG as ADAPTER_CONFIG
@@ -72,7 +73,7 @@ def model_class(folder: Path) -> tuple[Any, Any]:
     except (OSError, ValueError, SafetensorError) as error:
         raise unreadable(folder, error) from error
     autos = (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel)
-    cls = next((auto._model_mapping[type(config)] for auto in autos if type(config) in auto._model_mapping), None)
+    cls = next((found for auto in autos if (found := model_class_of(auto, config)) is not None), None)
     if cls is None:
         raise ConfigError(f"--model {path}: no model class is registered for {type(config).__name__}")
     return config, cls

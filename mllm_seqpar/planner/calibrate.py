@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mllm_seqpar._compat import graph_task
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator, Pending, Recv, Send, Subgroup
 from mllm_seqpar.comm.agreement import agree
@@ -70,7 +71,7 @@ class Calibrations:
         key = device.type, shape
         if key not in self._measured:
             # In backward, ranks need not be at the same place: FSDP2 and DDP reduce gradients meanwhile.
-            assert torch._C._current_graph_task_id() == -1, f"calibration for {shape} was requested in a backward pass"
+            assert graph_task() == -1, f"calibration for {shape} was requested in a backward pass"
             agree(self.comm, "calibration", lambda: {"device": device.type, "shape": shape}, dict)
             known = next((cluster for (kind, _), cluster in self._measured.items() if kind == device.type), None)
             cluster = self._measured[key] = calibrate(self.comm, device=device, shape=shape, links_of=known)

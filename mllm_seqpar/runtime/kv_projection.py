@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
+
+from mllm_seqpar._compat import global_module_hooks
 
 Projection = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -287,17 +287,8 @@ def _output_dtype(linear: nn.Module) -> torch.dtype:
 
 def _has_foreign_global_hook() -> bool:
     """Return whether every module calls a hook of another library. Those of torch (its FLOP counter) only observe."""
-    tables: tuple[dict[Any, Any], ...] = (
-        torch_module._global_forward_pre_hooks,
-        torch_module._global_forward_hooks,
-        torch_module._global_backward_pre_hooks,
-        torch_module._global_backward_hooks,
-    )
-    return any(
-        not type(getattr(hook, "__self__", None)).__module__.startswith("torch.")
-        for table in tables
-        for hook in table.values()
-    )
+    owners = (type(getattr(hook, "__self__", None)) for hook in global_module_hooks())
+    return any(not owner.__module__.startswith("torch.") for owner in owners)
 
 
 def _parameters_in(module: nn.Module | None, trained: Sequence[Tensor]) -> list[Tensor]:

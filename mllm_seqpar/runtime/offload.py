@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mllm_seqpar._compat import graph_task
 from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.attention.keys import Keys
 from mllm_seqpar.masks.rectangles import Span
@@ -41,7 +42,7 @@ class HostGradient:
 
         A sum that another backward pass left behind is dropped: it failed, or asked for no gradient of the features.
         """
-        task = torch._C._current_graph_task_id()  # as torch's activation checkpointing tells passes apart
+        task = graph_task()  # as torch's activation checkpointing tells passes apart
         first = self._sum is None or self._task != task
         if self._sum is None or first:
             self._task, self._sum = task, self._copies.host_empty(self._shape, self._dtype)
@@ -50,7 +51,7 @@ class HostGradient:
     def take(self) -> Tensor:
         """Return the sum of this backward pass, and drop it, and the buffers of the copies: no layer follows."""
         total, self._sum = self._sum, None
-        if total is None or self._task != torch._C._current_graph_task_id():
+        if total is None or self._task != graph_task():
             return torch.zeros(self._shape, dtype=self._dtype)
         self._copies.wait()
         self._copies.release()

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from mllm_seqpar._compat import is_dropout
 from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.attention.keys import AutocastState, GivenKeys, Keys
 from mllm_seqpar.errors import ShapeError
@@ -287,7 +288,7 @@ class RecomputedKeys(Keys):
     def _uses_random_numbers(self) -> bool:
         for module in self.modules:
             for part in module.modules() if module._modules else (module,):
-                if isinstance(part, nn.modules.dropout._DropoutNd) and part.training and part.p > 0:
+                if is_dropout(part) and part.training:
                     return True
         return False
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import HfArgumentParser
 
+from mllm_seqpar._compat import options_of, turns_off
 from mllm_seqpar.cli.options import Parser, canonical_arguments, show_ranks_option
 from mllm_seqpar.errors import ConfigError
 
@@ -77,7 +78,7 @@ def read_options(argv: Sequence[str]) -> dict[str, Any]:
     _describe(parser, everything="--help_all" in canonical_arguments(parser, argv))
     values = parser.parse_args(argv)
     if values.config:
-        in_file = parser.parse_args(_options_of(values.config, parser._option_string_actions))
+        in_file = parser.parse_args(_options_of(values.config, options_of(parser)))
         values = parser.parse_args(argv, in_file)
     return vars(values)
 
@@ -87,7 +88,7 @@ def _describe(parser: argparse.ArgumentParser, everything: bool) -> None:
     shown = {*vars(FineTuningArguments)["__annotations__"], *_SHOWN}
     hidden = {item.name for item in fields(FineTuningArguments)} - shown | {*REFUSED}
     for action in parser._actions:
-        if isinstance(action, argparse._StoreFalseAction):
+        if turns_off(action):
             action.help = f"turns --{action.dest} off"
         if action.dest in REFUSED:
             action.help = f"not supported: {REFUSED[action.dest]}"

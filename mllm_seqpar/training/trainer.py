@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
-from mllm_seqpar._compat import PARALLELISM_ON_CPU
+from mllm_seqpar._compat import PARALLELISM_ON_CPU, prepared_models
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.integrations.accelerate.context_parallel import disable_context_parallelism
@@ -257,7 +257,9 @@ class SeqParMixin(_Base):
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate, also before any training, and reshard the parameters that FSDP2 left gathered."""
-        if self.accelerator.is_fsdp2 and not self.accelerator._models:  # accelerate shards only with an optimizer
+        if self.accelerator.is_fsdp2 and not prepared_models(
+            self.accelerator
+        ):  # accelerate shards only with an optimizer
             self.create_optimizer()
             self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
             self.model_wrapped = self.model

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import mllm_seqpar
-from mllm_seqpar._compat import MINIMUM
+from mllm_seqpar._compat import INTERNALS, MINIMUM
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -145,6 +145,49 @@ def test_adapters_import_the_public_toolkit_only() -> None:
             allowed = {"adapting", "models", "families", "patches"}
             if imported.partition(".")[0] == "mllm_seqpar" and part_of(imported) not in allowed:
                 wrong.append(f"{name_of(path)}:{line} imports {imported}")
+    assert not wrong, "\n".join(wrong)
+
+
+OF_EVERY_MODULE = {"_modules", "_parameters", "_buffers"}
+OF_EVERY_MODULE |= {f"_{name}hooks" for name in ("forward_", "forward_pre_", "backward_", "backward_pre_")}
+"""The dictionaries of torch's `nn.Module`, which subclasses read."""
+
+KNOWN_INTERNALS = re.compile(
+    r"(_get_fsdp_state|_training_state|_pre_forward|_post_forward|_model_mapping|_option_string_actions|_prepare_cp"
+    r"|_get_backend|accelerator\._models)\b"
+)
+"""Private names that are read from objects, where no import shows whose they are."""
+
+
+def internals_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of private names that are read from imports of other packages."""
+    foreign = set()
+    for node in ast.walk(tree):
+        module = getattr(node, "module", None) or ""
+        if not isinstance(node, ast.Import | ast.ImportFrom) or getattr(node, "level", 0):
+            continue
+        if module.partition(".")[0] != "mllm_seqpar":
+            foreign |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+            if "._" in module or any(alias.name.startswith("_") for alias in node.names):
+                yield node.lineno, module
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.match("_[a-zA-Z]", node.attr) and node.attr not in OF_EVERY_MODULE:
+            owner: ast.AST = node
+            while isinstance(owner, ast.Attribute):
+                owner = owner.value
+            if isinstance(owner, ast.Name) and owner.id in foreign:
+                yield node.lineno, ast.unparse(node)
+
+
+def test_internals_of_other_packages_are_used_in_four_modules() -> None:
+    allowed = {"mllm_seqpar/_compat.py", *(f"mllm_seqpar/{name}.py" for name in INTERNALS)}
+    assert len(allowed) <= 4 and all((ROOT / name).exists() for name in allowed)
+    wrong = []
+    for path, tree in package().items():
+        if name_of(path) in allowed or "kernels" in path.parts:  # names of operators begin with an underscore
+            continue
+        wrong += [f"{name_of(path)}:{line} uses {name}" for line, name in internals_in(tree) if name != "os._exit"]
+        wrong += [f"{name_of(path)} uses {found[0]}" for found in KNOWN_INTERNALS.finditer(path.read_text())]
     assert not wrong, "\n".join(wrong)
 
 

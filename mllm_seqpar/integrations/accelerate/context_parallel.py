@@ -3,7 +3,7 @@
 accelerate's mesh has the dimensions dp_replicate, dp_shard, cp, sp and tp. The ranks along `cp` receive the same
 batches, and FSDP2 shards over dp_shard and cp together. accelerate's own context parallelism cannot be used: `prepare`
 registers hooks on every `*self_attn` that drop attention masks, and each step then runs inside a context manager that
-shards the inputs and replaces torch's attention, for text-only models. `Accelerator._prepare_cp` sets up both; only
+shards the inputs and replaces torch's attention, for text-only models. `Accelerator.prepare` sets up both; only
 this module depends on it.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mllm_seqpar._compat import CP_HOOKS, FLATTENED_MESH
+from mllm_seqpar._compat import CP_HOOKS, FLATTENED_MESH, keep_attention
 from mllm_seqpar.errors import ConfigError
 
 
@@ -57,12 +57,7 @@ def disable_context_parallelism(accelerator: Any) -> None:
     """Make `accelerator.prepare` leave the model's attention and masks unchanged for any `cp_size`."""
     if not CP_HOOKS.applies():
         return
-    if not hasattr(accelerator, "_prepare_cp"):
-        raise ConfigError(
-            "this version of accelerate has no Accelerator._prepare_cp, which is where its own context parallelism can "
-            "be disabled; mllm_seqpar/integrations/accelerate/context_parallel.py supports accelerate 1.15"
-        )
-    accelerator._prepare_cp = lambda *objects: objects
+    keep_attention(accelerator)
     if FLATTENED_MESH.applies():
         accelerator.prepare = _without_mesh_warning(accelerator.prepare)
 

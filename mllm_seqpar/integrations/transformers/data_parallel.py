@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from mllm_seqpar._compat import active_ddp
 from mllm_seqpar.errors import AgreementError
 
 
@@ -70,7 +71,7 @@ def _reducing_groups(model: nn.Module) -> tuple[list[Any], str | torch.device, i
 
 def _reducing_ddp() -> DistributedDataParallel | None:
     """Return the DDP whose forward runs, if the gradients of this pass are reduced."""
-    ddp = DistributedDataParallel._get_active_ddp_module()
+    ddp = active_ddp()
     return ddp if ddp is not None and torch.is_grad_enabled() and ddp.require_backward_grad_sync else None
 
 

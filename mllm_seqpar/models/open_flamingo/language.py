@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, MptConfig, MptForCaus
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.mpt.modeling_mpt import MptAttention
 
+from mllm_seqpar._compat import model_class_of
 from mllm_seqpar.errors import ConfigError
 
 from .configuration import LAYERS
@@ -104,7 +105,7 @@ def language_model_class(config: PreTrainedConfig) -> Any:
     """Return the class of the language model: `QKNormMptForCausalLM` for an MPT with `qk_ln`, else transformers'."""
     if config.model_type == "mpt" and config.attn_config.qk_ln:
         return QKNormMptForCausalLM
-    return AutoModelForCausalLM._model_mapping[type(config)]
+    return model_class_of(AutoModelForCausalLM, config)
 
 
 def load_language_model(directory: str | os.PathLike[str]) -> Any:

@@ -227,7 +227,7 @@ def what_fsdp2_does(rank: int, world: int, family: str, mixed: bool, options: Ma
         calls(RegisterPostBackwardFunction, "backward") as gradients,
         calls(ForwardState, "_frame_spec") as visual,
         calls(ForwardState, "_text_spec") as text,
-        calls(CallSpec, "_plan_steps") as plans,
+        calls(CallSpec, "_filled_in") as plans,
         calls(HyperAttention, "rotate_visual") as rotations,
     ):
         loss = model(**inputs).loss
