@@ -3,8 +3,7 @@
 accelerate's mesh has the dimensions dp_replicate, dp_shard, cp, sp and tp. The ranks along `cp` receive the same
 batches, and FSDP2 shards over dp_shard and cp together. accelerate's own context parallelism cannot be used: `prepare`
 registers hooks on every `*self_attn` that drop attention masks, and each step then runs inside a context manager that
-shards the inputs and replaces torch's attention, for text-only models. `Accelerator.prepare` sets up both; only
-this module depends on it.
+shards the inputs and replaces torch's attention, for text-only models (`_compat.CP_HOOKS`).
 """
 
 from __future__ import annotations
