@@ -172,11 +172,11 @@ def active_ddp() -> Any:
     return DistributedDataParallel._get_active_ddp_module()
 
 
-def is_dropout(module: Any) -> bool:
-    """Return whether a module is one of torch's dropout layers, whose base class is internal, with p above 0."""
+def dropout_class() -> Any:
+    """Return the base class of torch's dropout layers, which have a probability `p`."""
     from torch import nn
 
-    return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+    return nn.modules.dropout._DropoutNd
 
 
 def global_module_hooks() -> list[Any]:

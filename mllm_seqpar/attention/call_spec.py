@@ -83,9 +83,10 @@ class CallSpec:
         Results that go straight to their owner are rounded once, and accumulated there in `accumulate_dtype`.
         """
         straight = self.mesh_shape[axis == "kv"] == 2 or (axis == "q" and self.direct)
-        return self.straight_dtype(inputs) if straight else self.accumulate_dtype
+        return inputs if straight and self.round_results else self.accumulate_dtype
 
     def straight_dtype(self, inputs: torch.dtype) -> torch.dtype:
+        """Return the dtype in which results that go straight to their owner are sent, for inputs of a dtype."""
         return inputs if self.round_results else self.accumulate_dtype
 
     @cached_property

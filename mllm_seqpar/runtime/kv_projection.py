@@ -71,18 +71,13 @@ class KVProjection:
         k, v = self._split([linear(x) for linear in self.linears])
         if raw_keys is not None:
             raw_keys.append(k.contiguous())  # not a view that keeps V alive
-        if len(self.linears) == 1 and self.modifies_keys:
+        if len(self.linears) == 1 and (self.key_norm is not None or self.rotate is not None):
             v = v.contiguous()  # A view would keep the unmodified K, which shares its storage, alive.
         if self.key_norm is not None:
             k = self.key_norm(k)
         if self.rotate is not None:
             k = self.rotate(k, index, False)
         return k.flatten(0, 1).transpose(0, 1)[None], v.flatten(0, 1).transpose(0, 1)[None]
-
-    @property
-    def modifies_keys(self) -> bool:
-        """Whether K is not the output of a linear layer."""
-        return self.key_norm is not None or self.rotate is not None
 
     def has_direct_grads(self, trained: Sequence[Tensor]) -> bool:
         """Return whether `direct_grads` computes the gradients of the parameters `trained`: whether every linear layer
@@ -253,12 +248,15 @@ def _inner(leaf: Tensor) -> Tensor:
     return leaf.view_as(leaf)
 
 
-def parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Return the parameters of modules, each once. `Module.parameters` takes as long as a small projection."""
+def parameters_of(modules: Iterable[nn.Module], trained: bool = False) -> list[Tensor]:
+    """Return the parameters of modules, each once; with `trained`, those that require gradients.
+
+    `Module.parameters` takes as long as a small projection.
+    """
     found: dict[int, Tensor] = {}
     for module in modules:
         for parameter in module.parameters() if module._modules else module._parameters.values():
-            if parameter is not None:
+            if parameter is not None and (parameter.requires_grad or not trained):
                 found.setdefault(id(parameter), parameter)
     return list(found.values())
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from mllm_seqpar._compat import is_dropout
+from mllm_seqpar._compat import dropout_class
 from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.attention.keys import AutocastState, GivenKeys, Keys
 from mllm_seqpar.errors import ShapeError
@@ -36,6 +36,8 @@ CUDA_CHUNK_BYTES = 512 << 20
 """The same on a GPU, whose matrix multiplications are efficient for more rows, and which has fewer launches then."""
 
 _SAMPLED = 4096
+
+_DROPOUT = dropout_class()
 
 
 @dataclass(frozen=True)
@@ -135,18 +137,18 @@ def project_whole(
     project: Projection, modules: Sequence[nn.Module], features: Tensor, index: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return what `project_all` returns, projected all at once, for autograd to save."""
+    return call_within(units_among(modules), lambda x: _projected(project, x, index, dtype), features)
 
-    def compute(features: Tensor) -> tuple[Tensor, Tensor]:
-        k, v = project(features, index)
-        return k.to(dtype).contiguous(), v.to(dtype).contiguous()
 
-    return call_within(units_among(modules), compute, features)
+def _projected(project: Projection, features: Tensor, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    k, v = project(features, index)
+    return k.to(dtype).contiguous(), v.to(dtype).contiguous()
 
 
 def project_chunks(project: Projection, features: Tensor, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     chunks, tokens = frame_chunks(features), features.shape[1]
     if len(chunks) == 1:
-        return project_whole(project, (), features, index, dtype)
+        return _projected(project, features, index, dtype)
     whole: tuple[Tensor, ...] = ()
     for chunk in chunks:
         parts = [x.to(dtype) for x in project(features[chunk], index[chunk])]
@@ -278,7 +280,7 @@ class RecomputedKeys(Keys):
         return lambda y, index, dk, dv: autograd_grads(project, y, index, dk, dv, self.dtype, needs_features, trained)
 
     def _parameters(self) -> list[Tensor]:
-        return [parameter for parameter in parameters_of(self.modules) if parameter.requires_grad]
+        return parameters_of(self.modules, trained=True)
 
     @property
     def is_random(self) -> bool:
@@ -288,7 +290,7 @@ class RecomputedKeys(Keys):
     def _uses_random_numbers(self) -> bool:
         for module in self.modules:
             for part in module.modules() if module._modules else (module,):
-                if is_dropout(part) and part.training:
+                if isinstance(part, _DROPOUT) and part.training and part.p > 0:
                     return True
         return False
 
