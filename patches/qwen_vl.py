@@ -31,68 +31,18 @@ from mllm_seqpar.adapting import (
     VisualTokens,
     copy_to_device,
     frame_bounds,
-    is_instance_by_name,
 )
 from mllm_seqpar.adapting.transformers import (
     DecoderOnlyFamily,
-    as_forward,
     causal_mask,
     decoder_arguments,
     makes_cache,
-    patch_generate,
     run_pass,
-    use_seqpar_attention,
 )
 
 from .qwen_vl_inputs import FEATURES, GRIDS, PIXELS, TOKENS, QwenVLInputs, compared_tensors
 
 _VISUAL_ARGUMENTS = (*PIXELS, FEATURES, *GRIDS, "second_per_grid_ts", "visual_shard")
-
-
-class QwenVLAdapter:
-    """The adapter of one of the two families.
-
-    Attributes:
-        model_class, package: the class of its models, and where transformers defines it.
-    """
-
-    has_cross_attention = False
-    frame_arguments = (*PIXELS, FEATURES)
-    name: str
-    model_class: str
-    package: str
-
-    def matches(self, model: nn.Module) -> bool:
-        return is_instance_by_name(model, self.model_class, self.package)
-
-    def family(self, model: Any, context: SeqParContext) -> QwenVLFamily:
-        return QwenVLFamily(model, context)
-
-    def check(self, model: Any, context: SeqParContext) -> None:
-        strategy = context.config.strategy
-        if strategy not in ("lv-xattn", "auto"):
-            choice = "" if strategy == "replicate" else f', and pass self_attention="{strategy}" for the whole sequence'
-            raise ConfigError(
-                f'strategy="{strategy}": {self.name} has no cross-attention to frames, which this option is for; leave '
-                f"it out{choice}"
-            )
-
-    def install(self, model: Any, context: SeqParContext, patch: Patch) -> None:
-        if context.config.strategy == "auto" and context.config.self_attention == "ring":
-            patch.context = context = replace(context, config=replace(context.config, self_attention="auto"))
-        layers = model.model.language_model.layers
-        attention = [layer.self_attn for layer in layers]
-        use_seqpar_attention(patch, attention)
-        patch.chunk_forwards(layer.mlp for layer in layers)
-        patch.guard(model, attention)
-        patch.set(model, "forward", _model_forward(model, context, self.family(model, context)))
-        for name, replacement in (
-            ("_expand_inputs_for_generation", _expand_inputs),
-            ("prepare_inputs_for_generation", _prepare_inputs),
-        ):
-            unpatched = getattr(model, name)
-            patch.set(model, name, functools.wraps(unpatched)(functools.partial(replacement, unpatched)))
-        patch_generate(model, patch)
 
 
 def _prepare_inputs(unpatched: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -125,11 +75,52 @@ def _expand_inputs(
 class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
     """The model of both families; `deepstack` is how many further embeddings each visual token has."""
 
+    has_cross_attention = False
+    frame_arguments = (*PIXELS, FEATURES)
+    forward_doc = """
+        Sequence-parallel (patched by mllm_seqpar): `visual_shard` says that `pixel_values` and `pixel_values_videos`
+        hold only the rows of this rank's temporal patches, of `visual_shard.total`, those of all images and videos in
+        the order of their tokens in the text. The grids and the text are those of all ranks. A rank without rows of
+        one of the two passes an empty tensor. `visual_embeds` takes the place of both: rows of embeddings (in Qwen3-VL
+        with those of deepstack beside them) that were computed before. `visual_samples` is passed by `generate` with
+        beams: the number of samples that the frames belong to.
+"""
+
     deepstack = 0
     packs_by_positions = False
     """Whether positions (B, L) also count the tokens of the text; otherwise only positions (4, B, L) do."""
     position_arguments: tuple[str, ...] = ()
     """Further arguments that positions are computed from."""
+
+    @classmethod
+    def check(cls, model: Any, context: SeqParContext) -> None:
+        strategy = context.config.strategy
+        if strategy not in ("lv-xattn", "auto"):
+            choice = "" if strategy == "replicate" else f', and pass self_attention="{strategy}" for the whole sequence'
+            raise ConfigError(
+                f'strategy="{strategy}": {cls.name} has no cross-attention to frames, which this option is for; leave '
+                f"it out{choice}"
+            )
+
+    @classmethod
+    def install(cls, model: Any, context: SeqParContext, patch: Patch) -> None:
+        if context.config.strategy == "auto" and context.config.self_attention == "ring":
+            patch.context = context = replace(context, config=replace(context.config, self_attention="auto"))
+        super().install(model, context, patch)
+
+    def text_attention(self) -> Iterable[nn.Module]:
+        return (layer.self_attn for layer in self.model.model.language_model.layers)
+
+    def mlps(self) -> Iterable[nn.Module]:
+        return (layer.mlp for layer in self.model.model.language_model.layers)
+
+    def install_more(self, patch: Patch) -> None:
+        for name, replacement in (
+            ("_expand_inputs_for_generation", _expand_inputs),
+            ("prepare_inputs_for_generation", _prepare_inputs),
+        ):
+            unpatched = getattr(self.model, name)
+            patch.set(self.model, name, functools.wraps(unpatched)(functools.partial(replacement, unpatched)))
 
     @property
     def called_modules(self) -> Iterable[nn.Module]:
@@ -190,8 +181,8 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         cuts = torch.tensor([first for first, _ in frame_bounds(total, comm.size)] + [total])
         return TokenPlaces(samples, positions, numbers[samples, positions], ends[cuts])
 
-    def check(self, inputs: QwenVLInputs, kwargs: Mapping[str, Any]) -> None:
-        super().check(inputs, kwargs)
+    def check_inputs(self, inputs: QwenVLInputs, kwargs: Mapping[str, Any]) -> None:
+        super().check_inputs(inputs, kwargs)
         inputs.check()
 
     def rotary_positions(self, given: Mapping[str, Any], inputs: QwenVLInputs) -> Tensor | None:
@@ -233,10 +224,8 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         """Return the decoder's arguments that hold the embeddings of layers behind the first."""
         return {}
 
-
-def _model_forward(model: Any, context: SeqParContext, family: QwenVLFamily) -> Any:
     def forward(
-        self: Any,
+        self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
@@ -257,14 +246,14 @@ def _model_forward(model: Any, context: SeqParContext, family: QwenVLFamily) -> 
         visual_samples: int | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        if second_per_grid_ts is not None and "second_per_grid_ts" not in family.position_arguments:
+        if second_per_grid_ts is not None and "second_per_grid_ts" not in self.position_arguments:
             kwargs["second_per_grid_ts"] = second_per_grid_ts  # refused, as an argument that nothing reads
         pixels = _with_rows(pixel_values, image_grid_thw), _with_rows(pixel_values_videos, video_grid_thw)
         given = {"image_grid_thw": image_grid_thw, "video_grid_thw": video_grid_thw}
         given |= {"mm_token_type_ids": mm_token_type_ids, "second_per_grid_ts": second_per_grid_ts}
         text = input_ids if input_ids is not None else inputs_embeds
         frames = next((x for x in (visual_embeds, *pixels) if x is not None), None)
-        if frames is not None and _only_cached_frames(self.config, input_ids, past_key_values):
+        if frames is not None and _only_cached_frames(self.model.config, input_ids, past_key_values):
             frames = visual_embeds = None
             pixels = None, None
         inputs = QwenVLInputs(
@@ -280,30 +269,18 @@ def _model_forward(model: Any, context: SeqParContext, family: QwenVLFamily) -> 
             visual_shard=visual_shard,
             compared_tensors={}
             if frames is None
-            else compared_tensors(self.config, family.embed, text, (*pixels, visual_embeds), visual_shard, given),
+            else compared_tensors(self.model.config, self.embed, text, (*pixels, visual_embeds), visual_shard, given),
             past_key_values=past_key_values,
-            use_cache=makes_cache(context, self, family.text_config, use_cache, past_key_values, labels),
-            detects_packing=not _unpatched_caches(self, past_key_values, use_cache),
+            use_cache=makes_cache(self.context, self.model, self.text_config, use_cache, past_key_values, labels),
+            detects_packing=not _unpatched_caches(self.model, past_key_values, use_cache),
             frame_names=(*PIXELS, FEATURES),
             pixels=pixels,
-            merge=family.merge,
+            merge=self.merge,
             samples=visual_samples or (1 if text is None else text.shape[0]),
-            packs_by_positions=family.packs_by_positions,
-            rotary=functools.partial(family.rotary_positions, given),
+            packs_by_positions=self.packs_by_positions,
+            rotary=functools.partial(self.rotary_positions, given),
         )
-        return run_pass(family, inputs, logits_to_keep, kwargs)
-
-    return as_forward(model, forward, _VISUAL_SHARD_DOC)
-
-
-_VISUAL_SHARD_DOC = """
-        Sequence-parallel (patched by mllm_seqpar): `visual_shard` says that `pixel_values` and `pixel_values_videos`
-        hold only the rows of this rank's temporal patches, of `visual_shard.total`, those of all images and videos in
-        the order of their tokens in the text. The grids and the text are those of all ranks. A rank without rows of
-        one of the two passes an empty tensor. `visual_embeds` takes the place of both: rows of embeddings (in Qwen3-VL
-        with those of deepstack beside them) that were computed before. `visual_samples` is passed by `generate` with
-        beams: the number of samples that the frames belong to.
-"""
+        return run_pass(self, inputs, logits_to_keep, kwargs)
 
 
 def _with_rows(pixels: Tensor | None, grid: Tensor | None) -> Tensor | None:

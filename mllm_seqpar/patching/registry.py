@@ -6,8 +6,9 @@ An external family registers its adapter with `register_adapter`, or its package
 
 from __future__ import annotations
 
+import inspect
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -25,6 +26,8 @@ _registered: dict[str, Adapter] = {}
 @runtime_checkable
 class Adapter(Protocol):
     """Protocol of the adapter of a model family, which `patch_model` calls.
+
+    An adapter is an object, or a class whose `matches`, `check` and `install` are class methods, such as a `Family`.
 
     An adapter may also have `frame_arguments`, the names of the model's arguments that hold frames or features, which
     `SeqParTrainer` then leaves in host memory. The forward has to take `HostFrames` for them, as `as_forward` does.
@@ -67,12 +70,21 @@ def register_adapter(adapter: Adapter) -> None:
 
 
 def _protocol_error(adapter: object) -> str | None:
-    if isinstance(adapter, type):
+    if isinstance(adapter, type) and not _is_adapter(adapter):
         return f"the class {adapter.__name__} was given where an instance of it is expected"
     if isinstance(adapter, Adapter):
         return None
     missing = [name for name in ("name", "matches", "check", "install") if not hasattr(adapter, name)]
     return f"{type(adapter).__name__} lacks {', '.join(missing)}, parts of mllm_seqpar.patching.registry.Adapter"
+
+
+def _is_adapter(given: object) -> bool:
+    """Return whether a class is an adapter itself, rather than its instances."""
+    return isinstance(given, type) and inspect.ismethod(getattr(given, "matches", None))
+
+
+def _made_by(given: Any) -> Any:
+    return given if _is_adapter(given) else given()
 
 
 def adapters() -> dict[str, Adapter]:
@@ -85,7 +97,7 @@ def adapters() -> dict[str, Adapter]:
     for point in entry_points(group=ENTRY_POINTS):
         declared = f"the entry point {point.name} = {point.value} of the group {ENTRY_POINTS}"
         try:
-            adapter = point.load()()
+            adapter = _made_by(point.load())
         except Exception as error:
             raise AdapterError(
                 f"{declared} cannot be loaded ({type(error).__name__}: {error}); repair or uninstall the package that "
@@ -99,7 +111,7 @@ def adapters() -> dict[str, Adapter]:
             )
         found.setdefault(adapter.name, adapter)
     for spec in family_specs():
-        adapter = spec.module("adapter").adapter()
+        adapter = _made_by(spec.module("adapter").adapter)
         found.setdefault(adapter.name, adapter)
     return found
 

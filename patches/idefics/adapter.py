@@ -11,7 +11,7 @@ of all B * I, H heads, D head_dim.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,6 @@ from mllm_seqpar.adapting import (
     Patch,
     SeqParContext,
     ShapeError,
-    is_instance_by_name,
 )
 from mllm_seqpar.adapting.transformers import (
     VISUAL_SHARD_DOC,
@@ -38,53 +37,16 @@ from mllm_seqpar.adapting.transformers import (
     ForwardInputs,
     Visibility,
     as_compared_tensors,
-    as_forward,
     causal_mask,
     makes_cache,
     mask_over_samples,
     merge_heads,
-    patch_generate,
     refuse_dropout,
     run_pass,
     split_heads,
-    use_seqpar_attention,
 )
 
 _FRAME_ARGUMENTS = ("pixel_values", "image_encoder_embeddings", "perceiver_embeddings")
-
-
-class IdeficsAdapter:
-    """The adapter of IDEFICS, with and without resampler."""
-
-    name = "IDEFICS"
-    frame_arguments = _FRAME_ARGUMENTS
-
-    def matches(self, model: nn.Module) -> bool:
-        return is_instance_by_name(model, "IdeficsForVisionText2Text", "transformers.")
-
-    def check(self, model: Any, context: SeqParContext) -> None:
-        for index, block in enumerate(model.model.gated_cross_attn_layers):
-            if not getattr(block.cross_attn, "is_cross_attention", False):
-                raise AdapterError(
-                    f"gated_cross_attn_layers[{index}].cross_attn is not a cross-attention; only models of "
-                    "transformers' own IDEFICS classes can be patched"
-                )
-
-    def install(self, model: Any, context: SeqParContext, patch: Patch) -> None:
-        decoder = model.model
-        self_attention = [layer.self_attn for layer in decoder.layers]
-        cross_attention = [block.cross_attn for block in decoder.gated_cross_attn_layers]
-        use_seqpar_attention(patch, self_attention)
-        for index, attention in enumerate(cross_attention):
-            patch.set_forward(attention, functools.partial(_cross_attention, index=index))
-        patch.chunk_forwards(layer.mlp for layer in [*decoder.layers, *decoder.gated_cross_attn_layers])
-        patch.guard(model, [*self_attention, *cross_attention])
-        patch.set_forward(decoder, _run_decoder_layers)
-        patch.set(model, "forward", _model_forward(model, context))
-        patch_generate(model, patch, frame_arguments=_FRAME_ARGUMENTS)
-
-
-adapter = IdeficsAdapter
 
 
 def _cross_attention(
@@ -140,6 +102,33 @@ class IdeficsFamily(Family[_IdeficsInputs]):
     The placement is the number of rows of the pass that the images came with.
     """
 
+    name = "IDEFICS"
+    model_class = "IdeficsForVisionText2Text"
+    frame_arguments = unrepeated_arguments = _FRAME_ARGUMENTS
+    forward_doc = VISUAL_SHARD_DOC.format(frames=", ".join(_FRAME_ARGUMENTS))
+
+    @classmethod
+    def check(cls, model: Any, context: SeqParContext) -> None:
+        for index, block in enumerate(model.model.gated_cross_attn_layers):
+            if not getattr(block.cross_attn, "is_cross_attention", False):
+                raise AdapterError(
+                    f"gated_cross_attn_layers[{index}].cross_attn is not a cross-attention; only models of "
+                    "transformers' own IDEFICS classes can be patched"
+                )
+
+    def text_attention(self) -> Iterable[nn.Module]:
+        return (layer.self_attn for layer in self.model.model.layers)
+
+    def visual_attention(self) -> Iterable[tuple[nn.Module, Callable[..., Any]]]:
+        for index, block in enumerate(self.model.model.gated_cross_attn_layers):
+            yield block.cross_attn, functools.partial(_cross_attention, index=index)
+
+    def mlps(self) -> Iterable[nn.Module]:
+        return (layer.mlp for layer in [*self.model.model.layers, *self.model.model.gated_cross_attn_layers])
+
+    def install_more(self, patch: Patch) -> None:
+        patch.set_forward(self.model.model, _run_decoder_layers)
+
     repeats_frames = True
 
     def cross_attention_shape(self) -> CrossAttentionShape:
@@ -169,8 +158,8 @@ class IdeficsFamily(Family[_IdeficsInputs]):
     def blank_frame(self) -> tuple[Tensor, ...]:
         return (torch.zeros((1, 3, *self._image_size), device=self.embedding_weight().device),)
 
-    def check(self, inputs: _IdeficsInputs, kwargs: Mapping[str, Any]) -> None:
-        super().check(inputs, kwargs)
+    def check_inputs(self, inputs: _IdeficsInputs, kwargs: Mapping[str, Any]) -> None:
+        super().check_inputs(inputs, kwargs)
         if inputs.resampled and not self.model.config.use_resampler:
             raise ShapeError(
                 "perceiver_embeddings were passed to a model without resampler (config.use_resampler); pass "
@@ -232,12 +221,8 @@ class IdeficsFamily(Family[_IdeficsInputs]):
         whole = None if features is None or images is None else features.unflatten(0, (-1, images))
         return IdeficsCausalLMOutputWithPast(**out, image_hidden_states=whole)
 
-
-def _model_forward(model: Any, context: SeqParContext) -> Any:
-    family = IdeficsFamily(model, context)
-
     def forward(
-        self: Any,
+        self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
@@ -259,7 +244,8 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
         frames = given[0] if given else None
         if frames is not None and visual_shard is None:
             frames = frames.flatten(0, 1)
-        from_tower = image_encoder_embeddings is not None
+        from_tower = image_encoder_embeddings is not None and not self.model.config.use_resampler
+        are_features = from_tower or perceiver_embeddings is not None
         inputs = _IdeficsInputs(
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
@@ -268,14 +254,14 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
             labels=labels,
             shift_labels=shift_labels,
             frames=frames,
-            frames_are_features=perceiver_embeddings is not None or (from_tower and not self.config.use_resampler),
+            frames_are_features=are_features,
             pixels_and_features=len(given) > 1,
             visual_shard=visual_shard,
             compared_tensors=as_compared_tensors(
                 image_attention_mask=None if image_attention_mask is None else image_attention_mask.bool()
             ),
             past_key_values=past_key_values,
-            use_cache=makes_cache(context, self, self.config, use_cache, past_key_values, labels),
+            use_cache=makes_cache(self.context, self.model, self.model.config, use_cache, past_key_values, labels),
             detects_packing=False,  # the unpatched model makes a mask of ones if none is given
             frame_names=_FRAME_ARGUMENTS,
             compare_frames=pixel_values is not None,
@@ -283,9 +269,7 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
             interpolate_pos_encoding=bool(interpolate_pos_encoding),
             resampled=perceiver_embeddings is not None,
         )
-        return run_pass(family, inputs, logits_to_keep, kwargs)
-
-    return as_forward(model, forward, VISUAL_SHARD_DOC.format(frames=", ".join(_FRAME_ARGUMENTS)))
+        return run_pass(self, inputs, logits_to_keep, kwargs)
 
 
 def _positions(mask: Tensor | None, positions: Tensor | None, ids: Tensor | None, embeds: Tensor | None) -> Any:
@@ -295,3 +279,6 @@ def _positions(mask: Tensor | None, positions: Tensor | None, ids: Tensor | None
         return positions
     counted = mask.long().cumsum(-1) - 1
     return counted.masked_fill(mask == 0, 1)[:, -text.shape[1] :]
+
+
+adapter = IdeficsFamily

@@ -16,7 +16,7 @@ reproduced here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -36,69 +36,26 @@ from mllm_seqpar.adapting import (
     SeqParContext,
     copy_to_device,
     get_logger,
-    is_instance_by_name,
 )
 from mllm_seqpar.adapting.transformers import (
     Family,
     SequenceParallelCacheState,
     Visibility,
     as_compared_tensors,
-    as_forward,
     causal_mask,
     decoder_arguments,
     makes_cache,
     mark_visual_layers,
     merge_heads,
-    patch_generate,
     refuse_dropout,
     run_pass,
     split_heads,
-    use_seqpar_attention,
 )
 
 from .generation import patch_image_arguments
 from .inputs import ASPECT_RATIOS, MllamaInputs, flat_images
 
 _log = get_logger(__name__)
-
-
-class MllamaAdapter:
-    """The adapter of Llama 3.2 Vision."""
-
-    name = "Llama 3.2 Vision"
-    frame_arguments = ("pixel_values", "cross_attention_states")
-
-    def matches(self, model: nn.Module) -> bool:
-        return is_instance_by_name(model, "MllamaForConditionalGeneration", "transformers.models.mllama.")
-
-    def check(self, model: Any, context: SeqParContext) -> None:
-        decoder = model.model.language_model
-        cross_layers = set(decoder.cross_attention_layers)
-        if 0 in cross_layers:
-            raise AdapterError(
-                f"cross_attention_layers is {sorted(cross_layers)}: transformers counts cached tokens by layer 0, "
-                "which must be a self-attention layer"
-            )
-        for index, layer in enumerate(decoder.layers):
-            if hasattr(layer, "cross_attn") is not (index in cross_layers):
-                found = f"layer {index} is {type(layer).__name__}"
-                raise AdapterError(f"{found}, but cross_attention_layers is {sorted(cross_layers)}")
-
-    def install(self, model: Any, context: SeqParContext, patch: Patch) -> None:
-        layers = model.model.language_model.layers
-        cross_attention = [layer.cross_attn for layer in layers if hasattr(layer, "cross_attn")]
-        self_attention = [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]
-        use_seqpar_attention(patch, self_attention)
-        for attention in cross_attention:
-            patch.set_forward(attention, _cross_attention)
-        patch.chunk_forwards(layer.mlp for layer in layers)
-        patch.guard(model, [*cross_attention, *self_attention])
-        patch.set(model, "forward", _model_forward(model, context))
-        patch_image_arguments(model, patch)
-        patch_generate(model, patch)
-
-
-adapter = MllamaAdapter
 
 
 def _cross_attention(
@@ -117,6 +74,45 @@ class MllamaFamily(Family[MllamaInputs]):
 
     The placement is (number of samples that the images belong to, sample of each row of the images' pass).
     """
+
+    name = "Llama 3.2 Vision"
+    model_class = "MllamaForConditionalGeneration"
+    package = "transformers.models.mllama."
+    frame_arguments = ("pixel_values", "cross_attention_states")
+    forward_doc = """
+        Sequence-parallel (patched by mllm_seqpar): `visual_shard` says that the images passed are only this rank's of
+        `visual_shard.total`, all samples' images (padding images included) in one list: `pixel_values` (f, tiles,
+        channels, height, width), `aspect_ratio_ids` (f,), `aspect_ratio_mask` (f, tiles). With
+        `cross_attention_states` (f, tiles, patches, width) it counts images, with (t, patches, width) tiles.
+        `visual_samples` is passed by `generate` with beams: the number of samples that the images belong to.
+"""
+
+    @classmethod
+    def check(cls, model: Any, context: SeqParContext) -> None:
+        decoder = model.model.language_model
+        cross_layers = set(decoder.cross_attention_layers)
+        if 0 in cross_layers:
+            raise AdapterError(
+                f"cross_attention_layers is {sorted(cross_layers)}: transformers counts cached tokens by layer 0, "
+                "which must be a self-attention layer"
+            )
+        for index, layer in enumerate(decoder.layers):
+            if hasattr(layer, "cross_attn") is not (index in cross_layers):
+                found = f"layer {index} is {type(layer).__name__}"
+                raise AdapterError(f"{found}, but cross_attention_layers is {sorted(cross_layers)}")
+
+    def text_attention(self) -> Iterable[nn.Module]:
+        return (layer.self_attn for layer in self.model.model.language_model.layers if hasattr(layer, "self_attn"))
+
+    def visual_attention(self) -> Iterable[tuple[nn.Module, Callable[..., Any]]]:
+        layers = self.model.model.language_model.layers
+        return ((layer.cross_attn, _cross_attention) for layer in layers if hasattr(layer, "cross_attn"))
+
+    def mlps(self) -> Iterable[nn.Module]:
+        return (layer.mlp for layer in self.model.model.language_model.layers)
+
+    def install_more(self, patch: Patch) -> None:
+        patch_image_arguments(self.model, patch)
 
     _warned_of_missing_mask = False
 
@@ -198,8 +194,8 @@ class MllamaFamily(Family[MllamaInputs]):
         config = self.model.model.language_model.layers[0].self_attn.config  # names the patched attention
         return causal_mask(config, embeds, mask, positions, cache)
 
-    def check(self, inputs: MllamaInputs, kwargs: Mapping[str, Any]) -> None:
-        super().check(inputs, kwargs)
+    def check_inputs(self, inputs: MllamaInputs, kwargs: Mapping[str, Any]) -> None:
+        super().check_inputs(inputs, kwargs)
         inputs.check()
         unmasked = inputs.total_frames and inputs.cross_attention_mask is None
         if unmasked and not self._warned_of_missing_mask and self.text_config._attn_implementation == "sdpa":
@@ -220,12 +216,8 @@ class MllamaFamily(Family[MllamaInputs]):
             **kwargs,
         )
 
-
-def _model_forward(model: Any, context: SeqParContext) -> Any:
-    family = MllamaFamily(model, context)
-
     def forward(
-        self: Any,
+        self,
         input_ids: Tensor | None = None,
         pixel_values: Tensor | None = None,
         aspect_ratio_mask: Tensor | None = None,
@@ -244,7 +236,7 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
         visual_samples: int | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        text, vision = input_ids if input_ids is not None else inputs_embeds, self.model.vision_model
+        text, vision = input_ids if input_ids is not None else inputs_embeds, self.model.model.vision_model
         samples = visual_samples or (0 if text is None else text.shape[0])
         images = (pixel_values, (aspect_ratio_ids, aspect_ratio_mask), cross_attention_states)
         frames, extras = flat_images(*images, visual_shard, samples, vision.num_patches)
@@ -263,28 +255,17 @@ def _model_forward(model: Any, context: SeqParContext) -> Any:
             visual_shard=visual_shard,
             compared_tensors=as_compared_tensors(cross_attention_mask=mask, **ratios),
             past_key_values=past_key_values,
-            use_cache=makes_cache(context, self, family.text_config, use_cache, past_key_values, labels),
-            detects_packing=not _unpatched_caches(self, past_key_values, use_cache),
+            use_cache=makes_cache(self.context, self.model, self.text_config, use_cache, past_key_values, labels),
+            detects_packing=not _unpatched_caches(self.model, past_key_values, use_cache),
             extras=extras,
             frame_names=("pixel_values", "cross_attention_states"),
             cross_attention_mask=mask,
             samples=samples,
             tiles=vision.max_num_tiles,
             patches=vision.num_patches,
-            width=family.text_config.hidden_size,
+            width=self.text_config.hidden_size,
         )
-        return run_pass(family, inputs, logits_to_keep, kwargs)
-
-    return as_forward(model, forward, _VISUAL_SHARD_DOC)
-
-
-_VISUAL_SHARD_DOC = """
-        Sequence-parallel (patched by mllm_seqpar): `visual_shard` says that the images passed are only this rank's of
-        `visual_shard.total`, all samples' images (padding images included) in one list: `pixel_values` (f, tiles,
-        channels, height, width), `aspect_ratio_ids` (f,), `aspect_ratio_mask` (f, tiles). With
-        `cross_attention_states` (f, tiles, patches, width) it counts images, with (t, patches, width) tiles.
-        `visual_samples` is passed by `generate` with beams: the number of samples that the images belong to.
-"""
+        return run_pass(self, inputs, logits_to_keep, kwargs)
 
 
 def _unpatched_caches(model: Any, past: Cache | None, use_cache: bool | None) -> bool:
@@ -292,3 +273,6 @@ def _unpatched_caches(model: Any, past: Cache | None, use_cache: bool | None) ->
     decoder = model.model.language_model
     wanted = model.config.get_text_config(decoder=True).use_cache if use_cache is None else use_cache
     return past is not None or (bool(wanted) and not (decoder.gradient_checkpointing and decoder.training))
+
+
+adapter = MllamaFamily

@@ -8,7 +8,7 @@ Shape legend: B samples, L text tokens, s of them on this rank, f frames of this
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -30,7 +30,6 @@ from mllm_seqpar.adapting import (
     ShapeError,
     VisualKVCache,
     copy_to_device,
-    is_instance_by_name,
 )
 from mllm_seqpar.adapting.transformers import (
     VISUAL_SHARD_DOC,
@@ -39,59 +38,18 @@ from mllm_seqpar.adapting.transformers import (
     SequenceParallelCacheState,
     Visibility,
     as_compared_tensors,
-    as_forward,
     cache_state_of,
     causal_mask,
     decoder_arguments,
     makes_cache,
     merge_heads,
-    patch_generate,
     refuse_dropout,
     run_pass,
     text_keys,
-    use_seqpar_attention,
 )
 from mllm_seqpar.models.cache_rows import attach, detach
 from mllm_seqpar.models.mplug_owl3.media import MediaLayout, check_layout
 from mllm_seqpar.models.mplug_owl3.visual_inputs import VisualCache, visual_cache
-
-
-class MPlugOwl3Adapter:
-    """The adapter of the native mPLUG-Owl3, all published generations."""
-
-    name = "mPLUG-Owl3"
-    frame_arguments = ("pixel_values", "image_embeds")
-
-    def matches(self, model: nn.Module) -> bool:
-        return is_instance_by_name(model, "MPlugOwl3ForConditionalGeneration", "mllm_seqpar.models.mplug_owl3.")
-
-    def check(self, model: Any, context: SeqParContext) -> None:
-        from mllm_seqpar.models.mplug_owl3.hyper_attention import HyperAttention
-
-        hyper_layers = {number - 1 for number in model.config.hyper_layers}
-        for index, layer in enumerate(model.language_model.model.layers):
-            # A wrapper that passes on attributes (PEFT's modules_to_save) contains the attention.
-            found = any(isinstance(module, HyperAttention) for module in layer.self_attn.modules())
-            if found is not (index in hyper_layers):
-                raise AdapterError(
-                    f"layer {index} has {type(layer.self_attn).__name__}, but config.hyper_layers is "
-                    f"{model.config.hyper_layers} (counted from 1)"
-                )
-
-    def install(self, model: Any, context: SeqParContext, patch: Patch) -> None:
-        layers = model.language_model.model.layers
-        attention = [layer.self_attn for layer in layers]
-        use_seqpar_attention(patch, attention)
-        for number in model.config.hyper_layers:
-            patch.set_forward(attention[number - 1], _hyper_attention)
-        patch.chunk_forwards(layer.mlp for layer in layers)
-        patch.guard(model, attention)
-        patch.set(model, "forward", _model_forward(model, context))
-        patch.set(model, "count_frames", functools.partial(_count_frames, model.count_frames))
-        patch_generate(model, patch)
-
-
-adapter = MPlugOwl3Adapter
 
 
 def _count_frames(unpatched: Any, *args: Any, visual_shard: FrameShard | None = None, **kwargs: Any) -> int:
@@ -170,7 +128,41 @@ class _MPlugOwl3Inputs(ForwardInputs):
 
 
 class MPlugOwl3Family(Family[Any]):
-    """mPLUG-Owl3. SigLIP frames are one flat list, and each has a rotary position."""
+    """The native mPLUG-Owl3, all published generations. SigLIP frames are one list, each with a rotary position."""
+
+    name = "mPLUG-Owl3"
+    model_class = "MPlugOwl3ForConditionalGeneration"
+    package = "mllm_seqpar.models.mplug_owl3."
+    frame_arguments = ("pixel_values", "image_embeds")
+    forward_doc = VISUAL_SHARD_DOC.format(frames="`pixel_values` or `image_embeds`")
+
+    @classmethod
+    def check(cls, model: Any, context: SeqParContext) -> None:
+        from mllm_seqpar.models.mplug_owl3.hyper_attention import HyperAttention
+
+        hyper_layers = {number - 1 for number in model.config.hyper_layers}
+        for index, layer in enumerate(model.language_model.model.layers):
+            # A wrapper that passes on attributes (PEFT's modules_to_save) contains the attention.
+            found = any(isinstance(module, HyperAttention) for module in layer.self_attn.modules())
+            if found is not (index in hyper_layers):
+                raise AdapterError(
+                    f"layer {index} has {type(layer.self_attn).__name__}, but config.hyper_layers is "
+                    f"{model.config.hyper_layers} (counted from 1)"
+                )
+
+    def text_attention(self) -> list[nn.Module]:
+        return [layer.self_attn for layer in self.model.language_model.model.layers]
+
+    def visual_attention(self) -> Iterable[tuple[nn.Module, Callable[..., Any]]]:
+        """Return the attention of hyper layers, to text and frames."""
+        attention = self.text_attention()
+        return ((attention[number - 1], _hyper_attention) for number in self.model.config.hyper_layers)
+
+    def mlps(self) -> Iterable[nn.Module]:
+        return (layer.mlp for layer in self.model.language_model.model.layers)
+
+    def install_more(self, patch: Patch) -> None:
+        patch.set(self.model, "count_frames", functools.partial(_count_frames, self.model.count_frames))
 
     @property
     def inclusive(self) -> bool:
@@ -231,8 +223,8 @@ class MPlugOwl3Family(Family[Any]):
             masks["sliding_attention"] = causal_mask(config, embeds, mask, positions, cache, sliding=True)
         return masks
 
-    def check(self, inputs: ForwardInputs, kwargs: Mapping[str, Any]) -> None:
-        super().check(inputs, kwargs)
+    def check_inputs(self, inputs: ForwardInputs, kwargs: Mapping[str, Any]) -> None:
+        super().check_inputs(inputs, kwargs)
         width = self.model.config.hidden_size
         if inputs.frames is not None and inputs.frames_are_features and inputs.frames.shape[2:] != (width,):
             raise ShapeError(
@@ -264,6 +256,47 @@ class MPlugOwl3Family(Family[Any]):
         self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, state: ForwardState, **kwargs: Any
     ) -> Any:
         return self.model.language_model.model(**decoder_arguments(embeds, positions, mask, cache, state), **kwargs)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        media_offset: Any = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        image_embeds: Tensor | None = None,
+        media_layout: MediaLayout | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        visual_shard: FrameShard | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        _, unpatched_caches = self.model._cache_for(past_key_values, use_cache)
+        caches = makes_cache(self.context, self.model, self.model.config, use_cache, past_key_values, labels)
+        layout = {} if media_layout is None else {name: getattr(media_layout, name) for name in _LAYOUT}
+        inputs = _MPlugOwl3Inputs(
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            labels=labels,
+            shift_labels=kwargs.pop("shift_labels", None),
+            frames=pixel_values if pixel_values is not None else image_embeds,
+            frames_are_features=image_embeds is not None,
+            pixels_and_features=pixel_values is not None and image_embeds is not None,
+            visual_shard=visual_shard,
+            compared_tensors=as_compared_tensors(media_offset=media_offset, **layout),
+            past_key_values=past_key_values,
+            use_cache=past_key_values is not None or bool(caches and unpatched_caches),
+            detects_packing=not unpatched_caches,
+            model=self.model,
+            media_offset=media_offset,
+            media_layout=media_layout,
+        )
+        return _run_with_native_cache(self, inputs, logits_to_keep, kwargs)
 
 
 def _run_with_native_cache(
@@ -297,48 +330,4 @@ def _run_with_native_cache(
     return out
 
 
-def _model_forward(model: Any, context: SeqParContext) -> Any:
-    family = MPlugOwl3Family(model, context)
-
-    def forward(
-        self: Any,
-        input_ids: Tensor | None = None,
-        pixel_values: Tensor | None = None,
-        media_offset: Any = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        image_embeds: Tensor | None = None,
-        media_layout: MediaLayout | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        visual_shard: FrameShard | None = None,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
-        _, unpatched_caches = self._cache_for(past_key_values, use_cache)
-        caches = makes_cache(context, self, self.config, use_cache, past_key_values, labels)
-        layout = {} if media_layout is None else {name: getattr(media_layout, name) for name in _LAYOUT}
-        inputs = _MPlugOwl3Inputs(
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            labels=labels,
-            shift_labels=kwargs.pop("shift_labels", None),
-            frames=pixel_values if pixel_values is not None else image_embeds,
-            frames_are_features=image_embeds is not None,
-            pixels_and_features=pixel_values is not None and image_embeds is not None,
-            visual_shard=visual_shard,
-            compared_tensors=as_compared_tensors(media_offset=media_offset, **layout),
-            past_key_values=past_key_values,
-            use_cache=past_key_values is not None or bool(caches and unpatched_caches),
-            detects_packing=not unpatched_caches,
-            model=self,
-            media_offset=media_offset,
-            media_layout=media_layout,
-        )
-        return _run_with_native_cache(family, inputs, logits_to_keep, kwargs)
-
-    return as_forward(model, forward, VISUAL_SHARD_DOC.format(frames="`pixel_values` or `image_embeds`"))
+adapter = MPlugOwl3Family

@@ -14,7 +14,7 @@ import functools
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -26,7 +26,6 @@ from mllm_seqpar.adapting import (
     SeqParContext,
     ShapeError,
     copy_to_host,
-    is_instance_by_name,
 )
 from mllm_seqpar.adapting.transformers import (
     as_forward,
@@ -41,16 +40,16 @@ from .language_models import LANGUAGE_MODELS, language_model_of
 from .media import FlamingoFamily, Media, MediaInputs, cross_attention_forward, cross_attentions, run_layer
 
 
-class OpenFlamingoAdapter:
-    """The adapter of OpenFlamingo over the language models of `LANGUAGE_MODELS`."""
+class OpenFlamingoFamily(FlamingoFamily):
+    """OpenFlamingo over the language models of `LANGUAGE_MODELS`: how it is found and patched."""
 
     name = "OpenFlamingo"
+    model_class = "Flamingo"
+    package = "open_flamingo."
     frame_arguments = ("vision_x", "pixel_values")
 
-    def matches(self, model: nn.Module) -> bool:
-        return is_instance_by_name(model, "Flamingo", "open_flamingo.")
-
-    def check(self, model: Any, context: SeqParContext) -> None:
+    @classmethod
+    def check(cls, model: Any, context: SeqParContext) -> None:
         language_model = model.lang_encoder
         if not getattr(language_model, "initialized_flamingo", False):
             raise AdapterError("lang_encoder is no Flamingo language model yet; call its init_flamingo first")
@@ -67,8 +66,9 @@ class OpenFlamingoAdapter:
             )
         language_model_of(language_model).check()
 
-    def install(self, model: Any, context: SeqParContext, patch: Patch) -> None:
-        language_model, family = model.lang_encoder, FlamingoFamily(model, context)
+    @classmethod
+    def install(cls, model: Any, context: SeqParContext, patch: Patch) -> None:
+        language_model, family = model.lang_encoder, cls(model, context)
         family.language_model.install(patch)
         for index, attention in cross_attentions(language_model):
             patch.guard(language_model, [attention])
@@ -84,7 +84,7 @@ class OpenFlamingoAdapter:
         patch.set(model, "cache_media", _cache_media(model, family))
 
 
-adapter = OpenFlamingoAdapter
+adapter = OpenFlamingoFamily
 
 
 def _condition_layers(language_model: Any, vision_x: Any) -> None:
@@ -152,7 +152,7 @@ def _cache_media(model: Any, family: FlamingoFamily) -> Any:
         media = Media.of(vision_x, visual_shard, input_ids.shape[0])
         time = (input_ids == model.media_token_id).cumsum(-1)
         inputs = MediaInputs.of(media, time, comm, input_ids=input_ids)
-        require_same_inputs(comm, inputs, lambda: family.check(inputs, {}))
+        require_same_inputs(comm, inputs, lambda: family.check_inputs(inputs, {}))
         media.features = local_features(family, inputs)
         unpatched(input_ids, media)
 

@@ -159,8 +159,8 @@ class FlamingoFamily(Family[MediaInputs]):
         heads = attentions[0].heads
         return CrossAttentionShape(heads, heads, attentions[0].to_q.out_features // heads, len(attentions))
 
-    def check(self, inputs: MediaInputs, kwargs: Mapping[str, Any]) -> None:
-        super().check(inputs, kwargs)
+    def check_inputs(self, inputs: MediaInputs, kwargs: Mapping[str, Any]) -> None:
+        super().check_inputs(inputs, kwargs)
         media = inputs.media
         if media is None:
             raise ShapeError(

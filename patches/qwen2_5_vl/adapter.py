@@ -9,29 +9,17 @@ from typing import Any
 
 from torch import Tensor
 
-from mllm_seqpar.adapting import SeqParContext
 from mllm_seqpar.adapting.transformers import causal_mask
 
-from ..qwen_vl import QwenVLAdapter, QwenVLFamily
-
-
-class Qwen2_5_VLAdapter(QwenVLAdapter):
-    """The adapter of Qwen2.5-VL."""
-
-    name = "Qwen2.5-VL"
-    model_class = "Qwen2_5_VLForConditionalGeneration"
-    package = "transformers.models.qwen2_5_vl."
-
-    def family(self, model: Any, context: SeqParContext) -> QwenVLFamily:
-        return Qwen2_5_VLFamily(model, context)
-
-
-adapter = Qwen2_5_VLAdapter
+from ..qwen_vl import QwenVLFamily
 
 
 class Qwen2_5_VLFamily(QwenVLFamily):
     """Qwen2.5-VL."""
 
+    name = "Qwen2.5-VL"
+    model_class = "Qwen2_5_VLForConditionalGeneration"
+    package = "transformers.models.qwen2_5_vl."
     position_arguments = ("second_per_grid_ts",)
 
     def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
@@ -43,3 +31,6 @@ class Qwen2_5_VLFamily(QwenVLFamily):
         return {
             name: causal_mask(config, embeds, mask, positions[0], cache, sliding) for name, sliding in kinds.items()
         }
+
+
+adapter = Qwen2_5_VLFamily

@@ -11,28 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mllm_seqpar.adapting import SeqParContext, VisualTokens
+from mllm_seqpar.adapting import VisualTokens
 
-from ..qwen_vl import QwenVLAdapter, QwenVLFamily
-
-
-class Qwen3VLAdapter(QwenVLAdapter):
-    """The adapter of Qwen3-VL, dense."""
-
-    name = "Qwen3-VL (dense)"
-    model_class = "Qwen3VLForConditionalGeneration"
-    package = "transformers.models.qwen3_vl."
-
-    def family(self, model: Any, context: SeqParContext) -> QwenVLFamily:
-        return Qwen3VLFamily(model, context)
-
-
-adapter = Qwen3VLAdapter
+from ..qwen_vl import QwenVLFamily
 
 
 class Qwen3VLFamily(QwenVLFamily):
     """Qwen3-VL."""
 
+    name = "Qwen3-VL (dense)"
+    model_class = "Qwen3VLForConditionalGeneration"
+    package = "transformers.models.qwen3_vl."
     packs_by_positions = True
 
     @property
@@ -47,3 +36,6 @@ class Qwen3VLFamily(QwenVLFamily):
             return {}
         mask = further[0].mask(*embeds.shape[:2])
         return {"visual_pos_masks": mask, "deepstack_visual_embeds": [tokens.embeddings for tokens in further]}
+
+
+adapter = Qwen3VLFamily

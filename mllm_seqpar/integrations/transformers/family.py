@@ -7,8 +7,9 @@ rank). A frame is held by one rank as a whole. It consists of `units_per_frame` 
 from __future__ import annotations
 
 import functools
+import types
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -16,17 +17,23 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
 
 from mllm_seqpar.comm.devices import require_transferable
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.masks import FrameMask
+from mllm_seqpar.patching import Patch
+from mllm_seqpar.patching.registry import is_instance_by_name
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.fsdp_units import modules_around, refuse_fsdp1
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
 from mllm_seqpar.runtime.visual_tokens import TokenPlaces
+from mllm_seqpar.sharding import tensor_of
 
+from .attention import use_seqpar_attention
 from .cache import SequenceParallelCacheState
+from .generation import patch_generate
 from .input_checks import (
     check_star,
     check_text,
@@ -47,6 +54,21 @@ VISUAL_SHARD_DOC = """
 """
 
 
+def as_forward(model: Any, forward: Callable[..., Any], doc: str = "") -> Any:
+    """Return `forward(self, ...)` as a method of `model` that takes `return_dict` and `HostFrames`, never compiled.
+
+    Schedules are planned in Python for each mask. Compiling that takes minutes, for every new mask. The docstring is
+    that of the unpatched forward with `doc` appended.
+    """
+    forward.__doc__ = (model.forward.__doc__ or "") + doc
+
+    @functools.wraps(forward)
+    def with_tensors(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *map(tensor_of, args), **{name: tensor_of(x) for name, x in kwargs.items()})
+
+    return types.MethodType(torch.compiler.disable(can_return_tuple(with_tensors)), model)
+
+
 @dataclass(frozen=True)
 class Visibility:
     """The frames that the text rows of a pass may attend to."""
@@ -58,21 +80,91 @@ class Visibility:
 
 
 class Family(ABC, Generic[InputsT]):
-    """One patched model, as the forward passes use it.
+    """A model family: what it needs to be found, patched and run. Each patched model has an instance.
 
-    The abstract methods are the minimum: how frames are encoded, what rows may attend to, and how the decoder runs. The
-    other methods have defaults that suit a model with one frame per unit and no state of its own in the cache.
+    The class is the adapter of the family (`mllm_seqpar.patching.registry.Adapter`): its class methods find and patch a
+    model. The methods of an instance name the sites of the model, and what the forward passes use. The abstract methods
+    are the minimum: the forward, how frames are encoded, what rows may attend to, and how the decoder runs. The other
+    methods have defaults that suit a model with one frame per unit and no state of its own in the cache.
 
     Attributes:
+        name: the family's name in messages.
+        model_class, package: the name of the class of its models, and how the name of their package begins.
+        frame_arguments: the arguments of the forward that hold frames or features; they take `HostFrames`.
+        unrepeated_arguments: those of them that `generate` must not repeat for beams (`patch_generate`).
+        forward_doc: what the docstring of the patched forward adds to that of the unpatched one.
         repeats_frames: whether its `generate` passes the frames again with every token.
         checkpoints_visual_layers: whether transformers' gradient checkpointing recomputes layers that attend to frames.
     """
 
+    name: str
+    model_class: str
+    package = "transformers."
+    frame_arguments: tuple[str, ...] = ("pixel_values",)
+    unrepeated_arguments: tuple[str, ...] = ()
+    forward_doc = ""
     repeats_frames = False
     checkpoints_visual_layers = True
 
     def __init__(self, model: Any, context: SeqParContext) -> None:
         self.model, self.context = model, context
+
+    # The adapter: see `Adapter`.
+
+    @classmethod
+    def matches(cls, model: nn.Module) -> bool:
+        return is_instance_by_name(model, cls.model_class, cls.package)
+
+    @classmethod
+    def check(cls, model: Any, context: SeqParContext) -> None:
+        """Raise AdapterError or ConfigError if the model cannot be patched with these options; change nothing."""
+
+    @classmethod
+    def install(cls, model: Any, context: SeqParContext, patch: Patch) -> None:
+        """Replace the forwards of the sites and of the model, each through `patch`."""
+        family = cls(model, context)
+        text, visual = list(family.text_attention()), dict(family.visual_attention())
+        use_seqpar_attention(patch, text)
+        for module, forward in visual.items():
+            patch.set_forward(module, forward)
+        patch.chunk_forwards(family.mlps())
+        patch.guard(model, [*text, *visual])
+        family.install_more(patch)
+        patch.set(model, "forward", family._model_forward())
+        patch_generate(model, patch, family.unrepeated_arguments)
+
+    def _model_forward(self) -> Any:
+        method = type(self).forward
+
+        @functools.wraps(method)
+        def forward(_: Any, *args: Any, **kwargs: Any) -> Any:
+            return method(self, *args, **kwargs)
+
+        return as_forward(self.model, forward, self.forward_doc)
+
+    # The sites.
+
+    def text_attention(self) -> Iterable[nn.Module]:
+        """Return the self-attention of the text, which uses transformers' attention interface."""
+        return ()
+
+    def visual_attention(self) -> Iterable[tuple[nn.Module, Callable[..., Any]]]:
+        """Return the modules that attend to frames, each with its `forward(module, ..., seqpar=state)`."""
+        return ()
+
+    def mlps(self) -> Iterable[nn.Module]:
+        """Return the modules that `mlp_chunk_size` applies to (`Patch.chunk_forwards`)."""
+        return ()
+
+    def install_more(self, patch: Patch) -> None:
+        """Replace what this family needs beyond the sites."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Convert the arguments of the model's forward to a `ForwardInputs`, and return what `run_pass` returns.
+
+        Its signature is that of the model's forward; `self.model` is the model.
+        """
+        raise NotImplementedError
 
     # The frames.
 
@@ -172,7 +264,7 @@ class Family(ABC, Generic[InputsT]):
 
     # Inputs, outputs and the cache.
 
-    def check(self, inputs: InputsT, kwargs: Mapping[str, Any]) -> None:
+    def check_inputs(self, inputs: InputsT, kwargs: Mapping[str, Any]) -> None:
         """Raise for inputs of this rank that are invalid or not supported; the other ranks then raise too."""
         for config in (self.model.config, self.text_config):
             refuse_unsupported_attention(config, kwargs)
@@ -228,8 +320,8 @@ class DecoderOnlyFamily(Family[InputsT]):
         """Return that no row attends to frames other than through the text."""
         return self.empty_visibility(inputs, units, tokens)
 
-    def check(self, inputs: InputsT, kwargs: Mapping[str, Any]) -> None:
-        super().check(inputs, kwargs)
+    def check_inputs(self, inputs: InputsT, kwargs: Mapping[str, Any]) -> None:
+        super().check_inputs(inputs, kwargs)
         config = self.context.config
         if config.visual_offload is not None:
             raise ConfigError(
@@ -269,7 +361,7 @@ def require_same_pass(
         check_text(inputs)
         refuse_unknown_arguments(kwargs)
         check_star(family.context.config, inputs)
-        family.check(inputs, kwargs)
+        family.check_inputs(inputs, kwargs)
 
     options = {"model": family.model, "kwargs": kwargs, "compare_weights": compare}
     return require_same_inputs(family.context.comm, inputs, check, **options)

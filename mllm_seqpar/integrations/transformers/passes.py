@@ -14,8 +14,7 @@ Shape legend: B samples, L text tokens of the pass, s of them on this rank, r ro
 from __future__ import annotations
 
 import functools
-import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +23,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils import can_return_tuple
 
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.models.cache_rows import attach
@@ -34,7 +32,6 @@ from mllm_seqpar.runtime.fsdp_units import call_within
 from mllm_seqpar.runtime.star import block_length
 from mllm_seqpar.runtime.text import TextShards, select_logit_rows
 from mllm_seqpar.runtime.visual_features import fingerprint_of
-from mllm_seqpar.sharding import tensor_of
 
 from .cache import SequenceParallelCacheState, begin_prompt, cache_state_of, shard_cached_text, supports_sharded_text
 from .data_parallel import with_accumulated_gradients
@@ -60,21 +57,6 @@ from .text import (
     uncached_outputs,
     whole_text_outputs,
 )
-
-
-def as_forward(model: Any, forward: Callable[..., Any], doc: str = "") -> Any:
-    """Return `forward(self, ...)` as a method of `model` that takes `return_dict` and `HostFrames`, never compiled.
-
-    Schedules are planned in Python for each mask. Compiling that takes minutes, for every new mask. The docstring is
-    that of the unpatched forward with `doc` appended.
-    """
-    forward.__doc__ = (model.forward.__doc__ or "") + doc
-
-    @functools.wraps(forward)
-    def with_tensors(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return forward(self, *map(tensor_of, args), **{name: tensor_of(x) for name, x in kwargs.items()})
-
-    return types.MethodType(torch.compiler.disable(can_return_tuple(with_tensors)), model)
 
 
 def run_pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: Mapping[str, Any]) -> Any:
