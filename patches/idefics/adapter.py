@@ -106,6 +106,7 @@ class IdeficsFamily(Family[_IdeficsInputs]):
     model_class = "IdeficsForVisionText2Text"
     frame_arguments = unrepeated_arguments = _FRAME_ARGUMENTS
     forward_doc = VISUAL_SHARD_DOC.format(frames=", ".join(_FRAME_ARGUMENTS))
+    repeats_frames = True
 
     @classmethod
     def check(cls, model: Any, context: SeqParContext) -> None:
@@ -128,8 +129,6 @@ class IdeficsFamily(Family[_IdeficsInputs]):
 
     def install_more(self, patch: Patch) -> None:
         patch.set_forward(self.model.model, _run_decoder_layers)
-
-    repeats_frames = True
 
     def cross_attention_shape(self) -> CrossAttentionShape:
         blocks = self.model.model.gated_cross_attn_layers
