@@ -4,10 +4,9 @@ The folder `patches/` is installed as `mllm_seqpar.patches`. Adding a family mea
 `FamilySpec` below; nothing else changes. Modules of a family folder are found by name, and each defines one function:
 
     README.md     five lines: the family, its checkpoints, its sites, its visibility, the contents of each file
-    adapter.py    adapter() -> mllm_seqpar.patching.Adapter                     required, read by `patch_model`
+    adapter.py    adapter, the family's class (`Family`), or another `Adapter`     required, read by `patch_model`
     chat.py       chat_family(processor) -> mllm_seqpar.data.chat_family.ChatFamily    read if `processors` are named
     planner.py    model_sizes(config, name) -> ModelSizes of mllm_seqpar.planner    read if `model_types` are named
-    testing.py    a tiny random model of the family and inputs for it           imported by the tests only
 
 `adapter.py` may be split into further modules of the folder. The guide is docs/guides/add_a_family.md. This module
 imports no family: `mllm_seqpar.families` imports the modules of a family on first use.

@@ -112,7 +112,7 @@ def load_one_model_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def save_tiny_model(path: Path, gate: str | None, seed: int = 0) -> None:
     from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
-    from mllm_seqpar.patches.mplug_owl3.testing import tiny_model, tiny_tokenizer
+    from tiny_models.mplug_owl3 import tiny_model, tiny_tokenizer
 
     tiny_model(gate, seed).save_pretrained(path)
     MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=28), tiny_tokenizer()).save_pretrained(path)

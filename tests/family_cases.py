@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from mllm_seqpar import config
-from mllm_seqpar.patches.idefics.testing import Case as Idefics
-from mllm_seqpar.patches.mllama.testing import Case as Mllama
-from mllm_seqpar.patches.mplug_owl3.testing import Case as Owl
-from mllm_seqpar.patches.qwen2_5_vl.testing import TAKES_EMBEDDINGS
-from mllm_seqpar.patches.qwen2_5_vl.testing import Case as Qwen2_5
-from mllm_seqpar.patches.qwen3_vl.testing import Case as Qwen3
+from tiny_models.idefics import Case as Idefics
+from tiny_models.mllama import Case as Mllama
+from tiny_models.mplug_owl3 import Case as Owl
+from tiny_models.qwen2_5_vl import TAKES_EMBEDDINGS
+from tiny_models.qwen2_5_vl import Case as Qwen2_5
+from tiny_models.qwen3_vl import Case as Qwen3
 
 try:
-    from mllm_seqpar.patches.open_flamingo.testing import LANGUAGE_MODELS, MPT_1B
-    from mllm_seqpar.patches.open_flamingo.testing import Case as Flamingo
+    from tiny_models.open_flamingo import LANGUAGE_MODELS, MPT_1B
+    from tiny_models.open_flamingo import Case as Flamingo
 except ImportError:  # scripts/test.sh installs it without its dependencies, because it pins an old torch
     LANGUAGE_MODELS = ()
 

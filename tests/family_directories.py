@@ -33,9 +33,9 @@ from transformers.models.mllama.image_processing_pil_mllama import MllamaImagePr
 from transformers.utils import is_torchvision_available
 
 from mllm_seqpar.data.needle import make_needle_videos
-from mllm_seqpar.patches.idefics.testing import tiny_model as tiny_idefics
-from mllm_seqpar.patches.mllama.testing import TILES
-from mllm_seqpar.patches.mllama.testing import tiny_model as tiny_mllama
+from tiny_models.idefics import tiny_model as tiny_idefics
+from tiny_models.mllama import TILES
+from tiny_models.mllama import tiny_model as tiny_mllama
 
 VOCABULARY = 128
 
@@ -137,7 +137,7 @@ def make_qwen(folder: Path, family: str) -> None:
     marks = ("<|im_start|>", *(f"<|{name}|>" for name in ("vision_start", "vision_end", "image_pad", "video_pad")))
     tokenizer = character_tokenizer(*marks, bos="<|endoftext|>", eos="<|im_end|>")
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "vocab_size": VOCABULARY}
-    tiny = import_module(f"mllm_seqpar.patches.{family}.testing")
+    tiny = import_module(f"tiny_models.{family}")
     model = tiny.tiny_model(**ids, max_position_embeddings=2048)
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     for name, mark in zip(names, ("image_pad", "video_pad", "vision_start", "vision_end"), strict=True):

@@ -2,7 +2,7 @@
 
 The ranks are threads of this process (`run_loopback`), each with its own copy of the model. `outcome` and `tokens` also
 run on the ranks of a process group. The unpatched model is the reference for everything. The models and batches come
-from the families' modules `testing`; `patches/testing.py` describes them.
+from the modules of `tiny_models`, which describes them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FAMILIES = tuple(module.name for module in pkgutil.iter_modules(patches.__path__
 @functools.cache
 def family_module(family: str) -> Any:
     """Return a family's module `testing`; skip the test if the package of the family's models is not installed."""
-    return pytest.importorskip(f"mllm_seqpar.patches.{family}.testing", exc_type=ImportError)
+    return pytest.importorskip(f"tiny_models.{family}", exc_type=ImportError)
 
 
 _building = threading.Lock()

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from family_cases import FUSED, INSTRUCT, LANGUAGE_MODELS, LONG_WINDOW, MLLAMA, QWENS, RESAMPLER
-from mllm_seqpar.patches.idefics.testing import Case as Idefics
-from mllm_seqpar.patches.mllama.testing import Case as Mllama
-from mllm_seqpar.patches.mplug_owl3.testing import Case as Owl
-from mllm_seqpar.patches.qwen2_5_vl.testing import TAKES_EMBEDDINGS
+from tiny_models.idefics import Case as Idefics
+from tiny_models.mllama import Case as Mllama
+from tiny_models.mplug_owl3 import Case as Owl
+from tiny_models.qwen2_5_vl import TAKES_EMBEDDINGS
 
 GREEDY: dict[str, Any] = {}
 BEAMS, THREE_BEAMS = {"num_beams": 2, "num_return_sequences": 2}, {"num_beams": 3}
@@ -128,8 +128,8 @@ for _family, _qwen in QWENS.items():
         _features = _local(replace(_two, features="embeddings")).with_options(**SHARDED)
         GENERATED[_family]["local features, beams"] = (_features, BEAMS)
 if LANGUAGE_MODELS:
-    from mllm_seqpar.patches.open_flamingo.testing import MEDIA, MPT_1B, PAD, VOCABULARY
-    from mllm_seqpar.patches.open_flamingo.testing import Case as Flamingo
+    from tiny_models.open_flamingo import MEDIA, MPT_1B, PAD, VOCABULARY
+    from tiny_models.open_flamingo import Case as Flamingo
 
     CACHED: dict[str, Any] = {"use_cache": True, "pad_token_id": PAD}
     # One media token beyond the media, one sample with fewer.

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -29,8 +30,10 @@ import torch
 
 from mllm_seqpar import patch_model
 from mllm_seqpar.data.feature_store import open_features, save_features
-from mllm_seqpar.patches.mplug_owl3.testing import tiny_model
 from mllm_seqpar.runtime import visual_features
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+from tiny_models.mplug_owl3 import tiny_model  # noqa: E402
 
 MIB, TEXT, WIDTH, POLL_SECONDS = 2**20, 32, 64, 0.002
 

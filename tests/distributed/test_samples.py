@@ -27,11 +27,11 @@ from mllm_seqpar.inference import Sampling
 from mllm_seqpar.integrations.transformers.attention import merge_heads, split_heads, use_seqpar_attention
 from mllm_seqpar.integrations.transformers.generation import patch_generate
 from mllm_seqpar.models.loading import load_model, load_processor
-from mllm_seqpar.patches.mplug_owl3.testing import Case, inputs_of, tiny_model
 from mllm_seqpar.patching import registry
 from mllm_seqpar.patching.patch import patch_of
 from mllm_seqpar.runtime.kv_projection import KVProjection
 from ranks import ranks
+from tiny_models.mplug_owl3 import Case, inputs_of, tiny_model
 
 PATCHED = ("docs/concepts/decoding.md", "docs/concepts/evidence.md")
 """Pages whose samples begin with a patched model."""

@@ -16,12 +16,12 @@ from family_harness import FAMILIES, family_module, inputs_of, model_of, on_rank
 from mllm_seqpar import FrameShard, patch_model
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import AgreementError, ConfigError, MaskError, SeqParError, ShapeError
-from mllm_seqpar.patches.idefics import testing as idefics
-from mllm_seqpar.patches.mllama.testing import CROSS_LAYERS, PATCHES, TILES
-from mllm_seqpar.patches.mllama.testing import Case as Mllama
-from mllm_seqpar.patches.mplug_owl3.testing import Case as Owl
-from mllm_seqpar.patches.mplug_owl3.testing import local_frames, tiny_frames, tiny_model, tiny_text
 from mllm_seqpar.runtime.visual_features import fingerprint_of
+from tiny_models import idefics
+from tiny_models.mllama import CROSS_LAYERS, PATCHES, TILES
+from tiny_models.mllama import Case as Mllama
+from tiny_models.mplug_owl3 import Case as Owl
+from tiny_models.mplug_owl3 import local_frames, tiny_frames, tiny_model, tiny_text
 
 Inputs = dict[str, Any]
 DIFFERENT = "the ranks differ in"

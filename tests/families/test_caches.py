@@ -18,11 +18,11 @@ from generation_cases import SHARDED
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import ConfigError, ShapeError
-from mllm_seqpar.patches.idefics.testing import Case as Idefics
-from mllm_seqpar.patches.mllama.testing import Case as Mllama
-from mllm_seqpar.patches.mplug_owl3.testing import Case as Owl
-from mllm_seqpar.patches.mplug_owl3.testing import tiny_frames, tiny_model, tiny_text
 from outcomes import error, worst_gradient
+from tiny_models.idefics import Case as Idefics
+from tiny_models.mllama import Case as Mllama
+from tiny_models.mplug_owl3 import Case as Owl
+from tiny_models.mplug_owl3 import tiny_frames, tiny_model, tiny_text
 
 NEW = torch.tensor([[7, 8, 9], [10, 11, 12]])
 OTHER = torch.tensor([[13, 14, 15], [16, 17, 18]])

@@ -14,8 +14,8 @@ from family_harness import inputs_of, model_of
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import LoopbackCommunicator, LoopbackWorld, Pending, Recv, Send, run_loopback
 from mllm_seqpar.errors import AgreementError
-from mllm_seqpar.patches.mplug_owl3.testing import Case
 from mllm_seqpar.planner import Cluster, calibrate
+from tiny_models.mplug_owl3 import Case
 
 AUTO = {"strategy": "auto", "self_attention": "auto"}
 CASE = Case(frames=(3, 2), train=True)

@@ -58,7 +58,7 @@ def _read_by_host(inputs: dict[str, Any]) -> dict[str, Tensor]:
         if name in found:
             found[name] = found[name] == 1
     if "lang_x" in found:
-        from mllm_seqpar.patches.open_flamingo.testing import MEDIA
+        from tiny_models.open_flamingo import MEDIA
 
         found["time"] = (found["lang_x"] == MEDIA).cumsum(-1)
     return found

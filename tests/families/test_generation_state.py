@@ -15,11 +15,11 @@ from family_cases import BATCHES, FUSED
 from family_harness import TOLERANCE, family_module, inputs_of, model_of, on_ranks, settings, slow_unless
 from generation_cases import SHARDED
 from mllm_seqpar.models.mplug_owl3.visual_inputs import visual_cache
-from mllm_seqpar.patches.idefics.testing import Case as Idefics
-from mllm_seqpar.patches.mllama.testing import PATCHES, TILES
-from mllm_seqpar.patches.mllama.testing import Case as Mllama
-from mllm_seqpar.patches.mplug_owl3.testing import Case as Owl
 from outcomes import error
+from tiny_models.idefics import Case as Idefics
+from tiny_models.mllama import PATCHES, TILES
+from tiny_models.mllama import Case as Mllama
+from tiny_models.mplug_owl3 import Case as Owl
 
 OWL = Owl(labels=None)
 MLLAMA = replace(BATCHES["mllama"], labels=None)

@@ -21,9 +21,9 @@ from mllm_seqpar import patch_model
 from mllm_seqpar.attention import call_spec, joint
 from mllm_seqpar.integrations.transformers.cache import SequenceParallelCacheState
 from mllm_seqpar.models.mplug_owl3.hyper_attention import HyperAttention
-from mllm_seqpar.patches.mplug_owl3.testing import Case as Owl
 from mllm_seqpar.runtime import forward_state
 from mllm_seqpar.runtime.frames import VisualKVCache
+from tiny_models.mplug_owl3 import Case as Owl
 
 
 def over_llama(family: str, case: Any) -> Any:

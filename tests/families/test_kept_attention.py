@@ -25,9 +25,9 @@ from family_harness import family_module, inputs_of, model_of, slow_unless
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.attention import joint
 from mllm_seqpar.comm import Communicator, run_loopback
-from mllm_seqpar.patches.mplug_owl3.testing import LORA_TARGETS
 from mllm_seqpar.runtime.visual_features import RecomputedKeys
 from outcomes import Outcome, run_case
+from tiny_models.mplug_owl3 import LORA_TARGETS
 
 
 def by_transformers(model: Any) -> None:

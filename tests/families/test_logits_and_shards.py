@@ -14,10 +14,10 @@ from family_harness import TOLERANCE, build, model_of, on_ranks, slow_unless
 from generation_cases import SHARDED
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.comm import run_loopback
-from mllm_seqpar.patches.mplug_owl3.testing import Case
 from mllm_seqpar.schedules.bytes_sent import Problem, lv_xattn_bytes, ring_bytes
 from mllm_seqpar.sharding import padded_length, sequence_positions
 from outcomes import error
+from tiny_models.mplug_owl3 import Case
 from tolerances import assert_as_near_as_unpatched
 
 CASES = {"gated": Case(frames=(2, 1)), "fused": Case(frames=(2, 1), model=FUSED)}

@@ -15,8 +15,8 @@ from family_harness import check_exact, inputs_of, model_of, on_ranks, slow_unle
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.patches.mplug_owl3.testing import Case
 from mllm_seqpar.planner import Cluster, write_cluster
+from tiny_models.mplug_owl3 import Case
 
 CASE = Case(frames=(6, 5), length=24)
 LOGGER = "mllm_seqpar.planner.auto"

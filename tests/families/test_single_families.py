@@ -13,10 +13,10 @@ from family_cases import BATCHES, INSTRUCT, LANGUAGE_MODELS, RESAMPLER
 from family_harness import TOLERANCE, build, inputs_of, model_of
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.errors import AdapterError, ConfigError, ShapeError
-from mllm_seqpar.patches.idefics.testing import Case as Idefics
-from mllm_seqpar.patches.mllama import testing as mllama
 from mllm_seqpar.patches.open_flamingo.mpt import BIAS_DIMS, bias_dims
 from outcomes import error
+from tiny_models import mllama
+from tiny_models.idefics import Case as Idefics
 from tolerances import assert_as_near_as_unpatched
 
 ONE = Idefics(frames=(4,), mask="before", labels=None, model=INSTRUCT)

@@ -15,13 +15,13 @@ from family_harness import TOLERANCE, build, forward, on_ranks, settings, slow_u
 from generation_cases import BEAMS
 from mllm_seqpar import patch_model
 from mllm_seqpar.errors import ConfigError, MaskError
-from mllm_seqpar.patches.idefics.testing import Case as Idefics
-from mllm_seqpar.patches.mllama.testing import Case as Mllama
-from mllm_seqpar.patches.mplug_owl3.testing import IMAGE_TOKEN
-from mllm_seqpar.patches.mplug_owl3.testing import Case as Owl
 from mllm_seqpar.runtime.star import block_length
 from outcomes import error
 from star_reference import counted, opt_positions, under_star_mask
+from tiny_models.idefics import Case as Idefics
+from tiny_models.mllama import Case as Mllama
+from tiny_models.mplug_owl3 import IMAGE_TOKEN
+from tiny_models.mplug_owl3 import Case as Owl
 
 LENGTH = 27
 """Blocks of 13, 8 and 6 tokens for 2, 3 and 4 ranks, and 1, 3 and 3 tokens of query."""
@@ -68,7 +68,7 @@ PROMPTS = {
     "Llama 3.2 Vision, padded batch": Prompt("mllama", _MLLAMA_PADDED, {}, BOTH),
 }
 if LANGUAGE_MODELS:
-    from mllm_seqpar.patches.open_flamingo.testing import MEDIA
+    from tiny_models.open_flamingo import MEDIA
 
     # Over a cache, a new medium replaces the earlier ones; without a cache it does not.
     _GIVEN: dict[str, Any] = {"suppress_tokens": [MEDIA]}

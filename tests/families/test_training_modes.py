@@ -27,8 +27,8 @@ from family_harness import (
 )
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import run_loopback
-from mllm_seqpar.patches.mplug_owl3.testing import LORA_TARGETS, Case, tiny_frames, tiny_model, tiny_text
 from outcomes import Outcome, average, error, run_case
+from tiny_models.mplug_owl3 import LORA_TARGETS, Case, tiny_frames, tiny_model, tiny_text
 from tolerances import assert_as_near_as_unpatched
 
 BATCH, ONE_FRAME = Case(frames=(3, 2)), Case(frames=(1,), length=9)  # with one frame, one rank of two has none

@@ -9,9 +9,9 @@ import torch
 
 from family_cases import BATCHES
 from family_harness import FAMILIES, check, family_module, outcome, patched, reference, slow_unless
-from mllm_seqpar.patches.mplug_owl3.testing import Case
 from nccl_model import Deadlock, NcclCommunicator, ShardedParameters, run_nccl_model
 from outcomes import Outcome, run_case
+from tiny_models.mplug_owl3 import Case
 
 OPTIONS: list[dict[str, Any]] = [
     {"strategy": "lv-xattn"},

@@ -13,9 +13,11 @@ import torch
 
 import mllm_seqpar
 from mllm_seqpar import patch_model, unpatch_model
-from mllm_seqpar.patches.mplug_owl3.testing import tiny_frames, tiny_model, tiny_text
 
 repository = Path(__file__).resolve().parents[2]
+sys.path.append(str(repository / "tests"))
+from tiny_models.mplug_owl3 import tiny_frames, tiny_model, tiny_text  # noqa: E402
+
 location = Path(mllm_seqpar.__file__).resolve()
 if repository / "mllm_seqpar" in location.parents:
     sys.exit(f"{location} belongs to the repository; install the wheel and run this from another folder")

@@ -138,7 +138,7 @@ def test_adapters_import_the_public_toolkit_only() -> None:
     """What the families of this package need, a family of another package can have as well."""
     wrong = []
     for path, tree in package().items():
-        if part_of(module_of(path)) != "patches" or path.name == "testing.py":
+        if part_of(module_of(path)) != "patches":
             continue
         for line, imported in imports_of(path, ast.walk(tree)):
             # Besides the toolkit: the native models that families patch, and the registry.

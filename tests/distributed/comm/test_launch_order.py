@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from family_harness import family_module, inputs_of
 from mllm_seqpar import patch_model
-from mllm_seqpar.patches.mplug_owl3.testing import Case as Owl
-from mllm_seqpar.patches.mplug_owl3.testing import tiny_model
 from ranks import ranks
+from tiny_models.mplug_owl3 import Case as Owl
+from tiny_models.mplug_owl3 import tiny_model
 
 
 class Launch(NamedTuple):

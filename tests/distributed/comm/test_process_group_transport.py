@@ -17,9 +17,9 @@ from mllm_seqpar import _compat, patch_model
 from mllm_seqpar.attention import lv_xattn, ulysses_attention
 from mllm_seqpar.comm import as_communicator, process_group
 from mllm_seqpar.errors import ConfigError, TransferError
-from mllm_seqpar.patches.mplug_owl3.testing import tiny_frames, tiny_model, tiny_text
 from mllm_seqpar.sharding import frame_range
 from ranks import RankDeath, ranks
+from tiny_models.mplug_owl3 import tiny_frames, tiny_model, tiny_text
 from transport_cases import collectives, exchanges
 
 

@@ -10,9 +10,9 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from mllm_seqpar import patch_model
-from mllm_seqpar.patches.mplug_owl3.testing import Case, inputs_of, shard_units, tiny_model
 from mllm_seqpar.planner import calibrate
 from ranks import ranks
+from tiny_models.mplug_owl3 import Case, inputs_of, shard_units, tiny_model
 
 CASES = [Case(frames=(0,), length=9), Case(frames=(3, 2))]
 """The first batch has no frames, so self-attention asks for rates first, inside a layer that FSDP2 has gathered."""

@@ -17,11 +17,11 @@ from family_cases import BATCHES, QWENS
 from family_harness import TOLERANCE, family_module, inputs_of, model_of
 from mllm_seqpar import patch_model
 from mllm_seqpar.errors import AgreementError
-from mllm_seqpar.patches.mllama.testing import Case as Mllama
-from mllm_seqpar.patches.mplug_owl3.testing import Case as Owl
 from outcomes import worst_gradient
 from ranks import ranks
 from selections import slow_unless
+from tiny_models.mllama import Case as Mllama
+from tiny_models.mplug_owl3 import Case as Owl
 
 TEXT: dict[str, Any] = {"mplug_owl3": Owl(frames=(0, 0), length=11), "mllama": Mllama(frames=((), ()))}
 TEXT |= {family: replace(case, frames=((), ()), length=11) for family, case in QWENS.items()}

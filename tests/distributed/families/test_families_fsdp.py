@@ -19,13 +19,13 @@ from family_cases import BATCHES, FUSED, QWENS
 from family_harness import TOLERANCE, family_module, inputs_of, model_of, reference, settings
 from mllm_seqpar import patch_model
 from mllm_seqpar.errors import AgreementError, ConfigError
-from mllm_seqpar.patches.idefics.testing import Case as Idefics
-from mllm_seqpar.patches.mllama.testing import Case as Mllama
-from mllm_seqpar.patches.mllama.testing import tiny_model as tiny_mllama
-from mllm_seqpar.patches.mplug_owl3.testing import Case as Owl
-from mllm_seqpar.patches.mplug_owl3.testing import tiny_model
 from outcomes import error, worst_gradient
 from ranks import ranks
+from tiny_models.idefics import Case as Idefics
+from tiny_models.mllama import Case as Mllama
+from tiny_models.mllama import tiny_model as tiny_mllama
+from tiny_models.mplug_owl3 import Case as Owl
+from tiny_models.mplug_owl3 import tiny_model
 from tolerances import assert_as_near_as_unpatched
 
 VIDEO, ONE_FRAME, TEXT = Owl(frames=(3, 2)), Owl(frames=(1,)), Owl(frames=(0, 0), length=11)

@@ -30,11 +30,11 @@ from family_harness import (
 from generation_cases import SAMPLING
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.errors import AgreementError, ConfigError
-from mllm_seqpar.patches.mplug_owl3.testing import Case, tiny_model
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.planner import Cluster, write_cluster
 from outcomes import Outcome, run_case
 from ranks import ranks
+from tiny_models.mplug_owl3 import Case, tiny_model
 
 CASE = Case(frames=(3, 2))
 

@@ -29,11 +29,11 @@ from mllm_seqpar import patch_model
 from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.models.mplug_owl3.hyper_attention import HyperAttention
-from mllm_seqpar.patches.mplug_owl3.testing import Case as Owl
 from mllm_seqpar.runtime import visual_features
 from mllm_seqpar.runtime.forward_state import ForwardState
 from outcomes import worst_gradient
 from ranks import ranks
+from tiny_models.mplug_owl3 import Case as Owl
 from tolerances import assert_as_near_as_unpatched
 
 BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from family_cases import BATCHES
 from family_harness import TOLERANCE, family_module, inputs_of, model_of, reference
 from mllm_seqpar import HostFrames, patch_model
-from mllm_seqpar.patches.mplug_owl3.testing import Case as Owl
 from mllm_seqpar.patching.registry import find_adapter
 from outcomes import worst_gradient
 from ranks import ranks
 from selections import slow_unless
+from tiny_models.mplug_owl3 import Case as Owl
 
 VIDEO = Owl(frames=(12,), length=40, features="projected")
 

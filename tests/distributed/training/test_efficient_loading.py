@@ -23,9 +23,9 @@ from mllm_seqpar import patch_model
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.integrations.accelerate.fsdp2 import allocate, receives_weights, send_buffers, set_fsdp_units
 from mllm_seqpar.models.loading import load_model
-from mllm_seqpar.patches.mplug_owl3.testing import tiny_config, tiny_model
 from mllm_seqpar.training import finetune
 from ranks import ranks
+from tiny_models.mplug_owl3 import tiny_config, tiny_model
 from training_logs import log_of
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

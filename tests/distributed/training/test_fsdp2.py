@@ -14,8 +14,8 @@ from mllm_seqpar import patch_model
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.integrations.accelerate.context_parallel import sequence_parallel_mesh
 from mllm_seqpar.integrations.accelerate.fsdp2 import require_sharded, reshard, set_parallelism_on_cpu
-from mllm_seqpar.patches.mplug_owl3.testing import tiny_frames, tiny_model, tiny_text
 from ranks import ranks
+from tiny_models.mplug_owl3 import tiny_frames, tiny_model, tiny_text
 
 CONFIG = "configs/fsdp2_cpu_2.yaml"
 

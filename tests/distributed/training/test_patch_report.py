@@ -5,8 +5,8 @@ import logging
 import pytest
 
 from mllm_seqpar import patch_model
-from mllm_seqpar.patches.mplug_owl3.testing import tiny_model
 from ranks import ranks
+from tiny_models.mplug_owl3 import tiny_model
 
 
 def shown_lines(rank: int, world: int) -> list[str]:

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from mllm_seqpar.data import ChatDataset
 from mllm_seqpar.data.needle import make_needle_videos
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
-from mllm_seqpar.patches.mplug_owl3.testing import IMAGE_SIZE, tiny_tokenizer
 from mllm_seqpar.training.batches import BatchReader, TrainingBatches, reader_communicator
 from mllm_seqpar.training.data_loader import ShardedDataLoader
 from mllm_seqpar.training.sample_order import SampleOrder
 from ranks import ranks
+from tiny_models.mplug_owl3 import IMAGE_SIZE, tiny_tokenizer
 
 
 def trained(rank: int, world: int, path: str, sp: int) -> tuple[list[tuple[int, ...]], list[int]]:

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.patches.mllama.testing import Case, inputs_of, tiny_model
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.training.trl import remove_fused_head, trl_trainer, use_token_scores
 from ranks import ranks
+from tiny_models.mllama import Case, inputs_of, tiny_model
 
 CASE = Case(frames=((3, 1), (2,)), length=13, padding="right")
 

@@ -14,9 +14,9 @@ from launch import launch_environment
 from mllm_seqpar import SeqParConfig, SeqParTrainer, patch_model
 from mllm_seqpar.errors import AgreementError, ConfigError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration
-from mllm_seqpar.patches.mplug_owl3.testing import IMAGE_TOKEN, tiny_frames, tiny_model, tiny_text
 from ranks import ranks
 from ranks_worker import reset_global_state
+from tiny_models.mplug_owl3 import IMAGE_TOKEN, tiny_frames, tiny_model, tiny_text
 
 FSDP2 = "configs/fsdp2_cpu_4.yaml"
 FSDP2_WITH_CP = "configs/fsdp2_cp_cpu_4.yaml"

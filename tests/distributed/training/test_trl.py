@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerFast
 
 from mllm_seqpar import SeqParConfig, SeqParMixin, patch_model
 from mllm_seqpar.errors import AdapterError, ConfigError
-from mllm_seqpar.patches.mllama.testing import Case, inputs_of, tiny_model
 from mllm_seqpar.patching import patch_of
 from ranks import ranks
+from tiny_models.mllama import Case, inputs_of, tiny_model
 
 pytestmark = [
     pytest.mark.slow,

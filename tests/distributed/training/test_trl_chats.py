@@ -16,8 +16,8 @@ from mllm_seqpar import SeqParConfig, SeqParDataCollator, SeqParMixin
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.models.loading import load_model, load_processor
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
-from mllm_seqpar.patches.mplug_owl3.testing import tiny_model, tiny_tokenizer
 from ranks import ranks
+from tiny_models.mplug_owl3 import tiny_model, tiny_tokenizer
 
 pytestmark = [
     pytest.mark.slow,

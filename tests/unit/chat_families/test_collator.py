@@ -15,7 +15,7 @@ from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.loading import load_processor
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
-from mllm_seqpar.patches.mplug_owl3.testing import tiny_tokenizer
+from tiny_models.mplug_owl3 import tiny_tokenizer
 
 NAMES = {"lang_x": "input_ids", "vision_x": "pixel_values"}
 

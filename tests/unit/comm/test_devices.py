@@ -19,7 +19,7 @@ from mllm_seqpar import patch_model
 from mllm_seqpar.comm import LoopbackCommunicator, devices, run_loopback
 from mllm_seqpar.comm.devices import require_transferable
 from mllm_seqpar.errors import AgreementError, ConfigError
-from mllm_seqpar.patches.mplug_owl3.testing import Case
+from tiny_models.mplug_owl3 import Case
 
 GLOO, NCCL, BOTH = "cpu:gloo,cuda:gloo", "cuda:nccl", "cpu:gloo,cuda:nccl"
 

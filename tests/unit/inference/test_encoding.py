@@ -17,8 +17,8 @@ from mllm_seqpar.errors import AgreementError, ConfigError, VideoError
 from mllm_seqpar.inference import encode_video, encoding
 from mllm_seqpar.inference.rank_groups import tried
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
-from mllm_seqpar.patches.mplug_owl3.testing import IMAGE_SIZE, TOKENS_PER_FRAME, tiny_model, tiny_tokenizer
 from mllm_seqpar.sharding import FrameShard, frame_bounds
+from tiny_models.mplug_owl3 import IMAGE_SIZE, TOKENS_PER_FRAME, tiny_model, tiny_tokenizer
 
 
 def tiny_processor() -> MPlugOwl3Processor:

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.inference.arguments import parse
 from mllm_seqpar.inference.generation import AnswerStreamer, Sampling
-from mllm_seqpar.patches.mplug_owl3.testing import tiny_tokenizer
+from tiny_models.mplug_owl3 import tiny_tokenizer
 
 ASK = ["--model", "m", "--video", "v.mp4", "--question", "Why?"]
 ENCODE = ["--model", "m", "--video", "v.mp4", "--save_features", "f"]

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 from family_directories import MAKERS
 from mllm_seqpar.models.auto_classes import CODE_MODULE
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration
-from mllm_seqpar.patches.mplug_owl3.testing import tiny_config
+from tiny_models.mplug_owl3 import tiny_config
 
 IMPORTS = {
     "the package first": "import mllm_seqpar; from transformers import AutoConfig, AutoModel, AutoProcessor",

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.models.mplug_owl3 import visual_inputs
-from mllm_seqpar.patches.mplug_owl3.testing import GATES, IMAGE_TOKEN, media_offset, tiny_frames, tiny_model, tiny_text
 from mplug_owl3_reference import Numbers, reference_logits, reference_loss
 from outcomes import worst_gradient
+from tiny_models.mplug_owl3 import GATES, IMAGE_TOKEN, media_offset, tiny_frames, tiny_model, tiny_text
 from tolerances import AGAINST_UNPATCHED, relative_error
 
 pytestmark = pytest.mark.rounding

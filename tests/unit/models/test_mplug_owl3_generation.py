@@ -15,7 +15,7 @@ from mllm_seqpar import FrameShard, frame_range, patch_model
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.models.mplug_owl3.visual_inputs import visual_cache
-from mllm_seqpar.patches.mplug_owl3.testing import GATES, IMAGE_TOKEN, tiny_frames, tiny_model, tiny_text
+from tiny_models.mplug_owl3 import GATES, IMAGE_TOKEN, tiny_frames, tiny_model, tiny_text
 
 NEW = 5
 

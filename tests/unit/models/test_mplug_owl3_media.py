@@ -6,8 +6,8 @@ from torch import Tensor
 
 from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.models.mplug_owl3 import MediaLayout, media_layout, visual_inputs
-from mllm_seqpar.patches.mplug_owl3.testing import GATES, IMAGE_TOKEN, tiny_text
-from mllm_seqpar.patches.mplug_owl3.testing import media_offset as published_offset
+from tiny_models.mplug_owl3 import GATES, IMAGE_TOKEN, tiny_text
+from tiny_models.mplug_owl3 import media_offset as published_offset
 
 
 def visible(layout: MediaLayout) -> list[list[set[int]]]:

@@ -17,7 +17,7 @@ from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.models.mplug_owl3.chat import image_text
 from mllm_seqpar.models.mplug_owl3.image_processing import best_grid
-from mllm_seqpar.patches.mplug_owl3.testing import GATES, write_published_tokenizer
+from tiny_models.mplug_owl3 import GATES, write_published_tokenizer
 
 LAYER = "language_model.model.layers.0.self_attn."
 GATE_NAMES = {"per_head": ["gate_proj.0.weight", "gate_proj.0.bias"], "vector": ["gate"], None: []}

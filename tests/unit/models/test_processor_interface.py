@@ -18,7 +18,7 @@ from mllm_seqpar.data.needle import make_needle_videos
 from mllm_seqpar.errors import DataError, ShapeError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.models.open_flamingo import OpenFlamingoProcessor
-from mllm_seqpar.patches.mplug_owl3.testing import tiny_tokenizer
+from tiny_models.mplug_owl3 import tiny_tokenizer
 
 MAKERS: dict[str, Callable[[], Any]] = {
     "mplug_owl3": lambda: MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=28), tiny_tokenizer()),

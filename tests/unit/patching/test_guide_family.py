@@ -13,8 +13,8 @@ import pytest
 
 from family_harness import check_exact, check_tokens
 from mllm_seqpar import register_adapter
-from mllm_seqpar.patches.idefics.testing import Case
 from mllm_seqpar.patching import registry
+from tiny_models.idefics import Case
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "add_a_family.md"
 OPTIONS: dict[str, dict[str, Any]] = {"lv-xattn": {}, "ring": {"strategy": "ring", "mlp_chunk_size": 3}}

@@ -12,9 +12,9 @@ from torch import nn
 from family_harness import traces
 from mllm_seqpar import SeqParConfig, frame_range, patch_model, register_adapter, unpatch_model
 from mllm_seqpar.errors import AdapterError, ConfigError
-from mllm_seqpar.patches.mplug_owl3.testing import tiny_frames, tiny_model, tiny_text
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.patching import registry as adapters
+from tiny_models.mplug_owl3 import tiny_frames, tiny_model, tiny_text
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from family_harness import build, inputs_of, model_of, settings, slow_unless, tr
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.errors import AdapterError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration
-from mllm_seqpar.patches.mplug_owl3.testing import tiny_config, tiny_frames, tiny_model, tiny_text
 from mllm_seqpar.patching import patch_of
 from outcomes import error
+from tiny_models.mplug_owl3 import tiny_config, tiny_frames, tiny_model, tiny_text
 
 MODELS: list[tuple[str, Any]] = [
     ("mplug_owl3", BATCHES["mplug_owl3"]),

@@ -9,7 +9,6 @@ from peft import LoraConfig, get_peft_model
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.patches.mplug_owl3.planner import model_sizes
-from mllm_seqpar.patches.mplug_owl3.testing import tiny_model
 from mllm_seqpar.planner import ParallelSpec, read_cluster
 from mllm_seqpar.planner.files import find_file
 from mllm_seqpar.planner.lora import TARGETS, adapted_layers
@@ -17,6 +16,7 @@ from mllm_seqpar.planner.memory import peak_memory
 from mllm_seqpar.planner.model_sizes import read_model
 from mllm_seqpar.planner.plan import StrategyPlan, make_plan
 from mllm_seqpar.planner.workload import Workload
+from tiny_models.mplug_owl3 import tiny_model
 
 OWL = read_model(find_file("model", "mplug-owl3-7b"))
 A100 = read_cluster(find_file("cluster", "a100-80g-4x4"))

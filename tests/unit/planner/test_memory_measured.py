@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 
 from mllm_seqpar import patch_model
 from mllm_seqpar.patches.mplug_owl3.planner import model_sizes
-from mllm_seqpar.patches.mplug_owl3.testing import tiny_frames, tiny_model, tiny_text
 from mllm_seqpar.planner import ParallelSpec
 from mllm_seqpar.planner.memory import (
     frozen_tower_memory,
@@ -30,6 +29,7 @@ from mllm_seqpar.planner.memory import (
 from mllm_seqpar.planner.model_sizes import CrossAttentionSizes, ModelSizes, ResamplerSizes, TextSizes, VisionSizes
 from mllm_seqpar.planner.workload import Workload
 from mllm_seqpar.runtime.kv_projection import KVProjection
+from tiny_models.mplug_owl3 import tiny_frames, tiny_model, tiny_text
 
 pytestmark = pytest.mark.rounding
 

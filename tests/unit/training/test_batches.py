@@ -20,11 +20,11 @@ from mllm_seqpar.data import ChatDataset
 from mllm_seqpar.data.needle import make_needle_videos
 from mllm_seqpar.errors import AgreementError, ConfigError, DataError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
-from mllm_seqpar.patches.mplug_owl3.testing import IMAGE_SIZE, tiny_tokenizer
 from mllm_seqpar.training import batches as batches_module
 from mllm_seqpar.training.batches import READ_AHEAD_BYTES, BatchReader, TrainingBatches, reader_communicator
 from mllm_seqpar.training.data_loader import ShardedBatch, ShardedDataLoader
 from mllm_seqpar.training.sample_order import SampleOrder
+from tiny_models.mplug_owl3 import IMAGE_SIZE, tiny_tokenizer
 
 SAMPLES, FRAMES = 9, 12
 HALF, MISSING, EMPTY = 2, 5, 6

@@ -14,9 +14,9 @@ from mllm_seqpar.data.needle import make_needle_videos
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.loading import model_digest
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration, MPlugOwl3ImageProcessor, MPlugOwl3Processor
-from mllm_seqpar.patches.mplug_owl3.testing import IMAGE_SIZE, IMAGE_TOKEN, tiny_model, tiny_tokenizer
 from mllm_seqpar.training.data_loader import ShardedDataLoader, data_digest, media_sizes
 from mllm_seqpar.training.export import export_dtype, export_model, run_on_rank_0
+from tiny_models.mplug_owl3 import IMAGE_SIZE, IMAGE_TOKEN, tiny_model, tiny_tokenizer
 
 TEXT = {"messages": [{"role": "user", "content": "Say hello."}, {"role": "assistant", "content": "hello"}]}
 

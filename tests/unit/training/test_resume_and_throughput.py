@@ -11,10 +11,10 @@ from mllm_seqpar import patch_model
 from mllm_seqpar.comm.base import Recv, Send
 from mllm_seqpar.comm.loopback import LoopbackCommunicator, run_loopback
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.patches.mplug_owl3.testing import Case, inputs_of, tiny_model
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.training.resume import RunLayout
 from mllm_seqpar.training.throughput import Throughput
+from tiny_models.mplug_owl3 import Case, inputs_of, tiny_model
 
 
 def layout(processes: int, batch: int, fsdp: bool = True) -> RunLayout:

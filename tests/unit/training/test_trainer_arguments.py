@@ -16,8 +16,8 @@ from transformers.utils import find_labels
 from mllm_seqpar import HostFrames, SeqParConfig, SeqParMixin, SeqParTrainer, patch_model
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.integrations.accelerate.context_parallel import disable_context_parallelism
-from mllm_seqpar.patches.mplug_owl3.testing import tiny_frames, tiny_model, tiny_text
 from mllm_seqpar.training.evaluation import count_streamed_samples
+from tiny_models.mplug_owl3 import tiny_frames, tiny_model, tiny_text
 
 
 def trainer(tmp_path: Path, model: Any = None, args: Any = (), **given: Any) -> SeqParTrainer:

@@ -1,4 +1,4 @@
-"""A tiny mPLUG-Owl3 for tests: the real classes with random weights. See `patches/testing.py`."""
+"""A tiny mPLUG-Owl3 for tests: the real classes with random weights. See `tiny_models`."""
 
 import json
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast, SiglipVisionConfig
 
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration
 
-from ..testing import SPECIAL_TOKENS, TinyCase, frame_shard, set_weights
+from . import SPECIAL_TOKENS, TinyCase, frame_shard, set_weights
 
 GATES = ("per_head", "vector", None)
 IMAGE_TOKEN = 255

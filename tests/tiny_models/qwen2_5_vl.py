@@ -1,4 +1,4 @@
-"""A tiny Qwen2.5-VL for tests: the real class with random weights. See `patches/testing.py`.
+"""A tiny Qwen2.5-VL for tests: the real class with random weights. See `tiny_models`.
 
 Qwen3-VL's module has the same batches, with timestamps before each temporal patch.
 """
@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from mllm_seqpar import FrameShard, frame_range
 
-from ..testing import SPECIAL_TOKENS, TinyCase, set_weights
+from . import SPECIAL_TOKENS, TinyCase, set_weights
 
 VOCABULARY = 96
 START, END, IMAGE, VIDEO = 90, 91, 92, 93

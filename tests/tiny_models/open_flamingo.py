@@ -1,6 +1,6 @@
 """Tiny OpenFlamingo models for tests: the real class over the supported language models, with random weights.
 
-See `patches/testing.py`. Importing this module raises ImportError without the package open_flamingo. That package
+See `tiny_models`. Importing this module raises ImportError without the package open_flamingo. That package
 imports open_clip, which needs torchvision; the class `Flamingo` needs neither, so an empty module replaces open_clip.
 """
 
@@ -24,7 +24,7 @@ from transformers import (
 
 from mllm_seqpar.models.open_flamingo.language import QKNormMptForCausalLM
 
-from ..testing import TinyCase, frame_shard
+from . import TinyCase, frame_shard
 
 sys.modules.setdefault("open_clip", types.ModuleType("open_clip"))
 from open_flamingo import Flamingo  # noqa: E402

@@ -1,6 +1,6 @@
-"""What a family's `testing` module provides to the tests: a tiny random model of the real class, and batches for it.
+"""Tiny random models of the real class of each family, and batches for them.
 
-Each family folder has a module `testing` with these names:
+Each family has a module here, named as its folder in `patches`, with these names:
 
 - `Case`: a `TinyCase` with the fields that only this family has.
 - `tiny_model(**overrides)`: a model in eval mode. No weight has a value that could hide a mistake, such as a gate of 0.

@@ -1,4 +1,4 @@
-"""A tiny IDEFICS for tests: the real class with random weights. See `patches/testing.py`."""
+"""A tiny IDEFICS for tests: the real class with random weights. See `tiny_models`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import IdeficsConfig, IdeficsForVisionText2Text
 
-from ..testing import SPECIAL_TOKENS, TinyCase, frame_shard, set_weights
+from . import SPECIAL_TOKENS, TinyCase, frame_shard, set_weights
 
 VOCABULARY = 128
 LORA_TARGETS = r"model\.(layers\.\d+\.self_attn|gated_cross_attn_layers\.\d+\.cross_attn)\.(q|k|v|o)_proj"

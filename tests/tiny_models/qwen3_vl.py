@@ -1,4 +1,4 @@
-"""A tiny Qwen3-VL for tests: the real class with random weights. See `patches/testing.py`."""
+"""A tiny Qwen3-VL for tests: the real class with random weights. See `tiny_models`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from ..qwen2_5_vl.testing import (
+from . import SPECIAL_TOKENS, set_weights
+from .qwen2_5_vl import (
     LORA_TARGETS,
     TEXT,
     TOKENS,
@@ -18,8 +19,7 @@ from ..qwen2_5_vl.testing import (
     unpatched_forward,
     unpatched_generate,
 )
-from ..qwen2_5_vl.testing import Case as VideoCase
-from ..testing import SPECIAL_TOKENS, set_weights
+from .qwen2_5_vl import Case as VideoCase
 
 __all__ = ["LORA_TARGETS", "Case", "inputs_of", "local_frames", "shard_units", "tiny_model"]
 __all__ += ["unpatched_forward", "unpatched_generate"]

@@ -1,4 +1,4 @@
-"""A tiny Llama 3.2 Vision for tests: the real class with random weights. See `patches/testing.py`.
+"""A tiny Llama 3.2 Vision for tests: the real class with random weights. See `tiny_models`.
 
 Inputs have the form that the real processor gives them: samples are padded to the same number of images, images to the
 same number of tiles, and the mask lets a token before the first image see nothing.
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import MllamaConfig, MllamaForConditionalGeneration
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig, MllamaVisionConfig
 
-from ..testing import SPECIAL_TOKENS, TinyCase, frame_shard, set_weights
+from . import SPECIAL_TOKENS, TinyCase, frame_shard, set_weights
 
 VOCABULARY = 96
 IMAGE = VOCABULARY  # only the embedding has a row for it
