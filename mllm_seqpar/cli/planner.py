@@ -37,8 +37,11 @@ def _parser() -> Parser:
     models = "a model directory with its config.json, a model file, or one of " + known_files("model")
     plan.add_argument("--model", required=True, help=models)
     plan.add_argument("--cluster", required=True, help="a cluster file, or one of " + known_files("cluster"))
-    plan.add_argument("--frames", type=int, required=True, help="frames of one video")
-    plan.add_argument("--text", type=int, required=True, help="tokens of one text, one placeholder per frame included")
+    plan.add_argument("--frames", type=int, required=True, help="frames (pictures) of one video")
+    text = "visual tokens of a frame of Qwen-VL (two pictures of a video), which depend on its size; default: 360p"
+    plan.add_argument("--frame_tokens", type=int, metavar="TOKENS", help=text)
+    text = "tokens of one text, one placeholder per frame included; of a decoder-only model without the visual tokens"
+    plan.add_argument("--text", type=int, required=True, help=text)
     plan.add_argument("--gpus", type=int, required=True, help="GPUs that share one batch")
     plan.add_argument("--batch", type=int, default=1, help="videos with their texts; default: 1")
     text = "samples of the data set: print the hours and GPU-hours of a run"
@@ -56,8 +59,9 @@ def _parser() -> Parser:
     text = "with --lora_r: bytes per frozen weight; 0.5: 4-bit weights, as QLoRA; default: as --element"
     plan.add_argument("--base_parameter", type=float, choices=BASE_BYTES, help=text)
     text = "strategies to compare; default: all"
-    plan.add_argument("--strategy", nargs="+", choices=STRATEGIES, default=STRATEGIES, help=text)
-    plan.add_argument("--self_attention", choices=SELF_ATTENTION, default="ring", help="default: ring")
+    plan.add_argument("--strategy", nargs="+", choices=STRATEGIES, help=text)
+    text = "default: ring; of a decoder-only model auto, which compares ring, mesh and ulysses"
+    plan.add_argument("--self_attention", choices=SELF_ATTENTION, help=text)
     plan.add_argument("--keep_visual", action="store_true", help="save K and V of frames instead of recomputing them")
     text = "recompute decoder layers, and those of a trained vision tower, in backward"
     plan.add_argument("--gradient_checkpointing", action="store_true", help=text)
@@ -82,7 +86,7 @@ def _parser() -> Parser:
     text = "frames of a video that are decoded for each frame that is used, as check-data prints; default: 30"
     plan.add_argument("--decode_per_frame", type=float, metavar="FRAMES", default=30.0, help=text)
     plan.add_argument("--json", action="store_true", help="print JSON, in seconds and bytes")
-    text = "draw one cross-attention layer of the best strategy with matplotlib; the suffix chooses the format"
+    text = "draw one attention layer of the best strategy with matplotlib; the suffix chooses the format"
     plan.add_argument("--timeline", metavar="FILE", help=text)
     return plan
 
@@ -107,7 +111,17 @@ def plan(argv: Sequence[str]) -> int:
         )
     if args.epochs is not None and args.samples is None:
         raise ConfigError("--epochs: has no effect without --samples; pass both, or neither")
-    if args.frames > args.text > 0:
+    model = read_model(find_file("model", args.model))
+    if args.frame_tokens is not None:
+        model = model.with_frame_tokens(args.frame_tokens)
+    if model.decoder_only and args.strategy:
+        raise ConfigError(
+            f"--strategy: {model.name} has no cross-attention, which it is for; leave it out, and pass "
+            "--self_attention for the whole sequence"
+        )
+    if args.self_attention is None:
+        args.self_attention = "auto" if model.decoder_only else "ring"
+    if args.frames > args.text > 0 and not model.decoder_only:
         raise ConfigError(
             f"--text {args.text}: {args.frames} frames need as many placeholders in the text; give at least "
             f"{args.frames}, plus the tokens of question and answer"
@@ -118,7 +132,7 @@ def plan(argv: Sequence[str]) -> int:
     names = "frames text gpus batch trained self_attention element mlp_chunk_size vision_chunk_size content_tiles "
     names += "visual_offload lora_r base_parameter decode_per_frame"
     workload = Workload(
-        model=read_model(find_file("model", args.model)),
+        model=model,
         **{name: getattr(args, name) for name in names.split()},
         recompute=not args.keep_visual,
         checkpointing=args.gradient_checkpointing,
@@ -128,7 +142,7 @@ def plan(argv: Sequence[str]) -> int:
         parameter=(4 if training else args.element) if args.parameter is None else args.parameter,
         optimizer=Workload.optimizer if args.optimizer is None else args.optimizer,
     )
-    result = make_plan(workload, read_cluster(find_file("cluster", args.cluster)), args.strategy)
+    result = make_plan(workload, read_cluster(find_file("cluster", args.cluster)), args.strategy or STRATEGIES)
     if args.timeline:
         from mllm_seqpar.planner.timeline_figure import draw_plan
 

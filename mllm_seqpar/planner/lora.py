@@ -54,7 +54,7 @@ def adapted_layers(model: ModelSizes, target: str) -> AdaptedLayers:
         own = ((width, cross.heads * cross.head_dim),) * (2 if cross.own_queries else 0)
         own += ((width, cross.mlp_inner),) * cross.mlp_matrices
         return AdaptedLayers(cross.layers, own, ((cross.visual_dim, cross.kv_heads * cross.head_dim),) * 2)
-    layers = tuple(pairwise(model.projector or ()))
+    layers = tuple(pairwise(model.projector or ())) * (1 + model.vision.deepstack)
     if model.resampler:
         r, vision = model.resampler, model.vision.width
         one = ((vision, r.heads * r.head_dim),) * 4 + (((vision, r.mlp_inner),) * 2 if r.mlp_inner else ())

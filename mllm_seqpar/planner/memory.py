@@ -1,7 +1,7 @@
 """The peak memory of one rank in a step, in bytes by kind. An upper estimate by formula, not a simulation.
 
 parameters, gradients, optimizer: the shards of FSDP2. features: the visual features of the rank's frames, and their
-gradient where it is needed. activations: what autograd saves for backward, and the logits. transfers: receive buffers,
+gradient where it is needed; in a decoder-only model the embeddings of its visual tokens. activations: what autograd saves for backward, and the logits. transfers: receive buffers,
 which stay allocated, and NCCL's memory (`transfer_memory`). buffers: temporary memory, which is a gathered layer, and
 the larger of two: K and V of the current cross-attention layer with their gradients in float32 and its partial results,
 or the inner activations of the current MLP. If the vision tower, which runs earlier, needs more with the pixels of its
@@ -26,9 +26,6 @@ from .workload import Workload
 
 FLOAT32 = 4
 
-PATCH_VALUES = 3 * 14 * 14
-"""The values of a patch of a picture, in the vision towers of all published models."""
-
 USABLE = 0.92
 """Fraction of a GPU's memory that a plan may fill. The rest is for the driver, the allocator, and the projection of
 recomputed chunks of features."""
@@ -37,7 +34,10 @@ KINDS = ("parameters", "gradients", "optimizer", "features", "activations", "tra
 
 
 def peak_memory(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
-    """Return the bytes of one rank at its peak, by kind (KINDS)."""
+    """Return the bytes of one rank at its peak, by kind (KINDS).
+
+    `spec` is that of cross-attention, or of self-attention in a decoder-only model.
+    """
     n, trained = workload.gpus, workload.trained_parameters
     kinds = memory_after_tower(workload, spec)
     kinds["transfers"] += communicator_memory(workload)
@@ -66,15 +66,20 @@ def peak_memory(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
 
 def pixels_on_device(workload: Workload, frames: int) -> int:
     """Return the bytes of the pixels of frames, which move from host memory (`HostFrames`) as float32."""
-    return frames * workload.model.vision.tokens * PATCH_VALUES * FLOAT32
+    return frames * workload.model.vision.tokens * workload.model.vision.patch_values * FLOAT32
 
 
 def memory_after_tower(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
     """Return features, activations, receive buffers and other buffers of the language model and cross-attention."""
     text, element, tokens = workload.model.text, workload.element, workload.tokens
-    features = _visual_tokens(workload, spec) * workload.model.cross.visual_dim
+    if workload.model.decoder_only:
+        features = workload.placed_tokens * workload.model.embedding_width
+        attention = _self_attention_buffers(workload, spec)
+    else:
+        features = _visual_tokens(workload, spec) * workload.model.cross.visual_dim
+        attention = _cross_attention_buffers(workload, spec)
     backward = workload.training and workload.trains_features
-    buffers = max(_cross_attention_buffers(workload, spec), _mlp_buffers(workload))
+    buffers = max(attention, _mlp_buffers(workload))
     if spec.strategy == "replicate" and workload.gpus > 1:
         # The shards before concatenation; in backward, the gradient's shards, float32 sums and whole.
         buffers = max(buffers, features * (element + (2 * FLOAT32 if backward else 0)))
@@ -97,6 +102,12 @@ def saved_for_backward(workload: Workload, spec: ParallelSpec) -> int:
     """Return the bytes that the language model and cross-attention save, without the logits."""
     text, cross = workload.model.text, workload.model.cross
     decoder = _attention_layer(workload, text) + _mlp_layer(workload, text)
+    if text.head_norm:
+        decoder += workload.tokens * _norm_of_heads("float32", text.heads + text.kv_heads, text.head_dim, workload)
+    if workload.model.decoder_only:
+        if not workload.checkpointing:
+            return text.layers * decoder
+        return text.layers * workload.tokens * text.hidden * workload.element + decoder + _kept_results(workload, spec)
     crossing = _attention_layer(workload, cross)
     if cross.own_queries:  # the two results that the gates scale, and the norm of Q
         token = 2 * text.hidden * workload.element + _head_norm(workload, cross.heads)
@@ -128,6 +139,8 @@ def _kept_results(workload: Workload, spec: ParallelSpec) -> int:
 
     local = workload.self_attention == "local"  # torch's own attention
     total = 0 if local else kept(text, workload.text_problem, workload.self_attention == "ulysses")
+    if workload.model.decoder_only:
+        return total
     if local or cross.own_queries or cross.gate == "per_head":
         total += kept(cross, workload.cross_problem, spec.head_degree > 1)
     return total
@@ -140,7 +153,8 @@ def saved_before_features(workload: Workload) -> int:
     if not workload.trains_features:
         return 0
     if model.projector:  # the input of its layers, and of the activation function between them
-        frame += vision.keys * (model.projector[0] + 2 * sum(model.projector[1:-1])) * element
+        inputs = model.projector[0] + 2 * sum(model.projector[1:-1])
+        frame += vision.keys * inputs * (1 + vision.deepstack) * element
     if model.resampler:  # its input, the inside of each layer, and the input of the last norm
         frame += vision.width * (vision.tokens + vision.keys) * element
         frame += model.resampler.layers * _resampler_layer(model.resampler, vision, element)
@@ -184,12 +198,18 @@ def _norm(workload: Workload) -> int:
 
 
 def _head_norm(workload: Workload, heads: int) -> int:
-    """Return the saved bytes of a norm over heads: a float32 copy, the normalized copy, one factor per head."""
-    cross, element = workload.model.cross, workload.element
-    if cross.key_norm == "none":
+    """Return the saved bytes per token of a norm over heads of cross-attention."""
+    cross = workload.model.cross
+    return _norm_of_heads(cross.key_norm, heads, cross.head_dim, workload)
+
+
+def _norm_of_heads(kind: str, heads: int, dim: int, workload: Workload) -> int:
+    """Return the saved bytes per token of a norm over heads: a float32 copy, the normalized copy, a factor per head."""
+    if kind == "none":
         return 0
-    copies = 2 * element if cross.key_norm == "mixed" and element < FLOAT32 else element
-    return heads * (cross.head_dim * (FLOAT32 + copies) + FLOAT32)
+    element = workload.element
+    copies = 2 * element if kind == "mixed" and element < FLOAT32 else element
+    return heads * (dim * (FLOAT32 + copies) + FLOAT32)
 
 
 def _visual_tokens(workload: Workload, spec: ParallelSpec) -> int:
@@ -265,6 +285,19 @@ def _cross_attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
         normalized += cross.visual_dim if cross.features_norm else 0
         backward += 3 * FLOAT32 * _visual_tokens(workload, spec) * normalized
     return max(forward, backward + _partial_results(problem, spec, backward=True))
+
+
+def _self_attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
+    """Return the buffer bytes of one self-attention call of a decoder-only model, the larger of forward and backward.
+
+    Q, K and V are activations; backward holds the gradients of K and V as they are added up.
+    """
+    problem = workload.text_problem
+    forward = _partial_results(problem, spec, backward=False)
+    if not workload.training:
+        return forward
+    grads = 2 * problem.batch * problem.rows * problem.kv_heads * problem.dim * problem.accumulated
+    return max(forward, grads + _partial_results(problem, spec, backward=True))
 
 
 def _partial_results(problem: Problem, spec: ParallelSpec, *, backward: bool) -> int:

@@ -1,7 +1,8 @@
-"""The sizes of a cross-attention MLLM that its cost depends on, and its parameter counts.
+"""The sizes of an MLLM that its cost depends on, and its parameter counts.
 
 A model is a language model, cross-attention layers inside or between its decoder layers, and a source of visual
-features: a vision tower, with an optional resampler (a Perceiver) or linear projector. Parameter counts leave out
+features: a vision tower, with an optional resampler (a Perceiver) or linear projector. A decoder-only model has no
+cross-attention layers: the visual features are embeddings of tokens among those of the text. Parameter counts leave out
 norms, biases, gates and position embeddings, which are about a thousandth. Norms of visual tokens are described all the
 same, because what they save for backward is not negligible (see `memory`).
 """
@@ -9,7 +10,7 @@ same, because what they save for backward is not negligible (see `memory`).
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar
@@ -48,6 +49,7 @@ class TextSizes(_Sizes):
     Attributes:
         mlp_matrices: 3 for gated MLPs, 2 for others.
         norm: what its norms save, see `CrossAttentionSizes.key_norm`.
+        head_norm: whether each head of Q and K is normalized in a float32 copy (Qwen3).
     """
 
     choices: ClassVar[dict[str, tuple[str, ...]]] = {"norm": ("float32", "mixed")}
@@ -62,6 +64,7 @@ class TextSizes(_Sizes):
     vocabulary: int
     tied_embeddings: bool = False
     norm: str = "float32"
+    head_norm: bool = False
 
     @property
     def attention_parameters(self) -> int:
@@ -86,7 +89,7 @@ class CrossAttentionSizes(_Sizes):
             (mPLUG-Owl3-7B-240728), or "none"; the cost of other gates is negligible.
     """
 
-    may_be_zero: ClassVar[tuple[str, ...]] = ("mlp_inner", "mlp_matrices")
+    may_be_zero: ClassVar[tuple[str, ...]] = ("layers", "mlp_inner", "mlp_matrices")
     choices: ClassVar[dict[str, tuple[str, ...]]] = {
         "key_norm": ("none", "float32", "mixed"),
         "gate": ("none", "per_head"),
@@ -105,17 +108,30 @@ class CrossAttentionSizes(_Sizes):
     gate: str = "none"
 
 
+NO_CROSS_ATTENTION = CrossAttentionSizes(layers=0, heads=1, kv_heads=1, head_dim=1, visual_dim=1)
+"""Of decoder-only models; the sizes of a layer do not matter."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class VisionSizes(_Sizes):
     """The vision tower.
 
+    A frame is what it encodes at once without attending to anything else: `pictures` pictures of a video.
+
     Attributes:
         tokens: tokens per frame that its layers compute.
-        keys: visual tokens per frame that cross-attention receives.
+        keys: visual tokens per frame that cross-attention receives, or that are among those of the text.
         outputs_held: layer outputs that are alive at once: 1; 2 with the embeddings (IDEFICS); all (Llama 3.2).
         tiles: image tiles per frame, which `tokens` and `keys` include; the tiles of a frame attend to each other under
             a mask (Llama 3.2).
+        pictures: pictures of a video in one frame: 2 in the temporal patches of Qwen-VL.
+        patch_values: values of the pixels of one token.
+        mlp_matrices: 3 for gated MLPs, 2 for others.
+        window: tokens of a window; all layers but `full_layers` attend inside windows. 0 for none.
+        deepstack: further features of each visual token, each from a layer of its own, through a projector of its own.
     """
+
+    may_be_zero: ClassVar[tuple[str, ...]] = ("window", "full_layers", "deepstack")
 
     width: int
     layers: int
@@ -125,10 +141,24 @@ class VisionSizes(_Sizes):
     keys: int
     outputs_held: int = 1
     tiles: int = 1
+    pictures: int = 1
+    patch_values: int = 3 * 14 * 14
+    mlp_matrices: int = 2
+    window: int = 0
+    full_layers: int = 0
+    deepstack: int = 0
 
     @property
     def parameters(self) -> int:
-        return self.layers * (4 * self.width**2 + 2 * self.width * self.mlp_inner)
+        return self.layers * (4 * self.width**2 + self.mlp_matrices * self.width * self.mlp_inner)
+
+    @property
+    def attended(self) -> int:
+        """Tokens that a token attends to, summed over the layers."""
+        if not self.window:
+            return self.layers * self.tokens
+        windows = self.layers - self.full_layers
+        return self.full_layers * self.tokens + windows * min(self.window, self.tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +180,7 @@ class ResamplerSizes(_Sizes):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """A cross-attention MLLM.
+    """A cross-attention MLLM, or a decoder-only one, without cross-attention layers.
 
     Attributes:
         projector: channels of the linear layers behind the tower: (in, out) for one layer, (in, inner, out) for two
@@ -159,8 +189,8 @@ class ModelSizes:
 
     name: str
     text: TextSizes
-    cross: CrossAttentionSizes
     vision: VisionSizes
+    cross: CrossAttentionSizes = NO_CROSS_ATTENTION
     resampler: ResamplerSizes | None = None
     projector: tuple[int, ...] | None = None
 
@@ -168,6 +198,32 @@ class ModelSizes:
         for name, part in (("text", self.text), ("cross", self.cross)):
             if part.heads % part.kv_heads:
                 raise ConfigError(f"{name}: {part.kv_heads} kv_heads do not divide {part.heads} heads")
+        if self.vision.full_layers > self.vision.layers:
+            raise ConfigError(f"vision: {self.vision.full_layers} full_layers are more than {self.vision.layers} layers")
+
+    @property
+    def decoder_only(self) -> bool:
+        """Whether the visual tokens are tokens of the text."""
+        return self.cross.layers == 0
+
+    @property
+    def embedding_width(self) -> int:
+        """Channels of a visual token of a decoder-only model, those of deepstack included."""
+        return (1 + self.vision.deepstack) * self.text.hidden
+
+    def with_frame_tokens(self, count: int) -> ModelSizes:
+        """Return the model with `count` visual tokens per frame, as pictures of another size have.
+
+        Raise ConfigError if the model encodes all pictures in one size.
+        """
+        if not self.decoder_only:
+            raise ConfigError(
+                f"frame_tokens: a frame of {self.name} always has {self.vision.keys} visual tokens; leave it out"
+            )
+        if type(count) is not int or count < 1:
+            raise ConfigError(f"frame_tokens: {count!r} is not a number of visual tokens; pass 1 or more")
+        tokens = count * self.vision.tokens // self.vision.keys
+        return replace(self, vision=replace(self.vision, tokens=tokens, keys=count))
 
     @property
     def cross_parameters(self) -> int:
@@ -189,7 +245,8 @@ class ModelSizes:
         return self._connector(self.vision.keys, self.vision.tokens)
 
     def _connector(self, latents: int, patches: int) -> int:
-        work, r = latents * sum(a * b for a, b in pairwise(self.projector or ())), self.resampler
+        projector = sum(a * b for a, b in pairwise(self.projector or ()))
+        work, r = latents * projector * (1 + self.vision.deepstack), self.resampler
         if r:  # K and V are projected from latents and patches
             attention = (4 * latents + 2 * patches) * r.heads * r.head_dim
             work += r.layers * self.vision.width * (attention + latents * 2 * r.mlp_inner)
@@ -212,7 +269,8 @@ class ModelSizes:
         """The most parameters that FSDP2 gathers at once: those of a layer, or the embeddings."""
         text = self.text
         layer = text.attention_parameters + text.mlp_parameters
-        return max(layer, self.cross_parameters, text.vocabulary * text.hidden)
+        crossing = self.cross_parameters if self.cross.layers else 0
+        return max(layer, crossing, text.vocabulary * text.hidden)
 
 
 _SECTIONS = {"text": TextSizes, "cross": CrossAttentionSizes, "vision": VisionSizes, "resampler": ResamplerSizes}

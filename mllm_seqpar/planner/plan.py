@@ -11,7 +11,7 @@ from .candidates import STRATEGIES, ParallelSpec
 from .cluster import Cluster
 from .memory import USABLE, peak_memory
 from .selection import MARGIN, Candidate
-from .step_cost import Part, cross_attention_candidates, self_attention_candidate, step_parts
+from .step_cost import Part, cross_attention_candidates, self_attention_candidates, step_parts
 from .workload import Workload
 
 MAX_FRAMES = 2**27
@@ -23,8 +23,10 @@ POWERS_OF_TWO = tuple(2**i for i in range(17))
 class StrategyPlan:
     """The estimate of a step with one strategy.
 
-    `spec` has the fastest mesh shape that fits, `parts` the keys `step_cost.PARTS`, `memory` the bytes of a rank by
-    kind (`memory.KINDS`). `max_frames` are the most frames that fit, `cross` is one cross-attention call.
+    `spec` has the fastest mesh shape that fits, `parts` the keys `step_cost.PARTS` (a decoder-only model has no
+    cross-attention), `memory` the bytes of a rank by kind (`memory.KINDS`). `max_frames` are the most frames that fit.
+    `call` is one call of the attention that `spec` is about: of cross-attention, or of self-attention in a decoder-only
+    model.
     """
 
     spec: ParallelSpec
@@ -32,7 +34,7 @@ class StrategyPlan:
     memory: Mapping[str, int]
     fits: bool
     max_frames: int
-    cross: Candidate
+    call: Candidate
 
     @property
     def forward(self) -> float:
@@ -56,10 +58,10 @@ class Plan:
     """The estimates of all strategies for one workload on one cluster.
 
     Attributes:
-        rows: one per strategy; rows that fit come first, the fastest first.
+        rows: one per strategy, of self-attention in a decoder-only model; rows that fit come first, the fastest first.
         illegal: the reason by strategy.
-        text: one self-attention call, the same in all rows.
-        min_gpus: the smallest power of two of GPUs on which LV-XAttn, which needs least memory, fits; or None.
+        text: one self-attention call, the same in all rows; of the first one in a decoder-only model.
+        min_gpus: the smallest power of two of GPUs on which `preferred`, which needs least memory, fits; or None.
     """
 
     workload: Workload
@@ -76,12 +78,22 @@ class Plan:
         return decoded / (self.cluster.decode_rate or DECODE_RATE) / row.seconds
 
     @property
+    def preferred(self) -> str:
+        """The strategy that is chosen among equals."""
+        return "ring" if self.workload.model.decoder_only else "lv-xattn"
+
+    @property
+    def attention(self) -> str:
+        """The part of a step that the strategies are about."""
+        return "self-attention" if self.workload.model.decoder_only else "cross-attention"
+
+    @property
     def best(self) -> StrategyPlan:
-        """The first row, or LV-XAttn if that is slower by no more than MARGIN, as in `select_strategy`."""
+        """The first row, or the preferred one if that is slower by no more than MARGIN, as in `select_strategy`."""
         first = self.rows[0]
-        lv_xattn = next((row for row in self.rows if row.spec.strategy == "lv-xattn"), first)
-        close = lv_xattn.seconds <= first.seconds * (1 + MARGIN)
-        return lv_xattn if close and lv_xattn.fits == first.fits else first
+        preferred = next((row for row in self.rows if row.spec.strategy == self.preferred), first)
+        close = preferred.seconds <= first.seconds * (1 + MARGIN)
+        return preferred if close and preferred.fits == first.fits else first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +121,11 @@ class DataSet:
 def make_plan(workload: Workload, cluster: Cluster, strategies: Sequence[str] = STRATEGIES) -> Plan:
     """Return the plan; a ConfigError names an unknown or no legal strategy, or link speeds that the cluster lacks."""
     cluster.check_ranks(workload.gpus)
+    if workload.model.decoder_only:
+        return _plan_of_self_attention(workload, cluster)
     possible = ("lv-xattn",) if workload.visual_offload else tuple(strategies)
     by_strategy = cross_attention_candidates(workload, cluster, possible)
-    text = self_attention_candidate(workload, cluster)
+    text = self_attention_candidates(workload, cluster)[0]
     rows = [_strategy_plan(workload, cluster, candidates, text) for candidates in by_strategy.values()]
     rows.sort(key=lambda row: (not row.fits, row.seconds, STRATEGIES.index(row.spec.strategy)))
     illegal = {name: _why_illegal(name, workload) for name in strategies if name not in by_strategy}
@@ -119,19 +133,44 @@ def make_plan(workload: Workload, cluster: Cluster, strategies: Sequence[str] = 
     return Plan(workload, cluster, tuple(rows), illegal, text, next(enough, None))
 
 
+def _plan_of_self_attention(workload: Workload, cluster: Cluster) -> Plan:
+    """Return the plan of a decoder-only model, with a row for each `self_attention`."""
+    names = ("ring", "mesh", "ulysses") if workload.self_attention == "auto" else (workload.self_attention,)
+    rows, illegal = [], {}
+    for name in names:
+        run = replace(workload, self_attention=name)
+        try:
+            candidates = self_attention_candidates(run, cluster)
+        except ConfigError:
+            if len(names) == 1:
+                raise
+            illegal[name] = _why_illegal(name, workload)
+            continue
+        if name != "local" and candidates[0].spec.strategy != name:  # one GPU
+            illegal[name] = _why_illegal(name, replace(workload, gpus=1))
+            continue
+        if name == "local":
+            candidates = [replace(candidates[0], spec=ParallelSpec(name, (1, 1)))]
+        rows.append(_strategy_plan(run, cluster, candidates, None))
+    rows.sort(key=lambda row: (not row.fits, row.seconds, names.index(row.spec.strategy)))
+    run = replace(workload, self_attention="ring")
+    enough = (n for n in POWERS_OF_TWO if _fits(replace(run, gpus=n), ParallelSpec("ring", (1, n)), cluster))
+    return Plan(workload, cluster, tuple(rows), illegal, rows[0].call, next(enough, None))
+
+
 def _strategy_plan(
-    workload: Workload, cluster: Cluster, candidates: Sequence[Candidate], text: Candidate
+    workload: Workload, cluster: Cluster, candidates: Sequence[Candidate], text: Candidate | None
 ) -> StrategyPlan:
-    """Plan the fastest candidate that fits; if none fits, the fastest."""
+    """Plan the fastest candidate that fits; if none fits, the fastest. In a decoder-only model, `text` is None."""
     fitting = next((candidate for candidate in candidates if _fits(workload, candidate.spec, cluster)), None)
-    cross = fitting or candidates[0]
+    call = fitting or candidates[0]
     return StrategyPlan(
-        spec=cross.spec,
-        parts=step_parts(workload, cluster, cross, text),
-        memory=peak_memory(workload, cross.spec),
+        spec=call.spec,
+        parts=step_parts(workload, cluster, call if text else None, text or call),
+        memory=peak_memory(workload, call.spec),
         fits=fitting is not None,
-        max_frames=max_frames(workload, cluster, cross.spec),
-        cross=cross,
+        max_frames=max_frames(workload, cluster, call.spec),
+        call=call,
     )
 
 
@@ -142,12 +181,14 @@ def _fits(workload: Workload, spec: ParallelSpec, cluster: Cluster) -> bool:
 def max_frames(workload: Workload, cluster: Cluster, spec: ParallelSpec) -> int:
     """Return the most frames that fit; 0 if one frame does not fit.
 
-    The text has a placeholder for each frame, so it grows with the video; its other tokens stay.
+    The text has a placeholder for each frame, so it grows with the video; its other tokens stay. In a decoder-only
+    model the visual tokens are counted apart.
     """
-    frames, others = range(1, MAX_FRAMES + 1), max(0, workload.text - workload.frames)
+    placeholders = 0 if workload.model.decoder_only else 1
+    frames, others = range(1, MAX_FRAMES + 1), max(0, workload.text - placeholders * workload.frames)
 
     def fits(count: int) -> bool:
-        return _fits(replace(workload, frames=count, text=others + count), spec, cluster)
+        return _fits(replace(workload, frames=count, text=others + placeholders * count), spec, cluster)
 
     return bisect_left(frames, True, key=lambda count: not fits(count))
 
@@ -159,4 +200,6 @@ def _why_illegal(strategy: str, workload: Workload) -> str:
         return "one GPU has no other GPU to share with"
     if strategy == "mesh":
         return f"{workload.gpus} GPUs have no tile (a, b) except (n, 1) and (1, n)"
-    return f"no group of the {workload.gpus} GPUs divides {workload.model.cross.heads} heads"  # Ulysses
+    model = workload.model
+    heads = model.text.heads if model.decoder_only else model.cross.heads
+    return f"no group of the {workload.gpus} GPUs divides {heads} heads"  # Ulysses

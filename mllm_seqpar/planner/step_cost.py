@@ -65,8 +65,8 @@ def cross_attention_candidates(
     return by_strategy
 
 
-def self_attention_candidate(workload: Workload, cluster: Cluster) -> Candidate:
-    """Return the fastest candidate of the configured self-attention; raise ConfigError if none is legal."""
+def self_attention_candidates(workload: Workload, cluster: Cluster) -> Sequence[Candidate]:
+    """Return the candidates of the configured self-attention, fastest first; raise ConfigError if none is legal."""
     strategies: tuple[str, ...] = (workload.self_attention,)
     if workload.self_attention == "local" or workload.gpus == 1:
         strategies = ("ring",)
@@ -74,7 +74,7 @@ def self_attention_candidate(workload: Workload, cluster: Cluster) -> Candidate:
         strategies = ("ring", "mesh", "ulysses")
     options = SelectionOptions(training=workload.training, strategies=strategies, causal=True, overlap=workload.overlap)
     try:
-        return select_strategy(workload.text_problem, cluster, options=options).candidates[0]
+        return select_strategy(workload.text_problem, cluster, options=options).candidates
     except ConfigError as error:
         raise ConfigError(
             f"self_attention: {workload.self_attention} cannot shard {workload.model.text.heads} heads over "
@@ -82,19 +82,23 @@ def self_attention_candidate(workload: Workload, cluster: Cluster) -> Candidate:
         ) from error
 
 
-def step_parts(workload: Workload, cluster: Cluster, cross: Candidate, text: Candidate) -> Mapping[str, Part]:
-    """Return the parts of a step (PARTS) with one candidate for cross-attention and one for self-attention."""
+def step_parts(workload: Workload, cluster: Cluster, cross: Candidate | None, text: Candidate) -> Mapping[str, Part]:
+    """Return the parts of a step (PARTS) with one candidate for cross-attention and one for self-attention.
+
+    A decoder-only model has no cross-attention.
+    """
     sizes, trained = workload.model.text, workload.language_trained
     layer = _linear(workload, cluster, sizes.attention_parameters, trained=trained, recomputed=workload.checkpointing)
     parts = {
-        "vision tower": _vision(workload, cluster),
+        "vision tower": _vision(workload, cluster) + _exchanged_embeddings(workload, cluster),
         "self-attention": (layer + _attention_call(workload, cluster, text, workload.text_problem)) * sizes.layers,
-        "cross-attention": _cross_attention(workload, cluster, cross),
+        **({} if cross is None else {"cross-attention": _cross_attention(workload, cluster, cross)}),
         "MLP": _mlp(workload, cluster),
         "vocabulary": _linear(workload, cluster, sizes.vocabulary * sizes.hidden, trained=trained),
     }
     for name, target in _ADAPTED.items():
-        parts[name] += _adapters(workload, cluster, target)
+        if name in parts:
+            parts[name] += _adapters(workload, cluster, target)
     return parts | {"parameters": _parameters(workload, cluster, parts)}
 
 
@@ -115,7 +119,7 @@ def _vision(workload: Workload, cluster: Cluster) -> Part:
     vision, frames = workload.model.vision, workload.local_frames
     tokens = frames * vision.tokens
     linear = 2 * vision.parameters * tokens / cluster.matmul
-    entries = tokens * vision.tokens * vision.width * vision.layers
+    entries = tokens * vision.attended * vision.width
     forward = linear + 4 * entries / cluster.attention_forward
     backward = 0.0
     if workload.trained == "all":
@@ -125,6 +129,24 @@ def _vision(workload: Workload, cluster: Cluster) -> Part:
     if workload.training and workload.trains_features:
         backward += connector * (2 if workload.lora_r is None else 1)
     return Part(forward + connector, backward)
+
+
+def _exchanged_embeddings(workload: Workload, cluster: Cluster) -> Part:
+    """Return the cost of the way of a decoder-only model's embeddings to the ranks that have their tokens.
+
+    It is one all-to-all, or with local text one all-gather; in backward, the gradients travel the other way.
+    """
+    model, gpus = workload.model, workload.gpus
+    if not model.decoder_only or gpus == 1:
+        return Part()
+    size = workload.local_frames * model.vision.keys * model.embedding_width * workload.element
+    local = workload.self_attention == "local"
+    cost = all_gather(cluster, gpus, size) if local else all_to_all(cluster, gpus, gpus, size)
+    back = cost.seconds if workload.training and workload.trains_features else 0.0
+    passes = 2 if back else 1
+    return Part(
+        cost.seconds, back, cost.seconds + back, 0.0, passes * cost.node_bytes, passes * cost.network_bytes
+    )
 
 
 def _cross_attention(workload: Workload, cluster: Cluster, cross: Candidate) -> Part:

@@ -44,7 +44,8 @@ class Panel(NamedTuple):
 
 
 def draw_plan(plan: Plan, path: str | Path) -> None:
-    """Draw one cross-attention layer to a file, whose suffix chooses the format.
+    """Draw one cross-attention layer, or decoder layer of a decoder-only model, to a file, whose suffix chooses the
+    format.
 
     The best strategy is on top, and LV-XAttn and Ring Attention are below it on the same time axis, if the plan
     compares them.
@@ -53,7 +54,7 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
     compared = [by_name[name] for name in ("lv-xattn", "ring") if name in by_name and by_name[name] is not plan.best]
     workload = plan.workload
     title = (
-        f"One cross-attention layer of {workload.model.name}: {workload.frames:,} frames, {workload.text:,} text tokens"
+        f"One {plan.attention} layer of {workload.model.name}: {workload.frames:,} frames, {workload.text:,} text tokens"
     )
     panels = [_panel(plan, row) for row in (plan.best, *compared)]
     figure = timeline_figure(f"{title}, {workload.gpus} GPUs of {plan.cluster.name}", panels)
@@ -66,12 +67,14 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
 def _panel(plan: Plan, row: StrategyPlan) -> Panel:
     workload, passes, calls = plan.workload, [], []
     for name, backward in (("forward", False), ("backward", True))[: 2 if workload.training else 1]:
+        decoder_only = workload.model.decoder_only
         cost = call_cost(
-            workload.cross_problem,
+            workload.text_problem if decoder_only else workload.cross_problem,
             row.spec,
             plan.cluster,
             backward=backward,
-            visual=workload.visual,
+            visible=0.5 if decoder_only else 1.0,
+            visual=None if decoder_only else workload.visual,
             overlap=workload.overlap,
             record=True,
         )

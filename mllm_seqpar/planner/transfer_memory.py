@@ -38,11 +38,15 @@ def communicator_memory(workload: Workload) -> int:
 
 
 def receive_buffer_memory(workload: Workload, spec: ParallelSpec) -> int:
-    """Return the bytes of the receive buffers that stay allocated in a step with this spec for cross-attention."""
+    """Return the bytes of the receive buffers that stay allocated in a step with this spec.
+
+    It is that of cross-attention, or of self-attention in a decoder-only model.
+    """
     text, problem = workload.self_attention, workload.text_problem
-    calls = [(workload.cross_problem, spec)]
+    decoder_only = workload.model.decoder_only
+    calls = [(problem if decoder_only else workload.cross_problem, spec)]
     directions = (False, True) if workload.training else (False,)
-    if text != "local":
+    if text != "local" and not decoder_only:
         shape, degree = resolve_tile("ring" if text == "auto" else text, None, problem.ranks)
         shape = shape or min(  # of even shards: all ranks send the same, so rank 0 decides
             mesh_shapes_of(problem.ranks),

@@ -19,13 +19,14 @@ class Workload:
     """A step of `model` on `gpus` ranks that share one batch.
 
     Attributes:
-        frames, text: frames and text tokens of one sample.
+        frames, text: pictures of the video of one sample, and its text tokens; in a decoder-only model without the
+            visual tokens.
         gpus: the number of ranks; FSDP2 shards the parameters over them too.
         trained: "all"; "no-vision": all but the vision tower; "language": all but the tower and what follows it, so
             that features can be computed beforehand; "connector": cross-attention and what follows the tower; "none":
             forward only.
         self_attention: "ring", "mesh", "ulysses", "local" (every rank computes all text), or "auto" (the fastest of the
-            first three).
+            first three). In a decoder-only model, "auto" compares the first three.
         recompute: whether backward projects K and V of the frames again.
         checkpointing: whether backward recomputes decoder layers, and those of a trained vision tower.
         recompute_attention: whether that includes attention, instead of keeping its results.
@@ -96,6 +97,11 @@ class Workload:
             raise ConfigError(
                 f"self_attention: {self.self_attention!r} cannot be planned; choose one of {', '.join(SELF_ATTENTION)}"
             )
+        if self.model.decoder_only and (self.visual_offload or not self.recompute):
+            raise ConfigError(
+                f"{'visual_offload' if self.visual_offload else 'recompute=False'}: {self.model.name} has no "
+                "cross-attention, whose features and K and V this is about; leave it out"
+            )
         lora.check_lora(self)
 
     @property
@@ -104,8 +110,24 @@ class Workload:
 
     @property
     def rows(self) -> int:
-        """Text tokens of one sample on each rank, padding included; all of them if the text is not sharded."""
-        return self.text if self.self_attention == "local" else -(-self.text // self.gpus)
+        """Tokens of one sample on each rank, padding included; all of them if the text is not sharded."""
+        return self.length if self.self_attention == "local" else -(-self.length // self.gpus)
+
+    @property
+    def length(self) -> int:
+        """Tokens of one sample that the decoder layers compute: in a decoder-only model, also the visual ones."""
+        return self.text + (self.encoded_frames * self.model.vision.keys if self.model.decoder_only else 0)
+
+    @property
+    def encoded_frames(self) -> int:
+        """Frames of one sample, as the tower encodes them: `VisionSizes.pictures` pictures each."""
+        return -(-self.frames // self.model.vision.pictures)
+
+    @property
+    def placed_tokens(self) -> int:
+        """Visual tokens of all samples among the tokens of a rank of a decoder-only model."""
+        keys = self.encoded_frames * self.model.vision.keys
+        return self.batch * (keys if self.self_attention == "local" else -(-keys // self.gpus))
 
     @property
     def tokens(self) -> int:
@@ -128,12 +150,12 @@ class Workload:
     @property
     def local_frames(self) -> int:
         """Frames of all samples on the rank that has most."""
-        return -(-self.frames // self.gpus) * self.batch
+        return -(-self.encoded_frames // self.gpus) * self.batch
 
     @property
     def cross_problem(self) -> Problem:
         """One cross-attention call; every rank is given as many keys as the rank that has most."""
-        keys = -(-self.frames // self.gpus) * self.model.vision.keys
+        keys = -(-self.encoded_frames // self.gpus) * self.model.vision.keys
         return self._problem(self.model.cross, -(-self.text // self.gpus), (keys,) * self.gpus)
 
     @property
