@@ -10,16 +10,20 @@ from __future__ import annotations
 import os
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from torch import Tensor
 
 from mllm_seqpar.data.chat import ChatDataset, ChatSample, collate
 from mllm_seqpar.data.chat_format import media_parts
 from mllm_seqpar.data.decoding import DECODER_HELP, check_decoding
 from mllm_seqpar.data.decoding_work import frames_to_decode
 from mllm_seqpar.data.formats import DEFAULT_TEMPLATE
+from mllm_seqpar.data.frame_store import FrameStore, FrameStoreError
 from mllm_seqpar.data.sources import FrameSource, VideoSource
 from mllm_seqpar.data.video import probe
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError
@@ -69,13 +73,31 @@ def _parser() -> Parser:
     parser.add_argument("--decode_threads", type=int, metavar="N", help=text)
     parser.add_argument("--decoder", default="pyav", help=DECODER_HELP)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help=text)
+    text = "write the frames that training would use to this directory, for --frame_store; runs again where it stopped"
+    parser.add_argument("--store", metavar="DIR", help=text)
+    text = "store JPEG of this quality, 1 to 100; default: all pixels, without loss"
+    parser.add_argument("--store_quality", type=int, metavar="Q", help=text)
+    text = "scale stored frames so that their shorter side has at most this many pixels; default: not scaled"
+    parser.add_argument("--store_size", type=int, metavar="PIXELS", help=text)
     return parser
+
+
+def _open_store(args: Namespace) -> FrameStore | None:
+    """Return the frame store that the command writes, if any; ConfigError if its options are not allowed."""
+    for name in ("store_quality", "store_size"):
+        if getattr(args, name) is not None and args.store is None:
+            raise ConfigError(f"--{name} needs --store DIR, the directory of the frames")
+    if args.store is None:
+        return None
+    if args.store_quality is not None and args.store_quality > 100:
+        raise ConfigError(f"--store_quality: {args.store_quality} is not allowed; give 1 to 100, or leave it out")
+    return FrameStore.create(args.store, quality=args.store_quality, shorter_side=args.store_size)
 
 
 def check(argv: Sequence[str]) -> int:
     """Check all data sets of the command line `argv`; return its exit status."""
     args = _parser().parse_args(argv)
-    for name in ("fps", "num_frames", "max_frames", "max_length", "workers", "long"):
+    for name in ("fps", "num_frames", "max_frames", "max_length", "workers", "long", "store_quality", "store_size"):
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"--{name}: {value} is not allowed; give a finite number above 0")
@@ -89,18 +111,21 @@ def check(argv: Sequence[str]) -> int:
         from mllm_seqpar.models.loading import load_processor
 
         processor = load_processor(args.model)
-    broken = 0
+    broken, store = 0, _open_store(args)
     for path in args.data:
         names = ("fps", "num_frames", "max_frames", "max_length", "media_root", "template")
         options = {name: getattr(args, name) for name in names}
         options |= {"threads": args.decode_threads or 1, "decoder": args.decoder}
         dataset = ChatDataset(path, processor, **options, on_bad_media="skip", validate=False)
         totals = Totals()
-        for line in check_dataset(dataset, totals, long=args.long, workers=args.workers):
+        for line in check_dataset(dataset, totals, long=args.long, workers=args.workers, store=store):
             sys.stdout.write(f"{line}\n")
             sys.stdout.flush()
         sys.stdout.write(totals.text(str(path), args.model) + "\n")
         broken += totals.broken
+    if store is not None:
+        store.finish()
+        sys.stdout.write(f"{args.store}: frames are stored {store.description}; read them with --frame_store\n")
     return BROKEN if broken else 0
 
 
@@ -172,18 +197,26 @@ class _Medium:
     core_seconds: float = 0.0  # to decode them
 
 
-def check_dataset(dataset: ChatDataset, totals: Totals, *, long: float = 3600.0, workers: int = 1) -> Iterator[str]:
+def check_dataset(
+    dataset: ChatDataset,
+    totals: Totals,
+    *,
+    long: float = 3600.0,
+    workers: int = 1,
+    store: FrameStore | None = None,
+) -> Iterator[str]:
     """Check all samples, yield a line for each fault and each long video, in order, and count into `totals`.
 
     Args:
         dataset: opened with `on_bad_media="skip"` and `validate=False`; without a processor, tokens are not counted.
         long: a video of more seconds is reported.
         workers: number of threads.
+        store: the frames of videos are written to it.
     """
     pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="check-data")
     try:
         submitted: dict[Any, Future[_Medium]] = {}
-        for row in [_submit(dataset, index, pool, submitted) for index in range(len(dataset))]:
+        for row in [_submit(dataset, index, pool, submitted, store) for index in range(len(dataset))]:
             yield from _report(dataset, row, totals, long)
     finally:
         pool.shutdown(cancel_futures=True)  # after Ctrl-C, files that are not open yet stay closed
@@ -199,7 +232,13 @@ class _Row:
     fault: str | None = None
 
 
-def _submit(dataset: ChatDataset, index: int, pool: ThreadPoolExecutor, submitted: dict[Any, Future[_Medium]]) -> _Row:
+def _submit(
+    dataset: ChatDataset,
+    index: int,
+    pool: ThreadPoolExecutor,
+    submitted: dict[Any, Future[_Medium]],
+    store: FrameStore | None,
+) -> _Row:
     try:
         messages = dataset.messages(index)
     except DataError as error:
@@ -208,7 +247,7 @@ def _submit(dataset: ChatDataset, index: int, pool: ThreadPoolExecutor, submitte
     keys = [_key(dataset, index, part) for part in parts]
     for key, part in zip(keys, parts, strict=True):
         if key not in submitted:
-            submitted[key] = pool.submit(_check_medium, dataset, index, part)
+            submitted[key] = pool.submit(_check_medium, dataset, index, part, store)
     return _Row(index, messages, [(part, submitted[key]) for key, part in zip(keys, parts, strict=True)])
 
 
@@ -221,6 +260,8 @@ def _report(dataset: ChatDataset, row: _Row, totals: Totals, long: float) -> Ite
             medium = future.result()
         except ImportError as error:  # the message says what to install
             raise ConfigError(str(error)) from error
+        except FrameStoreError:  # of the store, not of the sample
+            raise
         except SeqParError as error:
             faults.append(str(error))
             continue
@@ -264,8 +305,10 @@ def _key(dataset: ChatDataset, index: int, part: Mapping[str, Any]) -> Any:
         return index, tuple(names), sampling
 
 
-def _check_medium(dataset: ChatDataset, index: int, part: Mapping[str, Any]) -> _Medium:
+def _check_medium(dataset: ChatDataset, index: int, part: Mapping[str, Any], store: FrameStore | None) -> _Medium:
     source = dataset.source(index, part)
+    if store is not None and isinstance(source, VideoSource) and not store.has(source.plan):
+        store.write(source.plan, _frames_for(store, source))
     last = len(source) - 1
     numbers = sorted({0, last // 2, last})
     begin = time.thread_time()
@@ -279,6 +322,12 @@ def _check_medium(dataset: ChatDataset, index: int, part: Mapping[str, Any]) -> 
     decoded = frames_to_decode(plan)
     here = sum(frames_to_decode(replace(plan, ticks=(plan.ticks[number],))) for number in numbers)
     return _Medium(source, probe(plan.path).duration, decoded, core_seconds * decoded / max(1, here))
+
+
+def _frames_for(store: FrameStore, source: VideoSource) -> Iterator[Tensor]:
+    """Yield all frames of a video as the store has them; nothing is decoded before the first."""
+    size = None if store.shorter_side is None else store.frame_size(*source.sizes()[0])
+    yield from source.read(0, len(source), size=size)
 
 
 def _clock(seconds: float) -> str:

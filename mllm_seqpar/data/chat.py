@@ -20,6 +20,7 @@ from mllm_seqpar.errors import ConfigError, DataError, VideoError
 from .chat_family import ChatFamily, ChatText, chat_family
 from .chat_format import CLIP, SAMPLING, check_record, media_parts
 from .formats import DEFAULT_TEMPLATE, check_template, open_records, to_chat
+from .frame_store import FrameStore
 from .sources import FrameSource, ImageListSource, VideoSource
 
 ON_BAD_MEDIA = ("fail", "skip")
@@ -124,6 +125,7 @@ class ChatDataset(Dataset[ChatSample]):
         media_root, template: see `formats.open_records` and `formats.to_chat`.
         validate: False leaves the validation of a record to its access.
         threads, decoder: how videos are decoded, see `read_frames`.
+        frame_store: directory of a `FrameStore` that is read in place of the videos.
 
     Raises:
         DataError: a malformed record; names its file, its line and the problem.
@@ -144,6 +146,7 @@ class ChatDataset(Dataset[ChatSample]):
         validate: bool = True,
         threads: int | None = None,
         decoder: str = "pyav",
+        frame_store: str | os.PathLike[str] | None = None,
     ) -> None:
         if on_bad_media not in ON_BAD_MEDIA:
             raise ConfigError(f"on_bad_media: {on_bad_media!r} is not allowed; give {' or '.join(ON_BAD_MEDIA)}")
@@ -159,7 +162,9 @@ class ChatDataset(Dataset[ChatSample]):
         for index in range(len(self.records) if validate else 0):
             self.messages(index, check_files=on_bad_media == "fail")
         # Each video is probed once, not once per epoch.
-        self._open_video = lru_cache(maxsize=65_536)(partial(VideoSource.open, threads=threads, decoder=decoder))
+        store = None if frame_store is None else FrameStore.open(frame_store)
+        reading: dict[str, Any] = {"threads": threads, "decoder": decoder, "frame_store": store}
+        self._open_video = lru_cache(maxsize=65_536)(partial(VideoSource.open, **reading))
 
     def __len__(self) -> int:
         return len(self.records)

@@ -11,6 +11,7 @@ DECODERS = ("pyav", "torchcodec")
 """What decodes a video: PyAV, or torchcodec (the extra "torchcodec"), which can also decode on a GPU."""
 
 THREADS_HELP = "threads that a rank decodes videos with; default: the cores of its machine over the ranks on it"
+FRAME_STORE_HELP = "directory of frames that check-data --store wrote, which are read in place of the videos"
 DECODER_HELP = f"what decodes videos: {', '.join(DECODERS)} (pip install 'mllm-seqpar[torchcodec]')"
 
 _log = get_logger(__name__)

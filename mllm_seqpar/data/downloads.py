@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import http.client
 import os
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -121,7 +122,7 @@ def _chunks_of(url: str) -> Iterator[bytes]:
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; rename it to `path` unless an exception is raised."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         yield temporary
         temporary.replace(path)

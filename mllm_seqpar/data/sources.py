@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mllm_seqpar.errors import VideoError
 
+from .frame_store import FrameStore, StoredFrames
 from .media_files import PICTURE_FORMATS, local_media, media_size, open_media
 from .reader import check_range, read_frames
 from .video import FramePlan, plan_frames, probe
@@ -42,11 +43,13 @@ class VideoSource:
     Attributes:
         plan: the frames.
         threads, decoder: how they are decoded, see `read_frames`; this changes the time, not the frames.
+        stored: the frames in a store, which are read in place of the video.
     """
 
     plan: FramePlan
     threads: int | None = field(default=None, compare=False)
     decoder: str = field(default="pyav", compare=False)
+    stored: StoredFrames | None = field(default=None, repr=False)
 
     @classmethod
     def open(
@@ -60,20 +63,29 @@ class VideoSource:
         end: float | None = None,
         threads: int | None = None,
         decoder: str = "pyav",
+        frame_store: FrameStore | str | os.PathLike[str] | None = None,
     ) -> "VideoSource":
-        """Probe `path`, a file or a URL, and plan its frames by the rules of `plan_frames`."""
+        """Probe `path`, a file or a URL, and plan its frames by the rules of `plan_frames`.
+
+        With `frame_store`, frames are read from this store. A FrameStoreError says that it does not have them.
+        """
         info = probe(local_media(path))
         plan = plan_frames(info, fps=fps, num_frames=num_frames, max_frames=max_frames, start=start, end=end)
-        return cls(plan, threads, decoder)
+        if frame_store is not None and not isinstance(frame_store, FrameStore):
+            frame_store = FrameStore.open(frame_store)
+        return cls(plan, threads, decoder, None if frame_store is None else frame_store.find(plan))
 
     def __len__(self) -> int:
         return len(self.plan)
 
     def sizes(self) -> list[tuple[int, int]]:
         """Return (height, width) of each frame. A video has one size; its first frame is decoded to find it."""
-        return [_first_size(self)] * len(self)
+        return [_first_size(self) if self.stored is None else self.stored.size] * len(self)
 
     def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
+        if self.stored is not None and size in (None, self.stored.size):
+            check_range(start, stop, len(self), batch)
+            return self.stored.read(start, stop, batch, self.threads)
         return read_frames(self.plan, start, stop, size=size, batch=batch, threads=self.threads, decoder=self.decoder)
 
 

@@ -178,6 +178,7 @@ def _source_key(source: Any) -> str:
     if isinstance(source, VideoSource):
         meta = source_meta(source.plan)
         facts: Any = [meta[name] for name in ("source_size", "source_digest", "frames", "frame_times")]
+        facts += [] if source.stored is None or source.stored.pixels is None else [source.stored.pixels]
     elif isinstance(source, ImageListSource):
         facts = [media_digest(path) for path in source.paths]
     elif hasattr(source, "picture") and hasattr(source, "grid"):  # tiles of a picture

@@ -10,7 +10,7 @@ from typing import Any
 from mllm_seqpar.cli.launch import DEVICES
 from mllm_seqpar.cli.options import CommandOptions, option, parse_options, parse_tile
 from mllm_seqpar.config import CHOICES, SeqParConfig
-from mllm_seqpar.data.decoding import DECODER_HELP, THREADS_HELP, check_decoding
+from mllm_seqpar.data.decoding import DECODER_HELP, FRAME_STORE_HELP, THREADS_HELP, check_decoding
 from mllm_seqpar.data.formats import DEFAULT_TEMPLATE, check_template
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.kernels import available_kernels
@@ -97,8 +97,9 @@ class ModelOptions(CommandOptions):
         return options
 
     def decoding(self) -> dict[str, Any]:
-        """Return how `VideoSource.open` decodes, which does not change the frames."""
-        return {"threads": self.decode_threads, "decoder": self.decoder}
+        """Return how `VideoSource.open` reads the frames that it has planned."""
+        store = getattr(self, "frame_store", None)
+        return {"threads": self.decode_threads, "decoder": self.decoder, "frame_store": store}
 
     def _values(self, names: Iterable[str]) -> dict[str, Any]:
         """Return the values of the names that this command has as options."""
@@ -136,6 +137,7 @@ class AskArguments(InferenceOptions):
     video: tuple[str, ...] = option("a video file, or a directory of videos; may be repeated", ())
     start: float | None = option("use the clip of the video that begins at this time, in seconds", None)
     end: float | None = option("use the clip of the video that ends before this time, in seconds", None)
+    frame_store: str | None = option(FRAME_STORE_HELP, None)
     question: tuple[str, ...] = option("the question; may be repeated, a video is encoded once", ())
     save_features: str | None = option(
         "directory to store the encoded video in; of several videos, each gets a directory of its own in it", None

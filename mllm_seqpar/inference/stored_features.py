@@ -109,8 +109,14 @@ def feature_meta(source: VideoSource, model: str, family: ChatFamily, options: M
         **source_meta(source.plan),
         **{name: options[name] for name in FRAME_OPTIONS},
         **family.frame_metadata(source),
+        **({} if _pixels(source) is None else {"pixels": _pixels(source)}),
         "model": model_fingerprint(model, family.feature_weights),
     }
+
+
+def _pixels(source: VideoSource) -> str | None:
+    """Return how pixels of a frame store differ from those of the video; None if they are equal."""
+    return None if source.stored is None else source.stored.pixels
 
 
 def open_store(
@@ -134,7 +140,7 @@ def open_store(
         found = source_meta(source.plan)  # path and time are not compared: a copy on another disk is the same video
         compared = ["source_size", "frames", "frame_times"]
         compared += ["source_digest"] * ("source_digest" in store.meta)  # stores of earlier versions have none
-        store.require(**{name: found[name] for name in compared})
+        store.require(**{name: found[name] for name in compared}, pixels=_pixels(source))
     if store.meta.get("model") != model_fingerprint(model, family.feature_weights):
         raise DataError(
             f"{directory}: these features were made by another model than {model} (its vision tower, projector or "

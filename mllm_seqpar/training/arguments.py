@@ -10,7 +10,7 @@ from mllm_seqpar._compat import optional_import
 from mllm_seqpar.cli.options import CommandOptions, option, parse_tile
 from mllm_seqpar.config import CHOICES, SeqParConfig
 from mllm_seqpar.data.chat import ON_BAD_MEDIA
-from mllm_seqpar.data.decoding import DECODER_HELP, THREADS_HELP, check_decoding
+from mllm_seqpar.data.decoding import DECODER_HELP, FRAME_STORE_HELP, THREADS_HELP, check_decoding
 from mllm_seqpar.data.formats import DEFAULT_TEMPLATE, check_template
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.kernels.registry import kernel_by_name
@@ -70,6 +70,7 @@ class ModelAndData(CommandOptions):
     )
     decode_threads: int | None = option(THREADS_HELP, None)
     decoder: str = option(DECODER_HELP, "pyav")
+    frame_store: str | None = option(FRAME_STORE_HELP, None)
     read_ahead_gib: float = option(
         "frames of the following samples that a rank reads ahead, in GiB of host memory", 4.0
     )

@@ -199,7 +199,7 @@ def _open_data(options: FineTuneOptions) -> tuple[FineTuneData, Path | None, dic
     refuse_adapter(Path(local_directory(str(run.model))), "training starts from a whole model")
     processor = load_processor(str(run.model))
     sampling = {name: getattr(run, name) for name in ("fps", "max_frames", "max_length", "media_root", "template")}
-    sampling |= {"threads": run.decode_threads, "decoder": run.decoder}
+    sampling |= {"threads": run.decode_threads, "decoder": run.decoder, "frame_store": run.frame_store}
     training = ChatDataset(str(run.data), processor, on_bad_media=run.on_bad_media, **sampling)
     evaluation = ChatDataset(run.eval_data, processor, **sampling) if run.eval_data else None
     sp = options.parallel.sp

@@ -11,6 +11,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from launch import launch_environment
+from mllm_seqpar.cli.check_data import check
+from mllm_seqpar.data import sources
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.models.mplug_owl3.backbones import MPlugOwl3VisionModel
 from mllm_seqpar.training import data_loader
@@ -57,6 +59,21 @@ def test_second_epoch_runs_no_tower_and_trains_the_same(training_files: Path, tm
     assert first[1] == 18 and second == (0, 0)
     assert log_of(tmp_path / "plain") == log_of(tmp_path / "stored") == log_of(tmp_path / "again")
     assert trained(tmp_path / "plain") == trained(tmp_path / "stored") == trained(tmp_path / "again")
+
+
+def test_training_on_a_frame_store_is_training_on_videos(training_files: Path, tmp_path: Path) -> None:
+    store, data = tmp_path / "frames", [str(training_files / f"{name}.jsonl") for name in ("train", "eval")]
+    assert check([*data, "--store", str(store)]) == 0
+    assert fine_tune(arguments(training_files, tmp_path / "videos")) == 0
+    reset_global_state()
+    with mock.patch.object(sources, "read_frames", side_effect=AssertionError("a video is decoded")):
+        assert fine_tune(arguments(training_files, tmp_path / "stored", "--frame_store", store)) == 0
+    reset_global_state()
+    assert log_of(tmp_path / "videos") == log_of(tmp_path / "stored")
+    assert trained(tmp_path / "videos") == trained(tmp_path / "stored")
+    with pytest.raises(DataError, match="the frame store does not have the"):
+        fine_tune(arguments(training_files, tmp_path / "other", "--frame_store", store, "--fps", 0.5))
+    reset_global_state()
 
 
 def plain_text(files: Path) -> int:

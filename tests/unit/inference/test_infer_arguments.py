@@ -20,8 +20,8 @@ def test_options_become_settings() -> None:
     frames = {"fps": 1.0, "num_frames": None, "max_frames": None, "start": None, "end": 2.5}
     assert parse([*ASK, "--end", "2.5"]).frame_options(default_fps=1.0) == frames
     assert parse([*ASK, "--num_frames", "9"]).frame_options(default_fps=1.0)["fps"] is None
-    assert args.decoding() == {"threads": None, "decoder": "pyav"}
-    assert parse([*ASK, "--decode_threads", "1"]).decoding() == {"threads": 1, "decoder": "pyav"}
+    assert args.decoding() == {"threads": None, "decoder": "pyav", "frame_store": None}
+    assert parse([*ASK, "--decode_threads", "1"]).decoding() == {"threads": 1, "decoder": "pyav", "frame_store": None}
     assert args.sampling() == Sampling(max_new_tokens=256, temperature=0.0, top_p=1.0, seed=0)
     assert args.seqpar_config().self_attention == "star"
 

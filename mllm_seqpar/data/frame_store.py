@@ -1,0 +1,308 @@
+"""The frame store: the planned frames of videos on disk, so that a video is decoded once and not in every epoch.
+
+    DIRECTORY/frames.json                    how frames are stored, and whether the run that wrote them has finished
+    DIRECTORY/videos/DIGEST/TIMES.frames     the frames of one plan of a video, one after another
+    DIRECTORY/videos/DIGEST/TIMES.json       their size, and position and checksum of each; or why there are none
+
+`DIGEST` is that of the media file and `TIMES` that of the times of the frames, so a moved or renamed video is found.
+A frame is raw RGB (height, width, 3), or a JPEG picture. `mllm-seqpar check-data --store` writes a store. Both files of
+a plan are written under a temporary name and renamed, TIMES.json last, so a plan is complete or absent. What is absent
+is refused: a video that is decoded after all would slow training down without a word.
+"""
+
+import io
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mllm_seqpar.errors import DataError, VideoError
+
+from .decoding import decode_threads
+from .downloads import atomic_write
+from .feature_store import source_meta
+from .prefetch import read_ahead
+from .video import FramePlan
+
+INDEX = "frames.json"
+_AGAIN = "run `mllm-seqpar check-data --store` with this directory"
+
+
+class FrameStoreError(DataError):
+    """A frame store that is incomplete, damaged, made with other settings, or cannot be written."""
+
+
+@dataclass(frozen=True)
+class StoredFrames:
+    """The frames of one plan in a store.
+
+    Attributes:
+        path: the file of the frames.
+        size: (height, width).
+        quality: of JPEG; None for raw frames.
+        pixels: how the pixels differ from those of the video; None if they are equal.
+        ends: the byte at which each frame ends.
+        checksums: CRC-32 of the bytes of each frame.
+    """
+
+    path: Path
+    size: tuple[int, int]
+    quality: int | None
+    pixels: str | None
+    ends: tuple[int, ...]
+    checksums: tuple[int, ...]
+
+    def read(self, start: int, stop: int, batch: int, threads: int | None = None) -> Iterator[Tensor]:
+        """Yield frames start <= i < stop, as `VideoSource.read` does; only their bytes are read.
+
+        Raises:
+            FrameStoreError: the file is missing or damaged.
+        """
+        threads = decode_threads() if threads is None else threads
+        try:
+            file = open(self.path, "rb")  # noqa: SIM115 - closed below
+        except OSError as error:
+            raise self._damaged(error.strerror or str(error)) from error
+        with file:
+            images: list[Tensor] = []
+            with closing(
+                read_ahead(range(start, stop), lambda number: self._frame(file.fileno(), number), threads, threads)
+            ) as frames:
+                for image in frames:
+                    images.append(image)
+                    if len(images) == batch:
+                        yield torch.stack(images)
+                        images = []
+            if images:
+                yield torch.stack(images)
+
+    def _frame(self, file: int, number: int) -> Tensor:
+        first = self.ends[number - 1] if number else 0
+        try:
+            content = os.pread(file, self.ends[number] - first, first)
+        except OSError as error:
+            raise self._damaged(error.strerror or str(error)) from error
+        if zlib.crc32(content) != self.checksums[number]:
+            raise self._damaged(f"frame {number} has another checksum than when it was written")
+        if self.quality is None:
+            image = np.frombuffer(bytearray(content), np.uint8).reshape(*self.size, 3)
+        else:
+            from PIL import Image
+
+            with Image.open(io.BytesIO(content), formats=["JPEG"]) as picture:
+                image = np.array(picture)
+        return torch.from_numpy(image).permute(2, 0, 1)
+
+    def _damaged(self, found: str) -> FrameStoreError:
+        return FrameStoreError(f"{self.path}: damaged ({found}); delete the file, and {_AGAIN}")
+
+
+@dataclass(frozen=True)
+class FrameStore:
+    """A directory of frames; `FrameStore.open` reads it, `FrameStore.create` writes it.
+
+    Attributes:
+        directory: of the store.
+        quality: of JPEG, 1 to 100; None stores the pixels of the video.
+        shorter_side: frames are scaled so that their shorter side has at most this many pixels; None: not scaled.
+    """
+
+    directory: Path
+    quality: int | None = None
+    shorter_side: int | None = None
+
+    @classmethod
+    def open(cls, directory: str | os.PathLike[str]) -> "FrameStore":
+        """Open a store that a run of check-data has finished.
+
+        Raises:
+            FrameStoreError: there is no store, or it is incomplete.
+        """
+        store, complete = cls._read(Path(directory))
+        if not complete:
+            raise FrameStoreError(
+                f"{directory}: the frame store is incomplete, because the run that writes it has not finished; "
+                f"{_AGAIN} again, which writes only what is missing"
+            )
+        return store
+
+    @classmethod
+    def create(
+        cls, directory: str | os.PathLike[str], *, quality: int | None = None, shorter_side: int | None = None
+    ) -> "FrameStore":
+        """Open a store for writing, which is incomplete until `finish`; what it has is kept.
+
+        Raises:
+            FrameStoreError: it stores frames with other settings, or cannot be written.
+        """
+        store = cls(Path(directory), quality, shorter_side)
+        if (store.directory / INDEX).exists():
+            found, _ = cls._read(store.directory)
+            if found != store:
+                raise FrameStoreError(
+                    f"{directory}: this frame store has frames {found.description}, not {store.description}; give the "
+                    "same --store_quality and --store_size, or another directory"
+                )
+        store._write_index(complete=False)
+        return store
+
+    @classmethod
+    def _read(cls, directory: Path) -> tuple["FrameStore", bool]:
+        path = directory / INDEX
+        try:
+            index = json.loads(path.read_text())
+            return cls(directory, index["quality"], index["shorter_side"]), bool(index["complete"])
+        except FileNotFoundError as error:
+            raise FrameStoreError(f"{directory}: no frame store ({INDEX} is missing); {_AGAIN}") from error
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise FrameStoreError(
+                f"{path}: not an index of a frame store ({error!r}); delete the directory, and {_AGAIN}"
+            ) from error
+
+    @property
+    def description(self) -> str:
+        """How frames are stored."""
+        kind = "as raw pixels" if self.quality is None else f"as JPEG of quality {self.quality}"
+        size = "in full size" if self.shorter_side is None else f"with a shorter side of {self.shorter_side}"
+        return f"{kind} {size}"
+
+    def frame_size(self, height: int, width: int) -> tuple[int, int]:
+        """Return the (height, width) in which frames of this size are stored."""
+        least = min(height, width)
+        if self.shorter_side is None or least <= self.shorter_side:
+            return height, width
+        return round(height * self.shorter_side / least), round(width * self.shorter_side / least)
+
+    def finish(self) -> None:
+        """Mark the store as complete."""
+        self._write_index(complete=True)
+
+    def find(self, plan: FramePlan) -> StoredFrames:
+        """Return the frames of a plan.
+
+        Raises:
+            FrameStoreError: the store has none, or others of this video, or they are damaged.
+            VideoError: the video could not be decoded when the store was written.
+        """
+        path = self._path(plan)
+        if not path.exists():
+            raise self._absent(plan, path)
+        try:
+            header = json.loads(path.read_text())
+            if header.get("fault"):
+                raise VideoError(header["fault"])
+            found = self._frames(path, header)
+            if len(found.ends) != len(plan) or found.path.stat().st_size != found.ends[-1]:
+                raise ValueError(f"{found.path.name} does not have the bytes of {len(plan)} frames")
+        except VideoError:
+            raise
+        except (OSError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise FrameStoreError(f"{path}: damaged ({error}); delete the file, and {_AGAIN}") from error
+        return found
+
+    def has(self, plan: FramePlan) -> bool:
+        """Return whether `find` returns frames of this plan."""
+        try:
+            self.find(plan)
+        except (FrameStoreError, VideoError):
+            return False
+        return True
+
+    def write(self, plan: FramePlan, frames: Iterable[Tensor]) -> None:
+        """Store the frames of a plan, uint8 tensors (n, 3, height, width) of one size.
+
+        Raises:
+            FrameStoreError: they cannot be written.
+            VideoError: they cannot be decoded; the reason is stored in their place.
+        """
+        path = self._path(plan)
+        ends: list[int] = []
+        checksums: list[int] = []
+        header: dict[str, Any] = {"source": plan.path, "seconds": [plan.seconds(0), plan.seconds(-1)]}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with atomic_write(path.with_suffix(".frames")) as temporary, temporary.open("wb") as file:
+                    for batch in frames:
+                        size = header.setdefault("size", list(batch.shape[2:]))
+                        if list(batch.shape[2:]) != size:
+                            raise VideoError(f"{plan.path}: its frames have several sizes, which are not stored")
+                        for content in map(self._encoded, batch):
+                            file.write(content)
+                            ends.append(file.tell())
+                            checksums.append(zlib.crc32(content))
+            except VideoError as error:
+                _write_json(path, {"fault": str(error)})
+                raise
+            _write_json(path, header | {"ends": ends, "checksums": checksums})
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _encoded(self, frame: Tensor) -> bytes:
+        image = frame.permute(1, 2, 0).contiguous().numpy()
+        if self.quality is None:
+            return image.tobytes()
+        from PIL import Image
+
+        buffer = io.BytesIO()
+        Image.fromarray(image).save(buffer, "JPEG", quality=self.quality)
+        return buffer.getvalue()
+
+    def _frames(self, path: Path, header: Mapping[str, Any]) -> StoredFrames:
+        height, width = header["size"]
+        exact = self.quality is None and self.shorter_side is None
+        return StoredFrames(
+            path.with_suffix(".frames"),
+            (height, width),
+            self.quality,
+            None if exact else self.description,
+            tuple(header["ends"]),
+            tuple(header["checksums"]),
+        )
+
+    def _path(self, plan: FramePlan) -> Path:
+        meta = source_meta(plan)
+        return self.directory / "videos" / meta["source_digest"] / f"{meta['frame_times']}.json"
+
+    def _absent(self, plan: FramePlan, path: Path) -> FrameStoreError:
+        """Return the error that says what the store has of a video in place of the frames of a plan."""
+        wanted = f"the {len(plan)} frames from {plan.seconds(0):.2f} to {plan.seconds(-1):.2f} s of {plan.path}"
+        others = []
+        for other in sorted(path.parent.glob("*.json")):
+            with suppress(OSError, ValueError):  # a damaged one is refused where it is used
+                others.append(json.loads(other.read_text()))
+        others = [header for header in others if "ends" in header]
+        if not others:
+            return FrameStoreError(f"{self.directory}: the frame store does not have {wanted}; {_AGAIN} and its data")
+        has = ", ".join(f"{len(x['ends'])} from {x['seconds'][0]:.2f} to {x['seconds'][1]:.2f} s" for x in others[:3])
+        return FrameStoreError(
+            f"{self.directory}: the frame store does not have {wanted}, but others ({has}); give the --fps, "
+            f"--num_frames and --max_frames that it was made with, or {_AGAIN} and these"
+        )
+
+    def _write_index(self, *, complete: bool) -> None:
+        index = {"quality": self.quality, "shorter_side": self.shorter_side, "complete": complete}
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            _write_json(self.directory / INDEX, index)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> FrameStoreError:
+        return FrameStoreError(
+            f"{self.directory}: the frames cannot be written ({error.strerror or error}); free some space or give "
+            "another directory, and run the same command again, which keeps what is written"
+        )
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    with atomic_write(path) as temporary:
+        temporary.write_text(json.dumps(content) + "\n")
