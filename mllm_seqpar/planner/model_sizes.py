@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from math import isqrt
 from pathlib import Path
 from typing import ClassVar
 
@@ -125,7 +126,7 @@ class VisionSizes(_Sizes):
         tiles: image tiles per frame, which `tokens` and `keys` include; the tiles of a frame attend to each other under
             a mask (Llama 3.2).
         pictures: pictures of a video in one frame: 2 in the temporal patches of Qwen-VL.
-        patch_values: values of the pixels of one token.
+        patch: pixels of a token along height and width.
         mlp_matrices: 3 for gated MLPs, 2 for others.
         window: tokens of a window; all layers but `full_layers` attend inside windows. 0 for none.
         deepstack: further features of each visual token, each from a layer of its own, through a projector of its own.
@@ -142,11 +143,16 @@ class VisionSizes(_Sizes):
     outputs_held: int = 1
     tiles: int = 1
     pictures: int = 1
-    patch_values: int = 3 * 14 * 14
+    patch: int = 14
     mlp_matrices: int = 2
     window: int = 0
     full_layers: int = 0
     deepstack: int = 0
+
+    @property
+    def patch_values(self) -> int:
+        """Values of the pixels of a token."""
+        return 3 * self.pictures * self.patch**2
 
     @property
     def parameters(self) -> int:
@@ -224,6 +230,11 @@ class ModelSizes:
             raise ConfigError(f"frame_tokens: {count!r} is not a number of visual tokens; pass 1 or more")
         tokens = count * self.vision.tokens // self.vision.keys
         return replace(self, vision=replace(self.vision, tokens=tokens, keys=count))
+
+    def tokens_of_picture(self, height: int, width: int) -> int:
+        """Return the visual tokens of a picture of a decoder-only model, whose sides are rounded to whole tokens."""
+        side = self.vision.patch * isqrt(self.vision.tokens // self.vision.keys)
+        return max(1, round(height / side)) * max(1, round(width / side))
 
     @property
     def cross_parameters(self) -> int:

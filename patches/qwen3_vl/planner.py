@@ -1,0 +1,12 @@
+"""The sizes of a Qwen3-VL model from its configuration, for the planner."""
+
+from typing import Any
+
+from mllm_seqpar.planner.model_sizes import ModelSizes
+
+from .. import qwen_vl_planner
+
+
+def model_sizes(config: dict[str, Any], name: str) -> ModelSizes:
+    deepstack = len(config["vision_config"]["deepstack_visual_indexes"])
+    return qwen_vl_planner.model_sizes(config, name, vision={"deepstack": deepstack}, head_norm=True)
