@@ -40,6 +40,7 @@ def model_sizes(config: dict[str, Any], name: str, *, vision: dict[str, Any], he
             keys=1,
             pictures=tower.get("temporal_patch_size", 2),
             patch=patch,
+            rotary=True,
             **vision,
         ),
         projector=(width * merge**2, width * merge**2, hidden),

@@ -10,7 +10,7 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner.cluster import read_cluster
 from mllm_seqpar.planner.files import find_file, known_files
 from mllm_seqpar.planner.lora import BASE_BYTES, TARGETS
-from mllm_seqpar.planner.model_sizes import read_model
+from mllm_seqpar.planner.model_sizes import ModelSizes, read_model
 from mllm_seqpar.planner.plan import DataSet, make_plan
 from mllm_seqpar.planner.report import as_json, as_text
 from mllm_seqpar.planner.workload import SELF_ATTENTION, TRAINED, Workload
@@ -38,8 +38,8 @@ def _parser() -> Parser:
     plan.add_argument("--model", required=True, help=models)
     plan.add_argument("--cluster", required=True, help="a cluster file, or one of " + known_files("cluster"))
     plan.add_argument("--frames", type=int, required=True, help="frames (pictures) of one video")
-    text = "visual tokens of a frame of Qwen-VL (two pictures of a video), which depend on its size; default: 360p"
-    plan.add_argument("--frame_tokens", type=int, metavar="TOKENS", help=text)
+    text = "visual tokens of a frame of Qwen-VL (two pictures of a video), or its size, as 1280x720; default: 640x360"
+    plan.add_argument("--frame_tokens", metavar="TOKENS", help=text)
     text = "tokens of one text, one placeholder per frame included; of a decoder-only model without the visual tokens"
     plan.add_argument("--text", type=int, required=True, help=text)
     plan.add_argument("--gpus", type=int, required=True, help="GPUs that share one batch")
@@ -86,9 +86,21 @@ def _parser() -> Parser:
     text = "frames of a video that are decoded for each frame that is used, as check-data prints; default: 30"
     plan.add_argument("--decode_per_frame", type=float, metavar="FRAMES", default=30.0, help=text)
     plan.add_argument("--json", action="store_true", help="print JSON, in seconds and bytes")
+    text = "with --trained none, decoder-only models: tokens of an answer that are generated after the prompt"
+    plan.add_argument("--answer", type=int, metavar="TOKENS", default=0, help=text)
+    text = "with --answer: the GPUs share the weights, as in ask --shard_weights; default: each GPU has all of them"
+    plan.add_argument("--shard_weights", action="store_true", help=text)
     text = "draw one attention layer of the best strategy with matplotlib; the suffix chooses the format"
     plan.add_argument("--timeline", metavar="FILE", help=text)
     return plan
+
+
+def _frame_tokens(model: ModelSizes, text: str) -> int:
+    """Return the number of tokens of a frame that `text` gives as a number or as a size in pixels, WIDTHxHEIGHT."""
+    numbers = [int(part) if part.isdecimal() else 0 for part in text.split("x")]
+    if len(numbers) > 2 or min(numbers) < 1:
+        raise ConfigError(f"--frame_tokens {text}: expected a number of tokens, or a size such as 1280x720")
+    return numbers[0] if len(numbers) == 1 else model.tokens_of_picture(numbers[1], numbers[0])
 
 
 def plan(argv: Sequence[str]) -> int:
@@ -113,7 +125,7 @@ def plan(argv: Sequence[str]) -> int:
         raise ConfigError("--epochs: has no effect without --samples; pass both, or neither")
     model = read_model(find_file("model", args.model))
     if args.frame_tokens is not None:
-        model = model.with_frame_tokens(args.frame_tokens)
+        model = model.with_frame_tokens(_frame_tokens(model, args.frame_tokens))
     if model.decoder_only and args.strategy:
         raise ConfigError(
             f"--strategy: {model.name} has no cross-attention, which it is for; leave it out, and pass "
@@ -130,7 +142,7 @@ def plan(argv: Sequence[str]) -> int:
     if args.samples is not None:
         data_set = DataSet(samples=args.samples, epochs=1.0 if args.epochs is None else args.epochs)
     names = "frames text gpus batch trained self_attention element mlp_chunk_size vision_chunk_size content_tiles "
-    names += "visual_offload lora_r base_parameter decode_per_frame"
+    names += "visual_offload lora_r base_parameter decode_per_frame answer shard_weights"
     workload = Workload(
         model=model,
         **{name: getattr(args, name) for name in names.split()},

@@ -109,6 +109,7 @@ def calibrate(
     # A forward pass may calibrate. Its autocast mode must not change the dtype of what is measured.
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         rates = _attention_rates(clock, shape) | {"matmul": _matmul_rate(clock, shape.dtype)}
+        rates["memory_rate"] = _memory_rate(clock)
         source = f"measured: {comm.size} ranks on {device.type}, {shape}, torch {torch.__version__}"
         if links_of is not None:
             return replace(links_of, **rates, source=source)
@@ -199,6 +200,13 @@ def _matmul_rate(clock: _Clock, dtype: torch.dtype) -> float:
     a = torch.full((size, size), 0.5, device=clock.device, dtype=dtype)
     a @ a
     return 2 * size**3 / clock.seconds(lambda: a @ a)
+
+
+def _memory_rate(clock: _Clock) -> float:
+    """Return the bytes per second that a copy reads and writes."""
+    a = torch.zeros(2**28 if clock.device.type == "cuda" else 2**24, dtype=torch.uint8, device=clock.device)
+    b = a.clone()
+    return 2 * a.numel() / clock.seconds(lambda: b.copy_(a))
 
 
 class _Link(NamedTuple):

@@ -33,6 +33,8 @@ class Cluster:
         peak_flops: peak of one GPU according to its maker, dense bf16; None if unknown.
         all_pairs: whether every GPU of a node reaches `node_link` to any other while all pairs exchange (NVSwitch, or
             NVLink between all pairs), so that rows may be sent to their ranks directly instead of around a ring.
+        memory_rate: bytes per second that a kernel reads from the memory of its GPU; None if unknown. It bounds
+            generation.
         decode_rate: frames per second that one core decodes; None if unknown.
         links: which links the figures describe: "all", "node" (measured on one node) or "none" (measured on one GPU);
             see `check_ranks`.
@@ -53,6 +55,7 @@ class Cluster:
     step_overhead_s: float = 0.0
     overlap: float = 1.0
     peak_flops: float | None = None
+    memory_rate: float | None = None
     decode_rate: float | None = None
     source: str = ""
     links: str = "all"
@@ -69,7 +72,7 @@ class Cluster:
             raise ConfigError(f"cluster {self.name!r}: links is {self.links!r}; expected all, node or none")
         for name, unit in _UNITS.items():
             value = getattr(self, name)
-            if value is None and name in ("network_link_per_gpu", "peak_flops", "decode_rate"):
+            if value is None and name in _MAY_BE_UNKNOWN:
                 continue
             found = f"cluster {self.name!r}: {name} is {value!r}; expected {unit}"
             if isinstance(value, bool) or not isinstance(value, int if name == "gpus_per_node" else int | float):
@@ -106,11 +109,12 @@ class Cluster:
         return min(self.network_link_per_gpu or self.network_link, self.network_link)
 
 
+_MAY_BE_UNKNOWN = ("network_link_per_gpu", "peak_flops", "memory_rate", "decode_rate")
 _UNITS = {
     "gpus_per_node": "a whole number of GPUs",
     **dict.fromkeys(("attention_forward", "attention_backward", "matmul", "peak_flops"), "FLOP/s"),
     "memory_bytes": "bytes",
-    **dict.fromkeys(("node_link", "network_link", "network_link_per_gpu"), "bytes/s"),
+    **dict.fromkeys(("node_link", "network_link", "network_link_per_gpu", "memory_rate"), "bytes/s"),
     **dict.fromkeys(("node_latency_s", "network_latency_s", "block_overhead_s", "step_overhead_s"), "seconds"),
     "overlap": "a fraction",
     "decode_rate": "frames/s",

@@ -1,11 +1,12 @@
 """The peak memory of one rank in a step, in bytes by kind. An upper estimate by formula, not a simulation.
 
 parameters, gradients, optimizer: the shards of FSDP2. features: the visual features of the rank's frames, and their
-gradient where it is needed; in a decoder-only model the embeddings of its visual tokens. activations: what autograd saves for backward, and the logits. transfers: receive buffers,
-which stay allocated, and NCCL's memory (`transfer_memory`). buffers: temporary memory, which is a gathered layer, and
-the larger of two: K and V of the current cross-attention layer with their gradients in float32 and its partial results,
-or the inner activations of the current MLP. If the vision tower, which runs earlier, needs more with the pixels of its
-chunk of frames, that counts instead.
+gradient where it is needed; in a decoder-only model, the embeddings of the visual tokens of its rows. activations:
+what autograd saves for backward, and the logits. transfers: receive buffers, which stay allocated, and NCCL's memory
+(`transfer_memory`). buffers: temporary memory, which is a gathered layer, and the larger of two: K and V of the
+current cross-attention layer with their gradients in float32 and its partial results, or the inner activations of the
+current MLP. If the vision tower, which runs earlier, needs more with the pixels of its chunk of frames, that counts
+instead.
 
 Activations are counted as autograd saves them, each tensor once: `tests/unit/planner/test_memory_measured.py` compares
 the formulas with real, patched models. Dropout and position embeddings are left out. Norms are counted as RMS norms
@@ -22,14 +23,13 @@ from .candidates import ParallelSpec
 from .lora import saved_by_adapters
 from .model_sizes import CrossAttentionSizes, ResamplerSizes, TextSizes, VisionSizes
 from .transfer_memory import communicator_memory, receive_buffer_memory
-from .workload import Workload
-
-FLOAT32 = 4
+from .workload import FLOAT32, Workload
 
 USABLE = 0.92
 """Fraction of a GPU's memory that a plan may fill. The rest is for the driver, the allocator, and the projection of
 recomputed chunks of features."""
 
+# While an answer is generated, there is also "cache", the K and V of the rank's tokens.
 KINDS = ("parameters", "gradients", "optimizer", "features", "activations", "transfers", "buffers")
 
 
@@ -38,7 +38,7 @@ def peak_memory(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
 
     `spec` is that of cross-attention, or of self-attention in a decoder-only model.
     """
-    n, trained = workload.gpus, workload.trained_parameters
+    n, trained = workload.gpus if workload.weights_sharded else 1, workload.trained_parameters
     kinds = memory_after_tower(workload, spec)
     kinds["transfers"] += communicator_memory(workload)
     if workload.training:
@@ -61,6 +61,7 @@ def peak_memory(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
         "optimizer": trained * workload.optimizer // n,
         **kinds,
         "buffers": max(kinds["buffers"], tower),
+        **({"cache": workload.cache_bytes} if workload.answer else {}),
     }
 
 
@@ -88,8 +89,9 @@ def memory_after_tower(workload: Workload, spec: ParallelSpec) -> dict[str, int]
     else:  # one layer at a time
         activations = 2 * tokens * text.hidden * element + _attention_layer(workload, text)
         activations += workload.mlp_tokens * _mlp_token(element, text.mlp_inner, text.mlp_matrices)
-    logits = tokens * text.vocabulary * (element + (2 * FLOAT32 if workload.training else 0))
-    on_device = features * element * (2 if backward else 1)
+    logits = workload.scored_tokens * text.vocabulary * (element + (2 * FLOAT32 if workload.training else 0))
+    # The gradient of a decoder-only model's embeddings comes when that of the layers is done.
+    on_device = features * element * (2 if backward and not workload.model.decoder_only else 1)
     return {
         "features": offload.features_memory(workload) if workload.visual_offload else on_device,
         "activations": activations + logits,
@@ -152,17 +154,27 @@ def saved_before_features(workload: Workload) -> int:
     vision = model.vision
     if not workload.trains_features:
         return 0
-    if model.projector:  # the input of its layers, and of the activation function between them
-        inputs = model.projector[0] + 2 * sum(model.projector[1:-1])
+    if model.projector:  # the input of its layers, and of the activation function between them; the normalized input
+        inputs = model.projector[0] * (1 + model.decoder_only) + 2 * sum(model.projector[1:-1])
         frame += vision.keys * inputs * (1 + vision.deepstack) * element
     if model.resampler:  # its input, the inside of each layer, and the input of the last norm
         frame += vision.width * (vision.tokens + vision.keys) * element
         frame += model.resampler.layers * _resampler_layer(model.resampler, vision, element)
-    if workload.trained == "all":  # each layer's norms, q, k, v, o and inner activations; or its input
-        inside = 8 * vision.width + 2 * vision.mlp_inner
-        tower = vision.layers * vision.width + inside if workload.checkpointing else vision.layers * inside
-        frame += vision.tokens * tower * element
+    if workload.trained == "all":  # the inside of each layer; or its input
+        inside, outputs = _tower_layer(vision, element), vision.layers * vision.width * element
+        frame += vision.tokens * (outputs + inside if workload.checkpointing else vision.layers * inside)
     return workload.local_frames * frame
+
+
+def _tower_layer(vision: VisionSizes, element: int) -> int:
+    """Return the saved bytes per token of one layer of a trained tower: q, k, v, o, inner activations, two norms.
+
+    Rotated q and k are saved beside the projection that v is a part of, and o once more as the next layer takes it.
+    """
+    attention, norms = (7 if vision.rotary else 4) * vision.width * element, 4 * vision.width * element
+    if vision.norm == "float32":  # its input, in float32 if it has another dtype, normalized input and output
+        norms = 2 * vision.width * (FLOAT32 + 2 * element)
+    return attention + norms + _mlp_token(element, vision.mlp_inner, vision.mlp_matrices)
 
 
 def _attention_layer(workload: Workload, sizes: TextSizes | CrossAttentionSizes) -> int:
@@ -255,15 +267,22 @@ def frozen_tower_memory(workload: Workload) -> int:
     """Return the bytes of a vision tower without backward at work on one chunk of frames.
 
     These are the layer outputs that are held, the last attention output and its norm, the inner activations before and
-    after the activation function, and the mask of image tiles.
+    after the activation function, and the mask of image tiles. Where Q and K are rotated in float32, that needs more:
+    the norm and Q, K and V, then Q and K in float32, and three terms of the rotation of K beside the rotated Q.
     """
     if workload.trained == "all":
         return 0
-    vision = workload.model.vision
-    elements = (vision.outputs_held + 2) * vision.width + 2 * vision.mlp_inner
+    vision, element = workload.model.vision, workload.element
+    elements = (vision.outputs_held + 2) * vision.width + vision.mlp_matrices * vision.mlp_inner
     elements += vision.tokens if vision.tiles > 1 else 0
+    token = elements * element
+    if vision.rotary:
+        factors = 2 * vision.width // vision.heads
+        rotated = (4 if element == FLOAT32 else 6) * vision.width + factors
+        token = max(token + factors * FLOAT32, (vision.outputs_held + 4) * vision.width * element + rotated * FLOAT32)
+        token += vision.deepstack * workload.model.text.hidden * vision.keys // vision.tokens * element
     frames = min(workload.local_frames, workload.vision_chunk_size or workload.local_frames)
-    return frames * vision.tokens * elements * workload.element
+    return frames * vision.tokens * token
 
 
 def _cross_attention_buffers(workload: Workload, spec: ParallelSpec) -> int:

@@ -128,11 +128,14 @@ class VisionSizes(_Sizes):
         pictures: pictures of a video in one frame: 2 in the temporal patches of Qwen-VL.
         patch: pixels of a token along height and width.
         mlp_matrices: 3 for gated MLPs, 2 for others.
+        norm: "layer", or "float32" for RMS norms that compute in float32.
+        rotary: whether Q, K and V are one projection, and Q and K are rotated in float32.
         window: tokens of a window; all layers but `full_layers` attend inside windows. 0 for none.
         deepstack: further features of each visual token, each from a layer of its own, through a projector of its own.
     """
 
     may_be_zero: ClassVar[tuple[str, ...]] = ("window", "full_layers", "deepstack")
+    choices: ClassVar[dict[str, tuple[str, ...]]] = {"norm": ("layer", "float32")}
 
     width: int
     layers: int
@@ -145,6 +148,8 @@ class VisionSizes(_Sizes):
     pictures: int = 1
     patch: int = 14
     mlp_matrices: int = 2
+    norm: str = "layer"
+    rotary: bool = False
     window: int = 0
     full_layers: int = 0
     deepstack: int = 0
@@ -190,7 +195,8 @@ class ModelSizes:
 
     Attributes:
         projector: channels of the linear layers behind the tower: (in, out) for one layer, (in, inner, out) for two
-            with an activation function between them; None for no projector.
+            with an activation function between them; None for no projector. That of a decoder-only model joins the
+            tokens of the tower to visual tokens, and has a norm before it.
     """
 
     name: str
@@ -205,7 +211,9 @@ class ModelSizes:
             if part.heads % part.kv_heads:
                 raise ConfigError(f"{name}: {part.kv_heads} kv_heads do not divide {part.heads} heads")
         if self.vision.full_layers > self.vision.layers:
-            raise ConfigError(f"vision: {self.vision.full_layers} full_layers are more than {self.vision.layers} layers")
+            raise ConfigError(
+                f"vision: {self.vision.full_layers} full_layers are more than {self.vision.layers} layers"
+            )
 
     @property
     def decoder_only(self) -> bool:

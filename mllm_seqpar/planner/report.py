@@ -5,11 +5,10 @@ from dataclasses import asdict
 from typing import Any
 
 from .candidates import ParallelSpec
-from .memory import KINDS, USABLE
+from .memory import USABLE
 from .offload import host_bytes
 from .plan import DataSet, Plan, StrategyPlan
 from .selection import MARGIN, Candidate, duration
-from .step_cost import PARTS
 from .workload import Workload
 
 _NAMES = {"lv-xattn": "LV-XAttn", "ring": "Ring Attention"}
@@ -57,7 +56,7 @@ def _row_json(row: StrategyPlan, attention: str) -> dict[str, Any]:
         "strategy": row.spec.strategy,
         **_shape_json(row.spec),
         **{name: getattr(row, name) for name in ("seconds", "forward", "backward")},
-        "parts": {name: asdict(row.parts[name]) for name in PARTS if name in row.parts},
+        "parts": {name: asdict(row.parts[name]) for name in row.parts},
         "memory": dict(row.memory),
         "memory_total": sum(row.memory.values()),
         "fits": row.fits,
@@ -109,7 +108,8 @@ def _heading(plan: Plan) -> list[str]:
         parameters = (
             f"frozen weights of {workload.base_parameter or workload.element}, adapters of {workload.parameter}"
         )
-    assumptions = [f"activations of {workload.element} bytes, {parameters}, sharded by FSDP2"]
+    where = "on every GPU" if workload.answer and not workload.shard_weights else "sharded by FSDP2"
+    assumptions = [f"activations of {workload.element} bytes, {parameters}, {where}"]
     if workload.training:
         assumptions[0] += f", gradients of {workload.parameter}, optimizer {workload.optimizer} bytes each"
         if not model.decoder_only:
@@ -148,14 +148,18 @@ def _video(workload: Workload) -> str:
     return f"{workload.frames:,} frames, {vision.keys} tokens for every {vision.pictures} of them"
 
 
-def _cells(row: StrategyPlan, usable: float, cores: float) -> dict[str, str]:
+def _cells(row: StrategyPlan, usable: float, cores: float, answer: int) -> dict[str, str]:
     """Return the column of a strategy: a cell with its unit by the name of the line."""
     kinds = {name: row.parts[f"{name}-attention"] for name in ("cross", "self") if f"{name}-attention" in row.parts}
     first, part = next(iter(kinds.items()))
-    names = {name: f"  {name}" for name in PARTS} | {"parameters": "  waiting for parameters"}
-    cells = {"time of a step": duration(row.seconds)}
-    cells |= {"  forward, of all parts": duration(row.forward), "  backward": duration(row.backward)}
-    cells |= {names[name]: duration(row.parts[name].seconds) for name in PARTS if name in row.parts}
+    names = {name: f"  {name}" for name in row.parts} | {"parameters": "  waiting for parameters"}
+    if "decoding" in row.parts:
+        cells = {f"time of an answer of {answer:,} tokens": duration(row.seconds)}
+        cells |= {"  each token": duration(row.parts["decoding"].seconds / answer)}
+    else:
+        cells = {"time of a step": duration(row.seconds)}
+        cells |= {"  forward, of all parts": duration(row.forward), "  backward": duration(row.backward)}
+    cells |= {names[name]: duration(row.parts[name].seconds) for name in row.parts}
     cells["transfers of attention"] = ""
     for name, each in kinds.items():
         cells |= {f"  {name}, waited for": duration(each.exposed), f"  {name}, overlapped": duration(each.hidden)}
@@ -167,7 +171,7 @@ def _cells(row: StrategyPlan, usable: float, cores: float) -> dict[str, str]:
     }
     cells["  all parts, to other nodes"] = _bytes(sum(part.network_bytes for part in row.parts.values()))
     cells["memory of a GPU at the peak"] = _bytes(sum(row.memory.values()))
-    cells |= {f"  {kind} ": _bytes(row.memory[kind]) for kind in KINDS}
+    cells |= {f"  {kind} ": _bytes(size) for kind, size in row.memory.items()}
     cells[f"  fits into {_bytes(usable)}"] = "yes" if row.fits else "no"
     cells["longest video, in frames"] = f"{row.max_frames:,}"
     return cells
@@ -176,7 +180,8 @@ def _cells(row: StrategyPlan, usable: float, cores: float) -> dict[str, str]:
 def _table(plan: Plan) -> list[str]:
     """Return the table with a column for each strategy, the best one first."""
     rows = [plan.best, *(row for row in plan.rows if row is not plan.best)]
-    columns = [_cells(row, USABLE * plan.cluster.memory_bytes, plan.cores_per_gpu(row)) for row in rows]
+    usable, answer = USABLE * plan.cluster.memory_bytes, plan.workload.answer
+    columns = [_cells(row, usable, plan.cores_per_gpu(row), answer) for row in rows]
     heads = [str(row.spec).partition(" ") for row in rows]
     names = ["", "", *columns[0]]
     body = [[head[0], head[2], *cells.values()] for head, cells in zip(heads, columns, strict=True)]
@@ -221,8 +226,11 @@ def _verdict(plan: Plan) -> list[str]:
     workload, best = plan.workload, plan.best
     lines = [f"{name}: left out, {reason}" for name, reason in plan.illegal.items()]
     if best.fits:
-        options = ", ".join(f"{name}={value!r}" for name, value in patch_options(plan).items())
-        lines += [f"Best: {best.spec}, {duration(best.seconds)} a step", f"  patch_model(model, {options})"]
+        options = "".join(f", {name}={value!r}" for name, value in patch_options(plan).items())
+        lines += [
+            f"Best: {best.spec}, {duration(best.seconds)} {'an answer' if workload.answer else 'a step'}",
+            f"  patch_model(model{options})",
+        ]
         lines += [line for reason in reasons(plan) for line in _wrapped(f"  {reason}", "  ")]
         if plan.min_gpus and plan.min_gpus < workload.gpus:
             lines.append(f"With {_NAMES[plan.preferred]}, {plan.min_gpus} GPUs are enough.")

@@ -19,7 +19,7 @@ from .cluster import Cluster
 from .collectives import CollectiveCost, all_gather, all_gather_seconds, all_to_all
 from .lora import adapter_work, frozen_bytes
 from .selection import Candidate, SelectionOptions, select_strategy
-from .workload import Workload
+from .workload import FLOAT32, Workload
 
 PARTS = ("vision tower", "self-attention", "cross-attention", "MLP", "vocabulary", "parameters")
 _ADAPTED = {"self-attention": "attention", "MLP": "mlp", "cross-attention": "cross", "vision tower": "connector"}
@@ -44,7 +44,7 @@ class Part:
     def __add__(self, other: Part) -> Part:
         return Part(*(x + y for x, y in zip(astuple(self), astuple(other), strict=True)))
 
-    def __mul__(self, count: int) -> Part:
+    def __mul__(self, count: float) -> Part:
         return Part(*(x * count for x in astuple(self)))
 
 
@@ -94,12 +94,37 @@ def step_parts(workload: Workload, cluster: Cluster, cross: Candidate | None, te
         "self-attention": (layer + _attention_call(workload, cluster, text, workload.text_problem)) * sizes.layers,
         **({} if cross is None else {"cross-attention": _cross_attention(workload, cluster, cross)}),
         "MLP": _mlp(workload, cluster),
-        "vocabulary": _linear(workload, cluster, sizes.vocabulary * sizes.hidden, trained=trained),
+        "vocabulary": _linear(workload, cluster, sizes.vocabulary * sizes.hidden, trained=trained)
+        * (workload.scored_tokens / workload.tokens),
     }
     for name, target in _ADAPTED.items():
         if name in parts:
             parts[name] += _adapters(workload, cluster, target)
-    return parts | {"parameters": _parameters(workload, cluster, parts)}
+    parts["parameters"] = _parameters(workload, cluster, parts)
+    return parts | ({"decoding": decoded_token(workload, cluster) * workload.answer} if workload.answer else {})
+
+
+def decoded_token(workload: Workload, cluster: Cluster) -> Part:
+    """Return the cost of generating one token: weights and K, V are read, and the ranks' partial results are merged.
+
+    Every rank computes all layers of the token, over its own keys. Sharded weights are gathered for each token.
+    """
+    text, gpus = workload.model.text, workload.gpus
+    embeddings = text.vocabulary * text.hidden
+    weights = text.layers * (text.attention_parameters + text.mlp_parameters) + embeddings
+    seconds = 2 * weights * workload.batch / cluster.matmul
+    if cluster.memory_rate is not None:
+        seconds = max(seconds, weights * workload.element / cluster.memory_rate)
+        seconds += workload.cache_bytes / cluster.memory_rate
+    if gpus == 1 or workload.self_attention == "local":
+        return Part(seconds)
+    results = workload.batch * text.heads * (text.head_dim + 1) * FLOAT32
+    merges = all_gather(cluster, gpus, results)
+    found = [merges] * text.layers
+    if workload.weights_sharded:
+        found.append(all_gather(cluster, gpus, (weights - embeddings) * workload.element // gpus))
+    waits, node_bytes, network_bytes = (sum(values) for values in zip(*found, strict=True))
+    return Part(seconds + waits, 0.0, waits, 0.0, node_bytes, network_bytes)
 
 
 def _linear(workload: Workload, cluster: Cluster, parameters: int, *, trained: bool, recomputed: int = 0) -> Part:
@@ -144,9 +169,7 @@ def _exchanged_embeddings(workload: Workload, cluster: Cluster) -> Part:
     cost = all_gather(cluster, gpus, size) if local else all_to_all(cluster, gpus, gpus, size)
     back = cost.seconds if workload.training and workload.trains_features else 0.0
     passes = 2 if back else 1
-    return Part(
-        cost.seconds, back, cost.seconds + back, 0.0, passes * cost.node_bytes, passes * cost.network_bytes
-    )
+    return Part(cost.seconds, back, cost.seconds + back, 0.0, passes * cost.node_bytes, passes * cost.network_bytes)
 
 
 def _cross_attention(workload: Workload, cluster: Cluster, cross: Candidate) -> Part:
@@ -224,7 +247,7 @@ def _parameters(workload: Workload, cluster: Cluster, parts: Mapping[str, Part])
     These transfers hide under all computation of the step.
     """
     gpus = workload.gpus
-    if gpus == 1:
+    if not workload.weights_sharded:
         return Part()
     parameters = workload.model.parameters * workload.element
     if workload.lora_r is not None:  # frozen weights are gathered as they are stored

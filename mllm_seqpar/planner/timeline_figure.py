@@ -53,9 +53,8 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
     by_name = {row.spec.strategy: row for row in plan.rows}
     compared = [by_name[name] for name in ("lv-xattn", "ring") if name in by_name and by_name[name] is not plan.best]
     workload = plan.workload
-    title = (
-        f"One {plan.attention} layer of {workload.model.name}: {workload.frames:,} frames, {workload.text:,} text tokens"
-    )
+    video = f"{workload.frames:,} frames, {workload.text:,} text tokens"
+    title = f"One {plan.attention} layer of {workload.model.name}: {video}"
     panels = [_panel(plan, row) for row in (plan.best, *compared)]
     figure = timeline_figure(f"{title}, {workload.gpus} GPUs of {plan.cluster.name}", panels)
     try:

@@ -10,6 +10,7 @@ from . import lora
 from .call_cost import VisualProjection
 from .model_sizes import CrossAttentionSizes, ModelSizes, TextSizes
 
+FLOAT32 = 4
 TRAINED = ("all", "no-vision", "language", "connector", "none")
 SELF_ATTENTION = ("ring", "mesh", "ulysses", "local", "auto")
 
@@ -39,6 +40,9 @@ class Workload:
         optimizer: bytes of optimizer state per trained parameter (AdamW in float32: 8).
         lora_r: the rank of LoRA adapters, which are then all that is trained; None without LoRA.
         lora_target: the layers that have adapters, of `lora.TARGETS`.
+        answer: tokens that are generated after a forward pass over the prompt, whose K and V stay on the ranks that
+            computed them.
+        shard_weights: whether the ranks shard the weights for that too; a forward pass or step without `answer` does.
         decode_per_frame: frames that are decoded for each frame that is used; 30 at 1 of 30 frames per second.
         base_parameter: with LoRA, bytes of a frozen weight (0.5: 4 bits); None: as `element`.
     """
@@ -65,12 +69,14 @@ class Workload:
     lora_target: tuple[str, ...] = ("attention", "mlp", "cross")
     base_parameter: float | None = None
     decode_per_frame: float = 30.0
+    answer: int = 0
+    shard_weights: bool = False
 
     def __post_init__(self) -> None:
         counted = {"frames": "frames", "text": "text", "gpus": "gpus", "batch": "batch"}
-        counted |= dict.fromkeys(("element", "parameter", "optimizer"), "bytes")
+        counted |= dict.fromkeys(("element", "parameter", "optimizer"), "bytes") | {"answer": "tokens"}
         for name, unit in (counted | {"mlp_chunk_size": "tokens", "vision_chunk_size": "frames"}).items():
-            value, least = getattr(self, name), 0 if name == "optimizer" else 1
+            value, least = getattr(self, name), 0 if name in ("optimizer", "answer") else 1
             if value is None and name.endswith("chunk_size"):
                 continue
             if type(value) is not int or value < least:
@@ -102,6 +108,13 @@ class Workload:
                 f"{'visual_offload' if self.visual_offload else 'recompute=False'}: {self.model.name} has no "
                 "cross-attention, whose features and K and V this is about; leave it out"
             )
+        if self.answer and (self.training or not self.model.decoder_only):
+            why = f"with trained={self.trained!r} nothing is generated; pass trained='none'"
+            if not self.model.decoder_only:
+                why = f"generation is planned for decoder-only models, and {self.model.name} has cross-attention"
+            raise ConfigError(f"answer: {why}, or leave answer out")
+        if self.shard_weights and not self.answer:
+            raise ConfigError("shard_weights: has no effect without answer, because a step shards the weights anyway")
         lora.check_lora(self)
 
     @property
@@ -122,6 +135,23 @@ class Workload:
     def encoded_frames(self) -> int:
         """Frames of one sample, as the tower encodes them: `VisionSizes.pictures` pictures each."""
         return -(-self.frames // self.model.vision.pictures)
+
+    @property
+    def weights_sharded(self) -> bool:
+        """Whether FSDP2 shards the weights."""
+        return self.gpus > 1 and (self.shard_weights or not self.answer)
+
+    @property
+    def scored_tokens(self) -> int:
+        """Tokens of a rank whose logits are computed."""
+        return self.batch if self.answer else self.tokens
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the K and V of a rank at the end of an answer."""
+        text, ranks = self.model.text, 1 if self.self_attention == "local" else self.gpus
+        tokens = self.tokens + self.batch * -(-self.answer // ranks)
+        return 2 * text.layers * tokens * text.kv_heads * text.head_dim * self.element
 
     @property
     def placed_tokens(self) -> int:

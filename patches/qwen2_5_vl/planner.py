@@ -12,4 +12,5 @@ def model_sizes(config: dict[str, Any], name: str) -> ModelSizes:
     tower = config["vision_config"]
     window = (tower["window_size"] // tower["patch_size"]) ** 2
     full = len(tower["fullatt_block_indexes"])
-    return qwen_vl_planner.model_sizes(config, name, vision={"mlp_matrices": 3, "window": window, "full_layers": full})
+    vision = {"mlp_matrices": 3, "norm": "float32", "window": window, "full_layers": full}
+    return qwen_vl_planner.model_sizes(config, name, vision=vision)
