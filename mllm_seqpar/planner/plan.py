@@ -9,18 +9,19 @@ from mllm_seqpar.errors import ConfigError
 
 from .candidates import STRATEGIES, ParallelSpec
 from .cluster import Cluster
+from .costs import Passes
 from .memory import USABLE, peak_memory
 from .selection import MARGIN, Candidate
-from .step_cost import Part, cross_attention_candidates, self_attention_candidates, step_parts
-from .workload import Workload
+from .step_cost import cross_attention_candidates, self_attention_candidates, step_parts
+from .workload import SELF, Workload
 
 MAX_FRAMES = 2**27
 """The longest video to consider: four years at one frame per second."""
 POWERS_OF_TWO = tuple(2**i for i in range(17))
 
 
-@dataclass(frozen=True)
-class StrategyPlan:
+@dataclass(frozen=True, kw_only=True)
+class StrategyPlan(Passes):
     """The estimate of a step with one strategy.
 
     `spec` has the fastest mesh shape that fits, `parts` the keys `step_cost.PARTS` (a decoder-only model has no
@@ -30,23 +31,11 @@ class StrategyPlan:
     """
 
     spec: ParallelSpec
-    parts: Mapping[str, Part]
+    parts: Mapping[str, Passes]
     memory: Mapping[str, int]
     fits: bool
     max_frames: int
     call: Candidate
-
-    @property
-    def forward(self) -> float:
-        return sum(part.forward for part in self.parts.values())
-
-    @property
-    def backward(self) -> float:
-        return sum(part.backward for part in self.parts.values())
-
-    @property
-    def seconds(self) -> float:
-        return self.forward + self.backward
 
 
 DECODE_RATE = 400.0
@@ -80,7 +69,7 @@ class Plan:
     @property
     def preferred(self) -> str:
         """The strategy that is chosen among equals."""
-        return "ring" if self.workload.model.decoder_only else "lv-xattn"
+        return _preferred_run(self.workload)[1].strategy
 
     @property
     def attention(self) -> str:
@@ -119,54 +108,51 @@ class DataSet:
 
 
 def make_plan(workload: Workload, cluster: Cluster, strategies: Sequence[str] = STRATEGIES) -> Plan:
-    """Return the plan; a ConfigError names an unknown or no legal strategy, or link speeds that the cluster lacks."""
+    """Return the plan; a ConfigError names an unknown or no legal strategy, or link speeds that the cluster lacks.
+
+    `strategies` are those of cross-attention. A decoder-only model is planned with each `self_attention` that its
+    workload allows.
+    """
     cluster.check_ranks(workload.gpus)
     if workload.model.decoder_only:
-        return _plan_of_self_attention(workload, cluster)
-    possible = ("lv-xattn",) if workload.visual_offload else tuple(strategies)
-    by_strategy = cross_attention_candidates(workload, cluster, possible)
-    text = self_attention_candidates(workload, cluster)[0]
-    rows = [_strategy_plan(workload, cluster, candidates, text) for candidates in by_strategy.values()]
+        strategies = SELF if workload.self_attention == "auto" else (workload.self_attention,)
+        candidates, text = self_attention_candidates(workload, cluster), None
+    else:
+        possible = ("lv-xattn",) if workload.visual_offload else strategies
+        candidates = cross_attention_candidates(workload, cluster, possible)
+        text = self_attention_candidates(workload, cluster)[0]
+    by_strategy: dict[str, list[Candidate]] = {}
+    for candidate in candidates:
+        by_strategy.setdefault(candidate.spec.strategy, []).append(candidate)
+    rows = [_strategy_plan(workload, cluster, found, text) for found in by_strategy.values()]
     rows.sort(key=lambda row: (not row.fits, row.seconds, STRATEGIES.index(row.spec.strategy)))
     illegal = {name: _why_illegal(name, workload) for name in strategies if name not in by_strategy}
-    enough = (n for n in POWERS_OF_TWO if _fits(replace(workload, gpus=n), ParallelSpec("lv-xattn", (n, 1)), cluster))
-    return Plan(workload, cluster, tuple(rows), illegal, text, next(enough, None))
+    enough = (n for n in POWERS_OF_TWO if _fits(*_preferred_run(replace(workload, gpus=n)), cluster))
+    return Plan(workload, cluster, tuple(rows), illegal, text or rows[0].call, next(enough, None))
 
 
-def _plan_of_self_attention(workload: Workload, cluster: Cluster) -> Plan:
-    """Return the plan of a decoder-only model, with a row for each `self_attention`."""
-    names = ("ring", "mesh", "ulysses") if workload.self_attention == "auto" else (workload.self_attention,)
-    rows, illegal = [], {}
-    for name in names:
-        run = replace(workload, self_attention=name)
-        try:
-            candidates = self_attention_candidates(run, cluster)
-        except ConfigError:
-            if len(names) == 1:
-                raise
-            illegal[name] = _why_illegal(name, workload)
-            continue
-        if name != "local" and candidates[0].spec.strategy != name:  # one GPU
-            illegal[name] = _why_illegal(name, replace(workload, gpus=1))
-            continue
-        if name == "local":
-            candidates = [replace(candidates[0], spec=ParallelSpec(name, (1, 1)))]
-        rows.append(_strategy_plan(run, cluster, candidates, None))
-    rows.sort(key=lambda row: (not row.fits, row.seconds, names.index(row.spec.strategy)))
-    run = replace(workload, self_attention="ring")
-    enough = (n for n in POWERS_OF_TWO if _fits(replace(run, gpus=n), ParallelSpec("ring", (1, n)), cluster))
-    return Plan(workload, cluster, tuple(rows), illegal, rows[0].call, next(enough, None))
+def _preferred_run(workload: Workload) -> tuple[Workload, ParallelSpec]:
+    """Return the workload with the strategy that needs least memory, which is preferred among equals."""
+    if workload.model.decoder_only:
+        return replace(workload, self_attention="ring"), ParallelSpec("ring", (1, workload.gpus))
+    return workload, ParallelSpec("lv-xattn", (workload.gpus, 1))
 
 
 def _strategy_plan(
     workload: Workload, cluster: Cluster, candidates: Sequence[Candidate], text: Candidate | None
 ) -> StrategyPlan:
     """Plan the fastest candidate that fits; if none fits, the fastest. In a decoder-only model, `text` is None."""
+    if text is None and workload.self_attention != "local":
+        workload = replace(workload, self_attention=candidates[0].spec.strategy)
     fitting = next((candidate for candidate in candidates if _fits(workload, candidate.spec, cluster)), None)
     call = fitting or candidates[0]
+    parts = step_parts(workload, cluster, call if text else None, text or call)
+    total = sum(parts.values(), Passes())
     return StrategyPlan(
+        total.forward,
+        total.backward,
         spec=call.spec,
-        parts=step_parts(workload, cluster, call if text else None, text or call),
+        parts=parts,
         memory=peak_memory(workload, call.spec),
         fits=fitting is not None,
         max_frames=max_frames(workload, cluster, call.spec),

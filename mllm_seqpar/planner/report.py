@@ -4,7 +4,9 @@ import textwrap
 from dataclasses import asdict
 from typing import Any
 
+from .call_cost import CallCost
 from .candidates import ParallelSpec
+from .costs import Cost, Passes
 from .memory import USABLE
 from .offload import host_bytes
 from .plan import DataSet, Plan, StrategyPlan
@@ -55,8 +57,9 @@ def _row_json(row: StrategyPlan, attention: str) -> dict[str, Any]:
     return {
         "strategy": row.spec.strategy,
         **_shape_json(row.spec),
-        **{name: getattr(row, name) for name in ("seconds", "forward", "backward")},
-        "parts": {name: asdict(row.parts[name]) for name in row.parts},
+        "seconds": row.seconds,
+        **_seconds(row),
+        "parts": {name: _seconds(part) | _transfers(part.both) for name, part in row.parts.items()},
         "memory": dict(row.memory),
         "memory_total": sum(row.memory.values()),
         "fits": row.fits,
@@ -70,8 +73,17 @@ def _shape_json(spec: ParallelSpec) -> dict[str, Any]:
 
 
 def _call_json(candidate: Candidate) -> dict[str, dict[str, Any]]:
-    passes = zip(("forward", "backward"), candidate.passes, strict=False)
-    return {name: {k: v for k, v in vars(cost).items() if k != "timeline"} for name, cost in passes}
+    passes = {"forward": candidate.forward, "backward": candidate.backward}
+    calls = {name: cost for name, cost in passes.items() if isinstance(cost, CallCost)}
+    return {name: {k: v for k, v in vars(cost).items() if k != "timeline"} for name, cost in calls.items()}
+
+
+def _seconds(cost: Passes) -> dict[str, float]:
+    return {"forward": cost.forward.seconds, "backward": cost.backward.seconds}
+
+
+def _transfers(cost: Cost) -> dict[str, float]:
+    return {name: value for name, value in asdict(cost).items() if name != "seconds"}
 
 
 def patch_options(plan: Plan) -> dict[str, Any]:
@@ -158,18 +170,21 @@ def _cells(row: StrategyPlan, usable: float, cores: float, answer: int) -> dict[
         cells |= {"  each token": duration(row.parts["decoding"].seconds / answer)}
     else:
         cells = {"time of a step": duration(row.seconds)}
-        cells |= {"  forward, of all parts": duration(row.forward), "  backward": duration(row.backward)}
+        cells |= {
+            "  forward, of all parts": duration(row.forward.seconds),
+            "  backward": duration(row.backward.seconds),
+        }
     cells |= {names[name]: duration(row.parts[name].seconds) for name in row.parts}
     cells["transfers of attention"] = ""
     for name, each in kinds.items():
-        cells |= {f"  {name}, waited for": duration(each.exposed), f"  {name}, overlapped": duration(each.hidden)}
+        cells |= {f"  {name}, waited for": duration(each.exposed), f"  {name}, overlapped": duration(each.both.hidden)}
     cells["data, cores for each GPU"] = f"{cores:.3g}"
     cells["bytes sent by the busiest GPU"] = ""
     cells |= {
-        f"  {first}, within the node": _bytes(part.node_bytes),
-        f"  {first}, to other nodes": _bytes(part.network_bytes),
+        f"  {first}, within the node": _bytes(part.both.node_bytes),
+        f"  {first}, to other nodes": _bytes(part.both.network_bytes),
     }
-    cells["  all parts, to other nodes"] = _bytes(sum(part.network_bytes for part in row.parts.values()))
+    cells["  all parts, to other nodes"] = _bytes(row.both.network_bytes)
     cells["memory of a GPU at the peak"] = _bytes(sum(row.memory.values()))
     cells |= {f"  {kind} ": _bytes(size) for kind, size in row.memory.items()}
     cells[f"  fits into {_bytes(usable)}"] = "yes" if row.fits else "no"

@@ -12,7 +12,8 @@ from .model_sizes import CrossAttentionSizes, ModelSizes, TextSizes
 
 FLOAT32 = 4
 TRAINED = ("all", "no-vision", "language", "connector", "none")
-SELF_ATTENTION = ("ring", "mesh", "ulysses", "local", "auto")
+SELF = ("ring", "mesh", "ulysses")
+SELF_ATTENTION = (*SELF, "local", "auto")
 
 
 @dataclass(frozen=True, kw_only=True)

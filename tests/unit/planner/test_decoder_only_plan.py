@@ -104,11 +104,11 @@ def test_parts_on_one_gpu_are_flops_over_rates() -> None:
     assert set(row.parts) == {"vision tower", "self-attention", "MLP", "vocabulary", "parameters"}
     attention = 28 * 4 * tokens * tokens / 2 * 28 * 128 / cluster.attention_forward
     attention += 2 * 28 * text.attention_parameters * tokens / cluster.matmul
-    assert row.parts["self-attention"].forward == pytest.approx(attention)
+    assert row.parts["self-attention"].forward.seconds == pytest.approx(attention)
     patches = 100 * 1196
     tower = 2 * (QWEN.vision.parameters * patches + 100 * 299 * (5120 * 5120 + 5120 * 3584)) / cluster.matmul
     tower += 4 * patches * (4 * 1196 + 28 * 64) * 1280 / cluster.attention_forward
-    assert row.parts["vision tower"].forward == pytest.approx(tower)
+    assert row.parts["vision tower"].forward.seconds == pytest.approx(tower)
 
 
 @pytest.mark.parametrize(("model", "channels"), [(QWEN, 3584), (QWEN3, 4 * 4096)])
@@ -117,9 +117,11 @@ def test_embeddings_travel_once_each_way(model: Any, channels: int, trained: str
     """Seven of eight shards, with deepstack features, in bf16; backward only if something before them is trained."""
     part = make_plan(replace(STEP, model=model, trained=trained), A100).best.parts["vision tower"]
     passes = 2 if trained == "no-vision" else 1
-    assert part.node_bytes == passes * 7 * 64 * model.vision.keys * channels * 2 // 8 and part.network_bytes == 0
+    assert (
+        part.both.node_bytes == passes * 7 * 64 * model.vision.keys * channels * 2 // 8 and part.both.network_bytes == 0
+    )
     gathered = make_plan(replace(STEP, model=model, trained=trained, self_attention="local"), A100).best
-    assert gathered.parts["vision tower"].node_bytes == 8 * part.node_bytes
+    assert gathered.parts["vision tower"].both.node_bytes == 8 * part.both.node_bytes
     assert gathered.parts["self-attention"].exposed == 0
 
 
@@ -159,7 +161,7 @@ def test_lora_trains_adapters_only() -> None:
     lora = make_plan(replace(STEP, lora_r=16), A100).best
     full = make_plan(STEP, A100).best
     assert lora.memory["optimizer"] < full.memory["optimizer"] / 100
-    assert lora.parts["MLP"].backward < full.parts["MLP"].backward
+    assert lora.parts["MLP"].backward.seconds < full.parts["MLP"].backward.seconds
 
 
 def test_answer_is_generated_over_sharded_keys_and_values() -> None:
@@ -170,11 +172,11 @@ def test_answer_is_generated_over_sharded_keys_and_values() -> None:
     assert prompt.memory["activations"] - answer.memory["activations"] == (ASK.tokens - 1) * QWEN.text.vocabulary * 2
     decoding = answer.parts["decoding"]
     merged = 28 * 7 * 28 * 129 * 4  # the partial results of 28 heads with their log-sum-exp, in float32
-    assert decoding.node_bytes == 100 * merged
+    assert decoding.both.node_bytes == 100 * merged
     weights = 28 * (QWEN.text.attention_parameters + QWEN.text.mlp_parameters) + 152064 * 3584
     read = (2 * weights + answer.memory["cache"]) / A100.memory_rate
     assert decoding.seconds == pytest.approx(100 * read + decoding.exposed)
-    assert answer.forward - decoding.forward < prompt.forward  # the logits of one token only
+    assert answer.forward.seconds - decoding.forward.seconds < prompt.forward.seconds  # the logits of one token only
     sharded = make_plan(replace(ASK, shard_weights=True), A100).best
     assert sharded.memory["parameters"] == prompt.memory["parameters"]
     assert sharded.parts["decoding"].seconds > 5 * decoding.seconds  # each token gathers the weights
