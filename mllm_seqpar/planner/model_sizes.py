@@ -10,7 +10,8 @@ same, because what they save for backward is not negligible (see `memory`).
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isqrt
 from pathlib import Path
@@ -19,32 +20,11 @@ from typing import ClassVar
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.families import family_specs
 
-from .files import build, read_yaml
-
-
-class _Sizes:
-    """Validates fields by type: integers have a minimum, strings a set of choices."""
-
-    may_be_zero: ClassVar[tuple[str, ...]] = ()
-    choices: ClassVar[dict[str, tuple[str, ...]]] = {}
-
-    def __post_init__(self) -> None:
-        for field in fields(self):  # type: ignore[arg-type]
-            name, value = field.name, getattr(self, field.name)
-            if name in self.choices:
-                valid, allowed = value in self.choices[name], f"choose one of {', '.join(self.choices[name])}"
-            elif str(field.type) == "bool":
-                valid, allowed = isinstance(value, bool), "expected true or false"
-            else:
-                least = 0 if name in self.may_be_zero else 1
-                valid = isinstance(value, int) and not isinstance(value, bool) and value >= least
-                allowed = f"expected a whole number, {least} or more"
-            if not valid:
-                raise ConfigError(f"{name} is {value!r}; {allowed}")
+from .records import Record, build, read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextSizes(_Sizes):
+class TextSizes(Record):
     """The language model; `layers` does not count cross-attention layers that replace a decoder layer.
 
     Attributes:
@@ -53,7 +33,7 @@ class TextSizes(_Sizes):
         head_norm: whether each head of Q and K is normalized in a float32 copy (Qwen3).
     """
 
-    choices: ClassVar[dict[str, tuple[str, ...]]] = {"norm": ("float32", "mixed")}
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"norm": ("float32", "mixed")}
 
     hidden: int
     layers: int
@@ -77,7 +57,7 @@ class TextSizes(_Sizes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CrossAttentionSizes(_Sizes):
+class CrossAttentionSizes(Record):
     """Cross-attention, whose K and V are projected from visual features of `visual_dim` channels.
 
     Attributes:
@@ -90,8 +70,8 @@ class CrossAttentionSizes(_Sizes):
             (mPLUG-Owl3-7B-240728), or "none"; the cost of other gates is negligible.
     """
 
-    may_be_zero: ClassVar[tuple[str, ...]] = ("layers", "mlp_inner", "mlp_matrices")
-    choices: ClassVar[dict[str, tuple[str, ...]]] = {
+    least: ClassVar[Mapping[str, int]] = dict.fromkeys(("layers", "mlp_inner", "mlp_matrices"), 0)
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "key_norm": ("none", "float32", "mixed"),
         "gate": ("none", "per_head"),
     }
@@ -114,7 +94,7 @@ NO_CROSS_ATTENTION = CrossAttentionSizes(layers=0, heads=1, kv_heads=1, head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionSizes(_Sizes):
+class VisionSizes(Record):
     """The vision tower.
 
     A frame is what it encodes at once without attending to anything else: `pictures` pictures of a video.
@@ -134,8 +114,8 @@ class VisionSizes(_Sizes):
         deepstack: further features of each visual token, each from a layer of its own, through a projector of its own.
     """
 
-    may_be_zero: ClassVar[tuple[str, ...]] = ("window", "full_layers", "deepstack")
-    choices: ClassVar[dict[str, tuple[str, ...]]] = {"norm": ("layer", "float32")}
+    least: ClassVar[Mapping[str, int]] = dict.fromkeys(("window", "full_layers", "deepstack"), 0)
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"norm": ("layer", "float32")}
 
     width: int
     layers: int
@@ -173,14 +153,14 @@ class VisionSizes(_Sizes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResamplerSizes(_Sizes):
+class ResamplerSizes(Record):
     """A Perceiver: latents attend to a frame's patches and to themselves.
 
     `code` names the implementation. "flamingo" and "idefics" compute the same, but save different tensors for backward.
     """
 
-    may_be_zero: ClassVar[tuple[str, ...]] = ("mlp_inner",)
-    choices: ClassVar[dict[str, tuple[str, ...]]] = {"code": ("flamingo", "idefics")}
+    least: ClassVar[Mapping[str, int]] = dict.fromkeys(("mlp_inner",), 0)
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"code": ("flamingo", "idefics")}
 
     layers: int
     heads: int

@@ -3,14 +3,14 @@
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, inf
-
-from mllm_seqpar.errors import ConfigError
+from math import ceil
+from typing import ClassVar
 
 from .candidates import STRATEGIES, ParallelSpec
 from .cluster import Cluster
 from .costs import Passes
 from .memory import USABLE, peak_memory
+from .records import Record
 from .selection import MARGIN, Candidate
 from .step_cost import cross_attention_candidates, self_attention_candidates, step_parts
 from .workload import SELF, Workload
@@ -86,17 +86,13 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataSet:
+class DataSet(Record):
     """The samples of a run, and how often it processes them."""
+
+    units: ClassVar[Mapping[str, str]] = {"samples": "a number of samples", "epochs": "a number of epochs"}
 
     samples: int
     epochs: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.samples < 1:
-            raise ConfigError(f"samples: {self.samples} is not a number of samples; pass 1 or more")
-        if not 0 < self.epochs < inf:
-            raise ConfigError(f"epochs: {self.epochs} is not a number of epochs; pass more than 0")
 
     def steps(self, batch: int) -> int:
         """Return the number of steps of `batch` samples each, the last one of an epoch with fewer."""

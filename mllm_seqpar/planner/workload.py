@@ -1,7 +1,8 @@
 """The workload of a plan: one training step, or one forward pass, of a model on a video and a text."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.schedules.bytes_sent import Problem
@@ -9,6 +10,7 @@ from mllm_seqpar.schedules.bytes_sent import Problem
 from . import lora
 from .call_cost import VisualProjection
 from .model_sizes import CrossAttentionSizes, ModelSizes, TextSizes
+from .records import Record
 
 FLOAT32 = 4
 TRAINED = ("all", "no-vision", "language", "connector", "none")
@@ -17,7 +19,7 @@ SELF_ATTENTION = (*SELF, "local", "auto")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class Workload(Record):
     """A step of `model` on `gpus` ranks that share one batch.
 
     Attributes:
@@ -73,37 +75,28 @@ class Workload:
     answer: int = 0
     shard_weights: bool = False
 
+    units: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("frames", "vision_chunk_size", "decode_per_frame"), "a number of frames"),
+        **dict.fromkeys(("text", "mlp_chunk_size", "answer"), "a number of tokens"),
+        **dict.fromkeys(("parameter", "optimizer"), "a number of bytes"),
+        **{"content_tiles": "a number of tiles", "lora_r": "a rank of adapters"},
+    }
+    least: ClassVar[Mapping[str, int]] = {"optimizer": 0, "answer": 0, "decode_per_frame": 0}
+    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "trained": TRAINED,
+        "self_attention": SELF_ATTENTION,
+        "visual_offload": (None, "cpu"),
+        "element": (1, 2, 4, 8),
+        "base_parameter": (None, *lora.BASE_BYTES),
+    }
+
     def __post_init__(self) -> None:
-        counted = {"frames": "frames", "text": "text", "gpus": "gpus", "batch": "batch"}
-        counted |= dict.fromkeys(("element", "parameter", "optimizer"), "bytes") | {"answer": "tokens"}
-        for name, unit in (counted | {"mlp_chunk_size": "tokens", "vision_chunk_size": "frames"}).items():
-            value, least = getattr(self, name), 0 if name in ("optimizer", "answer") else 1
-            if value is None and name.endswith("chunk_size"):
-                continue
-            if type(value) is not int or value < least:
-                raise ConfigError(f"{name}: {value!r} is not a number of {unit}; pass {least} or more")
-        if not 0 <= self.decode_per_frame < float("inf"):
-            raise ConfigError(f"decode_per_frame: {self.decode_per_frame!r} is not a number of frames; pass 0 or more")
-        if self.element not in (1, 2, 4, 8):
-            raise ConfigError(f"element: no floating-point number has {self.element} bytes; pass 1, 2, 4 or 8")
+        super().__post_init__()
         tiles = self.model.vision.tiles
-        if self.content_tiles is not None and (
-            type(self.content_tiles) is not int or not 1 <= self.content_tiles <= tiles
-        ):
-            raise ConfigError(
-                f"content_tiles: {self.content_tiles!r} is not a number of tiles that a frame of {self.model.name} can "
-                f"have; pass 1 to {tiles}"
-            )
-        if self.visual_offload not in (None, "cpu"):
-            raise ConfigError(f'visual_offload: {self.visual_offload!r} is unknown; choose "cpu", or None')
+        if self.content_tiles is not None and self.content_tiles > tiles:
+            raise ConfigError(f"content_tiles is {self.content_tiles}; a frame of {self.model.name} has {tiles}")
         if self.visual_offload and not self.recompute:
             raise ConfigError('visual_offload="cpu" projects K and V again in backward; do not keep them')
-        if self.trained not in TRAINED:
-            raise ConfigError(f"trained: {self.trained!r} is unknown; choose one of {', '.join(TRAINED)}")
-        if self.self_attention not in SELF_ATTENTION:
-            raise ConfigError(
-                f"self_attention: {self.self_attention!r} cannot be planned; choose one of {', '.join(SELF_ATTENTION)}"
-            )
         if self.model.decoder_only and (self.visual_offload or not self.recompute):
             raise ConfigError(
                 f"{'visual_offload' if self.visual_offload else 'recompute=False'}: {self.model.name} has no "

@@ -13,10 +13,10 @@ from mllm_seqpar.__main__ import main
 from mllm_seqpar.cli.check_data import Totals, _visual
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import ParallelSpec, read_cluster
-from mllm_seqpar.planner.files import find_file
 from mllm_seqpar.planner.memory import USABLE, peak_memory
 from mllm_seqpar.planner.model_sizes import read_model
 from mllm_seqpar.planner.plan import make_plan
+from mllm_seqpar.planner.records import find_file
 from mllm_seqpar.planner.workload import Workload
 
 PUBLISHED = {
@@ -190,7 +190,7 @@ def test_answer_is_generated_over_sharded_keys_and_values() -> None:
         ({"visual_offload": "cpu"}, "visual_offload: qwen2_5_vl_7b has no cross-attention"),
         ({"recompute": False}, "recompute=False: qwen2_5_vl_7b has no cross-attention"),
         ({"answer": 5}, "answer: with trained='no-vision' nothing is generated"),
-        ({"answer": -1}, "answer: -1 is not a number of tokens; pass 0 or more"),
+        ({"answer": -1}, "answer is -1; expected a number of tokens, 0 or more"),
         ({"shard_weights": True}, "shard_weights: has no effect without answer"),
     ],
 )
