@@ -21,7 +21,7 @@ from . import offload
 from .call_cost import shard_bytes
 from .candidates import ParallelSpec
 from .lora import saved_by_adapters
-from .model_sizes import CrossAttentionSizes, ResamplerSizes, TextSizes, VisionSizes
+from .model_sizes import LayerSizes, ResamplerSizes, TextSizes, VisionSizes
 from .transfer_memory import communicator_memory, receive_buffer_memory
 from .workload import FLOAT32, Workload
 
@@ -105,25 +105,23 @@ def saved_for_backward(workload: Workload, spec: ParallelSpec) -> int:
     text, cross = workload.model.text, workload.model.cross
     decoder = _attention_layer(workload, text) + _mlp_layer(workload, text)
     if text.head_norm:
-        decoder += workload.tokens * _norm_of_heads("float32", text.heads + text.kv_heads, text.head_dim, workload)
-    if workload.model.decoder_only:
-        if not workload.checkpointing:
-            return text.layers * decoder
-        return text.layers * workload.tokens * text.hidden * workload.element + decoder + _kept_results(workload, spec)
+        decoder += workload.tokens * _head_norm("float32", text.heads + text.kv_heads, text.head_dim, workload.element)
     crossing = _attention_layer(workload, cross)
     if cross.own_queries:  # the two results that the gates scale, and the norm of Q
-        token = 2 * text.hidden * workload.element + _head_norm(workload, cross.heads)
+        token = 2 * text.hidden * workload.element + _head_norm(
+            cross.key_norm, cross.heads, cross.head_dim, workload.element
+        )
         crossing += workload.tokens * token
     if cross.gate == "per_head":  # the visual and the text part that it weights
         crossing += workload.tokens * 2 * cross.heads * cross.head_dim * workload.element
     if cross.mlp_inner:
         crossing += _mlp_layer(workload, cross)
-    visual = 0 if workload.recompute else _keys_values_and_norms(workload, spec)
+    crossing += 0 if workload.recompute else _keys_values_and_norms(workload, spec)
+    kinds = [(text.layers, decoder), *([(cross.layers, crossing)] if cross.layers else [])]
     if workload.checkpointing:  # the input of every layer, and the inside of one
         layer_input = workload.tokens * text.hidden * workload.element
-        saved = (text.layers + cross.layers) * layer_input + decoder + crossing + visual
-        return saved + _kept_results(workload, spec)
-    return text.layers * decoder + cross.layers * (crossing + visual)
+        return sum(layers * layer_input + inside for layers, inside in kinds) + _kept_results(workload, spec)
+    return sum(layers * inside for layers, inside in kinds)
 
 
 def _kept_results(workload: Workload, spec: ParallelSpec) -> int:
@@ -135,14 +133,12 @@ def _kept_results(workload: Workload, spec: ParallelSpec) -> int:
     if workload.recompute_attention:
         return 0
 
-    def kept(sizes: TextSizes | CrossAttentionSizes, problem: Problem, sharded: bool) -> int:
+    def kept(sizes: LayerSizes, problem: Problem, sharded: bool) -> int:
         row = sizes.head_dim * workload.element * (2 if sharded else 1) + LSE_BYTES
         return sizes.layers * problem.batch * problem.rows * sizes.heads * row
 
     local = workload.self_attention == "local"  # torch's own attention
     total = 0 if local else kept(text, workload.text_problem, workload.self_attention == "ulysses")
-    if workload.model.decoder_only:
-        return total
     if local or cross.own_queries or cross.gate == "per_head":
         total += kept(cross, workload.cross_problem, spec.head_degree > 1)
     return total
@@ -171,13 +167,16 @@ def _tower_layer(vision: VisionSizes, element: int) -> int:
 
     Rotated q and k are saved beside the projection that v is a part of, and o once more as the next layer takes it.
     """
-    attention, norms = (7 if vision.rotary else 4) * vision.width * element, 4 * vision.width * element
-    if vision.norm == "float32":  # its input, in float32 if it has another dtype, normalized input and output
-        norms = 2 * vision.width * (FLOAT32 + 2 * element)
-    return attention + norms + _mlp_token(element, vision.mlp_inner, vision.mlp_matrices)
+    norm = _normalized(vision.norm, vision.width, element) if vision.norm == "float32" else vision.width * element
+    width = vision.width * element
+    return (
+        (7 if vision.rotary else 4) * width
+        + 2 * (norm + width)
+        + _mlp_token(element, vision.mlp_inner, vision.mlp_matrices)
+    )
 
 
-def _attention_layer(workload: Workload, sizes: TextSizes | CrossAttentionSizes) -> int:
+def _attention_layer(workload: Workload, sizes: LayerSizes) -> int:
     """Return the saved bytes of one attention layer.
 
     The layer saves the norm before it, q, k, v, o twice (once as its projection takes it) and the log-sum-exp. K and V
@@ -188,7 +187,7 @@ def _attention_layer(workload: Workload, sizes: TextSizes | CrossAttentionSizes)
     return _norm(workload) + workload.tokens * (workload.element * elements + sizes.heads * LSE_BYTES)
 
 
-def _mlp_layer(workload: Workload, sizes: TextSizes | CrossAttentionSizes) -> int:
+def _mlp_layer(workload: Workload, sizes: LayerSizes) -> int:
     """Return the saved bytes of one MLP: the norm before it, and inner activations unless chunks recompute them."""
     inner = 0 if workload.chunked else _mlp_token(workload.element, sizes.mlp_inner, sizes.mlp_matrices)
     return _norm(workload) + workload.tokens * inner
@@ -200,28 +199,19 @@ def _mlp_token(element: int, inner: int, matrices: int) -> int:
 
 
 def _norm(workload: Workload) -> int:
-    """Return the saved bytes of a norm.
-
-    It saves its input in float32, the normalized input and its output; a "mixed" norm also saves the input itself.
-    """
-    text = workload.model.text
-    tensors = 3 if text.norm == "mixed" and workload.element < FLOAT32 else 2
-    return workload.tokens * text.hidden * (FLOAT32 + tensors * workload.element)
+    """Return the saved bytes of a norm of hidden states: those of the norm, and its output."""
+    hidden, element = workload.model.text.hidden, workload.element
+    return workload.tokens * (_normalized(workload.model.text.norm, hidden, element) + hidden * element)
 
 
-def _head_norm(workload: Workload, heads: int) -> int:
-    """Return the saved bytes per token of a norm over heads of cross-attention."""
-    cross = workload.model.cross
-    return _norm_of_heads(cross.key_norm, heads, cross.head_dim, workload)
+def _head_norm(kind: str, heads: int, dim: int, element: int) -> int:
+    """Return the saved bytes per token of a norm over heads: those of the norm, and a factor per head."""
+    return 0 if kind == "none" else heads * (_normalized(kind, dim, element) + FLOAT32)
 
 
-def _norm_of_heads(kind: str, heads: int, dim: int, workload: Workload) -> int:
-    """Return the saved bytes per token of a norm over heads: a float32 copy, the normalized copy, a factor per head."""
-    if kind == "none":
-        return 0
-    element = workload.element
-    copies = 2 * element if kind == "mixed" and element < FLOAT32 else element
-    return heads * (dim * (FLOAT32 + copies) + FLOAT32)
+def _normalized(kind: str, width: int, element: int) -> int:
+    """Return the bytes that a norm saves for `width` values: in float32, normalized, and if it is "mixed" as given."""
+    return width * (FLOAT32 + element * (2 if kind == "mixed" and element < FLOAT32 else 1))
 
 
 def _visual_tokens(workload: Workload, spec: ParallelSpec) -> int:
@@ -239,7 +229,7 @@ def _keys_values(workload: Workload, spec: ParallelSpec, element: int) -> int:
 def _keys_values_and_norms(workload: Workload, spec: ParallelSpec) -> int:
     """Return the bytes of K and V of one layer and of what the norms before them save."""
     cross, element = workload.model.cross, workload.element
-    token = _head_norm(workload, cross.kv_heads)
+    token = _head_norm(cross.key_norm, cross.kv_heads, cross.head_dim, element)
     if cross.features_norm:  # a float32 copy of another dtype, the normalized features to train its weight, its result
         copies = (FLOAT32 if element < FLOAT32 else 0) + (element if workload.language_trained else 0)
         token += cross.visual_dim * (copies + element) + FLOAT32

@@ -24,11 +24,31 @@ from .records import Record, build, read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextSizes(Record):
+class LayerSizes(Record):
+    """Layers of one kind, with attention and an MLP.
+
+    Attributes:
+        mlp_inner, mlp_matrices: width of the MLP, and 3 linear layers if it is gated, else 2; 0 for no MLP.
+    """
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp_inner: int
+    mlp_matrices: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.heads % self.kv_heads:
+            raise ConfigError(f"{self.kv_heads} kv_heads do not divide {self.heads} heads")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSizes(LayerSizes):
     """The language model; `layers` does not count cross-attention layers that replace a decoder layer.
 
     Attributes:
-        mlp_matrices: 3 for gated MLPs, 2 for others.
         norm: what its norms save, see `CrossAttentionSizes.key_norm`.
         head_norm: whether each head of Q and K is normalized in a float32 copy (Qwen3).
     """
@@ -36,12 +56,6 @@ class TextSizes(Record):
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"norm": ("float32", "mixed")}
 
     hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    mlp_inner: int
-    mlp_matrices: int
     vocabulary: int
     tied_embeddings: bool = False
     norm: str = "float32"
@@ -57,12 +71,11 @@ class TextSizes(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CrossAttentionSizes(Record):
+class CrossAttentionSizes(LayerSizes):
     """Cross-attention, whose K and V are projected from visual features of `visual_dim` channels.
 
     Attributes:
         own_queries: whether it has its own q and o projections (mPLUG-Owl3 shares those of self-attention).
-        mlp_inner, mlp_matrices: its own MLP; 0 for none.
         features_norm: whether each layer normalizes the features before it projects them (mPLUG-Owl3).
         key_norm: how each head of K is normalized: "none"; "float32": in a float32 copy (Llama 3.2); "mixed": in its
             own dtype, times a factor from a float32 copy (IDEFICS). Both save their copies for backward.
@@ -76,10 +89,6 @@ class CrossAttentionSizes(Record):
         "gate": ("none", "per_head"),
     }
 
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     visual_dim: int
     own_queries: bool = True
     mlp_inner: int = 0
@@ -187,9 +196,6 @@ class ModelSizes:
     projector: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name, part in (("text", self.text), ("cross", self.cross)):
-            if part.heads % part.kv_heads:
-                raise ConfigError(f"{name}: {part.kv_heads} kv_heads do not divide {part.heads} heads")
         if self.vision.full_layers > self.vision.layers:
             raise ConfigError(
                 f"vision: {self.vision.full_layers} full_layers are more than {self.vision.layers} layers"

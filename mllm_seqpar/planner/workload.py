@@ -9,7 +9,7 @@ from mllm_seqpar.schedules.bytes_sent import Problem
 
 from . import lora
 from .call_cost import VisualProjection
-from .model_sizes import CrossAttentionSizes, ModelSizes, TextSizes
+from .model_sizes import LayerSizes, ModelSizes
 from .records import Record
 
 FLOAT32 = 4
@@ -187,7 +187,7 @@ class Workload(Record):
         keys = (self.rows,) * (1 if self.self_attention == "local" else self.gpus)
         return self._problem(self.model.text, self.rows, keys)
 
-    def _problem(self, sizes: TextSizes | CrossAttentionSizes, rows: int, keys: tuple[int, ...]) -> Problem:
+    def _problem(self, sizes: LayerSizes, rows: int, keys: tuple[int, ...]) -> Problem:
         return Problem(
             rows=rows,
             keys=keys,

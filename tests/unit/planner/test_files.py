@@ -154,7 +154,7 @@ def test_empty_tiles_are_sent_but_not_attended_to() -> None:
         ('{"model_type": "bert"}', "model_type 'bert'; known model types: idefics, mllama, mplugowl3, open_flamingo"),
         ('{"model_type": "mplugowl3"}', "lacks 'hidden_size', which a mplugowl3 model needs"),
         (json.dumps(OWL | {"num_attention_heads": None}), "has values that a mplugowl3 model cannot have"),
-        (json.dumps(OWL | {"num_key_value_heads": 3}), "cannot have: text: 3 kv_heads do not divide 28 heads"),
+        (json.dumps(OWL | {"num_key_value_heads": 3}), "cannot have: 3 kv_heads do not divide 28 heads"),
     ],
 )
 def test_invalid_model_directory_is_rejected(config: str | None, message: str, tmp_path: Path) -> None:
