@@ -1,18 +1,28 @@
-"""Layer: one process. The planner's memory formulas of decoder-only models against what autograd saves of tiny ones."""
+"""Layer: one process, loopback ranks. The planner's formulas for decoder-only models against tiny ones.
 
+Compared are the bytes that autograd saves and a frozen tower allocates, and, over two ranks, the K and V of an answer
+and the bytes that are sent.
+"""
+
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
+from clusters import ROUND
 from memory_meters import Peak, saved
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen3VLForConditionalGeneration
 
+from family_cases import QWENS
+from family_harness import on_ranks, settings
 from mllm_seqpar import patch_model
 from mllm_seqpar.planner import ParallelSpec
 from mllm_seqpar.planner.memory import frozen_tower_memory, peak_memory, saved_before_features
 from mllm_seqpar.planner.model_sizes import ModelSizes
+from mllm_seqpar.planner.plan import make_plan
 from mllm_seqpar.planner.workload import Workload
+from mllm_seqpar.runtime.visual_tokens import LABEL
 
 pytestmark = pytest.mark.rounding
 
@@ -101,3 +111,28 @@ def test_frozen_tower_allocates_as_many_bytes_as_planned(family: str, dtype: tor
         tower(pixels, grid_thw=torch.tensor([[8, *GRID]]))
     run = workload(sizes, dtype, 8, 1, trained="none")
     assert frozen_tower_memory(run) == pytest.approx(peak.bytes, rel=0.02)
+
+
+@FAMILIES
+def test_answer_keeps_and_sends_as_many_bytes_as_planned(family: str) -> None:
+    """Two ranks generate 6 tokens after 48 visual ones and text; the first of them comes from the prompt's pass."""
+    frames, length, answer = 8, 96, 6
+    case = replace(QWENS[family], frames=(((frames, *GRID),),), length=length, labels=None)
+
+    def run(model: Any, inputs: dict[str, Any], comm: Any) -> tuple[dict[str, Any], int, dict[str, int]]:
+        options = settings(use_cache=True, return_dict_in_generate=True, max_new_tokens=answer)
+        cache = model.generate(**inputs, **options).past_key_values
+        kept = [x for layer in cache.layers for x in (layer.keys, layer.values) if x is not None]
+        return model.config.to_dict(), sum(x.nbytes for x in kept), dict(comm.bytes.sent)
+
+    ranks = on_ranks(2, family, case.with_options(shard_prompt_from=8), run)
+    sizes = import_module(f"mllm_seqpar.patches.{family}.planner").model_sizes(ranks[0][0], "tiny")
+    prompt = workload(sizes.with_frame_tokens(TOKENS), torch.float32, frames, length - TOKENS * frames)
+    asked = replace(prompt, gpus=2, trained="none", self_attention="ring", answer=answer)
+    row = make_plan(asked, ROUND).best
+    assert max(kept for _, kept, _ in ranks) == row.memory["cache"]
+    for _, _, sent in ranks:
+        assert sent["o"] == row.parts["decoding"].both.node_bytes * (answer - 1) // answer
+        assert sent["k"] + sent["v"] == row.parts["self-attention"].both.node_bytes
+    moved = sum(sent.get(LABEL, 0) for *_, sent in ranks)
+    assert moved <= 2 * row.parts["vision tower"].both.node_bytes  # on average half of them, by the layout of the text
