@@ -127,12 +127,12 @@ def call_cost(
     projection = _projection_seconds(problem, spec, cluster, visual, backward)
     return CallCost(
         seconds=timeline.seconds + collectives.seconds + projection,
-        attention=max(timeline.computing),
+        attention=timeline.most("computing"),
         projection=projection,
-        exposed=max(timeline.exposed) + collectives.seconds,
-        hidden=max(timeline.hidden),
-        node_bytes=max(timeline.node_bytes) + collectives.node_bytes,
-        network_bytes=max(timeline.network_bytes) + collectives.network_bytes,
+        exposed=timeline.most("exposed") + collectives.seconds,
+        hidden=timeline.most("hidden"),
+        node_bytes=timeline.most("node_bytes") + collectives.node_bytes,
+        network_bytes=timeline.most("network_bytes") + collectives.network_bytes,
         timeline=timeline,
     )
 

@@ -51,13 +51,11 @@ class Candidate(Passes):
     spec: ParallelSpec = field(kw_only=True)
 
 
-@dataclass(frozen=True)
-class Selection:
-    """The selected spec, its estimate for all passes, a line for the log, all candidates, fastest first, and the
-    cluster whose rates decided."""
+@dataclass(frozen=True, kw_only=True)
+class Selection(Candidate):
+    """The selected candidate, a line for the log, all candidates, fastest first, and the cluster whose rates
+    decided."""
 
-    spec: ParallelSpec
-    seconds: float
     reason: str
     candidates: tuple[Candidate, ...] = field(repr=False)
     cluster: Cluster = field(repr=False)
@@ -114,7 +112,10 @@ def select_strategy(problem: Problem, cluster: Cluster, *, options: SelectionOpt
     best, preferred = by_time[0], candidates[0]
     if preferred.spec.strategy in ("lv-xattn", "ring") and preferred.seconds <= best.seconds * (1 + options.margin):
         best = preferred
-    return Selection(best.spec, best.seconds, _reason(best, by_time, problem), tuple(by_time), cluster)
+    reason = _reason(best, by_time, problem)
+    return Selection(
+        best.forward, best.backward, spec=best.spec, reason=reason, candidates=tuple(by_time), cluster=cluster
+    )
 
 
 def _reason(best: Candidate, by_time: Sequence[Candidate], problem: Problem) -> str:

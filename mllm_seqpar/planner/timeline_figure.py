@@ -119,7 +119,7 @@ def timeline_figure(title: str, panels: Sequence[Panel]) -> Any:
 def _draw_rank(axes: Any, rank: int, begin: float, timeline: Timeline, longest: float) -> None:
     """Draw the lanes of a rank in one pass; labels are drawn where they have room."""
     for kind, color in COLORS.items():
-        spans = [span for span in timeline.spans[rank % timeline.period] if span.kind == kind]
+        spans = [span for span in timeline.by_rank[rank % timeline.period].spans if span.kind == kind]
         bars = [(begin + span.start, span.end - span.start) for span in spans]
         lane = (rank + 0.45, 0.4) if kind == "transfer" else (rank + 0.05, 0.4)
         edge = 0.3 if all(length > ROOM / 20 * longest for _, length in bars) else 0.0
