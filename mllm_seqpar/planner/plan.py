@@ -18,6 +18,7 @@ from .workload import SELF, Workload
 MAX_FRAMES = 2**27
 """The longest video to consider: four years at one frame per second."""
 POWERS_OF_TWO = tuple(2**i for i in range(17))
+_ORDER = (*STRATEGIES, "local")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +114,8 @@ def make_plan(workload: Workload, cluster: Cluster, strategies: Sequence[str] = 
     if workload.model.decoder_only:
         strategies = SELF if workload.self_attention == "auto" else (workload.self_attention,)
         candidates, text = self_attention_candidates(workload, cluster), None
+        if strategies == ("local",):
+            candidates = [replace(candidate, spec=ParallelSpec("local", (1, 1))) for candidate in candidates]
     else:
         possible = ("lv-xattn",) if workload.visual_offload else strategies
         candidates = cross_attention_candidates(workload, cluster, possible)
@@ -121,7 +124,7 @@ def make_plan(workload: Workload, cluster: Cluster, strategies: Sequence[str] = 
     for candidate in candidates:
         by_strategy.setdefault(candidate.spec.strategy, []).append(candidate)
     rows = [_strategy_plan(workload, cluster, found, text) for found in by_strategy.values()]
-    rows.sort(key=lambda row: (not row.fits, row.seconds, STRATEGIES.index(row.spec.strategy)))
+    rows.sort(key=lambda row: (not row.fits, row.seconds, _ORDER.index(row.spec.strategy)))
     illegal = {name: _why_illegal(name, workload) for name in strategies if name not in by_strategy}
     enough = (n for n in POWERS_OF_TWO if _fits(*_preferred_run(replace(workload, gpus=n)), cluster))
     return Plan(workload, cluster, tuple(rows), illegal, text or rows[0].call, next(enough, None))

@@ -17,6 +17,7 @@ from mllm_seqpar.planner.memory import USABLE, peak_memory
 from mllm_seqpar.planner.model_sizes import read_model
 from mllm_seqpar.planner.plan import make_plan
 from mllm_seqpar.planner.records import find_file
+from mllm_seqpar.planner.report import patch_options
 from mllm_seqpar.planner.workload import Workload
 
 PUBLISHED = {
@@ -135,6 +136,8 @@ def test_auto_compares_ring_mesh_and_ulysses() -> None:
     slow = with_(A100, network_link=1e9)  # a ring sends K and V of all other ranks between the nodes
     waiting = make_plan(replace(ASK, gpus=16, frames=64), slow)
     assert waiting.best.spec.strategy != "ring" and waiting.rows[-1].spec.strategy == "ring"
+    local = make_plan(replace(ASK, self_attention="local"), A100)
+    assert patch_options(local) == {"self_attention": "local"} and not local.illegal
     five = make_plan(replace(STEP, gpus=5), A100)
     assert five.illegal.keys() == {"mesh", "ulysses"} and "no group of the 5 GPUs divides 28" in five.illegal["ulysses"]
     assert {*make_plan(replace(STEP, gpus=1), A100).illegal.values()} == {"one GPU has no other GPU to share with"}
