@@ -22,7 +22,7 @@ from .call_cost import shard_bytes
 from .candidates import ParallelSpec
 from .lora import saved_by_adapters
 from .model_sizes import LayerSizes, ResamplerSizes, TextSizes, VisionSizes
-from .transfer_memory import communicator_memory, receive_buffer_memory
+from .transfer_memory import communicator_memory, receive_buffer_memory, shards_at_one_time
 from .workload import FLOAT32, Workload
 
 USABLE = 0.92
@@ -320,8 +320,7 @@ def _partial_results(problem: Problem, spec: ParallelSpec, *, backward: bool) ->
     dkv = dkv if backward else 0
     if spec.strategy == "replicate":
         return o
-    a, b = spec.mesh_shape
-    held_q, held_kv = min(a - 1, 2) if b == 1 else a - 1, min(b - 1, 2) if a == 1 else b - 1
+    held_q, held_kv = shards_at_one_time(spec.mesh_shape)
     head_shards = q + o + kv + dkv if spec.head_degree > 1 else 0
     return head_shards + held_q * o + held_kv * dkv + o
 
