@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,14 +75,9 @@ class Answerer:
             yield self._line(conversation, question, fault)
 
     def _encoded(self, question: Question) -> Conversation:
-        sources = agree(
-            self._group,
-            "media",
-            lambda: self._questions.sources(question),
-            lambda found: {"frames": [len(source) for source in found]},
-        )
         options: dict[str, Any] = {"on_host": self._args.visual_offload is not None, "batch": self._args.encode_batch}
-        conversation = Conversation(self._model, self._processor, sources, **options)
+        sources = partial(self._questions.sources, question)
+        conversation = Conversation.open(self._model, self._processor, sources, **options)
         conversation.encode()
         return conversation
 

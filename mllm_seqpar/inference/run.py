@@ -32,10 +32,10 @@ from mllm_seqpar.models.loading import load_processor
 from mllm_seqpar.patching import patch_of
 
 from .arguments import DEFAULT_FPS, AskArguments
+from .conversation import Conversation
 from .encoding import PARTS, EncodedVideo, encode_video
-from .evidence_index import PageEntry, write_evidence_index
-from .evidence_report import EvidenceReport
-from .generation import Answer
+from .evidence import MOMENTS, Evidence
+from .evidence_page import PageEntry, write_evidence_index, write_evidence_page
 from .model_loading import load_patched, model_files_digest
 from .rank_groups import tried
 from .report import ENCODE_STAGE, Answered, Report, StageTimes, frames_bar
@@ -153,13 +153,31 @@ class VideoRun:
         name, shown = video.paths.name, self._comm.rank == 0
         if self._several and shown and self._args.question:
             _write(f"== {name} ==\n")
-        names: dict[str, str] = {"name": name, "model": self._args.model}
-        report = EvidenceReport(self._args.evidence, video.paths.page, shown=shown, source=video.source, **names)
-        for question in self._args.question:
-            result = _ask(self._args, self._inputs, model, encoded, question, report, shown)
-            self.answers.append(Answered(name, question, result))
-        if (entry := agree(self._comm, "evidence page", report.write)) is not None:
-            self._pages.append(entry)
+        conversation = Conversation.about(model, self._inputs.processor, encoded, video.source)
+        found = [(question, self._answer(conversation, name, question, shown)) for question in self._args.question]
+        page, evidence = video.paths.page, [(question, answer) for question, answer in found if answer is not None]
+        if page is not None:
+            agree(self._comm, "evidence page", lambda: self._write_page(name, page, evidence, conversation.sources))
+
+    def _answer(self, conversation: Conversation, name: str, question: str, shown: bool) -> Evidence | None:
+        """Answer a question, print the answer if this rank does so, and return the evidence if it was asked for."""
+        if shown and len(self._args.question) > 1:
+            _write(f"> {question}\n")
+        moments = self._args.evidence or (0 if self._args.evidence_html is None else MOMENTS)
+        options: dict[str, Any] = {"on_text": _write if shown else None, "evidence": moments}
+        answer = conversation.ask(question, self._args.sampling(), **options)
+        self.answers.append(Answered(name, question, answer))
+        if shown:
+            _write("\n")
+        evidence = conversation.evidence
+        if shown and self._args.evidence and evidence is not None:
+            print(evidence.describe(), file=sys.stderr, flush=True)  # noqa: T201
+        return evidence
+
+    def _write_page(self, name: str, page: str, found: Sequence[tuple[str, Evidence]], sources: Sequence[Any]) -> None:
+        if self._comm.rank == 0 and found:
+            write_evidence_page(page, found, sources, name=name, model=self._args.model)
+            self._pages.append(PageEntry.of(name, page, found, sources))
 
     def write_index(self) -> None:
         """Write the index of the evidence pages if there are several videos, and print what was written."""
@@ -265,10 +283,7 @@ def _open_video(args: AskArguments, inputs: RunInputs, paths: VideoPaths, rank: 
     options, family = args.frame_options(DEFAULT_FPS), inputs.family
     source, store, meta = None, None, {}
     if paths.video is not None:
-        try:
-            source = VideoSource.open(paths.video, **options, **args.decoding())
-        except ImportError as error:  # the message says what to install
-            raise ConfigError(str(error)) from error
+        source = VideoSource.open(paths.video, **options, **args.decoding())
     if paths.features is not None:
         store = open_store(paths.features, args.model, family, source, args.frame_options())
     if rank == 0 and paths.save_to is not None and source is not None:
@@ -313,25 +328,6 @@ def _encoded(
         with times.measure("save"):
             save_video(video.paths.save_to, encoded, comm, video.feature_meta)
     return encoded
-
-
-def _ask(
-    args: AskArguments,
-    inputs: RunInputs,
-    model: nn.Module,
-    video: EncodedVideo,
-    question: str,
-    report: EvidenceReport,
-    shown: bool,
-) -> Answer:
-    if shown and len(args.question) > 1:
-        _write(f"> {question}\n")
-    on_text = _write if shown else None
-    result = report.answer(model, inputs.processor, question, video, args.sampling(), on_text=on_text)
-    if shown:
-        _write("\n")
-    report.show()
-    return result
 
 
 def _write(text: str) -> None:

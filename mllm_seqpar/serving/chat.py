@@ -26,7 +26,7 @@ from mllm_seqpar.data.sources import VideoSource
 from mllm_seqpar.errors import ConfigError, SeqParError
 from mllm_seqpar.inference.arguments import check_clip
 from mllm_seqpar.inference.conversation import Interrupted
-from mllm_seqpar.inference.evidence_report import MOMENTS
+from mllm_seqpar.inference.evidence import MOMENTS
 
 from .arguments import ServingOptions
 from .engine import Job, MediaFile

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.utils import logging
 
+from mllm_seqpar._compat import optional_import
 from mllm_seqpar.cli.options import option, parse_options
 from mllm_seqpar.cli.own_ranks import own_ranks
 from mllm_seqpar.cli.program_exit import run
@@ -180,15 +181,8 @@ def _bound_socket(args: ServeOptions) -> Iterator[socket.socket]:
 
 
 def _require_packages() -> None:
-    try:
-        import fastapi  # noqa: F401
-        import pydantic  # noqa: F401
-        import python_multipart  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"serve needs {error.name}, which is not installed: pip install 'mllm-seqpar[serve]'"
-        ) from error
+    for module in ("fastapi", "pydantic", "python_multipart", "uvicorn"):
+        optional_import(module, extra="serve", needed_for="serve")
 
 
 def _note(text: str) -> None:
