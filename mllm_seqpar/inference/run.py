@@ -8,7 +8,6 @@ several videos, one that cannot be used is reported, and the others are answered
 from __future__ import annotations
 
 import os
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ import torch
 from torch import nn
 
 from mllm_seqpar.cli.outputs import require_writable
-from mllm_seqpar.cli.progress import peak_memory
+from mllm_seqpar.cli.progress import note, peak_memory, say
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.chat_family import ChatFamily, chat_family
@@ -121,7 +120,7 @@ def ask_videos(args: AskArguments, comm: Communicator, device: torch.device) -> 
         if len(run.faults) == len(inputs.videos):
             agree(comm, "videos", error=VideoError(text))
         if comm.rank == 0:
-            print(f"error: {text}", file=sys.stderr, flush=True)  # noqa: T201 - standard output has only the answers
+            note(f"error: {text}")
     return len(run.faults)
 
 
@@ -152,7 +151,7 @@ class VideoRun:
         self._visual_tokens += encoded.visual_tokens
         name, shown = video.paths.name, self._comm.rank == 0
         if self._several and shown and self._args.question:
-            _write(f"== {name} ==\n")
+            say(f"== {name} ==\n")
         conversation = Conversation.about(model, self._inputs.processor, encoded, video.source)
         found = [(question, self._answer(conversation, name, question, shown)) for question in self._args.question]
         page, evidence = video.paths.page, [(question, answer) for question, answer in found if answer is not None]
@@ -162,16 +161,16 @@ class VideoRun:
     def _answer(self, conversation: Conversation, name: str, question: str, shown: bool) -> Evidence | None:
         """Answer a question, print the answer if this rank does so, and return the evidence if it was asked for."""
         if shown and len(self._args.question) > 1:
-            _write(f"> {question}\n")
+            say(f"> {question}\n")
         moments = self._args.evidence or (0 if self._args.evidence_html is None else MOMENTS)
-        options: dict[str, Any] = {"on_text": _write if shown else None, "evidence": moments}
+        options: dict[str, Any] = {"on_text": say if shown else None, "evidence": moments}
         answer = conversation.ask(question, self._args.sampling(), **options)
         self.answers.append(Answered(name, question, answer))
         if shown:
-            _write("\n")
+            say("\n")
         evidence = conversation.evidence
         if shown and self._args.evidence and evidence is not None:
-            print(evidence.describe(), file=sys.stderr, flush=True)  # noqa: T201
+            note(evidence.describe())
         return evidence
 
     def _write_page(self, name: str, page: str, found: Sequence[tuple[str, Evidence]], sources: Sequence[Any]) -> None:
@@ -187,7 +186,7 @@ class VideoRun:
         if self._several:
             write_evidence_index(path, self._pages, self.faults, self._args.model)
         also = f", the index of {len(self._pages)} pages" if self._several else ""
-        print(f"evidence page: {path}{also}", file=sys.stderr, flush=True)  # noqa: T201
+        note(f"evidence page: {path}{also}")
 
     def report(self, model: nn.Module) -> None:
         """Write times and memory of all ranks to stderr, and the report to its file."""
@@ -209,7 +208,7 @@ class VideoRun:
             parts if any(self._parts.values()) else [],
         )
         if self._comm.rank == 0:
-            print(report.summary(), file=sys.stderr, flush=True)  # noqa: T201 - standard output has only the answers
+            note(report.summary())
             if self._args.report:
                 report.write(self._args.report)
 
@@ -220,7 +219,7 @@ class VideoRun:
         if fault is not None:
             self.faults.append(fault)
             if self._comm.rank == 0:
-                print(f"error: {fault}", file=sys.stderr, flush=True)  # noqa: T201
+                note(f"error: {fault}")
         return result
 
 
@@ -328,8 +327,3 @@ def _encoded(
         with times.measure("save"):
             save_video(video.paths.save_to, encoded, comm, video.feature_meta)
     return encoded
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

@@ -38,7 +38,7 @@ from mllm_seqpar.data.prefetch import ReadAheadLimit
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError
 
 from .data_loader import ShardedDataLoader
-from .sample_order import SampleOrder, eval_order
+from .sample_order import SampleOrder
 from .stored_tower import ARGUMENT, StoredTower
 
 _log = get_logger(__name__)
@@ -275,55 +275,20 @@ class TrainingBatches(IterableDataset[LoadedBatch]):
             yield from batches
 
 
-class EpochBatches(IterableDataset[dict[str, Any]]):
-    """The arguments of forward for each micro-batch of an epoch, for a `Trainer` that iterates over it once per epoch.
-
-    Where a run resumes in the middle of an epoch, None stands for each micro-batch that `Trainer` skips, which is then
-    not decoded.
+class Restarted(IterableDataset[Any]):
+    """What `begin` yields, from its start in each iteration, for a `DataLoader` with `batch_size=None`.
 
     Args:
-        reader: this rank's.
-        order: the order of the samples.
-        group: number of this rank's data parallel group.
-        step: returns the number of completed steps.
+        begin: called by each iteration.
+        length: the number of items of a whole iteration.
     """
 
-    def __init__(self, reader: BatchReader, order: SampleOrder, group: int, step: Callable[[], int]) -> None:
-        self._reader, self._order, self._group, self._step = reader, order, group, step
+    def __init__(self, begin: Callable[[], Generator[Any]], length: int) -> None:
+        self._begin, self._length = begin, length
 
     def __len__(self) -> int:
-        return self._order.steps_per_epoch * self._order.micro_batches
+        return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        start = self._step()
-        epoch, done = self._order.position(start)
-        yield from [None] * (done * self._order.micro_batches)
-        end = (epoch + 1) * self._order.steps_per_epoch
-        batches = TrainingBatches(self._reader, self._order, group=self._group, first_step=start, steps=end)
-        for batch in batches:
-            yield batch.arguments
-
-
-class EvaluationBatches(IterableDataset[tuple[LoadedBatch, bool]]):
-    """The micro-batches of this rank's group in an evaluation, and whether each counts; the same number in all groups.
-
-    Args:
-        reader: this rank's, of the evaluation data.
-        samples: number of samples in the data.
-        micro_batch: samples of a forward pass of a group.
-        groups: number of data parallel groups.
-        group: number of this rank's group.
-    """
-
-    def __init__(self, reader: BatchReader, samples: int, micro_batch: int, groups: int, group: int) -> None:
-        self._reader, self.samples = reader, samples
-        self._passes = eval_order(samples, micro_batch, groups, group)
-
-    def __len__(self) -> int:
-        return len(self._passes)
-
-    def __iter__(self) -> Iterator[tuple[LoadedBatch, bool]]:
-        batches = self._reader.read_all(samples for samples, _ in self._passes)
-        with closing(batches):
-            for batch, (_, counts) in zip(batches, self._passes, strict=True):
-                yield batch, counts
+        with closing(self._begin()) as items:
+            yield from items
