@@ -257,9 +257,8 @@ class SeqParMixin(_Base):
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate, also before any training, and reshard the parameters that FSDP2 left gathered."""
-        if self.accelerator.is_fsdp2 and not prepared_models(
-            self.accelerator
-        ):  # accelerate shards only with an optimizer
+        # accelerate shards only with an optimizer
+        if self.accelerator.is_fsdp2 and not prepared_models(self.accelerator):
             self.create_optimizer()
             self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
             self.model_wrapped = self.model
