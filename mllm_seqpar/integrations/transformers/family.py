@@ -18,13 +18,14 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mllm_seqpar.comm.devices import require_transferable
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.fsdp_units import modules_around, refuse_fsdp1
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
 from mllm_seqpar.runtime.visual_tokens import TokenPlaces
+from mllm_seqpar.sharding import Spans, frame_spans
 
 from .cache import SequenceParallelCacheState
 from .input_checks import (
@@ -66,10 +67,13 @@ class Family(ABC, Generic[InputsT]):
     Attributes:
         repeats_frames: whether its `generate` passes the frames again with every token.
         checkpoints_visual_layers: whether transformers' gradient checkpointing recomputes layers that attend to frames.
+        frame_layout: how frames map to ranks if the caller passes all of them: "zigzag" where rows attend to earlier
+            frames only, which balances the load.
     """
 
     repeats_frames = False
     checkpoints_visual_layers = True
+    frame_layout = "contiguous"
 
     def __init__(self, model: Any, context: SeqParContext) -> None:
         self.model, self.context = model, context
@@ -83,6 +87,17 @@ class Family(ABC, Generic[InputsT]):
     @abstractmethod
     def blank_frame(self) -> tuple[Tensor, ...]:
         """Return one empty frame and its extras, as `encode` takes them, on the model's device."""
+
+    def layout_of_frames(self, inputs: InputsT) -> str:
+        """Return how the frames of this pass map to ranks: as the caller has sharded them, or as `frame_layout`."""
+        shard, comm = inputs.visual_shard, self.context.comm
+        layout = self.frame_layout if shard is None else shard.layout(comm.rank, comm.size)
+        assert layout is not None, "checked before"
+        return layout
+
+    def frame_spans(self, inputs: InputsT) -> list[Spans]:
+        """Return the frames of every rank. Without frames, rank 0 has the empty one."""
+        return frame_spans(max(1, inputs.total_frames), self.context.comm.size, self.layout_of_frames(inputs))
 
     def units_per_frame(self, inputs: InputsT) -> int:
         return 1
@@ -231,6 +246,11 @@ class DecoderOnlyFamily(Family[InputsT]):
     def check(self, inputs: InputsT, kwargs: Mapping[str, Any]) -> None:
         super().check(inputs, kwargs)
         config = self.context.config
+        if inputs.visual_shard is not None and self.layout_of_frames(inputs) != "contiguous":
+            raise ShapeError(
+                f"visual_shard: {inputs.visual_shard} is in the zigzag layout; a decoder-only model has no attention "
+                "to frames that this layout could balance; pass the frames of frame_range"
+            )
         if config.visual_offload is not None:
             raise ConfigError(
                 f"visual_offload={config.visual_offload!r}: a decoder-only model has no visual features besides its "

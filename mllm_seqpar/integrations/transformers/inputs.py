@@ -135,7 +135,7 @@ class ForwardInputs:
     def check_shard(self, shard: FrameShard) -> None:
         """Raise ShapeError unless the tensors of frames hold as many frames as the shard."""
         assert self.frames is not None
-        local = shard.stop - shard.start
+        local = len(shard)
         for shape in (tuple(tensor.shape) for tensor in (self.frames, *self.extras)):
             if shape[0] != local:
                 raise ShapeError(
