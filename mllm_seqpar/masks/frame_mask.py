@@ -151,12 +151,12 @@ class FrameMask:
         """Return (B, s_q) bool: True for rows that see any of these frames (None: of all frames)."""
         frames = ((0, self.total_frames),) if frames is None else frames
         if self.bounds is not None:
-            first, stop = (count_before(bound, frames) for bound in self.bounds)
-            return first < stop
+            before_first, before_stop = (count_before(bound, frames) for bound in self.bounds)
+            return before_first < before_stop
         visible = self._table.new_zeros(self.shape)
-        for start, stop in frames:
-            if start < stop:
-                visible |= self._table[..., start:stop].view(torch.uint8).amax(-1).bool()  # `any` takes 30 times as long
+        for first, last in frames:
+            if first < last:  # `any` takes 30 times as long as `amax`
+                visible |= self._table[..., first:last].view(torch.uint8).amax(-1).bool()
         return visible
 
     def rectangles(self, frames: Spans) -> tuple[Rectangle, ...]:

@@ -21,7 +21,7 @@ from mllm_seqpar.masks import FrameBlockMasks, FrameMask
 from mllm_seqpar.runtime.star import StarText
 from mllm_seqpar.schedules import AttentionBlock, Transfer, schedule_for
 from mllm_seqpar.schedules.head_sharding import HeadShards
-from mllm_seqpar.sharding import LAYOUTS, frame_bounds, sequence_positions
+from mllm_seqpar.sharding import LAYOUTS, frame_spans, sequence_positions
 
 CELL = "A cell: the attention blocks computed (Q shard, KV shard); below, the transfers sent meanwhile."
 OWN = "Framed: this rank's Q shard with its own KV shard. Half filled: half of its queries."
@@ -132,7 +132,7 @@ def frame_mask() -> FigureData:
     rows = torch.arange(16)[None]
     mask = FrameMask.from_intervals((rows - 5).clamp(min=0), rows + 1, 1, 16)
     positions = [torch.arange(4 * rank, 4 * rank + 4) for rank in range(4)]
-    blocks = FrameBlockMasks([mask.take(p) for p in positions], frame_bounds(16, 4))
+    blocks = FrameBlockMasks([mask.take(p) for p in positions], frame_spans(16, 4))
     visible_rows = blocks.visible_row_counts()
     panel = schedule_panel("forward", (4, 1), backward=False, fraction=lambda i, j: visible_rows[i][j] / 4, pruned=True)
     example = (
