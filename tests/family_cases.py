@@ -92,6 +92,7 @@ def _shared(batch: Any, padded: Any, stored: dict[str, Any]) -> dict[str, Any]:
         "right padding, few targets": replace(batch, padding="right", labels="few"),
         "no labels": replace(batch, labels=None),
         "local frames": replace(batch, local_frames=True),
+        "local frames, zigzag": replace(batch, local_frames=True, frame_layout="zigzag"),
         "ring, striped text": batch.with_options(strategy="ring", text_layout="striped"),
         "contiguous text, K and V stored": batch.with_options(text_layout="contiguous", **stored),
         "local text, ring": padded.with_options(self_attention="local", strategy="ring", **stored),
@@ -118,6 +119,9 @@ def _owl() -> tuple[dict[str, Any], dict[str, Any]]:
         "gradients of pixels": Owl(frames=(2, 1), wants_grad=("pixel_values",)),
         "gradients of embeddings": Owl(frames=(2, 1), embeds=True, offsets=True, wants_grad=("inputs_embeds",)),
         "local features": Owl(frames=(2, 3), local_frames=True, features="projected"),
+        "two ranges of frames on each rank": Owl(frames=(9, 4), length=27),
+        "contiguous frames of all ranks": Owl(frames=(9, 4), length=27, local_frames=True),
+        "all features, offloaded": Owl(frames=(9,), length=20, features="projected", options={"visual_offload": "cpu"}),
     }
     once = {
         "text shorter than the group": Owl(frames=(1,), length=3),

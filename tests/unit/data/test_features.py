@@ -31,11 +31,11 @@ def test_any_number_of_ranks_reads_the_store(tmp_path: Path, world: int, dtype: 
     store = open_features(tmp_path)
     assert (store.total_frames, store.tokens_per_frame, store.hidden, store.dtype) == (10, 3, 8, dtype)
     for readers in (1, 4, 12):
-        parts = [store.read(a, b) for a, b in frame_bounds(10, readers)]
+        parts = [store.read(span) for span in frame_bounds(10, readers)]
         assert torch.equal(torch.cat(parts), embeds)
-    assert torch.equal(store.read(2, 9), embeds[2:9]) and store.read(4, 4).shape == (0, 3, 8)
+    assert torch.equal(store.read((2, 9)), embeds[2:9]) and store.read((4, 4)).shape == (0, 3, 8)
     with pytest.raises(ConfigError, match="frames 3 to 11 asked"):
-        store.read(3, 11)
+        store.read((3, 11))
 
 
 def test_unusable_store_is_refused(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_unusable_store_is_refused(tmp_path: Path) -> None:
     write(tmp_path, one, 3, ranks=[0, 2])
     refused(rf"1 of 3 shards cannot be used: {name(1, 3)} \(missing\)")
     write(tmp_path, one, 3, ranks=[1])
-    assert torch.equal(open_features(tmp_path).read(0, 10), one)
+    assert torch.equal(open_features(tmp_path).read((0, 10)), one)
     (tmp_path / "features.json").unlink()
     refused("3 shards but no index")
     refused("no features", tmp_path / "nowhere")
@@ -74,7 +74,8 @@ def test_failed_write_leaves_the_store_unchanged(tmp_path: Path) -> None:
 
 
 def test_frames_of_another_rank_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rank 1 of 2 passed embeds \(5, 3, 8\) from frame 0; .* range is \(5, 10\)"):
+    message = r"rank 1 of 2 passed embeds \(5, 3, 8\) from frame 0; .* this rank has 5 to 10"
+    with pytest.raises(ConfigError, match=message):
         save_features(tmp_path, torch.zeros(5, 3, 8), start=0, total=10, rank=1, world=2)
     with pytest.raises(ConfigError, match="rank 2 of 2"):
         save_features(tmp_path, torch.zeros(5, 3, 8), start=0, total=10, rank=2, world=2)
