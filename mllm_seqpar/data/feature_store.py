@@ -105,7 +105,7 @@ class FeatureStore:
         self.dtype = _DTYPES[index["dtype"]]
         self.meta: dict[str, Any] = index["meta"]
         # Stores of earlier versions have one range a file, as "start" and "stop".
-        files = ((f.get("ranges") or [(f["start"], f["stop"])], f["file"]) for f in index["files"])
+        files = ((f["ranges"] if "ranges" in f else [(f["start"], f["stop"])], f["file"]) for f in index["files"])
         self._files = [(join_spans((a, b) for a, b in ranges), directory / name) for ranges, name in files]
 
     def read(self, *frames: tuple[int, int], device: str | torch.device = "cpu") -> Tensor:
