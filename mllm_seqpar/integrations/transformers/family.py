@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mllm_seqpar.comm.devices import require_transferable
-from mllm_seqpar.errors import ConfigError, ShapeError
+from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
@@ -246,11 +246,6 @@ class DecoderOnlyFamily(Family[InputsT]):
     def check(self, inputs: InputsT, kwargs: Mapping[str, Any]) -> None:
         super().check(inputs, kwargs)
         config = self.context.config
-        if inputs.visual_shard is not None and self.layout_of_frames(inputs) != "contiguous":
-            raise ShapeError(
-                f"visual_shard: {inputs.visual_shard} is in the zigzag layout; a decoder-only model has no attention "
-                "to frames that this layout could balance; pass the frames of frame_range"
-            )
         if config.visual_offload is not None:
             raise ConfigError(
                 f"visual_offload={config.visual_offload!r}: a decoder-only model has no visual features besides its "

@@ -20,13 +20,14 @@ from mllm_seqpar.comm.base import fingerprint
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
-from mllm_seqpar.sharding import FRAME_LAYOUTS, FrameShard, describe_spans, frame_spans
+from mllm_seqpar.sharding import FrameShard, describe_spans, frame_spans
 
 from .generation import random_state_number
 from .inputs import ForwardInputs
 
 _COMPARED = (
-    *("samples", "text tokens", "frames", "frames given by visual_shard (2: zigzag)", "values per frame"),
+    *("samples", "text tokens", "frames", "frames given by visual_shard", "layout of the frames (1 zigzag)"),
+    "values per frame",
     *("kind of frames (1 pixels, 2 features)", "cached tokens", "use_cache", "grad mode"),
     *("labels given", "attention mask given", "checksum of token ids", "checksum of labels"),
     *("checksum of the attention mask", "checksum of position ids"),
@@ -111,8 +112,8 @@ def _input_numbers(
     *compared_on_host, (number,) = [list(itertools.islice(on_host, len(tensors))) for tensors in given]
     values = [checksum(*tensors) for tensors in compared_on_host] + [int(number)]
     shard = inputs.visual_shard
-    layout = 0 if shard is None else 1 + (shard.layout(comm.rank, comm.size) == "zigzag")
-    counts = [inputs.batch, inputs.length, inputs.total_frames, layout]
+    zigzag = shard is not None and shard.layout(comm.rank, comm.size) == "zigzag"
+    counts = [inputs.batch, inputs.length, inputs.total_frames, shard is not None, zigzag]
     counts += [0 if frames is None else math.prod(frames.shape[1:]), kind, inputs.past_length, inputs.use_cache]
     counts += [torch.is_grad_enabled(), labels is not None, mask is not None]
     moved_rows = inputs.prompt_rows if inputs.past_length else None
@@ -148,13 +149,12 @@ def _check_frames(comm: Communicator, inputs: ForwardInputs) -> None:
         return
     if not isinstance(shard, FrameShard):
         raise ShapeError(f"visual_shard: expected a FrameShard(start, stop, total), got {type(shard).__name__}")
-    if shard.layout(comm.rank, comm.size) is None:
-        contiguous, zigzag = (
-            describe_spans(frame_spans(shard.total, comm.size, layout)[comm.rank]) for layout in FRAME_LAYOUTS
-        )
+    if shard.layout(comm.rank, comm.size) not in inputs.frame_layouts:
+        own = [describe_spans(frame_spans(shard.total, comm.size, x)[comm.rank]) for x in inputs.frame_layouts]
         raise ShapeError(
-            f"visual_shard: rank {comm.rank} of {comm.size} holds frames {contiguous} of {shard.total} (frame_range), "
-            f'or {zigzag} (frame_ranges with layout="zigzag"), but {shard} was given'
+            f"visual_shard: rank {comm.rank} of {comm.size} holds frames {own[0]} of {shard.total} (frame_range)"
+            + "".join(f', or {zigzag} (frame_ranges with layout="zigzag")' for zigzag in own[1:])
+            + f", but {shard} was given"
         )
     if frames is None:
         raise ShapeError(

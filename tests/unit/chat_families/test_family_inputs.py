@@ -103,7 +103,7 @@ def test_inputs_equal_those_of_the_own_processor(folder: Path, name: str, rows: 
     parts = [load_local_pictures(batch, range(*bounds), family) for bounds in frame_bounds(total, 3)]
     if not family.ragged:
         zigzag = frame_spans(total, 3, "zigzag")
-        found = [load_local_pictures(batch, [range(*span) for span in spans], family) for spans in zigzag]
+        in_two = [load_local_pictures(batch, [range(*span) for span in spans], family) for spans in zigzag]
         for columns, contiguous in zip(zip(*in_two, strict=True), zip(*parts, strict=True), strict=True):
             assert torch.equal(in_frame_order(columns, zigzag), torch.cat(contiguous))
     if total:
