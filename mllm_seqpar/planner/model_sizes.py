@@ -84,6 +84,7 @@ class CrossAttentionSizes(_Sizes):
             own dtype, times a factor from a float32 copy (IDEFICS). Both save their copies for backward.
         gate: "per_head" if a linear layer on each head of the text's attention output gates the visual output
             (mPLUG-Owl3-7B-240728), or "none"; the cost of other gates is negligible.
+        earlier_frames: whether text attends to earlier frames only (mPLUG-Owl3, Llama 3.2).
     """
 
     may_be_zero: ClassVar[tuple[str, ...]] = ("mlp_inner", "mlp_matrices")
@@ -103,6 +104,7 @@ class CrossAttentionSizes(_Sizes):
     features_norm: bool = False
     key_norm: str = "none"
     gate: str = "none"
+    earlier_frames: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -122,8 +122,14 @@ class Workload:
 
     @property
     def visible(self) -> float:
-        """Fraction of the visual keys that text attends to: empty tiles are projected and sent, but masked."""
-        return 1.0 if self.content_tiles is None else self.content_tiles / self.model.vision.tiles
+        """Fraction of the visual keys that text attends to, on every rank.
+
+        Empty tiles are projected and sent, but masked. Where text attends to earlier frames only, the placeholders of
+        the frames, which come first, attend to half of them, and zigzag frames balance the load.
+        """
+        content = 1.0 if self.content_tiles is None else self.content_tiles / self.model.vision.tiles
+        later = min(self.frames, self.text) / (2 * self.text) if self.model.cross.earlier_frames else 0.0
+        return content * (1 - later)
 
     @property
     def local_frames(self) -> int:
