@@ -125,11 +125,12 @@ class Workload:
         """Fraction of the visual keys that text attends to, on every rank.
 
         Empty tiles are projected and sent, but masked. Where text attends to earlier frames only, the placeholders of
-        the frames, which come first, attend to half of them, and zigzag frames balance the load.
+        the frames attend to half of them, and zigzag frames balance the load. A text shorter than the number of frames
+        does not count its placeholders.
         """
         content = 1.0 if self.content_tiles is None else self.content_tiles / self.model.vision.tiles
-        later = min(self.frames, self.text) / (2 * self.text) if self.model.cross.earlier_frames else 0.0
-        return content * (1 - later)
+        placeholders = self.frames if self.model.cross.earlier_frames and self.frames <= self.text else 0
+        return content * (1 - placeholders / (2 * self.text))
 
     @property
     def local_frames(self) -> int:

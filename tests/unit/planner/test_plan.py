@@ -257,3 +257,15 @@ def test_illegal_strategies_are_named_with_the_reason() -> None:
 def test_invalid_workload_is_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(STEP, **changes)
+
+
+def test_text_attends_to_half_of_the_frames_of_its_placeholders_on_every_rank() -> None:
+    """The busiest rank has the mean of the load, because the frames are zigzag."""
+    given = Workload(model=OWL, frames=512, text=768, gpus=8)
+    rows = torch.arange(768)
+    mask = FrameMask.from_intervals(torch.zeros(1, 768).long(), (rows + 1).clamp(max=512)[None], 729, 512)
+    masks = [mask.take(sequence_positions(768, rank, 8, "zigzag")) for rank in range(8)]
+    visible = FrameBlockMasks(masks, frame_spans(512, 8, "zigzag")).visible_fractions()
+    busiest = max(sum(row[rank] for row in visible) / 8 for rank in range(8))
+    assert busiest == pytest.approx(given.visible, rel=0.01)
+    assert replace(given, text=500).visible == replace(given, model=read_model("idefics-9b")).visible == 1.0
