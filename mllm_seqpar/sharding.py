@@ -123,14 +123,15 @@ def frame_bounds(total: int, size: int) -> list[tuple[int, int]]:
     return list(zip(starts[:-1], starts[1:], strict=True))
 
 
-def frame_spans(total: int, size: int, layout: str = "contiguous") -> list[Spans]:
+@lru_cache(maxsize=256)
+def frame_spans(total: int, size: int, layout: str = "contiguous") -> tuple[Spans, ...]:
     """Return the ranges of every rank's frames in a layout, in ascending order; none for a rank without frames."""
     if layout == "contiguous":
-        return [join_spans((bounds,)) for bounds in frame_bounds(total, size)]
+        return tuple(join_spans((bounds,)) for bounds in frame_bounds(total, size))
     if layout != "zigzag":
         raise ConfigError(f"layout: {layout!r} is unknown; frames have one of {', '.join(FRAME_LAYOUTS)}")
     chunks = frame_bounds(total, 2 * size)
-    return [join_spans((chunks[rank], chunks[2 * size - 1 - rank])) for rank in range(size)]
+    return tuple(join_spans((chunks[rank], chunks[2 * size - 1 - rank])) for rank in range(size))
 
 
 def join_spans(spans: Iterable[tuple[int, int]]) -> Spans:
@@ -146,7 +147,10 @@ def join_spans(spans: Iterable[tuple[int, int]]) -> Spans:
 
 def span_length(spans: Spans) -> int:
     """Return how many numbers ranges have together."""
-    return sum(stop - start for start, stop in spans)
+    length = 0
+    for start, stop in spans:
+        length += stop - start
+    return length
 
 
 def describe_spans(spans: Spans) -> str:

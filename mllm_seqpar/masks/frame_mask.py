@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -144,19 +144,19 @@ class FrameMask:
             return 0.0
         if self.bounds is None:
             return float(self._columns(frames).float().mean())
-        first, stop = (count_before(bound, frames) for bound in self.bounds)
+        first, stop = count_before(self._table, frames).unbind(-1)
         return float((stop - first).clamp(min=0).float().mean()) / span_length(frames)
 
     def any_frame_visible(self, frames: Spans | None = None) -> Tensor:
         """Return (B, s_q) bool: True for rows that see any of these frames (None: of all frames)."""
         frames = ((0, self.total_frames),) if frames is None else frames
         if self.bounds is not None:
-            before_first, before_stop = (count_before(bound, frames) for bound in self.bounds)
-            return before_first < before_stop
+            first, stop = count_before(self._table, frames).unbind(-1)
+            return first < stop
         visible = self._table.new_zeros(self.shape)
-        for first, last in frames:
-            if first < last:  # `any` takes 30 times as long as `amax`
-                visible |= self._table[..., first:last].view(torch.uint8).amax(-1).bool()
+        for begin, end in frames:
+            if begin < end:  # `any` takes 30 times as long as `amax`
+                visible |= self._table[..., begin:end].view(torch.uint8).amax(-1).bool()
         return visible
 
     def rectangles(self, frames: Spans) -> tuple[Rectangle, ...]:
@@ -165,19 +165,14 @@ class FrameMask:
             if self.bounds is None:
                 found = dense_rectangles(self._columns(frames), self.tokens_per_frame)
             else:
-                found = tuple(self._interval_rectangles(frames))
+                found, units = (), 0
+                for ascending in _ascending(frames):  # of these frames, a row sees one interval too
+                    low, high = count_before(self._table, ascending).unbind(-1)
+                    count = span_length(ascending)
+                    found += interval_rectangles(low, high, count, self.tokens_per_frame, first=units)
+                    units += count
             self._rectangles[frames] = found
         return self._rectangles[frames]
-
-    def _interval_rectangles(self, frames: Spans) -> Iterator[Rectangle]:
-        """Yield the rectangles of intervals. Of frames in ascending order, a row sees one interval too."""
-        assert self.bounds is not None
-        units = 0
-        for ascending in _ascending(frames):
-            low, high = (count_before(bound, ascending) for bound in self.bounds)
-            count = span_length(ascending)
-            yield from interval_rectangles(low, high, count, self.tokens_per_frame, first=units)
-            units += count
 
     def _columns(self, frames: Spans) -> Tensor:
         """Return the table (B, s_q, f) of these frames; a view if they are one range."""
@@ -281,22 +276,22 @@ class FrameBlockMasks(BlockMasks):
 
 def count_before(numbers: Tensor, frames: Spans) -> Tensor:
     """Return how many of these frames, which are in ascending order, are before each frame number."""
-    count = torch.zeros_like(numbers)
+    count: Tensor | None = None
     for start, stop in frames:
-        count += (numbers - start).clamp(0, stop - start)
-    return count
+        before = (numbers - start).clamp(0, stop - start)
+        count = before if count is None else count + before
+    return torch.zeros_like(numbers) if count is None else count
 
 
-def _ascending(frames: Spans) -> Iterator[Spans]:
-    """Yield consecutive ranges that are in ascending order."""
-    run: list[tuple[int, int]] = []
+def _ascending(frames: Spans) -> list[Spans]:
+    """Return the frames as lists of ranges in ascending order, as long as possible."""
+    runs: list[Spans] = []
     for span in frames:
-        if run and span[0] < run[-1][1]:
-            yield tuple(run)
-            run = []
-        run.append(span)
-    if run:
-        yield tuple(run)
+        if runs and runs[-1][-1][1] <= span[0]:
+            runs[-1] += (span,)
+        else:
+            runs.append((span,))
+    return runs
 
 
 def _check_counts(where: str, tokens: int, frames: int) -> None:

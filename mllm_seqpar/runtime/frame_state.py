@@ -107,7 +107,9 @@ class Frames:
         return Frames(every, own, features.shape[1], "replicated")
 
 
-def unit_spans(units: int, units_per_frame: int, comm: Communicator, layout: str = "contiguous") -> list[Spans]:
+def unit_spans(units: int, units_per_frame: int, comm: Communicator, layout: str) -> Sequence[Spans]:
     """Return the ranges of units of each rank, which holds whole frames in a layout."""
     by_rank = frame_spans(units // units_per_frame, comm.size, layout)
+    if units_per_frame == 1:
+        return by_rank
     return [tuple((start * units_per_frame, stop * units_per_frame) for start, stop in spans) for spans in by_rank]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -95,7 +95,7 @@ class Family(ABC, Generic[InputsT]):
         assert layout is not None, "checked before"
         return layout
 
-    def frame_spans(self, inputs: InputsT) -> list[Spans]:
+    def frame_spans(self, inputs: InputsT) -> Sequence[Spans]:
         """Return the frames of every rank. Without frames, rank 0 has the empty one."""
         return frame_spans(max(1, inputs.total_frames), self.context.comm.size, self.layout_of_frames(inputs))
 

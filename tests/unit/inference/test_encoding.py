@@ -104,7 +104,7 @@ def test_each_rank_encodes_its_frames(world: int, source: RandomPictures) -> Non
 
     shards = run_loopback(world, encoded)
     by_rank = frame_spans(len(source), world, "zigzag")  # as patched mPLUG-Owl3 maps frames to ranks
-    assert [shard.spans for _, shard, _ in shards] == by_rank
+    assert tuple(shard.spans for _, shard, _ in shards) == by_rank
     features = in_frame_order([features for features, _, _ in shards], by_rank)
     assert torch.allclose(features, encoded_at_once(source), atol=1e-5)
     assert len({tuple(progress) for _, _, progress in shards}) == 1

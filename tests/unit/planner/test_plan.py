@@ -5,9 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from clusters import with_
 
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.masks import FrameBlockMasks, FrameMask
 from mllm_seqpar.planner import Cluster, ParallelSpec, read_cluster
 from mllm_seqpar.planner.files import find_file
 from mllm_seqpar.planner.memory import KINDS, USABLE, peak_memory
@@ -16,6 +18,7 @@ from mllm_seqpar.planner.plan import StrategyPlan, make_plan, max_frames
 from mllm_seqpar.planner.step_cost import PARTS
 from mllm_seqpar.planner.transfer_memory import COMMUNICATOR_BYTES, COMMUNICATORS
 from mllm_seqpar.planner.workload import Workload
+from mllm_seqpar.sharding import frame_spans, sequence_positions
 
 OWL = read_model(find_file("model", "mplug-owl3-7b"))
 A100 = read_cluster(find_file("cluster", "a100-80g-4x4"))
@@ -268,4 +271,8 @@ def test_text_attends_to_half_of_the_frames_of_its_placeholders_on_every_rank() 
     visible = FrameBlockMasks(masks, frame_spans(512, 8, "zigzag")).visible_fractions()
     busiest = max(sum(row[rank] for row in visible) / 8 for rank in range(8))
     assert busiest == pytest.approx(given.visible, rel=0.01)
-    assert replace(given, text=500).visible == replace(given, model=read_model("idefics-9b")).visible == 1.0
+    assert (
+        replace(given, text=500).visible
+        == replace(given, model=read_model(find_file("model", "idefics-9b"))).visible
+        == 1.0
+    )

@@ -52,7 +52,9 @@ def test_example_and_the_checks_of_the_demo(script, tmp_path: Path, capsys) -> N
 def test_both_layouts_of_frames_are_timed_by_rank(script, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"frames": 4, "text": 8, "ranks": 2, "scale": 32, "repeats": 1}
     script("balanced_frames").main([part for name, value in sizes.items() for part in (f"--{name}", str(value))])
-    rows = [line.split("|")[1:4] for line in capsys.readouterr().out.splitlines() if "contiguous" in line or "zig" in line]
+    rows = [
+        line.split("|")[1:4] for line in capsys.readouterr().out.splitlines() if "contiguous" in line or "zig" in line
+    ]
     assert [row[0].strip() for row in rows] == ["forward", "forward", "forward and backward", "forward and backward"]
     assert all(len(row[2].split(",")) == 2 for row in rows)
 
