@@ -79,6 +79,7 @@ class MllamaFamily(Family[MllamaInputs]):
     model_class = "MllamaForConditionalGeneration"
     package = "transformers.models.mllama."
     frame_arguments = ("pixel_values", "cross_attention_states")
+    frame_layout = "zigzag"
     forward_doc = """
         Sequence-parallel (patched by mllm_seqpar): `visual_shard` says that the images passed are only this rank's of
         `visual_shard.total`, all samples' images (padding images included) in one list: `pixel_values` (f, tiles,

@@ -164,6 +164,8 @@ class MPlugOwl3Family(Family[Any]):
     def install_more(self, patch: Patch) -> None:
         patch.set(self.model, "count_frames", functools.partial(_count_frames, self.model.count_frames))
 
+    frame_layout = "zigzag"
+
     @property
     def inclusive(self) -> bool:
         """Whether a placeholder attends to its own frame."""
