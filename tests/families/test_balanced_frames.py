@@ -17,7 +17,7 @@ from torch import Tensor
 
 from family_cases import BATCHES, OWL, QWENS
 from family_harness import family_module, on_ranks, patched
-from mllm_seqpar.attention import block_math
+from mllm_seqpar.attention import call_spec
 from mllm_seqpar.attention.call_spec import accumulation, call_spec_for, problem_of
 from mllm_seqpar.attention.joint import attend
 from mllm_seqpar.attention.keys import GivenKeys
@@ -81,13 +81,13 @@ class CountedKernel:
 @pytest.fixture
 def entries(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, str]]:
     found: Counter[tuple[int, str]] = Counter()
-    choose = block_math.choose_kernel
+    choose = call_spec.choose_kernel
 
     def counted(*args: Any, **options: Any) -> Any:
         kernel, reason = choose(*args, **options)
         return CountedKernel(kernel, found), reason
 
-    monkeypatch.setattr(block_math, "choose_kernel", counted)
+    monkeypatch.setattr(call_spec, "choose_kernel", counted)
     return found
 
 
