@@ -212,6 +212,8 @@ class DecoderOnlyFamily(Family[InputsT]):
     embeddings to the ranks that have the placeholders' rows (`runtime.visual_tokens`). From there on they are text.
     """
 
+    checkpoints_visual_layers = False
+
     @abstractmethod
     def placement(self, inputs: InputsT) -> TokenPlaces:
         """Return where the visual tokens of this pass are, and which embedding each has.
