@@ -237,7 +237,8 @@ class Conversation:
         )
 
     def _evidence(self, attention: FrameAttention, tokens: list[int], count: int) -> dict[str, Any]:
-        found = evidence_of(attention, tokens, self._processor.tokenizer, self.sources, count)
+        sizes = [size for source in self.sources for size in self._family.unit_sizes(source)]
+        found = evidence_of(attention.split(sizes), tokens, self._processor.tokenizer, self.sources, count)
         return {"evidence": found.moments, "evidence_note": found.note}
 
     def log_likelihoods(self, text: ChatText, continuations: Sequence[Sequence[int]]) -> list[Score]:

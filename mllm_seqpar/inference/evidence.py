@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from mllm_seqpar.data.chat_family import StoredFrames
+from mllm_seqpar.data.chat_family import StoredFrames, chat_family
 from mllm_seqpar.data.sources import FrameSource, VideoSource
 
 from .encoding import EncodedVideo
@@ -90,8 +90,9 @@ def answer_with_evidence(
     with record_attention(model) as recorded:
         result = answer(model, processor, question, video, sampling, on_text=on_text)
         attention = recorded.result()
+    family = chat_family(processor)
     known = source or video.source or StoredFrames(video.frames, None)
-    found = evidence_of(attention, result.tokens, processor.tokenizer, [known], count)
+    found = evidence_of(attention.split(family.unit_sizes(known)), result.tokens, processor.tokenizer, [known], count)
     return replace(result, evidence=found.moments, evidence_note=found.note), found
 
 

@@ -109,6 +109,7 @@ def test_routes_send_rows_to_their_owners_and_gradients_back() -> None:
         torch.tensor([0, 0, 0, 1, 1, 1, 1, 1]),
         torch.tensor([1, 2, 5, 0, 1, 2, 3, 4]),
         torch.tensor([0, 1, 9, 0, 5, 6, 7, 8]),
+        torch.zeros(8, dtype=torch.long),
         torch.tensor([0, 4, 4, 10]),
     )
     rows = [torch.tensor([0, 5]), torch.tensor([1, 4]), torch.tensor([2, 3])]

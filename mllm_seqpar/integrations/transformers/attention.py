@@ -38,7 +38,10 @@ def seqpar_attention(
     """query (B, H, s, D), key and value (B, G, s, D) of this rank's tokens -> o (B, s, H, D), and no weights."""
     if seqpar is not None and dropout:
         refuse_dropout(dropout)  # also with all text on every rank, where each rank would drop other weights
-    if seqpar is None or seqpar.has_whole_text(sliding_window):  # what `attend` would do, in fewer steps
+    recorded = seqpar is not None and seqpar.recorder is not None
+    if seqpar is None or (
+        not recorded and seqpar.has_whole_text(sliding_window)
+    ):  # what `attend` would do, in fewer steps
         mask = attention_mask if seqpar is None or seqpar.takes_mask else None
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

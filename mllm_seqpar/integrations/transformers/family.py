@@ -24,6 +24,7 @@ from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.fsdp_units import modules_around, refuse_fsdp1
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
+from mllm_seqpar.runtime.visual_token_record import FrameTokens
 from mllm_seqpar.runtime.visual_tokens import TokenPlaces
 
 from .cache import SequenceParallelCacheState
@@ -238,11 +239,9 @@ class DecoderOnlyFamily(Family[InputsT]):
                 f"visual_offload={config.visual_offload!r}: a decoder-only model has no visual features besides its "
                 "text to offload; leave it out"
             )
-        if self.context.records:
-            raise ConfigError(
-                "the attention over frames of a decoder-only model cannot be recorded: its frames are text; leave out "
-                "--evidence, record_attention and attention_over_frames"
-            )
+
+    def crop_placement(self, placement: FrameTokens | None, past_length: int) -> FrameTokens | None:
+        return None if placement is None else placement.before(past_length)
 
 
 def decoder_arguments(embeds: Tensor, positions: Tensor, mask: Any, cache: Any, state: ForwardState) -> dict[str, Any]:
