@@ -6,6 +6,7 @@ compared in float64 to rounding, and what travels is counted.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import AdapterError, ConfigError, ShapeError
 from mllm_seqpar.runtime.visual_tokens import LABEL, TokenPlaces, TokenRoutes
 from outcomes import Outcome, average, error, run_case
+from tolerances import assert_as_near_as_unpatched
 
 FLOAT64 = 1e-9
 """Rounding is 1e-15; a row that the model rounds to float32 shows at 1e-8."""
@@ -181,6 +183,54 @@ def test_further_questions_compute_their_own_tokens_only(family: str, size: int)
         assert prefills[0] >= 48 // size and prefills[1:] == [4, 4]
         assert towers[0] > 0 and towers[1:] == [0, 0]
         assert max(kept) <= -(-(48 + 6) // size) + 4, "the prompt's K and V are on one rank each"
+
+
+@pytest.mark.parametrize("family", QWENS)
+@pytest.mark.parametrize(("size", "local"), [(1, False), (2, False), (3, True)])
+def test_assistant_drafts_from_the_same_frames(family: str, size: int, local: bool) -> None:
+    """With all frames on every rank the assistant need not be patched; otherwise it is, over the same ranks."""
+    case = replace(QWENS[family], frames=QWENS[family].frames[:1], length=44, labels=None)
+    model, inputs = build(family, case)
+    expected = model.generate(**inputs, **settings(max_new_tokens=12))
+
+    def run(model: Any, inputs: dict[str, Any], comm: Any) -> tuple[Tensor, int]:
+        helper, passes = copy.deepcopy(helpers[comm.rank]), list[int]()
+        if local:
+            patch_model(helper, group=comm)
+        model.register_forward_pre_hook(lambda *_: passes.append(1))
+        return model.generate(**inputs, **settings(max_new_tokens=12), assistant_model=helper), len(passes)
+
+    helpers = [model_of(family, case) for _ in range(size)]
+    with torch.no_grad():
+        for helper in helpers:
+            helper.lm_head.weight[::3] *= 1.1  # so that some drafts are wrong
+    given = replace(case, local_frames=local).with_options(shard_prompt_from=8)
+    for found, passes in on_ranks(size, family, given, run):
+        assert torch.equal(found, expected)
+        assert passes < 12, "some drafts are accepted"
+
+
+@pytest.mark.rounding
+@pytest.mark.parametrize("family", QWENS)
+def test_bf16_steps_over_a_sharded_prompt_are_as_near_to_float32_as_unpatched(family: str) -> None:
+    case = replace(QWENS[family], frames=QWENS[family].frames[:1], length=44, labels=None)
+    answer = torch.arange(20, 28)[None]
+
+    @torch.no_grad()
+    def steps(model: Any, inputs: dict[str, Any], comm: Any = None, narrow: bool = True) -> dict[str, Tensor]:
+        if narrow:
+            model.bfloat16()
+            inputs = {n: x.bfloat16() if n.startswith("pixel_values") else x for n, x in inputs.items()}
+        out = model(**inputs, use_cache=True)
+        logits = [out.logits]
+        for token in answer.split(1, 1):
+            logits.append(model(input_ids=token, past_key_values=out.past_key_values).logits)
+        assert not narrow or logits[-1].dtype is torch.bfloat16
+        return {"": torch.cat(logits, 1)[:, -9:].float()}
+
+    exact, unpatched = (steps(*build(family, case), narrow=narrow) for narrow in (False, True))
+    for found in on_ranks(3, family, case.with_options(shard_prompt_from=8), steps):
+        assert_as_near_as_unpatched(found, unpatched, exact)
 
 
 def refused(family: str, size: int, error: type[Exception], message: str, change: Any) -> None:
