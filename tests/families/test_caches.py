@@ -63,7 +63,7 @@ class Conversation:
         return found
 
     def positions(self, rows: list[int], start: int, stop: int) -> dict[str, Tensor]:
-        """Return the positions of new tokens of a decoder-only model, which continues those of the last prompt itself."""
+        """Return the positions of new tokens; a decoder-only model itself continues those of its last prompt."""
         if self.family not in QWENS:
             return {}
         new = torch.arange(start, stop) + self.prompt["input_ids"].shape[1]

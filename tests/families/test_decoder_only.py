@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from family_cases import QWENS
-from family_harness import build, check_tokens, model_of, on_ranks, outcome, settings
+from family_harness import build, check_tokens, model_of, on_ranks, outcome, reference, settings
 from mllm_seqpar import FrameShard, frame_range, patch_model
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import AdapterError, ConfigError, ShapeError
@@ -310,15 +311,35 @@ def test_log_names_what_communicates(caplog: pytest.LogCaptureFixture) -> None:
         assert caplog.messages[-1].endswith(f"over 1 rank(s): self-attention by {name} (zigzag text)")
 
 
-def test_further_families_of_qwen_are_refused() -> None:
-    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+OTHER_MODELS = ("Qwen2VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "Qwen2_5OmniThinker", "Qwen3OmniMoeThinker")
 
+
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_further_families_of_qwen_are_refused_in_one_sentence(name: str) -> None:
+    """Mixtures of experts, linear attention, audio: other classes, and none is taken for one of the two families."""
+    model_class = getattr(transformers, f"{name}ForConditionalGeneration", None)
+    if model_class is None:
+        pytest.skip(f"this version of transformers has no {name}")
     with torch.device("meta"):
-        model = Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig())
-    with pytest.raises(
-        AdapterError, match=r"no adapter matches .*Qwen3VLMoe.* Supported families: .*Qwen3-VL \(dense\)"
-    ):
+        model = model_class(model_class.config_class())
+    message = rf"^patch_model: no adapter matches .*{name}[^\n]* Supported families: .*Qwen3-VL \(dense\)[^\n]*$"
+    with pytest.raises(AdapterError, match=message):
         patch_model(model)
+
+
+@pytest.mark.parametrize("family", QWENS)
+def test_lengths_of_packed_sequences_are_refused_unless_positions_state_them(family: str) -> None:
+    case = replace(QWENS[family], frames=((),), length=20, packed=(9, 11))
+    lengths = {"cu_seq_lens_q": torch.tensor([0, 9, 20], dtype=torch.int32), "max_length_q": 11}
+
+    def run(model: Any, inputs: dict[str, Any], comm: Any) -> float:
+        message = r"^cu_seq_lens_q, max_length_q: the lengths that [^\n]* separate packed sequences by position_ids"
+        with pytest.raises(ConfigError, match=message):
+            model(**{name: x for name, x in inputs.items() if name != "position_ids"} | lengths)
+        return model(**inputs, **lengths).loss.item()
+
+    expected = reference(family, case).loss
+    assert on_ranks(2, family, case, run) == pytest.approx([expected] * 2)
 
 
 @pytest.mark.parametrize("family", QWENS)

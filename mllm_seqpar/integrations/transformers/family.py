@@ -32,6 +32,7 @@ from .input_checks import (
     check_star,
     check_text,
     refuse_custom_loss,
+    refuse_packed_lengths,
     refuse_reentrant_checkpointing,
     refuse_unknown_arguments,
     refuse_unsupported_attention,
@@ -269,6 +270,7 @@ def require_same_pass(
             require_transferable(family.context.comm, family.model, only=only)
         check_text(inputs)
         refuse_unknown_arguments(kwargs)
+        refuse_packed_lengths(inputs, kwargs)
         check_star(family.context.config, inputs)
         family.check(inputs, kwargs)
 
