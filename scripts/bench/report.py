@@ -286,6 +286,21 @@ def step_parts(row: Row) -> dict[str, float]:
     return {name: share / sum(shares.values()) * float(row["step_s"]) for name, share in shares.items()}
 
 
+def decoder_only(folder: Path) -> str:
+    rows = read(folder / "decoder-only.csv")
+    return joined(rows, decoder_only_table(rows))
+
+
+def decoder_only_table(rows: Sequence[Row]) -> str:
+    lines = [row | {"ratio": str(_ratio(row, "first_s", "next_s"))} for row in rows]
+    columns = {"family": text("family"), "tokens": number("tokens", ",.0f"), "ranks": text("ranks")}
+    columns |= {"peak of a step, MiB": number("peak_mib", ".1f"), "gathered": number("gathered_peak_mib", ".1f")}
+    columns |= {"peak of the exchange, MiB": number("exchange_mib", ".1f")}
+    columns |= {"gathered ": number("gathered_exchange_mib", ".1f")}
+    columns |= {"first question, s": number("first_s", ".1f"), "next, s": number("next_s", ".2f")}
+    return table(lines, columns | {"first / next": number("ratio", ".0f")})
+
+
 PARTS: dict[str, Callable[[Path], str]] = {
     "headline": headline,
     "network-error": network_error,
@@ -296,6 +311,7 @@ PARTS: dict[str, Callable[[Path], str]] = {
     "memory": memory,
     "model-step": model_step,
     "decode": decoding,
+    "decoder-only": decoder_only,
 }
 
 

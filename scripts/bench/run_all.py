@@ -26,10 +26,12 @@ RUNS = {
     "network-real": "network.py --suite real --out",
     "end-to-end": "end_to_end.py --out",
     "memory": "memory.py --out",
+    "decoder-only": "decoder_only.py --ranks 2 4 8 --questions 3 --out",
     "decode": "decode.py --images 64 256 --family idefics open_flamingo mllama mplug_owl3 --csv",
 }
 """The command of each run; the file of its rows follows."""
 QUICK = {"network.py": "--repeats 1", "memory.py": "--quick", "decode.py": "--images 16 --repeats 1 --tokens 8"}
+QUICK |= {"decoder_only.py": "--frames 16 --ranks 1 2"}
 QUICK |= {"end_to_end.py": "--repeats 1 --suite smallest"}
 """Options that make a run short; they follow and override those of the command."""
 
