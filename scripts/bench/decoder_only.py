@@ -137,6 +137,7 @@ def memory_of_steps(model: Any, inputs: dict[str, Any], args: argparse.Namespace
 def step(model: Any, inputs: dict[str, Any], device: str) -> tuple[int, float]:
     """Return the peak bytes and the loss of a training step."""
     gc.collect()
+    as_communicator(None).kept.buffers.clear()  # so that each step allocates its own
     with peak_memory(torch.device(device)) as peak:
         loss = model(**inputs, use_cache=False).loss
         loss.backward()

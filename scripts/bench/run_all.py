@@ -26,7 +26,7 @@ RUNS = {
     "network-real": "network.py --suite real --out",
     "end-to-end": "end_to_end.py --out",
     "memory": "memory.py --out",
-    "decoder-only": "decoder_only.py --ranks 2 4 8 --questions 3 --out",
+    "decoder-only": "decoder_only.py --ranks 2 4 --questions 3 --out",
     "decode": "decode.py --images 64 256 --family idefics open_flamingo mllama mplug_owl3 --csv",
 }
 """The command of each run; the file of its rows follows."""
