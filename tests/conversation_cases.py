@@ -5,14 +5,14 @@ from typing import Any
 
 from mllm_seqpar import patch_model
 from mllm_seqpar.data import VideoSource
-from mllm_seqpar.inference import Sampling
-from mllm_seqpar.inference.conversation import Conversation, Reply
+from mllm_seqpar.inference import Answer, Sampling
+from mllm_seqpar.inference.conversation import Conversation
 from mllm_seqpar.models.loading import load_model, load_processor
 
 
 def replies_in_one_process(
     model: Path, video: Path, questions: tuple[str, ...], frames: int, tokens: int, **clip: float
-) -> list[Reply]:
+) -> list[Answer]:
     """Return the replies to questions that are asked one after another; `clip` has the start and end of the video."""
     patched = patch_model(load_model(str(model)).eval())
     source = VideoSource.open(video, num_frames=frames, **clip)

@@ -14,12 +14,10 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner.calibrate import AttentionShape, calibrate, kernel_rates
 from mllm_seqpar.planner.cluster import cluster_text
 
-from .launch import DEVICES, launched_ranks
+from .launch import DEVICES, DTYPES, launched_ranks
 from .options import CommandOptions, option, parse_options
 from .outputs import require_writable, write_text
 from .program_exit import run
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +27,7 @@ class CalibrateOptions(CommandOptions):
     output: str | None = option("cluster file to write; default: print it", None)
     device: str = option("cpu, cuda, or auto: cuda if this node has a GPU for each process", "auto")
     dtype: str | None = option(
-        f"what the model computes in: {', '.join(DTYPES)}; default: bfloat16 on cuda, float32 on cpu", None
+        f"what the model computes in: {', '.join(DTYPES[1:])}; default: bfloat16 on cuda, float32 on cpu", None
     )
     heads: int = option("query heads of the attention to measure", 16)
     kv_heads: int = option("KV heads of the attention to measure", 4)
@@ -38,7 +36,7 @@ class CalibrateOptions(CommandOptions):
 
     def __post_init__(self) -> None:
         self._require("device", self.device in DEVICES, f"one of {', '.join(DEVICES)}")
-        self._require("dtype", self.dtype in (None, *DTYPES), f"one of {', '.join(DTYPES)}")
+        self._require("dtype", self.dtype in (None, *DTYPES[1:]), f"one of {', '.join(DTYPES[1:])}")
         self._require_positive("heads", "kv_heads", "dim")
         if self.heads % self.kv_heads:
             raise ConfigError(f"--kv_heads {self.kv_heads} do not divide --heads {self.heads}; give a divisor")

@@ -261,9 +261,7 @@ def _report(dataset: ChatDataset, row: _Row, totals: Totals, long: float) -> Ite
     for part, future in row.media:
         try:
             medium = future.result()
-        except ImportError as error:  # the message says what to install
-            raise ConfigError(str(error)) from error
-        except FrameStoreError:  # of the store, not of the sample
+        except (FrameStoreError, ConfigError):  # of the store or the installation, not of the sample
             raise
         except SeqParError as error:
             faults.append(str(error))

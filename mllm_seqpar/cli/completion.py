@@ -21,7 +21,7 @@ from mllm_seqpar.kernels.registry import kernel_names
 from mllm_seqpar.planner.records import known_files
 
 from .entry import load_entry
-from .launch import DEVICES
+from .launch import DEVICES, DTYPES
 from .options import Parser
 from .program_exit import run_alone
 
@@ -172,7 +172,7 @@ def values_by_name() -> dict[str, tuple[str, ...]]:
         "text_layout": CHOICES["text_layout"],
         "kernel": ("auto", *kernel_names()),
         "device": DEVICES,
-        "dtype": ("auto", "float32", "bfloat16", "float16"),
+        "dtype": DTYPES,
         "visual_offload": ("cpu",),
         "cluster": tuple(known_files("cluster").split(", ")),
     }

@@ -22,11 +22,11 @@ from mllm_seqpar.models.hub import local_directory
 from mllm_seqpar.models.loading import load_model, load_processor, model_class, model_directories
 from mllm_seqpar.patching.registry import adapters, find_adapter
 
+from .launch import DTYPES
 from .options import CommandOptions, option, parse_options
 from .outputs import new_directory
 from .program_exit import run_alone
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 PARTS = ("language_model", "vision_model", "checkpoint", "cross_attn_every_n_layers", "only_attend_immediate_media")
 _FILE, _INDEX = "model-{:05}-of-{:05}.safetensors", "model.safetensors.index.json"
 

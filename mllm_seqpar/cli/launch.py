@@ -20,6 +20,8 @@ from mllm_seqpar.comm.nccl_settings import order_launches
 from mllm_seqpar.errors import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+"""What a model may be loaded or written in; auto is that of the checkpoint."""
 
 _log = get_logger(__name__)
 

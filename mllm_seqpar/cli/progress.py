@@ -1,4 +1,4 @@
-"""Reports of a running program: a progress bar on stderr and the peak memory of this process."""
+"""Reports of a running program: its results and notes, a progress bar, and the peak memory of this process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,18 @@ import sys
 from typing import Any
 
 import torch
+
+
+def say(text: str) -> None:
+    """Write a part of a result to standard output, which has results only."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """Write a line that is not a result to standard error."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 def progress_bar(total: int, unit: str, title: str, done: int = 0) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mllm_seqpar._compat import optional_import
 from mllm_seqpar.errors import VideoError
 
 from .frame_store import FrameStore, StoredFrames
@@ -174,17 +175,14 @@ def _picture_size(name: str) -> tuple[int, int]:
 @contextmanager
 def _open_picture(name: str) -> Iterator[tuple[Any, Any]]:
     """Open a picture file; yield it and the module PIL.ImageOps."""
+    image, ops = (
+        optional_import(f"PIL.{part}", extra="video", needed_for="reading images") for part in ("Image", "ImageOps")
+    )
+    image.init()
     try:
-        from PIL import Image, ImageOps
-    except ImportError as error:
-        raise ImportError(
-            "Reading pictures needs Pillow, which is not installed: pip install 'mllm-seqpar[video]'"
-        ) from error
-    Image.init()
-    try:
-        known = [name for name in PICTURE_FORMATS if name in Image.OPEN]
-        with open_media(name) as content, Image.open(content, formats=known) as file:
-            yield file, ImageOps
+        known = [name for name in PICTURE_FORMATS if name in image.OPEN]
+        with open_media(name) as content, image.open(content, formats=known) as file:
+            yield file, ops
     except (OSError, SyntaxError, ValueError) as error:  # Pillow raises any of these for broken files
         if media_size(name) == 0:
             raise VideoError(f"{name}: the file is empty (0 bytes); was the download interrupted?") from error

@@ -6,18 +6,17 @@ import io
 
 from torch import Tensor
 
+from mllm_seqpar._compat import optional_import
+
 
 def jpeg_of(frame: Tensor, width: int = 160) -> bytes:
     """Return a frame (3, H, W), uint8, as a JPEG of this width, or of its own if that is smaller.
 
     Raises:
-        ImportError: Pillow is not installed.
+        ConfigError: Pillow is not installed.
     """
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ImportError("Writing pictures needs Pillow: pip install 'mllm-seqpar[video]'") from error
-    picture = Image.fromarray(frame.permute(1, 2, 0).contiguous().cpu().numpy())
+    image = optional_import("PIL.Image", extra="video", needed_for="writing images")
+    picture = image.fromarray(frame.permute(1, 2, 0).contiguous().cpu().numpy())
     if picture.width > width:
         picture = picture.resize((width, max(1, round(picture.height * width / picture.width))))
     buffer = io.BytesIO()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+from mllm_seqpar._compat import optional_import
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.errors import ConfigError, VideoError
 
@@ -24,13 +25,7 @@ _log = get_logger(__name__)
 
 
 def require_av() -> Any:
-    try:
-        import av
-    except ImportError as error:
-        raise ImportError(
-            "Reading videos needs PyAV, which is not installed: pip install 'mllm-seqpar[video]'"
-        ) from error
-    return av
+    return optional_import("av", extra="video", needed_for="reading videos")
 
 
 @dataclass(frozen=True, kw_only=True)

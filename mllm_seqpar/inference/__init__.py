@@ -10,12 +10,12 @@
 
 from mllm_seqpar.cli.launch import launched_ranks
 
-from .conversation import Conversation, Reply
+from .conversation import Conversation, answer, answer_with_evidence
 from .encoding import EncodedVideo, encode_video
-from .evidence import Evidence, answer_with_evidence
+from .evidence import Evidence
 from .evidence_page import write_evidence_page
 from .frame_attention import attention_over_frames, record_attention
-from .generation import Answer, Sampling, answer
+from .generation import Answer, Sampling
 from .model_loading import load_for_inference, shard_weights
 from .stored_features import load_video, open_store, save_video
 
@@ -24,7 +24,6 @@ __all__ = [
     "Conversation",
     "EncodedVideo",
     "Evidence",
-    "Reply",
     "Sampling",
     "answer",
     "answer_with_evidence",

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from mllm_seqpar.cli.launch import DEVICES
+from mllm_seqpar.cli.launch import DEVICES, DTYPES
 from mllm_seqpar.cli.options import CommandOptions, option, parse_options, parse_tile
 from mllm_seqpar.config import CHOICES, SeqParConfig
 from mllm_seqpar.data.decoding import DECODER_HELP, FRAME_STORE_HELP, THREADS_HELP, check_decoding
@@ -16,7 +16,6 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.kernels import available_kernels
 
 from .generation import Sampling
-from .model_loading import DTYPES
 from .stored_features import FRAME_OPTIONS
 
 DEFAULT_FPS = 1.0

@@ -4,6 +4,9 @@ An answer is always the answer to one prompt with all messages. The cache only s
 begins with are kept, the others are cropped, and the rest of the prompt is prefilled. After an ordinary turn these are
 the new question and what the chat format puts around it. If the text of an answer is tokenized differently than it was
 generated, the tokens from there on are computed again.
+
+All answers of this package are given here: `answer` is a conversation of one question about a video that is encoded
+already, and multiple choice compares the log-likelihoods of letters after a prompt.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ import torch
 from torch import Tensor, nn
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
+from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.data.chat_family import ChatText, chat_family
+from mllm_seqpar.comm.agreement import agree
+from mllm_seqpar.data.chat_family import VIDEO_MARK, ChatText, StoredFrames, chat_family
 from mllm_seqpar.data.chat_format import media_parts
 from mllm_seqpar.data.sources import FrameSource
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError
@@ -26,10 +31,11 @@ from mllm_seqpar.patching import patch_of
 from mllm_seqpar.sharding import FrameShard, frame_range
 
 from .encoding import EncodedVideo, encode_units, encoder_of
-from .evidence import evidence_of
-from .frame_attention import FrameAttention, record_attention
-from .generation import Answer, AnswerStreamer, Sampling, longest_text
-from .generation_control import ForcedTokens, OnText, StopWatch
+from .evidence import MOMENTS, Evidence, evidence_of
+from .frame_attention import record_attention
+from .generation import Answer, AnswerStreamer, ForcedTokens, OnText, Sampling, StopWatch, longest_text
+
+_log = get_logger(__name__)
 
 
 class LengthError(DataError):
@@ -38,19 +44,6 @@ class LengthError(DataError):
 
 class Interrupted(SeqParError):
     """The user ended the encoding of the frames."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reply(Answer):
-    """The answer to the last message of a conversation.
-
-    Attributes:
-        finish_reason: "stop" at the model's end token or a stop string, "length" at `max_new_tokens`, or "interrupted".
-        cached_tokens: the tokens of the prompt that were in the cache.
-    """
-
-    finish_reason: str
-    cached_tokens: int
 
 
 @dataclass(frozen=True)
@@ -102,6 +95,10 @@ class Conversation:
         sources: the frames of the media parts of the messages, in their order.
         batch: frames that a rank reads and encodes at once.
         on_host: keep the features in host memory, for a model with `visual_offload="cpu"`.
+        encoded: the features of the sources, if they exist already.
+
+    Attributes:
+        evidence: what the last answer attends to, if its moments were asked for.
     """
 
     def __init__(
@@ -112,18 +109,46 @@ class Conversation:
         *,
         batch: int = 8,
         on_host: bool = False,
+        encoded: EncodedVideo | None = None,
     ) -> None:
-        patch = patch_of(model)
-        if patch is None:
-            raise ConfigError("Conversation: the model is not patched; call patch_model(model) first")
         self.sources = tuple(sources)
         self._model: Any = model
         self._processor, self._family = processor, chat_family(processor)
-        self._comm: Communicator = patch.context.comm
+        self._comm = _comm_of(model)
         self._batch, self._on_host = batch, on_host
-        self._encoded: EncodedVideo | None = None
+        self.evidence: Evidence | None = None
+        self._encoded = encoded
         self._cache: Any = None
         self._cached_ids: list[int] = []
+
+    @classmethod
+    def open(
+        cls, model: nn.Module, processor: Any, sources: Callable[[], Sequence[FrameSource]], **options: Any
+    ) -> Conversation:
+        """Return a conversation about the media that `sources` opens. Every rank of the model's group calls this.
+
+        The other arguments are those of the class.
+
+        Raises:
+            SeqParError: on all ranks, if one of them cannot open the media or has other numbers of frames.
+        """
+        opened = agree(_comm_of(model), "media", sources, lambda found: {"frames": [len(source) for source in found]})
+        return cls(model, processor, opened, **options)
+
+    @classmethod
+    def about(
+        cls, model: nn.Module, processor: Any, video: EncodedVideo, source: FrameSource | None = None
+    ) -> Conversation:
+        """Return a conversation about a video from `encode_video` or `load_video`.
+
+        Args:
+            model, processor: as for the class.
+            video: the features. They are not changed and can be used for further conversations.
+            source: the frames, whose times evidence has; default: those of `video`, which features from a store do not
+                have.
+        """
+        known = source or video.source or StoredFrames(video.frames, None)
+        return cls(model, processor, [known], encoded=video)
 
     @property
     def frames(self) -> int:
@@ -143,6 +168,12 @@ class Conversation:
             DataError: a text contains a mark of the chat format, or the media are not those of the conversation.
             LengthError: the prompt and its answer are longer than the model's context.
         """
+        text = self._text(messages)
+        if problem := self._too_long(text, max_new_tokens):
+            raise LengthError(problem)
+        return text
+
+    def _text(self, messages: Sequence[Mapping[str, Any]]) -> ChatText:
         for message in messages:
             content = message["content"]
             texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
@@ -155,15 +186,17 @@ class Conversation:
                 f"the messages have {parts} media parts, and the conversation {len(self.sources)} media; pass "
                 "one source for each part"
             )
-        text = self._family.text([messages], [self.sources], add_generation_prompt=True)
+        return self._family.text([messages], [self.sources], add_generation_prompt=True)
+
+    def _too_long(self, text: ChatText, max_new_tokens: int) -> str | None:
         length, longest = text.input_ids.shape[1], longest_text(self._model)
-        if longest is not None and length + max_new_tokens > longest:
-            raise LengthError(
-                f"the context of this model is {longest} tokens, and the prompt has {length} ({self.frames} of them "
-                f"stand for frames), with up to {max_new_tokens} of the answer; take fewer frames, ask for a shorter "
-                "answer, or begin a new conversation"
-            )
-        return text
+        if longest is None or length + max_new_tokens <= longest:
+            return None
+        return (
+            f"the context of this model is {longest} tokens, and the prompt has {length} ({self.frames} of them "
+            f"stand for frames), with up to {max_new_tokens} of the answer; take fewer frames, ask for a shorter "
+            "answer, or begin a new conversation"
+        )
 
     def encode(
         self,
@@ -203,29 +236,35 @@ class Conversation:
         on_text: OnText | None = None,
         interrupted: Callable[[], bool] | None = None,
         evidence: int = 0,
-    ) -> Reply:
+    ) -> Answer:
         """Generate the answer to a prompt. Every rank of the model's group calls this with the same prompt.
 
         Args:
             text: from `prompt`.
-            sampling: as for `answer`.
+            sampling: how to choose the tokens.
             stop: the answer ends before the first of these strings.
             on_text: called with each piece of the answer.
-            interrupted: called for each token on rank 0; the answer ends on all ranks when it returns True.
+            interrupted: given on all ranks, or on none; the answer ends on all ranks when it returns True on rank 0.
             evidence: the number of moments to return that the answer attends to most.
         """
         self.encode()
+        self.evidence = None
         length = text.input_ids.shape[1]
         kept = self._keep_prefix(text)
         watch = StopWatch(self._comm, stop, on_text, interrupted)
         streamer = AnswerStreamer(self._processor.tokenizer, watch.put)
         options = {**self._family.generation(self._model), **sampling.generate_arguments()}
+        criteria = StoppingCriteriaList([watch] if stop or interrupted is not None else [])
         torch.manual_seed(sampling.seed)
         with record_attention(self._model) if evidence and self.sources else nullcontext() as recorded:
-            output = self._generate(text, streamer=streamer, stopping_criteria=StoppingCriteriaList([watch]), **options)
+            output = self._generate(text, streamer=streamer, stopping_criteria=criteria, **options)
             attention = None if recorded is None else recorded.result()
-        tokens = output.sequences[0, length:].tolist()
-        return Reply(
+        tokens, tokenizer = output.sequences[0, length:].tolist(), self._processor.tokenizer
+        if attention is not None:
+            sizes = [size for source in self.sources for size in self._family.unit_sizes(source)]
+            self.evidence = evidence_of(attention.split(sizes), tokens, tokenizer, self.sources, evidence)
+        found = self.evidence
+        return Answer(
             text=watch.finish(),
             tokens=tokens,
             prompt_tokens=length,
@@ -233,13 +272,32 @@ class Conversation:
             decode_seconds=streamer.decode_seconds,
             finish_reason=self._finish_reason(watch, tokens, sampling, options),
             cached_tokens=kept,
-            **({} if attention is None else self._evidence(attention, tokens, evidence)),
+            evidence=() if found is None else found.moments,
+            evidence_note="" if found is None else found.note,
         )
 
-    def _evidence(self, attention: FrameAttention, tokens: list[int], count: int) -> dict[str, Any]:
-        sizes = [size for source in self.sources for size in self._family.unit_sizes(source)]
-        found = evidence_of(attention.split(sizes), tokens, self._processor.tokenizer, self.sources, count)
-        return {"evidence": found.moments, "evidence_note": found.note}
+    def ask(self, question: str, sampling: Sampling | None = None, **options: Any) -> Answer:
+        """Answer a question without earlier messages. Every rank of the group calls this with the same question.
+
+        A prompt that is longer than the model's context is answered with a warning.
+
+        Args:
+            question: the user's text. The media precede it, unless the text contains "<|video|>" where each belongs.
+            sampling: the most likely tokens by default.
+            **options: those of `answer`.
+        """
+        sampling = sampling or Sampling()
+        if VIDEO_MARK not in question:
+            question = VIDEO_MARK * len(self.sources) + question
+        first, *others = question.split(VIDEO_MARK)
+        parts = [{"type": "text", "text": first}]
+        for piece in others:
+            parts += [{"type": "video"}, {"type": "text", "text": piece}]
+        content = [part for part in parts if part.get("text", True)]
+        text = self._text([{"role": "user", "content": content}])
+        if problem := self._too_long(text, sampling.max_new_tokens):
+            _log.warning(problem)
+        return self.answer(text, sampling, **options)
 
     def log_likelihoods(self, text: ChatText, continuations: Sequence[Sequence[int]]) -> list[Score]:
         """Return the score of each continuation of a prompt. Every rank of the group calls this with the same tokens.
@@ -333,3 +391,57 @@ class Conversation:
         ended = {ends} if isinstance(ends, int) else {*(ends or ()), *self._processor.tokenizer.all_special_ids}
         long = len(tokens) >= sampling.max_new_tokens and tokens[-1] not in ended
         return "length" if long and not watch.stopped else "stop"
+
+
+def _comm_of(model: nn.Module) -> Communicator:
+    patch = patch_of(model)
+    if patch is None:
+        raise ConfigError("Conversation: the model is not patched; call patch_model(model) first")
+    return patch.context.comm
+
+
+def answer(
+    model: nn.Module,
+    processor: Any,
+    question: str,
+    video: EncodedVideo,
+    sampling: Sampling | None = None,
+    *,
+    on_text: OnText | None = None,
+) -> Answer:
+    """Answer a question about a video. Every rank of the model's group calls this with the same question.
+
+    Args:
+        model: patched by `patch_model`, over the group that encoded the video.
+        processor: the model's; its family writes the prompt.
+        question: the user's text. The video precedes it, unless the text contains "<|video|>" where the video belongs.
+        video: from `encode_video` or `load_video`; it is not changed and can be used for further questions.
+        sampling: the most likely tokens by default.
+        on_text: called with each piece of text as it is generated.
+
+    Raises:
+        AgreementError: if the ranks have different questions.
+    """
+    return Conversation.about(model, processor, video).ask(question, sampling, on_text=on_text)
+
+
+def answer_with_evidence(
+    model: nn.Module,
+    processor: Any,
+    question: str,
+    video: EncodedVideo,
+    sampling: Sampling | None = None,
+    *,
+    count: int = MOMENTS,
+    source: FrameSource | None = None,
+    on_text: OnText | None = None,
+) -> tuple[Answer, Evidence]:
+    """Answer a question as `answer` does, and return with it the `count` moments that the answer attends to most.
+
+    Every rank of the model's group calls this with the same arguments. `source` has the times of the frames; without
+    it, they are those of `video.source`, which features from a store do not have.
+    """
+    conversation = Conversation.about(model, processor, video, source)
+    result = conversation.ask(question, sampling, on_text=on_text, evidence=count)
+    assert conversation.evidence is not None  # `count` is not 0
+    return result, conversation.evidence

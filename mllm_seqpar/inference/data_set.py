@@ -8,15 +8,15 @@ which the ranks of the group agree. Groups meet only at the end.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from mllm_seqpar.cli.progress import progress_bar
+from mllm_seqpar.cli.progress import note, progress_bar, say
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.chat_family import chat_family
@@ -74,14 +74,9 @@ class Answerer:
             yield self._line(conversation, question, fault)
 
     def _encoded(self, question: Question) -> Conversation:
-        sources = agree(
-            self._group,
-            "media",
-            lambda: self._questions.sources(question),
-            lambda found: {"frames": [len(source) for source in found]},
-        )
         options: dict[str, Any] = {"on_host": self._args.visual_offload is not None, "batch": self._args.encode_batch}
-        conversation = Conversation(self._model, self._processor, sources, **options)
+        sources = partial(self._questions.sources, question)
+        conversation = Conversation.open(self._model, self._processor, sources, **options)
         conversation.encode()
         return conversation
 
@@ -157,7 +152,7 @@ def _finish(file: AnswerFile, questions: QuestionSet, ranks: RankGroups) -> int:
     lines = file.finish()
     faults = [line for line in lines if "error" in line]
     if any("log_likelihoods" in line for line in lines):
-        print(accuracy_table(lines), flush=True)  # noqa: T201 - the result of the program
+        say(accuracy_table(lines) + "\n")
     blind = sum(line.get("frames") == 0 for line in lines)
     text = f"{file.path}: {len(lines) - len(faults)} of {len(questions.questions)} questions are answered"
     if blind:
@@ -167,5 +162,5 @@ def _finish(file: AnswerFile, questions: QuestionSet, ranks: RankGroups) -> int:
         text += "; the same command asks these questions again"
     if faults and len(faults) == len(lines):
         raise DataError(text)
-    print(text, file=sys.stderr, flush=True)  # noqa: T201 - standard output has only results
+    note(text)
     return len(faults)

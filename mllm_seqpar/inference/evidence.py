@@ -8,21 +8,19 @@ share is no proof that a frame caused the answer; docs/concepts/evidence.md stat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
-from torch import nn
-
-from mllm_seqpar.data.chat_family import StoredFrames, chat_family
 from mllm_seqpar.data.sources import FrameSource, VideoSource
 
-from .encoding import EncodedVideo
-from .frame_attention import FrameAttention, record_attention
-from .generation import Answer, Sampling, answer
+from .frame_attention import FrameAttention
 from .moments import Moment, clock
+
+MOMENTS = 5
+"""The number of moments, unless the user states one."""
 
 
 class FrameTime(NamedTuple):
@@ -69,31 +67,6 @@ class Evidence:
         if self.text:
             lines.append(f"     the text: {self.text:.1%}")
         return "\n".join(lines)
-
-
-def answer_with_evidence(
-    model: nn.Module,
-    processor: Any,
-    question: str,
-    video: EncodedVideo,
-    sampling: Sampling | None = None,
-    *,
-    count: int = 5,
-    source: FrameSource | None = None,
-    on_text: Callable[[str], object] | None = None,
-) -> tuple[Answer, Evidence]:
-    """Answer a question as `answer` does, and return with it the `count` moments that the answer attends to most.
-
-    Every rank of the model's group calls this with the same arguments. `source` has the times of the frames; without
-    it, they are those of `video.source`, which features from a store do not have.
-    """
-    with record_attention(model) as recorded:
-        result = answer(model, processor, question, video, sampling, on_text=on_text)
-        attention = recorded.result()
-    family = chat_family(processor)
-    known = source or video.source or StoredFrames(video.frames, None)
-    found = evidence_of(attention.split(family.unit_sizes(known)), result.tokens, processor.tokenizer, [known], count)
-    return replace(result, evidence=found.moments, evidence_note=found.note), found
 
 
 def evidence_of(

@@ -1,4 +1,4 @@
-"""The evidence page: one HTML file that shows which moments of a video the answers attend to.
+"""The evidence page: one HTML file that shows which moments of a video the answers attend to; an index of several.
 
 The page loads nothing but the video itself, from where it is. Its data is JSON inside the file, which its script shows
 as text only.
@@ -10,6 +10,7 @@ import base64
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ NUMBERS = 200_000
 """Columns of all tokens of an answer together, if that allows more than `COLUMNS` each."""
 
 _TEMPLATE = Path(__file__).parent / "page" / "evidence.html"
+_INDEX = Path(__file__).parent / "page" / "index.html"
 _PLACE = "/* data */"
 
 
@@ -165,6 +167,42 @@ def _thumbnail(source: Any, frame: int) -> str:
         return ""
     try:
         picture = jpeg_of(next(iter(source.read(frame, frame + 1, batch=1)))[0])
-    except (VideoError, ImportError):
+    except (VideoError, ConfigError):
         return ""
     return "data:image/jpeg;base64," + base64.b64encode(picture).decode()
+
+
+@dataclass(frozen=True)
+class PageEntry:
+    """A page, and what the index shows of it.
+
+    Attributes:
+        answers: question, answer, and the largest moment, if there is one, of each question.
+    """
+
+    name: str
+    page: str
+    answers: tuple[dict[str, Any], ...]
+
+    @classmethod
+    def of(cls, name: str, page: str, answers: Sequence[tuple[str, Evidence]], sources: Sequence[Any]) -> PageEntry:
+        rows = []
+        for question, evidence in answers:
+            row: dict[str, Any] = {"question": question, "answer": "".join(evidence.pieces).strip()}
+            if evidence.moments:
+                row["moment"] = moment_data(evidence.moments[0], sources)
+            rows.append(row)
+        return cls(name, page, tuple(rows))
+
+
+def write_evidence_index(path: str, entries: Sequence[PageEntry], faults: Sequence[str], model: str) -> None:
+    """Write the index of pages, with the videos that could not be used.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    target = Path(path)
+    pages = [
+        {"name": entry.name, "href": link(entry.page, target), "answers": list(entry.answers)} for entry in entries
+    ]
+    write_page(target, _INDEX, {"model": model, "pages": pages, "faults": list(faults)})

@@ -1,24 +1,23 @@
-"""Generation of an answer to a question about an encoded video: prompt, sampling, and streamed text."""
+"""How an answer is generated: sampling options, streamed text, and what ends or forces its tokens."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from mllm_seqpar._logging import get_logger
-from mllm_seqpar.data.chat_family import VIDEO_MARK, ChatFamily, ChatText, StoredFrames, chat_family
+from mllm_seqpar.comm import Communicator
 from mllm_seqpar.errors import ConfigError
 
-from .encoding import EncodedVideo
 from .moments import Moment
 
-_log = get_logger(__name__)
+OnText = Callable[[str], object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,15 +77,17 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The answer to one question, equal on all ranks except for the times.
+    """The answer to the last message of a prompt, equal on all ranks except for the times.
 
     Attributes:
-        text: without special tokens.
+        text: without special tokens, up to a stop string.
         tokens: the generated token ids, including the end token.
         prompt_tokens: length of the prompt.
         prefill_seconds: time to the first token.
         decode_seconds: time from the first token to the last.
-        evidence: the moments that it attends to most, if they were asked for (`evidence.answer_with_evidence`).
+        finish_reason: "stop" at the model's end token or a stop string, "length" at `max_new_tokens`, or "interrupted".
+        cached_tokens: the tokens of the prompt that were in the KV cache.
+        evidence: the moments that the answer attends to most, the largest first, if they were asked for.
         evidence_note: why there are no moments although they were asked for.
     """
 
@@ -95,58 +96,10 @@ class Answer:
     prompt_tokens: int
     prefill_seconds: float
     decode_seconds: float
+    finish_reason: str = "stop"
+    cached_tokens: int = 0
     evidence: tuple[Moment, ...] = ()
     evidence_note: str = ""
-
-
-def answer(
-    model: nn.Module,
-    processor: Any,
-    question: str,
-    video: EncodedVideo,
-    sampling: Sampling | None = None,
-    *,
-    on_text: Callable[[str], object] | None = None,
-) -> Answer:
-    """Answer a question about a video. Every rank of the model's group calls this with the same question.
-
-    Args:
-        model: patched by `patch_model`, over the group that encoded the video.
-        processor: the model's; its family writes the prompt.
-        question: the user's text. The video precedes it, unless the text contains "<|video|>" where the video belongs.
-        video: from `encode_video` or `load_video`; it is not changed and can be used for further questions.
-        sampling: the most likely tokens by default.
-        on_text: called with each piece of text as it is generated.
-
-    Raises:
-        AgreementError: if the ranks have different questions.
-    """
-    sampling = sampling or Sampling()
-    family = chat_family(processor)
-    text = _make_prompt(family, question, video)
-    device = next(model.parameters()).device
-    prompt = {name: value.to(device) for name, value in family.arguments(text).items()}
-    length = text.input_ids.shape[1]
-    _warn_if_long(model, length + sampling.max_new_tokens)
-    streamer = AnswerStreamer(processor.tokenizer, on_text)
-    torch.manual_seed(sampling.seed)
-    features = family.feature_arguments(model, video.features, video.shard)
-    options = {**family.generation(model), **sampling.generate_arguments()}
-    output = model.generate(**prompt, **features, use_cache=True, streamer=streamer, **options)  # type: ignore[operator]
-    tokens = output[0, length:].tolist()
-    content = processor.tokenizer.decode(tokens, skip_special_tokens=True)
-    seconds: dict[str, Any] = {"prefill_seconds": streamer.prefill_seconds, "decode_seconds": streamer.decode_seconds}
-    return Answer(text=content, tokens=tokens, prompt_tokens=length, **seconds)
-
-
-def _make_prompt(family: ChatFamily, question: str, video: EncodedVideo) -> ChatText:
-    if VIDEO_MARK not in question:
-        question = VIDEO_MARK + question
-    content: list[dict[str, str]] = []
-    for piece in question.split(VIDEO_MARK):
-        content += [*([{"type": "text", "text": piece}] if piece else ()), {"type": "video"}]
-    source = StoredFrames(video.frames, None) if video.source is None else video.source
-    return family.text([[{"role": "user", "content": content[:-1]}]], [[source]], add_generation_prompt=True)
 
 
 def longest_text(model: Any) -> int | None:
@@ -156,13 +109,6 @@ def longest_text(model: Any) -> int | None:
     if longest is None and config is not None:
         longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return longest
-
-
-def _warn_if_long(model: Any, length: int) -> None:
-    longest = longest_text(model)
-    if longest is not None and length > longest:
-        text = "prompt and answer may take %d tokens, including one per frame; the model was made for %d"
-        _log.warning(f"{text}: take fewer frames", length, longest)
 
 
 class AnswerStreamer(BaseStreamer):
@@ -210,3 +156,71 @@ class AnswerStreamer(BaseStreamer):
         self._on_text(text[len(previous) :])
         self._tokens = self._tokens[self._written :]
         self._written = len(self._tokens)
+
+
+class ForcedTokens(LogitsProcessor):
+    """Makes `tokens` follow a prompt, whatever their probabilities are."""
+
+    def __init__(self, prompt_length: int, tokens: Sequence[int]) -> None:
+        self._length, self._tokens = prompt_length, tokens
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        number = input_ids.shape[1] - self._length
+        if number >= len(self._tokens):  # the last step, whose token is not used
+            return scores
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, self._tokens[number]] = 0.0
+        return forced
+
+
+class StopWatch(StoppingCriteria):
+    """Ends an answer at a stop string, or when rank 0 is interrupted; passes on the text that is certain to remain.
+
+    Text that may be the beginning of a stop string is held back. As a stopping criterion, it lets all ranks follow rank
+    0 by one small gather for each token, which does not wait for the device if the communicator has a backend for the
+    CPU (`transfer_communicator`).
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        stop: Sequence[str],
+        on_text: OnText | None,
+        interrupted: Callable[[], bool] | None,
+    ) -> None:
+        self._comm, self._stop, self._on_text, self._interrupted = comm, tuple(stop), on_text, interrupted
+        self._text, self._passed = "", 0
+        self.stopped = self.interrupted = False
+
+    def put(self, piece: str) -> None:
+        """Receive the next piece of the answer."""
+        if self.stopped:
+            return
+        self._text += piece
+        first = min((self._text.find(mark) for mark in self._stop if mark in self._text), default=None)
+        if first is not None:
+            self.stopped, self._text = True, self._text[:first]
+        self._pass(len(self._text) - (0 if self.stopped else self._held_back()))
+
+    def finish(self) -> str:
+        """Pass on the text that was held back, and return the whole answer."""
+        self._pass(len(self._text))
+        return self._text
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        if self._comm.rank == 0 and self._interrupted is not None and self._interrupted():
+            self.interrupted = True
+        stopped, interrupted = self._comm.gather_ints([self.stopped, self.interrupted])[0]
+        self.stopped, self.interrupted = bool(stopped), bool(interrupted)
+        done = self.stopped or self.interrupted
+        return torch.full((input_ids.shape[0],), done, dtype=torch.bool, device=input_ids.device)
+
+    def _held_back(self) -> int:
+        """Return the length of the longest end of the text that a stop string begins with."""
+        ends = (size for mark in self._stop for size in range(1, len(mark)) if self._text.endswith(mark[:size]))
+        return max(ends, default=0)
+
+    def _pass(self, stop: int) -> None:
+        if self._on_text is not None and stop > self._passed:
+            self._on_text(self._text[self._passed : stop])
+        self._passed = max(self._passed, stop)

@@ -185,15 +185,11 @@ class SimpleSeqParModel(lmms):
         return conversation, prompt
 
     def _encoded(self, request: _Request) -> Conversation:
-        sources = agree(
-            self._group,
-            "media",
-            lambda: [self._source(part) for part in media_parts(request.messages)],
-            lambda found: {"frames": [len(source) for source in found]},
-        )
-        on_host = self.options.visual_offload is not None
-        conversation = Conversation(
-            self._model, self.processor, sources, batch=self.options.encode_batch, on_host=on_host
+        options: dict[str, Any] = {"on_host": self.options.visual_offload is not None}
+        options["batch"] = self.options.encode_batch
+        parts = media_parts(request.messages)
+        conversation = Conversation.open(
+            self._model, self.processor, lambda: [self._source(part) for part in parts], **options
         )
         conversation.encode()
         return conversation
@@ -201,10 +197,7 @@ class SimpleSeqParModel(lmms):
     def _source(self, part: Mapping[str, Any]) -> FrameSource:
         if part["type"] == "image":
             return self._family.image_source(part["path"])
-        try:
-            return VideoSource.open(part["path"], **self.options.frame_options(DEFAULT_FPS), **self.options.decoding())
-        except ImportError as error:  # the message says what to install
-            raise ConfigError(str(error)) from error
+        return VideoSource.open(part["path"], **self.options.frame_options(DEFAULT_FPS), **self.options.decoding())
 
     def _generation_request(self, request: Instance) -> _Request:
         context, arguments, visuals, doc_id, task, split = request.args

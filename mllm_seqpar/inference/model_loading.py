@@ -20,15 +20,13 @@ from .encoding import encoder_of
 if TYPE_CHECKING:
     from .arguments import ModelOptions
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-
 
 def load_for_inference(path: str, dtype: str, device: torch.device, *, on_cpu: bool = False) -> nn.Module:
     """Load the model in directory `path` in eval mode, on this rank's `device`, or on the CPU for `shard_weights`.
 
     Args:
         path: a directory that `save_pretrained` wrote, or a published checkpoint.
-        dtype: one of `DTYPES`; auto is that of the checkpoint.
+        dtype: one of `DTYPES` of `cli.launch`; auto is that of the checkpoint.
         device, on_cpu: where the model is.
 
     Raises:

@@ -95,10 +95,7 @@ class QuestionSet:
 
     def sources(self, question: Question) -> list[FrameSource]:
         """Return the frames of the question's media; VideoError if a file is missing or unreadable."""
-        try:
-            return [self._dataset.source(question.index, part) for part in question.media]
-        except ImportError as error:  # the message says what to install
-            raise ConfigError(str(error)) from error
+        return [self._dataset.source(question.index, part) for part in question.media]
 
     def _question(self, index: int) -> Question:
         place = self._dataset.records.place(index)

@@ -8,7 +8,6 @@ several videos, one that cannot be used is reported, and the others are answered
 from __future__ import annotations
 
 import os
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ import torch
 from torch import nn
 
 from mllm_seqpar.cli.outputs import require_writable
-from mllm_seqpar.cli.progress import peak_memory
+from mllm_seqpar.cli.progress import note, peak_memory, say
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.chat_family import ChatFamily, chat_family
@@ -32,10 +31,10 @@ from mllm_seqpar.models.loading import load_processor
 from mllm_seqpar.patching import patch_of
 
 from .arguments import DEFAULT_FPS, AskArguments
+from .conversation import Conversation
 from .encoding import PARTS, EncodedVideo, encode_video
-from .evidence_index import PageEntry, write_evidence_index
-from .evidence_report import EvidenceReport
-from .generation import Answer
+from .evidence import MOMENTS, Evidence
+from .evidence_page import PageEntry, write_evidence_index, write_evidence_page
 from .model_loading import load_patched, model_files_digest
 from .rank_groups import tried
 from .report import ENCODE_STAGE, Answered, Report, StageTimes, frames_bar
@@ -121,7 +120,7 @@ def ask_videos(args: AskArguments, comm: Communicator, device: torch.device) -> 
         if len(run.faults) == len(inputs.videos):
             agree(comm, "videos", error=VideoError(text))
         if comm.rank == 0:
-            print(f"error: {text}", file=sys.stderr, flush=True)  # noqa: T201 - standard output has only the answers
+            note(f"error: {text}")
     return len(run.faults)
 
 
@@ -152,14 +151,32 @@ class VideoRun:
         self._visual_tokens += encoded.visual_tokens
         name, shown = video.paths.name, self._comm.rank == 0
         if self._several and shown and self._args.question:
-            _write(f"== {name} ==\n")
-        names: dict[str, str] = {"name": name, "model": self._args.model}
-        report = EvidenceReport(self._args.evidence, video.paths.page, shown=shown, source=video.source, **names)
-        for question in self._args.question:
-            result = _ask(self._args, self._inputs, model, encoded, question, report, shown)
-            self.answers.append(Answered(name, question, result))
-        if (entry := agree(self._comm, "evidence page", report.write)) is not None:
-            self._pages.append(entry)
+            say(f"== {name} ==\n")
+        conversation = Conversation.about(model, self._inputs.processor, encoded, video.source)
+        found = [(question, self._answer(conversation, name, question, shown)) for question in self._args.question]
+        page, evidence = video.paths.page, [(question, answer) for question, answer in found if answer is not None]
+        if page is not None:
+            agree(self._comm, "evidence page", lambda: self._write_page(name, page, evidence, conversation.sources))
+
+    def _answer(self, conversation: Conversation, name: str, question: str, shown: bool) -> Evidence | None:
+        """Answer a question, print the answer if this rank does so, and return the evidence if it was asked for."""
+        if shown and len(self._args.question) > 1:
+            say(f"> {question}\n")
+        moments = self._args.evidence or (0 if self._args.evidence_html is None else MOMENTS)
+        options: dict[str, Any] = {"on_text": say if shown else None, "evidence": moments}
+        answer = conversation.ask(question, self._args.sampling(), **options)
+        self.answers.append(Answered(name, question, answer))
+        if shown:
+            say("\n")
+        evidence = conversation.evidence
+        if shown and self._args.evidence and evidence is not None:
+            note(evidence.describe())
+        return evidence
+
+    def _write_page(self, name: str, page: str, found: Sequence[tuple[str, Evidence]], sources: Sequence[Any]) -> None:
+        if self._comm.rank == 0 and found:
+            write_evidence_page(page, found, sources, name=name, model=self._args.model)
+            self._pages.append(PageEntry.of(name, page, found, sources))
 
     def write_index(self) -> None:
         """Write the index of the evidence pages if there are several videos, and print what was written."""
@@ -169,7 +186,7 @@ class VideoRun:
         if self._several:
             write_evidence_index(path, self._pages, self.faults, self._args.model)
         also = f", the index of {len(self._pages)} pages" if self._several else ""
-        print(f"evidence page: {path}{also}", file=sys.stderr, flush=True)  # noqa: T201
+        note(f"evidence page: {path}{also}")
 
     def report(self, model: nn.Module) -> None:
         """Write times and memory of all ranks to stderr, and the report to its file."""
@@ -191,7 +208,7 @@ class VideoRun:
             parts if any(self._parts.values()) else [],
         )
         if self._comm.rank == 0:
-            print(report.summary(), file=sys.stderr, flush=True)  # noqa: T201 - standard output has only the answers
+            note(report.summary())
             if self._args.report:
                 report.write(self._args.report)
 
@@ -202,7 +219,7 @@ class VideoRun:
         if fault is not None:
             self.faults.append(fault)
             if self._comm.rank == 0:
-                print(f"error: {fault}", file=sys.stderr, flush=True)  # noqa: T201
+                note(f"error: {fault}")
         return result
 
 
@@ -265,10 +282,7 @@ def _open_video(args: AskArguments, inputs: RunInputs, paths: VideoPaths, rank: 
     options, family = args.frame_options(DEFAULT_FPS), inputs.family
     source, store, meta = None, None, {}
     if paths.video is not None:
-        try:
-            source = VideoSource.open(paths.video, **options, **args.decoding())
-        except ImportError as error:  # the message says what to install
-            raise ConfigError(str(error)) from error
+        source = VideoSource.open(paths.video, **options, **args.decoding())
     if paths.features is not None:
         store = open_store(paths.features, args.model, family, source, args.frame_options())
     if rank == 0 and paths.save_to is not None and source is not None:
@@ -313,27 +327,3 @@ def _encoded(
         with times.measure("save"):
             save_video(video.paths.save_to, encoded, comm, video.feature_meta)
     return encoded
-
-
-def _ask(
-    args: AskArguments,
-    inputs: RunInputs,
-    model: nn.Module,
-    video: EncodedVideo,
-    question: str,
-    report: EvidenceReport,
-    shown: bool,
-) -> Answer:
-    if shown and len(args.question) > 1:
-        _write(f"> {question}\n")
-    on_text = _write if shown else None
-    result = report.answer(model, inputs.processor, question, video, args.sampling(), on_text=on_text)
-    if shown:
-        _write("\n")
-    report.show()
-    return result
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

@@ -21,12 +21,12 @@ from transformers.utils import logging
 from mllm_seqpar.cli.options import option, parse_options
 from mllm_seqpar.cli.own_ranks import own_ranks, started_by_launcher
 from mllm_seqpar.cli.program_exit import run
-from mllm_seqpar.cli.progress import progress_bar
+from mllm_seqpar.cli.progress import note, progress_bar, say
 from mllm_seqpar.data.sources import VideoSource
 from mllm_seqpar.errors import ConfigError, SeqParError
 from mllm_seqpar.inference.arguments import check_clip
 from mllm_seqpar.inference.conversation import Interrupted
-from mllm_seqpar.inference.evidence_report import MOMENTS
+from mllm_seqpar.inference.evidence import MOMENTS
 
 from .arguments import ServingOptions
 from .engine import Job, MediaFile
@@ -119,7 +119,7 @@ class Terminal:
 
     def _talk(self) -> None:
         ranks = self._worker.engine.comm.size
-        _note(f"{self._args.model} on {ranks} rank{'s' * (ranks > 1)}; /help lists the commands")
+        note(f"{self._args.model} on {ranks} rank{'s' * (ranks > 1)}; /help lists the commands")
         if self._video is not None:
             self._describe_frames()
         with line_editing(_NAMES) as keep:
@@ -137,7 +137,7 @@ class Terminal:
                 elif line:
                     self._ask(line)
             except (SeqParError, Impossible) as error:
-                _note(f"error: {error}")
+                note(f"error: {error}")
 
     def _read_line(self) -> str | None:
         """Return the next line, empty after Ctrl-C; None at the end of the input."""
@@ -153,17 +153,17 @@ class Terminal:
         except EOFError:
             return None
         except KeyboardInterrupt:
-            _note("\n/exit or Ctrl-D ends the chat")
+            note("\n/exit or Ctrl-D ends the chat")
             return ""
 
     def _command(self, name: str, value: str) -> None:
         if name == "/help":
-            _note(COMMANDS)
+            note(COMMANDS)
         elif name == "/reset":
             self._reset()
-            _note("the conversation begins again")
+            note("the conversation begins again")
         elif name == "/evidence":
-            _note(self._evidence)
+            note(self._evidence)
         elif name == "/video" and value:
             self._video = _open_video(replace(self._args, start=None, end=None), value)
             self._reset()
@@ -199,7 +199,7 @@ class Terminal:
         source = self._video.open(self._worker.engine.family)
         assert isinstance(source, VideoSource)
         count, last = len(source), source.plan.seconds(len(source) - 1)
-        _note(f"{self._video.path}: {count} frames, from {source.plan.seconds(0):.2f} s to {last:.2f} s")
+        note(f"{self._video.path}: {count} frames, from {source.plan.seconds(0):.2f} s to {last:.2f} s")
 
     def _ask(self, question: str) -> None:
         """Answer a question and add both to the conversation; without an answer, the question is forgotten."""
@@ -212,18 +212,18 @@ class Terminal:
             try:
                 job = Job(messages=messages, media=video, sampling=sampling, evidence=MOMENTS)
                 reply = self._worker.run(
-                    job, progress=progress, on_start=progress.close, on_text=_write, interrupted=lambda: self._stop
+                    job, progress=progress, on_start=progress.close, on_text=say, interrupted=lambda: self._stop
                 )
             except Impossible as error:
                 if not isinstance(error.cause, Interrupted):
                     raise
-                _note("\nstopped")
+                note("\nstopped")
                 return
-        _write("\n")
+        say("\n")
         self._evidence = "\n".join(map(str, reply.evidence)) or reply.evidence_note or self._evidence
         if reply.finish_reason != "stop":
             limit = f"the answer has --max_new_tokens {sampling.max_new_tokens} tokens and was cut"
-            _note("stopped" if reply.finish_reason == "interrupted" else limit)
+            note("stopped" if reply.finish_reason == "interrupted" else limit)
         if reply.text or reply.finish_reason != "interrupted":
             self._messages = [*messages, {"role": "assistant", "content": reply.text}]
 
@@ -308,14 +308,3 @@ def _clip(value: str) -> tuple[float | None, float | None]:
         raise ConfigError(f"/clip {value}: give two times in seconds, such as /clip 60 90, or none") from error
     check_clip(start, end)
     return start, end
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-def _note(text: str) -> None:
-    """Write what is not an answer, so that standard output has only answers."""
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from mllm_seqpar.inference.conversation import Reply
+from mllm_seqpar.inference.generation import Answer
 
 
 class Completion:
@@ -17,7 +17,7 @@ class Completion:
         self._model, self._include_usage = model, include_usage
         self._id, self._created = f"chatcmpl-{request_id}", int(time.time())
 
-    def whole(self, reply: Reply) -> dict[str, Any]:
+    def whole(self, reply: Answer) -> dict[str, Any]:
         """Return the chat completion object."""
         message = {"role": "assistant", "content": reply.text, "refusal": None}
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reply.finish_reason}
@@ -30,7 +30,7 @@ class Completion:
     def piece(self, text: str) -> str:
         return self._chunk({"content": text})
 
-    def last(self, reply: Reply) -> str:
+    def last(self, reply: Answer) -> str:
         """Return the last chunks: the reason of the end, the usage if it was asked for, and [DONE]."""
         text = self._chunk({}, reply.finish_reason, _evidence(reply))
         if self._include_usage:
@@ -54,7 +54,7 @@ def event(value: Any) -> str:
     return f"data: {json.dumps(value)}\n\n"
 
 
-def _evidence(reply: Reply) -> dict[str, Any]:
+def _evidence(reply: Answer) -> dict[str, Any]:
     """Return the fields that `evidence` of the request asked for: the moments, or why there are none."""
     names = ("start", "end", "share", "first", "last", "peak", "medium")
     moments = [{name: getattr(moment, name) for name in names} for moment in reply.evidence]
@@ -62,7 +62,7 @@ def _evidence(reply: Reply) -> dict[str, Any]:
     return ({"evidence": moments} if moments else {}) | note
 
 
-def usage_of(reply: Reply) -> dict[str, Any]:
+def usage_of(reply: Answer) -> dict[str, Any]:
     tokens = len(reply.tokens)
     return {
         "prompt_tokens": reply.prompt_tokens,

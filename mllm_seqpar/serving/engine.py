@@ -23,8 +23,8 @@ from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.chat_family import ChatText, chat_family
 from mllm_seqpar.data.sources import FrameSource, VideoSource
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.inference.conversation import Conversation, OnText, Reply
-from mllm_seqpar.inference.generation import Sampling
+from mllm_seqpar.inference.conversation import Conversation
+from mllm_seqpar.inference.generation import Answer, OnText, Sampling
 from mllm_seqpar.inference.model_loading import load_patched, model_files_digest
 from mllm_seqpar.inference.stored_features import FRAME_OPTIONS
 from mllm_seqpar.models.loading import load_processor
@@ -68,10 +68,7 @@ class MediaFile:
         """Return the frames of the file; `decoding` are the arguments `threads` and `decoder` of `VideoSource`."""
         if self.kind == "image":
             return family.image_source(self.path)
-        try:
-            return VideoSource.open(self.path, **{name: getattr(self, name) for name in FRAME_OPTIONS}, **decoding)
-        except ImportError as error:  # the message says what to install
-            raise ConfigError(str(error)) from error
+        return VideoSource.open(self.path, **{name: getattr(self, name) for name in FRAME_OPTIONS}, **decoding)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,13 +141,12 @@ class Engine:
         """
         conversation = kept = self._conversations.get(job.media)
         if conversation is None:
-            sources = agree(
-                self.comm,
-                "media",
+            conversation = Conversation.open(
+                self.model,
+                self.processor,
                 lambda: [file.open(self.family, **self._decoding) for file in job.media],
-                lambda opened: {"frames": [len(source) for source in opened]},
+                batch=self._batch,
             )
-            conversation = Conversation(self.model, self.processor, sources, batch=self._batch)
         limit = job.sampling.max_new_tokens
         text = agree(self.comm, "prompt", lambda: conversation.prompt(job.messages, limit))
         while kept is None and len(self._conversations) >= self._keep:  # before the new one takes memory
@@ -164,7 +160,7 @@ class Engine:
         prepared: tuple[Conversation, ChatText],
         on_text: OnText | None = None,
         interrupted: Callable[[], bool] | None = None,
-    ) -> Reply:
+    ) -> Answer:
         """Generate the answer to a job that all ranks have prepared, and keep its conversation.
 
         `on_text` and `interrupted` are those of `Conversation.answer`.
@@ -174,7 +170,8 @@ class Engine:
         self._conversations[job.media] = conversation
         self._conversations.move_to_end(job.media)
         options: dict[str, Any] = {"stop": job.stop, "evidence": job.evidence}
-        return conversation.answer(text, job.sampling, on_text=on_text, interrupted=interrupted, **options)
+        options["interrupted"] = interrupted or (lambda: False)  # rank 0 alone has one
+        return conversation.answer(text, job.sampling, on_text=on_text, **options)
 
     def forget(self) -> None:
         """Drop all kept conversations and free their memory."""

@@ -19,7 +19,7 @@ from mllm_seqpar.cli.job_channel import JobChannel
 from mllm_seqpar.cli.launch import launched_ranks
 from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.errors import DivergedError, TransferError
-from mllm_seqpar.inference.conversation import OnText, Reply
+from mllm_seqpar.inference.generation import Answer, OnText
 
 from .arguments import ServingOptions
 from .engine import Engine, Job
@@ -76,7 +76,7 @@ class Worker:
         progress: Callable[[int, int], object] | None = None,
         on_text: OnText | None = None,
         interrupted: Callable[[], bool] | None = None,
-    ) -> Reply:
+    ) -> Answer:
         """Run a job, which rank 0 first sends to the other ranks.
 
         Raises:

@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from mllm_seqpar.errors import SeqParError
-from mllm_seqpar.inference.conversation import Reply
+from mllm_seqpar.inference.generation import Answer
 
 from .protocol import ApiError
 
@@ -49,7 +49,7 @@ class Record:
     reason: str = ""
     queue: float | None = None
     first_token: float | None = None
-    reply: Reply | None = None
+    reply: Answer | None = None
 
     @property
     def seconds(self) -> float:

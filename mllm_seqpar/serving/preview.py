@@ -14,7 +14,7 @@ from typing import Any
 from mllm_seqpar.data.reader import read_frames
 from mllm_seqpar.data.thumbnails import jpeg_of
 from mllm_seqpar.data.video import VideoInfo, probe
-from mllm_seqpar.errors import VideoError
+from mllm_seqpar.errors import ConfigError, VideoError
 
 from .engine import MediaFile
 from .media import MediaStore
@@ -62,7 +62,7 @@ class Previews:
         with self._store.files([MediaReference(kind=None, file_id=file_id, param="id")], {}) as (file,):
             try:
                 yield file
-            except (VideoError, ImportError) as error:
+            except (VideoError, ConfigError) as error:
                 raise ApiError(400, str(error).replace(file.path, file.name), param="id") from error
 
 

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from mllm_seqpar.inference.conversation import LengthError, Reply
+from mllm_seqpar.inference.conversation import LengthError
+from mllm_seqpar.inference.generation import Answer
 
 from .engine import Job
 from .jobs import Impossible, Outcome, Worker
@@ -25,7 +26,7 @@ SHUTTING_DOWN = ApiError(503, "the server is shutting down", code="shutting_down
 class Waiting:
     """A request: its job, and the events that its HTTP handler waits for.
 
-    The events are ("started", None), ("progress", (done, total)), ("text", piece), and last ("reply", Reply) or
+    The events are ("started", None), ("progress", (done, total)), ("text", piece), and last ("reply", Answer) or
     ("error", ApiError).
 
     Attributes:
@@ -123,7 +124,7 @@ class RequestQueue:
         finally:
             request.release()
 
-    def _run(self, worker: Worker, request: Waiting) -> tuple[str, Reply | ApiError]:
+    def _run(self, worker: Worker, request: Waiting) -> tuple[str, Answer | ApiError]:
         try:
             reply = worker.run(
                 request.job,

@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,9 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.utils import logging
 
+from mllm_seqpar._compat import optional_import
 from mllm_seqpar.cli.options import option, parse_options
 from mllm_seqpar.cli.own_ranks import own_ranks
 from mllm_seqpar.cli.program_exit import run
+from mllm_seqpar.cli.progress import note
 from mllm_seqpar.errors import ConfigError
 
 from .arguments import ServingOptions
@@ -133,22 +134,22 @@ def _serve(args: ServeOptions, worker: Worker, listener: socket.socket, folder: 
         max_bytes=limit,
         sampling=args.sampling(),
         frames=args.frame_options(),
-        log=_note,
+        log=note,
     )
     server = uvicorn.Server(uvicorn.Config(make_app(service), log_level="warning", lifespan="off"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     host, port = listener.getsockname()[:2]
-    _note(f"{args.name} on {service.ranks} rank{'s' * (service.ranks > 1)}: http://{host}:{port} (page), /v1 (API)")
+    note(f"{args.name} on {service.ranks} rank{'s' * (service.ranks > 1)}: http://{host}:{port} (page), /v1 (API)")
     if key is None and not host.startswith("127.") and host != "::1":
-        _note(f"warning: everybody who reaches {host} can use this server; --api_key restricts it")
+        note(f"warning: everybody who reaches {host} can use this server; --api_key restricts it")
     try:
         with _stopped_by_signals(requests):
             requests.answer_all(worker)
     finally:
         server.should_exit = True
         thread.join(5.0)
-    _note("stopped")
+    note("stopped")
 
 
 @contextmanager
@@ -180,17 +181,5 @@ def _bound_socket(args: ServeOptions) -> Iterator[socket.socket]:
 
 
 def _require_packages() -> None:
-    try:
-        import fastapi  # noqa: F401
-        import pydantic  # noqa: F401
-        import python_multipart  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"serve needs {error.name}, which is not installed: pip install 'mllm-seqpar[serve]'"
-        ) from error
-
-
-def _note(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+    for module in ("fastapi", "pydantic", "python_multipart", "uvicorn"):
+        optional_import(module, extra="serve", needed_for="serve")

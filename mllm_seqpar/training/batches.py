@@ -2,7 +2,7 @@
 
 A rank decodes only its own frames of a video, so a fault may be seen by one rank alone. After each micro-batch all
 ranks exchange one small message. A sample that any rank of a group cannot read is replaced on all ranks of the group
-by the next one in the epoch's order; any other error is raised on all ranks at the same micro-batch, so that they can
+by another one (`replacement`); any other error is raised on all ranks at the same micro-batch, so that they can
 still save a checkpoint together.
 
 The exchange must not use a communicator that the training uses, because the next micro-batches are read in threads
@@ -13,6 +13,7 @@ another thread has decoded is used if the agreement, which may have replaced a s
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -37,7 +38,7 @@ from mllm_seqpar.data.prefetch import ReadAheadLimit
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError
 
 from .data_loader import ShardedDataLoader
-from .sample_order import SampleOrder, eval_order
+from .sample_order import SampleOrder
 from .stored_tower import ARGUMENT, StoredTower
 
 _log = get_logger(__name__)
@@ -82,28 +83,14 @@ class LoadedBatch:
     has_features: bool = False
 
 
-Pass = tuple[Sequence[int], Callable[[int], Iterator[int]]]
-"""The samples of a micro-batch of this rank's group, and what may replace a sample; see `BatchReader.read`."""
+def replacement(sample: int, number: int, samples: int) -> int:
+    """Return the `number`-th sample that may replace `sample`, of `samples` in the data; the first of them is itself.
 
-
-class _Slot:
-    """One sample of a micro-batch, or its replacement."""
-
-    def __init__(self, sample: int, replacements: Iterator[int]) -> None:
-        self.sample, self._replacements, self._tried = sample, replacements, 0
-
-    def advance(self, skipped: dict[int, str]) -> None:
-        """Move to the next sample that is not known to be bad; DataError if there is none."""
-        first = skipped[self.sample]
-        while self.sample in skipped:
-            self._tried += 1
-            following = next(self._replacements, None)
-            if following is None or self._tried > MOST_REPLACEMENTS:
-                raise DataError(
-                    f"{self._tried} samples in a row cannot be read, so the media may not be where they should be; "
-                    f"run `mllm-seqpar check-data`. One of them: {first}"
-                )
-            self.sample = following
+    Each sample is returned once. The step is near the golden ratio of their number, because neighbours often share a
+    video. It depends on nothing else, so a resumed run and a run with other ranks find the same replacements.
+    """
+    step = next(step for step in count(max(1, round(0.618 * samples))) if math.gcd(step, samples) == 1)
+    return (sample + number * step) % samples
 
 
 class BatchReader:
@@ -136,10 +123,10 @@ class BatchReader:
         self._skips = loader.dataset.on_bad_media == "skip"
         self.skipped: dict[int, str] = {}
 
-    def read_all(self, passes: Iterable[Pass], ahead: int = 1) -> Generator[LoadedBatch]:
-        """Yield each pass as one micro-batch, and read the following ones meanwhile: `ahead` or more of them.
+    def read_all(self, passes: Iterable[Sequence[int]], ahead: int = 1) -> Generator[LoadedBatch]:
+        """Yield the samples of each pass as one micro-batch, and read `ahead` or more of the following ones meanwhile.
 
-        All ranks take equally many. Where they stop early, they still agree on what each has begun.
+        All ranks take the same number. Where they stop early, they still agree on what each has begun.
         """
         limit, waiting = ReadAheadLimit(self._ahead_bytes), deque[Future[LoadedBatch]]()
         threads = min(_LOADERS, self._loader.dataset.threads or decode_threads())
@@ -153,9 +140,9 @@ class BatchReader:
             return batch
 
         try:
-            for number, (samples, replacements) in enumerate(passes):
+            for number, samples in enumerate(passes):
                 loaded = loading.submit(self._load, samples, partial(limit.admit, number))
-                waiting.append(agreeing.submit(self.read, samples, replacements, loaded.result))
+                waiting.append(agreeing.submit(self.read, samples, loaded.result))
                 if len(waiting) > max(ahead, _READ_AHEAD):
                     yield following()
             while waiting:
@@ -165,69 +152,60 @@ class BatchReader:
             loading.shutdown(cancel_futures=True)
             agreeing.shutdown()
 
-    def read(
-        self,
-        samples: Sequence[int],
-        replacements: Callable[[int], Iterator[int]],
-        begun: Callable[[], LoadedBatch] | None = None,
-    ) -> LoadedBatch:
-        """Return these samples as one micro-batch. Every rank of the run calls this equally often.
+    def read(self, samples: Sequence[int], begun: Callable[[], LoadedBatch] | None = None) -> LoadedBatch:
+        """Return these samples as one micro-batch. Every rank of the run calls this the same number of times.
 
         Args:
             samples: of this rank's group.
-            replacements: the samples that may replace a sample, in order; equal on all ranks of a group.
             begun: returns what another thread has loaded of these samples, or raises what it raised.
 
         Raises:
             SeqParError: on all ranks, if a rank cannot read its part and the sample must not be replaced.
         """
-        slots = [_Slot(sample, replacements(sample)) for sample in samples]
         loaded: LoadedBatch | None = None
         decode = False
-        earlier = None if begun is None else attempt(begun)
         while True:
             error: Exception | None = None
             if loaded is None:
-                loaded, error = attempt(partial(self._load_slots, slots, earlier, decode))
+                loaded, error = attempt(partial(self._usable, samples, begun, decode))
             stopped = isinstance(error, CancelledError)
-            earlier = earlier if stopped else None
             bad = error.sample if self._skips and isinstance(error, MediaError) else -1
             fatal = error is not None and bad < 0 and not stopped
             has_features = loaded is not None and loaded.has_features
             rows = self._comm.gather_ints([int(fatal), bad, int(has_features)])
             if any(row[0] for row in rows):
                 agree(self._comm, "reading the training data", error=error if fatal else None)
-            if all(row[1] < 0 for row in rows):
-                if any(row[2] for row in rows) and not all(row[2] for row in rows):
-                    decode = True  # some rank computes features, so all do
-                    loaded = None if has_features else loaded
-                    continue
-                if loaded is None:
-                    raise CancelledError
-                return loaded
-            messages = self._comm.gather_texts(str(error) if bad >= 0 else "")
-            for rank in self._members:
-                if rows[rank][1] >= 0:
-                    self._skip(slots[rows[rank][1]].sample, messages[rank])
+            if any(row[1] >= 0 for row in rows):
+                messages = self._comm.gather_texts(str(error) if bad >= 0 else "")
+                faults = {rows[rank][1]: messages[rank] for rank in self._members if rows[rank][1] >= 0}
+                for sample, message in [(self._replaced(samples[place]), text) for place, text in faults.items()]:
+                    self._skip(sample, message)
                     loaded = None
+            elif any(row[2] for row in rows) and not all(row[2] for row in rows):
+                decode = True  # some rank computes features, so all do
+                loaded = None if has_features else loaded
+            elif loaded is None:
+                raise CancelledError
+            else:
+                return loaded
 
-    def _load_slots(
-        self,
-        slots: Sequence[_Slot],
-        earlier: tuple[LoadedBatch | None, Exception | None] | None,
-        decode: bool,
-    ) -> LoadedBatch:
-        """Load the samples of the slots, or return or raise what came of it `earlier`, if no slot has changed."""
-        loaded, error = earlier or (None, None)
-        bad = [slot for slot in slots if slot.sample in self.skipped]
-        for slot in bad:
-            slot.advance(self.skipped)
-        if isinstance(error, CancelledError) or (error is not None and not bad):
-            raise error
-        if earlier is None or bad:
-            return self._load(tuple(slot.sample for slot in slots), decode=decode)
-        assert loaded is not None
-        return loaded
+    def _usable(self, samples: Sequence[int], begun: Callable[[], LoadedBatch] | None, decode: bool) -> LoadedBatch:
+        """Load these samples, with replacements for those that are known to be bad; `begun` if there are none."""
+        chosen = tuple(map(self._replaced, samples))
+        if begun is not None and not decode and chosen == tuple(samples):
+            return begun()
+        return self._load(chosen, decode=decode)
+
+    def _replaced(self, sample: int) -> int:
+        """Return `sample`, or its first replacement that is not known to be bad; DataError if there is none."""
+        total = len(self._loader)
+        for number in range(min(total, MOST_REPLACEMENTS + 1)):
+            if (found := replacement(sample, number, total)) not in self.skipped:
+                return found
+        raise DataError(
+            f"{number + 1} samples in a row cannot be read, so the media may not be where they should be; "
+            f"run `mllm-seqpar check-data`. One of them: {self.skipped[sample]}"
+        )
 
     def _load(
         self, samples: Sequence[int], admit: Callable[[int], None] | None = None, decode: bool = False
@@ -292,69 +270,25 @@ class TrainingBatches(IterableDataset[LoadedBatch]):
                 "num_workers=0 (threads read ahead)"
             )
         steps = range(self._first_step, self._steps)
-        passes = (
-            (samples, partial(self._order.replacements, step))
-            for step in steps
-            for samples in self._order.step(step, self._group)
-        )
+        passes = (samples for step in steps for samples in self._order.step(step, self._group))
         with closing(self.reader.read_all(passes, self._order.micro_batches)) as batches:
             yield from batches
 
 
-class EpochBatches(IterableDataset[dict[str, Any]]):
-    """The arguments of forward for each micro-batch of an epoch, for a `Trainer` that iterates over it once per epoch.
-
-    Where a resumed epoch begins in its middle, None stands for each micro-batch that `Trainer` skips, so that nothing
-    is decoded in vain.
+class Restarted(IterableDataset[Any]):
+    """What `begin` yields, from its start in each iteration, for a `DataLoader` with `batch_size=None`.
 
     Args:
-        reader: this rank's.
-        order: the order of the samples.
-        group: number of this rank's data parallel group.
-        step: returns the number of completed steps.
+        begin: called by each iteration.
+        length: the number of items of a whole iteration.
     """
 
-    def __init__(self, reader: BatchReader, order: SampleOrder, group: int, step: Callable[[], int]) -> None:
-        self._reader, self._order, self._group, self._step = reader, order, group, step
+    def __init__(self, begin: Callable[[], Generator[Any]], length: int) -> None:
+        self._begin, self._length = begin, length
 
     def __len__(self) -> int:
-        return self._order.steps_per_epoch * self._order.micro_batches
+        return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        start = self._step()
-        epoch, done = self._order.position(start)
-        yield from [None] * (done * self._order.micro_batches)
-        end = (epoch + 1) * self._order.steps_per_epoch
-        batches = TrainingBatches(self._reader, self._order, group=self._group, first_step=start, steps=end)
-        for batch in batches:
-            yield batch.arguments
-
-
-class EvaluationBatches(IterableDataset[tuple[LoadedBatch, bool]]):
-    """The micro-batches of this rank's group in an evaluation, and whether each counts; equally many in all groups.
-
-    Args:
-        reader: this rank's, of the evaluation data.
-        samples: number of samples in the data.
-        micro_batch: samples of a forward pass of a group.
-        groups: number of data parallel groups.
-        group: number of this rank's group.
-    """
-
-    def __init__(self, reader: BatchReader, samples: int, micro_batch: int, groups: int, group: int) -> None:
-        self._reader, self.samples = reader, samples
-        self._passes = eval_order(samples, micro_batch, groups, group)
-
-    def __len__(self) -> int:
-        return len(self._passes)
-
-    def __iter__(self) -> Iterator[tuple[LoadedBatch, bool]]:
-        batches = self._reader.read_all((samples, _none) for samples, _ in self._passes)
-        with closing(batches):
-            for batch, (_, counts) in zip(batches, self._passes, strict=True):
-                yield batch, counts
-
-
-def _none(sample: int) -> Iterator[int]:
-    """An evaluation replaces no sample."""
-    return iter(())
+        with closing(self._begin()) as items:
+            yield from items

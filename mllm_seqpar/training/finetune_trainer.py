@@ -17,7 +17,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -35,12 +36,19 @@ from mllm_seqpar.errors import DataError, TransferError
 from mllm_seqpar.integrations.accelerate.fsdp2 import reshard
 from mllm_seqpar.patching import patch_of
 
-from .batches import READ_AHEAD_BYTES, BatchReader, EpochBatches, EvaluationBatches, reader_communicator
+from .batches import (
+    READ_AHEAD_BYTES,
+    BatchReader,
+    LoadedBatch,
+    Restarted,
+    TrainingBatches,
+    reader_communicator,
+)
 from .checkpoint_clock import CheckpointClock
 from .data_loader import ShardedDataLoader
 from .host_frames import frame_arguments_of, with_host_frames
 from .resume import RunLayout
-from .sample_order import SampleOrder
+from .sample_order import SampleOrder, eval_order
 from .stored_tower import ARGUMENT, StoredTower
 from .terminal_log import TerminalLog
 from .trainer import SeqParTrainer
@@ -108,9 +116,22 @@ class FineTuneTrainer(SeqParTrainer):
         return self.accelerator.process_index // self.sequence_parallel_size
 
     def get_train_dataloader(self) -> DataLoader:
-        reader = self._reader(self.data.training, self._reading)
-        batches = EpochBatches(reader, self.data.order, self._sample_group, lambda: self.state.global_step)
-        return DataLoader(batches, batch_size=None, collate_fn=self._frames_on_host)
+        reader, order = self._reader(self.data.training, self._reading), self.data.order
+        epoch = Restarted(lambda: self._epoch(reader), order.steps_per_epoch * order.micro_batches)
+        return DataLoader(epoch, batch_size=None, collate_fn=self._frames_on_host)
+
+    def _epoch(self, reader: BatchReader) -> Generator[Any]:
+        """Yield the arguments of forward for each micro-batch of the epoch that the run is in.
+
+        Where a run resumes in the middle of an epoch, None stands for each micro-batch that `Trainer` skips, which is
+        then not decoded.
+        """
+        order, start = self.data.order, self.state.global_step
+        epoch, done = order.position(start)
+        yield from [None] * (done * order.micro_batches)
+        end = (epoch + 1) * order.steps_per_epoch
+        for batch in TrainingBatches(reader, order, group=self._sample_group, first_step=start, steps=end):
+            yield batch.arguments
 
     def _frames_on_host(self, arguments: Any) -> Any:
         return with_host_frames(arguments, frame_arguments_of(self.model))
@@ -118,14 +139,15 @@ class FineTuneTrainer(SeqParTrainer):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         dataset: Any = self.data.evaluation if eval_dataset is None else eval_dataset
         groups = self.accelerator.num_processes // self.sequence_parallel_size
-        batches = EvaluationBatches(
-            self._reader(dataset, self._evaluating),
-            len(dataset),
-            self.args.per_device_eval_batch_size,
-            groups,
-            self._sample_group,
-        )
-        return DataLoader(batches, batch_size=None, collate_fn=_unchanged)
+        passes = eval_order(len(dataset), self.args.per_device_eval_batch_size, groups, self._sample_group)
+        reader = self._reader(dataset, self._evaluating)
+
+        def begin() -> Generator[tuple[LoadedBatch, bool]]:
+            with closing(reader.read_all(samples for samples, _ in passes)) as batches:
+                for batch, (_, counts) in zip(batches, passes, strict=True):
+                    yield batch, counts
+
+        return DataLoader(Restarted(begin, len(passes)), batch_size=None, collate_fn=_unchanged)
 
     def num_examples(self, dataloader: DataLoader) -> int:
         return len(self.data.training)
@@ -207,21 +229,22 @@ class FineTuneTrainer(SeqParTrainer):
     ) -> EvalLoopOutput:
         """Return the mean loss over all target tokens of the evaluation data."""
         self.callback_handler.eval_dataloader = dataloader
-        total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        total = torch.zeros(3, dtype=torch.float64, device=self.args.device)  # loss, targets, samples
         self.model.eval()
         with torch.no_grad(), self.compute_loss_context_manager():
             for batch, counts in self._saving_at_errors(dataloader):
                 with self._stored_tower(self._prepare_inputs(self._frames_on_host(batch.arguments))) as arguments:
                     loss = self.model(**arguments).loss
                 if counts:
-                    total += torch.stack([loss.double() * batch.chat.targets, loss.new_tensor(batch.chat.targets)])
+                    targets = batch.chat.targets
+                    total += torch.stack([loss.double() * targets, *total.new_tensor([targets, len(batch.samples)])])
                 self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         self.model.train()
         reshard(self.model)
-        loss_sum, targets = self.accelerator.reduce(total, "sum").tolist()
-        batches: EvaluationBatches = dataloader.dataset  # type: ignore[assignment]
-        metrics = {f"{metric_key_prefix}_loss": loss_sum / max(1.0, targets)}
-        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=batches.samples)
+        loss_sum, targets, samples = self.accelerator.reduce(total, "sum").tolist()
+        metrics, count = {f"{metric_key_prefix}_loss": loss_sum / max(1.0, targets)}, round(samples)
+        count //= self.sequence_parallel_size  # every rank of a group counts its samples
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=count)
 
     def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
         """Return whether to save with save_strategy=best: also if the clock has asked for it."""

@@ -7,7 +7,6 @@ g-th `micro_batch` of those.
 """
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -69,17 +68,6 @@ class SampleOrder:
         size = self.micro_batch
         return [samples[start : start + size] for start in range(group * size, self.global_batch, size * self.dp)]
 
-    def replacements(self, step: int, sample: int) -> Iterator[int]:
-        """Yield the replacements of `sample` if it cannot be read: the samples after it in the epoch's order.
-
-        Each other sample is yielded once. Nothing is stored, so a resumed run finds the same replacements, as does a
-        run with another number of ranks.
-        """
-        order = _permutation(self.samples, f"{self.seed}/{self.position(step)[0]}")
-        place = order.index(sample)
-        yield from order[place + 1 :]
-        yield from order[:place]
-
 
 @lru_cache(maxsize=1)
 def _permutation(samples: int, seed: str) -> list[int]:
@@ -90,7 +78,7 @@ def _permutation(samples: int, seed: str) -> list[int]:
 
 
 def eval_order(samples: int, micro_batch: int, dp: int, group: int) -> list[tuple[list[int], bool]]:
-    """Return (samples, whether they count) of each evaluation pass of `group`; all groups have equally many passes.
+    """Return (samples, whether they count) of each evaluation pass of `group`, the same number in all groups.
 
     A group without further samples repeats sample 0 and does not count it: under FSDP all ranks join every forward.
     """

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 BLUE, ORANGE, RED, GREY = "#2b6cb0", "#dd8a2f", "#c0392b", "#9aa0a6"
-PALETTE = (BLUE, ORANGE, "#3a9d5d", RED, "#7b5ea7", "#8c6d5a")
 TICKS = (1, 2, 5, 10, 20, 50)
 
 
@@ -71,24 +70,6 @@ def grouped_bars(
                 axis.set_xticks(TICKS, map(str, TICKS))
                 axis.minorticks_off()
                 axis.set_xlim(log_from, 1.45 * longest)
-
-
-def stacked_bars(
-    path: Path, panels: Mapping[str, Mapping[str, Mapping[str, float]]], *, title: str, x_label: str
-) -> None:
-    """Draw one bar per line, divided into parts: per panel title and name of the line, the length of each part."""
-    lines = max(map(len, panels.values()), default=0)
-    with _figure(path, panels, 2, 0.9 + 0.26 * lines, title) as axes:
-        for axis, (name, bars) in zip(axes, panels.items(), strict=False):
-            for line, parts in bars.items():
-                begin = 0.0
-                for color, (part, length) in zip(PALETTE, parts.items(), strict=True):
-                    axis.barh(line, length, 0.75, left=begin, color=color, label=part)
-                    begin += length
-                axis.text(begin, line, f"  {begin:.2f}", va="center", fontsize=8)
-            axis.invert_yaxis()
-            axis.set_xlim(0, 1.15 * max(sum(parts.values()) for parts in bars.values()))
-            _describe(axis, name, x_label, "")
 
 
 def _describe(axis: Any, name: str, x_label: str, y_label: str) -> None:

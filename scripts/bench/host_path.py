@@ -1,14 +1,16 @@
-"""Compare the host time of patched and unpatched models on one process, or count the Python calls of one hyper layer.
+"""Time patched models against unpatched ones on one process, or count the Python calls of one hyper layer.
 
     python scripts/bench/host_path.py [--family mplug_owl3 idefics ...] [--repeats 15] [--tokens 12]
+    python scripts/bench/host_path.py --wide [--kept]
     python scripts/bench/host_path.py --count [--ranks 2] [--strategy lv-xattn] [--list]
 
-The models have 40 layers of width 64 and a prompt of 16 words after two images of 4 patches, so the time is that of the
-host. All options are the defaults of `patch_model`, which recompute K and V of frames in backward; no gradient
-checkpointing. One thread; patched and unpatched runs alternate, in one process. Each figure is the median over
-the repetitions of the ratio of CPU times, patched to unpatched, with the quartiles. `forward` has no gradients and no
-cache; `step` is forward and backward in training mode; `token` is a token of greedy `generate` after the first. Logits,
-loss and tokens must agree.
+The models are those of `small_models`: with 40 layers of width 64 and a prompt of 16 words after two images of 4
+patches, the time is that of the host; with --wide (8 layers of width 512, 128 words after 32 images), computation
+dominates. All options are the defaults of `patch_model`, which recompute K and V of frames in backward; --kept keeps
+them, as unpatched models do. No gradient checkpointing. One thread; patched and unpatched runs alternate, in one
+process. Each figure is the median over the repetitions of the ratio of CPU times, patched to unpatched, with the
+quartiles. `forward` has no gradients and no cache; `step` is forward and backward in training mode; `token` is a token
+of greedy `generate` after the first. Logits, loss and tokens must agree.
 
 With `--count`, a tiny mPLUG-Owl3 runs on loopback ranks. The first pass of the model fills lazy state; the last hyper
 layer of the second pass is counted with `sys.setprofile` (generators and comprehension frames count as calls).
@@ -31,7 +33,7 @@ from typing import Any
 import small_models
 import torch
 from measure import print_environment
-from small_models import MEDIA, TEXT, Subject, make_flamingo, make_idefics, make_mllama, make_owl, words
+from small_models import HOST, MEDIA, SMALL, TEXT, make_owl
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
@@ -40,38 +42,6 @@ from mllm_seqpar import patch_model
 from mllm_seqpar.comm import Communicator, run_loopback
 
 ROOTS = tuple(str(Path(path).resolve()) for path in (*mllm_seqpar.__path__, Path(__file__).parents[2] / "patches"))
-LAYERS, WIDTH, IMAGES, PICTURE, PATCH = 40, 64, 2, 28, 14
-SIZES = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_attention_heads": 4, "num_hidden_layers": LAYERS}
-TOWER = {"image_size": PICTURE, "patch_size": PATCH, "num_hidden_layers": 1, "intermediate_size": WIDTH}
-CROSS = list(range(3, LAYERS, 5))
-"""Cross-attention layers, a fifth of all, as in Llama 3.2 Vision. IDEFICS and OpenFlamingo have them between layers."""
-
-
-def subject(family: str) -> Subject:
-    """Return the model of a family, and its arguments; the generator of weights is seeded."""
-    torch.manual_seed(0)
-    pictures = torch.randn(IMAGES, 3, PICTURE, PICTURE, generator=torch.Generator().manual_seed(2))
-    media = torch.cat([torch.full((1, IMAGES), MEDIA), words(16)], dim=1)
-    if family == "idefics":
-        tower = TOWER | {"embed_dim": WIDTH, "num_attention_heads": 4}
-        model = make_idefics(TEXT | SIZES, interval=5, tower=tower, heads=4, head_dim=16)
-        visible = torch.ones(1, 16, IMAGES, dtype=torch.long)
-        inputs = {"input_ids": words(16), "image_attention_mask": visible, "pixel_values": pictures[None]}
-        return Subject(model, inputs, IMAGES * 64)
-    if family == "mllama":
-        tower = TOWER | {"hidden_size": WIDTH, "attention_heads": 4, "vision_output_dim": 2 * WIDTH}
-        model = make_mllama(TEXT | SIZES, kv_heads=2, cross_layers=CROSS, tower=tower)
-        inputs = {"input_ids": words(16), "pixel_values": pictures[None, :, None]}
-        return Subject(model, inputs | small_models.tile_arguments(IMAGES, 16), IMAGES * 5)
-    if family == "open_flamingo":
-        model = small_models.random_weights(make_flamingo(TEXT | SIZES, small_models.Patches(WIDTH), WIDTH, every=5))
-        inputs = {"vision_x": pictures[None, :, None], "lang_x": media, "attention_mask": torch.ones_like(media)}
-        return Subject(model, inputs, IMAGES * 64, small_models.flamingo_generate(model))
-    tower = TOWER | {"hidden_size": WIDTH, "num_attention_heads": 4}
-    model = make_owl(TEXT | SIZES, kv_heads=2, hyper_layers=[layer + 1 for layer in CROSS], tower=tower)
-    return Subject(model, {"input_ids": media, "pixel_values": pictures}, IMAGES * 4)
-
-
 FAMILIES = ("mplug_owl3", "open_flamingo", "idefics", "mllama")
 
 
@@ -123,23 +93,28 @@ def token(model: Any, inputs: dict[str, Tensor], *, tokens: int, generate: Any) 
 RUNS: dict[str, Callable[..., Run]] = {"forward": forward, "step": step, "token": token}
 
 
-def ratios(family: str, repeats: int, tokens: int) -> dict[str, tuple[float, float, float, float]]:
+def ratios(family: str, args: argparse.Namespace) -> dict[str, tuple[float, float, float, float]]:
     """Return by run: lower quartile, median and upper quartile of patched to unpatched; extra µs for each layer."""
-    unpatched, patched = subject(family), subject(family)
-    patch_model(patched.model)
+    sizes, given = (SMALL, (32, 128)) if args.wide else (HOST, (2, 16))
+    subjects = []
+    for _ in range(2):
+        torch.manual_seed(0)  # for weights that `random_weights` does not set
+        subjects.append(small_models.FAMILIES[family](*given, sizes))
+    unpatched, patched = subjects
+    patch_model(patched.model, recompute_visual=not args.kept)
     found = {}
     for name, run in RUNS.items():
         pairs = []
-        for repeat in range(repeats + 2):
+        for repeat in range(args.repeats + 2):
             before, expected = run(
-                unpatched.model, unpatched.inputs, tokens=tokens, generate=unpatched.unpatched_generate
+                unpatched.model, unpatched.inputs, tokens=args.tokens, generate=unpatched.unpatched_generate
             )
-            after, actual = run(patched.model, patched.inputs, tokens=tokens, generate=None)
+            after, actual = run(patched.model, patched.inputs, tokens=args.tokens, generate=None)
             torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
             if repeat > 1:
                 pairs.append((after, before))
         low, middle, high = statistics.quantiles([after / before for after, before in pairs], n=4)
-        extra = statistics.median(after - before for after, before in pairs) / LAYERS * 1e6
+        extra = statistics.median(after - before for after, before in pairs) / sizes.layers * 1e6
         found[name] = low, middle, high, extra
     return found
 
@@ -149,7 +124,7 @@ def print_ratios(arguments: argparse.Namespace) -> None:
     print_environment("cpu")
     print(f"{'family':>14} {'run':>8} {'ratio':>6} {'quartiles':>12} {'us per layer more':>18}")
     for family in arguments.family:
-        for name, (low, middle, high, extra) in ratios(family, arguments.repeats, arguments.tokens).items():
+        for name, (low, middle, high, extra) in ratios(family, arguments).items():
             print(f"{family:>14} {name:>8} {middle:>6.2f} {low:>6.2f} {high:>5.2f} {extra:>18.0f}", flush=True)
 
 
@@ -193,6 +168,8 @@ def main() -> None:
     parser.add_argument("--family", nargs="+", default=FAMILIES, choices=FAMILIES)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--tokens", type=int, default=12, help="tokens that are generated in each repetition")
+    parser.add_argument("--wide", action="store_true", help="models of width 512, in which computation dominates")
+    parser.add_argument("--kept", action="store_true", help="keep K and V of frames: recompute_visual=False")
     parser.add_argument("--count", action="store_true", help="count the calls of a hyper layer instead")
     parser.add_argument("--ranks", type=int, default=2, help="with --count")
     parser.add_argument("--strategy", default="lv-xattn", help="with --count")

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench_figures import BLUE, GREY, ORANGE, RED, Series, grouped_bars, stacked_bars
+from bench_figures import BLUE, GREY, ORANGE, RED, Series, grouped_bars
 from rows import groups, read
 
 Row = dict[str, str]
@@ -26,14 +26,6 @@ HEADLINE = {
     "lv-xattn": ("LV-XAttn", BLUE),
     "ring": ("Ring Attention", ORANGE),
     "ring, expanded": ("Ring Attention, K and V for every query head (as in the paper)", RED),
-}
-STEP_PARTS = {
-    "cross-attention": "cross",
-    "self-attention": "self",
-    "vision": "vision",
-    "transfers": "transfers",
-    "averaging of gradients": "averaging",
-    "rest": "rest",
 }
 
 
@@ -269,23 +261,6 @@ def decoding_table(rows: Sequence[Row]) -> str:
     return table(rows, columns | {"unpatched, s": number("unpatched_prompt_s", ".2f")})
 
 
-def model_step(folder: Path) -> str:
-    """The parts of a step of each family; its benchmark has been replaced, so the rows are no longer measured."""
-    rows, path = read(folder / "model_step.csv"), folder / "model_step.png"
-    panels = {
-        family: {f"{row['who']}, {row['ranks']} rank{'s' * (row['ranks'] != '1')}": step_parts(row) for row in steps}
-        for family, steps in groups(rows, "family").items()
-    }
-    stacked_bars(path, panels, title="Parts of a training step on two cores", x_label="seconds of a step")
-    return shown(path, "Seconds of a step by part, patched and unpatched, on 1, 2 and 4 ranks")
-
-
-def step_parts(row: Row) -> dict[str, float]:
-    """Return the seconds of each part, which add up to the step; the rows have medians, which do not."""
-    shares = {name: float(row[f"{column}_share"]) for name, column in STEP_PARTS.items()}
-    return {name: share / sum(shares.values()) * float(row["step_s"]) for name, share in shares.items()}
-
-
 def decoder_only(folder: Path) -> str:
     rows = read(folder / "decoder-only.csv")
     return joined(rows, decoder_only_table(rows))
@@ -309,7 +284,6 @@ PARTS: dict[str, Callable[[Path], str]] = {
     "network-real": partial(network_clusters, name="network-real"),
     "end-to-end": end_to_end,
     "memory": memory,
-    "model-step": model_step,
     "decode": decoding,
     "decoder-only": decoder_only,
 }

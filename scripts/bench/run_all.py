@@ -1,6 +1,7 @@
-"""Run the benchmarks of `docs/benchmarks.md` and update the page's tables and figures from their rows.
+"""The table of all benchmarks. Runs those of `docs/benchmarks.md`, and updates the page from their rows.
 
     python scripts/bench/run_all.py [--only network-paper memory ...] [--out docs] [--quick]
+    python scripts/bench/run_all.py --only host-path kernels        benchmarks that print a table
     python scripts/bench/run_all.py --report        update the page from existing rows
 
 Each run replaces its rows in `docs/benchmarks/<run>.csv`; benchmarks that are not run, or fail, keep theirs. Figures
@@ -28,17 +29,25 @@ RUNS = {
     "memory": "memory.py --out",
     "decoder-only": "decoder_only.py --ranks 2 4 --questions 3 --out",
     "decode": "decode.py --images 64 256 --family idefics open_flamingo mllama mplug_owl3 --csv",
+    "kernels": "kernels.py",
+    "host-path": "host_path.py",
+    "wide": "host_path.py --wide --repeats 9",
+    "profile": "profile_step.py",
+    "mlp-chunks": "mlp_chunks.py",
+    "offload": "offload.py",
+    "video": "video.py",
+    "stored-tower": "stored_tower.py",
 }
-"""The command of each run; the file of its rows follows."""
+"""The command of each run. If it ends with an option, the file of its rows follows; others print a table only."""
 QUICK = {"network.py": "--repeats 1", "memory.py": "--quick", "decode.py": "--images 16 --repeats 1 --tokens 8"}
 QUICK |= {"decoder_only.py": "--frames 16 --ranks 1 2"}
-QUICK |= {"end_to_end.py": "--repeats 1 --suite smallest"}
+QUICK |= {"end_to_end.py": "--repeats 1 --suite smallest", "host_path.py": "--repeats 2 --tokens 4"}
 """Options that make a run short; they follow and override those of the command."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(RUNS), default=list(RUNS))
+    parser.add_argument("--only", nargs="+", choices=list(RUNS), default=[name for name in RUNS if writes_rows(name)])
     parser.add_argument("--out", type=Path, default=PAGE.parent, help="folder of the page")
     parser.add_argument("--quick", action="store_true", help="short runs, to check that everything works")
     parser.add_argument("--report", action="store_true", help="run nothing, only update the page")
@@ -57,14 +66,21 @@ def run(name: str, folder: Path, quick: bool) -> bool:
     script, *options = RUNS[name].split()
     new, start = folder / f"{name}.csv.new", time.monotonic()
     new.unlink(missing_ok=True)
-    command = [sys.executable, str(HERE / script), *options, str(new), *(QUICK[script].split() if quick else ())]
+    rows = [str(new)] if writes_rows(name) else []
+    command = [sys.executable, str(HERE / script), *options, *rows, *(QUICK.get(script, "").split() if quick else ())]
     print(f"== {name}: {' '.join(command[1:])}", flush=True)
     done = subprocess.run(command)
     print(f"== {name}: status {done.returncode} after {time.monotonic() - start:.0f} s", flush=True)
-    if succeeded := done.returncode == 0 and new.exists():
+    succeeded = done.returncode == 0 and (not rows or new.exists())
+    if succeeded and rows:
         new.replace(folder / f"{name}.csv")
     new.unlink(missing_ok=True)
     return succeeded
+
+
+def writes_rows(name: str) -> bool:
+    """Return whether a run writes rows, which the page shows; the others print a table."""
+    return RUNS[name].split()[-1] in ("--out", "--csv")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""The models of `decode.py` and `profile_step.py`: the real class of each family, random weights, for one CPU core.
+"""The models of the benchmarks: the real class of each family with random weights, in the sizes of `Sizes`.
 
-Each has a language model of width 512 with 8 layers, two of them with cross-attention. Every token attends to all
-images unless stated otherwise. The width is an eighth of the published one, so the time to project K and V of the
-images for one token keeps about its published proportion to the other work of that token.
+Every token attends to all images unless stated otherwise. The models of `SMALL` have a language model of width 512 with
+8 layers, two of them with cross-attention: the width is an eighth of the published one, so the time to project K and V
+of the images for one token keeps about its published proportion to the other work of that token. Those of `HOST` have
+40 layers of width 64, so their time is that of the host.
 """
 
 from __future__ import annotations
@@ -17,11 +18,70 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-WIDTH, LAYERS, HEADS, WORDS = 512, 8, 8, 1024
+WORDS = 1024
 MEDIA = WORDS - 1  # the token that stands for an image
-PICTURE, PATCH = 112, 14
+PATCH = 14
 TEXT: dict[str, Any] = {"vocab_size": WORDS, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-TOWER: dict[str, Any] = {"image_size": PICTURE, "patch_size": PATCH, "num_hidden_layers": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes of a model: of its language model, its images and its vision tower.
+
+    Attributes:
+        cross: layers with cross-attention in Llama 3.2 Vision; the other families have them at the same distance.
+        picture: height and width of an image, in pixels.
+        patches: width of OpenFlamingo's tower, a linear map of patches.
+    """
+
+    width: int
+    mlp: int
+    layers: int
+    heads: int
+    cross: tuple[int, ...]
+    picture: int
+    tower_width: int
+    tower_mlp: int
+    tower_layers: int
+    patches: int
+
+    @property
+    def text(self) -> dict[str, Any]:
+        sizes = {"hidden_size": self.width, "intermediate_size": self.mlp}
+        return TEXT | sizes | {"num_hidden_layers": self.layers, "num_attention_heads": self.heads}
+
+    def tower(self, **names: str) -> dict[str, Any]:
+        """Return the arguments of a tower's configuration; `names` are those that it has for width and heads."""
+        sizes = {"image_size": self.picture, "patch_size": PATCH, "num_hidden_layers": self.tower_layers}
+        sizes |= {"intermediate_size": self.tower_mlp}
+        return sizes | {names["width"]: self.tower_width, names["heads"]: 4}
+
+
+SMALL = Sizes(
+    width=512,
+    mlp=2048,
+    layers=8,
+    heads=8,
+    cross=(1, 5),
+    picture=112,
+    tower_width=160,
+    tower_mlp=640,
+    tower_layers=2,
+    patches=128,
+)
+HOST = Sizes(
+    width=64,
+    mlp=128,
+    layers=40,
+    heads=4,
+    cross=tuple(range(3, 40, 5)),
+    picture=28,
+    tower_width=64,
+    tower_mlp=64,
+    tower_layers=1,
+    patches=64,
+)
+"""A fifth of the layers has cross-attention, as in Llama 3.2 Vision."""
 
 
 @dataclass(frozen=True)
@@ -34,23 +94,27 @@ class Subject:
     unpatched_generate: Callable[..., Tensor] | None = None  # if the unpatched model's does not work as published
 
 
-def idefics(images: int, prompt: int) -> Subject:
+def idefics(images: int, prompt: int, sizes: Sizes | None = None) -> Subject:
     """Build IDEFICS with its resampler: 64 latents per image."""
-    tower = TOWER | {"embed_dim": 160, "intermediate_size": 640, "num_attention_heads": 4}
-    model = make_idefics(text_sizes(), interval=4, tower=tower, heads=4, head_dim=40)
+    sizes = sizes or SMALL
+    tower, interval = sizes.tower(width="embed_dim", heads="num_attention_heads"), sizes.cross[1] - sizes.cross[0]
+    model = make_idefics(sizes.text, interval=interval, tower=tower, heads=4, head_dim=sizes.tower_width // 4)
     visible = torch.ones(1, prompt, images, dtype=torch.long)
-    inputs = {"input_ids": words(prompt), "image_attention_mask": visible, "pixel_values": pictures(1, images)}
+    pixels = pictures(sizes, 1, images)
+    inputs = {"input_ids": words(prompt), "image_attention_mask": visible, "pixel_values": pixels}
     return Subject(model, inputs, images * 64)
 
 
-def open_flamingo(images: int, prompt: int, immediate: bool = True) -> Subject:
+def open_flamingo(images: int, prompt: int, sizes: Sizes | None = None, *, immediate: bool = True) -> Subject:
     """Build OpenFlamingo over LLaMA: 64 latents per image; a token attends to the last image before it only."""
-    model = random_weights(make_flamingo(text_sizes(), Patches(128), 128, every=4))
+    sizes = sizes or SMALL
+    every = sizes.cross[1] - sizes.cross[0]
+    model = random_weights(make_flamingo(sizes.text, Patches(sizes.patches), sizes.patches, every=every))
     language_model = model.lang_encoder
     for block in filter(None, language_model.gated_cross_attn_layers):
         block.attn.only_attend_immediate_media = immediate
     ids = torch.cat([torch.full((1, images), MEDIA), words(prompt)], dim=1)
-    inputs = {"vision_x": pictures(1, images, 1), "lang_x": ids, "attention_mask": torch.ones_like(ids)}
+    inputs = {"vision_x": pictures(sizes, 1, images, 1), "lang_x": ids, "attention_mask": torch.ones_like(ids)}
 
     return Subject(model, inputs, images * 64, flamingo_generate(model))
 
@@ -79,13 +143,13 @@ def flamingo_generate(model: Any) -> Callable[..., Tensor]:
     return generate
 
 
-def mllama(images: int, prompt: int) -> Subject:
-    """Build Llama 3.2 Vision: an image tile of 65 patches per image; it has a visual KV cache unpatched, too."""
-    sizes = {"hidden_size": 160, "attention_heads": 4, "intermediate_size": 640, "vision_output_dim": 320}
-    tower = sizes | {"image_size": PICTURE, "patch_size": PATCH, "num_hidden_layers": 2}
-    model = make_mllama(text_sizes(), kv_heads=2, cross_layers=[1, 5], tower=tower)
-    inputs = {"input_ids": words(prompt), "pixel_values": pictures(1, images, 1)} | tile_arguments(images, prompt)
-    return Subject(model, inputs, images * ((PICTURE // PATCH) ** 2 + 1))
+def mllama(images: int, prompt: int, sizes: Sizes | None = None) -> Subject:
+    """Build Llama 3.2 Vision: a tile of patches and one more key per image; it has a visual KV cache unpatched, too."""
+    sizes = sizes or SMALL
+    tower = sizes.tower(width="hidden_size", heads="attention_heads") | {"vision_output_dim": 2 * sizes.tower_width}
+    model = make_mllama(sizes.text, kv_heads=2, cross_layers=list(sizes.cross), tower=tower)
+    inputs = {"input_ids": words(prompt), "pixel_values": pictures(sizes, 1, images, 1)}
+    return Subject(model, inputs | tile_arguments(images, prompt), images * ((sizes.picture // PATCH) ** 2 + 1))
 
 
 def tile_arguments(images: int, prompt: int) -> dict[str, Tensor]:
@@ -95,27 +159,23 @@ def tile_arguments(images: int, prompt: int) -> dict[str, Tensor]:
     return inputs | {"cross_attention_mask": ones(1, prompt, images, 1)}
 
 
-def mplug_owl3(images: int, prompt: int) -> Subject:
-    """Build mPLUG-Owl3: 64 patches per image; it has a visual KV cache unpatched, too."""
-    tower = TOWER | {"hidden_size": 160, "intermediate_size": 640, "num_attention_heads": 4}
-    model = make_owl(text_sizes(), kv_heads=2, hyper_layers=[1, 5], tower=tower)
+def mplug_owl3(images: int, prompt: int, sizes: Sizes | None = None) -> Subject:
+    """Build mPLUG-Owl3, whose keys are the patches; it has a visual KV cache unpatched, too."""
+    sizes = sizes or SMALL
+    tower = sizes.tower(width="hidden_size", heads="num_attention_heads")
+    model = make_owl(sizes.text, kv_heads=2, hyper_layers=[layer + 1 for layer in sizes.cross], tower=tower)
     ids = torch.cat([torch.full((1, images), MEDIA), words(prompt)], dim=1)
-    inputs = {"input_ids": ids, "pixel_values": pictures(images)}
-    return Subject(model, inputs, images * (PICTURE // PATCH) ** 2)
+    inputs = {"input_ids": ids, "pixel_values": pictures(sizes, images)}
+    return Subject(model, inputs, images * (sizes.picture // PATCH) ** 2)
 
 
-FAMILIES: dict[str, Callable[[int, int], Subject]] = {
+FAMILIES: dict[str, Callable[..., Subject]] = {
     "idefics": idefics,
     "open_flamingo": open_flamingo,
     "open_flamingo_all": partial(open_flamingo, immediate=False),  # tokens attend to all images before them
     "mllama": mllama,
     "mplug_owl3": mplug_owl3,
 }
-
-
-def text_sizes() -> dict[str, int]:
-    sizes = {"intermediate_size": 4 * WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
-    return TEXT | {"hidden_size": WIDTH} | sizes
 
 
 def make_idefics(text: dict[str, int], *, interval: int, tower: dict[str, Any], heads: int, head_dim: int) -> Any:
@@ -184,9 +244,9 @@ def words(count: int) -> Tensor:
     return torch.randint(3, WORDS - 2, (1, count), generator=torch.Generator().manual_seed(1))
 
 
-def pictures(*counts: int) -> Tensor:
+def pictures(sizes: Sizes, *counts: int) -> Tensor:
     """Return pixels (*counts, 3, height, width)."""
-    return torch.randn(*counts, 3, PICTURE, PICTURE, generator=torch.Generator().manual_seed(2))
+    return torch.randn(*counts, 3, sizes.picture, sizes.picture, generator=torch.Generator().manual_seed(2))
 
 
 def random_weights(model: Any) -> Any:

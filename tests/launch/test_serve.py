@@ -24,7 +24,7 @@ from browser import CHROMIUM, Browser
 from chat_request_fuzz import fuzz
 from conversation_cases import replies_in_one_process
 from launch import HANG, ROOT
-from mllm_seqpar.inference.conversation import Reply
+from mllm_seqpar.inference import Answer
 
 pytestmark = [pytest.mark.launch, pytest.mark.slow]
 QUESTIONS = ("What is it?", "Why?")
@@ -72,12 +72,12 @@ def server(inference_files: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 @pytest.fixture(scope="module")
-def expected(inference_files: Path) -> list[Reply]:
+def expected(inference_files: Path) -> list[Answer]:
     """Replies to `QUESTIONS` in one process."""
     return replies_in_one_process(inference_files / "gated", inference_files / "clip.mp4", QUESTIONS, 5, 8)
 
 
-def test_turns_of_the_openai_client_equal_one_process(server: SimpleNamespace, expected: list[Reply]) -> None:
+def test_turns_of_the_openai_client_equal_one_process(server: SimpleNamespace, expected: list[Answer]) -> None:
     video = {"type": "video_url", "video_url": {"url": "clip.mp4"}}
     messages: list[Any] = [{"role": "user", "content": [video, {"type": "text", "text": QUESTIONS[0]}]}]
     create = server.client.chat.completions.create
@@ -153,7 +153,7 @@ def test_random_requests_never_end_the_server(server: SimpleNamespace, inference
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 def test_page_plays_asks_and_shows_the_streamed_answer(
-    server: SimpleNamespace, expected: list[Reply], inference_files: Path, tmp_path: Path
+    server: SimpleNamespace, expected: list[Answer], inference_files: Path, tmp_path: Path
 ) -> None:
     browser = Browser(server.url, tmp_path)
     try:

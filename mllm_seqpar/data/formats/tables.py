@@ -13,8 +13,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from mllm_seqpar._compat import optional_import
 from mllm_seqpar.data.downloads import store_bytes
-from mllm_seqpar.errors import ConfigError, DataError, VideoError
+from mllm_seqpar.errors import DataError, VideoError
 
 from .records import Records, sampled_digest
 
@@ -22,15 +23,9 @@ _EMBEDDED = "column:"
 
 
 def require_pyarrow(path: Path) -> Any:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ConfigError(
-            f"{path}: reading parquet and arrow files needs pyarrow, which is not installed: "
-            "pip install 'mllm-seqpar[data]'"
-        ) from error
-    return pyarrow
+    for module in ("pyarrow.parquet", "pyarrow"):
+        found = optional_import(module, extra="data", needed_for=f"{path}: reading parquet and arrow files")
+    return found
 
 
 class TableRecords(Records):

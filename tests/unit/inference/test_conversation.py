@@ -13,9 +13,9 @@ from mllm_seqpar import patch_model
 from mllm_seqpar.comm import Communicator, LoopbackCommunicator, as_communicator, run_loopback
 from mllm_seqpar.data import VideoSource, chat_family
 from mllm_seqpar.errors import DataError
-from mllm_seqpar.inference import Sampling
-from mllm_seqpar.inference.conversation import Conversation, LengthError, Reply
-from mllm_seqpar.inference.generation_control import StopWatch
+from mllm_seqpar.inference import Answer, Sampling
+from mllm_seqpar.inference.conversation import Conversation, LengthError
+from mllm_seqpar.inference.generation import StopWatch
 from mllm_seqpar.models.loading import load_model, load_processor
 
 FRAMES = 5
@@ -40,7 +40,7 @@ def open_conversation(comm: Communicator, case: Case, **options: Any) -> Convers
     return Conversation(model, processor, [VideoSource.open(case[1], num_frames=FRAMES)], batch=2)
 
 
-def turns(comm: Communicator, case: Case, tokens: int, **options: Any) -> tuple[list[Any], list[Reply]]:
+def turns(comm: Communicator, case: Case, tokens: int, **options: Any) -> tuple[list[Any], list[Answer]]:
     """Ask `QUESTIONS` one after another; return the messages and the replies."""
     conversation, messages, replies = open_conversation(comm, case, **options), [], []
     for question in QUESTIONS:
@@ -99,7 +99,7 @@ def gated(inference_files: Path) -> Case:
 
 @pytest.mark.slow
 def test_other_history_keeps_what_both_have_in_common(gated: Case) -> None:
-    def body(conversation: Conversation) -> tuple[Reply, Reply]:
+    def body(conversation: Conversation) -> tuple[Answer, Answer]:
         first = conversation.prompt([user("What is it?", "video")])
         conversation.answer(first, Sampling(max_new_tokens=3))
         changed = conversation.prompt([user("What was it?", "video"), says("A dot."), user("Where?")])
@@ -112,14 +112,14 @@ def test_other_history_keeps_what_both_have_in_common(gated: Case) -> None:
 
 
 def test_evidence_of_a_turn_is_that_of_its_own_tokens(gated: Case) -> None:
-    def body(conversation: Conversation) -> list[Reply]:
+    def body(conversation: Conversation) -> list[Answer]:
         prompt, sampling = conversation.prompt([user("What is it?", "video")]), Sampling(max_new_tokens=4)
         plain = conversation.answer(prompt, sampling)
         again = conversation.answer(prompt, sampling, evidence=9)  # the pass of the prompt has one row
         later = conversation.prompt([user("What is it?", "video"), says("A dot."), user("Where?")])
         return [plain, again, conversation.answer(later, sampling, evidence=9), open_conversation_answer(conversation)]
 
-    def open_conversation_answer(conversation: Conversation) -> Reply:
+    def open_conversation_answer(conversation: Conversation) -> Answer:
         conversation._cache = None  # the whole prompt is read again
         prompt = conversation.prompt([user("What is it?", "video")])
         return conversation.answer(prompt, Sampling(max_new_tokens=4), evidence=9)
@@ -135,7 +135,7 @@ def test_evidence_of_a_turn_is_that_of_its_own_tokens(gated: Case) -> None:
 
 @pytest.mark.slow
 def test_interrupted_and_stopped_answers_end_on_all_ranks_and_go_on(gated: Case) -> None:
-    def body(conversation: Conversation) -> list[Reply]:
+    def body(conversation: Conversation) -> list[Answer]:
         prompt, pieces = conversation.prompt([user("What is it?", "video")]), []
         whole = conversation.answer(prompt, Sampling(max_new_tokens=12), on_text=pieces.append)
         assert "".join(pieces) == whole.text
@@ -177,6 +177,29 @@ def test_ranks_agree_to_stop_without_the_device() -> None:
     assert run_loopback(2, body) == [[True, True]] * 2
 
 
+def test_only_answers_that_can_be_ended_from_outside_gather_after_each_token(
+    gated: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    gathered = LoopbackCommunicator.gather_ints
+
+    def counted(self: LoopbackCommunicator, *args: Any) -> list[list[int]]:
+        calls.append(self.rank)
+        return gathered(self, *args)
+
+    def body(conversation: Conversation) -> tuple[list[int], list[int]]:
+        prompt, counts, texts = conversation.prompt([user("What is it?", "video")]), [], []
+        for ending in ({}, {}, {"stop": ["<never>"]}, {"interrupted": lambda: False}):
+            before = calls.count(conversation._comm.rank)
+            texts.append(conversation.answer(prompt, Sampling(max_new_tokens=6), **ending).tokens)
+            counts.append(calls.count(conversation._comm.rank) - before)
+        return counts, [len(texts[0]), len({str(tokens) for tokens in texts})]
+
+    monkeypatch.setattr(LoopbackCommunicator, "gather_ints", counted)
+    for (_, without, stop, interrupted), (tokens, different) in converse(gated, 2, body):
+        assert stop == interrupted == without + tokens and different == 1
+
+
 def test_prompts_that_the_model_cannot_take_are_refused(gated: Case) -> None:
     def body(conversation: Conversation) -> None:
         with pytest.raises(LengthError, match="the context of this model is 4096 tokens"):
@@ -190,7 +213,7 @@ def test_prompts_that_the_model_cannot_take_are_refused(gated: Case) -> None:
 
 
 def test_conversation_without_media(case: Case) -> None:
-    def body(comm: Communicator) -> Reply:
+    def body(comm: Communicator) -> Answer:
         with LOADING:
             model, processor = load_model(str(case[0])).eval(), load_processor(str(case[0]))
         conversation = Conversation(patch_model(model, group=comm), processor)

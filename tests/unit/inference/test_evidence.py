@@ -14,8 +14,15 @@ from browser import CHROMIUM, Browser
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.data import VideoSource
-from mllm_seqpar.inference import Sampling, answer, encode_video, evidence_page, load_for_inference
-from mllm_seqpar.inference.evidence import FrameTime, answer_with_evidence, evidence_of, find_moments, frame_times
+from mllm_seqpar.inference import (
+    Sampling,
+    answer,
+    answer_with_evidence,
+    encode_video,
+    evidence_page,
+    load_for_inference,
+)
+from mllm_seqpar.inference.evidence import FrameTime, evidence_of, find_moments, frame_times
 from mllm_seqpar.inference.evidence_page import write_evidence_page
 from mllm_seqpar.inference.frame_attention import FrameAttention
 from mllm_seqpar.inference.moments import Moment, clock

@@ -1,6 +1,7 @@
 """Layer: one process. The benchmarks of whole models, small: decoding and the profile of a training step."""
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ ROWS = Path(__file__).resolve().parents[3] / "docs" / "benchmarks"
 
 @pytest.fixture
 def small(script, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(script("small_models"), "WIDTH", 64)
+    models = script("small_models")
+    monkeypatch.setattr(models, "SMALL", replace(models.SMALL, width=64))
     return script
 
 

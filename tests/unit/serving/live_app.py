@@ -14,7 +14,7 @@ import uvicorn
 
 from mllm_seqpar.errors import VideoError
 from mllm_seqpar.inference import Sampling
-from mllm_seqpar.inference.conversation import Reply
+from mllm_seqpar.inference.generation import Answer
 from mllm_seqpar.inference.moments import Moment
 from mllm_seqpar.serving.app import Service, make_app
 from mllm_seqpar.serving.jobs import Impossible, Outcome
@@ -33,7 +33,7 @@ class FakeWorker:
         self.jobs: list[Any] = []
         self.go.set()
 
-    def run(self, job: Any, *, on_start: Any, progress: Any, on_text: Any, interrupted: Callable[[], bool]) -> Reply:
+    def run(self, job: Any, *, on_start: Any, progress: Any, on_text: Any, interrupted: Callable[[], bool]) -> Answer:
         self.jobs.append(job)
         if "broken" in str(job.messages):
             raise Impossible(VideoError(f"{job.media[0].path if job.media else 'the video'} is damaged"))
@@ -52,7 +52,7 @@ class FakeWorker:
         text, times = "".join(PIECES), {"prefill_seconds": 0.0, "decode_seconds": 0.0}
         if job.evidence:
             times["evidence"] = (Moment(share=0.5, first=2, last=3, peak=2, start=2.0, end=4.0),)
-        return Reply(text=text, tokens=[1, 2, 3], prompt_tokens=5, cached_tokens=4, finish_reason=reason, **times)
+        return Answer(text=text, tokens=[1, 2, 3], prompt_tokens=5, cached_tokens=4, finish_reason=reason, **times)
 
 
 @contextmanager

@@ -18,7 +18,8 @@ from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data import VideoSource, chat_family
 from mllm_seqpar.errors import SeqParError
 from mllm_seqpar.inference import Sampling
-from mllm_seqpar.inference.conversation import Conversation, Interrupted, JoinedSource, LengthError, Reply
+from mllm_seqpar.inference.conversation import Conversation, Interrupted, JoinedSource, LengthError
+from mllm_seqpar.inference.generation import Answer
 from mllm_seqpar.models.loading import load_model, load_processor
 from mllm_seqpar.serving.chat import ChatOptions
 from mllm_seqpar.serving.engine import Engine, Job, MediaFile
@@ -44,7 +45,7 @@ def job(*media: MediaFile, question: str = "What is it?", sampling: Sampling = F
     return Job(messages=[{"role": "user", "content": content}], media=media, sampling=sampling)
 
 
-def answer(engine: Engine, asked: Job, **options: Any) -> Reply:
+def answer(engine: Engine, asked: Job, **options: Any) -> Answer:
     return engine.answer(asked, engine.prepare(asked, **options))
 
 
@@ -122,7 +123,7 @@ def test_job_that_fails_on_all_ranks_is_followed_by_the_next(
     damaged.write_bytes((inference_files / "clip.mp4").read_bytes()[:20_000])
     broken = MediaFile.of("video", str(damaged), num_frames=3)
 
-    def body(engine: Engine) -> tuple[list[type], Reply]:
+    def body(engine: Engine) -> tuple[list[type], Answer]:
         first_rank = engine.comm.rank == 0
         answer(engine, job(video))
         found = []

@@ -22,7 +22,13 @@ from mllm_seqpar.errors import AgreementError, ConfigError, DataError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.patches.mplug_owl3.testing import IMAGE_SIZE, tiny_tokenizer
 from mllm_seqpar.training import batches as batches_module
-from mllm_seqpar.training.batches import READ_AHEAD_BYTES, BatchReader, TrainingBatches, reader_communicator
+from mllm_seqpar.training.batches import (
+    READ_AHEAD_BYTES,
+    BatchReader,
+    TrainingBatches,
+    reader_communicator,
+    replacement,
+)
 from mllm_seqpar.training.data_loader import ShardedBatch, ShardedDataLoader
 from mllm_seqpar.training.sample_order import SampleOrder
 
@@ -105,7 +111,7 @@ def test_replacements_do_not_depend_on_the_number_of_ranks(folder: Path) -> None
     for step in range(3):
         row = []
         for (sample,) in plain.step(step, 0):
-            candidates = [sample, *plain.replacements(step, sample)]
+            candidates = (replacement(sample, number, SAMPLES) for number in range(SAMPLES))
             row.append(next(s for s in candidates if s not in (HALF, MISSING, EMPTY)))
         wanted.append(row)
     assert expected == wanted and {HALF, MISSING, EMPTY} & {s for step in range(3) for (s,) in plain.step(step, 0)}
@@ -115,12 +121,12 @@ def test_replacements_do_not_depend_on_the_number_of_ranks(folder: Path) -> None
         assert all(results[rank] == results[rank // sp * sp] for rank in range(world))
 
 
-def test_replacements_are_the_following_samples_once_each() -> None:
-    order = SampleOrder(samples=SAMPLES, global_batch=4, micro_batch=1, dp=1, seed=1)
-    first, second = (s for (s,) in order.step(0, 0)[:2])
-    after = list(order.replacements(1, first))  # of the same epoch
-    assert after[0] == second and sorted([first, *after]) == list(range(SAMPLES))
-    assert list(order.replacements(0, second)) == [*after[1:], first]
+@pytest.mark.parametrize("samples", [1, 2, 3, SAMPLES, 100, 1000])
+def test_each_sample_replaces_another_once_and_neighbours_come_late(samples: int) -> None:
+    for sample in {0, samples - 1}:
+        found = [replacement(sample, number, samples) for number in range(samples)]
+        assert found[0] == sample and sorted(found) == list(range(samples))
+        assert samples < 100 or (sample + 1) % samples not in found[:10]
 
 
 def test_resumed_run_has_the_batches_of_an_uninterrupted_one(folder: Path) -> None:
