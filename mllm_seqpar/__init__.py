@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mllm_seqpar.masks import FrameMask
     from mllm_seqpar.patching import patch_model, unpatch_model
     from mllm_seqpar.patching.registry import register_adapter
-    from mllm_seqpar.sharding import FrameShard, HostFrames, frame_range, shard_sequence, unshard_sequence
+    from mllm_seqpar.sharding import FrameShard, HostFrames, frame_range, frame_ranges, shard_sequence, unshard_sequence
     from mllm_seqpar.training.collator import SeqParDataCollator
     from mllm_seqpar.training.trainer import SeqParMixin, SeqParTrainer
 
@@ -32,6 +32,7 @@ __all__ = [
     "SeqParTrainer",
     "attention_over_frames",
     "frame_range",
+    "frame_ranges",
     "patch_model",
     "record_attention",
     "register_adapter",
@@ -51,6 +52,7 @@ _EXPORTED_FROM = {
     "SeqParTrainer": "training.trainer",
     "attention_over_frames": "inference.frame_attention",
     "frame_range": "sharding",
+    "frame_ranges": "sharding",
     "patch_model": "patching",
     "record_attention": "inference.frame_attention",
     "register_adapter": "patching.registry",

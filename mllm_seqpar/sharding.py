@@ -1,4 +1,4 @@
-"""Which rank owns which frames and text tokens: frames in contiguous ranges, tokens in one of three layouts.
+"""Which rank owns which frames and text tokens: frames in one of two layouts, tokens in one of three.
 
 The functions are pure index arithmetic, the same on every rank; `shard_sequence` and `unshard_sequence` apply it to
 tensors. The objective is the sum of all ranks' losses: the adjoint of a slice pads with zeros, and the adjoint of an
@@ -7,6 +7,8 @@ all-gather sums over ranks. The average of parameter gradients over the group is
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Integral
@@ -21,28 +23,66 @@ from .errors import ConfigError, ShapeError
 
 LAYOUTS = ("zigzag", "striped", "contiguous")
 
+FRAME_LAYOUTS = ("contiguous", "zigzag")
+"""Zigzag balances the load of cross-attention if rows attend only to earlier frames."""
+
+Spans = tuple[tuple[int, int], ...]
+"""Half-open ranges (start, stop) of frames, in the order in which a rank stores them."""
+
 
 @dataclass(frozen=True)
 class FrameShard:
-    """The frames ``start <= f < stop`` of `total`, for a caller that passes only this rank's shard.
+    """The frames of `total` that a caller passes, if it passes only this rank's shard: one range, or several.
 
-    `start` and `stop` must be those of `frame_range(total, group)`.
+    ``FrameShard(start, stop, total)`` has the frames ``start <= f < stop``, those of `frame_range(total, group)`.
+    ``FrameShard.of(total, group, layout)`` has those of `frame_ranges(total, group, layout)`.
+
+    Attributes:
+        start, stop: the first range.
+        total: the number of frames of all ranks.
+        more: further ranges (start, stop). All ranges are in ascending order.
     """
 
     start: int
     stop: int
     total: int
+    more: Spans = ()
 
     def __post_init__(self) -> None:
-        if not all(map(_is_count, (self.start, self.stop, self.total))):
-            raise ShapeError(
-                f"FrameShard: start={self.start!r}, stop={self.stop!r}, total={self.total!r}; expected three ints"
-            )
-        if not 0 <= self.start <= self.stop <= self.total:
-            raise ShapeError(
-                f"FrameShard: start={self.start}, stop={self.stop}, total={self.total}; "
-                "needs 0 <= start <= stop <= total"
-            )
+        given = (self.start, self.stop, *itertools.chain(*self.more), self.total)
+        named = f"FrameShard: start={self.start!r}, stop={self.stop!r}, total={self.total!r}"
+        named += f", more={self.more!r}" if self.more else ""
+        if not all(map(_is_count, given)):
+            raise ShapeError(f"{named}; expected ints")
+        if list(given) != sorted(given) or self.start < 0:
+            raise ShapeError(f"{named}; needs 0 <= start <= stop <= total, and ranges in ascending order")
+
+    @classmethod
+    def of(cls, total: int, group: Group = None, layout: str = "contiguous") -> FrameShard:
+        """Return this rank's shard of `total` frames in a layout; see `frame_ranges`."""
+        (start, stop), *more = [(x.start, x.stop) for x in frame_ranges(total, group, layout)] or [(total, total)]
+        return cls(start, stop, total, tuple(more))
+
+    @property
+    def spans(self) -> Spans:
+        """The ranges (start, stop), none of them empty."""
+        return join_spans(((self.start, self.stop), *self.more))
+
+    @property
+    def ranges(self) -> tuple[range, ...]:
+        """The numbers of the frames, as ranges in ascending order."""
+        return tuple(range(*span) for span in self.spans)
+
+    def __len__(self) -> int:
+        """Return the number of frames of this shard."""
+        return span_length(self.spans)
+
+    def __bool__(self) -> bool:
+        return True  # also without frames
+
+    def layout(self, rank: int, size: int) -> str | None:
+        """Return the layout in which this is the shard of `rank`; None if there is none."""
+        return next((x for x in FRAME_LAYOUTS if frame_spans(self.total, size, x)[rank] == self.spans), None)
 
 
 class HostFrames:
@@ -83,12 +123,85 @@ def frame_bounds(total: int, size: int) -> list[tuple[int, int]]:
     return list(zip(starts[:-1], starts[1:], strict=True))
 
 
+@lru_cache(maxsize=256)
+def frame_spans(total: int, size: int, layout: str = "contiguous") -> tuple[Spans, ...]:
+    """Return the ranges of every rank's frames in a layout, in ascending order; none for a rank without frames."""
+    if layout == "contiguous":
+        return tuple(join_spans((bounds,)) for bounds in frame_bounds(total, size))
+    if layout != "zigzag":
+        raise ConfigError(f"layout: {layout!r} is unknown; frames have one of {', '.join(FRAME_LAYOUTS)}")
+    chunks = frame_bounds(total, 2 * size)
+    return tuple(join_spans((chunks[rank], chunks[2 * size - 1 - rank])) for rank in range(size))
+
+
+def join_spans(spans: Iterable[tuple[int, int]]) -> Spans:
+    """Return the same numbers in the same order, in ranges that are not empty and not adjacent."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], stop
+        elif start < stop:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+def span_length(spans: Spans) -> int:
+    """Return how many numbers ranges have together."""
+    length = 0
+    for start, stop in spans:
+        length += stop - start
+    return length
+
+
+def describe_spans(spans: Spans) -> str:
+    """Return ranges as a part of a message."""
+    return " and ".join(f"{start} to {stop}" for start, stop in spans) or "none"
+
+
+def take_spans(x: Tensor, spans: Spans, dim: int = 0) -> Tensor:
+    """Return the entries of x in these ranges along `dim`; a view if it is one range."""
+    parts = [x.narrow(dim, start, stop - start) for start, stop in spans]
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0] if parts else x.narrow(dim, 0, 0)
+
+
+def in_frame_order(parts: Sequence[Tensor], by_rank: Sequence[Spans], dim: int = 0) -> Tensor:
+    """Return the frames of all ranks in their order: the inverse of `take_spans`. Parts may have padding at the end."""
+    found: dict[int, Tensor] = {}
+    for part, spans in zip(parts, by_rank, strict=True):
+        done = 0
+        for start, stop in spans:
+            found[start] = part.narrow(dim, done, stop - start)
+            done += stop - start
+    return torch.cat([found[start] for start in sorted(found)] or [parts[0].narrow(dim, 0, 0)], dim)
+
+
+def part_of_spans(spans: Spans, start: int, stop: int) -> Spans:
+    """Return the ranges of the numbers that are at the places ``start <= i < stop`` among those of `spans`."""
+    found, done = [], 0
+    for first, last in spans:
+        found.append((first + max(0, start - done), min(last, first + stop - done)))
+        done += last - first
+    return join_spans(span for span in found if span[0] < span[1])
+
+
 def frame_range(total: int, group: Group = None) -> range:
-    """Return the global numbers of this rank's frames out of `total`; the range may be empty."""
+    """Return the global numbers of this rank's frames out of `total`, in one range, which may be empty."""
     if not _is_count(total) or total < 0:
         raise ShapeError(f"frame_range: total={total!r}; expected the number of frames, an int of 0 or more")
     comm = as_communicator(group)
     return range(*frame_bounds(total, comm.size)[comm.rank])
+
+
+def frame_ranges(total: int, group: Group = None, layout: str = "contiguous") -> tuple[range, ...]:
+    """Return the global numbers of this rank's frames out of `total` in a layout: ascending ranges, none empty.
+
+    contiguous: the range of `frame_range`. zigzag: chunks `rank` and ``2 * size - 1 - rank`` of ``2 * size`` chunks,
+    the first of which have one frame more if the frames do not divide. The two chunks of the last rank are one range.
+    """
+    if not _is_count(total) or total < 0:
+        raise ShapeError(f"frame_ranges: total={total!r}; expected the number of frames, an int of 0 or more")
+    comm = as_communicator(group)
+    return tuple(range(*span) for span in frame_spans(total, comm.size, layout)[comm.rank])
 
 
 def shard_multiple(size: int, layout: str) -> int:

@@ -36,6 +36,8 @@ class QwenVLInputs(ForwardInputs):
         rotary: computes the positions (3, B, L) of the text if none were given; None if they count the tokens.
     """
 
+    frame_layouts = ("contiguous",)  # no attention to frames that another layout could balance
+
     pixels: tuple[Tensor | None, Tensor | None]
     merge: int
     samples: int

@@ -5,7 +5,7 @@ Each family folder has a module `testing` with these names:
 - `Case`: a `TinyCase` with the fields that only this family has.
 - `tiny_model(**overrides)`: a model in eval mode. No weight has a value that could hide a mistake, such as a gate of 0.
 - `inputs_of(case, model)`: the arguments of the unpatched model's forward.
-- `local_frames(inputs, group)`: the same arguments for a rank that passes only its frame shard.
+- `local_frames(inputs, group, layout)`: the same arguments for a rank that passes only its frame shard.
 - `shard_units(model)`: the modules that FSDP2 shards as units.
 - `LORA_TARGETS`: the projections that LoRA adapts, as PEFT's `target_modules`.
 
@@ -23,7 +23,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from mllm_seqpar import FrameShard, frame_range
+from mllm_seqpar import FrameShard
+from mllm_seqpar.sharding import take_spans
 
 SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
@@ -58,6 +59,7 @@ class TinyCase:
         features: which encoded form replaces the pixels, or None.
         embeds: whether `inputs_embeds` replaces `input_ids`.
         local_frames: whether each rank passes only its frame shard, with `visual_shard`.
+        frame_layout: that of the frame shards, if each rank passes its own.
         wants_grad: the inputs whose gradients are compared.
         arguments: further arguments of forward.
         model: arguments of `tiny_model`.
@@ -73,6 +75,7 @@ class TinyCase:
     features: str | None = None
     embeds: bool = False
     local_frames: bool = False
+    frame_layout: str = "contiguous"
     wants_grad: tuple[str, ...] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
@@ -126,9 +129,9 @@ class TinyCase:
         return inputs
 
 
-def frame_shard(inputs: dict[str, Any], frames: Mapping[str, Tensor], group: Any) -> dict[str, Any]:
+def frame_shard(inputs: dict[str, Any], frames: Mapping[str, Tensor], group: Any, layout: str) -> dict[str, Any]:
     """Return `inputs` with this rank's rows of `frames`, tensors with one row a frame, and their `visual_shard`."""
     total = next(iter(frames.values())).shape[0]
-    local = frame_range(total, group)
-    shards = {name: x[local.start : local.stop] for name, x in frames.items()}
-    return inputs | shards | {"visual_shard": FrameShard(local.start, local.stop, total)}
+    shard = FrameShard.of(total, group, layout)
+    shards = {name: take_spans(x, shard.spans) for name, x in frames.items()}
+    return inputs | shards | {"visual_shard": shard}

@@ -23,7 +23,15 @@ from mllm_seqpar.attention.joint import attend
 from mllm_seqpar.attention.keys import GivenKeys
 from mllm_seqpar.comm import Communicator, as_communicator
 from mllm_seqpar.masks import BlockMasks, CausalBlockMasks, FrameMask, FullBlockMasks
-from mllm_seqpar.sharding import frame_bounds, frame_range, padded_length, sequence_positions
+from mllm_seqpar.sharding import (
+    Spans,
+    frame_spans,
+    in_frame_order,
+    padded_length,
+    sequence_positions,
+    span_length,
+    take_spans,
+)
 from nccl_model import run_nccl_model
 from tolerances import EXACT, relative_error
 
@@ -42,6 +50,7 @@ class Case:
         rows: query rows of all ranks, before padding.
         frames, tokens: visual keys of all ranks.
         mask: a name of `frame_table`, or None; with `table`, by FrameMask.from_dense instead of intervals.
+        frame_layout: how frames map to ranks; "zigzag" is for "joint" only.
         text: a name of `text_limits`; for "causal" and "joint".
         shared_keys: k and v of the frames (for "causal": of the text) have a batch of 1.
         size: factor of q, and so of the logits.
@@ -63,6 +72,7 @@ class Case:
     mask: str | None = None
     table: bool = False
     layout: str = "zigzag"
+    frame_layout: str = "contiguous"
     text: str = "plain"
     size: float = 1.0
     offset: float = 0.0
@@ -177,15 +187,20 @@ def inputs(case: Case, total: int) -> dict[str, Tensor]:
     return made
 
 
+def key_spans(case: Case, n: int) -> list[Spans]:
+    """The keys of every rank."""
+    by_rank = frame_spans(case.frames, n, case.frame_layout)
+    return [tuple((start * case.tokens, stop * case.tokens) for start, stop in spans) for spans in by_rank]
+
+
 def run_case(comm: Communicator, case: Case, again: int = 1) -> dict[str, Any]:
     """This rank's o, lse, dq (its rows, in the order of the layout), dk, dv (its keys), text_dk, text_dv, and bytes."""
     total = case.total(comm.size)
     whole = inputs(case, total)
     rows = sequence_positions(total, comm.rank, comm.size, case.layout)
-    frames = frame_range(case.frames, comm)
-    keys = slice(frames.start * case.tokens, frames.stop * case.tokens)
+    keys = key_spans(case, comm.size)[comm.rank]
     own = {name: whole[name][:, :, rows] for name in ("q", "do", "text_k", "text_v")}
-    own |= {name: whole[name][:, :, keys] for name in ("k", "v")}
+    own |= {name: take_spans(whole[name], keys, dim=2) for name in ("k", "v")}
     mask = frame_mask(case, total, rows)
     for _ in range(again):
         leaves = {name: x.clone().requires_grad_() for name, x in own.items() if name != "do"}
@@ -212,7 +227,7 @@ def _call(
         return FUNCTIONS[name](x["q"], x["text_k"], x["text_v"], causal=True, layout=case.layout, **options)
     n, dtype = comm.size, accumulation(case.accumulate, case.dtype)
     if case.op == "direct":
-        lengths = tuple((stop - start) * case.tokens for start, stop in frame_bounds(case.frames, n))
+        lengths = tuple(map(span_length, key_spans(case, n)))
         full = FullBlockMasks(case.batch, total // n, lengths)
         problem = problem_of(x["q"].shape, x["k"].shape, lengths, case.dtype, case.accumulate)
         spec = call_spec_for("lv-xattn", None, full, problem, dtype, case.overlap, all_pairs=True)
@@ -227,10 +242,9 @@ def _call(
 
     sources = [source(case.by, text, (total // n,) * n, x["text_k"], x["text_v"])]
     if case.op == "joint":
-        bounds = frame_bounds(case.frames, n)
-        lengths = tuple((stop - start) * case.tokens for start, stop in bounds)
+        lengths = tuple(map(span_length, key_spans(case, n)))
         full = FullBlockMasks(case.batch, total // n, lengths)
-        blocks = full if mask is None else mask.blocks(comm, bounds)
+        blocks = full if mask is None else mask.blocks(comm, frame_spans(case.frames, n, case.frame_layout))
         sources.insert(0, source(case.frames_by, blocks, lengths, x["k"], x["v"]))
     return attend(x["q"], sources, comm=comm, scale=case.dim**-0.5, kernel=case.kernel)
 
@@ -271,8 +285,12 @@ def assemble(case: Case, results: list[dict[str, Any]]) -> dict[str, Tensor]:
     n = len(results)
     order = torch.cat([sequence_positions(case.total(n), rank, n, case.layout) for rank in range(n)]).argsort()
     names = [name for name, x in results[0].items() if isinstance(x, Tensor)]
-    whole = {name: torch.cat([result[name] for result in results], dim=2) for name in names}
-    return {name: x if name in ("dk", "dv") else x[:, :, order] for name, x in whole.items()}
+    keys = key_spans(case, n)
+    whole = {name: [result[name] for result in results] for name in names}
+    return {
+        name: in_frame_order(parts, keys, dim=2) if name in ("dk", "dv") else torch.cat(parts, dim=2)[:, :, order]
+        for name, parts in whole.items()
+    }
 
 
 def errors(case: Case, results: list[dict[str, Any]]) -> dict[str, float]:

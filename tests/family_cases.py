@@ -75,7 +75,10 @@ def shared(family: str) -> dict[str, Any]:
     """Return the cases that all families have."""
     batch, padded = BATCHES[family], PADDED[family]
     stored = {"recompute_visual": False}
-    return {name: for_family(family, case) for name, case in _shared(batch, padded, stored).items()}
+    cases = {name: for_family(family, case) for name, case in _shared(batch, padded, stored).items()}
+    if family not in QWENS:  # which refuse it
+        cases["local frames, zigzag"] = replace(batch, local_frames=True, frame_layout="zigzag")
+    return cases
 
 
 def for_family(family: str, case: Any) -> Any:
@@ -118,6 +121,9 @@ def _owl() -> tuple[dict[str, Any], dict[str, Any]]:
         "gradients of pixels": Owl(frames=(2, 1), wants_grad=("pixel_values",)),
         "gradients of embeddings": Owl(frames=(2, 1), embeds=True, offsets=True, wants_grad=("inputs_embeds",)),
         "local features": Owl(frames=(2, 3), local_frames=True, features="projected"),
+        "two ranges of frames on each rank": Owl(frames=(9, 4), length=27),
+        "contiguous frames of all ranks": Owl(frames=(9, 4), length=27, local_frames=True),
+        "all features, offloaded": Owl(frames=(9,), length=20, features="projected", options={"visual_offload": "cpu"}),
     }
     once = {
         "text shorter than the group": Owl(frames=(1,), length=3),

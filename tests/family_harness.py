@@ -74,7 +74,7 @@ def patched(family: str, case: Any, group: Any) -> tuple[Any, dict[str, Any]]:
     """Return the patched model of this rank and the inputs that it passes."""
     model, inputs = build(family, case)
     if case.local_frames:
-        inputs = family_module(family).local_frames(inputs, group)
+        inputs = family_module(family).local_frames(inputs, group, case.frame_layout)
     return patch_model(model, group=group, **case.options), inputs
 
 

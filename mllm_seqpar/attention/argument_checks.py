@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mllm_seqpar.errors import AgreementError, ConfigError, MaskError, ShapeError
 from mllm_seqpar.masks import FrameMask
+from mllm_seqpar.sharding import Spans, describe_spans, span_length
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -62,15 +63,15 @@ def check_mask_type(mask: FrameMask | None) -> None:
         )
 
 
-def check_mask(mask: FrameMask, q: Tensor, k: Tensor, frames: tuple[int, int]) -> None:
-    """Raise MaskError unless the mask has q's rows and k holds the keys of the frames start <= f < stop."""
+def check_mask(mask: FrameMask, q: Tensor, k: Tensor, frames: Spans) -> None:
+    """Raise MaskError unless the mask has q's rows and k holds the keys of these frames."""
     if mask.shape != (q.shape[0], q.shape[2]):
         raise MaskError(f"mask: has (batch, rows) {mask.shape}; this rank's q has {(q.shape[0], q.shape[2])}")
-    keys = (frames[1] - frames[0]) * mask.tokens_per_frame
+    keys = span_length(frames) * mask.tokens_per_frame
     if keys != k.shape[2]:
         raise MaskError(
             f"mask: of its {mask.total_frames} frames of {mask.tokens_per_frame} tokens this rank holds frames "
-            f"{frames[0]} to {frames[1]} (frame_range), which means {keys} keys; k has {k.shape[2]}"
+            f"{describe_spans(frames)} (frame_range), which means {keys} keys; k has {k.shape[2]}"
         )
 
 

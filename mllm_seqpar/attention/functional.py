@@ -20,7 +20,7 @@ from mllm_seqpar.kernels import choose_kernel
 from mllm_seqpar.masks import BlockMasks, CausalBlockMasks, FrameBlockMasks, FrameMask, FullBlockMasks
 from mllm_seqpar.schedules.head_sharding import HeadShards
 from mllm_seqpar.schedules.mesh_shapes import check_tile, resolve_tile
-from mllm_seqpar.sharding import LAYOUTS, frame_bounds, sequence_positions
+from mllm_seqpar.sharding import LAYOUTS, frame_spans, sequence_positions
 
 from . import argument_checks
 from .call_spec import AccumulateDtype, CallSpec, accumulation, call_spec_for, problem_of
@@ -238,7 +238,7 @@ def _attend_once(
     comm = transfer_communicator(group)
     mesh_shape = tuple(tile) if isinstance(tile, list) else tile
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    frames = frame_bounds(mask.total_frames, comm.size) if isinstance(mask, FrameMask) else []
+    frames = frame_spans(mask.total_frames, comm.size) if isinstance(mask, FrameMask) else []
 
     def check() -> dict[str, object]:
         argument_checks.check_qkv(q, k, v)
@@ -332,8 +332,8 @@ def decode_attention(
     comm, lengths = transfer_communicator(group), (k.shape[2],)
     masks: BlockMasks = FullBlockMasks(q.shape[0], q.shape[2], lengths)
     if mask is not None:
-        start, stop = frame_bounds(mask.total_frames // units_per_frame, comm.size)[comm.rank]
-        own = start * units_per_frame, stop * units_per_frame
+        frames = frame_spans(mask.total_frames // units_per_frame, comm.size)[comm.rank]
+        own = tuple((start * units_per_frame, stop * units_per_frame) for start, stop in frames)
         argument_checks.check_mask(mask, q, k, own)
         masks = FrameBlockMasks([mask], [own])
     keys = [GivenKeys(CallSpec((1, 1), masks, lengths, accumulation("auto", q.dtype)), k, v)]

@@ -23,6 +23,7 @@ from torch import Tensor
 from mllm_seqpar.comm import Communicator, Recv, Send
 from mllm_seqpar.masks import FrameBlockMasks, FrameMask, Rectangle, RowSubset
 from mllm_seqpar.masks.rectangles import Span
+from mllm_seqpar.sharding import Spans, part_of_spans
 
 from .block_math import BlockMath, FinalRows, GradientAccumulator, PartialResult, fold, prepare, unfold
 from .call_spec import CallSpec
@@ -87,18 +88,19 @@ class _RowPlan:
 
     Attributes:
         mask: of the gathered rows, in the order of ranks.
-        first: the number of this rank's first unit.
+        units: the numbers of this rank's units.
         spans: where the rows of each rank are among the gathered rows.
         sent: this rank's rows that each rank computes with; None: all.
     """
 
     mask: FrameMask
-    first: int
+    units: Spans
     spans: tuple[slice, ...]
     sent: tuple[RowSubset | None, ...]
 
     def rectangles(self, units: Span) -> tuple[Rectangle, ...]:
-        return self.mask.rectangles(self.first + units[0], self.first + units[1])
+        """Return the rectangles of a chunk of this rank's units."""
+        return self.mask.rectangles(part_of_spans(self.units, *units))
 
 
 def _plan(spec: CallSpec, comm: Communicator) -> _RowPlan:
@@ -113,7 +115,7 @@ def _plan(spec: CallSpec, comm: Communicator) -> _RowPlan:
         stops = torch.tensor([mask.shape[1] for mask in masks]).cumsum(0).tolist()
         spans = tuple(slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False))
         sent = tuple(None if rank == comm.rank else blocks.visible_rows(comm.rank, rank) for rank in ranks)
-        found = spec.derived[key] = _RowPlan(FrameMask.cat(masks), blocks.frames[comm.rank][0], spans, sent)
+        found = spec.derived[key] = _RowPlan(FrameMask.cat(masks), blocks.frames[comm.rank], spans, sent)
     return found
 
 

@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from mllm_seqpar.errors import ConfigError, DataError, VideoError
+from mllm_seqpar.sharding import join_spans
 
 from .chat_family import ChatFamily, ChatText, chat_family
 from .chat_format import CLIP, SAMPLING, check_record, media_parts
 from .formats import DEFAULT_TEMPLATE, check_template, open_records, to_chat
 from .frame_store import FrameStore
-from .sources import FrameSource, ImageListSource, VideoSource
+from .sources import FrameSource, ImageListSource, VideoSource, ranges_by_source, read_ranges
 
 ON_BAD_MEDIA = ("fail", "skip")
 """What training does about media that cannot be read: stop, or use another sample instead."""
@@ -262,31 +263,35 @@ def collate(samples: Sequence[ChatSample], processor: Any, max_length: int | Non
     )
 
 
-def load_local_frames(batch: ChatBatch, frames: range, image_processor: Any, *, at_once: int = 32) -> Tensor:
-    """Decode this rank's frames of a batch; return `pixel_values` (len(frames), 3, S, S).
+def load_local_frames(
+    batch: ChatBatch, frames: range | Sequence[range], image_processor: Any, *, at_once: int = 32
+) -> Tensor:
+    """Decode this rank's frames of a batch; return `pixel_values` (number of frames, 3, S, S).
 
-    `frames` is this rank's range of the flat list, `frame_range(batch.frames, group)`; it may be empty, and may span
-    several samples. `image_processor` takes at most `at_once` uint8 frames (n, 3, H, W).
+    `frames` is this rank's range of the flat list, `frame_range(batch.frames, group)`, or its `frame_ranges`. A range
+    may be empty, and may span several samples. `image_processor` takes at most `at_once` uint8 frames (n, 3, H, W).
     """
-    parts = [image_processor(decoded)["pixel_values"] for decoded in _decode(batch, frames, at_once)]
+    parts = [image_processor(decoded)["pixel_values"] for decoded in _decode(batch, _as_ranges(frames), at_once)]
     return torch.cat(parts) if parts else image_processor(torch.empty(0, 3, 1, 1))["pixel_values"]
 
 
-def load_local_pictures(batch: ChatBatch, slots: range, family: ChatFamily, *, at_once: int = 32) -> tuple[Tensor, ...]:
-    """Decode this rank's pictures of the model's flat list; return tensors (len(slots), ...) as `family.pixels` does.
+def load_local_pictures(
+    batch: ChatBatch, slots: range | Sequence[range], family: ChatFamily, *, at_once: int = 32
+) -> tuple[Tensor, ...]:
+    """Decode this rank's pictures of the model's flat list; return tensors (slots, ...) as `family.pixels` does.
 
-    `slots` is this rank's range of `batch.text.slots`, `frame_range(len(batch.text.slots), group)`. Padding pictures
-    among them are not decoded; at most `at_once` decoded frames are held in addition to the result.
+    `slots` is this rank's range of `batch.text.slots`, `frame_range(len(batch.text.slots), group)`, or its
+    `frame_ranges`. Padding pictures among them are not decoded; at most `at_once` decoded frames are held in addition
+    to the result.
     """
-    numbers = [batch.text.slots[slot] for slot in slots]
+    numbers = [batch.text.slots[slot] for part in _as_ranges(slots) for slot in part]
+    frames = [range(*span) for span in join_spans((number, number + 1) for number in numbers if number >= 0)]
     if family.ragged:  # none of them pads
-        own = range(numbers[0], numbers[-1] + 1) if numbers else range(0)
-        return family.joined([family.pixels(decoded) for decoded in _decode(batch, own, at_once)])
+        return family.joined([family.pixels(decoded) for decoded in _decode(batch, frames, at_once)])
     real = torch.tensor([index for index, number in enumerate(numbers) if number >= 0], dtype=torch.long)
     if not len(real):
         blank = family.blank() if numbers else family.pixels(torch.empty(0, 3, 1, 1, dtype=torch.uint8))
         return tuple(x.repeat(len(numbers), *[1] * (x.dim() - 1)) if numbers else x for x in blank)
-    frames = range(numbers[real[0]], numbers[real[-1]] + 1)  # consecutive: only padding is between them
     pictures: tuple[Tensor, ...] = ()
     done = 0
     for decoded in _decode(batch, frames, at_once):
@@ -303,21 +308,22 @@ def load_local_pictures(batch: ChatBatch, slots: range, family: ChatFamily, *, a
     return pictures
 
 
-def _decode(batch: ChatBatch, frames: range, at_once: int) -> Iterator[Tensor]:
-    """Yield a range of a batch's frames as uint8 tensors (at most `at_once`, 3, H, W), each of one size.
+def _as_ranges(frames: range | Sequence[range]) -> Sequence[range]:
+    return [frames] if isinstance(frames, range) else frames
+
+
+def _decode(batch: ChatBatch, frames: Sequence[range], at_once: int) -> Iterator[Tensor]:
+    """Yield ranges of a batch's frames as uint8 tensors (at most `at_once`, 3, H, W), each of one size.
 
     Raises:
         MediaError: a frame cannot be decoded; names the place of its sample.
     """
-    first = 0
-    for source, owner in zip(batch.sources, batch.owners, strict=True):
-        low, high = max(frames.start - first, 0), min(frames.stop - first, len(source))
+    for source, place, ranges in ranges_by_source(batch.sources, frames):
+        owner = batch.owners[place]
         try:
-            if low < high:
-                yield from source.read(low, high, batch=at_once)
+            yield from read_ranges(source, ranges, batch=at_once)
         except VideoError as error:
             raise MediaError(f"{batch.places[owner]}: {error}", owner) from error
-        first += len(source)
 
 
 def _least(*limits: int | None) -> Any:

@@ -73,6 +73,7 @@ class ChatFamily(ABC):
         tower: path of the vision tower in the model, and the name of its method that takes pictures.
         always_sharded: whether the patched forward takes pictures as one flat list on a single process too, where the
             unpatched forward has a dimension of samples.
+        frame_layout: how the programs map pictures to ranks, that of the patched model (`Family.frame_layout`).
         ragged: whether pictures have different numbers of rows, and are joined by `joined`.
     """
 
@@ -83,6 +84,7 @@ class ChatFamily(ABC):
     feature_weights: tuple[str, ...]
     tower: tuple[str, str] = ("model.vision_model", "forward")
     always_sharded = True
+    frame_layout = "contiguous"
     ragged = False
 
     def __init__(self, processor: Any) -> None:

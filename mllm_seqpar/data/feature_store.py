@@ -1,9 +1,9 @@
 """The feature store: encoded frames of one video on disk, readable in slices by any number of ranks.
 
 Each writing rank writes one safetensors file, `features-00000-of-00004.safetensors`, with the tensor `embeds` (frames
-of that rank, tokens per frame, hidden). Rank 0 also writes the index `features.json`: the frame range of each file,
-sizes, dtype, and metadata of the caller about video, sampling and model. The frame ranges follow from `frame_bounds`,
-so rank 0 needs no data from the other ranks. All files contain the same identity, a digest of the index, which detects
+of that rank, tokens per frame, hidden). Rank 0 also writes the index `features.json`: the frame ranges of each file,
+sizes, dtype, and metadata of the caller about video, sampling and model. The ranges follow from `frame_spans`, so
+rank 0 needs no data from the other ranks. All files contain the same identity, a digest of the index, which detects
 files of another run. A file is written under a temporary name and renamed, so it is complete or absent, and a store
 with an absent file is refused.
 """
@@ -11,7 +11,7 @@ with an absent file is refused.
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.models.hub import local_directory
-from mllm_seqpar.sharding import frame_bounds
+from mllm_seqpar.sharding import Spans, describe_spans, frame_spans, join_spans, part_of_spans, span_length
 
 from .downloads import atomic_write
 from .media_files import media_digest, media_size, underlying_file
@@ -40,15 +40,17 @@ def save_features(
     total: int,
     rank: int,
     world: int,
+    layout: str = "contiguous",
     meta: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write this rank's frames and return the file's path; every rank calls this, and rank 0 also writes the index.
 
     Args:
         directory: created if it does not exist. A store that it already contains is replaced.
-        embeds: (frames, tokens, hidden), the features of this rank's `frame_range`, which may be empty.
+        embeds: (frames, tokens, hidden), the features of this rank's frames, of which there may be none.
         start, total: the number of this rank's first frame; number of frames of the whole video.
         rank, world: this rank and the number of ranks.
+        layout: how frames map to ranks; see `frame_ranges`.
         meta: metadata about the origin of the features, serialisable as JSON and equal on every rank; see
             `source_meta` and `model_fingerprint`.
 
@@ -57,12 +59,13 @@ def save_features(
     """
     from safetensors.torch import save_file
 
-    bounds = frame_bounds(total, world)
-    if not 0 <= rank < world or embeds.ndim != 3 or bounds[rank] != (start, start + embeds.shape[0]):
-        owned = bounds[rank] if 0 <= rank < world else "no such rank"
+    by_rank = frame_spans(total, world, layout)
+    own = by_rank[rank] if 0 <= rank < world else None
+    if own is None or embeds.ndim != 3 or span_length(own) != embeds.shape[0] or any(own[:1]) and own[0][0] != start:
+        owned = "there is no such rank" if own is None else f"this rank has {describe_spans(own)}"
         raise ConfigError(
             f"save_features: rank {rank} of {world} passed embeds {tuple(embeds.shape)} from frame {start}; of {total} "
-            f"frames, this rank's range is {owned}; expected embeds of shape (frames, tokens, hidden)"
+            f"frames, {owned}; expected embeds of shape (frames, tokens, hidden)"
         )
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +74,10 @@ def save_features(
         "tokens_per_frame": embeds.shape[1],
         "hidden": embeds.shape[2],
         "dtype": str(embeds.dtype).removeprefix("torch."),
-        "files": [{"file": _file_name(r, world), "start": a, "stop": b} for r, (a, b) in enumerate(bounds)],
+        "files": [
+            {"file": _file_name(number, world), "ranges": [list(span) for span in spans]}
+            for number, spans in enumerate(by_rank)
+        ],
         "meta": dict(meta or {}),
     }
     identity = hashlib.blake2b(json.dumps(index, sort_keys=True).encode(), digest_size=16).hexdigest()
@@ -98,38 +104,72 @@ class FeatureStore:
         self.hidden: int = index["hidden"]
         self.dtype = _DTYPES[index["dtype"]]
         self.meta: dict[str, Any] = index["meta"]
-        self._files = [(f["start"], f["stop"], directory / f["file"]) for f in index["files"]]
+        # Stores of earlier versions have one range a file, as "start" and "stop".
+        files = ((f["ranges"] if "ranges" in f else [(f["start"], f["stop"])], f["file"]) for f in index["files"])
+        self._files = [(join_spans((a, b) for a, b in ranges), directory / name) for ranges, name in files]
 
-    def read(self, start: int, stop: int, device: str | torch.device = "cpu") -> Tensor:
-        """Return frames start <= f < stop, (frames, tokens, hidden); only these rows are read from the files."""
-        from safetensors import safe_open
+    def read(self, *frames: tuple[int, int], device: str | torch.device = "cpu") -> Tensor:
+        """Return the frames of some ranges (start, stop), one range after another, (frames, tokens, hidden).
 
-        if not 0 <= start <= stop <= self.total_frames:
-            raise ConfigError(
-                f"frames {start} to {stop} asked of {self.directory}, which has {self.total_frames}; pass "
-                "0 <= start <= stop <= total_frames"
-            )
-        out = torch.empty(stop - start, self.tokens_per_frame, self.hidden, dtype=self.dtype, device=device)
-        for first, last, path in self._files:
-            low, high = max(first, start), min(last, stop)
-            if low < high:
-                with safe_open(path, "pt") as file:
-                    out[low - start : high - start] = file.get_slice(_TENSOR)[low - first : high - first]
-        return out
-
-    def map(self, start: int, stop: int) -> Tensor:
-        """Return frames start <= f < stop as `read` does, mapped from their file, so that only used rows are read.
-
-        If the frames are in several files, which as many ranks wrote, they are read into memory. The tensor must not be
-        written to.
+        Only these rows are read from the files.
         """
         from safetensors import safe_open
 
-        for first, last, path in self._files:
-            if first <= start < stop <= last:
-                with safe_open(path, "pt") as file:
-                    return file.get_slice(_TENSOR)[start - first : stop - first]
-        return self.read(start, stop)
+        self._check(frames)
+        out = torch.empty(span_length(frames), self.tokens_per_frame, self.hidden, dtype=self.dtype, device=device)
+        done = 0
+        for start, stop in frames:
+            for spans, path in self._files:
+                first = 0
+                for begin, end in spans:
+                    low, high = max(begin, start), min(end, stop)
+                    if low < high:
+                        rows = slice(first + low - begin, first + high - begin)
+                        with safe_open(path, "pt") as file:
+                            out[done + low - start : done + high - start] = file.get_slice(_TENSOR)[rows]
+                    first += end - begin
+            done += stop - start
+        return out
+
+    def map(self, *frames: tuple[int, int]) -> Tensor:
+        """Return some frames as `read` does, mapped from their file, so that only used rows are read.
+
+        If they are not one after another in one file, because other ranks wrote the store, they are read into memory.
+        The tensor must not be written to.
+        """
+        from safetensors import safe_open
+
+        self._check(frames)
+        place = self._place(join_spans(frames))
+        if place is None:
+            return self.read(*frames)
+        path, first = place
+        with safe_open(path, "pt") as file:
+            return file.get_slice(_TENSOR)[first : first + span_length(frames)]
+
+    def can_map(self, by_rank: Iterable[Spans]) -> bool:
+        """Return whether `map` maps the frames of each of several ranks."""
+        return all(not spans or self._place(spans) is not None for spans in by_rank)
+
+    def _place(self, frames: Spans) -> tuple[Path, int] | None:
+        """Return the file that has these frames one after another, and the row of the first."""
+        for spans, path in self._files:
+            first = 0
+            for begin, end in spans:
+                if frames and begin <= frames[0][0] < end:
+                    first += frames[0][0] - begin
+                    same = part_of_spans(spans, first, first + span_length(frames)) == frames
+                    return (path, first) if same else None
+                first += end - begin
+        return None
+
+    def _check(self, frames: Sequence[tuple[int, int]]) -> None:
+        for start, stop in frames:
+            if not 0 <= start <= stop <= self.total_frames:
+                raise ConfigError(
+                    f"frames {start} to {stop} asked of {self.directory}, which has {self.total_frames}; pass "
+                    "0 <= start <= stop <= total_frames"
+                )
 
     def require(self, **expected: Any) -> None:
         """Raise DataError unless these entries of `meta` have the given values."""
@@ -153,7 +193,7 @@ def open_features(directory: str | os.PathLike[str]) -> FeatureStore:
         raise DataError(f"{folder}: {found} ({INDEX} is missing); {_REDO}") from error
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{folder / INDEX}: not an index of features ({error!r}); {_REDO}") from error
-    checked = ((path.name, _fault(store, identity, start, stop, path)) for start, stop, path in store._files)
+    checked = ((path.name, _fault(store, identity, spans, path)) for spans, path in store._files)
     if faults := [f"{name} ({fault})" for name, fault in checked if fault]:
         listed = ", ".join(faults[:4])
         raise DataError(f"{folder}: {len(faults)} of {len(store._files)} shards cannot be used: {listed}; {_REDO}")
@@ -209,7 +249,7 @@ def _file_name(rank: int, world: int) -> str:
     return f"features-{rank:05d}-of-{world:05d}.safetensors"
 
 
-def _fault(store: FeatureStore, identity: str, start: int, stop: int, path: Path) -> str | None:
+def _fault(store: FeatureStore, identity: str, spans: Spans, path: Path) -> str | None:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -222,5 +262,5 @@ def _fault(store: FeatureStore, identity: str, start: int, stop: int, path: Path
         return f"damaged: {error}"
     if found != identity:
         return "from another run"
-    expected = (stop - start, store.tokens_per_frame, store.hidden)
+    expected = (span_length(spans), store.tokens_per_frame, store.hidden)
     return None if shape == expected else f"shape {shape}, expected {expected}"

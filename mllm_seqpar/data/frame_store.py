@@ -14,7 +14,7 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,8 +60,8 @@ class StoredFrames:
     ends: tuple[int, ...]
     checksums: tuple[int, ...]
 
-    def read(self, start: int, stop: int, batch: int, threads: int | None = None) -> Iterator[Tensor]:
-        """Yield frames start <= i < stop, as `VideoSource.read` does; only their bytes are read.
+    def read(self, numbers: Sequence[int], batch: int, threads: int | None = None) -> Iterator[Tensor]:
+        """Yield the frames with these numbers, as `VideoSource.read` does; only their bytes are read.
 
         Raises:
             FrameStoreError: the file is missing or damaged.
@@ -74,7 +74,7 @@ class StoredFrames:
         with file:
             images: list[Tensor] = []
             with closing(
-                read_ahead(range(start, stop), lambda number: self._frame(file.fileno(), number), threads, threads)
+                read_ahead(numbers, lambda number: self._frame(file.fileno(), number), threads, threads)
             ) as frames:
                 for image in frames:
                     images.append(image)

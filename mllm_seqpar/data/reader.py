@@ -14,7 +14,7 @@ different groups; otherwise, and where most frames of a group are wanted, the de
 
 import threading
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import chain, groupby
@@ -52,6 +52,7 @@ def read_frames(
     threads: int | None = None,
     decoder: str = "pyav",
     device: torch.device | str = "cpu",
+    ranges: Sequence[range] | None = None,
 ) -> Iterator[Tensor]:
     """Decode entries start <= i < stop of a plan, and skip as much of the file as possible.
 
@@ -65,6 +66,8 @@ def read_frames(
             antialiased bicubic filter, and that NVDEC converts colours on its own. torchcodec reads mp4, mov, mkv and
             webm; in other containers it finds other frames, so PyAV reads those.
         device: where torchcodec decodes: "cpu", or "cuda" for NVDEC (not run on a GPU yet). The frames stay there.
+        ranges: several ranges of entries in ascending order, in the place of `start` and `stop`. The same decoders
+            decode all of them.
 
     Yields:
         uint8 tensors (up to `batch`, 3, H, W), RGB, in the plan's order.
@@ -76,22 +79,25 @@ def read_frames(
     """
     stop = len(plan) if stop is None else stop
     threads = decode_threads() if threads is None else threads
-    check_range(start, stop, len(plan), batch)
+    ranges = [range(start, stop)] if ranges is None else ranges
+    for entries in ranges:
+        check_range(entries.start, entries.stop, len(plan), batch)
     if threads < 1:
         raise ConfigError(f"threads must be at least 1, got {threads}")
     if decoder not in DECODERS:
         raise ConfigError(f"decoder {decoder!r} is unknown; choose one of: {', '.join(DECODERS)}")
     if decoder == "pyav" and torch.device(device).type != "cpu":
         raise ConfigError(f"decoder 'pyav' decodes on the CPU only, got device {device}; use decoder='torchcodec'")
-    if start == stop:
+    ranges = [entries for entries in ranges if entries]
+    if not ranges:
         return
     if decoder == "torchcodec":
-        yield from _read_with_torchcodec(plan, range(start, stop), size, batch, threads, device)
+        yield from _read_with_torchcodec(plan, ranges, size, batch, threads, device)
         return
     with ExitStack() as resources:
         reader = _Reader(plan, size, resources)
         images: list[Tensor] = []
-        with closing(reader.frames(range(start, stop), threads)) as frames:
+        with closing(reader.frames(ranges, threads)) as frames:
             for image in frames:
                 images.append(image)
                 if len(images) == batch:
@@ -103,7 +109,7 @@ def read_frames(
 
 def _read_with_torchcodec(
     plan: FramePlan,
-    entries: range,
+    ranges: Sequence[range],
     size: tuple[int, int] | None,
     batch: int,
     threads: int,
@@ -114,15 +120,17 @@ def _read_with_torchcodec(
     with open_video(plan.path) as (container, stream):
         index, container_format = stream.index, container.format.name
     if container_format not in _TORCHCODEC_CONTAINERS:
-        for frames in read_frames(plan, entries.start, entries.stop, size=size, batch=batch, threads=threads):
+        for frames in read_frames(plan, size=size, batch=batch, threads=threads, ranges=ranges):
             yield frames.to(device)
         return
-    first = entries.start
+    entries = [*chain(*ranges)]
+    first = entries[0]
     try:
         video = decoders.VideoDecoder(plan.path, stream_index=index, num_ffmpeg_threads=threads, device=device)
         begin, end, last = video.metadata.begin_stream_seconds, video.metadata.end_stream_seconds, len(video) - 1
-        for first in range(entries.start, entries.stop, batch):  # noqa: B007 - the handler names it
-            ticks = plan.ticks[first : min(first + batch, entries.stop)]
+        for done in range(0, len(entries), batch):
+            first = entries[done]  # the handler names it
+            ticks = [plan.ticks[entry] for entry in entries[done : done + batch]]
             # Presentation times are whole ticks, so half a tick later the same frame is shown, however floats round.
             times = [max(float((2 * tick + 1) * plan.time_base / 2), begin) for tick in ticks]
             inside = [time for time in times if time < end]
@@ -161,11 +169,11 @@ class _Reader:
         self._frame_bytes = max(1, 3 * height * width)
         self._converters = threading.local()
 
-    def frames(self, entries: range, threads: int) -> Generator[Tensor]:
-        """Yield the frames of a range of entries in order, decoded with a number of threads."""
-        segments = self._segments(entries, threads)
+    def frames(self, ranges: Sequence[range], threads: int) -> Generator[Tensor]:
+        """Yield the frames of ranges of entries in order, decoded with a number of threads."""
+        segments = self._segments(ranges, threads)
         if not segments:
-            shown = _shown(self._cursor(threads), entries)
+            shown = _shown(self._cursor(threads), chain(*ranges))
             if threads == 1:
                 for item in shown:
                     yield from self._tensors(item)
@@ -196,7 +204,7 @@ class _Reader:
             self._converters.own = _Converter(self._size, self._coded_size)
         return [self._converters.own.tensor(frame)] * count
 
-    def _segments(self, entries: range, threads: int) -> list[range]:
+    def _segments(self, ranges: Sequence[range], threads: int) -> list[range]:
         """Return ranges of entries to be decoded side by side; none if one decoder with several threads is as good.
 
         A segment begins where a group of pictures begins, so that no frame is decoded twice.
@@ -205,16 +213,17 @@ class _Reader:
         if threads == 1 or not self._index.keys:
             return []
         found: list[range] = []
-        first = entry = entries.start
-        while entry < entries.stop:
-            following = self._next_group(entry, entries.stop)
-            if following - entry > most:
-                return []
-            if following - first > most:
-                found.append(range(first, entry))
-                first = entry
-            entry = following
-        found.append(range(first, entries.stop))
+        for entries in ranges:
+            first = entry = entries.start
+            while entry < entries.stop:
+                following = self._next_group(entry, entries.stop)
+                if following - entry > most:
+                    return []
+                if following - first > most:
+                    found.append(range(first, entry))
+                    first = entry
+                entry = following
+            found.append(range(first, entries.stop))
         return found if len(found) >= 2 * threads else []
 
     def _next_group(self, entry: int, stop: int) -> int:
@@ -229,8 +238,8 @@ class _Reader:
         return _Cursor(self._plan, threads, self._index, self._resources.enter_context(ExitStack()))
 
 
-def _shown(cursor: "_Cursor", entries: range) -> Iterator[tuple[Any, int]]:
-    """Yield each frame that a range of entries shows, and how many entries in a row show it."""
+def _shown(cursor: "_Cursor", entries: Iterable[int]) -> Iterator[tuple[Any, int]]:
+    """Yield each frame that entries show, and how many entries in a row show it."""
     for _, group in groupby(map(cursor.frame, entries), key=itemgetter(0)):
         found = list(group)
         yield found[0][1], len(found)

@@ -4,10 +4,11 @@ A source only names the files, so it is cheap to create and to pickle. `read` op
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -35,6 +36,40 @@ class FrameSource(Protocol):
     def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
         """Yield frames start <= i < stop in order, as uint8 tensors (at most `batch`, 3, H, W), each of one size."""
         ...
+
+
+@runtime_checkable
+class RangedSource(FrameSource, Protocol):
+    """A source that reads several ranges more cheaply than one after another."""
+
+    def read_ranges(
+        self, ranges: Sequence[range], *, size: tuple[int, int] | None = None, batch: int = 16
+    ) -> Iterator[Tensor]:
+        """Yield the frames of ranges in ascending order, as `read` does."""
+        ...
+
+
+def read_ranges(
+    source: FrameSource, ranges: Sequence[range], *, size: tuple[int, int] | None = None, batch: int = 16
+) -> Iterator[Tensor]:
+    """Yield the frames of ranges in ascending order, as `FrameSource.read` does. A video is opened once for all."""
+    if isinstance(source, RangedSource):
+        yield from source.read_ranges(ranges, size=size, batch=batch)
+    else:
+        for frames in ranges:
+            yield from source.read(frames.start, frames.stop, size=size, batch=batch)
+
+
+def ranges_by_source(
+    sources: Iterable[FrameSource], ranges: Sequence[range]
+) -> Iterator[tuple[FrameSource, int, list[range]]]:
+    """Yield each source that has some of these frames of all sources: source, its place, and ranges of its frames."""
+    first = 0
+    for place, source in enumerate(sources):
+        parts = [range(max(x.start - first, 0), min(x.stop - first, len(source))) for x in ranges]
+        if found := [part for part in parts if part]:
+            yield source, place, found
+        first += len(source)
 
 
 @dataclass(frozen=True)
@@ -84,10 +119,18 @@ class VideoSource:
         return [_first_size(self) if self.stored is None else self.stored.size] * len(self)
 
     def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
+        return self.read_ranges([range(start, stop)], size=size, batch=batch)
+
+    def read_ranges(
+        self, ranges: Sequence[range], *, size: tuple[int, int] | None = None, batch: int = 16
+    ) -> Iterator[Tensor]:
+        """Yield the frames of ranges in ascending order, as `read` does; one reader decodes all of them."""
         if self.stored is not None and size in (None, self.stored.size):
-            check_range(start, stop, len(self), batch)
-            return self.stored.read(start, stop, batch, self.threads)
-        return read_frames(self.plan, start, stop, size=size, batch=batch, threads=self.threads, decoder=self.decoder)
+            for frames in ranges:
+                check_range(frames.start, frames.stop, len(self), batch)
+            return self.stored.read([*chain(*ranges)], batch, self.threads)
+        options: dict[str, Any] = {"threads": self.threads, "decoder": self.decoder}
+        return read_frames(self.plan, size=size, batch=batch, ranges=ranges, **options)
 
 
 @dataclass(frozen=True)

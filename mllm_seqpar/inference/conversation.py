@@ -25,10 +25,10 @@ from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.chat_family import VIDEO_MARK, ChatText, StoredFrames, chat_family
 from mllm_seqpar.data.chat_format import media_parts
-from mllm_seqpar.data.sources import FrameSource
+from mllm_seqpar.data.sources import FrameSource, ranges_by_source, read_ranges
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError
 from mllm_seqpar.patching import patch_of
-from mllm_seqpar.sharding import FrameShard, frame_range
+from mllm_seqpar.sharding import FrameShard
 
 from .encoding import EncodedVideo, encode_units, encoder_of
 from .evidence import MOMENTS, Evidence, evidence_of
@@ -75,15 +75,17 @@ class JoinedSource:
 
     def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
         """Yield frames start <= i < stop; a batch has frames of one source."""
-        first = 0
-        for source in self.sources:
-            low, high = max(start - first, 0), min(stop - first, len(source))
-            if low < high:
-                for frames in source.read(low, high, size=size, batch=batch):
-                    if self.interrupted is not None and self.interrupted():
-                        raise Interrupted("interrupted while the frames were encoded")
-                    yield frames
-            first += len(source)
+        return self.read_ranges([range(start, stop)], size=size, batch=batch)
+
+    def read_ranges(
+        self, ranges: Sequence[range], *, size: tuple[int, int] | None = None, batch: int = 16
+    ) -> Iterator[Tensor]:
+        """Yield the frames of ranges in ascending order; a batch has frames of one source."""
+        for source, _, parts in ranges_by_source(self.sources, ranges):
+            for frames in read_ranges(source, parts, size=size, batch=batch):
+                if self.interrupted is not None and self.interrupted():
+                    raise Interrupted("interrupted while the frames were encoded")
+                yield frames
 
 
 class Conversation:
@@ -354,9 +356,8 @@ class Conversation:
             blank = (x.to(device, weight.dtype if x.is_floating_point() else None) for x in self._family.blank())
             with torch.no_grad():
                 features = encoder_of(self._model, self._family)(*blank)
-            local = frame_range(1, self._comm)
-            shard = FrameShard(local.start, local.stop, 1)
-            self._encoded = EncodedVideo(features[local.start : local.stop], shard)
+            shard = FrameShard.of(1, self._comm, self._family.frame_layout)
+            self._encoded = EncodedVideo(features[: len(shard)], shard)
         return self._family.feature_arguments(self._model, self._encoded.features, self._encoded.shard)
 
     def _keep_prefix(self, text: ChatText) -> int:

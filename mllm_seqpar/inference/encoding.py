@@ -10,7 +10,7 @@ while the batch before it is encoded. The result is the features of this rank's 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,10 +25,10 @@ from mllm_seqpar.comm import Group, transfer_communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.chat_family import ChatFamily, chat_family
 from mllm_seqpar.data.prefetch import read_ahead
-from mllm_seqpar.data.sources import FrameSource
+from mllm_seqpar.data.sources import FrameSource, read_ranges
 from mllm_seqpar.errors import ConfigError, DivergedError, VideoError
 from mllm_seqpar.runtime.host_copies import HostCopies
-from mllm_seqpar.sharding import FrameShard, frame_bounds
+from mllm_seqpar.sharding import FrameShard, frame_spans, span_length
 
 Pictures = tuple[Tensor, ...]
 """Preprocessed frames of a family: pixels, and further tensors with one entry per frame."""
@@ -114,10 +114,10 @@ def encode_units(
     comm = transfer_communicator(group)
     if batch < 1:
         raise ConfigError(f"batch: {batch} is not allowed; give 1 or more")
-    bounds = frame_bounds(len(units), comm.size)
-    start, stop = bounds[comm.rank]
-    encoder = _Encoder(model, family, stop - start, on_host)
-    with torch.no_grad(), closing(_batches(units, start, stop, batch, family, encoder)) as batches:
+    shard = FrameShard.of(len(units), comm, family.frame_layout)
+    counts = [span_length(spans) for spans in frame_spans(len(units), comm.size, family.frame_layout)]
+    encoder = _Encoder(model, family, len(shard), on_host)
+    with torch.no_grad(), closing(_batches(units, shard.ranges, batch, family, encoder)) as batches:
         while True:
             pixels = encoder.read(batches)
             rows = comm.gather_ints([encoder.done, int(encoder.error is not None)])
@@ -126,19 +126,18 @@ def encode_units(
             done = [encoded for encoded, _ in rows]
             if progress is not None:
                 progress(sum(done))
-            if done == [last - first for first, last in bounds]:
+            if done == counts:
                 break
             encoder.encode(pixels)
             del pixels  # the thread reads the batch after the next only when this one is freed
-        shard = FrameShard(start, stop, len(units))
         return EncodedVideo(encoder.features(), shard, seconds=encoder.seconds())
 
 
 def _batches(
-    source: FrameSource, start: int, stop: int, batch: int, family: ChatFamily, encoder: _Encoder
+    source: FrameSource, ranges: Sequence[range], batch: int, family: ChatFamily, encoder: _Encoder
 ) -> Generator[Pictures, None, None]:
-    """Yield the preprocessed frames of a range in batches of at most `batch`, reading one batch ahead."""
-    reader = source.read(start, stop, batch=batch)
+    """Yield the preprocessed frames of ranges in batches of at most `batch`, reading one batch ahead."""
+    reader = read_ranges(source, ranges, batch=batch)
 
     def read_next(_: int) -> Pictures | None:
         with encoder.measure("decode frames"):

@@ -22,7 +22,7 @@ from mllm_seqpar.data.feature_store import (
 )
 from mllm_seqpar.data.sources import VideoSource
 from mllm_seqpar.errors import DataError
-from mllm_seqpar.sharding import FrameShard, frame_range
+from mllm_seqpar.sharding import FrameShard, frame_spans
 
 from .encoding import EncodedVideo
 
@@ -48,9 +48,10 @@ def save_video(directory: str, video: EncodedVideo, comm: Communicator, meta: Ma
     shard = video.shard
 
     def write() -> None:
+        layout = shard.layout(comm.rank, comm.size) or "contiguous"
         placement = {"start": shard.start, "total": shard.total, "rank": comm.rank, "world": comm.size}
         try:
-            save_features(directory, video.features, **placement, meta=rank_0_meta)
+            save_features(directory, video.features, **placement, layout=layout, meta=rank_0_meta)
         except OSError as error:
             raise DataError(f"{directory}: the features cannot be written: {error}") from error
 
@@ -96,11 +97,13 @@ def load_video(
             f"{store.directory}: these features are {found} and the model runs in {needed}; use --dtype {found}, or "
             "encode the video again with --save_features"
         )
-    local = frame_range(store.total_frames, comm)
-    shard = FrameShard(local.start, local.stop, store.total_frames)
-    frames = family.stored_frames(store.total_frames, store.meta)
-    features = store.map(local.start, local.stop) if mapped else store.read(local.start, local.stop, device)
-    return EncodedVideo(features, shard, frames)
+    total, layout = store.total_frames, family.frame_layout
+    if mapped and not store.can_map(frame_spans(total, comm.size, layout)):
+        if store.can_map(frame_spans(total, comm.size)):  # a store of an earlier version, or written by one rank
+            layout = "contiguous"
+    shard = FrameShard.of(total, comm, layout)
+    features = store.map(*shard.spans) if mapped else store.read(*shard.spans, device=device)
+    return EncodedVideo(features, shard, family.stored_frames(total, store.meta))
 
 
 def feature_meta(source: VideoSource, model: str, family: ChatFamily, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.errors import MaskError
+from mllm_seqpar.sharding import Spans, join_spans, span_length, take_spans
 
 from .block_masks import BlockMasks, RankGroups, RowSubset
 from .dense import dense_rectangles
@@ -30,8 +31,8 @@ class FrameMask:
     def __init__(self, bounds: tuple[Tensor, Tensor] | None, visible: Tensor | None, tokens: int, total: int) -> None:
         self.bounds, self.visible = bounds, visible
         self.tokens_per_frame, self.total_frames = tokens, total
-        self._by_group: dict[tuple[Hashable, tuple[tuple[int, int], ...]], tuple[int, FrameBlockMasks]] = {}
-        self._rectangles: dict[tuple[int, int], tuple[Rectangle, ...]] = {}
+        self._by_group: dict[tuple[Hashable, tuple[Spans, ...]], tuple[int, FrameBlockMasks]] = {}
+        self._rectangles: dict[Spans, tuple[Rectangle, ...]] = {}
         self.derived: dict[Hashable, Any] = {}
         """Attention calls that are prepared for this mask, by the arguments they depend on."""
         self._folded: FrameMask | None = None
@@ -137,36 +138,47 @@ class FrameMask:
             self._folded = self._with_table(self._table.flatten(0, 1).unsqueeze(0))
         return self._folded
 
-    def visible_fraction(self, start: int, stop: int) -> float:
-        """Return the fraction of the pairs of a row and a frame start <= f < stop that are visible."""
-        if stop <= start or not self._table.numel():
+    def visible_fraction(self, frames: Spans) -> float:
+        """Return the fraction of the pairs of a row and one of these frames that are visible."""
+        if not frames or not self._table.numel():
             return 0.0
         if self.bounds is None:
-            return float(self._table[..., start:stop].float().mean())
-        visible = self.bounds[1].clamp(max=stop) - self.bounds[0].clamp(min=start)
-        return float(visible.clamp(min=0).float().mean()) / (stop - start)
+            return float(self._columns(frames).float().mean())
+        first, stop = count_before(self._table, frames).unbind(-1)
+        return float((stop - first).clamp(min=0).float().mean()) / span_length(frames)
 
-    def any_frame_visible(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return (B, s_q) bool: True for rows that see any of the frames start <= f < stop (None: of all frames)."""
-        stop = self.total_frames if stop is None else stop
+    def any_frame_visible(self, frames: Spans | None = None) -> Tensor:
+        """Return (B, s_q) bool: True for rows that see any of these frames (None: of all frames)."""
+        frames = ((0, self.total_frames),) if frames is None else frames
         if self.bounds is not None:
-            return self.bounds[0].clamp(min=start) < self.bounds[1].clamp(max=stop)
-        if stop <= start:
-            return self._table.new_zeros(self.shape)
-        return self._table[..., start:stop].view(torch.uint8).amax(-1).bool()  # `any` takes 30 times as long
+            first, stop = count_before(self._table, frames).unbind(-1)
+            return first < stop
+        visible = self._table.new_zeros(self.shape)
+        for begin, end in frames:
+            if begin < end:  # `any` takes 30 times as long as `amax`
+                visible |= self._table[..., begin:end].view(torch.uint8).amax(-1).bool()
+        return visible
 
-    def rectangles(self, start: int, stop: int) -> tuple[Rectangle, ...]:
-        """Return the rectangles of all rows against the keys of the frames start <= f < stop."""
-        if (start, stop) not in self._rectangles:
+    def rectangles(self, frames: Spans) -> tuple[Rectangle, ...]:
+        """Return the rectangles of all rows against the keys of these ranges of frames, one range after another."""
+        if frames not in self._rectangles:
             if self.bounds is None:
-                found = dense_rectangles(self._table[..., start:stop], self.tokens_per_frame)
+                found = dense_rectangles(self._columns(frames), self.tokens_per_frame)
             else:
-                low, high = self.bounds[0] - start, self.bounds[1] - start
-                found = interval_rectangles(low, high, stop - start, self.tokens_per_frame)
-            self._rectangles[start, stop] = found
-        return self._rectangles[start, stop]
+                found, units = (), 0
+                for ascending in _ascending(frames):  # of these frames, a row sees one interval too
+                    low, high = count_before(self._table, ascending).unbind(-1)
+                    count = span_length(ascending)
+                    found += interval_rectangles(low, high, count, self.tokens_per_frame, first=units)
+                    units += count
+            self._rectangles[frames] = found
+        return self._rectangles[frames]
 
-    def gathered_digest(self, comm: Communicator, frames: Sequence[tuple[int, int]]) -> int:
+    def _columns(self, frames: Spans) -> Tensor:
+        """Return the table (B, s_q, f) of these frames; a view if they are one range."""
+        return take_spans(self._table, frames, dim=-1)
+
+    def gathered_digest(self, comm: Communicator, frames: Sequence[Spans]) -> int:
         """Return a checksum of the rows of all ranks that `blocks` keeps for these arguments; 0 if it keeps none.
 
         If the checksums of the ranks differ, the ranks keep rows of different calls: some have used a mask again with
@@ -175,9 +187,7 @@ class FrameMask:
         kept = self._by_group.get((comm.identity, tuple(frames)))
         return 0 if kept is None else kept[0]
 
-    def blocks(
-        self, comm: Communicator, frames: Sequence[tuple[int, int]], *, refresh: bool = False
-    ) -> FrameBlockMasks:
+    def blocks(self, comm: Communicator, frames: Sequence[Spans], *, refresh: bool = False) -> FrameBlockMasks:
         """Return the masks of every block. This mask has this rank's rows; rank j holds the frames ``frames[j]``.
 
         The first call for a group gathers the rows of the other ranks and keeps them for all layers. `refresh` gathers
@@ -196,9 +206,9 @@ class FrameMask:
 
 
 class FrameBlockMasks(BlockMasks):
-    """The frame masks of every block: ``masks[i]`` has the rows of rank i, ``frames[j]`` is the range of rank j."""
+    """The frame masks of every block: ``masks[i]`` has the rows of rank i, ``frames[j]`` the ranges of rank j."""
 
-    def __init__(self, masks: Sequence[FrameMask], frames: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, masks: Sequence[FrameMask], frames: Sequence[Spans]) -> None:
         self.masks, self.frames = list(masks), list(frames)
         self._visible_rows: dict[tuple[int, int], RowSubset | None] = {}
         self._pruned: dict[tuple[int, int], tuple[Rectangle, ...]] = {}
@@ -213,12 +223,12 @@ class FrameBlockMasks(BlockMasks):
     @cached_property
     def visible_fraction(self) -> float:
         """The fraction of all pairs of a row and a frame that are visible."""
-        total = self.frames[-1][1]
-        return sum(mask.visible_fraction(0, total) for mask in self.masks) / len(self.masks)
+        every = ((0, self.masks[0].total_frames),)
+        return sum(mask.visible_fraction(every) for mask in self.masks) / len(self.masks)
 
     def visible_fractions(self) -> list[list[float]]:
         """Return [i][j]: the fraction of the pairs of a row of rank i and a frame of rank j that are visible."""
-        return [[mask.visible_fraction(*frames) for frames in self.frames] for mask in self.masks]
+        return [[mask.visible_fraction(frames) for frames in self.frames] for mask in self.masks]
 
     def visible_row_counts(self) -> list[list[int]]:
         """Return [i][j]: how many rows of rank i, of all batch items, see any frame of rank j."""
@@ -227,11 +237,11 @@ class FrameBlockMasks(BlockMasks):
         return [[total if (rows := folded.visible_rows(i, j)) is None else rows.count for j in ranks] for i in ranks]
 
     def rectangles(self, q_shard: int, kv_shard: int) -> tuple[Rectangle, ...]:
-        return self.masks[q_shard].rectangles(*self.frames[kv_shard])
+        return self.masks[q_shard].rectangles(self.frames[kv_shard])
 
     def visible_rows(self, q_shard: int, kv_shard: int) -> RowSubset | None:
         if (q_shard, kv_shard) not in self._visible_rows:
-            visible = self.masks[q_shard].any_frame_visible(*self.frames[kv_shard]).any(0)
+            visible = self.masks[q_shard].any_frame_visible(self.frames[kv_shard]).any(0)
             subset = None if bool(visible.all()) else RowSubset(visible.nonzero().flatten())
             self._visible_rows[q_shard, kv_shard] = subset
         return self._visible_rows[q_shard, kv_shard]
@@ -243,7 +253,7 @@ class FrameBlockMasks(BlockMasks):
         if (q_shard, kv_shard) not in self._pruned:
             # Planned for the subset, because rows that were apart may now share a rectangle.
             pruned = self.masks[q_shard].take(rows.index)
-            self._pruned[q_shard, kv_shard] = pruned.rectangles(*self.frames[kv_shard])
+            self._pruned[q_shard, kv_shard] = pruned.rectangles(self.frames[kv_shard])
         return self._pruned[q_shard, kv_shard]
 
     def folded(self) -> FrameBlockMasks:
@@ -254,20 +264,34 @@ class FrameBlockMasks(BlockMasks):
         return self._folded
 
     def merged(self, groups: RankGroups, orders: Sequence[Tensor] | None) -> FrameBlockMasks:
-        """Return the masks with each group of ranks as one rank, and the frames numbered in the order of the groups."""
+        """Return the masks with each group of ranks as one rank, which has the frames of one rank after another."""
         if groups not in self._merged or self._merged[groups][0] is not orders:
             masks = [FrameMask.cat([self.masks[rank] for rank in group]) for group in groups]
             if orders is not None:
                 masks = [mask.take(order) for mask, order in zip(masks, orders, strict=True)]
-            ranks = list(itertools.chain(*groups))
-            if ranks != sorted(ranks):  # their frames are not consecutive
-                numbers = torch.cat([torch.arange(*self.frames[rank]) for rank in ranks])
-                masks = [mask.take_frames(numbers) for mask in masks]
-            counts = [sum(self.frames[rank][1] - self.frames[rank][0] for rank in group) for group in groups]
-            stops = list(itertools.accumulate(counts))
-            frames = [(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
+            frames = [join_spans(itertools.chain(*(self.frames[rank] for rank in group))) for group in groups]
             self._merged[groups] = orders, FrameBlockMasks(masks, frames)
         return self._merged[groups][1]
+
+
+def count_before(numbers: Tensor, frames: Spans) -> Tensor:
+    """Return how many of these frames, which are in ascending order, are before each frame number."""
+    count: Tensor | None = None
+    for start, stop in frames:
+        before = (numbers - start).clamp(0, stop - start)
+        count = before if count is None else count + before
+    return torch.zeros_like(numbers) if count is None else count
+
+
+def _ascending(frames: Spans) -> list[Spans]:
+    """Return the frames as lists of ranges in ascending order, as long as possible."""
+    runs: list[Spans] = []
+    for span in frames:
+        if runs and runs[-1][-1][1] <= span[0]:
+            runs[-1] += (span,)
+        else:
+            runs.append((span,))
+    return runs
 
 
 def _check_counts(where: str, tokens: int, frames: int) -> None:

@@ -84,7 +84,7 @@ class _Group:
 
 
 def interval_rectangles(
-    low: Tensor, high: Tensor, units: int, tokens: int, valid: Tensor | None = None
+    low: Tensor, high: Tensor, units: int, tokens: int, valid: Tensor | None = None, first: int = 0
 ) -> tuple[Rectangle, ...]:
     """Return the rectangles of a block whose row (b, r) sees units ``low[b, r] <= u < high[b, r]``.
 
@@ -93,6 +93,7 @@ def interval_rectangles(
         units: number of units in the block, of `tokens` keys each.
         tokens: keys per unit.
         valid: (B, units * tokens) bool, False for keys that no row sees, or None.
+        first: number of units before these in a larger block, in which the rectangles are; 0 with `valid`.
     """
     if valid is not None and bool(valid.all()):
         valid = None
@@ -101,11 +102,12 @@ def interval_rectangles(
         # Keys before the first and after the last valid one are cut off; holes between them are masked.
         index = torch.arange(units)
         any_valid = valid.any(-1)
-        first = torch.where(valid, index, units).amin(-1)
-        last = torch.where(valid, index + 1, 0).amax(-1)
-        low = torch.maximum(low, torch.where(any_valid, first, 0).unsqueeze(-1))
-        high = torch.minimum(high, torch.where(any_valid, last, 0).unsqueeze(-1))
+        begin = torch.where(valid, index, units).amin(-1)
+        end = torch.where(valid, index + 1, 0).amax(-1)
+        low = torch.maximum(low, torch.where(any_valid, begin, 0).unsqueeze(-1))
+        high = torch.minimum(high, torch.where(any_valid, end, 0).unsqueeze(-1))
     empty = high <= low
+    low, high = low + first, high + first
     low, high = low.masked_fill(empty, 0), high.masked_fill(empty, 0)
     if not low.numel():
         return ()

@@ -81,6 +81,7 @@ class CrossAttentionSizes(LayerSizes):
             own dtype, times a factor from a float32 copy (IDEFICS). Both save their copies for backward.
         gate: "per_head" if a linear layer on each head of the text's attention output gates the visual output
             (mPLUG-Owl3-7B-240728), or "none"; the cost of other gates is negligible.
+        earlier_frames: whether text attends to earlier frames only (mPLUG-Owl3, Llama 3.2).
     """
 
     least: ClassVar[Mapping[str, int]] = dict.fromkeys(("layers", "mlp_inner", "mlp_matrices"), 0)
@@ -96,6 +97,7 @@ class CrossAttentionSizes(LayerSizes):
     features_norm: bool = False
     key_norm: str = "none"
     gate: str = "none"
+    earlier_frames: bool = False
 
 
 NO_CROSS_ATTENTION = CrossAttentionSizes(layers=0, heads=1, kv_heads=1, head_dim=1, visual_dim=1)

@@ -168,8 +168,15 @@ class Workload(Record):
 
     @property
     def visible(self) -> float:
-        """Fraction of the visual keys that text attends to: empty tiles are projected and sent, but masked."""
-        return 1.0 if self.content_tiles is None else self.content_tiles / self.model.vision.tiles
+        """Fraction of the visual keys that text attends to, on every rank.
+
+        Empty tiles are projected and sent, but masked. Where text attends to earlier frames only, the placeholders of
+        the frames attend to half of them, and zigzag frames balance the load. A text shorter than the number of frames
+        does not count its placeholders.
+        """
+        content = 1.0 if self.content_tiles is None else self.content_tiles / self.model.vision.tiles
+        placeholders = self.frames if self.model.cross.earlier_frames and self.frames <= self.text else 0
+        return content * (1 - placeholders / (2 * self.text))
 
     @property
     def local_frames(self) -> int:

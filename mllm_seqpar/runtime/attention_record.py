@@ -29,9 +29,10 @@ from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.masks import FrameBlockMasks, FrameMask
-from mllm_seqpar.sharding import frame_bounds
+from mllm_seqpar.sharding import Spans, in_frame_order, span_length, take_spans
 
 from .frame_cache import VisualKVCache
+from .frame_state import unit_spans
 from .visual_token_record import SCORES, FrameTokens, TokenRowRecorder
 
 
@@ -236,25 +237,25 @@ class AttentionRecord:
             raise ConfigError(_CHANGED)
         rows = [one.layers(self._comm) for one in passes]
         visible = torch.stack([one.visible_units() for one in passes])
-        per_frame, bounds = cache.units // cache.total_frames, frame_bounds(cache.total_frames, self._comm.size)
-        start, stop = bounds[self._comm.rank]
-        own = visible[:, start * per_frame : stop * per_frame]
+        per_frame = cache.units // cache.total_frames
+        by_rank = unit_spans(cache.units, per_frame, self._comm, cache.layout)
+        own = take_spans(visible, by_rank[self._comm.rank], dim=1)
         if not all(rows):
             raise ConfigError(
                 "the family adapter of this model records no attention to frames; call ForwardState.frame_keys in it"
             )
         layers = [_unit_shares(list(layer), cache, own) for layer in zip(*rows, strict=True)]
         units = torch.stack(layers).mean(0)
-        frames = self._gather(units.unflatten(1, (stop - start, per_frame)).sum(-1), bounds)
+        frames = self._gather(units, by_rank).unflatten(1, (cache.total_frames, per_frame)).sum(-1)
         text = (1 - frames.sum(1)).clamp(min=0) if rows[0][0].jointly else frames.new_zeros(len(passes))
         return Shares(frames, text, visible.unflatten(1, (-1, per_frame)).any(-1))
 
-    def _gather(self, local: Tensor, bounds: Sequence[tuple[int, int]]) -> Tensor:
-        """(T, frames of this rank) -> (T, F) of all ranks, on the CPU."""
-        counts = [stop - start for start, stop in bounds]
-        padded = torch.nn.functional.pad(local, (0, max(counts) - local.shape[1]))
+    def _gather(self, local: Tensor, by_rank: Sequence[Spans]) -> Tensor:
+        """(T, units of this rank) -> (T, units) of all ranks, in order, on the CPU."""
+        most = max(map(span_length, by_rank))
+        padded = torch.nn.functional.pad(local, (0, most - local.shape[1]))
         parts = [padded] if self._comm.size == 1 else self._comm.all_gather(padded, "evidence")
-        return torch.cat([part[:, :count].cpu() for part, count in zip(parts, counts, strict=True)], dim=1)
+        return in_frame_order([part.cpu() for part in parts], by_rank, dim=1)
 
 
 def _unit_shares(rows: Sequence[LayerRow], cache: VisualKVCache, visible: Tensor) -> Tensor:

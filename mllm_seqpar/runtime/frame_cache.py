@@ -38,11 +38,13 @@ class VisualKVCache:
         total_frames: the number of frames on all ranks; 0 for the placeholder of a rank without frames.
         units: the number of mask units on all ranks (frames, or image tiles of frames).
         tokens_per_unit: keys of one unit.
+        layout: how the frames map to ranks.
     """
 
     def __init__(self, visual: VisualFeatures, total_frames: int) -> None:
         self.total_frames = total_frames
         self.units, self.tokens_per_unit = visual.total_frames, visual.features.shape[1]
+        self.layout = visual.layout
         self.states: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self._visual: VisualFeatures | None = visual
         self._last: tuple[FrameMask, Frames] | None = None

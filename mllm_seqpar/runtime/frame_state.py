@@ -16,7 +16,7 @@ from mllm_seqpar.attention.keys import Keys
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.autograd import gather_shards
 from mllm_seqpar.masks import FrameBlockMasks, FrameMask
-from mllm_seqpar.sharding import frame_bounds
+from mllm_seqpar.sharding import Spans, frame_spans, in_frame_order, span_length
 
 from .kv_projection import Projection
 from .strategy_selector import SelectedStrategy
@@ -36,6 +36,10 @@ class FrameSource(Protocol):
     def no_frames(self) -> VisualFeatures:
         """Features of no frames, on the device that computes."""
 
+    @property
+    def layout(self) -> str:
+        """How the frames map to ranks; see `sharding.frame_spans`."""
+
 
 class Frames:
     """The frames of one pass.
@@ -53,7 +57,7 @@ class Frames:
         self, source: FrameSource, masks: FrameBlockMasks, tokens: int, placement: Placement = "sharded"
     ) -> None:
         self.source, self.masks, self.placement = source, masks, placement
-        self.key_lengths = tuple((stop - start) * tokens for start, stop in masks.frames)
+        self.key_lengths = tuple(span_length(frames) * tokens for frames in masks.frames)
         self.selection: SelectedStrategy | None = None
         self.specs: dict[Hashable, CallSpec] = {}
 
@@ -75,13 +79,13 @@ class Frames:
             mask.total_frames,
         )
         by_rank = [padded.take(text.positions(rank)) for rank in range(text.comm.size)]
-        units = unit_bounds(mask.total_frames, units_per_frame, text.comm)
+        units = unit_spans(mask.total_frames, units_per_frame, text.comm, source.layout)
         return cls(source, FrameBlockMasks(by_rank, units), mask.tokens_per_frame)
 
     @classmethod
     def of_rows(cls, source: FrameSource, mask: FrameMask, comm: Communicator, units_per_frame: int = 1) -> Frames:
         """Return the frames of a pass with rows that every rank has."""
-        own = unit_bounds(mask.total_frames, units_per_frame, comm)[comm.rank]
+        own = unit_spans(mask.total_frames, units_per_frame, comm, source.layout)[comm.rank]
         return cls(source, FrameBlockMasks([mask], [own]), mask.tokens_per_frame)
 
     def gathered(self, visual: VisualFeatures, comm: Communicator, index: Tensor) -> Frames:
@@ -94,16 +98,18 @@ class Frames:
             comm: the group.
             index: (units,), the index of all units.
         """
-        counts = [stop - start for start, stop in self.masks.frames]
+        counts = [span_length(spans) for spans in self.masks.frames]
         local, total = visual.features, visual.total_frames
         parts = gather_shards(F.pad(local, (0, 0, 0, 0, 0, max(counts) - local.shape[0])), comm)
-        features = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+        features = in_frame_order(parts, self.masks.frames)
         every = replace(visual, features=features, index=copy_to_device(index, features.device))
-        own = FrameBlockMasks([self.masks.masks[comm.rank]], [(0, total)])
+        own = FrameBlockMasks([self.masks.masks[comm.rank]], [((0, total),)])
         return Frames(every, own, features.shape[1], "replicated")
 
 
-def unit_bounds(units: int, units_per_frame: int, comm: Communicator) -> list[tuple[int, int]]:
-    """Return the units (start, stop) of each rank, which holds whole frames."""
-    bounds = frame_bounds(units // units_per_frame, comm.size)
-    return [(start * units_per_frame, stop * units_per_frame) for start, stop in bounds]
+def unit_spans(units: int, units_per_frame: int, comm: Communicator, layout: str) -> Sequence[Spans]:
+    """Return the ranges of units of each rank, which holds whole frames in a layout."""
+    by_rank = frame_spans(units // units_per_frame, comm.size, layout)
+    if units_per_frame == 1:
+        return by_rank
+    return [tuple((start * units_per_frame, stop * units_per_frame) for start, stop in spans) for spans in by_rank]

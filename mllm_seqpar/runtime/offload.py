@@ -87,12 +87,15 @@ class HostFeatures(VisualFeatures):
     copies: HostCopies = field(kw_only=True)
 
     @classmethod
-    def of(cls, features: Tensor, index: Tensor, total_frames: int, dtype: torch.dtype) -> HostFeatures:
+    def of(
+        cls, features: Tensor, index: Tensor, total_frames: int, dtype: torch.dtype, layout: str = "contiguous"
+    ) -> HostFeatures:
         """Make the features of a pass from a host tensor, which autograd may differentiate."""
         copies = HostCopies(index.device)
         gradient = HostGradient(features, copies)
         anchor = _Anchor.apply(features, gradient)
-        return cls(features.detach(), index, total_frames, dtype=dtype, anchor=anchor, gradient=gradient, copies=copies)
+        host = {"dtype": dtype, "anchor": anchor, "gradient": gradient, "copies": copies}
+        return cls(features.detach(), index, total_frames, layout=layout, **host)
 
     @property
     def no_frames(self) -> VisualFeatures:

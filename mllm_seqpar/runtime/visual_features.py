@@ -46,12 +46,14 @@ class VisualFeatures:
         index: (frames, ...), what projections may need of each frame: a number, or its rotation.
         total_frames: the number of frames on all ranks.
         recompute: whether K and V are projected again in backward, instead of saved.
+        layout: how the frames map to ranks; see `sharding.frame_spans`.
     """
 
     features: Tensor
     index: Tensor
     total_frames: int
     recompute: bool = True
+    layout: str = "contiguous"
 
     def __post_init__(self) -> None:
         if self.features.dim() != 3 or self.index.shape[:1] != self.features.shape[:1]:

@@ -15,7 +15,7 @@ from mllm_seqpar.data.chat_format import media_parts
 from mllm_seqpar.data.formats.tables import is_embedded
 from mllm_seqpar.data.media_files import is_remote, media_size
 from mllm_seqpar.errors import DataError, VideoError
-from mllm_seqpar.sharding import FrameShard, frame_range
+from mllm_seqpar.sharding import FrameShard
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,9 @@ class ShardedBatch:
     @property
     def frame_bytes(self) -> int:
         """The bytes of this rank's frames, as `inputs` returns them."""
-        local = len(frame_range(len(self.chat.text.slots), self.group))
-        return local * sum(x.nbytes for x in chat_family(self.processor).blank()) if local else 0
+        family = chat_family(self.processor)
+        local = len(FrameShard.of(len(self.chat.text.slots), self.group, family.frame_layout))
+        return local * sum(x.nbytes for x in family.blank()) if local else 0
 
     def inputs(self, device: torch.device, *, decode: bool = True) -> dict[str, Any]:
         """Decode this rank's frames and return the arguments of the model's forward, including labels, on `device`.
@@ -47,14 +48,14 @@ class ShardedBatch:
         arguments: dict[str, Any] = family.arguments(self.chat.text)
         total = len(self.chat.text.slots)
         if total:
-            local = frame_range(total, self.group)
+            shard = FrameShard.of(total, self.group, family.frame_layout)
             if decode:
-                pictures = load_local_pictures(self.chat, local, family)
+                pictures = load_local_pictures(self.chat, shard.ranges, family)
             else:
-                pictures = tuple(x.expand(len(local), *x.shape[1:]) for x in family.blank())
+                pictures = tuple(x.expand(len(shard), *x.shape[1:]) for x in family.blank())
             arguments |= dict(zip(family.frame_names, pictures, strict=True))
             if as_communicator(self.group).size > 1 or family.always_sharded:
-                arguments["visual_shard"] = FrameShard(local.start, local.stop, total)
+                arguments["visual_shard"] = shard
         moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
         return moved | {"use_cache": False}
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from mllm_seqpar.data.chat_family import ChatFamily
 from mllm_seqpar.data.tower_store import TowerStore, source_key
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.patching.registry import find_adapter
-from mllm_seqpar.sharding import frame_range
+from mllm_seqpar.sharding import frame_ranges
 
 from .data_loader import ShardedBatch
 
@@ -69,7 +70,7 @@ class StoredTower:
         slots, chat = batch.chat.text.slots, batch.chat
         places = [(source, number) for source in chat.sources for number in range(len(source))]
         segments: list[tuple[str, int, int]] = []
-        for slot in frame_range(len(slots), batch.group):
+        for slot in chain(*frame_ranges(len(slots), batch.group, self._family.frame_layout)):
             source, number = places[slots[slot]] if slots[slot] >= 0 else (None, 0)
             key = _BLANK if source is None else source_key(source)
             if segments and source is not None and segments[-1][0] == key and segments[-1][2] == number:

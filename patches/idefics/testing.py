@@ -85,9 +85,9 @@ def inputs_of(case: Case, model: nn.Module) -> dict[str, Any]:
     return case.prepared(inputs, model)
 
 
-def local_frames(inputs: dict[str, Any], group: Any = None) -> dict[str, Any]:
+def local_frames(inputs: dict[str, Any], group: Any = None, layout: str = "contiguous") -> dict[str, Any]:
     """Return the same inputs for a rank that passes only its frame shard."""
-    return frame_shard(inputs, {n: inputs[n].flatten(0, 1) for n in FRAME_INPUTS if n in inputs}, group)
+    return frame_shard(inputs, {n: inputs[n].flatten(0, 1) for n in FRAME_INPUTS if n in inputs}, group, layout)
 
 
 def shard_units(model: Any) -> list[nn.Module]:

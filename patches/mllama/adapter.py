@@ -111,6 +111,7 @@ class MllamaFamily(Family[MllamaInputs]):
     The placement is (number of samples that the images belong to, sample of each row of the images' pass).
     """
 
+    frame_layout = "zigzag"
     _warned_of_missing_mask = False
 
     def cross_attention_shape(self) -> CrossAttentionShape:

@@ -18,6 +18,7 @@ _START, _STOP, _END = "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
 class MllamaChats(ImageTokenFamily):
     """`MllamaProcessor` and `MllamaForConditionalGeneration`."""
 
+    frame_layout = "zigzag"
     marks = ("<|image|>", _START, _STOP, _END, "<|begin_of_text|>", "<|end_of_text|>", VIDEO_MARK)
     frame_names = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
     model_class = "MllamaForConditionalGeneration"

@@ -27,7 +27,13 @@ def model_sizes(config: dict[str, Any], name: str) -> ModelSizes:
             tied_embeddings=text.get("tie_word_embeddings", False),
         ),
         cross=CrossAttentionSizes(
-            layers=cross_layers, **shape, visual_dim=hidden, mlp_inner=inner, mlp_matrices=3, key_norm="float32"
+            layers=cross_layers,
+            **shape,
+            visual_dim=hidden,
+            mlp_inner=inner,
+            mlp_matrices=3,
+            key_norm="float32",
+            earlier_frames=True,
         ),
         vision=VisionSizes(
             width=tower.get("hidden_size", 1280),

@@ -131,13 +131,13 @@ def _images(case: Case, generator: torch.Generator) -> dict[str, Tensor]:
     return {"pixel_values": pixels, "aspect_ratio_ids": ratio_ids, "aspect_ratio_mask": ratio_mask}
 
 
-def local_frames(inputs: dict[str, Any], group: Any = None) -> dict[str, Any]:
+def local_frames(inputs: dict[str, Any], group: Any = None, layout: str = "contiguous") -> dict[str, Any]:
     """Return the same inputs for a rank that passes only its images, or only its tiles of encoded images."""
     if "cross_attention_states" in inputs:
         frames = {"cross_attention_states": inputs["cross_attention_states"].reshape(-1, PATCHES, 64)}
     else:
         frames = {name: inputs[name].flatten(0, 1) for name in PIXEL_INPUTS}
-    return frame_shard(inputs, frames, group)
+    return frame_shard(inputs, frames, group, layout)
 
 
 def shard_units(model: Any) -> list[Any]:

@@ -163,6 +163,8 @@ class _MPlugOwl3Inputs(ForwardInputs):
 class MPlugOwl3Family(Family[Any]):
     """mPLUG-Owl3. SigLIP frames are one flat list, and each has a rotary position."""
 
+    frame_layout = "zigzag"
+
     @property
     def inclusive(self) -> bool:
         """Whether a placeholder attends to its own frame."""

@@ -52,6 +52,7 @@ class CutImageSource:
 class MPlugOwl3Chats(ChatFamily):
     """Processors with `encode` and an `image_processor` for decoded frames; models with `encode_frames`."""
 
+    frame_layout = "zigzag"
     marks = ("<|image|>", "<|video|>", "<|im_start|>", "<|im_end|>")
     model_class = "MPlugOwl3ForConditionalGeneration"
     feature_weights = ("vision_model.", "vision2text_model.")

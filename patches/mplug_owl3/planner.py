@@ -50,6 +50,7 @@ def model_sizes(config: dict[str, Any], name: str) -> ModelSizes:
             own_queries=False,
             features_norm=True,
             gate="none" if config.get("gate", "per_head") in (None, "vector") else "per_head",
+            earlier_frames=True,
         ),
         vision=vision,
         projector=(vision.width, *(config.get("projector_layers") or 1) * (hidden,)),

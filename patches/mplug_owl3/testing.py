@@ -110,10 +110,10 @@ def media_offset(gate: str | None, ids: Tensor) -> Any:
     return torch.stack([first, stop], dim=-1)
 
 
-def local_frames(inputs: dict[str, Any], group: Any = None) -> dict[str, Any]:
+def local_frames(inputs: dict[str, Any], group: Any = None, layout: str = "contiguous") -> dict[str, Any]:
     """Return the same inputs for a rank that passes only its frame shard."""
     name = "pixel_values" if "pixel_values" in inputs else "image_embeds"
-    return frame_shard(inputs, {name: inputs[name]}, group)
+    return frame_shard(inputs, {name: inputs[name]}, group, layout)
 
 
 def shard_units(model: Any) -> list[Any]:

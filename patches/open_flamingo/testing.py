@@ -158,9 +158,9 @@ def inputs_of(case: Case, model: Any = None) -> dict[str, Any]:
     return inputs | case.targets(ids, ids == MEDIA)
 
 
-def local_frames(inputs: dict[str, Any], group: Any = None) -> dict[str, Any]:
+def local_frames(inputs: dict[str, Any], group: Any = None, layout: str = "contiguous") -> dict[str, Any]:
     """Return the same inputs for a rank that passes only its own media."""
-    return frame_shard(inputs, {"vision_x": inputs["vision_x"].flatten(0, 1)}, group)
+    return frame_shard(inputs, {"vision_x": inputs["vision_x"].flatten(0, 1)}, group, layout)
 
 
 def shard_units(model: Any) -> list[nn.Module]:

@@ -159,7 +159,7 @@ def unpatched_generate(model: Any, **inputs: Any) -> torch.Tensor:
     return model.generate(**_as_encoder_outputs(inputs))
 
 
-def local_frames(inputs: dict[str, Any], group: Any = None) -> dict[str, Any]:
+def local_frames(inputs: dict[str, Any], group: Any = None, layout: str = "contiguous") -> dict[str, Any]:
     """Return the same inputs for a rank that passes only its temporal patches, counted in the order of the text."""
     ids, found, units = inputs["input_ids"].flatten(), dict(inputs), list[tuple[int, str, int]]()
     for token, name, grid in ((IMAGE, *GRIDS[0]), (VIDEO, *GRIDS[1])):

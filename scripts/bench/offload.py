@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, float]]:
             features = torch.randn(frames, args.tokens, WIDTH, generator=torch.Generator().manual_seed(0))
             save_features(folder, features, start=0, total=frames, rank=0, world=1)
             del features
-            mapped = open_features(folder).map(0, frames)
+            mapped = open_features(folder).map((0, frames))
             file, results = step(models["cpu"], mapped)
             memory, expected = step(models["cpu"], mapped.clone())
             whole, _ = step(models[None], mapped)

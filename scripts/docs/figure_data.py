@@ -21,7 +21,7 @@ from mllm_seqpar.masks import FrameBlockMasks, FrameMask
 from mllm_seqpar.runtime.star import StarText
 from mllm_seqpar.schedules import AttentionBlock, Transfer, schedule_for
 from mllm_seqpar.schedules.head_sharding import HeadShards
-from mllm_seqpar.sharding import LAYOUTS, frame_bounds, sequence_positions
+from mllm_seqpar.sharding import FRAME_LAYOUTS, LAYOUTS, frame_spans, sequence_positions
 
 CELL = "A cell: the attention blocks computed (Q shard, KV shard); below, the transfers sent meanwhile."
 OWN = "Framed: this rank's Q shard with its own KV shard. Half filled: half of its queries."
@@ -132,7 +132,7 @@ def frame_mask() -> FigureData:
     rows = torch.arange(16)[None]
     mask = FrameMask.from_intervals((rows - 5).clamp(min=0), rows + 1, 1, 16)
     positions = [torch.arange(4 * rank, 4 * rank + 4) for rank in range(4)]
-    blocks = FrameBlockMasks([mask.take(p) for p in positions], frame_bounds(16, 4))
+    blocks = FrameBlockMasks([mask.take(p) for p in positions], frame_spans(16, 4))
     visible_rows = blocks.visible_row_counts()
     panel = schedule_panel("forward", (4, 1), backward=False, fraction=lambda i, j: visible_rows[i][j] / 4, pruned=True)
     example = (
@@ -142,6 +142,29 @@ def frame_mask() -> FigureData:
     )
     title = "LV-XAttn under a mask that hides most frames, 4 ranks"
     return FigureData(title, [panel], [CELL, OWN, example, legend_of([panel])])
+
+
+def frame_layouts() -> FigureData:
+    """LV-XAttn in each layout of the frames: each of 16 rows attends to the frames up to its own of 16."""
+    rows, panels = torch.arange(16)[None], []
+    mask = FrameMask.from_intervals(torch.zeros_like(rows), rows + 1, 1, 16)
+    masks = [mask.take(sequence_positions(16, rank, 4, "zigzag")) for rank in range(4)]
+    owned = []
+    for layout in FRAME_LAYOUTS:
+        blocks = FrameBlockMasks(masks, frame_spans(16, 4, layout))
+        visible = blocks.visible_fractions()
+        loads = ", ".join(f"{sum(row[j] for row in visible) / blocks.visible_fraction / 4:.2f}" for j in range(4))
+        fraction: Fraction = lambda i, j, visible=visible: visible[i][j]  # noqa: E731
+        title = f"{layout} frames: the ranks compute {loads} of the mean"
+        panels.append(schedule_panel(title, (4, 1), backward=False, fraction=fraction, pruned=True))
+        frames = (" and ".join(f"{start} to {stop - 1}" for start, stop in spans) for spans in blocks.frames)
+        owned.append(f"Frames of the ranks, {layout}: {'; '.join(frames)}.")
+    example = (
+        "16 rows of text, in the zigzag layout, and 16 frames; row i attends to frames 0 to i. Percent: visible "
+        "fraction of the block's scores. Dashed: none, so the block is not computed, and its queries are not sent."
+    )
+    title = "LV-XAttn where rows attend to earlier frames only, forward, 4 ranks"
+    return FigureData(title, panels, [CELL, OWN, *owned, example, legend_of(panels)])
 
 
 def causal_layouts() -> FigureData:

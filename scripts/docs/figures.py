@@ -31,6 +31,7 @@ DARK, GREY = "#222222", "#666666"
 FIGURES: dict[str, Callable[[], FigureData]] = {
     "lv-xattn": lambda: figure_data.mesh_figure("LV-XAttn, mesh shape (4, 1): Q shards move, KV shards stay", (4, 1)),
     "lv-xattn-mask": figure_data.frame_mask,
+    "lv-xattn-frames": figure_data.frame_layouts,
     "ring": lambda: figure_data.mesh_figure("Ring Attention, mesh shape (1, 4): KV shards move, Q shards stay", (1, 4)),
     "ring-causal": figure_data.causal_layouts,
     "mesh": lambda: figure_data.mesh_figure(

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from family_harness import family_module
-from mllm_seqpar import HostFrames, attention, frame_range, patch_model, patches, unpatch_model
+from mllm_seqpar import FrameShard, HostFrames, attention, patch_model, patches, unpatch_model
 from mllm_seqpar.adapting import FrameMask, sharded_call
 from mllm_seqpar.data import ChatDataset
 from mllm_seqpar.data.feature_store import open_features, save_features
@@ -33,12 +33,12 @@ from mllm_seqpar.patching.patch import patch_of
 from mllm_seqpar.runtime.kv_projection import KVProjection
 from ranks import ranks
 
-PATCHED = ("docs/concepts/decoding.md", "docs/concepts/evidence.md")
-"""Pages whose samples begin with a patched model."""
+PATCHED = ("docs/concepts/decoding.md", "docs/concepts/evidence.md", "docs/concepts/lv_xattn.md 1")
+"""Pages, or samples, that begin with a patched model."""
 ON_FOUR_RANKS = (
     *(f"docs/concepts/{name}.md 0" for name in ("ring", "ulysses", "lv_xattn", "recomputation", "replicate")),
     *(f"docs/concepts/{name}.md 0" for name in ("chunked_mlp", "checkpointing", "decoding", "evidence", "auto")),
-    *("docs/concepts/evidence.md 1", "README.md 0", "docs/index.md 0"),
+    *("docs/concepts/evidence.md 1", "docs/concepts/lv_xattn.md 1", "README.md 0", "docs/index.md 0"),
 )
 ON_EIGHT_RANKS = ("docs/concepts/mesh.md 0", "docs/get_started.md 1")
 ON_ONE_RANK = (
@@ -75,9 +75,12 @@ def run_sample(rank: int, world: int, name: str, code: str) -> None:
     given = {name: getattr(attention, name) for name in attention.__all__} | {"patch_model": patch_again}
     if name.startswith(PATCHED):
         patch_model(model.eval())
-    exec(
-        compile(code, name, "exec"), given | {"model": model, "q": q, "k": k, "v": v, "inputs": inputs_of(case, model)}
-    )
+    text = (inputs := inputs_of(case, model)).copy()
+    pixels = text.pop("pixel_values")
+    given |= {"model": model, "q": q, "k": k, "v": v, "inputs": inputs, "text": text, "total": len(pixels)}
+    given |= {"FrameShard": FrameShard, "group": None}
+    given |= {"frames_of": lambda ranges: torch.cat([pixels[:0], *(pixels[x.start : x.stop] for x in ranges)])}
+    exec(compile(code, name, "exec"), given)
 
 
 @pytest.mark.slow
@@ -109,8 +112,8 @@ def test_sample_runs_in_one_process(
     for shown, path in values.items():
         code = code.replace(shown, repr(str(path)))
     given: dict[str, Any] = {"processor": load_processor(str(directory)), "patch_model": patch_again}
-    given |= {"model": load_model(str(directory)), "open_features": open_features, "frame_range": frame_range}
-    given["HostFrames"] = HostFrames
+    given |= {"model": load_model(str(directory)), "open_features": open_features}
+    given |= {"HostFrames": HostFrames, "FrameShard": FrameShard}
     if "chat.md" in name or "data.md" in name:
         patch_model(given["model"])
     given |= {"ChatDataset": ChatDataset, "group": "self", "rank": 0, "step": 0, "total": 1}

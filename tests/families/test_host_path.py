@@ -239,7 +239,7 @@ def calls_of(size: int, decodes: bool) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("size", "decodes", "a_pass", "a_layer"), [(1, False, 600, 110), (2, False, 1250, 175), (2, True, 300, 75)]
+    ("size", "decodes", "a_pass", "a_layer"), [(1, False, 600, 110), (2, False, 1260, 185), (2, True, 300, 75)]
 )
 def test_pass_takes_few_calls(size: int, decodes: bool, a_pass: int, a_layer: int) -> None:
     """The host must stay ahead of the device. Calls of the loopback transport do not count."""

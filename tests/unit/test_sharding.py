@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,14 +14,19 @@ from torch import Tensor
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.sharding import (
+    FRAME_LAYOUTS,
     LAYOUTS,
     FrameShard,
     frame_bounds,
     frame_range,
+    frame_ranges,
+    in_frame_order,
     padded_length,
+    part_of_spans,
     sequence_positions,
     shard_multiple,
     shard_sequence,
+    take_spans,
     unshard_sequence,
 )
 
@@ -37,6 +44,40 @@ def test_frame_range_of_each_rank() -> None:
     assert frame_range(7) == range(0, 7)
     assert run_loopback(3, lambda comm: frame_range(7, comm)) == [range(0, 3), range(3, 5), range(5, 7)]
     assert run_loopback(3, lambda comm: len(frame_range(1, comm))) == [1, 0, 0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
+def test_zigzag_frames_are_two_chunks_from_both_ends(size: int) -> None:
+    for total in range(40):
+        chunks = [range(*bounds) for bounds in frame_bounds(total, 2 * size)]
+        by_rank = run_loopback(size, lambda comm, total=total: frame_ranges(total, comm, "zigzag"))
+        for rank, ranges in enumerate(by_rank):
+            assert [f for part in ranges for f in part] == [*chunks[rank], *chunks[2 * size - 1 - rank]]
+            assert all(ranges) and len(ranges) <= (1 if rank == size - 1 else 2)
+        lengths = sorted(sum(map(len, ranges)) for ranges in by_rank)
+        assert lengths == sorted(stop - start for start, stop in frame_bounds(total, size)), "as for contiguous frames"
+    assert frame_ranges(7) == (range(7),) and frame_ranges(0) == ()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_shards_of_frames_state_their_ranges_and_have_one_layout(size: int) -> None:
+    for total in range(23):
+        x = torch.arange(total)
+        for layout in FRAME_LAYOUTS:
+            shards = run_loopback(size, lambda comm, total=total, layout=layout: FrameShard.of(total, comm, layout))
+            parts = [take_spans(x, shard.spans) for shard in shards]
+            assert [len(shard) for shard in shards] == [len(part) for part in parts] and all(shards)
+            assert torch.equal(in_frame_order(parts, [shard.spans for shard in shards]), x)
+            # Without a frame for each rank to give away, the layouts are the same on all ranks.
+            found = {shard.layout(rank, size) for rank, shard in enumerate(shards)}
+            assert found == {"contiguous" if total <= size or size == 1 else layout}
+            for shard in shards:
+                assert dataclasses.replace(shard) == shard and shard.total == total
+                for start, stop in itertools.combinations(range(len(shard) + 1), 2):
+                    part = take_spans(x, part_of_spans(shard.spans, start, stop))
+                    assert torch.equal(part, take_spans(x, shard.spans)[start:stop])
+    assert FrameShard(2, 5, 9).spans == ((2, 5),) and FrameShard(2, 5, 9).layout(0, 2) is None
+    assert FrameShard(0, 2, 9, ((2, 4), (6, 6), (7, 9))).spans == ((0, 4), (7, 9))
 
 
 def test_positions_of_each_layout() -> None:
@@ -87,11 +128,14 @@ def test_unshard_inverts_shard(dim: int, layout: str) -> None:
         (lambda: FrameShard(3, 2, 4), "start=3, stop=2, total=4"),
         (lambda: FrameShard(0, 5, 4), "start=0, stop=5, total=4"),
         (lambda: FrameShard(0.0, 1.0, 2.0), r"0\.0"),
+        (lambda: FrameShard(2, 4, 8, ((3, 6),)), r"more=\(\(3, 6\),\); needs .* ascending"),
+        (lambda: frame_ranges(2.5), r"2\.5"),
+        (lambda: frame_ranges(4, None, "striped"), "'striped' is unknown; frames have one of contiguous, zigzag"),
         (lambda: frame_range(2.5), r"2\.5"),
         (lambda: frame_range(-1), "total=-1"),
     ],
 )
 def test_invalid_sizes_and_layouts_raise(call: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ConfigError if "spiral" in message else ShapeError, match=message):
+    with pytest.raises(ConfigError if "is unknown" in message else ShapeError, match=message):
         call()
     assert FrameShard(0, 0, 0).total == 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -26,6 +26,7 @@ from mllm_seqpar.runtime.fsdp_units import modules_around, refuse_fsdp1
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
 from mllm_seqpar.runtime.visual_token_record import FrameTokens
 from mllm_seqpar.runtime.visual_tokens import TokenPlaces
+from mllm_seqpar.sharding import Spans, frame_spans
 
 from .cache import SequenceParallelCacheState
 from .input_checks import (
@@ -68,10 +69,13 @@ class Family(ABC, Generic[InputsT]):
     Attributes:
         repeats_frames: whether its `generate` passes the frames again with every token.
         checkpoints_visual_layers: whether transformers' gradient checkpointing recomputes layers that attend to frames.
+        frame_layout: how frames map to ranks if the caller passes all of them: "zigzag" where rows attend to earlier
+            frames only, which balances the load.
     """
 
     repeats_frames = False
     checkpoints_visual_layers = True
+    frame_layout = "contiguous"
 
     def __init__(self, model: Any, context: SeqParContext) -> None:
         self.model, self.context = model, context
@@ -85,6 +89,17 @@ class Family(ABC, Generic[InputsT]):
     @abstractmethod
     def blank_frame(self) -> tuple[Tensor, ...]:
         """Return one empty frame and its extras, as `encode` takes them, on the model's device."""
+
+    def layout_of_frames(self, inputs: InputsT) -> str:
+        """Return how the frames of this pass map to ranks: as the caller has sharded them, or as `frame_layout`."""
+        shard, comm = inputs.visual_shard, self.context.comm
+        layout = self.frame_layout if shard is None else shard.layout(comm.rank, comm.size)
+        assert layout is not None, "checked before"
+        return layout
+
+    def frame_spans(self, inputs: InputsT) -> Sequence[Spans]:
+        """Return the frames of every rank. Without frames, rank 0 has the empty one."""
+        return frame_spans(max(1, inputs.total_frames), self.context.comm.size, self.layout_of_frames(inputs))
 
     def units_per_frame(self, inputs: InputsT) -> int:
         return 1

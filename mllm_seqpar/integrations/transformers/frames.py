@@ -20,12 +20,12 @@ from mllm_seqpar.attention.keys import as_attended
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.runtime.frame_cache import VisualKVCache
-from mllm_seqpar.runtime.frame_state import Frames
+from mllm_seqpar.runtime.frame_state import Frames, unit_spans
 from mllm_seqpar.runtime.offload import HostFeatures, in_host_memory, stored_in_host_memory
 from mllm_seqpar.runtime.text_shards import TextShards
 from mllm_seqpar.runtime.visual_features import VisualFeatures
 from mllm_seqpar.runtime.visual_tokens import TokenPlaces
-from mllm_seqpar.sharding import frame_bounds
+from mllm_seqpar.sharding import frame_bounds, span_length, take_spans
 
 from .data_parallel import agree_on_frames
 from .family import DecoderOnlyFamily, Family, Visibility
@@ -45,10 +45,10 @@ def local_features(family: Family, inputs: ForwardInputs) -> Tensor | None:
     if isinstance(family, DecoderOnlyFamily):
         return _local_embeddings(family, inputs)
     frames, total, units = inputs.frames, inputs.total_frames, family.units_per_frame(inputs)
-    rank, size = family.context.comm.rank, family.context.comm.size
+    rank = family.context.comm.rank
     weight = family.embedding_weight()
-    bounds = frame_bounds(total, size)
-    most = max(stop - start for start, stop in bounds)
+    by_rank = family.frame_spans(inputs)
+    most = max(map(span_length, by_rank)) if total else 0
     chunk = most if inputs.frames_are_features else family.context.config.vision_chunk_size or most
     is_features = frames is not None and inputs.frames_are_features
     shape = (frames.shape[-2], frames.shape[-1]) if frames is not None and is_features else None
@@ -66,8 +66,9 @@ def local_features(family: Family, inputs: ForwardInputs) -> Tensor | None:
     assert frames is not None
     local = given = (frames, *inputs.extras)
     if inputs.visual_shard is None:
-        start, stop = (bound * (units if inputs.frames_are_features else 1) for bound in bounds[rank])
-        local = tuple(x[start:stop] for x in given)
+        multiple = units if inputs.frames_are_features else 1
+        spans = tuple((start * multiple, stop * multiple) for start, stop in by_rank[rank])
+        local = tuple(take_spans(x, spans) for x in given)
     if inputs.frames_are_features:
         features = local[0].flatten(0, local[0].dim() - 3)  # by units, if they came by frames
         if family.context.config.visual_offload is not None:
@@ -217,16 +218,15 @@ def _select_strategy(
 
 def visual_features(family: Family, inputs: ForwardInputs, features: Tensor) -> VisualFeatures:
     """Return this rank's features with the index of each unit. Without frames, rank 0 has the empty one."""
-    per_frame, total = family.units_per_frame(inputs), max(1, inputs.total_frames)
-    start, stop = frame_bounds(total, family.context.comm.size)[family.context.comm.rank]
-    index = family.unit_index(inputs, total * per_frame)[start * per_frame : stop * per_frame]
-    config = family.context.config
+    per_frame, comm, config = family.units_per_frame(inputs), family.context.comm, family.context.config
+    units, layout = max(1, inputs.total_frames) * per_frame, family.layout_of_frames(inputs)
+    index = take_spans(family.unit_index(inputs, units), unit_spans(units, per_frame, comm, layout)[comm.rank])
     if config.visual_offload is None:
         index = copy_to_device(index, features.device)
-        return VisualFeatures(features, index, total * per_frame, config.recompute_visual)
+        return VisualFeatures(features, index, units, config.recompute_visual, layout)
     dtype = _features_dtype(family, features) if inputs.frames_are_features else features.dtype
     index = copy_to_device(index, family.embedding_weight().device)
-    return HostFeatures.of(features, index, total * per_frame, dtype)
+    return HostFeatures.of(features, index, units, dtype, layout)
 
 
 def visibility_of(
@@ -240,9 +240,8 @@ def visibility_of(
 
 def log_shard_sizes(family: Family, inputs: ForwardInputs, local_tokens: int) -> None:
     """Log once per model how many text tokens and frames this rank holds."""
-    comm = family.context.comm
-    start, stop = frame_bounds(inputs.total_frames, comm.size)[comm.rank]
-    family.context.log_shard_sizes((local_tokens, inputs.length), (stop - start, inputs.total_frames))
+    local = span_length(family.frame_spans(inputs)[family.context.comm.rank]) if inputs.total_frames else 0
+    family.context.log_shard_sizes((local_tokens, inputs.length), (local, inputs.total_frames))
 
 
 def mask_over_samples(

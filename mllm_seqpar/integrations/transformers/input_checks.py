@@ -20,13 +20,14 @@ from mllm_seqpar.comm.base import fingerprint
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
-from mllm_seqpar.sharding import FrameShard, frame_bounds
+from mllm_seqpar.sharding import FrameShard, describe_spans, frame_spans
 
 from .generation import random_state_number
 from .inputs import ForwardInputs
 
 _COMPARED = (
-    *("samples", "text tokens", "frames", "frames given by visual_shard", "values per frame"),
+    *("samples", "text tokens", "frames", "frames given by visual_shard", "layout of the frames (1 zigzag)"),
+    "values per frame",
     *("kind of frames (1 pixels, 2 features)", "cached tokens", "use_cache", "grad mode"),
     *("labels given", "attention mask given", "checksum of token ids", "checksum of labels"),
     *("checksum of the attention mask", "checksum of position ids"),
@@ -75,7 +76,7 @@ def require_same_inputs(
         _check_frames(comm, inputs)
         check()
         num_items = None if kwargs is None else kwargs.get("num_items_in_batch")
-        numbers = _input_numbers(inputs, model if compare_weights else None, num_items)
+        numbers = _input_numbers(comm, inputs, model if compare_weights else None, num_items)
         if model is not None:
             numbers += _pass_numbers(model, inputs, kwargs or {})
             if compare_weights:
@@ -91,7 +92,9 @@ def require_same_inputs(
     return all(row == rows[0] for row in rows)
 
 
-def _input_numbers(inputs: ForwardInputs, compared_weights: nn.Module | None, num_items: Any) -> list[int]:
+def _input_numbers(
+    comm: Communicator, inputs: ForwardInputs, compared_weights: nn.Module | None, num_items: Any
+) -> list[int]:
     labels = inputs.shift_labels if inputs.shift_labels is not None else inputs.labels
     frames, mask = inputs.frames, inputs.attention_mask
     kind = 0 if frames is None else 1 + inputs.frames_are_features
@@ -109,7 +112,9 @@ def _input_numbers(inputs: ForwardInputs, compared_weights: nn.Module | None, nu
     on_host = iter(inputs.read(list(itertools.chain(*given))))  # one wait for the device, not eight
     *compared_on_host, (number,) = [list(itertools.islice(on_host, len(tensors))) for tensors in given]
     values = [checksum(*tensors) for tensors in compared_on_host] + [int(number)]
-    counts = [inputs.batch, inputs.length, inputs.total_frames, inputs.visual_shard is not None]
+    shard = inputs.visual_shard
+    zigzag = shard is not None and shard.layout(comm.rank, comm.size) == "zigzag"
+    counts = [inputs.batch, inputs.length, inputs.total_frames, shard is not None, zigzag]
     counts += [0 if frames is None else math.prod(frames.shape[1:]), kind, inputs.past_length, inputs.use_cache]
     counts += [torch.is_grad_enabled(), labels is not None, mask is not None]
     moved_rows = inputs.prompt_rows if inputs.past_length else None
@@ -145,11 +150,12 @@ def _check_frames(comm: Communicator, inputs: ForwardInputs) -> None:
         return
     if not isinstance(shard, FrameShard):
         raise ShapeError(f"visual_shard: expected a FrameShard(start, stop, total), got {type(shard).__name__}")
-    expected = frame_bounds(shard.total, comm.size)[comm.rank]
-    if (shard.start, shard.stop) != expected:
+    if shard.layout(comm.rank, comm.size) not in inputs.frame_layouts:
+        own = [describe_spans(frame_spans(shard.total, comm.size, x)[comm.rank]) for x in inputs.frame_layouts]
         raise ShapeError(
-            f"visual_shard: rank {comm.rank} of {comm.size} holds frames {expected[0]} to {expected[1]} of "
-            f"{shard.total} (frame_range), but {shard} was given"
+            f"visual_shard: rank {comm.rank} of {comm.size} holds frames {own[0]} of {shard.total} (frame_range)"
+            + "".join(f', or {zigzag} (frame_ranges with layout="zigzag")' for zigzag in own[1:])
+            + f", but {shard} was given"
         )
     if frames is None:
         raise ShapeError(

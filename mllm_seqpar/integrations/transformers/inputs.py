@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.loss import shifted
 from mllm_seqpar.runtime.visual_features import sampled_bits
-from mllm_seqpar.sharding import FrameShard
+from mllm_seqpar.sharding import FRAME_LAYOUTS, FrameShard
 
 from .cache import cache_state_of
 
@@ -42,7 +42,10 @@ class ForwardInputs:
         extras: (F, ...) or (f, ...) each: further tensors with one entry per frame, such as its aspect ratio.
         frame_names: names of the arguments that frames are passed by, pixels first, for messages.
         compare_frames: whether pixels that all ranks have must be equal bit by bit. Computed values may differ.
+        frame_layouts: the layouts that `visual_shard` may have.
     """
+
+    frame_layouts: ClassVar[tuple[str, ...]] = FRAME_LAYOUTS
 
     frames: Tensor | None
     frames_are_features: bool
@@ -135,7 +138,7 @@ class ForwardInputs:
     def check_shard(self, shard: FrameShard) -> None:
         """Raise ShapeError unless the tensors of frames hold as many frames as the shard."""
         assert self.frames is not None
-        local = shard.stop - shard.start
+        local = len(shard)
         for shape in (tuple(tensor.shape) for tensor in (self.frames, *self.extras)):
             if shape[0] != local:
                 raise ShapeError(

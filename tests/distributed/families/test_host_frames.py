@@ -44,7 +44,7 @@ def casts_at_the_root(rank: int, world: int, holder: bool) -> int:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for unit in (*family_module("mplug_owl3").shard_units(model), model):
         fully_shard(unit, mp_policy=policy)
-    inputs = family_module("mplug_owl3").local_frames(inputs_of("mplug_owl3", VIDEO, model))
+    inputs = family_module("mplug_owl3").local_frames(inputs_of("mplug_owl3", VIDEO, model), layout="zigzag")
     features = inputs["image_embeds"]
     if holder:
         inputs["image_embeds"] = HostFrames(features)

@@ -15,7 +15,7 @@ from mllm_seqpar.attention import decode_attention, lv_xattn, ring_attention
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.errors import AgreementError, ConfigError, MaskError, SeqParError, ShapeError
 from mllm_seqpar.masks import FrameMask
-from mllm_seqpar.sharding import frame_bounds
+from mllm_seqpar.sharding import frame_spans
 
 Call = Callable[[Communicator], Any]
 
@@ -158,7 +158,7 @@ def test_mask_cache_of_one_group_is_not_used_for_another() -> None:
 
     def run(comm: Communicator, of_second: FrameMask) -> tuple[bool, Tensor]:
         mask = first if comm.rank == 0 else of_second
-        known = mask.gathered_digest(comm, frame_bounds(2, 2)) > 0
+        known = mask.gathered_digest(comm, frame_spans(2, 2)) > 0
         return known, lv_xattn(*x, group=comm, mask=mask)
 
     for i in range(8):

@@ -71,6 +71,26 @@ def test_one_softmax_over_text_and_frames(mask: str | None) -> None:
         check(n, op="joint", rows=19, batch=2, mask=mask, layout=layout, text=text, shared_keys=shared)
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("frames", [13, 5, 1])
+def test_frames_in_two_ranges_of_a_rank(frames: int, n: int) -> None:
+    for (mask, table), shared in itertools.product(
+        (("growing", False), ("random", True), ("holes", False)), (True, False)
+    ):
+        options: dict[str, Any] = {"mask": mask, "table": table, "shared_keys": shared, "frames": frames}
+        check(n, op="joint", rows=19, batch=2, frame_layout="zigzag", **options)
+    for frames_by, tile in (("ring", None), ("ulysses", None), *(("mesh", tile) for tile in mesh_shapes_of(n))):
+        options = {
+            "mask": "growing",
+            "shared_keys": True,
+            "frames": frames,
+            "frame_layout": "zigzag",
+            "tile": tile,
+            "heads": 12,
+        }
+        check(n, op="joint", frames_by=frames_by, rows=19, batch=2, **options)
+
+
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_text_shorter_than_the_group(n: int) -> None:
     for layout, rows, (op, mask) in itertools.product(LAYOUTS, (1, 2), (("causal", None), ("joint", "growing"))):

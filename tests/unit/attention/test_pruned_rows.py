@@ -14,7 +14,7 @@ from mllm_seqpar.attention import block_math
 from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.masks import FrameBlockMasks, FullBlockMasks
-from mllm_seqpar.sharding import frame_bounds, sequence_positions
+from mllm_seqpar.sharding import frame_bounds, frame_spans, sequence_positions
 from selections import slow_unless
 
 WASTE = 1.3
@@ -57,7 +57,7 @@ def masks_of(case: Case, n: int) -> FrameBlockMasks:
     total = case.total(n)
     masks = [frame_mask(case, total, sequence_positions(total, rank, n, case.layout)) for rank in range(n)]
     assert all(masks)
-    return FrameBlockMasks(masks, frame_bounds(case.frames, n))
+    return FrameBlockMasks(masks, frame_spans(case.frames, n))
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])

@@ -16,7 +16,7 @@ from mllm_seqpar.data.chat_format import media_parts
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.loading import load_processor
 from mllm_seqpar.patches.idefics.chat import prompt_items
-from mllm_seqpar.sharding import frame_bounds
+from mllm_seqpar.sharding import frame_bounds, frame_spans, in_frame_order
 
 BATCHES = {"several turns": [2], "text only": [3], "text only first": [3, 0], "all": [0, 1, 2, 3]}
 
@@ -101,6 +101,11 @@ def test_inputs_equal_those_of_the_own_processor(folder: Path, name: str, rows: 
     found = family.arguments(batch.text)
     total = len(batch.text.slots)
     parts = [load_local_pictures(batch, range(*bounds), family) for bounds in frame_bounds(total, 3)]
+    if not family.ragged:
+        zigzag = frame_spans(total, 3, "zigzag")
+        in_two = [load_local_pictures(batch, [range(*span) for span in spans], family) for spans in zigzag]
+        for columns, contiguous in zip(zip(*in_two, strict=True), zip(*parts, strict=True), strict=True):
+            assert torch.equal(in_frame_order(columns, zigzag), torch.cat(contiguous))
     if total:
         for argument, *shards in zip(family.frame_names, *parts, strict=True):
             found[argument] = torch.cat(shards) if qwen else torch.cat(shards).unflatten(0, (len(rows), -1))

@@ -1,10 +1,12 @@
 """Layer: one process, real files. A feature store written by some ranks is read by any other number of ranks."""
 
+import itertools
 import json
 import os
 from collections.abc import Container
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +17,21 @@ from torch import Tensor
 from mllm_seqpar.data import plan_frames, probe
 from mllm_seqpar.data.feature_store import model_fingerprint, open_features, save_features, source_meta
 from mllm_seqpar.errors import ConfigError, DataError
-from mllm_seqpar.sharding import frame_bounds
+from mllm_seqpar.sharding import FRAME_LAYOUTS, frame_bounds, frame_spans, take_spans
 
 
-def write(folder: Path, embeds: Tensor, world: int, ranks: Container[int] = range(99), **meta: object) -> None:
-    for rank, (start, stop) in enumerate(frame_bounds(len(embeds), world)):
+def write(
+    folder: Path,
+    embeds: Tensor,
+    world: int,
+    ranks: Container[int] = range(99),
+    layout: str = "contiguous",
+    **meta: object,
+) -> None:
+    for rank, spans in enumerate(frame_spans(len(embeds), world, layout)):
         if rank in ranks:
-            save_features(folder, embeds[start:stop], start=start, total=len(embeds), rank=rank, world=world, meta=meta)
+            place: dict[str, Any] = {"start": spans[0][0] if spans else 0, "total": len(embeds), "layout": layout}
+            save_features(folder, take_spans(embeds, spans), **place, rank=rank, world=world, meta=meta)
 
 
 @pytest.mark.parametrize(("world", "dtype"), [(1, torch.float32), (3, torch.bfloat16), (11, torch.float32)])
@@ -31,11 +41,36 @@ def test_any_number_of_ranks_reads_the_store(tmp_path: Path, world: int, dtype: 
     store = open_features(tmp_path)
     assert (store.total_frames, store.tokens_per_frame, store.hidden, store.dtype) == (10, 3, 8, dtype)
     for readers in (1, 4, 12):
-        parts = [store.read(a, b) for a, b in frame_bounds(10, readers)]
+        parts = [store.read(span) for span in frame_bounds(10, readers)]
         assert torch.equal(torch.cat(parts), embeds)
-    assert torch.equal(store.read(2, 9), embeds[2:9]) and store.read(4, 4).shape == (0, 3, 8)
+    assert torch.equal(store.read((2, 9)), embeds[2:9]) and store.read((4, 4)).shape == (0, 3, 8)
     with pytest.raises(ConfigError, match="frames 3 to 11 asked"):
-        store.read(3, 11)
+        store.read((3, 11))
+
+
+@pytest.mark.parametrize("world", [1, 3, 8, 11])
+def test_store_of_zigzag_shards_is_mapped_by_as_many_ranks_and_read_by_others(tmp_path: Path, world: int) -> None:
+    embeds = torch.randn(10, 3, 8)
+    write(tmp_path, embeds, world, layout="zigzag")
+    store = open_features(tmp_path)
+    assert torch.equal(store.read((0, 10)), embeds) and torch.equal(store.read((7, 9), (1, 3)), embeds[[7, 8, 1, 2]])
+    for readers, layout in itertools.product((1, 3, 8, 11), FRAME_LAYOUTS):
+        by_rank = frame_spans(10, readers, layout)
+        for frames in by_rank:
+            expected = take_spans(embeds, frames)
+            assert torch.equal(store.read(*frames), expected) and torch.equal(store.map(*frames), expected)
+        assert store.can_map(by_rank) or (readers, layout) != (world, "zigzag")
+    assert not store.can_map([((0, 1), (3, 4))])
+
+
+def test_store_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    embeds = torch.randn(10, 3, 8)
+    write(tmp_path, embeds, 3)
+    index = json.loads((tmp_path / "features.json").read_text())
+    for file in index["files"]:
+        ((file["start"], file["stop"]),) = file.pop("ranges")
+    (tmp_path / "features.json").write_text(json.dumps(index))
+    assert torch.equal(open_features(tmp_path).read((2, 9)), embeds[2:9])
 
 
 def test_unusable_store_is_refused(tmp_path: Path) -> None:
@@ -49,7 +84,7 @@ def test_unusable_store_is_refused(tmp_path: Path) -> None:
     write(tmp_path, one, 3, ranks=[0, 2])
     refused(rf"1 of 3 shards cannot be used: {name(1, 3)} \(missing\)")
     write(tmp_path, one, 3, ranks=[1])
-    assert torch.equal(open_features(tmp_path).read(0, 10), one)
+    assert torch.equal(open_features(tmp_path).read((0, 10)), one)
     (tmp_path / "features.json").unlink()
     refused("3 shards but no index")
     refused("no features", tmp_path / "nowhere")
@@ -74,7 +109,8 @@ def test_failed_write_leaves_the_store_unchanged(tmp_path: Path) -> None:
 
 
 def test_frames_of_another_rank_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rank 1 of 2 passed embeds \(5, 3, 8\) from frame 0; .* range is \(5, 10\)"):
+    message = r"rank 1 of 2 passed embeds \(5, 3, 8\) from frame 0; .* this rank has 5 to 10"
+    with pytest.raises(ConfigError, match=message):
         save_features(tmp_path, torch.zeros(5, 3, 8), start=0, total=10, rank=1, world=2)
     with pytest.raises(ConfigError, match="rank 2 of 2"):
         save_features(tmp_path, torch.zeros(5, 3, 8), start=0, total=10, rank=2, world=2)

@@ -59,6 +59,7 @@ def test_any_range_of_a_lossless_store_is_that_of_the_video_and_decodes_nothing(
     assert len(video) == 24 and [len(tensors) for tensors in found] == [2, 2, 1, 0]
     for ours, theirs in zip(found, expected, strict=True):
         assert all(a.dtype == torch.uint8 and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert torch.equal(*(torch.cat([*x.read_ranges([range(2, 5), range(20, 24)])]) for x in (stored, video)))
     assert source_key(stored) == source_key(video)
     (scaled,) = stored.read(2, 3, size=(24, 32))  # another size is scaled from the video, as without a store
     assert torch.equal(scaled, next(iter(video.read(2, 3, size=(24, 32)))))

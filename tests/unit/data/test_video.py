@@ -107,6 +107,28 @@ def test_threads_decode_different_groups_of_pictures(long_clip: Path, monkeypatc
     assert len(decoded.threads) == 3 and decoded.threads.total() < 300 + 3 * 25
 
 
+@pytest.mark.parametrize("fps", [2, 30])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_two_ranges_are_read_by_one_reader(
+    long_clip: Path, monkeypatch: pytest.MonkeyPatch, threads: int, fps: int
+) -> None:
+    plan = plan_frames(probe(long_clip), fps=fps)
+    chunk = len(plan) // 8
+    ranges = [range(chunk, 2 * chunk), range(6 * chunk, 7 * chunk)]
+    expected = torch.cat([read(plan, part.start, part.stop, threads=threads) for part in ranges])
+    opened, open_video = [], reader.open_video
+    monkeypatch.setattr(reader, "open_video", lambda path: opened.append(path) or open_video(path))
+    (whole,) = read_frames(plan, ranges=ranges[:1], batch=1000, threads=threads)
+    for_one, decoded = len(opened), Decoded(monkeypatch)
+    found = torch.cat([*read_frames(plan, ranges=ranges, batch=7, threads=threads)])
+    assert torch.equal(found, expected) and torch.equal(found[:chunk], whole)
+    assert len(opened) - for_one <= max(for_one, 1 + threads), "the file is opened once for both ranges"
+    group = 25  # frames from keyframe to keyframe
+    assert decoded.threads.total() <= 2 * (300 // 8 + group) + threads * group
+    with pytest.raises(ConfigError, match="requested from a source"):
+        list(read_frames(plan, ranges=[range(0, 2), range(5, len(plan) + 1)]))
+
+
 def test_reading_can_stop_at_any_frame(long_clip: Path) -> None:
     plan = plan_frames(probe(long_clip))
     for threads in (1, 3):

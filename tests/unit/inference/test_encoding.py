@@ -18,7 +18,7 @@ from mllm_seqpar.inference import encode_video, encoding
 from mllm_seqpar.inference.rank_groups import tried
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.patches.mplug_owl3.testing import IMAGE_SIZE, TOKENS_PER_FRAME, tiny_model, tiny_tokenizer
-from mllm_seqpar.sharding import FrameShard, frame_bounds
+from mllm_seqpar.sharding import FrameShard, frame_spans, in_frame_order
 
 
 def tiny_processor() -> MPlugOwl3Processor:
@@ -103,15 +103,17 @@ def test_each_rank_encodes_its_frames(world: int, source: RandomPictures) -> Non
         return video.features, video.shard, progress
 
     shards = run_loopback(world, encoded)
-    assert [(shard.start, shard.stop) for _, shard, _ in shards] == frame_bounds(len(source), world)
-    assert torch.allclose(torch.cat([features for features, _, _ in shards]), encoded_at_once(source), atol=1e-5)
+    by_rank = frame_spans(len(source), world, "zigzag")  # as patched mPLUG-Owl3 maps frames to ranks
+    assert tuple(shard.spans for _, shard, _ in shards) == by_rank
+    features = in_frame_order([features for features, _, _ in shards], by_rank)
+    assert torch.allclose(features, encoded_at_once(source), atol=1e-5)
     assert len({tuple(progress) for _, _, progress in shards}) == 1
     assert shards[0][2][-1] == len(source)
 
 
 def test_an_unreadable_frame_stops_all_ranks_within_one_batch() -> None:
     rounds: list[int] = []  # the progress of rank 0
-    source = RandomPictures(90, bad=40)  # in the fourth of ten batches of rank 1
+    source = RandomPictures(90, bad=40)  # in the fourth of ten batches of rank 2
 
     def failed(comm: Communicator) -> Exception | None:
         progress = rounds.append if comm.rank == 0 else None
@@ -119,9 +121,9 @@ def test_an_unreadable_frame_stops_all_ranks_within_one_batch() -> None:
         return attempt(lambda: encode_video(tiny_model(), tiny_processor(), source, **options))[1]
 
     errors = run_loopback(3, failed)
-    assert [type(error) for error in errors] == [AgreementError, VideoError, AgreementError]
-    assert str(errors[1]) == "film.mp4: frame 40 cannot be decoded"
-    assert str(errors[0]) == str(errors[2]) == f"reading the video: rank 1: {errors[1]}"
+    assert [type(error) for error in errors] == [AgreementError, AgreementError, VideoError]
+    assert str(errors[2]) == "film.mp4: frame 40 cannot be decoded"
+    assert str(errors[0]) == str(errors[1]) == f"reading the video: rank 2: {errors[2]}"
     assert rounds == [0, 9, 18]
 
 

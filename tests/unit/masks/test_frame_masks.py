@@ -185,13 +185,16 @@ def test_frame_mask_is_cut_to_the_frames_of_a_rank(form: str) -> None:
     mask = FrameMask.from_intervals(first, last, 3, 9) if form == "intervals" else FrameMask.from_dense(visible, 3)
     assert mask.shape == (2, 11)
     assert torch.equal(mask.any_frame_visible(), visible.any(-1))
-    for start, stop in ((0, 9), (0, 4), (3, 8), (8, 9)):
-        assert_paints(mask.rectangles(start, stop), visible[..., start:stop].repeat_interleave(3, -1), WASTE)
-        assert torch.equal(mask.any_frame_visible(start, stop), visible[..., start:stop].any(-1))
-        assert mask.visible_fraction(start, stop) == pytest.approx(float(visible[..., start:stop].float().mean()))
-    assert mask.rectangles(5, 5) == () and not mask.any_frame_visible(5, 5).any() and mask.visible_fraction(5, 5) == 0
+    one, two = [((0, 9),), ((0, 4),), ((3, 8),), ((8, 9),)], [((0, 2), (5, 8)), ((1, 3), (8, 9))]
+    out_of_order = [((6, 9), (0, 2)), ((1, 2), (7, 9), (2, 5), (6, 7))]  # in a mesh, of several ranks
+    for frames in (*one, *two, *out_of_order):
+        seen = visible[..., torch.cat([torch.arange(*span) for span in frames])]
+        assert_paints(mask.rectangles(frames), seen.repeat_interleave(3, -1), WASTE)
+        assert torch.equal(mask.any_frame_visible(frames), seen.any(-1))
+        assert mask.visible_fraction(frames) == pytest.approx(float(seen.float().mean()))
+    assert mask.rectangles(()) == () and not mask.any_frame_visible(()).any() and mask.visible_fraction(()) == 0
     rows = torch.tensor([7, 0, 3])
-    taken, _ = paint(mask.take(rows).rectangles(0, 9), 2, 3, 27)
+    taken, _ = paint(mask.take(rows).rectangles(((0, 9),)), 2, 3, 27)
     assert torch.equal(taken.bool(), visible[:, rows].repeat_interleave(3, -1))
 
 
@@ -222,7 +225,7 @@ def test_invalid_tables_are_rejected_and_rows_that_see_nothing_may_have_any_boun
             FrameMask.from_dense(visible, 2)
     # mPLUG-Owl3 marks samples without images with a stop of -1000000.
     mask = FrameMask.from_intervals(ROWS + 100, ROWS - 1_000_000, 2, 5)
-    assert not mask.any_frame_visible().any() and mask.rectangles(0, 5) == ()
+    assert not mask.any_frame_visible().any() and mask.rectangles(((0, 5),)) == ()
 
 
 def test_rows_seen_and_fractions_by_pair_of_ranks() -> None:
@@ -230,7 +233,7 @@ def test_rows_seen_and_fractions_by_pair_of_ranks() -> None:
     first = torch.tensor([[1, 1, 1], [1, 0, 3]]), torch.zeros(2, 3).long()
     stop = torch.tensor([[2, 2, 3], [2, 1, 0]]), torch.tensor([[1, 3, 1], [1, 3, 1]])
     masks = [FrameMask.from_intervals(*pair, 4, 3) for pair in zip(first, stop, strict=True)]
-    blocks = FrameBlockMasks(masks, [(0, 1), (1, 3)])
+    blocks = FrameBlockMasks(masks, [((0, 1),), ((1, 3),)])
     assert blocks.visible_row_counts() == [[1, 4], [6, 2]]
     assert blocks.visible_fractions() == [[pytest.approx(1 / 6), pytest.approx(5 / 12)], [1.0, pytest.approx(1 / 3)]]
 

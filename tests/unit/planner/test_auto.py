@@ -45,7 +45,7 @@ def test_mask_statistics_match_the_dense_mask(dense: bool) -> None:
         table = (frames >= first[..., None]) & (frames < stop[..., None])
         tables.append(table)
         masks.append(FrameMask.from_dense(table, 3) if dense else FrameMask.from_intervals(first, stop, 3, 10))
-    blocks = FrameBlockMasks(masks, bounds)
+    blocks = FrameBlockMasks(masks, [(span,) for span in bounds])
     assert blocks.visible_fraction == pytest.approx(torch.stack(tables).float().mean().item())
     for i, table in enumerate(tables):
         for j, (start, stop) in enumerate(bounds):
@@ -109,7 +109,7 @@ def test_pruned_mask_makes_the_links_irrelevant() -> None:
     row = torch.zeros(1, PROBLEM.rows, dtype=torch.long)
     masks = [FrameMask.from_intervals(row + start, row + stop, 729, frames) for start, stop in bounds]
     problem = replace(PROBLEM, keys=(64 * 729,) * 8)
-    blocks = FrameBlockMasks(masks, bounds)
+    blocks = FrameBlockMasks(masks, [(span,) for span in bounds])
     slow, fast = (
         ClusterSelector(with_(CLUSTER, node_link=rate)).select(problem, blocks, CROSS, LIKE, training=True)
         for rate in (1e5, 1e12)

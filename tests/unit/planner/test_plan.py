@@ -5,9 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from clusters import with_
 
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.masks import FrameBlockMasks, FrameMask
 from mllm_seqpar.planner import Cluster, ParallelSpec, read_cluster
 from mllm_seqpar.planner.memory import KINDS, USABLE, peak_memory
 from mllm_seqpar.planner.model_sizes import read_model
@@ -16,6 +18,7 @@ from mllm_seqpar.planner.records import find_file
 from mllm_seqpar.planner.step_cost import PARTS
 from mllm_seqpar.planner.transfer_memory import COMMUNICATOR_BYTES, COMMUNICATORS
 from mllm_seqpar.planner.workload import Workload
+from mllm_seqpar.sharding import frame_spans, sequence_positions
 
 OWL = read_model(find_file("model", "mplug-owl3-7b"))
 A100 = read_cluster(find_file("cluster", "a100-80g-4x4"))
@@ -55,7 +58,7 @@ def test_parts_on_one_gpu_are_flops_over_rates() -> None:
     assert parts["MLP"].forward.seconds == pytest.approx(mlp) and parts["MLP"].backward.seconds == pytest.approx(
         2 * mlp
     )
-    calls = 4 * 4 * 1000 * 72900 * 28 * 128
+    calls = 4 * 4 * (1000 - 50) * 72900 * 28 * 128  # the 100 placeholders attend to half of the frames
     kv = 4 * 4 * 72900 * 3584 * 4 * 128
     assert parts["cross-attention"].forward.seconds == pytest.approx(calls / A100.attention_forward + kv / A100.matmul)
     backward = 2.5 * calls / A100.attention_backward + 3 * kv / A100.matmul
@@ -260,3 +263,19 @@ def test_illegal_strategies_are_named_with_the_reason() -> None:
 def test_invalid_workload_is_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(STEP, **changes)
+
+
+def test_text_attends_to_half_of_the_frames_of_its_placeholders_on_every_rank() -> None:
+    """The busiest rank has the mean of the load, because the frames are zigzag."""
+    given = Workload(model=OWL, frames=512, text=768, gpus=8)
+    rows = torch.arange(768)
+    mask = FrameMask.from_intervals(torch.zeros(1, 768).long(), (rows + 1).clamp(max=512)[None], 729, 512)
+    masks = [mask.take(sequence_positions(768, rank, 8, "zigzag")) for rank in range(8)]
+    visible = FrameBlockMasks(masks, frame_spans(512, 8, "zigzag")).visible_fractions()
+    busiest = max(sum(row[rank] for row in visible) / 8 for rank in range(8))
+    assert busiest == pytest.approx(given.visible, rel=0.01)
+    assert (
+        replace(given, text=500).visible
+        == replace(given, model=read_model(find_file("model", "idefics-9b"))).visible
+        == 1.0
+    )

@@ -51,11 +51,11 @@ def test_features_of_one_file_are_mapped_and_of_several_read(tmp_path: Path) -> 
         save_features(tmp_path, embeds[start:stop], start=start, total=10, rank=rank, world=2)
     store = open_features(tmp_path)
     for start, stop, mapped in ((0, 4, 1), (5, 10, 1), (6, 9, 1), (4, 6, 0), (0, 10, 0), (3, 3, 0)):
-        found = store.map(start, stop)
+        found = store.map((start, stop))
         assert torch.equal(found, embeds[start:stop])
         assert is_in_file(found.data_ptr(), tmp_path) == mapped
     with pytest.raises(ConfigError, match="frames 8 to 11 asked"):
-        store.map(8, 11)
+        store.map((8, 11))
 
 
 @pytest.mark.slow

@@ -202,8 +202,9 @@ def test_bad_media_stop_all_ranks_at_one_micro_batch(folder: Path) -> None:
     (folder / "half.jsonl").write_text("\n".join([*good, good[0], good[0]]))
     results = train(folder / "half.jsonl", 4, 2, on_bad_media="fail")
     message = f"{folder / 'half.jsonl'}:{HALF + 1}: "
-    assert [type(rank[0]).__name__ for rank in results].count("MediaError") == 1
-    assert sum(isinstance(rank[0], AgreementError) for rank in results) == 3
+    # Both ranks of the sample's group have frames of the part that is missing.
+    assert [type(rank[0]).__name__ for rank in results].count("MediaError") == 2
+    assert sum(isinstance(rank[0], AgreementError) for rank in results) == 2
     assert all(message in str(rank[0]) and len(rank) == 1 for rank in results)
 
 
