@@ -40,6 +40,8 @@ class _NoFloat32(TorchFunctionMode):
             return args[0]
         if wide and func is Tensor.to and torch.float32 in (*args[1:2], kwargs.get("dtype")):
             return args[0]
+        if func is Tensor.matmul and torch.float64 in (x.dtype for x in args):  # one factor was int
+            args = tuple(x.double() for x in args)
         return func(*args, **kwargs)
 
 
