@@ -174,12 +174,14 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
     def placement(self, inputs: QwenVLInputs) -> TokenPlaces:
         comm, none = self.context.comm, torch.zeros(0, dtype=torch.long)
         if inputs.frames is None or inputs.on_host(TOKENS) is None:
-            return TokenPlaces(none, none, none, torch.zeros(comm.size + 1, dtype=torch.long))
+            return TokenPlaces(none, none, none, none, torch.zeros(comm.size + 1, dtype=torch.long))
         numbers, ends = inputs.placed_tokens()
         samples, positions = (numbers >= 0).nonzero().unbind(1)
         total = inputs.total_frames
         cuts = torch.tensor([first for first, _ in frame_bounds(total, comm.size)] + [total])
-        return TokenPlaces(samples, positions, numbers[samples, positions], ends[cuts])
+        embeddings = numbers[samples, positions]
+        frames = torch.searchsorted(ends[1:].contiguous(), embeddings, right=True)
+        return TokenPlaces(samples, positions, embeddings, frames, ends[cuts])
 
     def check_inputs(self, inputs: QwenVLInputs, kwargs: Mapping[str, Any]) -> None:
         super().check_inputs(inputs, kwargs)

@@ -29,10 +29,11 @@ from checkpoint_checks.comparison import compare
 from checkpoint_checks.media import drawn_video, picture_file
 from checkpoint_checks.weights import describe_files, missing_memory, names_and_shapes
 
+from mllm_seqpar.cli.launch import DTYPES
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.sources import FrameSource, VideoSource
 from mllm_seqpar.errors import SeqParError
-from mllm_seqpar.inference.model_loading import DTYPES, load_for_inference
+from mllm_seqpar.inference.model_loading import load_for_inference
 from mllm_seqpar.models.loading import load_processor
 
 LARGEST_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}

@@ -1,5 +1,7 @@
 """The attention over frames of an answer, by dense float64 attention from the unpatched model's own projections.
 
+Decoder-only models return the weights of their attention themselves.
+
 The unpatched model reads the prompt and the answer in one pass without a cache. Hooks on its projections yield the
 queries and keys of every cross-attention layer.
 """
@@ -22,6 +24,8 @@ def expected_shares(
 
     The layers are those of `model`, which is unpatched and in float64.
     """
+    if family.startswith("qwen"):
+        return _token_shares(model, inputs, answer)
     layers, length = LAYERS[family](model, inputs, answer), inputs[PROMPT.get(family, "input_ids")].shape[1]
     rows = range(length - 1, length - 1 + len(answer))
     found = [_layer_shares(*layer, rows, visible) for layer in layers]
@@ -30,6 +34,31 @@ def expected_shares(
 
 
 PROMPT = {"open_flamingo": "lang_x"}
+
+
+def _token_shares(model: Any, inputs: dict[str, Any], answer: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums of the weights that the eager attention of a decoder-only model returns, by frame."""
+    from tiny_models.qwen2_5_vl import GRIDS, IMAGE, MERGE, VIDEO
+
+    model.set_attn_implementation("eager")
+    ids = torch.cat([inputs["input_ids"], answer[None]], 1)
+    given = inputs | {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).long() + 2 * (ids == VIDEO).long()}
+    if "attention_mask" in inputs:
+        given["attention_mask"] = torch.nn.functional.pad(inputs["attention_mask"], (0, len(answer)), value=1)
+    with torch.no_grad():
+        weights = model(**given, output_attentions=True, use_cache=False).attentions
+    frames, units = torch.full((ids.shape[1],), -1), list[tuple[int, Tensor]]()
+    for token, (_, name) in zip((IMAGE, VIDEO), GRIDS, strict=True):
+        places = (ids[0] == token).nonzero().flatten()
+        for time, height, width in inputs[name].tolist() if name in inputs else ():
+            for _ in range(time):
+                own, places = places.tensor_split([height * width // MERGE**2])
+                units.append((int(own[0]), own))
+    for number, (_, own) in enumerate(sorted(units, key=lambda unit: unit[0])):
+        frames[own] = number
+    rows = torch.stack(weights)[:, 0].double().mean((0, 1))[inputs["input_ids"].shape[1] - 1 : -1]  # (T, tokens)
+    found = torch.stack([rows[:, frames == number].sum(1) for number in range(len(units))], 1)
+    return found, rows[:, frames == -1].sum(1)
 
 
 def _layer_shares(q: Tensor, k: Tensor, text: Tensor | None, rows: range, visible: Tensor) -> tuple[Tensor, Tensor]:

@@ -123,10 +123,14 @@ for _family, _qwen in QWENS.items():
         "sharded prompt, striped, local frames": (_local(_two).with_options(**SHARDED, text_layout="striped"), GREEDY),
         "sharded prompt, text only": (_text.with_options(**SHARDED), GREEDY),
         "sharded prompt, chunks": (_two.with_options(**_CHUNKS, **SHARDED, self_attention="ulysses"), THREE_BEAMS),
+        "embeddings": (replace(_two, embeds=True), GREEDY),
+        "ulysses, beams": (_two.with_options(**SHARDED, self_attention="ulysses"), BEAMS),
+        "local frames, lookup": (_local(_one), LOOKUP),
     }
     if TAKES_EMBEDDINGS:
         _features = _local(replace(_two, features="embeddings")).with_options(**SHARDED)
         GENERATED[_family]["local features, beams"] = (_features, BEAMS)
+        GENERATED[_family]["features, beams, no cache"] = (replace(_two, features="embeddings"), BEAMS | NO_CACHE)
 if LANGUAGE_MODELS:
     from tiny_models.open_flamingo import MEDIA, MPT_1B, PAD, VOCABULARY
     from tiny_models.open_flamingo import Case as Flamingo

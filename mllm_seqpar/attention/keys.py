@@ -99,6 +99,7 @@ class GivenKeys(Keys):
 
     Attributes:
         whole: computes `attend_alone` with the unpatched model's own attention, given q and the scale.
+        window: the number of keys that a row attends to at most, of a text; None: all before it.
     """
 
     modules = ()
@@ -107,6 +108,7 @@ class GivenKeys(Keys):
     k: Tensor
     v: Tensor
     whole: Callable[[Tensor, float], Tensor] | None = None
+    window: int | None = None
 
     def attend_alone(self, q: Tensor, scale: float) -> Tensor | None:
         if self.whole is not None:

@@ -38,6 +38,7 @@ OPTIONAL = {
     "pillow": "video",
     "pyarrow": "data",
     "flash-attn": "flash",
+    "torchvision": "",
     "matplotlib": "plot",
     "fastapi": "serve",
     "uvicorn": "serve",
@@ -45,7 +46,10 @@ OPTIONAL = {
     "peft": "peft",
     "bitsandbytes": "qlora",
 }
-"""Packages that commands need for some of their options, with the extra of this package that installs them."""
+"""Packages that commands need for some options or models, with the extra of this package that installs them.
+
+No extra installs torchvision, which must fit torch; the processors of Qwen2.5-VL and Qwen3-VL need it.
+"""
 
 
 @dataclass(frozen=True)
@@ -198,8 +202,8 @@ def _uses_gpus(device: str) -> bool:
 
 
 def exactness(comm: Communicator, device: torch.device) -> Iterator[Finding]:
-    """Yield the errors of attention and of a patched model on these ranks; one rank alone plays two, in threads."""
-    from .exactness import LIMITS, attention_errors, model_error
+    """Yield the errors of attention and of patched models on these ranks; one rank alone plays two, in threads."""
+    from .exactness import LIMITS, attention_errors, model_errors
 
     torch.backends.cudnn.allow_tf32 = False  # convolutions of the tiny model's vision tower
     how = f"{comm.size} processes, {dist.get_backend()}" if comm.size > 1 else "2 threads of one process"
@@ -212,7 +216,9 @@ def exactness(comm: Communicator, device: torch.device) -> Iterator[Finding]:
         for dtype in (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,):
             for name, error in attention_errors(ranks, device, dtype):
                 found.append(_exact(f"attention {name}, {str(dtype).removeprefix('torch.')}", error, LIMITS[dtype]))
-        return [*found, _exact("tiny model, loss and gradients", model_error(ranks, device), LIMITS[torch.float32])]
+        for name, error in model_errors(ranks, device):
+            found.append(_exact(f"{name}, loss and gradients", error, LIMITS[torch.float32]))
+        return found
 
     yield from run_on(comm) if comm.size > 1 else run_loopback(2, run_on)[0]
     yield Finding("time", f"{time.monotonic() - start:.1f} s for the exactness check")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import SiglipVisionConfig
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, SiglipVisionConfig
 
 from mllm_seqpar.attention import lv_xattn, ring_attention
 from mllm_seqpar.comm import Communicator
@@ -25,7 +25,7 @@ gives errors above 0.1."""
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
 ROWS, FRAMES_PER_RANK, TOKENS = 16, 3, 8
-IMAGE_TOKEN, PICTURE = 63, 28
+IMAGE_TOKEN, PICTURE, PATCH = 63, 28, 4
 
 
 def attention_errors(comm: Communicator, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
@@ -45,10 +45,17 @@ def attention_errors(comm: Communicator, device: torch.device, dtype: torch.dtyp
         yield name, _largest(comm, [relative(x, y) for x, y in zip(found, parts, strict=True)])
 
 
-def model_error(comm: Communicator, device: torch.device) -> float:
-    """Return the largest relative error of the loss and the gradients of a tiny patched mPLUG-Owl3, over all ranks."""
-    model = _tiny_model()
-    inputs = _inputs(frames=2 * comm.size + 1)
+def model_errors(comm: Communicator, device: torch.device) -> Iterator[tuple[str, float]]:
+    """Yield (model, largest relative error of the loss and the gradients over all ranks) of tiny patched models."""
+    frames = 2 * comm.size + 1  # one rank has more frames than the others
+    yield "tiny model with cross-attention", _model_error(_tiny_model(), _inputs(frames), comm, device)
+    yield (
+        "tiny decoder-only model",
+        _model_error(_tiny_decoder_only_model(), _decoder_only_inputs(frames), comm, device),
+    )
+
+
+def _model_error(model: Any, inputs: dict[str, Tensor], comm: Communicator, device: torch.device) -> float:
     exact = copy.deepcopy(model).double()
     loss = exact(**{name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}).loss
     loss.backward()
@@ -90,7 +97,29 @@ def _tiny_model() -> Any:
     vision = SiglipVisionConfig(**width, num_attention_heads=2, image_size=PICTURE, patch_size=14)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "hyper_layers": [1], "gate": "vector"}
     config = MPlugOwl3Config(**width, **heads, vocab_size=64, image_token_id=IMAGE_TOKEN, vision_config=vision)
-    model = MPlugOwl3ForConditionalGeneration(config).float()
+    return _spread_weights(MPlugOwl3ForConditionalGeneration(config))
+
+
+def _tiny_decoder_only_model() -> Any:
+    """Return a Qwen3-VL of two layers, whose features of the tower's first layer go to the decoder's first layer."""
+    width = {"hidden_size": 64, "intermediate_size": 96}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+    text = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    vision = {"depth": 2, "num_heads": 2, "out_hidden_size": 64, "patch_size": PATCH, "deepstack_visual_indexes": [0]}
+    config = Qwen3VLConfig(
+        text_config=width | text | {"rope_parameters": rope, "vocab_size": 64, "pad_token_id": 0},
+        vision_config=width | vision | {"num_position_embeddings": 16},
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=IMAGE_TOKEN - 1,
+        vision_start_token_id=1,
+        vision_end_token_id=2,
+    )
+    return _spread_weights(Qwen3VLForConditionalGeneration(config))
+
+
+def _spread_weights(model: Any) -> Any:
+    """Return the model in training mode, with weights that make attention far from uniform."""
+    model.float()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():  # as initialised, every row averages all keys, which would hide errors
         for weight in model.parameters():
@@ -106,3 +135,17 @@ def _inputs(frames: int) -> dict[str, Tensor]:
     ids[:, 1 : 2 * frames : 2] = IMAGE_TOKEN
     pictures = torch.randn(frames, 3, PICTURE, PICTURE, generator=generator)
     return {"input_ids": ids, "pixel_values": pictures, "labels": ids.clone()}
+
+
+def _decoder_only_inputs(frames: int) -> dict[str, Tensor]:
+    """Return one sample with pictures of four placeholders each, some text, and labels for all of it."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, IMAGE_TOKEN - 1, (1, 6 * frames + 8), generator=generator)
+    ids[:, : 6 * frames] = torch.tensor([5, *[IMAGE_TOKEN] * 4, 7]).repeat(frames)
+    return {
+        "input_ids": ids,
+        "pixel_values": torch.randn(frames * 16, 3 * 2 * PATCH**2, generator=generator),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * frames),
+        "mm_token_type_ids": (ids == IMAGE_TOKEN).long(),
+        "labels": ids.clone(),
+    }

@@ -127,6 +127,12 @@ class ChatFamily(ABC):
         """Return the source of what a rank encodes as a whole: the frames themselves, or groups of them."""
         return source
 
+    def unit_sizes(self, source: FrameSource) -> list[int]:
+        """Return the number of frames of the source in each of its units."""
+        count, units = len(source), len(self.units(source))
+        step = -(-count // units) if units else 1
+        return [min(step, count - first) for first in range(0, count, step)]
+
     @abstractmethod
     def pixels(self, frames: Tensor) -> tuple[Tensor, ...]:
         """Preprocess frames (n, 3, H, W), uint8, or what `units` reads; return tensors (n, ...) for `encode`."""

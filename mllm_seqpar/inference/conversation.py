@@ -263,7 +263,8 @@ class Conversation:
             attention = None if recorded is None else recorded.result()
         tokens, tokenizer = output.sequences[0, length:].tolist(), self._processor.tokenizer
         if attention is not None:
-            self.evidence = evidence_of(attention, tokens, tokenizer, self.sources, evidence)
+            sizes = [size for source in self.sources for size in self._family.unit_sizes(source)]
+            self.evidence = evidence_of(attention.split(sizes), tokens, tokenizer, self.sources, evidence)
         found = self.evidence
         return Answer(
             text=watch.finish(),

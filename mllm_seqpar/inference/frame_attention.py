@@ -5,9 +5,9 @@ This module is the interface. `runtime.attention_record` defines and computes th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,9 +24,10 @@ class FrameAttention:
 
     Attributes:
         frames: (T, F), float32 or wider, on the CPU: the softmax probability on the keys of a frame, before any gate,
-            averaged over heads and cross-attention layers. 0 for a frame that the mask hides from a token.
-        text: (T,), the probability on the keys of the text, in models with one softmax over text and frames (mPLUG-Owl3
-            without a gate); in other models 0.
+            averaged over heads and the layers that attend to frames. 0 for a frame that the mask hides from a token.
+            A frame of a decoder-only model is a temporal patch.
+        text: (T,), the probability on the keys of the text, in models with one softmax over text and frames
+            (decoder-only models, mPLUG-Owl3 without a gate); in other models 0.
         visible: (T, F) bool, the frames that the mask lets a token attend to.
         output: what `generate` returned; None from `RecordedAttention.result`.
     """
@@ -35,6 +36,17 @@ class FrameAttention:
     text: Tensor
     visible: Tensor
     output: Any = None
+
+    def split(self, sizes: Sequence[int]) -> FrameAttention:
+        """Return the attention to the pictures that each of the F frames consists of, equal parts of its own.
+
+        `sizes` (F,) is how many pictures a frame has: two in a temporal patch of a decoder-only model.
+        """
+        if len(sizes) != self.frames.shape[1] or max(sizes, default=1) == 1:
+            return self
+        counts = torch.tensor(sizes)
+        index = torch.arange(len(sizes)).repeat_interleave(counts)
+        return replace(self, frames=(self.frames / counts)[:, index], visible=self.visible[:, index])
 
     @property
     def ranks_frames(self) -> bool:

@@ -11,6 +11,8 @@ only the queries of its row and their log-sum-exp, which the merge over ranks co
 after the answer, on the rank that holds the frame, and gathered once. K of a layer is then read once for all tokens,
 also from host memory. KV heads are not expanded.
 
+A decoder-only model has no such layers; `visual_token_record` adds up the same shares from its self-attention.
+
 Shape legend: T tokens of the answer, H query heads, G KV heads, D head dim, U mask units of this rank, F frames.
 """
 
@@ -30,9 +32,7 @@ from mllm_seqpar.masks import FrameBlockMasks, FrameMask
 from mllm_seqpar.sharding import Spans, in_frame_order, span_length, take_spans
 
 from .frames import VisualKVCache, unit_spans
-
-SCORES = 1 << 24
-"""Scores that are computed at once: 64 MiB in float32."""
+from .visual_token_record import SCORES, FrameTokens, TokenRowRecorder
 
 
 class LayerRow(NamedTuple):
@@ -80,6 +80,10 @@ class RowRecorder:
                 row, total = q[0, :, self._row].clone(), None if lse is None else lse[0, :, self._row].clone()
             self._layers.append(LayerRow(row, each.k, total, scale, len(keys) > 1))
 
+    @property
+    def total_frames(self) -> int:
+        return self.cache.total_frames
+
     def visible_units(self) -> Tensor:
         """Return a bool for each unit of all ranks: whether the row attends to it."""
         last = self._mask.take(torch.tensor([self._mask.shape[1] - 1]))
@@ -98,6 +102,17 @@ class RowRecorder:
             stored.append(torch.cat([layer.q.to(wide), layer.lse.to(wide)[:, None]], dim=1))
         rows = comm.all_reduce(torch.stack(stored), "evidence")  # all ranks but one have zeros
         return [x._replace(q=row[:, :-1], lse=row[:, -1]) for x, row in zip(self._layers, rows, strict=True)]
+
+
+AnyRecorder = RowRecorder | TokenRowRecorder
+_CHANGED = "the frames changed while the answer was generated; pass the same frames to every token"
+
+
+def _row_of_last(positions: Tensor | None, length: int) -> int | None:
+    """Return the row of the last of `length` tokens on this rank, given the positions of its rows; None: elsewhere."""
+    if positions is None:
+        return -1
+    return next(iter((positions == length - 1).nonzero().flatten().tolist()), None)
 
 
 class Shares(NamedTuple):
@@ -119,7 +134,7 @@ class AttentionRecord:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._passes: list[RowRecorder] = []
+        self._passes: list[AnyRecorder] = []
 
     def begin_answer(self) -> None:
         """Forget the rows of an earlier answer."""
@@ -139,20 +154,51 @@ class AttentionRecord:
         Raises:
             ConfigError: the pass has several samples, or beams, or is differentiated.
         """
-        if torch.is_grad_enabled():
-            raise ConfigError("the attention over frames is recorded without gradients; use torch.no_grad()")
-        if mask.shape[0] != 1:
-            raise ConfigError(
-                f"the attention over frames is recorded for one sample without beams; this pass has {mask.shape[0]} "
-                "rows of text; ask one question at a time"
-            )
-        row: int | None = -1
-        if positions is not None:
-            row = next(iter((positions == length - 1).nonzero().flatten().tolist()), None)
-        recorder = RowRecorder(cache, mask, row, length)
+        self._require_one_row(mask.shape[0])
+        recorder = RowRecorder(cache, mask, _row_of_last(positions, length), length)
         recorder.sharded = positions is not None
         self._passes.append(recorder)
         return recorder
+
+    def begin_token_pass(
+        self,
+        frames: FrameTokens,
+        sample: Tensor,
+        length: int,
+        last: int,
+        *,
+        keys: Tensor | None = None,
+        positions: Tensor | None = None,
+        valid: Tensor | None = None,
+    ) -> TokenRowRecorder:
+        """Return the recorder of the last row of a pass of a decoder-only model.
+
+        Args:
+            frames: the visual tokens of the text so far.
+            sample: (B,) the sample that each row of the pass continues.
+            length: tokens of the pass.
+            last: the position of the last row in the whole text.
+            keys: the positions of the keys that this rank has; None: every rank has all.
+            positions: the positions of this rank's rows, if they are sharded.
+            valid: (tokens,) bool, which tokens may be attended to; None: all.
+
+        Raises:
+            ConfigError: as for `begin_pass`.
+        """
+        self._require_one_row(sample.numel())
+        row, own = _row_of_last(positions, last + 1), frames.of_sample(int(sample[0]))
+        recorder = TokenRowRecorder(self._comm, own, keys, last, row, length, positions is not None, valid)
+        self._passes.append(recorder)
+        return recorder
+
+    def _require_one_row(self, rows: int) -> None:
+        if torch.is_grad_enabled():
+            raise ConfigError("the attention over frames is recorded without gradients; use torch.no_grad()")
+        if rows != 1:
+            raise ConfigError(
+                f"the attention over frames is recorded for one sample without beams; this pass has {rows} rows of "
+                "text; ask one question at a time"
+            )
 
     def shares(self) -> Shares:
         """Return the shares of the last answer. Every rank of the group calls this.
@@ -163,14 +209,31 @@ class AttentionRecord:
         prompts = [number for number, one in enumerate(self._passes) if one.length > 1]
         passes = self._passes[prompts[-1] if prompts else 0 :]  # a prompt may be prefilled in several passes
         agree(self._comm, "attention over frames", lambda: {"tokens": len(passes)}, dict)
-        if not passes or not passes[0].cache.total_frames:
+        of_tokens = [one for one in passes if isinstance(one, TokenRowRecorder)]
+        of_layers = [one for one in passes if isinstance(one, RowRecorder)]
+        if not passes or not passes[0].total_frames:
             raise ConfigError(
                 "no attention over frames was recorded: within record_attention, generate an answer about frames with "
                 "use_cache=True, then read the result"
             )
+        if of_tokens:
+            return self._token_shares(of_tokens)
+        return self._layer_shares(of_layers)
+
+    def _token_shares(self, passes: Sequence[TokenRowRecorder]) -> Shares:
+        """Return the shares of a decoder-only model, whose passes have added up those of this rank's keys."""
+        if len({one.total_frames for one in passes}) > 1:
+            raise ConfigError(_CHANGED)
+        frames = torch.stack([one.shares() for one in passes])
+        frames = (frames if self._comm.size == 1 else self._comm.all_reduce(frames, "evidence")).cpu()
+        visible = torch.stack([one.visible_frames() for one in passes])
+        return Shares(frames, (1 - frames.sum(1)).clamp(min=0), visible)
+
+    def _layer_shares(self, passes: Sequence[RowRecorder]) -> Shares:
+        """Return the shares of the rows that the passes of a model with cross-attention have stored."""
         cache = passes[0].cache
         if any(one.cache is not cache for one in passes):
-            raise ConfigError("the frames changed while the answer was generated; pass the same frames to every token")
+            raise ConfigError(_CHANGED)
         rows = [one.layers(self._comm) for one in passes]
         visible = torch.stack([one.visible_units() for one in passes])
         per_frame = cache.units // cache.total_frames

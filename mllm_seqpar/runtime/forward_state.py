@@ -30,7 +30,7 @@ from mllm_seqpar.attention.keys import GivenKeys, Keys, as_attended, attended_dt
 from mllm_seqpar.masks import BlockMasks, FrameBlockMasks, GivenBlockMask, Rectangle
 from mllm_seqpar.masks.block_masks import decoder_rectangles
 
-from .attention_record import RowRecorder
+from .attention_record import AnyRecorder
 from .context import SeqParContext
 from .frames import Frames
 from .fsdp_units import call_within, units_among
@@ -60,7 +60,7 @@ class ForwardState:
         visual_tokens: the embeddings of the visual tokens among this rank's rows, of a decoder-only model, which takes
             them out before any layer runs.
         tokens: the number of text tokens so far, this pass included, in a pass with a cache; a static cache is longer.
-        recorder: stores a row of each cross-attention layer, in a pass whose attention to frames is recorded.
+        recorder: receives a row of each layer that attends to frames, in a pass whose attention to them is recorded.
 
     Attributes:
         shards_text: whether hidden states hold this rank's tokens only.
@@ -77,7 +77,7 @@ class ForwardState:
         cached_text: Callable[[int, int | None], Iterable[Rectangle]] | None = None,
         visual_tokens: VisualTokens | None = None,
         tokens: int | None = None,
-        recorder: RowRecorder | None = None,
+        recorder: AnyRecorder | None = None,
     ) -> None:
         self.context, self.text, self.frames, self.rows = context, text, frames, rows or {}
         self.cached_text, self.tokens, self.recorder = cached_text, tokens, recorder
@@ -164,7 +164,7 @@ class ForwardState:
         spec = self._specs.get(key)
         if spec is None:
             spec = self._specs[key] = self._text_spec(q, k, window, mask)
-        return GivenKeys(spec, k, v, whole)
+        return GivenKeys(spec, k, v, whole, window)
 
     def frame_keys(
         self, q: Tensor, layer: Hashable, project: Projection, modules: Sequence[nn.Module] | None = None

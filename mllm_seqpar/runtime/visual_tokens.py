@@ -23,6 +23,8 @@ from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.base import Recv, Send
 
+from .visual_token_record import FrameTokens
+
 LABEL = "visual tokens"
 
 
@@ -34,18 +36,26 @@ class TokenPlaces:
         samples, positions: (N,) int64, the sample and the position in the text of each visual token, ascending.
         embeddings: (N,) int64, the number of its embedding, in the order in which frames are sharded. Beams of one
             sample share embeddings.
+        frames: (N,) int64, the number of the frame that it is of.
         bounds: (n + 1,) int64: rank r encodes the embeddings from ``bounds[r]`` to ``bounds[r + 1]``.
     """
 
     samples: Tensor
     positions: Tensor
     embeddings: Tensor
+    frames: Tensor
     bounds: Tensor
 
     def between(self, start: int, stop: int) -> TokenPlaces:
         """Return the visual tokens at the positions ``start <= l < stop``, counted from `start`."""
         kept = ((self.positions >= start) & (self.positions < stop)).nonzero().flatten()
-        return TokenPlaces(self.samples[kept], self.positions[kept] - start, self.embeddings[kept], self.bounds)
+        rows = self.samples[kept], self.positions[kept] - start, self.embeddings[kept], self.frames[kept]
+        return TokenPlaces(*rows, self.bounds)
+
+    @property
+    def tokens(self) -> FrameTokens:
+        """Return which tokens are of which frame."""
+        return FrameTokens(self.samples, self.positions, self.frames, int(self.frames.max()) + 1)
 
     def routes(self, rows: Sequence[Tensor], rank: int) -> TokenRoutes:
         """Return what this rank sends and receives.

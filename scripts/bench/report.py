@@ -261,6 +261,21 @@ def decoding_table(rows: Sequence[Row]) -> str:
     return table(rows, columns | {"unpatched, s": number("unpatched_prompt_s", ".2f")})
 
 
+def decoder_only(folder: Path) -> str:
+    rows = read(folder / "decoder-only.csv")
+    return joined(rows, decoder_only_table(rows))
+
+
+def decoder_only_table(rows: Sequence[Row]) -> str:
+    lines = [row | {"ratio": str(_ratio(row, "first_s", "next_s"))} for row in rows]
+    columns = {"family": text("family"), "tokens": number("tokens", ",.0f"), "ranks": text("ranks")}
+    columns |= {"peak of a step, MiB": number("peak_mib", ".1f"), "gathered": number("gathered_peak_mib", ".1f")}
+    columns |= {"peak of the exchange, MiB": number("exchange_mib", ".1f")}
+    columns |= {"gathered ": number("gathered_exchange_mib", ".1f")}
+    columns |= {"first question, s": number("first_s", ".1f"), "next, s": number("next_s", ".2f")}
+    return table(lines, columns | {"first / next": number("ratio", ".0f")})
+
+
 PARTS: dict[str, Callable[[Path], str]] = {
     "headline": headline,
     "network-error": network_error,
@@ -270,6 +285,7 @@ PARTS: dict[str, Callable[[Path], str]] = {
     "end-to-end": end_to_end,
     "memory": memory,
     "decode": decoding,
+    "decoder-only": decoder_only,
 }
 
 

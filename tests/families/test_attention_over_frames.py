@@ -9,22 +9,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from family_cases import CROSS_ATTENTION, LANGUAGE_MODELS
+from family_cases import CROSS_ATTENTION, LANGUAGE_MODELS, LONG_WINDOW, QWENS
 from family_harness import build, family_module, on_ranks, settings
 from frame_attention_reference import PROMPT, expected_shares
 from mllm_seqpar import attention_over_frames, patch_model, record_attention
 from mllm_seqpar.errors import AgreementError, ConfigError
 from mllm_seqpar.runtime import attention_record, visual_features
+from tiny_models.qwen2_5_vl import IMAGE, VIDEO
 
 TOLERANCE = 1e-5
 SHARDED = {"shard_prompt_from": 8}
-ANSWER = settings(max_new_tokens=4)
+ANSWER = settings(max_new_tokens=4, suppress_tokens=[IMAGE, VIDEO])
 
 
 def case_of(family: str, **overrides: Any) -> Any:
     """Return a batch of one sample whose frames do not divide by 2, 3 or 4 ranks."""
     frames = {"mplug_owl3": (5,), "idefics": (5,), "mllama": ((3, 1, 2, 1, 3),), "open_flamingo": ((1, 3, 4, 6, 8),)}
-    fields = {"frames": frames[family], "labels": None, "length": 13}
+    frames |= dict.fromkeys(QWENS, (((3, 4, 6), (6, 4), (1, 2, 2)),))
+    fields = {"frames": frames[family], "labels": None, "length": 52 if family in QWENS else 13}
     if family == "idefics":
         fields["mask"] = "holes"
     if family == "mllama":
@@ -36,6 +38,8 @@ def case_of(family: str, **overrides: Any) -> Any:
 
 def seen_units(family: str, case: Any, inputs: dict[str, Any]) -> Tensor:
     """Return (F, units of a frame) bool: what the last row of the prompt attends to."""
+    if family in QWENS:
+        return torch.ones(5, 1, dtype=torch.bool)
     if family == "idefics":
         return inputs["image_attention_mask"][0, -1, :, None].bool()
     if family == "mllama":
@@ -76,7 +80,9 @@ def check(family: str, size: int, case: Any) -> list[Any]:
 
 FUSED = {"model": {"gate": None}}
 HOST = {"visual_offload": "cpu"}
+WINDOW = {"model": LONG_WINDOW | {"sliding_window": 20}}
 QUICK = ("mplug_owl3-3", "mllama-3", "fused, sharded text-3", "host memory, sharded text-3")
+QUICK += tuple(f"{family}, sharded text-3" for family in QWENS)
 CASES = [
     pytest.param(family, size, fields, options, id=name, marks=() if name in QUICK else pytest.mark.slow)
     for name, family, size, fields, options in (
@@ -94,6 +100,23 @@ CASES = [
         ("mesh-4", "idefics", 4, {}, SHARDED | {"strategy": "mesh", "tile": (2, 2)}),
         ("replicate-2", "mplug_owl3", 2, {}, SHARDED | {"strategy": "replicate"}),
         ("star-2", "mplug_owl3", 2, {}, SHARDED | {"self_attention": "star"}),
+        *[(f"{family}-{size}", family, size, {}, {}) for family in QWENS for size in (1, 2, 3)],
+        *[(f"{family}, sharded text-3", family, 3, {}, SHARDED) for family in QWENS],
+        *[(f"{family}, ulysses-2", family, 2, {}, SHARDED | {"self_attention": "ulysses"}) for family in QWENS],
+        ("decoder-only, fewer frames than ranks", "qwen2_5_vl", 4, {"local_frames": True}, SHARDED),
+        (
+            "decoder-only, mesh-4",
+            "qwen3_vl",
+            4,
+            {},
+            SHARDED | {"self_attention": "mesh", "text_layout": "striped"},
+        ),
+        ("decoder-only, local text", "qwen3_vl", 2, {}, {"self_attention": "local"}),
+        ("decoder-only, star-2", "qwen2_5_vl", 2, {}, SHARDED | {"self_attention": "star"}),
+        ("decoder-only, kernel-1", "qwen3_vl", 1, {}, {"kernel": "torch_cpu"}),
+        ("decoder-only, window-1", "qwen2_5_vl", 1, WINDOW, {}),
+        ("decoder-only, window-3", "qwen2_5_vl", 3, WINDOW, {}),
+        ("decoder-only, window, sharded text-3", "qwen2_5_vl", 3, WINDOW, SHARDED),
     )
 ]
 
@@ -105,6 +128,78 @@ def test_shares_are_those_of_dense_attention(
     if family == "open_flamingo" and not LANGUAGE_MODELS:
         pytest.skip("open_flamingo is not installed")
     check(family, size, case_of(family, **fields).with_options(**options))
+
+
+@pytest.mark.parametrize("size, options", [(1, {}), (1, {"kernel": "blocked_matmul"}), (2, {}), (2, SHARDED)])
+def test_padding_of_a_decoder_only_model_has_no_share(size: int, options: dict[str, Any]) -> None:
+    def padded(inputs: dict[str, Any]) -> dict[str, Any]:
+        names = ("input_ids", "mm_token_type_ids", "attention_mask")
+        given = inputs | {"attention_mask": torch.ones_like(inputs["input_ids"])}
+        return given | {name: torch.nn.functional.pad(given[name], (3, 0)) for name in names}
+
+    case = case_of("qwen3_vl")
+
+    def record(model: Any, inputs: dict[str, Any], comm: Any) -> Any:
+        return attention_over_frames(model, **padded(inputs), **ANSWER)
+
+    found = on_ranks(size, "qwen3_vl", case.with_options(**options), record)
+    model, inputs = build("qwen3_vl", case)
+    answer = found[0].output[0, inputs["input_ids"].shape[1] + 3 :]
+    given = {n: x.double() if x.is_floating_point() else x for n, x in inputs.items()}
+    frames, text = expected_shares("qwen3_vl", model.double(), given, answer, torch.ones(5, dtype=torch.bool))
+    for one in found:
+        torch.testing.assert_close(one.frames.double(), frames, atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(one.text.double(), text, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_frames_of_a_kept_video_have_the_same_shares(size: int) -> None:
+    """A cropped cache keeps where its frames are; frames that come later are counted behind them."""
+
+    def record(model: Any, inputs: dict[str, Any], comm: Any) -> list[Any]:
+        whole = attention_over_frames(model, **inputs, **ANSWER)
+        options = settings(max_new_tokens=2, return_dict_in_generate=True)
+        other = inputs | {"input_ids": inputs["input_ids"].clone()}
+        other["input_ids"][:, -4:] = 7
+        with torch.no_grad():
+            cache = model.generate(**other, **options).past_key_values
+            length = inputs["input_ids"].shape[1]
+            cache.crop(length - 4 - cache.get_seq_length())
+            with record_attention(model) as recorded:
+                model.generate(**inputs, past_key_values=cache, **ANSWER)
+                kept = recorded.result()
+            cache.crop(9 - cache.get_seq_length())  # within the first frame
+            with record_attention(model) as recorded:
+                model(input_ids=inputs["input_ids"][:, 40:48], past_key_values=cache)
+                cropped = recorded.result()
+        return [whole, kept, cropped]
+
+    def later(model: Any, inputs: dict[str, Any], comm: Any) -> list[Any]:
+        """A text without frames first, and then the frames in two passes."""
+        ids, kinds, units = inputs["input_ids"], inputs["mm_token_type_ids"], inputs["video_grid_thw"]
+        images = {name: inputs[name] for name in ("pixel_values", "image_grid_thw")}
+        video = {name: inputs[name] for name in ("pixel_values_videos", "video_grid_thw")}
+        split = int((kinds[0] == 2).nonzero()[-1]) + 2
+        with torch.no_grad():
+            out = model(input_ids=torch.full((1, 9), 5), use_cache=True)
+            cache = out.past_key_values
+            model(input_ids=ids[:, :split], mm_token_type_ids=kinds[:, :split], **video, past_key_values=cache)
+            with record_attention(model) as recorded:
+                given = {"input_ids": ids[:, split:], "mm_token_type_ids": kinds[:, split:]}
+                model(**given, **images, past_key_values=cache)
+                found = recorded.result()
+        assert int(units[0, 0]) == 3
+        return [found]
+
+    case = case_of("qwen3_vl").with_options(**SHARDED)
+    for whole, kept, cropped in on_ranks(size, "qwen3_vl", case, record):
+        torch.testing.assert_close(kept.frames, whole.frames, atol=TOLERANCE, rtol=0)
+        assert cropped.frames.shape == (1, 1) and 0 < float(cropped.frames) < 1
+    case = case_of("qwen3_vl", frames=(((3, 4, 6), (1, 2, 2), (6, 4)),)).with_options(**SHARDED)
+    alone = on_ranks(1, "qwen3_vl", case, later)[0]
+    for (found,) in on_ranks(size, "qwen3_vl", case, later):
+        assert found.frames.shape == (1, 5) and found.frames.all()
+        torch.testing.assert_close(found.frames, alone[0].frames, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.slow

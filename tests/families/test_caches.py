@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
-from family_cases import FUSED
+from family_cases import FUSED, QWENS
 from family_harness import TOLERANCE, inputs_of, model_of, settings, slow_unless
 from generation_cases import SHARDED
 from mllm_seqpar import patch_model, unpatch_model
@@ -31,6 +32,7 @@ PROMPTS: dict[str, tuple[str, Any]] = {
     "idefics": ("idefics", Idefics(frames=(3, 2), mask="before", labels=None)),
     "gated": ("mplug_owl3", Owl(frames=(3, 2), length=12, labels=None)),
     "fused": ("mplug_owl3", Owl(frames=(3, 2), length=12, labels=None, model=FUSED)),
+    **{family: (family, replace(case, labels=None)) for family, case in QWENS.items()},
 }
 """A prompt of two samples for each family; the two kinds of mPLUG-Owl3 differ in what their placeholders see."""
 NATIVE = ("gated", "fused")
@@ -60,18 +62,31 @@ class Conversation:
             found[name] = whole if name == "cross_attention_mask" else whole[:, start - stop :]
         return found
 
+    def positions(self, rows: list[int], start: int, stop: int) -> dict[str, Tensor]:
+        """Return the positions of new tokens; a decoder-only model itself continues those of its last prompt."""
+        if self.family not in QWENS:
+            return {}
+        new = torch.arange(start, stop) + self.prompt["input_ids"].shape[1]
+        return {"position_ids": (new + self.deltas[rows]).expand(3, -1, -1)}
+
     def prompt_and(self, ids: Tensor) -> dict[str, Any]:
         given = self.prompt | {"input_ids": torch.cat([self.prompt["input_ids"], ids], dim=1)}
+        if "mm_token_type_ids" in given:
+            given["mm_token_type_ids"] = torch.nn.functional.pad(given["mm_token_type_ids"], (0, ids.shape[1]))
         return given | self.masks([0, 1], -self.prompt["input_ids"].shape[1], ids.shape[1])
 
     def fill(self, cache: Any = None) -> Any:
-        return self.model(**self.prompt, past_key_values=cache, use_cache=True).past_key_values
+        filled = self.model(**self.prompt, past_key_values=cache, use_cache=True).past_key_values
+        if self.family in QWENS:
+            self.deltas = self.model.model.rope_deltas.clone()
+        return filled
 
     def resume(self, cache: Any, ids: Tensor, rows: list[int], **more: Any) -> Tensor:
         """Return the logits of two tokens, then of one, of these rows of the prompt."""
         parts = []
         for start, stop in ((0, 2), (2, 3)):
             given = {"input_ids": ids[rows, start:stop], **self.masks(rows, start, stop), **more}
+            given |= self.positions(rows, start, stop)
             parts.append(self.model(**given, past_key_values=cache).logits)
         return torch.cat(parts, dim=1)
 
@@ -142,7 +157,7 @@ def test_static_cache_is_reordered_and_copied(name: str) -> None:
     conversation = Conversation(name)
     expected = conversation.uncached(NEW, [1, 0])
     with patched(conversation.model):
-        cache = copy.deepcopy(conversation.fill(StaticCache(config=conversation.model.config, max_cache_len=40)))
+        cache = copy.deepcopy(conversation.fill(StaticCache(config=conversation.model.config, max_cache_len=64)))
         assert error(conversation.reordered(cache), expected) < TOLERANCE
 
 

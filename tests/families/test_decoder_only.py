@@ -6,21 +6,24 @@ compared in float64 to rounding, and what travels is counted.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from family_cases import QWENS
-from family_harness import build, check_tokens, model_of, on_ranks, outcome, settings
+from family_harness import build, check_tokens, model_of, on_ranks, outcome, reference, settings
 from mllm_seqpar import FrameShard, frame_range, patch_model
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import AdapterError, ConfigError, ShapeError
 from mllm_seqpar.runtime.visual_tokens import LABEL, TokenPlaces, TokenRoutes
 from outcomes import Outcome, average, error, run_case
+from tolerances import assert_as_near_as_unpatched
 
 FLOAT64 = 1e-9
 """Rounding is 1e-15; a row that the model rounds to float32 shows at 1e-8."""
@@ -37,6 +40,8 @@ class _NoFloat32(TorchFunctionMode):
             return args[0]
         if wide and func is Tensor.to and torch.float32 in (*args[1:2], kwargs.get("dtype")):
             return args[0]
+        if func is Tensor.matmul and torch.float64 in (x.dtype for x in args):  # one factor was int
+            args = tuple(x.double() for x in args)
         return func(*args, **kwargs)
 
 
@@ -109,6 +114,7 @@ def test_routes_send_rows_to_their_owners_and_gradients_back() -> None:
         torch.tensor([0, 0, 0, 1, 1, 1, 1, 1]),
         torch.tensor([1, 2, 5, 0, 1, 2, 3, 4]),
         torch.tensor([0, 1, 9, 0, 5, 6, 7, 8]),
+        torch.zeros(8, dtype=torch.long),
         torch.tensor([0, 4, 4, 10]),
     )
     rows = [torch.tensor([0, 5]), torch.tensor([1, 4]), torch.tensor([2, 3])]
@@ -180,6 +186,54 @@ def test_further_questions_compute_their_own_tokens_only(family: str, size: int)
         assert prefills[0] >= 48 // size and prefills[1:] == [4, 4]
         assert towers[0] > 0 and towers[1:] == [0, 0]
         assert max(kept) <= -(-(48 + 6) // size) + 4, "the prompt's K and V are on one rank each"
+
+
+@pytest.mark.parametrize("family", QWENS)
+@pytest.mark.parametrize(("size", "local"), [(1, False), (2, False), (3, True)])
+def test_assistant_drafts_from_the_same_frames(family: str, size: int, local: bool) -> None:
+    """With all frames on every rank the assistant need not be patched; otherwise it is, over the same ranks."""
+    case = replace(QWENS[family], frames=QWENS[family].frames[:1], length=44, labels=None)
+    model, inputs = build(family, case)
+    expected = model.generate(**inputs, **settings(max_new_tokens=12))
+
+    def run(model: Any, inputs: dict[str, Any], comm: Any) -> tuple[Tensor, int]:
+        helper, passes = copy.deepcopy(helpers[comm.rank]), list[int]()
+        if local:
+            patch_model(helper, group=comm)
+        model.register_forward_pre_hook(lambda *_: passes.append(1))
+        return model.generate(**inputs, **settings(max_new_tokens=12), assistant_model=helper), len(passes)
+
+    helpers = [model_of(family, case) for _ in range(size)]
+    with torch.no_grad():
+        for helper in helpers:
+            helper.lm_head.weight[::3] *= 1.1  # so that some drafts are wrong
+    given = replace(case, local_frames=local).with_options(shard_prompt_from=8)
+    for found, passes in on_ranks(size, family, given, run):
+        assert torch.equal(found, expected)
+        assert passes < 12, "some drafts are accepted"
+
+
+@pytest.mark.rounding
+@pytest.mark.parametrize("family", QWENS)
+def test_bf16_steps_over_a_sharded_prompt_are_as_near_to_float32_as_unpatched(family: str) -> None:
+    case = replace(QWENS[family], frames=QWENS[family].frames[:1], length=44, labels=None)
+    answer = torch.arange(20, 28)[None]
+
+    @torch.no_grad()
+    def steps(model: Any, inputs: dict[str, Any], comm: Any = None, narrow: bool = True) -> dict[str, Tensor]:
+        if narrow:
+            model.bfloat16()
+            inputs = {n: x.bfloat16() if n.startswith("pixel_values") else x for n, x in inputs.items()}
+        out = model(**inputs, use_cache=True)
+        logits = [out.logits]
+        for token in answer.split(1, 1):
+            logits.append(model(input_ids=token, past_key_values=out.past_key_values).logits)
+        assert not narrow or logits[-1].dtype is torch.bfloat16
+        return {"": torch.cat(logits, 1)[:, -9:].float()}
+
+    exact, unpatched = (steps(*build(family, case), narrow=narrow) for narrow in (False, True))
+    for found in on_ranks(3, family, case.with_options(shard_prompt_from=8), steps):
+        assert_as_near_as_unpatched(found, unpatched, exact)
 
 
 def refused(family: str, size: int, error: type[Exception], message: str, change: Any) -> None:
@@ -259,15 +313,35 @@ def test_log_names_what_communicates(caplog: pytest.LogCaptureFixture) -> None:
         assert caplog.messages[-1].endswith(f"over 1 rank(s): self-attention by {name} (zigzag text)")
 
 
-def test_further_families_of_qwen_are_refused() -> None:
-    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+OTHER_MODELS = ("Qwen2VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "Qwen2_5OmniThinker", "Qwen3OmniMoeThinker")
 
+
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_further_families_of_qwen_are_refused_in_one_sentence(name: str) -> None:
+    """Mixtures of experts, linear attention, audio: other classes, and none is taken for one of the two families."""
+    model_class = getattr(transformers, f"{name}ForConditionalGeneration", None)
+    if model_class is None:
+        pytest.skip(f"this version of transformers has no {name}")
     with torch.device("meta"):
-        model = Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig())
-    with pytest.raises(
-        AdapterError, match=r"no adapter matches .*Qwen3VLMoe.* Supported families: .*Qwen3-VL \(dense\)"
-    ):
+        model = model_class(model_class.config_class())
+    message = rf"^patch_model: no adapter matches .*{name}[^\n]* Supported families: .*Qwen3-VL \(dense\)[^\n]*$"
+    with pytest.raises(AdapterError, match=message):
         patch_model(model)
+
+
+@pytest.mark.parametrize("family", QWENS)
+def test_lengths_of_packed_sequences_are_refused_unless_positions_state_them(family: str) -> None:
+    case = replace(QWENS[family], frames=((),), length=20, packed=(9, 11))
+    lengths = {"cu_seq_lens_q": torch.tensor([0, 9, 20], dtype=torch.int32), "max_length_q": 11}
+
+    def run(model: Any, inputs: dict[str, Any], comm: Any) -> float:
+        message = r"^cu_seq_lens_q, max_length_q: the lengths that [^\n]* separate packed sequences by position_ids"
+        with pytest.raises(ConfigError, match=message):
+            model(**{name: x for name, x in inputs.items() if name != "position_ids"} | lengths)
+        return model(**inputs, **lengths).loss.item()
+
+    expected = reference(family, case).loss
+    assert on_ranks(2, family, case, run) == pytest.approx([expected] * 2)
 
 
 @pytest.mark.parametrize("family", QWENS)

@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapping
 
-from family_cases import BATCHES, EXACT, FUSED
+from family_cases import BATCHES, EXACT, FUSED, QWENS
 from family_harness import (
     FAMILIES,
     TOLERANCE,
@@ -33,6 +33,7 @@ from tolerances import assert_as_near_as_unpatched
 
 BATCH, ONE_FRAME = Case(frames=(3, 2)), Case(frames=(1,), length=9)  # with one frame, one rank of two has none
 GATES = ("per_head", None)
+FEW_FRAMES = {family: replace(case, frames=(((4, 4),),), length=11) for family, case in QWENS.items()}
 
 
 def lora(model: Any, targets: Any, **more: Any) -> Any:
@@ -85,6 +86,36 @@ def test_prepared_model_equals_unpatched(how: str) -> None:
         models = [PREPARED[how](tiny_model(gate).train()) for _ in range(3)]
         inputs = inputs_of("mplug_owl3", case, tiny_model(gate))
         expected = step(models.pop(), inputs)
+        found = run_loopback(2, lambda comm, ms=models, x=inputs, o=options: step(ms[comm.rank], x, comm, **o))
+        check_step(found, expected)
+
+
+def reentrant(model: Any) -> Any:
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    return model
+
+
+QWEN_LORA = r"model\.language_model\.layers\.\d+\.(self_attn\.(q|k|v|o)|mlp\.(gate|up|down))_proj"
+PREPARED_QWEN: dict[str, Callable[[Any], Any]] = {
+    "gradient checkpointing": checkpointed,
+    "reentrant checkpointing": reentrant,
+    "frozen tower": lambda model: freeze(model, lambda name: ".visual." in name),
+    "frozen language model": lambda model: freeze(model, lambda name: ".visual." not in name),
+    "only the merger trains": lambda model: freeze(checkpointed(model), lambda name: ".merger." not in name),
+    "only one layer norm trains": lambda model: freeze(model, lambda name: "layers.2.input_layernorm" not in name),
+    "attention trained whole by PEFT": lambda model: lora(model, ["down_proj"], modules_to_save=["self_attn"]),
+    "LoRA with checkpointing": lambda model: lora(checkpointed(model), QWEN_LORA),
+}
+
+
+@pytest.mark.parametrize("family", QWENS)
+@pytest.mark.parametrize("how", slow_unless(lambda how: how == "reentrant checkpointing", PREPARED_QWEN))
+def test_prepared_decoder_only_model_equals_unpatched(family: str, how: str) -> None:
+    for case, options in ((QWENS[family], {}), (FEW_FRAMES[family], {"self_attention": "ulysses"})):
+        models = [PREPARED_QWEN[how](model_of(family, case).train()) for _ in range(3)]
+        inputs = inputs_of(family, case, model_of(family, case))
+        expected = step(models.pop(), inputs)
+        assert any(grad is not None and grad.any() for grad in expected.grads.values())
         found = run_loopback(2, lambda comm, ms=models, x=inputs, o=options: step(ms[comm.rank], x, comm, **o))
         check_step(found, expected)
 

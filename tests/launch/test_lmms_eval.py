@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from lmms_eval_tasks import write_tasks
 
+from family_directories import MAKERS, family_folder
 from launch import HANG
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import as_communicator
@@ -22,12 +23,17 @@ pytest.importorskip("lmms_eval")
 pytestmark = [pytest.mark.launch, pytest.mark.slow]
 
 QUESTIONS = ("What is it?", "Why?", "Where?")
+MODELS = ("gated", *(name for name in MAKERS if name.startswith("qwen")))
 
 
-def expected(folder: Path) -> tuple[list[dict[str, Any]], list[list[float]]]:
+def directory(folder: Path, name: str) -> Path:
+    return family_folder() / name if name in MAKERS else folder / name
+
+
+def expected(folder: Path, model_path: Path) -> tuple[list[dict[str, Any]], list[list[float]]]:
     """Return rows with the answers of one process, and the negative log-likelihood of each letter."""
-    processor = load_processor(str(folder / "gated"))
-    model = patch_model(load_model(str(folder / "gated")).eval(), group=as_communicator("self"))
+    processor = load_processor(str(model_path))
+    model = patch_model(load_model(str(model_path)).eval(), group=as_communicator("self"))
     rows, scores = [], []
     for number, question in enumerate(QUESTIONS * 2):
         path = str(folder / ("clip.mp4", "twin.mp4")[number % 2])
@@ -60,9 +66,13 @@ def evaluate(tasks: Path, *options: Any, processes: int) -> tuple[dict[str, Any]
     return json.loads(results.read_text())["results"], sorted(lines, key=lambda line: line["doc_id"])
 
 
-def test_groups_of_ranks_answer_the_documents_of_all_their_ranks(inference_files: Path, tmp_path: Path) -> None:
-    rows, scores = expected(inference_files)
-    arguments = f"pretrained={inference_files / 'gated'},num_frames=3,encode_batch=2"
+@pytest.mark.parametrize("name", MODELS)
+def test_groups_of_ranks_answer_the_documents_of_all_their_ranks(
+    inference_files: Path, tmp_path: Path, name: str
+) -> None:
+    path = directory(inference_files, name)
+    rows, scores = expected(inference_files, path)
+    arguments = f"pretrained={path},num_frames=3,encode_batch=2"
     tasks = write_tasks(tmp_path, rows)
     options = ("--tasks", "tiny_open", "--model_args", f"{arguments},sp=2")
     results, samples = evaluate(tasks, *options, processes=4)
@@ -70,9 +80,11 @@ def test_groups_of_ranks_answer_the_documents_of_all_their_ranks(inference_files
     assert results["tiny_open"]["same,none"] == 1.0, samples
 
 
-def test_options_are_scored_by_their_likelihood(inference_files: Path, tmp_path: Path) -> None:
-    rows, scores = expected(inference_files)
-    arguments = f"pretrained={inference_files / 'gated'},num_frames=3,encode_batch=2"
+@pytest.mark.parametrize("name", MODELS)
+def test_options_are_scored_by_their_likelihood(inference_files: Path, tmp_path: Path, name: str) -> None:
+    path = directory(inference_files, name)
+    rows, scores = expected(inference_files, path)
+    arguments = f"pretrained={path},num_frames=3,encode_batch=2"
     tasks = write_tasks(tmp_path, rows)
     options = ("--tasks", "tiny_choice", "--force_simple", "--model_args", arguments)
     results, samples = evaluate(tasks, *options, processes=1)

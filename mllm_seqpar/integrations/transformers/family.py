@@ -28,6 +28,7 @@ from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.fsdp_units import modules_around, refuse_fsdp1
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
+from mllm_seqpar.runtime.visual_token_record import FrameTokens
 from mllm_seqpar.runtime.visual_tokens import TokenPlaces
 from mllm_seqpar.sharding import Spans, frame_spans, tensor_of
 
@@ -38,6 +39,7 @@ from .input_checks import (
     check_star,
     check_text,
     refuse_custom_loss,
+    refuse_packed_lengths,
     refuse_reentrant_checkpointing,
     refuse_unknown_arguments,
     refuse_unsupported_attention,
@@ -318,6 +320,8 @@ class DecoderOnlyFamily(Family[InputsT]):
     embeddings to the ranks that have the placeholders' rows (`runtime.visual_tokens`). From there on they are text.
     """
 
+    checkpoints_visual_layers = False
+
     @abstractmethod
     def placement(self, inputs: InputsT) -> TokenPlaces:
         """Return where the visual tokens of this pass are, and which embedding each has.
@@ -342,11 +346,9 @@ class DecoderOnlyFamily(Family[InputsT]):
                 f"visual_offload={config.visual_offload!r}: a decoder-only model has no visual features besides its "
                 "text to offload; leave it out"
             )
-        if self.context.records:
-            raise ConfigError(
-                "the attention over frames of a decoder-only model cannot be recorded: its frames are text; leave out "
-                "--evidence, record_attention and attention_over_frames"
-            )
+
+    def crop_placement(self, placement: FrameTokens | None, past_length: int) -> FrameTokens | None:
+        return None if placement is None else placement.before(past_length)
 
 
 def decoder_arguments(embeds: Tensor, positions: Tensor, mask: Any, cache: Any, state: ForwardState) -> dict[str, Any]:
@@ -374,6 +376,7 @@ def require_same_pass(
             require_transferable(family.context.comm, family.model, only=only)
         check_text(inputs)
         refuse_unknown_arguments(kwargs)
+        refuse_packed_lengths(inputs, kwargs)
         check_star(family.context.config, inputs)
         family.check_inputs(inputs, kwargs)
 

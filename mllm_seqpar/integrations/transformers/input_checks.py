@@ -42,6 +42,7 @@ _REMEDY = (
 _SAMPLED_WEIGHTS = 16
 """Values compared of each parameter."""
 _KNOWN_ARGUMENTS = {*TransformersKwargs.__annotations__, "cache_position", "ignore_index", "logits_to_keep"}
+_PACKED_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _KNOWN_ARGUMENTS |= {"return_dict", "token_type_ids"}  # tokenizers return token_type_ids for all models
 
 
@@ -189,6 +190,18 @@ def refuse_unknown_arguments(kwargs: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"forward: unknown argument {', '.join(unknown)}; the model would ignore it. Check the spelling, or leave "
             "it out"
+        )
+
+
+def refuse_packed_lengths(inputs: ForwardInputs, kwargs: Mapping[str, Any]) -> None:
+    """Raise ConfigError for lengths of packed sequences that positions do not state too: nothing else reads them."""
+    given = [name for name in _PACKED_LENGTHS if kwargs.get(name) is not None]
+    stated = inputs.attention_mask is None and inputs.detects_packing and inputs.text_position_ids is not None
+    if given and not stated:
+        raise ConfigError(
+            f"{', '.join(given)}: the lengths that FlashAttention's varlen kernels take are not read here; separate "
+            "packed sequences by position_ids that begin at 0 with each of them (of Qwen2.5-VL and Qwen3-VL, the first "
+            "of four components), without an attention mask and with use_cache=False, or pass them as rows of a batch"
         )
 
 

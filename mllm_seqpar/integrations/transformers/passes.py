@@ -26,12 +26,15 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.models.cache_rows import attach
+from mllm_seqpar.runtime.attention_record import AnyRecorder
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.frames import VisualKVCache, frame_cache
 from mllm_seqpar.runtime.fsdp_units import call_within
 from mllm_seqpar.runtime.star import block_length
 from mllm_seqpar.runtime.text import TextShards, select_logit_rows
 from mllm_seqpar.runtime.visual_features import fingerprint_of
+from mllm_seqpar.runtime.visual_token_record import FrameTokens
+from mllm_seqpar.runtime.visual_tokens import TokenPlaces
 
 from .cache import SequenceParallelCacheState, begin_prompt, cache_state_of, shard_cached_text, supports_sharded_text
 from .data_parallel import with_accumulated_gradients
@@ -167,13 +170,26 @@ class _CachedPass:
             return
         self.placement = placement = family.placement(inputs)
         self.features = features = local_features(family, inputs)  # also without frames, for FSDP
-        if features is not None and not isinstance(family, DecoderOnlyFamily):
+        if isinstance(family, DecoderOnlyFamily):
+            self._place_frames(placement)
+        elif features is not None:
             visual_cache = frame_cache(visual_features(family, inputs, features), inputs.total_frames)
             state.store_frames(visual_cache, placement, inputs.batch)
             state.frame_fingerprints = {fingerprint_of(features)}
             if inputs.frames is not None:
                 state.frame_fingerprints.add(self._fingerprint(inputs.frames))
             family.mark_cache(self.cache, state)
+
+    def _place_frames(self, placement: TokenPlaces) -> None:
+        """Store which tokens of the text are of the frames that came with this pass, behind those of earlier ones."""
+        state, past = self.cache_state, self.inputs.past_length
+        if not placement.frames.numel():
+            return
+        if not past:
+            state.placement = placement.tokens
+            return
+        earlier = FrameTokens.none() if state.placement is None else state.placement
+        state.placement = earlier.followed_by(placement.tokens, past, state.rows_of(self.inputs.batch))
 
     def _fingerprint(self, frames: Tensor) -> tuple[int, ...]:
         return fingerprint_of(frames, self.inputs.on_host("sample of frames"))
@@ -228,7 +244,8 @@ class _CachedPass:
         positions, visibility = inputs.positions(), self._visibility()  # of all rows, while the cache is still empty
         shard_cached_text(self.cache, state, text, self.model_layers)
         frames = frame_arguments(family, inputs, text, self.features, self.placement, state.visual)
-        forward_state = self._state(None if star else visibility, text, text=text, **frames)
+        recorder = None if star else self._recorder(visibility, inputs.length, text)
+        forward_state = ForwardState(self.context, text=text, recorder=recorder, **frames)
         log_shard_sizes(family, inputs, text.local)
         embeds, local_positions, mask = rows_of_pass(family, inputs, forward_state)
         decoded = family.run_decoder(embeds, local_positions, mask, self.cache, forward_state, **self.kwargs)
@@ -276,21 +293,46 @@ class _CachedPass:
         if isinstance(family, DecoderOnlyFamily):
             frames = replicated_tokens(family, self.features, self.placement, start, length)
         tokens = int(self.cache.get_seq_length()) + length
-        forward_state = self._state(visibility, cached_text=cached_text, tokens=tokens, **frames)
+        recorder = self._recorder(visibility, tokens)
+        forward_state = ForwardState(self.context, cached_text=cached_text, tokens=tokens, recorder=recorder, **frames)
         return family.run_decoder(embeds, positions[..., start:], mask, self.cache, forward_state, **self.kwargs)
 
-    def _state(self, visibility: Visibility | None, shards: TextShards | None = None, **arguments: Any) -> ForwardState:
-        """Return the state of a pass. If the attention to frames is recorded, it stores that of the pass's last row.
+    def _recorder(
+        self, visibility: Visibility | None, tokens: int, shards: TextShards | None = None
+    ) -> AnyRecorder | None:
+        """Return what records the attention of the last row to the frames, if it is recorded; None without frames.
 
-        Without `visibility`, it stores nothing: there are no frames, or this is phase 1 of Star Attention, which does
-        not have the last row. `shards` is the sharding of the rows.
+        `tokens` is the number of tokens so far, those of this pass included; `shards` is the sharding of the rows.
         """
-        records, visual = self.context.records, self.cache_state.visual
-        if not records or visual is None or visibility is None:
-            return ForwardState(self.context, **arguments)
+        records, state, length = self.context.records, self.cache_state, self.inputs.length
+        if not records:
+            return None
         positions = None if shards is None else shards.positions(shards.comm.rank)
-        recorder = records[-1].begin_pass(visual, visibility.mask, self.inputs.length, positions)
-        return ForwardState(self.context, **arguments, recorder=recorder)
+        if not isinstance(self.family, DecoderOnlyFamily):
+            if state.visual is None or visibility is None:
+                return None
+            return records[-1].begin_pass(state.visual, visibility.mask, length, positions)
+        if state.placement is None:
+            return None
+        keys = None if state.text is None else state.text.positions
+        return records[-1].begin_token_pass(
+            state.placement,
+            state.rows_of(self.inputs.batch),
+            length,
+            tokens - 1,
+            keys=keys if positions is None else positions,
+            positions=positions,
+            valid=self._visible_tokens(),
+        )
+
+    def _visible_tokens(self) -> Tensor | None:
+        """Return (tokens,) bool, the tokens of the first sample that its last row may attend to; None: all."""
+        mask = self.inputs.attention_mask
+        mask = mask.get("full_attention") if isinstance(mask, dict) else mask  # prepared by `generate`
+        if mask is None:
+            return None
+        row = mask[0] if mask.dim() == 2 else mask[0, 0, -1]
+        return row == 0 if row.is_floating_point() else row.bool()
 
     def _requested_rows(self, text: TextShards, local: Tensor, query: Tensor | None = None) -> Tensor:
         """Return, on every rank, the hidden states of the rows that `logits_to_keep` asks for.

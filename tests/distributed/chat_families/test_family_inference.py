@@ -86,14 +86,35 @@ def test_answers_equal_unpatched_model_also_from_stored_features(folder: Path, n
         assert answers(2, folder, *model, *video) == answers(1, folder, *model, *video) == expected
         with pytest.raises(DataError, match="cannot be stored: .* leave --save_features out"):
             ask([*map(str, [*model, *video, "--save-features", store, "--question", "?"])])
-        with pytest.raises(ConfigError, match="a decoder-only model cannot be recorded"):
-            ask([*map(str, [*model, *video, "--evidence", 2, "--question", "?"])])
         return
     assert answers(2, folder, *model, *video, "--save-features", store) == expected
     assert answers(1, folder, *model, "--features", store) == expected
     other = folder / ("mllama" if name == "idefics" else "idefics")
     with pytest.raises(DataError, match="made by another model"):
         ask([*map(str, ["--model", other, "--features", store, "--question", "?"])])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in MAKERS if name in QWENS])
+def test_evidence_of_temporal_patches_names_frames_and_times_of_the_video(folder: Path, name: str) -> None:
+    """Five frames are three temporal patches, the last of one frame."""
+    page = folder / f"evidence-{name}.html"
+    argv = ["--model", folder / name, "--video", folder / "clip.mp4", "--num-frames", 5]
+    argv += ["--evidence", 9, "--evidence-html", page]
+    assert answers(2, folder, *argv) == unpatched_answers(folder, name, 5)
+    found = [answer["evidence"] for answer in json.loads((folder / "report.json").read_text())["answers"]]
+    assert page.stat().st_size > 1000
+    for moments in found:
+        covered = sorted(frame for moment in moments for frame in range(moment["first"], moment["last"] + 1))
+        assert covered == [0, 1, 2, 3, 4], moments
+        assert all(moment["first"] % 2 == 0 and moment["last"] in (1, 3, 4) for moment in moments)
+        assert 0 < sum(moment["share"] for moment in moments) < 1
+        assert min(moment["start"] for moment in moments) == pytest.approx(0.2)  # the middle of the first of five
+    answers(1, folder, *argv)
+    alone = [answer["evidence"] for answer in json.loads((folder / "report.json").read_text())["answers"]]
+    for moments, others in zip(found, alone, strict=True):
+        for moment, other in zip(moments, others, strict=True):
+            assert moment == pytest.approx(other, rel=1e-4)
 
 
 @pytest.mark.slow

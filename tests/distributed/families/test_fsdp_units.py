@@ -23,7 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBa
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
-from family_cases import BATCHES, CROSS_ATTENTION
+from family_cases import BATCHES, CROSS_ATTENTION, QWENS
 from family_harness import TOLERANCE, family_module, inputs_of, model_of
 from mllm_seqpar import patch_model
 from mllm_seqpar.attention.call_spec import CallSpec
@@ -154,6 +154,18 @@ WRAPPINGS: dict[str, tuple[int, Wrapping]] = {
     "idefics, the inner model": (2, Wrapping("idefics", r"^model", whole=False, checkpointing=True)),
     "mplug_owl3, language model and tower": (2, Wrapping("mplug_owl3", r"^language_model|^vision_model")),
 }
+for _family, _qwen in QWENS.items():
+    _words = replace(_qwen, frames=((), ()), length=9)
+    WRAPPINGS |= {
+        f"size-based, {_family}, two groups, one without frames": (
+            *(4, Wrapping(_family, "", (_qwen, _words), checkpointing=True, options=CHUNKED)),
+        ),
+        f"{_family}, the inner model": (2, Wrapping(_family, r"^model", whole=False, checkpointing=True)),
+        f"{_family}, the language model, tower and embeddings": (
+            *(2, Wrapping(_family, r"\.language_model|\.visual|embed_tokens")),
+        ),
+        f"{_family}, every linear, LoRA": (3, Wrapping(_family, r"_proj|qkv|lora_[AB]\.default", lora=True)),
+    }
 if "open_flamingo" in BATCHES:
     WRAPPINGS["open_flamingo"] = (2, Wrapping("open_flamingo", KV["open_flamingo"]))
     WRAPPINGS["open_flamingo, offload"] = (2, Wrapping("open_flamingo", KV["open_flamingo"], options=OFFLOAD))
@@ -189,11 +201,19 @@ def narrow(rank: int, world: int, wrapping: Wrapping, patched: bool) -> dict[str
 
 @pytest.mark.rounding
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, OFFLOAD, {"recompute_visual": False}], ids=["", "offload", "saved"])
-def test_units_in_mixed_precision_are_as_near_to_float32_as_unpatched(options: dict[str, Any]) -> None:
-    wrapping = Wrapping("mllama", KV["mllama"], checkpointing=True, options=options)
+@pytest.mark.parametrize(
+    "wrapping",
+    [
+        Wrapping("mllama", KV["mllama"], checkpointing=True),
+        Wrapping("mllama", KV["mllama"], checkpointing=True, options=OFFLOAD),
+        Wrapping("mllama", KV["mllama"], checkpointing=True, options={"recompute_visual": False}),
+        *(Wrapping(family, "", checkpointing=True) for family in QWENS),
+    ],
+    ids=["mllama", "offload", "saved", *QWENS],
+)
+def test_units_in_mixed_precision_are_as_near_to_float32_as_unpatched(wrapping: Wrapping) -> None:
     model = wrapping.model()
-    model(**inputs_of("mllama", wrapping.cases[0], model)).loss.backward()
+    model(**inputs_of(wrapping.family, wrapping.cases[0], model)).loss.backward()
     exact = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     found, unpatched = (ranks(2).run(narrow, wrapping, patched)[0] for patched in (True, False))
     assert_as_near_as_unpatched(found, unpatched, exact)

@@ -28,6 +28,7 @@ SETTINGS: dict[str, Any] = {"use_cpu": True, "bf16": False, "seed": 0, "logging_
 SETTINGS |= {"save_strategy": "no", "disable_tqdm": True, "max_steps": 2, "per_device_train_batch_size": 2}
 SETTINGS |= {"learning_rate": 1e-3, "adam_epsilon": 1e-4, "max_length": None}
 FAMILIES = ("mplug_owl3", *MAKERS)
+QWENS = tuple(family for family in FAMILIES if family.startswith("qwen"))
 
 
 def chat(question: Any, *answers: str) -> list[dict[str, Any]]:
@@ -100,9 +101,11 @@ def root() -> Path:
 CASES = [
     *((family, kind, {"collator": True}) for family in FAMILIES for kind in ("sft", "dpo")),
     *((family, "sft", {"collator": True, "media": "videos"}) for family in FAMILIES),
-    *((family, "sft", {}) for family in ("mplug_owl3", "mllama")),
+    *((family, "sft", {}) for family in ("mplug_owl3", "mllama", *QWENS)),
     *(("mplug_owl3", kind, {"media": "none"}) for kind in ("sft", "dpo")),
-    ("mplug_owl3", "dpo", {"collator": True, "lora": True}),
+    *((family, "dpo", {"collator": True, "lora": True}) for family in ("mplug_owl3", *QWENS)),
+    *((family, kind, {"media": "none"}) for family in QWENS for kind in ("sft", "dpo")),
+    *((family, "sft", {"collator": True, "gradient_checkpointing": True}) for family in QWENS),
     ("mplug_owl3", "sft", {"assistant_only_loss": True}),
     ("mplug_owl3", "sft", {"assistant_only_loss": True, "media": "none"}),
 ]

@@ -19,6 +19,7 @@ from mllm_seqpar.cli import completion, doctor, exactness, own_ranks, program_ex
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.models.loading import load_model, load_processor
+from mllm_seqpar.runtime import visual_tokens
 
 
 def test_help_lists_the_commands_and_an_unknown_one_takes_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,11 +178,15 @@ def test_doctor_finds_old_packages_and_wrong_results(
 ) -> None:
     cpu, alone = torch.device("cpu"), as_communicator("self")
     found = list(doctor.exactness(alone, cpu))
-    assert [finding.ok for finding in found] == [None, True, True, True, None]
-    lv_xattn = exactness.lv_xattn
+    assert [finding.ok for finding in found] == [None, True, True, True, True, None]
+    lv_xattn, all_to_all = exactness.lv_xattn, visual_tokens._all_to_all
     monkeypatch.setattr(exactness, "lv_xattn", lambda *args, group: lv_xattn(*args, group=group, scale=0.2))
     wrong = list(doctor.exactness(alone, cpu))[1]
     assert str(wrong).startswith("WRONG exactness    attention lv-xattn, float32: relative error ")
+    # One embedding of each rank goes to another row.
+    monkeypatch.setattr(visual_tokens, "_all_to_all", lambda rows, *given: all_to_all(rows.roll(1, 0), *given))
+    verdicts = [finding.ok for finding in doctor.exactness(alone, cpu)]
+    assert verdicts == [None, False, True, True, False, None]
     monkeypatch.setitem(_compat.MINIMUM, "torch", "99.1")
     monkeypatch.setattr(doctor, "exactness", lambda comm, device: iter([]))
     assert doctor.doctor(["--num_processes", "1"]) == 1

@@ -53,6 +53,16 @@ def test_moment_does_not_go_on_into_another_video() -> None:
     assert [(moment.medium, moment.first, moment.last) for moment in found] == [(1, 2, 3), (0, 1, 1), (0, 0, 0)]
 
 
+def test_attention_to_temporal_patches_is_split_between_their_frames() -> None:
+    attention = FrameAttention(
+        frames=torch.tensor([[0.4, 0.2, 0.1]]), text=torch.tensor([0.3]), visible=torch.tensor([[True, False, True]])
+    )
+    found = attention.split([2, 2, 1])
+    torch.testing.assert_close(found.frames, torch.tensor([[0.2, 0.2, 0.1, 0.1, 0.1]]))
+    assert found.visible.tolist() == [[True, True, False, False, True]]
+    assert attention.split([1, 1, 1]) is attention
+
+
 def test_times_are_written_as_minutes_and_hours() -> None:
     assert [clock(x) for x in (0, 9.96, 62.5, 3725.4)] == ["0:00.0", "0:10.0", "1:02.5", "1:02:05.4"]
     assert (

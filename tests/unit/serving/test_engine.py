@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,28 @@ def test_videos_and_images_in_one_message_equal_the_unpatched_model(name: str, s
     output = unpatched.generate(**family.arguments(text), **pictures, **options)
     expected = output[0, text.input_ids.shape[1] :].tolist()
     assert all(reply.tokens == expected for reply in replies)
+
+
+@pytest.mark.parametrize("name", [name for name in MAKERS if "qwen" in name])
+def test_evidence_of_a_decoder_only_model_names_the_medium_and_its_frames(name: str) -> None:
+    """The second job continues the kept conversation."""
+    folder = family_folder()
+    clip = MediaFile.of("video", str(folder / "clip.mp4"), num_frames=3)
+    image = MediaFile.of("image", str(folder / "1.png"))
+    first, again = (replace(job(image, clip), evidence=number) for number in (9, 3))
+    found = [
+        reply
+        for world in (1, 2)
+        for reply in on_ranks(world, folder / name, lambda engine: [answer(engine, x) for x in (first, again)])
+    ]
+    for one, other in found:
+        frames = [(frame, x.medium) for x in one.evidence for frame in range(x.first, x.last + 1)]
+        assert sorted(frames) == [(0, 0), (1, 1), (2, 1), (3, 1)]  # the video's frames are two temporal patches
+        assert other.cached_tokens > 0
+        for moments, count in ((one.evidence, 9), (other.evidence, 3)):
+            assert [x.share for x in moments] == pytest.approx(
+                [x.share for x in found[0][0].evidence[:count]], rel=1e-4
+            )
 
 
 def test_job_that_fails_on_all_ranks_is_followed_by_the_next(
