@@ -50,7 +50,7 @@ def obstacle() -> str | None:
 
 def launch(ranks: int, command: Sequence[str]) -> int:
     """Run `command` once per rank in its namespace, as torchrun does; return 0 or the first failed rank's status."""
-    with network(ranks) as names, _exit_on_signals():
+    with _exit_on_signals(), network(ranks) as names:
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank, name in enumerate(names):

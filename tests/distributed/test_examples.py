@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -79,6 +80,7 @@ def test_examples_of_the_trainer_guide_run_and_give_the_losses_of_one_process(tm
 def test_example_takes_the_gpu_of_its_local_rank_before_it_creates_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = mock.Mock()
     calls.init.side_effect = KeyboardInterrupt  # the rest of the example needs the GPU
+    monkeypatch.setattr(sys, "argv", ["train.py", "DIR"])
     monkeypatch.setitem(os.environ, "LOCAL_RANK", "3")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", calls.set_device)

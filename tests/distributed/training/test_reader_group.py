@@ -31,7 +31,7 @@ def trained(rank: int, world: int, path: str, sp: int) -> tuple[list[tuple[int, 
             dist.all_reduce(total)
             assert total.item() == number * world
         shard: Any = batch.arguments["visual_shard"]
-        assert batch.arguments["pixel_values"].shape[0] == shard.stop - shard.start < shard.total
+        assert batch.arguments["pixel_values"].shape[0] == len(shard) < shard.total
         found.append(batch.samples)
     return found, sorted(reader.skipped)
 
