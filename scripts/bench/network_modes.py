@@ -20,7 +20,7 @@ from mllm_seqpar.attention.keys import GivenKeys
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.masks import FullBlockMasks
 from mllm_seqpar.planner import Cluster, ParallelSpec, call_cost, overlap_ratios_by_rates
-from mllm_seqpar.schedules import AttentionBlock, Schedule, Step
+from mllm_seqpar.schedules import Schedule
 from mllm_seqpar.schedules.bytes_sent import Problem, expanded, mesh_bytes, ulysses_bytes
 from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of
 
@@ -122,5 +122,5 @@ class _WithoutTransfers(CallSpec):
 
     ranks: int = 1
 
-    def schedule(self, rank: int, *, backward: bool) -> Schedule:
-        return (Step((), (AttentionBlock(rank, rank),)),) * self.ranks
+    def steps(self, comm: Communicator, q: Tensor, k: Tensor, kernel: str, *, backward: bool) -> Schedule:
+        return super().steps(comm, q, k, kernel, backward=backward) * self.ranks
