@@ -276,6 +276,13 @@ def decoder_only_table(rows: Sequence[Row]) -> str:
     return table(lines, columns | {"first / next": number("ratio", ".0f")})
 
 
+def video(folder: Path) -> str:
+    rows = read(folder / "video.csv")
+    columns = {"file": text("kind"), "frames per second": text("fps"), "frames": number("frames", ",.0f")}
+    columns |= {f"{name}, s": number(f"{name}_s", ".2f") for name in ("ours", "torchcodec", "decord")}
+    return joined(rows, table(rows, columns | {"ours / fastest of the others": number("ratio", ".2f")}))
+
+
 PARTS: dict[str, Callable[[Path], str]] = {
     "headline": headline,
     "network-error": network_error,
@@ -286,6 +293,7 @@ PARTS: dict[str, Callable[[Path], str]] = {
     "memory": memory,
     "decode": decoding,
     "decoder-only": decoder_only,
+    "video": video,
 }
 
 

@@ -35,11 +35,12 @@ RUNS = {
     "profile": "profile_step.py",
     "mlp-chunks": "mlp_chunks.py",
     "offload": "offload.py",
-    "video": "video.py",
+    "video": "video.py --csv",
     "stored-tower": "stored_tower.py",
 }
 """The command of each run. If it ends with an option, the file of its rows follows; others print a table only."""
 QUICK = {"network.py": "--repeats 1", "memory.py": "--quick", "decode.py": "--images 16 --repeats 1 --tokens 8"}
+QUICK |= {"video.py": "--kinds h264-720p --fps 1 --seconds 10 --repeats 1"}
 QUICK |= {"decoder_only.py": "--frames 16 --ranks 1 2"}
 QUICK |= {"end_to_end.py": "--repeats 1 --suite smallest", "host_path.py": "--repeats 2 --tokens 4"}
 """Options that make a run short; they follow and override those of the command."""

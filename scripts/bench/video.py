@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import medians_ms, print_environment
+from measure import environment, medians_ms, print_environment
 from rows import append, as_text
 
 from mllm_seqpar.data import FramePlan, plan_frames, probe, read_frames
@@ -48,7 +48,7 @@ def main() -> None:
                 row = measure(kind, path, fps, args)
                 print(", ".join(f"{key} {value}" for key, value in as_text([row])[0].items()), flush=True)
                 if args.csv:
-                    append(args.csv, [row])
+                    append(args.csv, [environment("cpu") | row])
 
 
 def parse() -> argparse.Namespace:
