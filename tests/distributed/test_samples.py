@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
+from family_harness import family_module
 from mllm_seqpar import HostFrames, attention, frame_range, patch_model, patches, unpatch_model
 from mllm_seqpar.adapting import FrameMask, sharded_call
 from mllm_seqpar.data import ChatDataset
@@ -53,6 +54,7 @@ ELSEWHERE = {
     "docs/guides/trainer.md 0": "test_examples",
     "docs/guides/trainer.md 2": "test_examples",
     "docs/guides/own_model.md 0": "test_own_adapter",
+    **{f"docs/concepts/decoder_only.md {i}": "test_samples_of_decoder_only_models_run" for i in range(3)},
     **{f"docs/guides/add_a_family.md {i}": "test_adapter_of_the_guide" for i in range(3)},
     **{f"docs/concepts/decoder_only.md {i}": "test_samples_of_decoder_only_models_run" for i in range(3)},
     "docs/guides/running_on_gpus.md 0": "test_sample_for_gpus_trains_on_the_cpu",
@@ -189,6 +191,47 @@ def test_sample_for_gpus_trains_on_the_cpu(training_files: Path) -> None:
     code = code.replace("torch.cuda.set_device(device)", "").replace('"cuda"', '"cpu"')
     losses = ranks(2).run(train_on_the_cpu, code)
     assert losses[0] == losses[1] and torch.tensor(losses[0]).isfinite()
+
+
+QUESTION = {"input_ids": torch.full((1, 3), 7), "mm_token_type_ids": torch.zeros(1, 3, dtype=torch.long)}
+
+
+def inputs_of_video(model: nn.Module) -> dict[str, Any]:
+    family = family_module("qwen3_vl")
+    return family.inputs_of(family.Case(frames=(((3, 4, 6),),), length=40, labels=None), model)
+
+
+def with_question(inputs: dict[str, Any]) -> dict[str, Any]:
+    return inputs | {name: torch.cat([inputs[name], new], 1) for name, new in QUESTION.items()}
+
+
+def decoder_only(rank: int, world: int, directory: Path, codes: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the samples one after another; return the logits of the second, and the tokens of the third."""
+    load, own_frames, ask = codes
+    given: dict[str, Any] = {}
+    exec(compile(load.replace("Qwen/Qwen3-VL-8B-Instruct", str(directory)), "decoder_only.md 0", "exec"), given)
+    inputs = inputs_of_video(given["model"])
+    given |= {"text": {name: inputs[name] for name in QUESTION}, "video_grid_thw": inputs["video_grid_thw"]}
+    given |= {"image_grid_thw": torch.zeros(0, 3, dtype=torch.long)}
+    given |= {"own_rows": family_module("qwen3_vl").local_frames(inputs)["pixel_values_videos"]}
+    given |= {"inputs": inputs, "other_question": with_question(inputs), "prefix": inputs["input_ids"].shape[1]}
+    with torch.no_grad():
+        exec(compile(own_frames.replace("\nmodel(", "\nout = model("), "decoder_only.md 1", "exec"), given)
+        exec(compile(ask.replace("=64", "=4"), "decoder_only.md 2", "exec"), given)
+    return given["out"].logits, given["second"]
+
+
+@pytest.mark.slow
+def test_samples_of_decoder_only_models_run(tmp_path: Path) -> None:
+    model = family_module("qwen3_vl").tiny_model()
+    model.save_pretrained(tmp_path)
+    inputs = inputs_of_video(model)
+    with torch.no_grad():
+        logits = model(**inputs).logits
+        tokens = model.generate(**with_question(inputs), max_new_tokens=4)
+    codes = [blocks()[f"docs/concepts/decoder_only.md {i}"] for i in range(3)]
+    for found, answer in ranks(2).run(decoder_only, tmp_path, codes):
+        assert found.allclose(logits, atol=1e-4) and answer.equal(tokens)
 
 
 class Layer(nn.Module):

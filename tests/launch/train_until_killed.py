@@ -38,16 +38,20 @@ class KilledAtTheEnd(TrainerCallback):
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
+def trainer(argv: list[str]) -> Any:
+    return finetune.prepare(finetune.read_options(argv), None)[0]
+
+
 def train(argv: list[str]) -> None:
     output, *arguments = argv
     with mock.patch.dict(os.environ, ACCELERATE_USE_PARALLELISM_CONFIG="false"):
         finetune.fine_tune([*arguments, "--sp", "4", "--output_dir", f"{output}/shared"])
         reset_accelerator()
-        everywhere, *_ = finetune.prepare([*arguments, "--sp", "2", "--output_dir", f"{output}/sharded"])
+        everywhere = trainer([*arguments, "--sp", "2", "--output_dir", f"{output}/sharded"])
         everywhere.train()
         everywhere.save_state()
     reset_accelerator()
-    hybrid, *_ = finetune.prepare([*arguments, "--sp", "2", "--output_dir", f"{output}/hsdp"])
+    hybrid = trainer([*arguments, "--sp", "2", "--output_dir", f"{output}/hsdp"])
     hybrid.add_callback(KilledAtTheEnd(Path(output, "hsdp", "trainer_state.json")))
     hybrid.add_callback(Groups(Path(output, "groups.json"), everywhere.model))
     if dist.get_rank() != 3:
