@@ -28,7 +28,6 @@ from mllm_seqpar.integrations.transformers.attention import merge_heads, split_h
 from mllm_seqpar.integrations.transformers.generation import patch_generate
 from mllm_seqpar.models.loading import load_model, load_processor
 from mllm_seqpar.patches.mplug_owl3.testing import Case, inputs_of, tiny_model
-from mllm_seqpar.patches.qwen3_vl import testing as qwen3_vl
 from mllm_seqpar.patching import registry
 from mllm_seqpar.patching.patch import patch_of
 from mllm_seqpar.runtime.kv_projection import KVProjection
@@ -56,7 +55,6 @@ ELSEWHERE = {
     "docs/guides/own_model.md 0": "test_own_adapter",
     **{f"docs/concepts/decoder_only.md {i}": "test_samples_of_decoder_only_models_run" for i in range(3)},
     **{f"docs/guides/add_a_family.md {i}": "test_adapter_of_the_guide" for i in range(3)},
-    **{f"docs/concepts/decoder_only.md {i}": "test_samples_of_decoder_only_models_run" for i in range(3)},
     "docs/guides/running_on_gpus.md 0": "test_sample_for_gpus_trains_on_the_cpu",
     "docs/guides/serve.md 0": "test_app, with OpenAI's client",
 }
@@ -108,37 +106,6 @@ def test_loop_of_lv_xattn_equals_dense_attention(world: int) -> None:
     assert len([line for line in code.splitlines() if line]) == 30  # as its heading says
     for loop, library, dense in ranks(world).run(run_loop, code):
         assert loop.allclose(dense, rtol=1e-12, atol=1e-12) and library.allclose(dense, rtol=1e-12, atol=1e-12)
-
-
-def run_decoder_only(rank: int, world: int, folder: Path, samples: list[str]) -> tuple[float, torch.Tensor]:
-    """Run the samples one after the other; return the loss of the second and the tokens of the third."""
-    case = qwen3_vl.Case()
-    inputs = qwen3_vl.inputs_of(case, qwen3_vl.tiny_model())
-    text = {name: x for name, x in inputs.items() if name not in ("pixel_values_videos", "video_grid_thw")}
-    own = qwen3_vl.local_frames(inputs)
-    names: dict[str, Any] = dict(inputs) | {"text": text | {"pixel_values": own["pixel_values"]}}
-    names["own_rows"] = own["pixel_values_videos"]
-    names["inputs"] = {name: x for name, x in inputs.items() if name != "labels"}
-    question = names["inputs"]["input_ids"].clone()
-    question[:, -2:] += 1
-    names |= {"other_question": names["inputs"] | {"input_ids": question}, "prefix": question.shape[1] - 2}
-    load, local, ask = samples
-    exec(compile(load.replace("Qwen/Qwen3-VL-8B-Instruct", str(folder)), "decoder_only.md", "exec"), names)
-    exec(compile(local.replace("model(", "out = model(", 1), "decoder_only.md", "exec"), names)
-    exec(compile(ask.replace("=64", "=4"), "decoder_only.md", "exec"), names)
-    return float(names["out"].loss), names["second"]
-
-
-@pytest.mark.slow
-def test_samples_of_decoder_only_models_run(tmp_path: Path) -> None:
-    qwen3_vl.tiny_model().save_pretrained(tmp_path)
-    samples = [blocks()[f"docs/concepts/decoder_only.md {i}"] for i in range(3)]
-    one, *several = [
-        *ranks(1).run(run_decoder_only, tmp_path, samples),
-        *ranks(2).run(run_decoder_only, tmp_path, samples),
-    ]
-    for loss, tokens in several:
-        assert loss == pytest.approx(one[0], rel=1e-5) and tokens.equal(one[1])
 
 
 def write_data(folder: Path, video: Path) -> None:
