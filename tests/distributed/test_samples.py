@@ -136,7 +136,7 @@ def test_sample_runs_in_one_process(
         patch_model(given["model"])
     given |= {"ChatDataset": ChatDataset, "group": "self", "rank": 0, "step": 0, "total": 1}
     given["Sampling"] = functools.partial(Sampling, max_new_tokens=3)
-    given["picture"] = torch.zeros(3, 28, 28, dtype=torch.uint8)
+    given["image"] = torch.zeros(3, 28, 28, dtype=torch.uint8)
     write_data(tmp_path, values['"movie.mp4"'])
     monkeypatch.chdir(tmp_path)
     exec(compile(code.replace("import Conversation, Sampling", "import Conversation"), name, "exec"), given)
