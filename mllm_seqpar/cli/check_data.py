@@ -1,6 +1,6 @@
 """The command `mllm-seqpar check-data`: opens all media of a data set, and reports what would stop training.
 
-Of each video and picture, the first, the middle and the last frame that training would use are decoded, in threads:
+Of each video and image, the first, the middle and the last frame that training would use are decoded, in threads:
 PyAV and Pillow release the interpreter lock, and frames are not passed between processes. Damage elsewhere in a file is
 not found; training then stops or skips the sample (`on_bad_media`).
 """
@@ -158,7 +158,7 @@ class Totals:
     def text(self, name: str, model: str | None) -> str:
         lines = [
             f"{name}: {self.samples:,} samples, {self.broken:,} broken, {self.long:,} long videos; "
-            f"the good samples have {self.videos:,} videos and {self.pictures:,} pictures with {self.frames:,} frames"
+            f"the good samples have {self.videos:,} videos and {self.pictures:,} images with {self.frames:,} frames"
         ]
         if model:
             lines.append(f"text tokens: {self.tokens:,}, of which {self.targets:,} are targets{_visual(self, model)}")
@@ -189,7 +189,7 @@ def _visual(totals: Totals, model: str) -> str:
 
 @dataclass(frozen=True)
 class _Medium:
-    """What was found in one video or picture."""
+    """What was found in one video or image."""
 
     source: FrameSource
     seconds: float
@@ -265,7 +265,7 @@ def _report(dataset: ChatDataset, row: _Row, totals: Totals, long: float) -> Ite
         except SeqParError as error:
             faults.append(str(error))
             continue
-        except Exception as error:  # a decoder's own, such as Pillow's about very large pictures
+        except Exception as error:  # a decoder's own, such as Pillow's about very large images
             faults.append(f"{part.get('path')}: {type(error).__name__}: {error}")
             continue
         found.append(medium)

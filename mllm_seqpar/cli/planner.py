@@ -68,7 +68,7 @@ def _parser() -> Parser:
     text = f"frames that the vision tower encodes at once; default: {chunk}"
     plan.add_argument("--vision_chunk_size", type=int, metavar="FRAMES", default=chunk, help=text)
     text = (
-        "image tiles of a frame with content, if the model pads pictures to several (Llama 3.2: 1 at 224 pixels, "
+        "image tiles of a frame with content, if the model pads images to several (Llama 3.2: 1 at 224 pixels, "
         "2 at 360p and 480p, 4 from 720p); text does not attend to empty ones; default: all"
     )
     plan.add_argument("--content_tiles", type=int, metavar="TILES", help=text)

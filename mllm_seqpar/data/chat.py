@@ -1,4 +1,4 @@
-"""Micro-batches of conversations about videos and pictures, of which each rank decodes only its own frames.
+"""Micro-batches of conversations about videos and images, of which each rank decodes only its own frames.
 
 The number of frames of a micro-batch is known, equally on every rank, before any frame is decoded. The frames of all
 samples form one flat list in the order of the placeholders in the text. A rank decodes its range of that list.
@@ -273,9 +273,9 @@ def load_local_frames(batch: ChatBatch, frames: range, image_processor: Any, *, 
 
 
 def load_local_pictures(batch: ChatBatch, slots: range, family: ChatFamily, *, at_once: int = 32) -> tuple[Tensor, ...]:
-    """Decode this rank's pictures of the model's flat list; return tensors (len(slots), ...) as `family.pixels` does.
+    """Decode this rank's images of the model's flat list; return tensors (len(slots), ...) as `family.pixels` does.
 
-    `slots` is this rank's range of `batch.text.slots`, `frame_range(len(batch.text.slots), group)`. Padding pictures
+    `slots` is this rank's range of `batch.text.slots`, `frame_range(len(batch.text.slots), group)`. Padding images
     among them are not decoded; at most `at_once` decoded frames are held in addition to the result.
     """
     numbers = [batch.text.slots[slot] for slot in slots]

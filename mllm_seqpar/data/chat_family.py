@@ -4,7 +4,7 @@ A family is found by the class of a model directory's processor (`chat_family`).
 decoded frames into the arguments that the model's forward takes, exactly as the family's own processor does for the
 same conversation. Its code is the module `chat` of its folder in `mllm_seqpar.patches`.
 
-Shape legend: B samples, L text tokens, N pictures in the model's flat list (padding pictures included), n pictures of
+Shape legend: B samples, L text tokens, N images in the model's flat list (padding images included), n images of
 one call.
 """
 
@@ -50,9 +50,9 @@ class ChatText:
     Attributes:
         input_ids, attention_mask: (B, L), padded.
         labels: (B, L), the tokens of the answers and their ends, -100 elsewhere; or None.
-        slots: (N,) for each picture of the model's flat list, its index among all pictures of the conversations, or -1
-            for a picture that only pads a sample.
-        extras: masks and positions of pictures, by their argument names in the model's forward.
+        slots: (N,) for each image of the model's flat list, its index among all images of the conversations, or -1
+            for an image that only pads a sample.
+        extras: masks and positions of images, by their argument names in the model's forward.
     """
 
     input_ids: Tensor
@@ -70,10 +70,10 @@ class ChatFamily(ABC):
         ids_name: the argument name of the token ids in the model's forward.
         frame_names: the argument names of the tensors that `pixels` returns, in the same order.
         feature_weights: name prefixes of the weights that compute visual features.
-        tower: path of the vision tower in the model, and the name of its method that takes pictures.
-        always_sharded: whether the patched forward takes pictures as one flat list on a single process too, where the
+        tower: path of the vision tower in the model, and the name of its method that takes images.
+        always_sharded: whether the patched forward takes images as one flat list on a single process too, where the
             unpatched forward has a dimension of samples.
-        ragged: whether pictures have different numbers of rows, and are joined by `joined`.
+        ragged: whether images have different numbers of rows, and are joined by `joined`.
     """
 
     marks: tuple[str, ...] = ()
@@ -111,7 +111,7 @@ class ChatFamily(ABC):
             padding_side: "left" or "right"; the tokenizer's default if None.
 
         Raises:
-            DataError: pictures and placeholders do not match, or the tokenizer lacks a required feature.
+            DataError: images and placeholders do not match, or the tokenizer lacks a required feature.
         """
 
     def check(self, model: Any) -> None:
@@ -141,7 +141,7 @@ class ChatFamily(ABC):
 
     @abstractmethod
     def blank(self) -> tuple[Tensor, ...]:
-        """Return the picture that pads a sample, in the form of `pixels`, (1, ...) each."""
+        """Return the image that pads a sample, in the form of `pixels`, (1, ...) each."""
 
     @abstractmethod
     def encode(self, model: Any, *frames: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class ChatFamily(ABC):
 
     @abstractmethod
     def feature_arguments(self, model: Any, features: Tensor, shard: FrameShard) -> dict[str, Any]:
-        """Return the arguments that pass this rank's features to the patched `generate` in place of pictures."""
+        """Return the arguments that pass this rank's features to the patched `generate` in place of images."""
 
     @property
     def tower_weights(self) -> tuple[str, ...]:
@@ -158,11 +158,11 @@ class ChatFamily(ABC):
         return tuple(prefix for prefix in self.feature_weights if prefix.endswith(last))
 
     def tower_frames(self, pixels: Tensor) -> int:
-        """Return the number of pictures in what the method of `tower` takes."""
+        """Return the number of images in what the method of `tower` takes."""
         return pixels.shape[0]
 
     def tower_states(self, output: Any) -> Tensor:
-        """Return the states (pictures, ...) in what the method of `tower` returns."""
+        """Return the states (images, ...) in what the method of `tower` returns."""
         return output.last_hidden_state
 
     def tower_output(self, states: Tensor) -> Any:
@@ -172,7 +172,7 @@ class ChatFamily(ABC):
         return BaseModelOutput(last_hidden_state=states)
 
     def arguments(self, text: ChatText) -> dict[str, Tensor]:
-        """Return all arguments of forward and `generate` except the pictures."""
+        """Return all arguments of forward and `generate` except the images."""
         arguments = {self.ids_name: text.input_ids, "attention_mask": text.attention_mask, **text.extras}
         return arguments if text.labels is None else arguments | {"labels": text.labels}
 
@@ -185,7 +185,7 @@ class ChatFamily(ABC):
         return self.still_frames(ImageListSource([path]))
 
     def still_frames(self, picture: ImageListSource | PictureSource) -> FrameSource:
-        """Return the frames of a still image, given the picture as a source of one frame."""
+        """Return the frames of a still image, given the image as a source of one frame."""
         return picture
 
     def frame_metadata(self, source: FrameSource) -> dict[str, Any]:

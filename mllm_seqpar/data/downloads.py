@@ -1,4 +1,4 @@
-"""The cache of media that are no local files: downloads, and pictures and videos stored inside tables.
+"""The cache of media that are no local files: downloads, and images and videos stored inside tables.
 
 Each file is named by a digest, written under a temporary name and renamed, so it is complete or absent. Processes of
 one machine lock the name, so one of them downloads. Nothing is deleted: when the cache is full, an error says so.

@@ -5,7 +5,7 @@
     DIRECTORY/videos/DIGEST/TIMES.json       their size, and position and checksum of each; or why there are none
 
 `DIGEST` is that of the media file and `TIMES` that of the times of the frames, so a moved or renamed video is found.
-A frame is raw RGB (height, width, 3), or a JPEG picture. `mllm-seqpar check-data --store` writes a store. Both files of
+A frame is raw RGB (height, width, 3), or a JPEG image. `mllm-seqpar check-data --store` writes a store. Both files of
 a plan are written under a temporary name and renamed, TIMES.json last, so a plan is complete or absent. What is absent
 is refused: a video that is decoded after all would slow training down without a word.
 """

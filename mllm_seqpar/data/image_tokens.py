@@ -1,4 +1,4 @@
-"""Chat formats in which one special token of the text stands for each picture.
+"""Chat formats in which one special token of the text stands for each image.
 
 The text of a conversation is written and tokenized as a whole, as the families' processors do it. Appending a message
 only appends text, so an answer is the text between the conversation that opens it and the conversation that ends with
@@ -22,10 +22,10 @@ Span = tuple[int, int]
 
 
 class ImageTokenFamily(ChatFamily):
-    """A chat format with one special token for each picture; every sample is padded to equally many pictures."""
+    """A chat format with one special token for each image; every sample is padded to equally many images."""
 
     min_pictures = 0
-    """The number of pictures that each sample has at least, padding included."""
+    """The number of images that each sample has at least, padding included."""
 
     @property
     @abstractmethod
@@ -43,7 +43,7 @@ class ImageTokenFamily(ChatFamily):
         return False
 
     def masks(self, ids: Tensor, media: Sequence[Sequence[FrameSource]]) -> dict[str, Tensor]:
-        """Return the model's masks of pictures for token ids (B, L)."""
+        """Return the model's masks of images for token ids (B, L)."""
         return {}
 
     def text(
@@ -80,7 +80,7 @@ class ImageTokenFamily(ChatFamily):
         for sample, (tokens, pictures) in enumerate(zip(found, counts, strict=True)):
             if tokens != pictures:
                 raise DataError(
-                    f"sample {sample} has {pictures} pictures, but {tokens} tokens {mark} (id {token}) in its text; "
+                    f"sample {sample} has {pictures} images, but {tokens} tokens {mark} (id {token}) in its text; "
                     f"the tokenizer must have {mark} as one special token, and the chat template must write it for "
                     "each image"
                 )

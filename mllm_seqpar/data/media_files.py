@@ -43,7 +43,7 @@ _STREAMS = "h264 hevc av1 obu m4v mpegvideo h263 yuv4mpegpipe"
 _PICTURES = "png_pipe jpeg_pipe webp_pipe bmp_pipe tiff_pipe"
 
 PICTURE_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "BMP", "GIF", "TIFF", "PPM", "TGA", "ICO", "JPEG2000", "AVIF", "HEIF")
-"""The picture formats that are read, by Pillow's names."""
+"""The image formats that are read, by Pillow's names."""
 
 
 def video_options(name: str) -> dict[str, str]:
@@ -75,7 +75,7 @@ def media_size(name: str) -> int:
 
 
 def open_media(name: str) -> BinaryIO:
-    """Open a name for reading; a range of bytes is read whole, since only pictures are opened this way."""
+    """Open a name for reading; a range of bytes is read whole, since only images are opened this way."""
     found = _SLICE.match(name)
     if found is None:
         return open(name, "rb")

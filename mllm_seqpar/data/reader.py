@@ -404,7 +404,7 @@ class _Cursor:
                 pts = frame.pts if frame.pts is not None else frame.dts
                 if pts is not None and pts >= key:
                     if frame.is_corrupt:
-                        raise _Damaged(f"the picture at {self._plan.time(pts):.3f} s is damaged")
+                        raise _Damaged(f"the image at {self._plan.time(pts):.3f} s is damaged")
                     yield pts, frame
 
     def _record(self, packet: Any) -> None:
@@ -419,7 +419,7 @@ class _Cursor:
 
 
 class _Damaged(Exception):
-    """The decoder reports a damaged picture."""
+    """The decoder reports a damaged image."""
 
 
 def _undecodable(plan: FramePlan, number: int, why: str) -> VideoError:

@@ -1,4 +1,4 @@
-"""Small JPEG pictures of frames."""
+"""Small JPEG images of frames."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def jpeg_of(frame: Tensor, width: int = 160) -> bytes:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ImportError("Writing pictures needs Pillow: pip install 'mllm-seqpar[video]'") from error
+        raise ImportError("Writing images needs Pillow: pip install 'mllm-seqpar[video]'") from error
     picture = Image.fromarray(frame.permute(1, 2, 0).contiguous().cpu().numpy())
     if picture.width > width:
         picture = picture.resize((width, max(1, round(picture.height * width / picture.width))))

@@ -3,7 +3,7 @@
     DIRECTORY/tower.json                             what the outputs were made with, their shape and dtype
     DIRECTORY/frames/KEY/START-STOP.safetensors      the tensor `states` of these frames of one source
 
-`KEY` is a digest of a video or of pictures and of the times of the frames (`source_key`). Each rank writes the frames
+`KEY` is a digest of a video or of images and of the times of the frames (`source_key`). Each rank writes the frames
 that it encodes, and reads rows of the files in any division. A file is written under a temporary name and renamed, so
 it is complete or absent; frames without a file are encoded. All files contain the digest of tower.json.
 """
@@ -165,7 +165,7 @@ class TowerStore:
 
 
 def source_key(source: FrameSource) -> str:
-    """Return a digest of the contents of a video or of pictures, and of the times of the frames.
+    """Return a digest of the contents of a video or of images, and of the times of the frames.
 
     Raises:
         ConfigError: the source is neither, so that its frames cannot be recognised.
@@ -181,7 +181,7 @@ def _source_key(source: Any) -> str:
         facts += [] if source.stored is None or source.stored.pixels is None else [source.stored.pixels]
     elif isinstance(source, ImageListSource):
         facts = [media_digest(path) for path in source.paths]
-    elif hasattr(source, "picture") and hasattr(source, "grid"):  # tiles of a picture
+    elif hasattr(source, "picture") and hasattr(source, "grid"):  # tiles of an image
         facts = [source_key(source.picture), list(source.grid)]
     else:
         raise ConfigError(f"--features: frames of {type(source).__name__} cannot be recognised; leave it out")

@@ -112,7 +112,7 @@ def open_video(path: str | os.PathLike[str]) -> Iterator[tuple[Any, Any]]:
         streams = [s for s in container.streams.video if "attached_pic" not in str(getattr(s, "disposition", None))]
         if not streams:
             kinds = ", ".join(sorted({str(s.type) for s in container.streams})) or "nothing"
-            raise VideoError(f"{name}: holds no video stream (found: {kinds}); give a file with moving pictures")
+            raise VideoError(f"{name}: holds no video stream (found: {kinds}); give a file with moving images")
         yield container, streams[0]
 
 

@@ -287,7 +287,7 @@ class Conversation:
         return output
 
     def _feature_arguments(self, text: ChatText, device: torch.device) -> dict[str, Any]:
-        """Return the arguments that pass this rank's features; those of a blank picture if the family needs one."""
+        """Return the arguments that pass this rank's features; those of a blank image if the family needs one."""
         if self._encoded is None and not len(text.slots):
             return {}
         if self._encoded is None:
@@ -317,7 +317,7 @@ class Conversation:
         return kept
 
     def _media_end(self, text: ChatText) -> int:
-        """Return the number of tokens up to the last placeholder of a picture."""
+        """Return the number of tokens up to the last placeholder of an image."""
         offsets, mark = text.extras.get("media_offset"), getattr(self._family, "image_token", None)
         if (kinds := text.extras.get("mm_token_type_ids")) is not None:
             offsets = kinds[0].nonzero()

@@ -68,7 +68,7 @@ class Answerer:
         self._questions, self._group = questions, group
 
     def lines(self, questions: Sequence[Question]) -> Iterator[Line]:
-        """Yield the answer to each of several questions about the same videos and pictures, which are encoded once."""
+        """Yield the answer to each of several questions about the same videos and images, which are encoded once."""
         conversation, fault = tried(self._group, "media", lambda: self._encoded(questions[0]))
         for question in questions:
             yield self._line(conversation, question, fault)
@@ -161,7 +161,7 @@ def _finish(file: AnswerFile, questions: QuestionSet, ranks: RankGroups) -> int:
     blind = sum(line.get("frames") == 0 for line in lines)
     text = f"{file.path}: {len(lines) - len(faults)} of {len(questions.questions)} questions are answered"
     if blind:
-        text += f"; without a video or picture, which their records do not name: {blind}"
+        text += f"; without a video or image, which their records do not name: {blind}"
     if faults:
         text += f"; errors: {len(faults)}, the first at {faults[0]['place']}: {faults[0]['error']}"
         text += "; the same command asks these questions again"

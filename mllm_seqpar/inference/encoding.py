@@ -145,7 +145,7 @@ def _batches(
             frames = next(reader, None)
             return None if frames is None else encoder.prepared(family.pixels(frames))
 
-    # A source ends a batch early where the picture size changes, so the number of batches is not known in advance.
+    # A source ends a batch early where the image size changes, so the number of batches is not known in advance.
     with closing(read_ahead(count(), read_next)) as ahead:
         while (pixels := next(ahead)) is not None:
             yield pixels
@@ -270,7 +270,7 @@ class _Encoder:
 
 
 def encoder_of(model: Any, family: ChatFamily) -> Callable[..., Tensor]:
-    """Return the function from pictures to features: the model's `encode_frames` if it has one, else the family's.
+    """Return the function from images to features: the model's `encode_frames` if it has one, else the family's.
 
     `shard_weights` adds a method of that name to the model, because FSDP must wrap it.
     """

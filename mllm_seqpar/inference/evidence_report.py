@@ -27,7 +27,7 @@ class EvidenceReport:
         count: moments to print after each answer; 0: none.
         page: the HTML file to write, or None.
         shown: whether this rank prints and writes.
-        source: the video, if it is read; without it, features from a store have no times and no pictures.
+        source: the video, if it is read; without it, features from a store have no times and no images.
         name, model: of the video and the model, for the page.
     """
 

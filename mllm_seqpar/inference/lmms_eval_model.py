@@ -60,12 +60,12 @@ class _Request:
 
     @property
     def media(self) -> str:
-        """A key that is equal for equal videos and pictures."""
+        """A key that is equal for equal videos and images."""
         return json.dumps(media_parts(self.messages))
 
 
 class SimpleSeqParModel(lmms):
-    """A model of this package for tasks of lmms-eval that give a text and a list of videos and pictures.
+    """A model of this package for tasks of lmms-eval that give a text and a list of videos and images.
 
     Args:
         pretrained: directory or id of the model.
@@ -268,13 +268,13 @@ def _part(part: Any) -> dict[str, Any]:
 
 
 def _medium(value: Any) -> dict[str, Any]:
-    """Return the part of a video or picture: a path, or a Pillow image, which is written to the cache of media."""
+    """Return the part of a video or image: a path, or a Pillow image, which is written to the media cache."""
     if isinstance(value, (str, os.PathLike)):
         path = os.fspath(value)
         return {"type": "image" if os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES else "video", "path": path}
     if not hasattr(value, "convert"):
         raise DataError(
-            f"a task shows {type(value).__name__} {value!r:.60}; this model takes videos and pictures; "
+            f"a task shows {type(value).__name__} {value!r:.60}; this model takes videos and images; "
             "choose another task"
         )
     content = io.BytesIO()

@@ -1,4 +1,4 @@
-"""The questions of a data set, grouped by the videos and pictures that they ask about.
+"""The questions of a data set, grouped by the videos and images that they ask about.
 
 A record is read as training reads it (`mllm_seqpar.data.formats`), but needs no answer. The answer that a record has to
 its last question is the reference. A conversation of several turns is asked its last question, after the turns before

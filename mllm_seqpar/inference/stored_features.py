@@ -144,6 +144,6 @@ def open_store(
     if store.meta.get("model") != model_fingerprint(model, family.feature_weights):
         raise DataError(
             f"{directory}: these features were made by another model than {model} (its vision tower, projector or "
-            "picture size differ); encode the video again with --save_features"
+            "image size differ); encode the video again with --save_features"
         )
     return store

@@ -122,8 +122,8 @@ class NativeProcessor(LocalCode, ProcessorMixin):
         """Return one conversation or several as text, or, with `tokenize`, as model inputs with their media.
 
         Args:
-            conversation: messages, or a list of conversations. Parts may contain their media, a picture, an array, a
-                path or a URL: {"type": "image", "image": picture}, {"type": "image", "url": "https://..."}.
+            conversation: messages, or a list of conversations. Parts may contain their media, an image, an array, a
+                path or a URL: {"type": "image", "image": image}, {"type": "image", "url": "https://..."}.
             chat_template: Jinja, or the name of one of several saved templates, in place of the processor's.
             tools, documents: for chat templates that use them; the published formats do not.
             add_generation_prompt: end with the beginning of an answer.

@@ -27,7 +27,7 @@ from .workload import Workload
 FLOAT32 = 4
 
 PATCH_VALUES = 3 * 14 * 14
-"""The values of a patch of a picture, in the vision towers of all published models."""
+"""The values of a patch of an image, in the vision towers of all published models."""
 
 USABLE = 0.92
 """Fraction of a GPU's memory that a plan may fill. The rest is for the driver, the allocator, and the projection of

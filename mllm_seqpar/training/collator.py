@@ -41,9 +41,9 @@ class SeqParDataCollator:
     - "prompt", "chosen" and "rejected": for `DPOTrainer`, with "completion_mask" in place of labels.
 
     Each is a list of messages {"role": ..., "content": text or parts}. A part contains its medium, {"type": "image",
-    "image": picture} or {"type": "video", "video": frames}, or is a placeholder, {"type": "image"}, for the next medium
+    "image": image} or {"type": "video", "video": frames}, or is a placeholder, {"type": "image"}, for the next medium
     of the column "images" (or "image", "videos", "video"). If all contents are texts, the media of these columns
-    come before the first text of the user. A medium is a picture or an array, a path, or a URL. Frames of a video file
+    come before the first text of the user. A medium is an image or an array, a path, or a URL. Frames of a video file
     are chosen by `fps`, `num_frames` or `max_frames` of its part, or of the collator.
 
     Every rank returns the whole batch, as an unpatched model takes it; a patched model shards it.
@@ -130,7 +130,7 @@ class SeqParDataCollator:
             owners=tuple(number for _, number in listed),
         )
         pictures = load_local_pictures(batch, range(len(text.slots)), self._family)
-        if self._family.always_sharded:  # unpatched, these models take the pictures of each sample
+        if self._family.always_sharded:  # unpatched, these models take the images of each sample
             pictures = tuple(x.unflatten(0, (samples, -1)) for x in pictures)
         return {name: x for name, x in zip(self._family.frame_names, pictures, strict=True) if len(x)}
 
@@ -160,7 +160,7 @@ def _pictures(frames: Sequence[Any]) -> PictureSource:
     arrays = (torch.tensor(x, dtype=torch.uint8) if isinstance(x, list) else x for x in frames)
     pictures = [to_tensor(x, number) for number, x in enumerate(arrays)]
     if wrong := {str(x.dtype) for x in pictures if x.dtype != torch.uint8}:
-        raise DataError(f"a picture is {', '.join(wrong)}; pass PIL images, or arrays of uint8 from 0 to 255")
+        raise DataError(f"an image is {', '.join(wrong)}; pass PIL images, or arrays of uint8 from 0 to 255")
     return PictureSource(pictures)
 
 

@@ -119,7 +119,7 @@ def _fine_tune(trainer: FineTuneTrainer, options: FineTuneOptions, checkpoint: P
 
 
 def _save_log(trainer: FineTuneTrainer) -> None:
-    """Write trainer_state.json, with the log of all steps, and its picture."""
+    """Write trainer_state.json, with the log of all steps, and its figure."""
     trainer.save_state()
     if trainer.is_world_process_zero():
         write_figure(trainer.state.log_history, Path(str(trainer.args.output_dir)))

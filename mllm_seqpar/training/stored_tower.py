@@ -1,7 +1,7 @@
 """Training on stored outputs of a frozen vision tower (`finetune --features`).
 
 In the first epoch the tower runs, and what it returns is stored as it is. Later the frames are not decoded: the model
-gets blank pictures, and the tower's method returns what was stored in place of computing. What follows the tower, such
+gets blank images, and the tower's method returns what was stored in place of computing. What follows the tower, such
 as a projector, runs in every pass, so it may train.
 
 All ranks of a run either compute or read in a pass, because FSDP gathers the weights of a module when it runs;
@@ -56,7 +56,7 @@ class StoredTower:
     def __init__(self, store: TowerStore, family: ChatFamily, model: nn.Module) -> None:
         if family.ragged:
             raise ConfigError(
-                f"--features: outputs of the vision tower of {family.model_class} cannot be stored: its pictures have "
+                f"--features: outputs of the vision tower of {family.model_class} cannot be stored: its images have "
                 "different numbers of patches; leave it out"
             )
         self.store, self._family = store, family

@@ -25,7 +25,8 @@ class CaptionerAdapter:
 
 def forward(model, context, ids, video, labels=None):
     (batch, length), (_, per_sample, patches, _) = ids.shape, video.shape
-    # The frames of all samples form one list. A rank encodes its shard; a token attends to the frames of its own sample.
+    # The frames of all samples form one list. A rank encodes its shard.
+    # A token attends to the frames of its own sample.
     local = frame_range(batch * per_sample, context.comm)
     first = (torch.arange(batch) * per_sample)[:, None].expand(-1, length)
     mask = FrameMask.from_intervals(first, first + per_sample, patches, batch * per_sample)

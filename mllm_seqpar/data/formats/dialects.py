@@ -146,7 +146,7 @@ def _ask(media: Sequence[dict[str, Any]], question: str, answer: str) -> list[di
 
 
 def _media(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the media parts that the keys of a record name, pictures first."""
+    """Return the media parts that the keys of a record name, images first."""
     parts: list[dict[str, Any]] = []
     sampling = {key: record[key] for key in SAMPLING if record.get(key) is not None} | _clip(record)
     for kind, keys in _MEDIA_KEYS.items():
@@ -157,7 +157,7 @@ def _media(record: Mapping[str, Any]) -> list[dict[str, Any]]:
             name = value.get("path") if isinstance(value, Mapping) else value
             if not isinstance(name, str):
                 raise DataError(f"{found[0]} is {value!r:.60}; expected the path of a file, or a list of paths")
-            # LLaVA's video data sometimes name a video by the key of pictures.
+            # LLaVA's video data sometimes name a video by the key of images.
             part_kind = "video" if Path(name).suffix.lower() in VIDEO_SUFFIXES else kind
             parts.append({"type": part_kind, "path": name, **(sampling if part_kind == "video" else {})})
     if not parts and isinstance(name := record.get("videoID", record.get("video_id")), str):
@@ -201,7 +201,7 @@ def _expects_media(message: Mapping[str, Any]) -> bool:
 
 
 def _is_open(part: Any) -> bool:
-    """Return whether a part shows a picture or video of the record's own list."""
+    """Return whether a part shows an image or video of the record's own list."""
     return isinstance(part, Mapping) and part.get("type") in _MEDIA_KEYS and not {"path", "images"} & set(part)
 
 

@@ -84,7 +84,7 @@ class TarRecords(Records):
                 record[kind] = members
         if not record:
             found = ", ".join(sample.members)
-            raise DataError(f"its members are {found}; expected json, or txt, beside pictures or a video")
+            raise DataError(f"its members are {found}; expected json, or txt, beside images or a video")
         return record
 
     def locate(self, index: int, name: str) -> str:

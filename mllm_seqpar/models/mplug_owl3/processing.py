@@ -126,7 +126,7 @@ class MPlugOwl3Processor(NativeProcessor):
         """Return formatted text and its media as model inputs.
 
         Args:
-            images: one for each `<|image|>` of the texts, in order, or a list of them for each text: pictures, arrays,
+            images: one for each `<|image|>` of the texts, in order, or a list of them for each text: images, arrays,
                 tensors, paths or URLs.
             text: one formatted sample or several, with the placeholders `<|image|>` and `<|video|>`.
             videos: one for each `<|video|>` of the texts, in order, or a list of them for each text. A video is a list

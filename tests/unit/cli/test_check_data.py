@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
     content = (tmp_path / "a.mp4").read_bytes()
     (tmp_path / "cut.mp4").write_bytes(content[: len(content) // 2])
     Image.new("RGB", (28, 28)).save(tmp_path / "1.png")
-    (tmp_path / "bad.png").write_bytes(b"no picture")
+    (tmp_path / "bad.png").write_bytes(b"no image")
     return tmp_path
 
 
@@ -55,7 +55,7 @@ def test_every_fault_has_its_line(folder: Path, capsys: pytest.CaptureFixture[st
             (1, "long: a.mp4 has 0:00:02, 8 frames are used"),
             (2, f"broken: {folder / 'cut.mp4'}: "),
             (3, f"broken: {folder / 'none.mp4'}: no such file"),
-            (5, f"broken: {folder / 'bad.png'}: not a readable picture"),
+            (5, f"broken: {folder / 'bad.png'}: not a readable image"),
             (6, "broken: has the keys 'hello', which is no known form"),
             (7, "broken: message 0 (user): fps is '2'"),
             (8, "long: a.mp4 has 0:00:02, 8 frames are used"),
@@ -65,7 +65,7 @@ def test_every_fault_has_its_line(folder: Path, capsys: pytest.CaptureFixture[st
             assert line.startswith(f"{path}:{number}: {text}")
         assert lines.pop().startswith("decoding: ")
         assert lines[len(expected) :] == [
-            f"{path}: 9 samples, 6 broken, 2 long videos; the good samples have 2 videos and 1 pictures with 17 frames",
+            f"{path}: 9 samples, 6 broken, 2 long videos; the good samples have 2 videos and 1 images with 17 frames",
             f"most frames: {path}:1 (8), {path}:8 (8), {path}:4 (1)",
         ]
 
@@ -95,7 +95,7 @@ def test_several_data_sets_and_one_video_of_many_questions(
     status, lines = check(capsys, folder / "a.jsonl", folder / "b.jsonl")
     assert status == 0 and opened == ["a.mp4"] * 2
     assert [line.partition(": ")[2] for line in lines if "samples" in line] == [
-        "5 samples, 0 broken, 0 long videos; the good samples have 5 videos and 0 pictures with 10 frames"
+        "5 samples, 0 broken, 0 long videos; the good samples have 5 videos and 0 images with 10 frames"
     ] * 2
 
 

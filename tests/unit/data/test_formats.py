@@ -56,11 +56,11 @@ MV_BENCH = {"video": "a.webm", "question": "Which one?", "candidates": ["a cup",
 PROMPT = "\nReply with the letter of the correct option."
 
 CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
-    "LLaVA picture": (
+    "LLaVA image": (
         llava("<image>\nWhat?", "A cat.", "And?", "A dog.", image="coco/1.jpg"),
         [user(image("coco/1.jpg"), "What?"), says("A cat."), {"role": "user", "content": "And?"}, says("A dog.")],
     ),
-    "LLaVA pictures within text": (
+    "LLaVA images within text": (
         llava("Is <image> like <image>?", "No.", image=["1.jpg", "2.jpg"]),
         [user("Is ", image("1.jpg"), " like ", image("2.jpg"), "?"), says("No.")],
     ),
@@ -187,7 +187,7 @@ def test_own_chats_are_unchanged() -> None:
             "times of a clip and 2 videos; state",
         ),
         ({"question": "x", "answer": "y", "video": "a.mp4", "end": 3, "end_time": 3}, "has both 'end' and 'end_time'"),
-        ({"text": "no picture"}, "which is no known form"),
+        ({"text": "no image"}, "which is no known form"),
         ({"question": "x", "image": "1.png"}, "question and answer are 'x' and ''; expected two texts"),
         (VIDEO_MME | {"answer": None}, "the question has no answer; expected one of answer, correct_choice"),
         (VIDEO_MME | {"answer": "E"}, "answer is 'E', which is none of the options"),

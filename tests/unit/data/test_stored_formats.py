@@ -136,7 +136,7 @@ def test_damaged_and_unusable_shards_are_named(tmp_path: Path, processor: Any) -
                 add(archive, name, content)
         return tmp_path / "a.tar"
 
-    with pytest.raises(DataError, match="a.tar:0: its members are bin; expected json, or txt, beside pictures"):
+    with pytest.raises(DataError, match="a.tar:0: its members are bin; expected json, or txt, beside images"):
         ChatDataset(written(("0.bin", b"x")), processor)
     with pytest.raises(DataError, match="a.tar:0: its member json is not JSON"):
         ChatDataset(written(("0.json", b"{")), processor)

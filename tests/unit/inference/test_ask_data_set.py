@@ -206,7 +206,7 @@ def test_answers_without_a_video_are_counted_and_no_answer_at_all_is_an_error(
     source = ["--model", inference_files / "gated", "--questions", questions, "--output", questions.with_name("out")]
     questions.write_text(json.dumps({"question": "Say hello.", "vid": "a.mp4"}) + "\n")
     assert run(1, *source) == [None]
-    assert "1 of 1 questions are answered; without a video or picture, which" in capsys.readouterr().err
+    assert "1 of 1 questions are answered; without a video or image, which" in capsys.readouterr().err
     questions.write_text(json.dumps({"question": "Why?", "video": "nothere.mp4"}) + "\n")
     errors = run(2, *source[:-1], questions.with_name("other"))
     assert [type(error) for error in errors] == [DataError, AgreementError]

@@ -69,7 +69,7 @@ def test_deleted_upload_stays_until_its_request_ends(tmp_path: Path) -> None:
     Image.new("RGB", (2, 2)).save(source, "BMP")
     source.write_bytes(source.read_bytes().ljust(900))
     with source.open("rb") as file:
-        upload = media.add(file, "../../a.mp4", "vision")  # the content decides that it is a picture
+        upload = media.add(file, "../../a.mp4", "vision")  # the content decides that it is an image
     with source.open("rb") as file, pytest.raises(ApiError, match="delete files first"):
         media.add(file, "b.mp4", "vision")
     reference = MediaReference(kind=None, file_id=upload.id, param="part")
