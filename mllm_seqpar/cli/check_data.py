@@ -55,10 +55,10 @@ def _parser() -> Parser:
     parser.add_argument("data", nargs="+", metavar="DATA", help=text)
     text = "directory or Hub id of a model, whose processor counts the tokens too"
     parser.add_argument("--model", metavar="DIR", help=text)
-    parser.add_argument("--fps", type=float, help="as in training; default: that of the data, else 1")
-    parser.add_argument("--num_frames", type=int, help="instead of --fps: this many frames of each video")
-    parser.add_argument("--max_frames", type=int, help="as in training: at most this many frames of each video")
-    text = "as in training: samples with more text tokens are broken; needs --model"
+    parser.add_argument("--fps", type=float, help="frames per second, as in training; default: that of the data, or 1")
+    parser.add_argument("--num_frames", type=int, help="number of frames per video, instead of --fps")
+    parser.add_argument("--max_frames", type=int, help="maximum number of frames per video, as in training")
+    text = "maximum number of text tokens, as in training; longer samples are broken; needs --model"
     parser.add_argument("--max_length", type=int, metavar="TOKENS", help=text)
     parser.add_argument(
         "--media_root", metavar="DIR", help="directory that relative paths start from; default: that of the data"
@@ -66,16 +66,18 @@ def _parser() -> Parser:
     parser.add_argument(
         "--template", default=DEFAULT_TEMPLATE, help="text of multiple-choice questions, with {question} and {options}"
     )
-    text = "report longer videos; default: 3600"
+    text = "report videos longer than this many seconds; default: 3600"
     parser.add_argument("--long", type=float, default=3600.0, metavar="SECONDS", help=text)
     text = "files opened at once; default: the number of processors"
     text = "threads that decode one video; default: 1, because --workers files are read at once"
     parser.add_argument("--decode_threads", type=int, metavar="N", help=text)
     parser.add_argument("--decoder", default="pyav", help=DECODER_HELP)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help=text)
-    text = "write the frames that training would use to this directory, for --frame_store; runs again where it stopped"
+    text = (
+        "write the frames that training would use to this directory, for --frame_store; a run that stopped is continued"
+    )
     parser.add_argument("--store", metavar="DIR", help=text)
-    text = "store JPEG of this quality, 1 to 100; default: all pixels, without loss"
+    text = "store JPEG images of this quality, 1 to 100; default: lossless"
     parser.add_argument("--store_quality", type=int, metavar="Q", help=text)
     text = "scale stored frames so that their shorter side has at most this many pixels; default: not scaled"
     parser.add_argument("--store_size", type=int, metavar="PIXELS", help=text)
@@ -131,7 +133,7 @@ def check(argv: Sequence[str]) -> int:
 
 @dataclass
 class Totals:
-    """What a data set has, in the samples that are not broken."""
+    """The contents of a data set, without its broken samples."""
 
     samples: int = 0
     broken: int = 0
@@ -219,7 +221,7 @@ def check_dataset(
         for row in [_submit(dataset, index, pool, submitted, store) for index in range(len(dataset))]:
             yield from _report(dataset, row, totals, long)
     finally:
-        pool.shutdown(cancel_futures=True)  # after Ctrl-C, files that are not open yet stay closed
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C, no further files are opened
 
 
 @dataclass(frozen=True)
@@ -260,12 +262,12 @@ def _report(dataset: ChatDataset, row: _Row, totals: Totals, long: float) -> Ite
             medium = future.result()
         except ImportError as error:  # the message says what to install
             raise ConfigError(str(error)) from error
-        except FrameStoreError:  # of the store, not of the sample
+        except FrameStoreError:  # an error of the store, not of the sample
             raise
         except SeqParError as error:
             faults.append(str(error))
             continue
-        except Exception as error:  # a decoder's own, such as Pillow's about very large images
+        except Exception as error:  # an error of a decoder, such as Pillow's for very large images
             faults.append(f"{part.get('path')}: {type(error).__name__}: {error}")
             continue
         found.append(medium)
@@ -282,7 +284,7 @@ def _report(dataset: ChatDataset, row: _Row, totals: Totals, long: float) -> Ite
 
 
 def _count(dataset: ChatDataset, sample: ChatSample, totals: Totals, media: Sequence[_Medium]) -> list[str]:
-    """Count a sample whose media are in order; return what is wrong with its text."""
+    """Count a sample with valid media; return what is wrong with its text."""
     if dataset.processor is not None:
         try:
             batch = collate([sample], dataset.processor, dataset.max_length)
@@ -325,7 +327,7 @@ def _check_medium(dataset: ChatDataset, index: int, part: Mapping[str, Any], sto
 
 
 def _frames_for(store: FrameStore, source: VideoSource) -> Iterator[Tensor]:
-    """Yield all frames of a video as the store has them; nothing is decoded before the first."""
+    """Yield all frames of a video in the form of the store; decoding starts with the first one."""
     size = None if store.shorter_side is None else store.frame_size(*source.sizes()[0])
     yield from source.read(0, len(source), size=size)
 

@@ -109,7 +109,7 @@ def plan(argv: Sequence[str]) -> int:
         raise ConfigError("--epochs: has no effect without --samples; pass both, or neither")
     if args.frames > args.text > 0:
         raise ConfigError(
-            f"--text {args.text}: {args.frames} frames need as many placeholders in the text; give at least "
+            f"--text {args.text}: {args.frames} frames need the same number of placeholders in the text; give at least "
             f"{args.frames}, plus the tokens of question and answer"
         )
     data_set = None

@@ -1,8 +1,8 @@
 """Micro-batches of conversations about videos and images, of which each rank decodes only its own frames.
 
-The number of frames of a micro-batch is known, equally on every rank, before any frame is decoded. The frames of all
-samples form one flat list in the order of the placeholders in the text. A rank decodes its range of that list.
-`chat_format` describes a conversation, and `formats` the data sets that are read.
+Before any frame is decoded, every rank has the number of frames of a micro-batch. The frames of all samples form one
+flat list in the order of the placeholders in the text. A rank decodes its range of that list. `chat_format` describes a
+conversation, and `formats` the data sets that are read.
 """
 
 import os
@@ -24,14 +24,14 @@ from .frame_store import FrameStore
 from .sources import FrameSource, ImageListSource, VideoSource
 
 ON_BAD_MEDIA = ("fail", "skip")
-"""What training does about media that cannot be read: stop, or use another sample instead."""
+"""What training does if media cannot be read: stop, or use another sample instead."""
 
 DEFAULT_FPS = 1.0
-"""Frames per second of a video for which neither the data nor the caller states a sampling."""
+"""Frames per second of a video if neither the data nor the caller states a sampling."""
 
 
 class MediaError(VideoError):
-    """Media of one sample of a batch cannot be read.
+    """The media of one sample of a batch cannot be read.
 
     Attributes:
         sample: the number of the sample in its batch.
@@ -116,16 +116,16 @@ class ChatDataset(Dataset[ChatSample]):
     Args:
         path: a data set that `formats.open_records` opens.
         processor: the model's processor; its family (`chat_family`) turns conversations into tokens. None reads samples
-            without a model, for checks; then there are no batches.
+            without a model, for checks; batches are then not available.
         fps, num_frames, max_frames: sampling of videos, as for `plan_frames`. `fps` and `num_frames` override what a
             line states; `max_frames` is an additional limit.
         max_length: the largest number of tokens of a sample; a longer sample is refused.
         on_bad_media: "fail" checks here that all local files exist; "skip" leaves missing and damaged files to the
             reader of the samples (`training.data_loader`).
         media_root, template: see `formats.open_records` and `formats.to_chat`.
-        validate: False leaves the validation of a record to its access.
+        validate: False validates a record only when it is accessed.
         threads, decoder: how videos are decoded, see `read_frames`.
-        frame_store: directory of a `FrameStore` that is read in place of the videos.
+        frame_store: directory of a `FrameStore` that is read instead of the videos.
 
     Raises:
         DataError: a malformed record; names its file, its line and the problem.
@@ -249,8 +249,8 @@ def collate(samples: Sequence[ChatSample], processor: Any, max_length: int | Non
     for sample, length in zip(samples, lengths, strict=True):
         if max_length is not None and length > max_length:
             raise DataError(
-                f"{sample.place}: {length} tokens ({sample.frames} of them stand for frames), more than "
-                f"max_length = {max_length}; raise it, or take fewer frames"
+                f"{sample.place}: {length} tokens ({sample.frames} of them are placeholders of frames), more than "
+                f"max_length = {max_length}; raise it, or use fewer frames"
             )
     return ChatBatch(
         text=text,
@@ -286,7 +286,7 @@ def load_local_pictures(batch: ChatBatch, slots: range, family: ChatFamily, *, a
     if not len(real):
         blank = family.blank() if numbers else family.pixels(torch.empty(0, 3, 1, 1, dtype=torch.uint8))
         return tuple(x.repeat(len(numbers), *[1] * (x.dim() - 1)) if numbers else x for x in blank)
-    frames = range(numbers[real[0]], numbers[real[-1]] + 1)  # consecutive: only padding is between them
+    frames = range(numbers[real[0]], numbers[real[-1]] + 1)  # consecutive, because only padding lies between them
     pictures: tuple[Tensor, ...] = ()
     done = 0
     for decoded in _decode(batch, frames, at_once):

@@ -28,7 +28,7 @@ from .sources import FrameSource, ImageListSource, PictureSource
 Messages = Sequence[Mapping[str, Any]]
 
 VIDEO_MARK = "<|video|>"
-"""Where a question places the video, in every family. Without it the video comes first."""
+"""The placeholder of the video in a question, in every family. Without it, the video comes first."""
 
 
 def chat_family(processor: Any) -> ChatFamily:
@@ -122,7 +122,7 @@ class ChatFamily(ABC):
             )
 
     def units(self, source: FrameSource) -> FrameSource:
-        """Return the source of what a rank encodes as a whole: the frames themselves, or groups of them."""
+        """Return a source of the units that a rank encodes as a whole: the frames themselves, or groups of them."""
         return source
 
     @abstractmethod
@@ -149,7 +149,7 @@ class ChatFamily(ABC):
 
     @abstractmethod
     def feature_arguments(self, model: Any, features: Tensor, shard: FrameShard) -> dict[str, Any]:
-        """Return the arguments that pass this rank's features to the patched `generate` in place of images."""
+        """Return the arguments that pass this rank's features to the patched `generate` instead of images."""
 
     @property
     def tower_weights(self) -> tuple[str, ...]:
@@ -158,15 +158,15 @@ class ChatFamily(ABC):
         return tuple(prefix for prefix in self.feature_weights if prefix.endswith(last))
 
     def tower_frames(self, pixels: Tensor) -> int:
-        """Return the number of images in what the method of `tower` takes."""
+        """Return the number of images in the input of the method of `tower`."""
         return pixels.shape[0]
 
     def tower_states(self, output: Any) -> Tensor:
-        """Return the states (images, ...) in what the method of `tower` returns."""
+        """Return the states (images, ...) in the output of the method of `tower`."""
         return output.last_hidden_state
 
     def tower_output(self, states: Tensor) -> Any:
-        """Return what the method of `tower` returns for these states."""
+        """Return the output of the method of `tower` for these states."""
         from transformers.modeling_outputs import BaseModelOutput
 
         return BaseModelOutput(last_hidden_state=states)
@@ -189,7 +189,8 @@ class ChatFamily(ABC):
         return picture
 
     def frame_metadata(self, source: FrameSource) -> dict[str, Any]:
-        """Return what a feature store must record about its frames so that prompts need no access to the video."""
+        """Return the metadata that a feature store records about its frames, so that prompts need no access to the
+        video."""
         return {}
 
     def stored_frames(self, count: int, metadata: Mapping[str, Any]) -> FrameSource:
@@ -199,7 +200,7 @@ class ChatFamily(ABC):
 
 @dataclass(frozen=True)
 class StoredFrames:
-    """The frames of a feature store: a source that has a length, perhaps a size, and no pixels."""
+    """The frames of a feature store: a source with a length and perhaps a size, but without pixels."""
 
     count: int
     size: tuple[int, int] | None
@@ -214,4 +215,4 @@ class StoredFrames:
         return [self.size] * self.count
 
     def read(self, start: int, stop: int, *, size: Any = None, batch: int = 16) -> Any:
-        raise DataError("these frames are on disk as features only; give --video too")
+        raise DataError("these frames are stored only as features; give --video too")

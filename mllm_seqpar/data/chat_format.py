@@ -77,7 +77,7 @@ def check_record(
         texts = [answer] if isinstance(answer, str) else [part["text"] for part in answer]
         if not any(text.strip() for text in texts):
             raise DataError(
-                f"message {number} (assistant) is empty, so that training would only teach the model to end there; "
+                f"message {number} (assistant) is empty, which would only train the model to end its answer; "
                 "give the answer, or leave the message or the record out"
             )
     return messages

@@ -120,8 +120,8 @@ class FeatureStore:
     def map(self, start: int, stop: int) -> Tensor:
         """Return frames start <= f < stop as `read` does, mapped from their file, so that only used rows are read.
 
-        If the frames are in several files, which as many ranks wrote, they are read into memory. The tensor must not be
-        written to.
+        If the frames are in several files, because several ranks wrote them, they are read into memory. The tensor must
+        not be modified.
         """
         from safetensors import safe_open
 

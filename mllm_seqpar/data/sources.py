@@ -43,7 +43,7 @@ class VideoSource:
     Attributes:
         plan: the frames.
         threads, decoder: how they are decoded, see `read_frames`; this changes the time, not the frames.
-        stored: the frames in a store, which are read in place of the video.
+        stored: the frames in a store, which are read instead of the video.
     """
 
     plan: FramePlan
@@ -67,7 +67,7 @@ class VideoSource:
     ) -> "VideoSource":
         """Probe `path`, a file or a URL, and plan its frames by the rules of `plan_frames`.
 
-        With `frame_store`, frames are read from this store. A FrameStoreError says that it does not have them.
+        With `frame_store`, frames are read from this store. FrameStoreError is raised if it does not have them.
         """
         info = probe(local_media(path))
         plan = plan_frames(info, fps=fps, num_frames=num_frames, max_frames=max_frames, start=start, end=end)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def jpeg_of(frame: Tensor, width: int = 160) -> bytes:
-    """Return a frame (3, H, W), uint8, as a JPEG of this width, or of its own if that is smaller.
+    """Return a frame (3, H, W), uint8, as a JPEG of this width, or of its own width if that is smaller.
 
     Raises:
         ImportError: Pillow is not installed.

@@ -48,7 +48,9 @@ class AnswerFile:
             DataError: a line of the file is no answer.
         """
         if stream_descriptor(self.path) is not None or (self.path.exists() and not self.path.is_file()):
-            raise ConfigError(f"--output {self.path}: not a regular file, from which a run could be resumed; name one")
+            raise ConfigError(
+                f"--output {self.path}: not a regular file, so a run could not be resumed from it; give a regular file"
+            )
         with _writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = self._locked = self._settings.open("a+", encoding="utf-8")
@@ -143,7 +145,7 @@ class AnswerFile:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             raise ConfigError(
-                f"{self.path}: another run is writing its answers there; wait for its end, or give another --output"
+                f"{self.path}: another run is writing its answers there; wait until it ends, or give another --output"
             ) from error
         except OSError:  # a file system without locks
             pass

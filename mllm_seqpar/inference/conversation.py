@@ -160,7 +160,7 @@ class Conversation:
         if longest is not None and length + max_new_tokens > longest:
             raise LengthError(
                 f"the context of this model is {longest} tokens, and the prompt has {length} ({self.frames} of them "
-                f"stand for frames), with up to {max_new_tokens} of the answer; take fewer frames, ask for a shorter "
+                f"stand for frames), with up to {max_new_tokens} of the answer; use fewer frames, ask for a shorter "
                 "answer, or begin a new conversation"
             )
         return text

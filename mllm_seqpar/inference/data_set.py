@@ -161,7 +161,7 @@ def _finish(file: AnswerFile, questions: QuestionSet, ranks: RankGroups) -> int:
     blind = sum(line.get("frames") == 0 for line in lines)
     text = f"{file.path}: {len(lines) - len(faults)} of {len(questions.questions)} questions are answered"
     if blind:
-        text += f"; without a video or image, which their records do not name: {blind}"
+        text += f"; without a video or image, because their records name none: {blind}"
     if faults:
         text += f"; errors: {len(faults)}, the first at {faults[0]['place']}: {faults[0]['error']}"
         text += "; the same command asks these questions again"

@@ -161,8 +161,8 @@ def longest_text(model: Any) -> int | None:
 def _warn_if_long(model: Any, length: int) -> None:
     longest = longest_text(model)
     if longest is not None and length > longest:
-        text = "prompt and answer may take %d tokens, including one per frame; the model was made for %d"
-        _log.warning(f"{text}: take fewer frames", length, longest)
+        text = "prompt and answer may take %d tokens, including one per frame; the context length of the model is %d"
+        _log.warning(f"{text}: use fewer frames", length, longest)
 
 
 class AnswerStreamer(BaseStreamer):

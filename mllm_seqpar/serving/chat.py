@@ -91,7 +91,7 @@ def chat(argv: Sequence[str]) -> None:
     )
     if started_by_launcher():
         raise ConfigError(
-            "chat: a launcher started this process, and launchers keep the keyboard and Ctrl-C to themselves; start "
+            "chat: a launcher started this process, and launchers do not pass on the keyboard and Ctrl-C; start "
             "it as mllm-seqpar chat --num_processes N"
         )
     media = _open_video(args, args.video) if args.video is not None else None
@@ -161,7 +161,7 @@ class Terminal:
             _note(COMMANDS)
         elif name == "/reset":
             self._reset()
-            _note("the conversation begins again")
+            _note("a new conversation begins")
         elif name == "/evidence":
             _note(self._evidence)
         elif name == "/video" and value:
@@ -222,7 +222,7 @@ class Terminal:
         _write("\n")
         self._evidence = "\n".join(map(str, reply.evidence)) or reply.evidence_note or self._evidence
         if reply.finish_reason != "stop":
-            limit = f"the answer has --max_new_tokens {sampling.max_new_tokens} tokens and was cut"
+            limit = f"the answer has --max_new_tokens {sampling.max_new_tokens} tokens and was cut off"
             _note("stopped" if reply.finish_reason == "interrupted" else limit)
         if reply.text or reply.finish_reason != "interrupted":
             self._messages = [*messages, {"role": "assistant", "content": reply.text}]

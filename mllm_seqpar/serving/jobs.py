@@ -59,7 +59,7 @@ class Impossible(Exception):
     def __init__(self, cause: Exception, outcome: Outcome = Outcome.REFUSED) -> None:
         self.cause, self.outcome = cause, outcome
         memory = outcome is Outcome.OUT_OF_MEMORY
-        super().__init__("out of memory: take fewer frames, or start more ranks" if memory else str(cause))
+        super().__init__("out of memory: use fewer frames, or start more ranks" if memory else str(cause))
 
 
 class Worker:

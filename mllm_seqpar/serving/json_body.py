@@ -69,4 +69,4 @@ def _restored(value: Any, urls: dict[str, memoryview]) -> Any:
 
 
 def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")

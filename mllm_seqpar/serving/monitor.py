@@ -164,7 +164,7 @@ class Metrics:
             lines.append(f"{_PREFIX}_{name}_tokens_total {self._tokens[name]}")
         for name, text in {
             "request": "Seconds from the request to the end of its answer.",
-            "queue": "Seconds from the request until the model began with it.",
+            "queue": "Seconds from the request until the model started to answer it.",
             "first_token": "Seconds from the request to the first text of its answer.",
         }.items():
             lines += _head(f"{name}_seconds", "histogram", text)

@@ -177,7 +177,7 @@ def _as_api_error(error: ValidationError) -> ApiError:
     if fault["type"] in ("model_type", "model_attributes_type"):
         reason = "expected a JSON object"
     if fault["type"] == "extra_forbidden":
-        text = f"{where}: this server does not know this field; leave it out"
+        text = f"{where}: unknown field; leave it out"
     elif fault["type"] == "missing":
         text = f"{where}: is missing"
     else:

@@ -141,7 +141,7 @@ def _serve(args: ServeOptions, worker: Worker, listener: socket.socket, folder: 
     host, port = listener.getsockname()[:2]
     _note(f"{args.name} on {service.ranks} rank{'s' * (service.ranks > 1)}: http://{host}:{port} (page), /v1 (API)")
     if key is None and not host.startswith("127.") and host != "::1":
-        _note(f"warning: everybody who reaches {host} can use this server; --api_key restricts it")
+        _note(f"warning: everyone who can reach {host} can use this server; --api_key restricts it")
     try:
         with _stopped_by_signals(requests):
             requests.answer_all(worker)

@@ -1,8 +1,8 @@
 """A data collator for conversations with images and videos, for `Trainer`, `SeqParTrainer` and TRL's trainers.
 
-It gives each of the four families the same inputs as fine-tuning does. TRL's own collators of prompts with images join
-prompt and completion after tokenization: they leave masks of images at the length of the prompt, and positions of
-images where they were before padding was removed. This one tokenizes the whole conversation.
+It gives the models of each family the same inputs as fine-tuning does. For prompts with images, TRL's own collators
+join prompt and completion after tokenization. Their masks of images then have the length of the prompt, and positions
+of images refer to the text before padding was removed. This collator tokenizes the whole conversation.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SeqParDataCollator:
 
     - "messages": all answers are trained on;
     - "prompt" and "completion": the completion is trained on;
-    - "prompt", "chosen" and "rejected": for `DPOTrainer`, with "completion_mask" in place of labels.
+    - "prompt", "chosen" and "rejected": for `DPOTrainer`, with "completion_mask" instead of labels.
 
     Each is a list of messages {"role": ..., "content": text or parts}. A part contains its medium, {"type": "image",
     "image": image} or {"type": "video", "video": frames}, or is a placeholder, {"type": "image"}, for the next medium
@@ -98,7 +98,7 @@ class SeqParDataCollator:
             if self.max_length is not None and length > self.max_length:
                 raise DataError(
                     f"conversation {number} of the batch has {length} tokens, more than max_length = "
-                    f"{self.max_length}; raise it, or take fewer frames"
+                    f"{self.max_length}; raise it, or use fewer frames"
                 )
         if prompts is not None:
             labels = self._without_prompts(labels, prompts, sources)
@@ -167,7 +167,9 @@ def _pictures(frames: Sequence[Any]) -> PictureSource:
 def _messages(number: int, example: Example, key: str) -> Messages:
     """Return the messages under `key`, checked, with the media of the example's columns in their parts."""
     if example.get("tools"):
-        raise DataError(f"example {number} has tools, which the formats of these models do not write; leave them out")
+        raise DataError(
+            f"example {number} has tools, which the chat formats of these models do not support; leave them out"
+        )
     given = example[key]
     if not isinstance(given, list) or not all(isinstance(message, Mapping) for message in given):
         raise DataError(f"example {number}: {key} is {given!r:.80}; expected messages {{'role': ..., 'content': ...}}")

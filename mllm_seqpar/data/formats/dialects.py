@@ -40,7 +40,7 @@ _KNOWN = (
 
 
 def to_chat(record: Any, *, template: str = DEFAULT_TEMPLATE, answered: bool = True) -> Mapping[str, Any]:
-    """Return a record in the form of `chat_format`; a record that is in this form already is returned as it is.
+    """Return a record in the form of `chat_format`; a record that already has this form is returned unchanged.
 
     Args:
         record: decoded JSON, or the row of a table.
@@ -48,13 +48,13 @@ def to_chat(record: Any, *, template: str = DEFAULT_TEMPLATE, answered: bool = T
         answered: whether a question must have an answer; without one, the message of the assistant is empty.
 
     Raises:
-        DataError: the record's form is not known, or media and placeholders do not match.
+        DataError: the format of the record is unknown, or media and placeholders do not match.
     """
     if not isinstance(record, Mapping):
         raise DataError(f'is {record!r:.60}; needs "messages", a list of {{"role": ..., "content": ...}}')
     forms = [key for key in ("messages", "conversations", "question") if key in record]
     if len(forms) > 1:
-        raise DataError(f"has {' and '.join(forms)}, so its form is ambiguous; expected one of {_KNOWN}")
+        raise DataError(f"has {' and '.join(forms)}, so its format is ambiguous; expected one of {_KNOWN}")
     if forms == ["messages"]:
         return _from_messages(record)
     if forms == ["conversations"]:
@@ -67,7 +67,7 @@ def to_chat(record: Any, *, template: str = DEFAULT_TEMPLATE, answered: bool = T
         prompt = CAPTION_PROMPT.format(kind=media[0]["type"])
         return {"messages": _ask(media, prompt, caption)}
     keys = ", ".join(map(repr, list(record)[:8])) or "none"
-    raise DataError(f"has the keys {keys}, which is no known form; expected {_KNOWN}")
+    raise DataError(f"has the keys {keys}, which is not a known format; expected {_KNOWN}")
 
 
 def _from_messages(record: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -83,7 +83,7 @@ def _from_messages(record: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with parts in our form; whatever is not known stays, and `check_record` names it."""
+    """Return a message with parts in our form; unknown keys are kept, and `check_record` names them."""
     result = {key: value for key, value in message.items() if value is not None}  # tables fill absent keys with nulls
     if result.get("role") == "developer":
         result["role"] = "system"
@@ -113,7 +113,7 @@ def _part(part: Mapping[str, Any]) -> dict[str, Any]:
 
 def _turns(conversations: Any) -> Iterator[dict[str, Any]]:
     if not isinstance(conversations, list) or not conversations:
-        raise DataError('conversations is no list; expected [{"from": "human", "value": ...}, ...]')
+        raise DataError('conversations is not a list; expected [{"from": "human", "value": ...}, ...]')
     for number, turn in enumerate(conversations):
         turn = turn if isinstance(turn, Mapping) else {}
         speaker, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
@@ -208,8 +208,8 @@ def _is_open(part: Any) -> bool:
 def _fill(messages: list[dict[str, Any]], record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return messages in which each placeholder of a user's text is replaced by the next file of its kind.
 
-    If all files are videos and all placeholders are `<image>`, these show the videos, as in LLaVA's video data. A line
-    break next to a placeholder belongs to it.
+    If all files are videos and all placeholders are `<image>`, these stand for the videos, as in LLaVA's video data. A
+    line break next to a placeholder belongs to it.
     """
     media = _media(record)
     split = [_split(message) for message in messages]

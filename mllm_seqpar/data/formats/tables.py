@@ -1,7 +1,7 @@
 """Hugging Face datasets on disk: parquet files, and arrow files as `save_to_disk` writes them; read with pyarrow.
 
 Text columns are read when the table is opened. Columns with the bytes of images and videos are not: a record names
-such a file by its column, and its bytes are written to the cache of media (`downloads`) on first use.
+such a file by its column, and its bytes are written to the media cache (`downloads`) on first use.
 """
 
 from __future__ import annotations

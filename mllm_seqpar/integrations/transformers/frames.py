@@ -263,7 +263,7 @@ def mask_over_samples(
     samples = units // per_sample if per_sample else prompt_batch
     if per_sample and (units % per_sample or samples == 0 or prompt_batch % samples):
         raise ShapeError(
-            f"{units} frames (or tiles) were passed for {prompt_batch} samples of the text, whose mask speaks of "
+            f"{units} frames (or tiles) were passed for {prompt_batch} samples of the text, whose mask is for "
             f"{per_sample} each; expected {prompt_batch * per_sample}, or with beams those of the samples once"
         )
     offset = torch.arange(prompt_batch) // max(1, prompt_batch // samples) * per_sample

@@ -75,7 +75,8 @@ def _refuse_unrecorded(config: Any, kwargs: dict[str, Any]) -> None:
 
 def _refuse_other_attention(*args: Any, **kwargs: Any) -> None:
     raise ConfigError(
-        "set_attn_implementation: this model is patched, and its attention is the patch's; choose before patching, or "
+        "set_attn_implementation: this model is patched, and the patch computes its attention; choose before "
+        "patching, or "
         "unpatch_model(model) first (block kernels: patch_model(..., kernel=...))"
     )
 

@@ -28,15 +28,16 @@ from .inputs import ForwardInputs
 _COMPARED = (
     *("samples", "text tokens", "frames", "frames given by visual_shard", "values per frame"),
     *("kind of frames (1 pixels, 2 features)", "cached tokens", "use_cache", "grad mode"),
-    *("labels given", "attention mask given", "checksum of token ids", "checksum of labels"),
-    *("checksum of the attention mask", "checksum of position ids"),
-    *("checksum of the placement of frames", "checksum of pixels", "checksum of weights"),
-    *("num_items_in_batch", "training mode", "autocast (checksum of its dtype)", "checksum of the inputs' dtypes"),
-    *("checksum of further arguments", "gradient checkpointing", "checksum of requires_grad of the parameters"),
+    *("labels given", "attention mask given", "digest of token ids", "digest of labels"),
+    *("digest of the attention mask", "digest of position ids"),
+    *("digest of the placement of frames", "digest of pixels", "digest of weights"),
+    *("num_items_in_batch", "training mode", "autocast (digest of its dtype)", "digest of the inputs' dtypes"),
+    *("digest of further arguments", "gradient checkpointing", "digest of requires_grad of the parameters"),
 )
 _REMEDY = (
     "Every rank of the group must pass what it would pass to the unpatched model. transformers' Trainer gives each "
-    "rank samples of its own: use mllm_seqpar.SeqParTrainer instead, or SeqParMixin for a subclass"
+    "rank its "
+    "own samples: use mllm_seqpar.SeqParTrainer instead, or SeqParMixin for a subclass"
 )
 _SAMPLED_WEIGHTS = 16
 """Values compared of each parameter."""

@@ -267,7 +267,8 @@ def to_tensor(frame: Any, number: int, *, convert_rgb: bool = True, layout: str 
         raise ShapeError(f"frame {number} is {frame.dtype}; expected uint8 from 0 to 255, or floating from 0 to 1")
     if frame.is_floating_point() and frame.numel() and not (frame.min() >= 0 and frame.max() <= 1):
         raise ShapeError(
-            f"frame {number} is floating and reaches from {frame.min():.3g} to {frame.max():.3g}; expected 0 to 1, or "
+            f"frame {number} is floating-point with values from {frame.min():.3g} to {frame.max():.3g}; expected 0 "
+            "to 1, or "
             "uint8"
         )
     return frame

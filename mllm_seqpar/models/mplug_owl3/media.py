@@ -219,7 +219,7 @@ def _checked_offsets(media_offset: Tensor, positions: Tensor, total_frames: int)
         low, high = int(first[has_frames].min()), int(stop[has_frames].max())
         if low < 0 or high > total_frames:
             raise ShapeError(
-                f"media_offset reaches from frame {low} to {high} and {total_frames} frames were passed (frames of all "
+                f"media_offset refers to frames {low} to {high}, but {total_frames} frames were passed (frames of all "
                 "samples, one after another)"
             )
     starts = torch.where(has_frames, first, total_frames).amin(1)
@@ -230,7 +230,8 @@ def _checked_offsets(media_offset: Tensor, positions: Tensor, total_frames: int)
     if not bool(visible.all()):
         invisible = frames[~visible].tolist()
         raise ShapeError(
-            f"by media_offset, no token sees frame {invisible[0]} ({len(invisible)} of {total_frames} frames are not "
+            f"by media_offset, no token attends to frame {invisible[0]} ({len(invisible)} of {total_frames} frames "
+            "are not "
             "visible). Pass only the frames of this text, or pass the placeholders' positions of each sample as "
             "media_offset, which also allow a placeholder as the last token"
         )

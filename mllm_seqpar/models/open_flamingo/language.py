@@ -159,7 +159,7 @@ def _mosaic_as_mpt(file: Path, stated: dict[str, Any]) -> dict[str, Any]:
     heads = fields["n_heads"]
     if heads & (heads - 1):
         raise ConfigError(
-            f"{file}: n_heads is {heads}; mosaic_gpt and MPT have the same position biases for powers of two only"
+            f"{file}: n_heads is {heads}; mosaic_gpt and MPT have the same position biases only for powers of two"
         )
     return {**fields, "attn_config": attention}
 

@@ -56,7 +56,7 @@ def test_every_fault_has_its_line(folder: Path, capsys: pytest.CaptureFixture[st
             (2, f"broken: {folder / 'cut.mp4'}: "),
             (3, f"broken: {folder / 'none.mp4'}: no such file"),
             (5, f"broken: {folder / 'bad.png'}: not a readable image"),
-            (6, "broken: has the keys 'hello', which is no known form"),
+            (6, "broken: has the keys 'hello', which is not a known format"),
             (7, "broken: message 0 (user): fps is '2'"),
             (8, "long: a.mp4 has 0:00:02, 8 frames are used"),
             (9, "broken: not JSON"),
@@ -80,7 +80,9 @@ def test_model_adds_tokens_and_limits(folder: Path, inference_files: Path, capsy
     assert status == 0 and lines[1].startswith(f"text tokens: {tokens}, of which {targets} are targets")
     assert lines[1].endswith("; visual tokens: 56, 4 for each frame")
     status, lines = check(capsys, path, "--model", model, "--max-length", batches[0].tokens)
-    assert status == 1 and lines[0].startswith(f"{path}:2: broken: {batches[1].tokens} tokens (12 of them stand for")
+    assert status == 1 and lines[0].startswith(
+        f"{path}:2: broken: {batches[1].tokens} tokens (12 of them are placeholders of"
+    )
     assert check(capsys, path, "--num-frames", 3, "--model", model)[1][0].endswith("with 6 frames")
 
 

@@ -162,7 +162,7 @@ def test_still_images_are_cut_into_tiles_but_video_frames_are_not(folder: Path, 
 def test_problems_of_a_batch_name_the_line(folder: Path, processor: Any) -> None:
     data = ChatDataset(folder / "train.jsonl", processor, max_length=30)
     data.batch([0])
-    message = r"train.jsonl:5: \d+ tokens \(5 of them stand for frames\), more than max_length"
+    message = r"train.jsonl:5: \d+ tokens \(5 of them are placeholders of frames\), more than max_length"
     with pytest.raises(DataError, match=message):
         data.batch([0, 4])
     (folder / "clips/bad.mp4").write_bytes(b"nothing")
@@ -208,7 +208,7 @@ VIDEO = {"type": "video", "path": "clips/a.mp4"}
         ({"messages": [{"role": "user", "content": "x"}]}, "no message of the assistant"),
         (
             chat(VIDEO, answer=" \n"),
-            r"message 1 \(assistant\) is empty, so that training would",
+            r"message 1 \(assistant\) is empty, which would only train",
         ),
         ({"messages": [{"role": "user", "content": 5}]}, "its content is 5; a text or a list of parts"),
         (chat({"type": "sound"}), "is not a part"),

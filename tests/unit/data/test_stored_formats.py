@@ -175,7 +175,7 @@ def test_video_of_an_id_is_found_beside_the_table(tmp_path: Path, media: Path, p
     batch = ChatDataset(tmp_path / "test.jsonl", processor, num_frames=2, template="{question}").batch([0])
     assert batch.frames == 2
     (tmp_path / "data/xyz.mkv").unlink()
-    with pytest.raises(DataError, match=r"test.jsonl:1: .*: no file xyz.mp4 \(or of another video format\) in "):
+    with pytest.raises(DataError, match=r"test.jsonl:1: .*: no file xyz.mp4 \(or another video format\) in "):
         ChatDataset(tmp_path / "test.jsonl", processor)
 
 

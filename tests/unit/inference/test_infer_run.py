@@ -134,7 +134,7 @@ def test_library_functions_answer_as_the_script_does(inference_files: Path, capl
     assert not caplog.records
     model.config.max_position_embeddings = 40
     answer(model, processor, QUESTIONS[0], video, sampling)
-    assert "the model was made for 40: take fewer frames" in caplog.text
+    assert "the context length of the model is 40: use fewer frames" in caplog.text
 
 
 @pytest.mark.slow

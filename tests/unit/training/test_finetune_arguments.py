@@ -92,7 +92,7 @@ def test_command_line_wins_over_the_configuration_file(tmp_path: Path) -> None:
         (["--eval_on_start"], "--eval_on_start True: there is nothing to evaluate on"),
         (["--metric_for_best_model", "accuracy"], "--metric_for_best_model accuracy: evaluation has eval_loss only"),
         (["--train", "vision"], "vision.* would have no effect: nothing is frozen"),
-        (["--lora_r", "3"], "3 would have no effect: it belongs to adapters; give --use_peft"),
+        (["--lora_r", "3"], "3 would have no effect: it is an option of adapters; give --use_peft"),
         (["--self_attention", "star"], "'star' is not allowed; give one of ring"),
         (["--recompute_attention"], "--recompute_attention would have no effect: give --gradient_checkpointing too"),
         (["--fp16"], "--fp16 True is not supported: float16 is not verified"),
@@ -184,7 +184,7 @@ def test_checkpointing_of_activations_needs_no_deprecated_name(recwarn: pytest.W
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests what happens without a GPU")
 def test_four_bits_without_a_gpu_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--load_in_4bit needs a GPU, and torch sees none"):
+    with pytest.raises(ConfigError, match="--load_in_4bit needs a GPU, and torch finds none"):
         options("--use_peft", "--load_in_4bit")
 
 
@@ -285,7 +285,7 @@ def test_directory_that_some_ranks_do_not_share_is_refused_on_all(tmp_path: Path
             require_shared_directory(comm, folders[comm.rank])
         return str(error.value)
 
-    assert all("ranks 1 do not see the files of rank 0" in text for text in run_loopback(3, check))
+    assert all("ranks 1 do not find the files of rank 0" in text for text in run_loopback(3, check))
     assert not [*(tmp_path / "shared").iterdir()]
     run_loopback(2, lambda comm: require_shared_directory(comm, tmp_path / "new"))
     (tmp_path / "file").touch()
