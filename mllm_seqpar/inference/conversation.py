@@ -1,9 +1,9 @@
 """A conversation about videos and images whose earlier turns stay in the KV cache.
 
-An answer is always the answer to one prompt with all messages. The cache only saves work: its tokens that the prompt
-begins with are kept, the others are cropped, and the rest of the prompt is prefilled. After an ordinary turn these are
-the new question and what the chat format puts around it. If the text of an answer is tokenized differently than it was
-generated, the tokens from there on are computed again.
+An answer always equals the answer to a single prompt with all messages. The cache only saves work: it keeps the tokens
+that it shares with the beginning of the prompt, the others are cropped, and the rest of the prompt is prefilled. After
+an ordinary turn, this rest is the new question and what the chat format puts around it. If the tokens of an answer
+differ from those that were generated, they and all later tokens are computed again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .generation_control import ForcedTokens, OnText, StopWatch
 
 
 class LengthError(DataError):
-    """A prompt that is, with its answer, longer than the model's context."""
+    """The prompt and its answer are longer than the model's context."""
 
 
 class Interrupted(SeqParError):
@@ -55,7 +55,7 @@ class Reply(Answer):
 
 @dataclass(frozen=True)
 class Score:
-    """How likely a model is to continue a prompt in a certain way.
+    """The likelihood of a continuation of a prompt.
 
     Attributes:
         log_likelihood: the sum of the log-probabilities of the tokens, in nats.
@@ -170,7 +170,7 @@ class Conversation:
         progress: Callable[[int, int], object] | None = None,
         interrupted: Callable[[], bool] | None = None,
     ) -> None:
-        """Read and encode the frames, each rank its own, unless that has been done. `answer` does it too.
+        """Read and encode this rank's frames, unless that has been done. `answer` calls this.
 
         Args:
             progress: called with (frames that all ranks have encoded so far, all frames).
@@ -280,7 +280,7 @@ class Conversation:
         arguments |= self._feature_arguments(text, device)
         if self._cache is not None:
             options["past_key_values"] = self._cache
-        self._cache = None  # a pass that fails may leave the cache with a part of its layers filled
+        self._cache = None  # a pass that fails may leave the cache with only some of its layers filled
         output = self._model.generate(**arguments, use_cache=True, return_dict_in_generate=True, **options)
         self._cache = cache = output.past_key_values
         self._cached_ids = output.sequences[0, : cache.get_seq_length()].tolist()
@@ -303,7 +303,7 @@ class Conversation:
     def _keep_prefix(self, text: ChatText) -> int:
         """Crop the cache to the tokens that the prompt begins with, but not to all of it; return their number.
 
-        A prompt whose media are elsewhere is prefilled from the start.
+        A prompt whose media are in another place is prefilled from the start.
         """
         if self._cache is None:
             return 0

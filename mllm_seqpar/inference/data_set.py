@@ -1,8 +1,8 @@
 """Answers to a data set of questions: many videos, many questions each, on groups of ranks that work independently.
 
-A group takes the videos with its number in turn. Its ranks encode a video together, and answer all questions about it,
-whose common beginning stays in the KV cache. A video or a question that cannot be used is a line with an error, on
-which the ranks of the group agree. Groups meet only at the end.
+The groups take turns with the videos. The ranks of a group encode a video together, and answer all questions about it,
+whose common beginning stays in the KV cache. A video or question that cannot be used gets a line with an error, on
+which the ranks of the group agree. Groups communicate only at the end.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ _TEMPLATE = Path(__file__).parent / "page" / "index.html"
 
 @dataclass(frozen=True)
 class PageEntry:
-    """A page, and what the index shows of it.
+    """A page and its entry in the index.
 
     Attributes:
         answers: question, answer, and the largest moment, if there is one, of each question.

@@ -1,4 +1,4 @@
-"""What ends or steers a generation from outside of the model: stop strings, an interruption, tokens that are given."""
+"""Control of a generation from outside of the model: stop strings, interruption, and given tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OnText = Callable[[str], object]
 
 
 class ForcedTokens(LogitsProcessor):
-    """Makes `tokens` follow a prompt, whatever their probabilities are."""
+    """Forces `tokens` to follow a prompt, whatever their probabilities."""
 
     def __init__(self, prompt_length: int, tokens: Sequence[int]) -> None:
         self._length, self._tokens = prompt_length, tokens
@@ -30,7 +30,7 @@ class ForcedTokens(LogitsProcessor):
 
 
 class StopWatch(StoppingCriteria):
-    """Ends an answer at a stop string, or when rank 0 is interrupted; passes on the text that is certain to remain.
+    """Ends an answer at a stop string, or when rank 0 is interrupted; passes on text as soon as it is final.
 
     Text that may be the beginning of a stop string is held back. All ranks follow rank 0, by one small gather for each
     token, which does not wait for the device if the communicator has a backend for the CPU (`transfer_communicator`).

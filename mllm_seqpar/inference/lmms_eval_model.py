@@ -3,9 +3,9 @@
     accelerate launch --num_processes 8 -m lmms_eval --model mllm_seqpar --model_args pretrained=DIR,sp=4,fps=1 \\
         --tasks videomme --batch_size 1
 
-lmms-eval gives each process a part of the documents. Here, the ranks of a group join their parts and answer all
-of them, one after another, so that each group is one rank of lmms-eval with the documents of all its ranks. lmms-eval's
-own collectives stay as they are. The extra requests that make all parts equally long are not answered.
+lmms-eval gives each process a part of the documents. Here, the ranks of a group combine their parts and answer all of
+them, one after another, so that each group acts as one rank of lmms-eval with the documents of all its ranks. The
+collectives of lmms-eval do not change. The padding requests that make all parts equal in length are not answered.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class _Request:
 
 
 class SimpleSeqParModel(lmms):
-    """A model of this package for tasks of lmms-eval that give a text and a list of videos and images.
+    """A model of this package for lmms-eval's tasks that pass a text and a list of videos and images.
 
     Args:
         pretrained: directory or id of the model.
         system_prompt: a text that precedes each prompt.
         batch_size, max_batch_size: accepted and not used; requests are answered one after another.
-        device: lmms-eval's device, such as cuda:0; only its kind counts.
+        device: lmms-eval's device, such as cuda:0; only its type is used.
         options: the options of `mllm-seqpar ask`: fps, num_frames, max_frames, sp, dtype, strategy, ...
     """
 
@@ -223,7 +223,7 @@ class SimpleSeqParModel(lmms):
 
 
 class ChatSeqParModel(SimpleSeqParModel):
-    """A model of this package for tasks of lmms-eval that give messages, or can be read as messages."""
+    """A model of this package for lmms-eval's tasks that pass messages, or can be converted to messages."""
 
     is_simple = False
 

@@ -35,7 +35,7 @@ from .line_editing import line_editing
 
 ENTRY = "mllm_seqpar.serving.chat:main"
 SIGNAL_POLL = 0.2
-"""Seconds after which a Ctrl-C that did not interrupt the wait for a key is noticed."""
+"""Seconds after which a Ctrl-C that did not interrupt the wait for a key is handled."""
 
 COMMANDS = """\
 /video PATH   begin a new conversation about this video
@@ -77,7 +77,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def chat(argv: Sequence[str]) -> None:
-    """Talk to the user of the terminal until the end of the input. The ranks that `own_ranks` starts call this too.
+    """Hold the conversation with the user of the terminal until the end of the input. The ranks that `own_ranks` starts
+    call this too.
 
     Raises:
         SeqParError: on invalid options, or a model or video that cannot be read.
@@ -233,8 +234,9 @@ class Terminal:
 
         Python installs no handler if SIGINT is ignored at its start, as in background jobs of shells.
 
-        `input` runs handlers only when a signal interrupts its wait for a key. A signal that comes just before the
-        wait, or to another thread, waits for the next key or signal, so an alarm interrupts the wait regularly.
+        `input` runs handlers only when a signal interrupts its wait for a key. A signal that arrives just before the
+        wait, or in another thread, would be handled only at the next key or signal, so an alarm interrupts the wait
+        regularly.
         """
 
         def interrupt(number: int, frame: Any) -> None:
@@ -294,7 +296,7 @@ def terminal_restored() -> Iterator[Callable[[], None]]:
 def _open_video(args: ChatOptions, name: str) -> MediaFile:
     path = os.path.expanduser(name.strip("'\""))
     file = MediaFile.of("video", path, **args.frame_options())
-    file.open(None)  # raises if it is no video, before a model is loaded
+    file.open(None)  # raises if it is not a video, before a model is loaded
     return file
 
 
@@ -316,6 +318,6 @@ def _write(text: str) -> None:
 
 
 def _note(text: str) -> None:
-    """Write what is not an answer, so that standard output has only answers."""
+    """Write text that is not an answer to standard error, so that standard output contains only answers."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()

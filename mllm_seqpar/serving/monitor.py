@@ -1,4 +1,4 @@
-"""What an operator sees of the server: a line of the log for each request, and metrics for Prometheus.
+"""Monitoring of the server: a log line for each request, and metrics for Prometheus.
 
 `Monitor` is the outermost middleware. It gives each request an id, and a `Record` that the routes fill in.
 """
@@ -38,7 +38,7 @@ class Record:
     Attributes:
         status: of the response; of its end, if a stream ends with an error.
         reason: of an error.
-        queue, first_token: seconds until the model began with the request, and until the first text.
+        queue, first_token: seconds until the model started on the request, and until the first text.
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""What the page shows of an uploaded file: the length of a video, and single frames as small images.
+"""Previews of an uploaded file for the page: the length of a video, and single frames as small images.
 
 The server decodes the frames, because a browser cannot play every format that the model reads.
 """

@@ -1,6 +1,6 @@
 """OpenAI's chat completions: the requests that this server reads, and their errors.
 
-The fields are those of the public API reference (POST /v1/chat/completions), with what clients of vLLM and of
+The fields are those of the public API reference (POST /v1/chat/completions), and those that clients of vLLM and of
 transformers add. A field that this server cannot honour is refused by name; a field that never changes an answer is
 ignored, and the response says so.
 """
@@ -53,7 +53,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "chat_template_kwargs": ({}, {"enable_thinking": False}, {"thinking": False}),
 }
-"""Fields that are accepted with a value that asks for nothing."""
+"""Fields that are accepted with a value that has no effect."""
 
 
 class ApiError(Exception):

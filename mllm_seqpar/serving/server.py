@@ -2,7 +2,7 @@
 
     mllm-seqpar serve --model DIR --num_processes 4 --media_root /videos
 
-Rank 0's main thread runs the model. A second thread of it runs the HTTP interface (`app`).
+Rank 0's main thread runs the model. A second thread runs the HTTP interface (`app`).
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ _REMEDY = (
     "own samples: use mllm_seqpar.SeqParTrainer instead, or SeqParMixin for a subclass"
 )
 _SAMPLED_WEIGHTS = 16
-"""Values compared of each parameter."""
+"""The number of values of each parameter that are compared."""
 _KNOWN_ARGUMENTS = {*TransformersKwargs.__annotations__, "cache_position", "ignore_index", "logits_to_keep"}
 _KNOWN_ARGUMENTS |= {"return_dict", "token_type_ids"}  # tokenizers return token_type_ids for all models
 
@@ -56,11 +56,12 @@ def require_same_inputs(
 ) -> bool:
     """Raise on every rank of the group unless all ranks pass the same text, number of frames and pixels.
 
-    Token ids, masks, positions and labels are compared by checksums. Pixels are compared by a sample of them if every
+    Token ids, masks, positions and labels are compared by digests. Pixels are compared by a sample of them if every
     rank has all of them. Features may differ in their last bits between devices and are compared by shape.
 
-    `check` is the family's own; if it raises on one rank, the others raise an AgreementError. The modes of `model` are
-    compared if it is given, and with `compare_weights` a sample of its weights and which of them train.
+    `check` is the check of the family; if it raises on one rank, the others raise an AgreementError. If `model` is
+    given, its modes are compared, and with `compare_weights` also a sample of its weights and which of them are
+    trained.
 
     Returns whether all ranks have the same random state; True without `model`.
     """
@@ -188,7 +189,7 @@ def refuse_unknown_arguments(kwargs: Mapping[str, Any]) -> None:
 
 
 def refuse_unsupported_attention(config: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raise ConfigError if attention weights or attention that is not causal are asked for, here or in `config`."""
+    """Raise ConfigError if attention weights or non-causal attention are requested, here or in `config`."""
     weights = kwargs.get("output_attentions")
     if weights or (weights is None and getattr(config, "output_attentions", False)):
         raise ConfigError(

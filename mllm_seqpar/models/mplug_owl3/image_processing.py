@@ -57,8 +57,8 @@ class MPlugOwl3ImageProcessor(SavedWithCode, PilBackend):
 
     Attributes:
         image_size: the side of the square: a vision tower of 27 x 27 patches of 14 accepts both 378 and 384. `size`,
-            transformers' name, may be passed in its place.
-        do_resize, do_rescale, do_normalize: False leaves out a step.
+            transformers' name, may be passed instead.
+        do_resize, do_rescale, do_normalize: False skips a step.
         rescale_factor: what the levels from 0 to 255 are multiplied by. Floating images, from 0 to 1, count as levels
             divided by 255.
         image_mean, image_std: per channel, of values from 0 to 1.
@@ -95,9 +95,9 @@ class MPlugOwl3ImageProcessor(SavedWithCode, PilBackend):
         """Return `pixel_values` (F, 3, size, size), float32, of one frame, several frames, or an array of frames.
 
         Args:
-            **options: the attributes, in place of the processor's; `size` may be (height, width). `device`: where the
-                frames are processed. `input_data_format`: "channels_first" or "channels_last", which is found out
-                otherwise. `return_tensors`: "pt", which is the default, or "np".
+            **options: the attributes, instead of the processor's; `size` may be (height, width). `device`: where the
+                frames are processed. `input_data_format`: "channels_first" or "channels_last", which is otherwise
+                detected. `return_tensors`: "pt", which is the default, or "np".
 
         Raises:
             ShapeError: a frame is not a colour image.
@@ -182,7 +182,7 @@ def _height_width(size: Any) -> tuple[int, int]:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Raise DataError for an option that changes frames in a way that the model does not have."""
+    """Raise DataError for an option that would change frames in an unsupported way."""
     refused = [name for name in _UNSUPPORTED if options.get(name)]
     if refused:
         raise DataError(

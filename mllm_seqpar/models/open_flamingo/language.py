@@ -140,7 +140,7 @@ def _mpt_config(stated: dict[str, Any]) -> MptConfig:
 
 
 def _with_declared_numbers(config: Any, stated: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with ints and floats in the type of the config's field, where that changes no value."""
+    """Return the values with ints and floats converted to the type of the config's field, if that changes no value."""
     found = dict(stated)
     for field in dataclasses.fields(config):
         value: Any = stated.get(field.name)

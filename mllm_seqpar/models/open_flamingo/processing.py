@@ -124,8 +124,8 @@ class OpenFlamingoProcessor(NativeProcessor):
 
         Args:
             images: the images of each text, a list of lists; or one list of all images, in the order of the
-                `<image>` in the texts; or one image. An image may be a path or a URL. Samples are padded with zeros
-                to equally many images.
+                `<image>` in the texts; or one image. An image may be a path or a URL. Samples are padded with zeros to
+                the same number of images.
             text: one text or several, with `<image>` for each image.
             **kwargs: arguments of the tokenizer, such as `padding` (True by default), `padding_side`, `max_length`,
                 `truncation` and `return_tensors` ("pt" by default), and of the image processor. `text_kwargs` and
