@@ -177,8 +177,8 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         Args:
             input_ids: (B, L).
             pixel_values: (F, 3, H, W), the frames of all samples, one sample after another.
-            media_offset: which tokens see which frames, in either published form (`media.MediaOffset`). If None, the
-                placeholders are the tokens that equal `config.image_token_id`.
+            media_offset: which tokens attend to which frames, in either published form (`media.MediaOffset`). If None,
+                the placeholders are the tokens that equal `config.image_token_id`.
             attention_mask: (B, L) text mask, 0 at padding on either side.
             position_ids: (B, L); if None, consecutive positions that continue the cache.
             past_key_values: cache of earlier tokens. It also keeps the visual K and V, so later calls pass no frames.
