@@ -9,7 +9,7 @@ a step without checkpointing, "before" one with recompute_attention=True, "after
 times all three in changing order; "ratio" is the median of the repetitions' ratios to "before". "Calls" are distributed
 attention forward passes of a rank, "K, V" its projections of all its features for attention. "Peak" is the largest
 number of bytes allocated at one time by a step on one rank alone, beyond weights and their gradients. Loss and
-gradients of "after" must have the bits of "before".
+gradients of "after" must be bitwise equal to those of "before".
 """
 
 from __future__ import annotations

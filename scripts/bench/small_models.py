@@ -44,7 +44,7 @@ def idefics(images: int, prompt: int) -> Subject:
 
 
 def open_flamingo(images: int, prompt: int, immediate: bool = True) -> Subject:
-    """Build OpenFlamingo over LLaMA: 64 latents per image; a token attends to the last image before it only."""
+    """Build OpenFlamingo over LLaMA: 64 latents per image; a token attends only to the last image before it."""
     model = random_weights(make_flamingo(text_sizes(), Patches(128), 128, every=4))
     language_model = model.lang_encoder
     for block in filter(None, language_model.gated_cross_attn_layers):

@@ -64,7 +64,7 @@ def change(problem: Problem, formula: Callable[..., dict[str, int]], *, backward
     """Return the MB before and after, and their ratio."""
     after = sum(formula(replace(problem, straight=problem.element), backward=backward).values())
     before = formula(problem, backward=backward)
-    if "delta" in before:  # O was sent in its place
+    if "delta" in before:  # O was sent instead
         before["o"] = before.pop("delta") // LSE_BYTES * problem.dim * problem.element
     total = sum(before.values())
     return f"{total / 1e6:,.1f} | {after / 1e6:,.1f} | {after / total:.2f}"
