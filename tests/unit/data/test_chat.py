@@ -241,7 +241,7 @@ def test_malformed_line_is_refused(folder: Path, processor: Any, row: Any, messa
 
 def test_empty_and_missing_files_are_refused(folder: Path, processor: Any) -> None:
     (folder / "empty.jsonl").write_text("\n")
-    for name, message in (("empty.jsonl", "holds no conversation"), ("nothing.jsonl", "cannot be read")):
+    for name, message in (("empty.jsonl", "contains no conversation"), ("nothing.jsonl", "cannot be read")):
         with pytest.raises(DataError, match=f"{name}: {message}"):
             ChatDataset(folder / name, processor)
 

@@ -174,7 +174,7 @@ BAD: dict[str, list[tuple[str, Callable[[Path], Any], str]]] = {
         ),
         (CHECKPOINT, put_code, "checkpoint=.*checkpoint.pt: "),
         (CONFIG, edit_json("alibi", False), "only an MPT with alibi=True"),
-        (CONFIG, edit_json("n_heads", 6), "n_heads is 6; .* powers of two only"),
+        (CONFIG, edit_json("n_heads", 6), "n_heads is 6; .* only for powers of two"),
         (PICTURES, edit_json("crop_size", 24), "crops images to 24 x 24, but the vision tower takes 16 x 16"),
     ],
     "gpt_neox": [
