@@ -119,7 +119,8 @@ def find_parallelism(args: TrainingArguments, requested: int | None, patched: in
         raise ConfigError(
             f"SeqParTrainer: accelerate's parallelism config has dp_replicate_size={given.dp_replicate_size}, "
             f"dp_shard_size={given.dp_shard_size}, cp_size={given.cp_size}, tp_size={given.tp_size}, sp_size="
-            f"{given.sp_size}; the product of the first three must be the {world} processes, the others be 1"
+            f"{given.sp_size}; the product of the first three must be {world}, the number of "
+            "processes, and the others must be 1"
         )
     return given
 
