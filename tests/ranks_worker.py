@@ -51,6 +51,7 @@ def work(pipe: Connection, stacks: str) -> None:
     gc.freeze()  # the modules that the fork server has imported stay
     with open(stacks, "w") as file:
         faulthandler.enable(file)  # for a crash inside an operator, such as SIGFPE
+        torch._C._set_print_stack_traces_on_fatal_signal(True)  # frames of threads without Python, such as gloo
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)  # the pool sends it to a hung worker
         threading.Thread(target=_exit_with_parent, daemon=True).start()
         pipe.send("ready")
