@@ -1,6 +1,6 @@
 """The reference for Star Attention: unpatched models that apply its mask and read the whole text in every pass.
 
-    prompt = c_1 ... c_n query: a token of block c_i sees c_1 and, up to itself, c_i; a later token attends to all
+    prompt = c_1 ... c_n query: a token of block c_i attends to c_1 and, up to itself, c_i; a later token to all
     before it
 
 The anchor's K and V are those of c_1 itself, whose tokens attend to nothing else. One forward pass over the whole text
