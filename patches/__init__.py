@@ -20,6 +20,6 @@ FAMILIES = (
     FamilySpec(folder="mllama", processors=("MllamaProcessor",), model_types=("mllama",)),
     FamilySpec(folder="idefics", processors=("IdeficsProcessor",), model_types=("idefics",)),
     FamilySpec(folder="open_flamingo", processors=("OpenFlamingoProcessor",), model_types=("open_flamingo",)),
-    FamilySpec(folder="qwen2_5_vl", processors=("Qwen2_5_VLProcessor",)),
-    FamilySpec(folder="qwen3_vl", processors=("Qwen3VLProcessor",)),
+    FamilySpec(folder="qwen2_5_vl", processors=("Qwen2_5_VLProcessor",), model_types=("qwen2_5_vl",)),
+    FamilySpec(folder="qwen3_vl", processors=("Qwen3VLProcessor",), model_types=("qwen3_vl",)),
 )

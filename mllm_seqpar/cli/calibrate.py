@@ -11,9 +11,8 @@ import torch
 from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.data.decoding_work import decode_rate
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.planner.calibrate import AttentionShape, calibrate
+from mllm_seqpar.planner.calibrate import AttentionShape, calibrate, kernel_rates
 from mllm_seqpar.planner.cluster import cluster_text
-from mllm_seqpar.planner.kernel_rates import kernel_rates
 
 from .launch import DEVICES, launched_ranks
 from .options import CommandOptions, option, parse_options

@@ -183,9 +183,12 @@ def _visual(totals: Totals, model: str) -> str:
     from mllm_seqpar.planner.model_sizes import read_model
 
     try:
-        keys = read_model(local_directory(model)).vision.keys
+        sizes = read_model(local_directory(model))
     except SeqParError:  # a family without sizes for the planner
         return ""
+    if sizes.decoder_only:  # their number depends on the size of the pictures
+        return ""
+    keys = sizes.vision.keys
     return f"; visual tokens: {totals.frames * keys:,}, {keys:,} for each frame"
 
 

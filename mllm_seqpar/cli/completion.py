@@ -18,7 +18,7 @@ from functools import cache
 from mllm_seqpar.config import CHOICES
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.kernels.registry import kernel_names
-from mllm_seqpar.planner.files import known_files
+from mllm_seqpar.planner.records import known_files
 
 from .entry import load_entry
 from .launch import DEVICES

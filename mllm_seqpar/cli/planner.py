@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner.cluster import read_cluster
-from mllm_seqpar.planner.files import find_file, known_files
 from mllm_seqpar.planner.lora import BASE_BYTES, TARGETS
-from mllm_seqpar.planner.model_sizes import read_model
+from mllm_seqpar.planner.model_sizes import ModelSizes, read_model
 from mllm_seqpar.planner.plan import DataSet, make_plan
+from mllm_seqpar.planner.records import find_file, known_files
 from mllm_seqpar.planner.report import as_json, as_text
 from mllm_seqpar.planner.workload import SELF_ATTENTION, TRAINED, Workload
 from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
@@ -37,8 +37,11 @@ def _parser() -> Parser:
     models = "a model directory with its config.json, a model file, or one of " + known_files("model")
     plan.add_argument("--model", required=True, help=models)
     plan.add_argument("--cluster", required=True, help="a cluster file, or one of " + known_files("cluster"))
-    plan.add_argument("--frames", type=int, required=True, help="frames of one video")
-    plan.add_argument("--text", type=int, required=True, help="tokens of one text, one placeholder per frame included")
+    plan.add_argument("--frames", type=int, required=True, help="frames (pictures) of one video")
+    text = "visual tokens of a frame of Qwen-VL (two pictures of a video), or its size, as 1280x720; default: 640x360"
+    plan.add_argument("--frame_tokens", metavar="TOKENS", help=text)
+    text = "tokens of one text, one placeholder per frame included; of a decoder-only model without the visual tokens"
+    plan.add_argument("--text", type=int, required=True, help=text)
     plan.add_argument("--gpus", type=int, required=True, help="GPUs that share one batch")
     plan.add_argument("--batch", type=int, default=1, help="videos with their texts; default: 1")
     text = "samples of the data set: print the hours and GPU-hours of a run"
@@ -56,8 +59,9 @@ def _parser() -> Parser:
     text = "with --lora_r: bytes per frozen weight; 0.5: 4-bit weights, as QLoRA; default: as --element"
     plan.add_argument("--base_parameter", type=float, choices=BASE_BYTES, help=text)
     text = "strategies to compare; default: all"
-    plan.add_argument("--strategy", nargs="+", choices=STRATEGIES, default=STRATEGIES, help=text)
-    plan.add_argument("--self_attention", choices=SELF_ATTENTION, default="ring", help="default: ring")
+    plan.add_argument("--strategy", nargs="+", choices=STRATEGIES, help=text)
+    text = "default: ring; of a decoder-only model auto, which compares ring, mesh and ulysses"
+    plan.add_argument("--self_attention", choices=SELF_ATTENTION, help=text)
     plan.add_argument("--keep_visual", action="store_true", help="save K and V of frames instead of recomputing them")
     text = "recompute decoder layers, and those of a trained vision tower, in backward"
     plan.add_argument("--gradient_checkpointing", action="store_true", help=text)
@@ -82,9 +86,21 @@ def _parser() -> Parser:
     text = "frames of a video that are decoded for each frame that is used, as check-data prints; default: 30"
     plan.add_argument("--decode_per_frame", type=float, metavar="FRAMES", default=30.0, help=text)
     plan.add_argument("--json", action="store_true", help="print JSON, in seconds and bytes")
-    text = "draw one cross-attention layer of the best strategy with matplotlib; the suffix chooses the format"
+    text = "with --trained none, decoder-only models: tokens of an answer that are generated after the prompt"
+    plan.add_argument("--answer", type=int, metavar="TOKENS", default=0, help=text)
+    text = "with --answer: the GPUs share the weights, as in ask --shard_weights; default: each GPU has all of them"
+    plan.add_argument("--shard_weights", action="store_true", help=text)
+    text = "draw one attention layer of the best strategy with matplotlib; the suffix chooses the format"
     plan.add_argument("--timeline", metavar="FILE", help=text)
     return plan
+
+
+def _frame_tokens(model: ModelSizes, text: str) -> int:
+    """Return the number of tokens of a frame that `text` gives as a number or as a size in pixels, WIDTHxHEIGHT."""
+    numbers = [int(part) if part.isdecimal() else 0 for part in text.split("x")]
+    if len(numbers) > 2 or min(numbers) < 1:
+        raise ConfigError(f"--frame_tokens {text}: expected a number of tokens, or a size such as 1280x720")
+    return numbers[0] if len(numbers) == 1 else model.tokens_of_picture(numbers[1], numbers[0])
 
 
 def plan(argv: Sequence[str]) -> int:
@@ -107,7 +123,17 @@ def plan(argv: Sequence[str]) -> int:
         )
     if args.epochs is not None and args.samples is None:
         raise ConfigError("--epochs: has no effect without --samples; pass both, or neither")
-    if args.frames > args.text > 0:
+    model = read_model(find_file("model", args.model))
+    if args.frame_tokens is not None:
+        model = model.with_frame_tokens(_frame_tokens(model, args.frame_tokens))
+    if model.decoder_only and args.strategy:
+        raise ConfigError(
+            f"--strategy: {model.name} has no cross-attention, which it is for; leave it out, and pass "
+            "--self_attention for the whole sequence"
+        )
+    if args.self_attention is None:
+        args.self_attention = "auto" if model.decoder_only else "ring"
+    if args.frames > args.text > 0 and not model.decoder_only:
         raise ConfigError(
             f"--text {args.text}: {args.frames} frames need the same number of placeholders in the text; give at least "
             f"{args.frames}, plus the tokens of question and answer"
@@ -116,9 +142,9 @@ def plan(argv: Sequence[str]) -> int:
     if args.samples is not None:
         data_set = DataSet(samples=args.samples, epochs=1.0 if args.epochs is None else args.epochs)
     names = "frames text gpus batch trained self_attention element mlp_chunk_size vision_chunk_size content_tiles "
-    names += "visual_offload lora_r base_parameter decode_per_frame"
+    names += "visual_offload lora_r base_parameter decode_per_frame answer shard_weights"
     workload = Workload(
-        model=read_model(find_file("model", args.model)),
+        model=model,
         **{name: getattr(args, name) for name in names.split()},
         recompute=not args.keep_visual,
         checkpointing=args.gradient_checkpointing,
@@ -128,7 +154,7 @@ def plan(argv: Sequence[str]) -> int:
         parameter=(4 if training else args.element) if args.parameter is None else args.parameter,
         optimizer=Workload.optimizer if args.optimizer is None else args.optimizer,
     )
-    result = make_plan(workload, read_cluster(find_file("cluster", args.cluster)), args.strategy)
+    result = make_plan(workload, read_cluster(find_file("cluster", args.cluster)), args.strategy or STRATEGIES)
     if args.timeline:
         from mllm_seqpar.planner.timeline_figure import draw_plan
 

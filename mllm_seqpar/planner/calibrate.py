@@ -16,7 +16,7 @@ import torch
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator, Pending, Recv, Send, Subgroup
 from mllm_seqpar.comm.agreement import agree
-from mllm_seqpar.kernels import choose_kernel
+from mllm_seqpar.kernels import choose_kernel, kernel_names
 from mllm_seqpar.schedules.rank_order import by_node
 
 from .cluster import Cluster
@@ -109,6 +109,7 @@ def calibrate(
     # A forward pass may calibrate. Its autocast mode must not change the dtype of what is measured.
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         rates = _attention_rates(clock, shape) | {"matmul": _matmul_rate(clock, shape.dtype)}
+        rates["memory_rate"] = _memory_rate(clock)
         source = f"measured: {comm.size} ranks on {device.type}, {shape}, torch {torch.__version__}"
         if links_of is not None:
             return replace(links_of, **rates, source=source)
@@ -122,6 +123,29 @@ def calibrate(
             links="none" if comm.size == 1 else "node" if comm.size == per_node else "all",
             source=source,
         )
+
+
+def kernel_rates(comm: Communicator, *, device: torch.device | str, shape: AttentionShape) -> dict[str, float]:
+    """Return the FLOP/s of each kernel in forward plus backward, at the slowest rank, the fastest kernel first.
+
+    Collective. Kernels that some rank cannot run are left out. The reference kernel is not timed.
+    """
+    clock = _Clock(comm, torch.device(device))
+    rows, keys = (1024, 8192) if clock.device.type == "cuda" else (64, 256)
+    flops = 14 * rows * keys * shape.heads * shape.dim
+    rates = {}
+    for name in (name for name in kernel_names() if name != "reference"):
+        problem = None
+        try:
+            forward, backward = _block(clock, replace(shape, kernel=name), rows, keys)
+            backward()
+            clock.synchronize()
+        except Exception as error:  # whatever a package raises: the other ranks wait for this one
+            problem = str(error)
+            _log.debug("%s is not timed: %s", name, error)
+        if all(row[0] for row in comm.gather_ints([int(problem is None)])):
+            rates[name] = flops / (clock.seconds(forward) + clock.seconds(backward))
+    return dict(sorted(rates.items(), key=lambda item: -item[1]))
 
 
 def _figures(cluster: Cluster) -> str:
@@ -199,6 +223,13 @@ def _matmul_rate(clock: _Clock, dtype: torch.dtype) -> float:
     a = torch.full((size, size), 0.5, device=clock.device, dtype=dtype)
     a @ a
     return 2 * size**3 / clock.seconds(lambda: a @ a)
+
+
+def _memory_rate(clock: _Clock) -> float:
+    """Return the bytes per second that a copy reads and writes."""
+    a = torch.zeros(2**28 if clock.device.type == "cuda" else 2**24, dtype=torch.uint8, device=clock.device)
+    b = a.clone()
+    return 2 * a.numel() / clock.seconds(lambda: b.copy_(a))
 
 
 class _Link(NamedTuple):

@@ -16,7 +16,7 @@ from mllm_seqpar.schedules.rank_order import RankOrder, rank_order, renumbered
 
 from .candidates import ParallelSpec, problem_between_groups, symmetry_period
 from .cluster import Cluster
-from .collectives import CollectiveCost, all_gather, all_to_all
+from .costs import Cost, all_gather, all_to_all
 from .simulation import Computation, Phase, SentMessage, Timeline, simulate
 
 VisibleFraction = float | Sequence[Sequence[float]]
@@ -42,20 +42,12 @@ class VisualProjection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallCost:
-    """The cost of one direction of one call: seconds of the slowest rank, bytes of the rank that sends most.
+class CallCost(Cost):
+    """The cost of one direction of one call; `seconds` include `projection`, that of features to K and V with its
+    gradients."""
 
-    `seconds` include `projection`, that of features to K and V with its gradients. In `exposed` seconds a rank waits
-    for transfers or for other ranks; `hidden` ones are those of transfers that run under computation.
-    """
-
-    seconds: float
     attention: float
     projection: float
-    exposed: float
-    hidden: float
-    node_bytes: int
-    network_bytes: int
     timeline: Timeline
 
 
@@ -135,12 +127,12 @@ def call_cost(
     projection = _projection_seconds(problem, spec, cluster, visual, backward)
     return CallCost(
         seconds=timeline.seconds + collectives.seconds + projection,
-        attention=max(timeline.computing),
+        attention=timeline.most("computing"),
         projection=projection,
-        exposed=max(timeline.exposed) + collectives.seconds,
-        hidden=max(timeline.hidden),
-        node_bytes=max(timeline.node_bytes) + collectives.node_bytes,
-        network_bytes=max(timeline.network_bytes) + collectives.network_bytes,
+        exposed=timeline.most("exposed") + collectives.seconds,
+        hidden=timeline.most("hidden"),
+        node_bytes=timeline.most("node_bytes") + collectives.node_bytes,
+        network_bytes=timeline.most("network_bytes") + collectives.network_bytes,
         timeline=timeline,
     )
 
@@ -263,12 +255,12 @@ def _slowest_hop(cluster: Cluster, ranks: int, *, distance: int, span: int) -> t
 
 def _collectives(
     problem: Problem, spec: ParallelSpec, cluster: Cluster, backward: bool, visual: VisualProjection | None
-) -> CollectiveCost:
+) -> Cost:
     """Return the cost of the collectives around the schedule; no computation hides them."""
     if spec.strategy == "replicate" and problem.ranks > 1:
         return _replication(problem, cluster, backward, visual)
     if spec.head_degree == 1:
-        return CollectiveCost()
+        return Cost()
     kv_heads = _sharded_kv_heads(problem, spec.head_degree)
     q = head_sharding_bytes(problem, spec.head_degree, kv=False)
     kv = head_sharding_bytes(problem, spec.head_degree, kv=True) - q
@@ -280,7 +272,7 @@ def _collectives(
     else:  # Q, K, V; then O and the log-sum-exp
         sizes = (q + kv, q + problem.batch * problem.rows * problem.heads * LSE_BYTES)
     costs = [all_to_all(cluster, problem.ranks, spec.head_degree, size) for size in sizes]
-    return CollectiveCost(*(sum(values) for values in zip(*costs, strict=True)))
+    return sum(costs, Cost())
 
 
 def _sharded_kv_heads(problem: Problem, degree: int) -> int:
@@ -296,17 +288,18 @@ def head_sharding_bytes(problem: Problem, degree: int, *, kv: bool) -> int:
     return (rows + keys) * problem.dim * problem.element
 
 
-def _replication(problem: Problem, cluster: Cluster, backward: bool, visual: VisualProjection | None) -> CollectiveCost:
+def _replication(problem: Problem, cluster: Cluster, backward: bool, visual: VisualProjection | None) -> Cost:
     """Return one layer's part of gathering the features once per step, or of summing their gradients; without
     features, of gathering K and V."""
     keys, layers = problem.key_batch * max(problem.keys), 1
     size = 2 * keys * problem.kv_heads * problem.dim
     if visual is not None:
         if backward and not visual.trained:
-            return CollectiveCost()
+            return Cost()
         size, layers = keys * visual.dim, visual.layers
     cost = all_gather(cluster, problem.ranks, size * (problem.accumulated if backward else problem.element))
-    return CollectiveCost(cost.seconds / layers, cost.node_bytes // layers, cost.network_bytes // layers)
+    seconds = cost.seconds / layers
+    return Cost(seconds, seconds, 0.0, cost.node_bytes // layers, cost.network_bytes // layers)
 
 
 def _projection_seconds(

@@ -6,16 +6,18 @@ own link. Between nodes each node has one link (`network_link`), of which a sing
 card per GPU: `network_link_per_gpu`).
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from mllm_seqpar.errors import ConfigError
 
-from .files import build, read_yaml
+from .records import Record, build, read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster:
+class Cluster(Record):
     """Nodes of equal GPUs. Rates in FLOP/s, links in bytes/s per direction, times in seconds, memory in bytes.
 
     Attributes:
@@ -33,10 +35,24 @@ class Cluster:
         peak_flops: peak of one GPU according to its maker, dense bf16; None if unknown.
         all_pairs: whether every GPU of a node reaches `node_link` to any other while all pairs exchange (NVSwitch, or
             NVLink between all pairs), so that rows may be sent to their ranks directly instead of around a ring.
+        memory_rate: bytes per second that a kernel reads from the memory of its GPU; None if unknown. It bounds
+            generation.
         decode_rate: frames per second that one core decodes; None if unknown.
         links: which links the figures describe: "all", "node" (measured on one node) or "none" (measured on one GPU);
             see `check_ranks`.
     """
+
+    units: ClassVar[Mapping[str, str]] = {
+        "gpus_per_node": "a whole number of GPUs",
+        **dict.fromkeys(("attention_forward", "attention_backward", "matmul", "peak_flops"), "FLOP/s"),
+        "memory_bytes": "bytes",
+        **dict.fromkeys(("node_link", "network_link", "network_link_per_gpu", "memory_rate"), "bytes/s"),
+        **dict.fromkeys(("node_latency_s", "network_latency_s", "block_overhead_s", "step_overhead_s"), "seconds"),
+        "overlap": "a fraction",
+        "decode_rate": "frames/s",
+    }
+    least: ClassVar[Mapping[str, int]] = {name: 0 for name in units if name.endswith("_s") or name == "overlap"}
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"links": ("all", "node", "none")}
 
     name: str
     gpus_per_node: int
@@ -53,32 +69,16 @@ class Cluster:
     step_overhead_s: float = 0.0
     overlap: float = 1.0
     peak_flops: float | None = None
+    memory_rate: float | None = None
     decode_rate: float | None = None
     source: str = ""
     links: str = "all"
     all_pairs: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("name", "source"):
-            value = getattr(self, name)
-            if not isinstance(value, str):
-                raise ConfigError(f"cluster: {name} is {value!r}; expected a string")
-        if not isinstance(self.all_pairs, bool):
-            raise ConfigError(f"cluster {self.name!r}: all_pairs is {self.all_pairs!r}; expected true or false")
-        if self.links not in ("all", "node", "none"):
-            raise ConfigError(f"cluster {self.name!r}: links is {self.links!r}; expected all, node or none")
-        for name, unit in _UNITS.items():
-            value = getattr(self, name)
-            if value is None and name in ("network_link_per_gpu", "peak_flops", "decode_rate"):
-                continue
-            found = f"cluster {self.name!r}: {name} is {value!r}; expected {unit}"
-            if isinstance(value, bool) or not isinstance(value, int if name == "gpus_per_node" else int | float):
-                raise ConfigError(found)
-            may_be_zero = name.endswith("_s") or name == "overlap"
-            if not 0 <= value < float("inf") or (value == 0 and not may_be_zero):
-                raise ConfigError(f"{found}, {'0 or more' if may_be_zero else 'above 0'}")
+        super().__post_init__()
         if self.overlap > 1:
-            raise ConfigError(f"cluster {self.name!r}: overlap is {self.overlap}; expected a fraction from 0 to 1")
+            raise ConfigError(f"overlap is {self.overlap}; expected a fraction from 0 to 1")
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ConfigError if `ranks` ranks use links whose speeds were not measured."""
@@ -106,20 +106,9 @@ class Cluster:
         return min(self.network_link_per_gpu or self.network_link, self.network_link)
 
 
-_UNITS = {
-    "gpus_per_node": "a whole number of GPUs",
-    **dict.fromkeys(("attention_forward", "attention_backward", "matmul", "peak_flops"), "FLOP/s"),
-    "memory_bytes": "bytes",
-    **dict.fromkeys(("node_link", "network_link", "network_link_per_gpu"), "bytes/s"),
-    **dict.fromkeys(("node_latency_s", "network_latency_s", "block_overhead_s", "step_overhead_s"), "seconds"),
-    "overlap": "a fraction",
-    "decode_rate": "frames/s",
-}
-
-
 def read_cluster(path: str | Path) -> Cluster:
     """Read a cluster file (YAML, the fields of `Cluster`); raise ConfigError if it is missing or invalid."""
-    return build(Cluster, read_yaml(path, "cluster"), str(path), _UNITS)
+    return build(Cluster, read_yaml(path, "cluster"), str(path))
 
 
 def write_cluster(cluster: Cluster, path: str | Path) -> None:

@@ -54,7 +54,7 @@ def adapted_layers(model: ModelSizes, target: str) -> AdaptedLayers:
         own = ((width, cross.heads * cross.head_dim),) * (2 if cross.own_queries else 0)
         own += ((width, cross.mlp_inner),) * cross.mlp_matrices
         return AdaptedLayers(cross.layers, own, ((cross.visual_dim, cross.kv_heads * cross.head_dim),) * 2)
-    layers = tuple(pairwise(model.projector or ()))
+    layers = tuple(pairwise(model.projector or ())) * (1 + model.vision.deepstack)
     if model.resampler:
         r, vision = model.resampler, model.vision.width
         one = ((vision, r.heads * r.head_dim),) * 4 + (((vision, r.mlp_inner),) * 2 if r.mlp_inner else ())
@@ -69,14 +69,10 @@ def check_lora(workload: Workload) -> None:
         if base is not None:
             raise ConfigError("base_parameter: has no effect without lora_r; pass both, or neither")
         return
-    if type(r) is not int or r < 1:
-        raise ConfigError(f"lora_r: {r!r} is not a rank of adapters; pass 1 or more")
     if unknown := [name for name in target if name not in TARGETS]:
         raise ConfigError(f"lora_target: {unknown[0]!r} is unknown; choose from {', '.join(TARGETS)}")
     if not target or len(set(target)) < len(target):
         raise ConfigError(f"lora_target: {list(target)!r}; name one or more of {', '.join(TARGETS)}, each once")
-    if base is not None and base not in BASE_BYTES:
-        raise ConfigError(f"base_parameter: {base!r} bytes; pass one of {', '.join(map(str, BASE_BYTES))}")
     if workload.trained != "no-vision":
         raise ConfigError(
             f"trained: {workload.trained!r} has no effect with lora_r, which trains adapters only; leave trained out, "

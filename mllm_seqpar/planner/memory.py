@@ -1,11 +1,12 @@
 """The peak memory of one rank in a step, in bytes by kind. An upper estimate by formula, not a simulation.
 
 parameters, gradients, optimizer: the shards of FSDP2. features: the visual features of the rank's frames, and their
-gradient where it is needed. activations: what autograd saves for backward, and the logits. transfers: receive buffers,
-which stay allocated, and NCCL's memory (`transfer_memory`). buffers: temporary memory, which is a gathered layer, and
-the larger of two: K and V of the current cross-attention layer with their gradients in float32 and its partial results,
-or the inner activations of the current MLP. If the vision tower, which runs earlier, needs more with the pixels of its
-chunk of frames, that counts instead.
+gradient where it is needed; in a decoder-only model, the embeddings of the visual tokens of its rows. activations:
+what autograd saves for backward, and the logits. transfers: receive buffers, which stay allocated, and NCCL's memory
+(`transfer_memory`). buffers: temporary memory, which is a gathered layer, and the larger of two: K and V of the
+current cross-attention layer with their gradients in float32 and its partial results, or the inner activations of the
+current MLP. If the vision tower, which runs earlier, needs more with the pixels of its chunk of frames, that counts
+instead.
 
 Activations are counted as autograd saves them, each tensor once: `tests/unit/planner/test_memory_measured.py` compares
 the formulas with real, patched models. Dropout and position embeddings are left out. Norms are counted as RMS norms
@@ -20,25 +21,24 @@ from . import offload
 from .call_cost import shard_bytes
 from .candidates import ParallelSpec
 from .lora import saved_by_adapters
-from .model_sizes import CrossAttentionSizes, ResamplerSizes, TextSizes, VisionSizes
-from .transfer_memory import communicator_memory, receive_buffer_memory
-from .workload import Workload
-
-FLOAT32 = 4
-
-PATCH_VALUES = 3 * 14 * 14
-"""The values of a patch of an image, in the vision towers of all published models."""
+from .model_sizes import LayerSizes, ResamplerSizes, TextSizes, VisionSizes
+from .transfer_memory import communicator_memory, receive_buffer_memory, shards_at_one_time
+from .workload import FLOAT32, Workload
 
 USABLE = 0.92
 """Fraction of a GPU's memory that a plan may fill. The rest is for the driver, the allocator, and the projection of
 recomputed chunks of features."""
 
+# While an answer is generated, there is also "cache", the K and V of the rank's tokens.
 KINDS = ("parameters", "gradients", "optimizer", "features", "activations", "transfers", "buffers")
 
 
 def peak_memory(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
-    """Return the bytes of one rank at its peak, by kind (KINDS)."""
-    n, trained = workload.gpus, workload.trained_parameters
+    """Return the bytes of one rank at its peak, by kind (KINDS).
+
+    `spec` is that of cross-attention, or of self-attention in a decoder-only model.
+    """
+    n, trained = workload.gpus if workload.weights_sharded else 1, workload.trained_parameters
     kinds = memory_after_tower(workload, spec)
     kinds["transfers"] += communicator_memory(workload)
     if workload.training:
@@ -61,20 +61,26 @@ def peak_memory(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
         "optimizer": trained * workload.optimizer // n,
         **kinds,
         "buffers": max(kinds["buffers"], tower),
+        **({"cache": workload.cache_bytes} if workload.answer else {}),
     }
 
 
 def pixels_on_device(workload: Workload, frames: int) -> int:
     """Return the bytes of the pixels of frames, which move from host memory (`HostFrames`) as float32."""
-    return frames * workload.model.vision.tokens * PATCH_VALUES * FLOAT32
+    return frames * workload.model.vision.tokens * workload.model.vision.patch_values * FLOAT32
 
 
 def memory_after_tower(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
     """Return features, activations, receive buffers and other buffers of the language model and cross-attention."""
     text, element, tokens = workload.model.text, workload.element, workload.tokens
-    features = _visual_tokens(workload, spec) * workload.model.cross.visual_dim
+    if workload.model.decoder_only:
+        features = workload.placed_tokens * workload.model.embedding_width
+        attention = _self_attention_buffers(workload, spec)
+    else:
+        features = _visual_tokens(workload, spec) * workload.model.cross.visual_dim
+        attention = _cross_attention_buffers(workload, spec)
     backward = workload.training and workload.trains_features
-    buffers = max(_cross_attention_buffers(workload, spec), _mlp_buffers(workload))
+    buffers = max(attention, _mlp_buffers(workload))
     if spec.strategy == "replicate" and workload.gpus > 1:
         # The shards before concatenation; in backward, the gradient's shards, float32 sums and whole.
         buffers = max(buffers, features * (element + (2 * FLOAT32 if backward else 0)))
@@ -83,8 +89,9 @@ def memory_after_tower(workload: Workload, spec: ParallelSpec) -> dict[str, int]
     else:  # one layer at a time
         activations = 2 * tokens * text.hidden * element + _attention_layer(workload, text)
         activations += workload.mlp_tokens * _mlp_token(element, text.mlp_inner, text.mlp_matrices)
-    logits = tokens * text.vocabulary * (element + (2 * FLOAT32 if workload.training else 0))
-    on_device = features * element * (2 if backward else 1)
+    logits = workload.scored_tokens * text.vocabulary * (element + (2 * FLOAT32 if workload.training else 0))
+    # The gradient of a decoder-only model's embeddings comes when that of the layers is done.
+    on_device = features * element * (2 if backward and not workload.model.decoder_only else 1)
     return {
         "features": offload.features_memory(workload) if workload.visual_offload else on_device,
         "activations": activations + logits,
@@ -97,20 +104,24 @@ def saved_for_backward(workload: Workload, spec: ParallelSpec) -> int:
     """Return the bytes that the language model and cross-attention save, without the logits."""
     text, cross = workload.model.text, workload.model.cross
     decoder = _attention_layer(workload, text) + _mlp_layer(workload, text)
+    if text.head_norm:
+        decoder += workload.tokens * _head_norm("float32", text.heads + text.kv_heads, text.head_dim, workload.element)
     crossing = _attention_layer(workload, cross)
     if cross.own_queries:  # the two results that the gates scale, and the norm of Q
-        token = 2 * text.hidden * workload.element + _head_norm(workload, cross.heads)
+        token = 2 * text.hidden * workload.element + _head_norm(
+            cross.key_norm, cross.heads, cross.head_dim, workload.element
+        )
         crossing += workload.tokens * token
     if cross.gate == "per_head":  # the visual and the text part that it weights
         crossing += workload.tokens * 2 * cross.heads * cross.head_dim * workload.element
     if cross.mlp_inner:
         crossing += _mlp_layer(workload, cross)
-    visual = 0 if workload.recompute else _keys_values_and_norms(workload, spec)
+    crossing += 0 if workload.recompute else _keys_values_and_norms(workload, spec)
+    kinds = [(text.layers, decoder), *([(cross.layers, crossing)] if cross.layers else [])]
     if workload.checkpointing:  # the input of every layer, and the inside of one
         layer_input = workload.tokens * text.hidden * workload.element
-        saved = (text.layers + cross.layers) * layer_input + decoder + crossing + visual
-        return saved + _kept_results(workload, spec)
-    return text.layers * decoder + cross.layers * (crossing + visual)
+        return sum(layers * layer_input + inside for layers, inside in kinds) + _kept_results(workload, spec)
+    return sum(layers * inside for layers, inside in kinds)
 
 
 def _kept_results(workload: Workload, spec: ParallelSpec) -> int:
@@ -122,7 +133,7 @@ def _kept_results(workload: Workload, spec: ParallelSpec) -> int:
     if workload.recompute_attention:
         return 0
 
-    def kept(sizes: TextSizes | CrossAttentionSizes, problem: Problem, sharded: bool) -> int:
+    def kept(sizes: LayerSizes, problem: Problem, sharded: bool) -> int:
         row = sizes.head_dim * workload.element * (2 if sharded else 1) + LSE_BYTES
         return sizes.layers * problem.batch * problem.rows * sizes.heads * row
 
@@ -139,19 +150,33 @@ def saved_before_features(workload: Workload) -> int:
     vision = model.vision
     if not workload.trains_features:
         return 0
-    if model.projector:  # the input of its layers, and of the activation function between them
-        frame += vision.keys * (model.projector[0] + 2 * sum(model.projector[1:-1])) * element
+    if model.projector:  # the input of its layers, and of the activation function between them; the normalized input
+        inputs = model.projector[0] * (1 + model.decoder_only) + 2 * sum(model.projector[1:-1])
+        frame += vision.keys * inputs * (1 + vision.deepstack) * element
     if model.resampler:  # its input, the inside of each layer, and the input of the last norm
         frame += vision.width * (vision.tokens + vision.keys) * element
         frame += model.resampler.layers * _resampler_layer(model.resampler, vision, element)
-    if workload.trained == "all":  # each layer's norms, q, k, v, o and inner activations; or its input
-        inside = 8 * vision.width + 2 * vision.mlp_inner
-        tower = vision.layers * vision.width + inside if workload.checkpointing else vision.layers * inside
-        frame += vision.tokens * tower * element
+    if workload.trained == "all":  # the inside of each layer; or its input
+        inside, outputs = _tower_layer(vision, element), vision.layers * vision.width * element
+        frame += vision.tokens * (outputs + inside if workload.checkpointing else vision.layers * inside)
     return workload.local_frames * frame
 
 
-def _attention_layer(workload: Workload, sizes: TextSizes | CrossAttentionSizes) -> int:
+def _tower_layer(vision: VisionSizes, element: int) -> int:
+    """Return the saved bytes per token of one layer of a trained tower: q, k, v, o, inner activations, two norms.
+
+    Rotated q and k are saved beside the projection that v is a part of, and o once more as the next layer takes it.
+    """
+    norm = _normalized(vision.norm, vision.width, element) if vision.norm == "float32" else vision.width * element
+    width = vision.width * element
+    return (
+        (7 if vision.rotary else 4) * width
+        + 2 * (norm + width)
+        + _mlp_token(element, vision.mlp_inner, vision.mlp_matrices)
+    )
+
+
+def _attention_layer(workload: Workload, sizes: LayerSizes) -> int:
     """Return the saved bytes of one attention layer.
 
     The layer saves the norm before it, q, k, v, o twice (once as its projection takes it) and the log-sum-exp. K and V
@@ -162,7 +187,7 @@ def _attention_layer(workload: Workload, sizes: TextSizes | CrossAttentionSizes)
     return _norm(workload) + workload.tokens * (workload.element * elements + sizes.heads * LSE_BYTES)
 
 
-def _mlp_layer(workload: Workload, sizes: TextSizes | CrossAttentionSizes) -> int:
+def _mlp_layer(workload: Workload, sizes: LayerSizes) -> int:
     """Return the saved bytes of one MLP: the norm before it, and inner activations unless chunks recompute them."""
     inner = 0 if workload.chunked else _mlp_token(workload.element, sizes.mlp_inner, sizes.mlp_matrices)
     return _norm(workload) + workload.tokens * inner
@@ -174,22 +199,19 @@ def _mlp_token(element: int, inner: int, matrices: int) -> int:
 
 
 def _norm(workload: Workload) -> int:
-    """Return the saved bytes of a norm.
-
-    It saves its input in float32, the normalized input and its output; a "mixed" norm also saves the input itself.
-    """
-    text = workload.model.text
-    tensors = 3 if text.norm == "mixed" and workload.element < FLOAT32 else 2
-    return workload.tokens * text.hidden * (FLOAT32 + tensors * workload.element)
+    """Return the saved bytes of a norm of hidden states: those of the norm, and its output."""
+    hidden, element = workload.model.text.hidden, workload.element
+    return workload.tokens * (_normalized(workload.model.text.norm, hidden, element) + hidden * element)
 
 
-def _head_norm(workload: Workload, heads: int) -> int:
-    """Return the saved bytes of a norm over heads: a float32 copy, the normalized copy, one factor per head."""
-    cross, element = workload.model.cross, workload.element
-    if cross.key_norm == "none":
-        return 0
-    copies = 2 * element if cross.key_norm == "mixed" and element < FLOAT32 else element
-    return heads * (cross.head_dim * (FLOAT32 + copies) + FLOAT32)
+def _head_norm(kind: str, heads: int, dim: int, element: int) -> int:
+    """Return the saved bytes per token of a norm over heads: those of the norm, and a factor per head."""
+    return 0 if kind == "none" else heads * (_normalized(kind, dim, element) + FLOAT32)
+
+
+def _normalized(kind: str, width: int, element: int) -> int:
+    """Return the bytes that a norm saves for `width` values: in float32, normalized, and if it is "mixed" as given."""
+    return width * (FLOAT32 + element * (2 if kind == "mixed" and element < FLOAT32 else 1))
 
 
 def _visual_tokens(workload: Workload, spec: ParallelSpec) -> int:
@@ -207,7 +229,7 @@ def _keys_values(workload: Workload, spec: ParallelSpec, element: int) -> int:
 def _keys_values_and_norms(workload: Workload, spec: ParallelSpec) -> int:
     """Return the bytes of K and V of one layer and of what the norms before them save."""
     cross, element = workload.model.cross, workload.element
-    token = _head_norm(workload, cross.kv_heads)
+    token = _head_norm(cross.key_norm, cross.kv_heads, cross.head_dim, element)
     if cross.features_norm:  # a float32 copy of another dtype, the normalized features to train its weight, its result
         copies = (FLOAT32 if element < FLOAT32 else 0) + (element if workload.language_trained else 0)
         token += cross.visual_dim * (copies + element) + FLOAT32
@@ -235,15 +257,22 @@ def frozen_tower_memory(workload: Workload) -> int:
     """Return the bytes of a vision tower without backward at work on one chunk of frames.
 
     These are the layer outputs that are held, the last attention output and its norm, the inner activations before and
-    after the activation function, and the mask of image tiles.
+    after the activation function, and the mask of image tiles. Where Q and K are rotated in float32, that needs more:
+    the norm and Q, K and V, then Q and K in float32, and three terms of the rotation of K beside the rotated Q.
     """
     if workload.trained == "all":
         return 0
-    vision = workload.model.vision
-    elements = (vision.outputs_held + 2) * vision.width + 2 * vision.mlp_inner
+    vision, element = workload.model.vision, workload.element
+    elements = (vision.outputs_held + 2) * vision.width + vision.mlp_matrices * vision.mlp_inner
     elements += vision.tokens if vision.tiles > 1 else 0
+    token = elements * element
+    if vision.rotary:
+        factors = 2 * vision.width // vision.heads
+        rotated = (4 if element == FLOAT32 else 6) * vision.width + factors
+        token = max(token + factors * FLOAT32, (vision.outputs_held + 4) * vision.width * element + rotated * FLOAT32)
+        token += vision.deepstack * workload.model.text.hidden * vision.keys // vision.tokens * element
     frames = min(workload.local_frames, workload.vision_chunk_size or workload.local_frames)
-    return frames * vision.tokens * elements * workload.element
+    return frames * vision.tokens * token
 
 
 def _cross_attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
@@ -267,6 +296,19 @@ def _cross_attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
     return max(forward, backward + _partial_results(problem, spec, backward=True))
 
 
+def _self_attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
+    """Return the buffer bytes of one self-attention call of a decoder-only model, the larger of forward and backward.
+
+    Q, K and V are activations; backward holds the gradients of K and V as they are added up.
+    """
+    problem = workload.text_problem
+    forward = _partial_results(problem, spec, backward=False)
+    if not workload.training:
+        return forward
+    grads = 2 * problem.batch * problem.rows * problem.kv_heads * problem.dim * problem.accumulated
+    return max(forward, grads + _partial_results(problem, spec, backward=True))
+
+
 def _partial_results(problem: Problem, spec: ParallelSpec, *, backward: bool) -> int:
     """Return the bytes of a rank's results, and of the partial results for other ranks that it holds at one time.
 
@@ -278,8 +320,7 @@ def _partial_results(problem: Problem, spec: ParallelSpec, *, backward: bool) ->
     dkv = dkv if backward else 0
     if spec.strategy == "replicate":
         return o
-    a, b = spec.mesh_shape
-    held_q, held_kv = min(a - 1, 2) if b == 1 else a - 1, min(b - 1, 2) if a == 1 else b - 1
+    held_q, held_kv = shards_at_one_time(spec.mesh_shape)
     head_shards = q + o + kv + dkv if spec.head_degree > 1 else 0
     return head_shards + held_q * o + held_kv * dkv + o
 

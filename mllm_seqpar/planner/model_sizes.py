@@ -1,7 +1,8 @@
-"""The sizes of a cross-attention MLLM that its cost depends on, and its parameter counts.
+"""The sizes of an MLLM that its cost depends on, and its parameter counts.
 
 A model is a language model, cross-attention layers inside or between its decoder layers, and a source of visual
-features: a vision tower, with an optional resampler (a Perceiver) or linear projector. Parameter counts leave out
+features: a vision tower, with an optional resampler (a Perceiver) or linear projector. A decoder-only model has no
+cross-attention layers: the visual features are embeddings of tokens among those of the text. Parameter counts leave out
 norms, biases, gates and position embeddings, which are about a thousandth. Norms of visual tokens are described all the
 same, because what they save for backward is not negligible (see `memory`).
 """
@@ -9,59 +10,56 @@ same, because what they save for backward is not negligible (see `memory`).
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import isqrt
 from pathlib import Path
 from typing import ClassVar
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.families import family_specs
 
-from .files import build, read_yaml
-
-
-class _Sizes:
-    """Validates fields by type: integers have a minimum, strings a set of choices."""
-
-    may_be_zero: ClassVar[tuple[str, ...]] = ()
-    choices: ClassVar[dict[str, tuple[str, ...]]] = {}
-
-    def __post_init__(self) -> None:
-        for field in fields(self):  # type: ignore[arg-type]
-            name, value = field.name, getattr(self, field.name)
-            if name in self.choices:
-                valid, allowed = value in self.choices[name], f"choose one of {', '.join(self.choices[name])}"
-            elif str(field.type) == "bool":
-                valid, allowed = isinstance(value, bool), "expected true or false"
-            else:
-                least = 0 if name in self.may_be_zero else 1
-                valid = isinstance(value, int) and not isinstance(value, bool) and value >= least
-                allowed = f"expected a whole number, {least} or more"
-            if not valid:
-                raise ConfigError(f"{name} is {value!r}; {allowed}")
+from .records import Record, build, read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextSizes(_Sizes):
-    """The language model; `layers` does not count cross-attention layers that replace a decoder layer.
+class LayerSizes(Record):
+    """Layers of one kind, with attention and an MLP.
 
     Attributes:
-        mlp_matrices: 3 for gated MLPs, 2 for others.
-        norm: what its norms save, see `CrossAttentionSizes.key_norm`.
+        mlp_inner, mlp_matrices: width of the MLP, and 3 linear layers if it is gated, else 2; 0 for no MLP.
     """
 
-    choices: ClassVar[dict[str, tuple[str, ...]]] = {"norm": ("float32", "mixed")}
-
-    hidden: int
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
     mlp_inner: int
     mlp_matrices: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.heads % self.kv_heads:
+            raise ConfigError(f"{self.kv_heads} kv_heads do not divide {self.heads} heads")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSizes(LayerSizes):
+    """The language model; `layers` does not count cross-attention layers that replace a decoder layer.
+
+    Attributes:
+        norm: what its norms save, see `CrossAttentionSizes.key_norm`.
+        head_norm: whether each head of Q and K is normalized in a float32 copy (Qwen3).
+    """
+
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"norm": ("float32", "mixed")}
+
+    hidden: int
     vocabulary: int
     tied_embeddings: bool = False
     norm: str = "float32"
+    head_norm: bool = False
 
     @property
     def attention_parameters(self) -> int:
@@ -73,12 +71,11 @@ class TextSizes(_Sizes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CrossAttentionSizes(_Sizes):
+class CrossAttentionSizes(LayerSizes):
     """Cross-attention, whose K and V are projected from visual features of `visual_dim` channels.
 
     Attributes:
         own_queries: whether it has its own q and o projections (mPLUG-Owl3 shares those of self-attention).
-        mlp_inner, mlp_matrices: its own MLP; 0 for none.
         features_norm: whether each layer normalizes the features before it projects them (mPLUG-Owl3).
         key_norm: how each head of K is normalized: "none"; "float32": in a float32 copy (Llama 3.2); "mixed": in its
             own dtype, times a factor from a float32 copy (IDEFICS). Both save their copies for backward.
@@ -86,16 +83,12 @@ class CrossAttentionSizes(_Sizes):
             (mPLUG-Owl3-7B-240728), or "none"; the cost of other gates is negligible.
     """
 
-    may_be_zero: ClassVar[tuple[str, ...]] = ("mlp_inner", "mlp_matrices")
-    choices: ClassVar[dict[str, tuple[str, ...]]] = {
+    least: ClassVar[Mapping[str, int]] = dict.fromkeys(("layers", "mlp_inner", "mlp_matrices"), 0)
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "key_norm": ("none", "float32", "mixed"),
         "gate": ("none", "per_head"),
     }
 
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     visual_dim: int
     own_queries: bool = True
     mlp_inner: int = 0
@@ -105,17 +98,33 @@ class CrossAttentionSizes(_Sizes):
     gate: str = "none"
 
 
+NO_CROSS_ATTENTION = CrossAttentionSizes(layers=0, heads=1, kv_heads=1, head_dim=1, visual_dim=1)
+"""Of decoder-only models; the sizes of a layer do not matter."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class VisionSizes(_Sizes):
+class VisionSizes(Record):
     """The vision tower.
+
+    A frame is what it encodes at once without attending to anything else: `pictures` pictures of a video.
 
     Attributes:
         tokens: tokens per frame that its layers compute.
-        keys: visual tokens per frame that cross-attention receives.
+        keys: visual tokens per frame that cross-attention receives, or that are among those of the text.
         outputs_held: layer outputs that are alive at once: 1; 2 with the embeddings (IDEFICS); all (Llama 3.2).
         tiles: image tiles per frame, which `tokens` and `keys` include; the tiles of a frame attend to each other under
             a mask (Llama 3.2).
+        pictures: pictures of a video in one frame: 2 in the temporal patches of Qwen-VL.
+        patch: pixels of a token along height and width.
+        mlp_matrices: 3 for gated MLPs, 2 for others.
+        norm: "layer", or "float32" for RMS norms that compute in float32.
+        rotary: whether Q, K and V are one projection, and Q and K are rotated in float32.
+        window: tokens of a window; all layers but `full_layers` attend inside windows. 0 for none.
+        deepstack: further features of each visual token, each from a layer of its own, through a projector of its own.
     """
+
+    least: ClassVar[Mapping[str, int]] = dict.fromkeys(("window", "full_layers", "deepstack"), 0)
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"norm": ("layer", "float32")}
 
     width: int
     layers: int
@@ -125,21 +134,42 @@ class VisionSizes(_Sizes):
     keys: int
     outputs_held: int = 1
     tiles: int = 1
+    pictures: int = 1
+    patch: int = 14
+    mlp_matrices: int = 2
+    norm: str = "layer"
+    rotary: bool = False
+    window: int = 0
+    full_layers: int = 0
+    deepstack: int = 0
+
+    @property
+    def patch_values(self) -> int:
+        """Values of the pixels of a token."""
+        return 3 * self.pictures * self.patch**2
 
     @property
     def parameters(self) -> int:
-        return self.layers * (4 * self.width**2 + 2 * self.width * self.mlp_inner)
+        return self.layers * (4 * self.width**2 + self.mlp_matrices * self.width * self.mlp_inner)
+
+    @property
+    def attended(self) -> int:
+        """Tokens that a token attends to, summed over the layers."""
+        if not self.window:
+            return self.layers * self.tokens
+        windows = self.layers - self.full_layers
+        return self.full_layers * self.tokens + windows * min(self.window, self.tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResamplerSizes(_Sizes):
+class ResamplerSizes(Record):
     """A Perceiver: latents attend to a frame's patches and to themselves.
 
     `code` names the implementation. "flamingo" and "idefics" compute the same, but save different tensors for backward.
     """
 
-    may_be_zero: ClassVar[tuple[str, ...]] = ("mlp_inner",)
-    choices: ClassVar[dict[str, tuple[str, ...]]] = {"code": ("flamingo", "idefics")}
+    least: ClassVar[Mapping[str, int]] = dict.fromkeys(("mlp_inner",), 0)
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"code": ("flamingo", "idefics")}
 
     layers: int
     heads: int
@@ -150,24 +180,55 @@ class ResamplerSizes(_Sizes):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """A cross-attention MLLM.
+    """A cross-attention MLLM, or a decoder-only one, without cross-attention layers.
 
     Attributes:
         projector: channels of the linear layers behind the tower: (in, out) for one layer, (in, inner, out) for two
-            with an activation function between them; None for no projector.
+            with an activation function between them; None for no projector. That of a decoder-only model joins the
+            tokens of the tower to visual tokens, and has a norm before it.
     """
 
     name: str
     text: TextSizes
-    cross: CrossAttentionSizes
     vision: VisionSizes
+    cross: CrossAttentionSizes = NO_CROSS_ATTENTION
     resampler: ResamplerSizes | None = None
     projector: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name, part in (("text", self.text), ("cross", self.cross)):
-            if part.heads % part.kv_heads:
-                raise ConfigError(f"{name}: {part.kv_heads} kv_heads do not divide {part.heads} heads")
+        if self.vision.full_layers > self.vision.layers:
+            raise ConfigError(
+                f"vision: {self.vision.full_layers} full_layers are more than {self.vision.layers} layers"
+            )
+
+    @property
+    def decoder_only(self) -> bool:
+        """Whether the visual tokens are tokens of the text."""
+        return self.cross.layers == 0
+
+    @property
+    def embedding_width(self) -> int:
+        """Channels of a visual token of a decoder-only model, those of deepstack included."""
+        return (1 + self.vision.deepstack) * self.text.hidden
+
+    def with_frame_tokens(self, count: int) -> ModelSizes:
+        """Return the model with `count` visual tokens per frame, as pictures of another size have.
+
+        Raise ConfigError if the model encodes all pictures in one size.
+        """
+        if not self.decoder_only:
+            raise ConfigError(
+                f"frame_tokens: a frame of {self.name} always has {self.vision.keys} visual tokens; leave it out"
+            )
+        if type(count) is not int or count < 1:
+            raise ConfigError(f"frame_tokens: {count!r} is not a number of visual tokens; pass 1 or more")
+        tokens = count * self.vision.tokens // self.vision.keys
+        return replace(self, vision=replace(self.vision, tokens=tokens, keys=count))
+
+    def tokens_of_picture(self, height: int, width: int) -> int:
+        """Return the visual tokens of a picture of a decoder-only model, whose sides are rounded to whole tokens."""
+        side = self.vision.patch * isqrt(self.vision.tokens // self.vision.keys)
+        return max(1, round(height / side)) * max(1, round(width / side))
 
     @property
     def cross_parameters(self) -> int:
@@ -189,7 +250,8 @@ class ModelSizes:
         return self._connector(self.vision.keys, self.vision.tokens)
 
     def _connector(self, latents: int, patches: int) -> int:
-        work, r = latents * sum(a * b for a, b in pairwise(self.projector or ())), self.resampler
+        projector = sum(a * b for a, b in pairwise(self.projector or ()))
+        work, r = latents * projector * (1 + self.vision.deepstack), self.resampler
         if r:  # K and V are projected from latents and patches
             attention = (4 * latents + 2 * patches) * r.heads * r.head_dim
             work += r.layers * self.vision.width * (attention + latents * 2 * r.mlp_inner)
@@ -212,7 +274,8 @@ class ModelSizes:
         """The most parameters that FSDP2 gathers at once: those of a layer, or the embeddings."""
         text = self.text
         layer = text.attention_parameters + text.mlp_parameters
-        return max(layer, self.cross_parameters, text.vocabulary * text.hidden)
+        crossing = self.cross_parameters if self.cross.layers else 0
+        return max(layer, crossing, text.vocabulary * text.hidden)
 
 
 _SECTIONS = {"text": TextSizes, "cross": CrossAttentionSizes, "vision": VisionSizes, "resampler": ResamplerSizes}

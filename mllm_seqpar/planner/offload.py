@@ -14,9 +14,9 @@ from mllm_seqpar.schedules import TransferKind
 
 from .call_cost import shard_bytes
 from .candidates import ParallelSpec
+from .costs import Cost, Passes
 
 if TYPE_CHECKING:
-    from .step_cost import Part
     from .workload import Workload
 
 CHUNK_BYTES = 64 << 20
@@ -53,11 +53,16 @@ def rows_memory(workload: Workload, *, backward: bool) -> int:
     return (2 * workload.gpus - 1) * rows
 
 
-def with_copies(workload: Workload, call: Part) -> Part:
-    """Return the cost of an attention call with features in host memory."""
+def with_copies(workload: Workload, call: Passes) -> Passes:
+    """Return the cost of an attention call with features in host memory, where no transfer is hidden."""
     seconds = host_bytes(workload) / HOST_LINK
     copied = seconds * (2 if workload.trains_features else 1)  # copies in the two directions overlap
     passes = 1 + workload.checkpointing  # backward repeats the forward pass with checkpointing
-    backward = max(call.backward + call.hidden / 2, copied + seconds * (passes - 1)) if workload.training else 0.0
-    forward = max(call.forward + call.hidden / (2 if workload.training else 1), seconds)
-    return replace(call, forward=forward, backward=backward, exposed=call.exposed + call.hidden, hidden=0.0)
+    hidden = call.both.hidden / (2 if workload.training else 1)
+
+    def exposing(cost: Cost, copies: float) -> Cost:
+        waits = cost.exposed + cost.hidden
+        return replace(cost, seconds=max(cost.seconds + hidden, copies), exposed=waits, hidden=0.0)
+
+    backward = exposing(call.backward, copied + seconds * (passes - 1)) if workload.training else Cost()
+    return Passes(exposing(call.forward, seconds), backward)

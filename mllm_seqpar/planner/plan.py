@@ -3,48 +3,40 @@
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, inf
-
-from mllm_seqpar.errors import ConfigError
+from math import ceil
+from typing import ClassVar
 
 from .candidates import STRATEGIES, ParallelSpec
 from .cluster import Cluster
+from .costs import Passes
 from .memory import USABLE, peak_memory
+from .records import Record
 from .selection import MARGIN, Candidate
-from .step_cost import Part, cross_attention_candidates, self_attention_candidate, step_parts
-from .workload import Workload
+from .step_cost import cross_attention_candidates, self_attention_candidates, step_parts
+from .workload import SELF, Workload
 
 MAX_FRAMES = 2**27
 """The longest video to consider: four years at one frame per second."""
 POWERS_OF_TWO = tuple(2**i for i in range(17))
+_ORDER = (*STRATEGIES, "local")
 
 
-@dataclass(frozen=True)
-class StrategyPlan:
+@dataclass(frozen=True, kw_only=True)
+class StrategyPlan(Passes):
     """The estimate of a step with one strategy.
 
-    `spec` has the fastest mesh shape that fits, `parts` the keys `step_cost.PARTS`, `memory` the bytes of a rank by
-    kind (`memory.KINDS`). `max_frames` are the most frames that fit, `cross` is one cross-attention call.
+    `spec` has the fastest mesh shape that fits, `parts` the keys `step_cost.PARTS` (a decoder-only model has no
+    cross-attention), `memory` the bytes of a rank by kind (`memory.KINDS`). `max_frames` are the most frames that fit.
+    `call` is one call of the attention that `spec` is about: of cross-attention, or of self-attention in a decoder-only
+    model.
     """
 
     spec: ParallelSpec
-    parts: Mapping[str, Part]
+    parts: Mapping[str, Passes]
     memory: Mapping[str, int]
     fits: bool
     max_frames: int
-    cross: Candidate
-
-    @property
-    def forward(self) -> float:
-        return sum(part.forward for part in self.parts.values())
-
-    @property
-    def backward(self) -> float:
-        return sum(part.backward for part in self.parts.values())
-
-    @property
-    def seconds(self) -> float:
-        return self.forward + self.backward
+    call: Candidate
 
 
 DECODE_RATE = 400.0
@@ -56,10 +48,10 @@ class Plan:
     """The estimates of all strategies for one workload on one cluster.
 
     Attributes:
-        rows: one per strategy; rows that fit come first, the fastest first.
+        rows: one per strategy, of self-attention in a decoder-only model; rows that fit come first, the fastest first.
         illegal: the reason by strategy.
-        text: one self-attention call, the same in all rows.
-        min_gpus: the smallest power of two of GPUs on which LV-XAttn, which needs least memory, fits; or None.
+        text: one self-attention call, the same in all rows; of the first one in a decoder-only model.
+        min_gpus: the smallest power of two of GPUs on which `preferred`, which needs least memory, fits; or None.
     """
 
     workload: Workload
@@ -76,26 +68,32 @@ class Plan:
         return decoded / (self.cluster.decode_rate or DECODE_RATE) / row.seconds
 
     @property
+    def preferred(self) -> str:
+        """The strategy that is chosen among equals."""
+        return _preferred_run(self.workload)[1].strategy
+
+    @property
+    def attention(self) -> str:
+        """The part of a step that the strategies are about."""
+        return "self-attention" if self.workload.model.decoder_only else "cross-attention"
+
+    @property
     def best(self) -> StrategyPlan:
-        """The first row, or LV-XAttn if that is slower by no more than MARGIN, as in `select_strategy`."""
+        """The first row, or the preferred one if that is slower by no more than MARGIN, as in `select_strategy`."""
         first = self.rows[0]
-        lv_xattn = next((row for row in self.rows if row.spec.strategy == "lv-xattn"), first)
-        close = lv_xattn.seconds <= first.seconds * (1 + MARGIN)
-        return lv_xattn if close and lv_xattn.fits == first.fits else first
+        preferred = next((row for row in self.rows if row.spec.strategy == self.preferred), first)
+        close = preferred.seconds <= first.seconds * (1 + MARGIN)
+        return preferred if close and preferred.fits == first.fits else first
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataSet:
+class DataSet(Record):
     """The samples of a run, and how often it processes them."""
+
+    units: ClassVar[Mapping[str, str]] = {"samples": "a number of samples", "epochs": "a number of epochs"}
 
     samples: int
     epochs: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.samples < 1:
-            raise ConfigError(f"samples: {self.samples} is not a number of samples; pass 1 or more")
-        if not 0 < self.epochs < inf:
-            raise ConfigError(f"epochs: {self.epochs} is not a number of epochs; pass more than 0")
 
     def steps(self, batch: int) -> int:
         """Return the number of steps of `batch` samples each, the last one of an epoch with fewer."""
@@ -107,31 +105,57 @@ class DataSet:
 
 
 def make_plan(workload: Workload, cluster: Cluster, strategies: Sequence[str] = STRATEGIES) -> Plan:
-    """Return the plan; a ConfigError names an unknown or no legal strategy, or link speeds that the cluster lacks."""
+    """Return the plan; a ConfigError names an unknown or no legal strategy, or link speeds that the cluster lacks.
+
+    `strategies` are those of cross-attention. A decoder-only model is planned with each `self_attention` that its
+    workload allows.
+    """
     cluster.check_ranks(workload.gpus)
-    possible = ("lv-xattn",) if workload.visual_offload else tuple(strategies)
-    by_strategy = cross_attention_candidates(workload, cluster, possible)
-    text = self_attention_candidate(workload, cluster)
-    rows = [_strategy_plan(workload, cluster, candidates, text) for candidates in by_strategy.values()]
-    rows.sort(key=lambda row: (not row.fits, row.seconds, STRATEGIES.index(row.spec.strategy)))
+    if workload.model.decoder_only:
+        strategies = SELF if workload.self_attention == "auto" else (workload.self_attention,)
+        candidates, text = self_attention_candidates(workload, cluster), None
+        if strategies == ("local",):
+            candidates = [replace(candidate, spec=ParallelSpec("local", (1, 1))) for candidate in candidates]
+    else:
+        possible = ("lv-xattn",) if workload.visual_offload else strategies
+        candidates = cross_attention_candidates(workload, cluster, possible)
+        text = self_attention_candidates(workload, cluster)[0]
+    by_strategy: dict[str, list[Candidate]] = {}
+    for candidate in candidates:
+        by_strategy.setdefault(candidate.spec.strategy, []).append(candidate)
+    rows = [_strategy_plan(workload, cluster, found, text) for found in by_strategy.values()]
+    rows.sort(key=lambda row: (not row.fits, row.seconds, _ORDER.index(row.spec.strategy)))
     illegal = {name: _why_illegal(name, workload) for name in strategies if name not in by_strategy}
-    enough = (n for n in POWERS_OF_TWO if _fits(replace(workload, gpus=n), ParallelSpec("lv-xattn", (n, 1)), cluster))
-    return Plan(workload, cluster, tuple(rows), illegal, text, next(enough, None))
+    enough = (n for n in POWERS_OF_TWO if _fits(*_preferred_run(replace(workload, gpus=n)), cluster))
+    return Plan(workload, cluster, tuple(rows), illegal, text or rows[0].call, next(enough, None))
+
+
+def _preferred_run(workload: Workload) -> tuple[Workload, ParallelSpec]:
+    """Return the workload with the strategy that needs least memory, which is preferred among equals."""
+    if workload.model.decoder_only:
+        return replace(workload, self_attention="ring"), ParallelSpec("ring", (1, workload.gpus))
+    return workload, ParallelSpec("lv-xattn", (workload.gpus, 1))
 
 
 def _strategy_plan(
-    workload: Workload, cluster: Cluster, candidates: Sequence[Candidate], text: Candidate
+    workload: Workload, cluster: Cluster, candidates: Sequence[Candidate], text: Candidate | None
 ) -> StrategyPlan:
-    """Plan the fastest candidate that fits; if none fits, the fastest."""
+    """Plan the fastest candidate that fits; if none fits, the fastest. In a decoder-only model, `text` is None."""
+    if text is None and workload.self_attention != "local":
+        workload = replace(workload, self_attention=candidates[0].spec.strategy)
     fitting = next((candidate for candidate in candidates if _fits(workload, candidate.spec, cluster)), None)
-    cross = fitting or candidates[0]
+    call = fitting or candidates[0]
+    parts = step_parts(workload, cluster, call if text else None, text or call)
+    total = sum(parts.values(), Passes())
     return StrategyPlan(
-        spec=cross.spec,
-        parts=step_parts(workload, cluster, cross, text),
-        memory=peak_memory(workload, cross.spec),
+        total.forward,
+        total.backward,
+        spec=call.spec,
+        parts=parts,
+        memory=peak_memory(workload, call.spec),
         fits=fitting is not None,
-        max_frames=max_frames(workload, cluster, cross.spec),
-        cross=cross,
+        max_frames=max_frames(workload, cluster, call.spec),
+        call=call,
     )
 
 
@@ -142,12 +166,14 @@ def _fits(workload: Workload, spec: ParallelSpec, cluster: Cluster) -> bool:
 def max_frames(workload: Workload, cluster: Cluster, spec: ParallelSpec) -> int:
     """Return the most frames that fit; 0 if one frame does not fit.
 
-    The text has a placeholder for each frame, so it grows with the video; its other tokens stay.
+    The text has a placeholder for each frame, so it grows with the video; its other tokens stay. In a decoder-only
+    model the visual tokens are counted apart.
     """
-    frames, others = range(1, MAX_FRAMES + 1), max(0, workload.text - workload.frames)
+    placeholders = 0 if workload.model.decoder_only else 1
+    frames, others = range(1, MAX_FRAMES + 1), max(0, workload.text - placeholders * workload.frames)
 
     def fits(count: int) -> bool:
-        return _fits(replace(workload, frames=count, text=others + count), spec, cluster)
+        return _fits(replace(workload, frames=count, text=others + placeholders * count), spec, cluster)
 
     return bisect_left(frames, True, key=lambda count: not fits(count))
 
@@ -159,4 +185,6 @@ def _why_illegal(strategy: str, workload: Workload) -> str:
         return "one GPU has no other GPU to share with"
     if strategy == "mesh":
         return f"{workload.gpus} GPUs have no tile (a, b) except (n, 1) and (1, n)"
-    return f"no group of the {workload.gpus} GPUs divides {workload.model.cross.heads} heads"  # Ulysses
+    model = workload.model
+    heads = model.text.heads if model.decoder_only else model.cross.heads
+    return f"no group of the {workload.gpus} GPUs divides {heads} heads"  # Ulysses

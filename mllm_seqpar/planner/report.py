@@ -4,13 +4,16 @@ import textwrap
 from dataclasses import asdict
 from typing import Any
 
+from .call_cost import CallCost
 from .candidates import ParallelSpec
-from .memory import KINDS, USABLE
+from .costs import Cost, Passes
+from .memory import USABLE
 from .offload import host_bytes
 from .plan import DataSet, Plan, StrategyPlan
 from .selection import MARGIN, Candidate, duration
-from .step_cost import PARTS
 from .workload import Workload
+
+_NAMES = {"lv-xattn": "LV-XAttn", "ring": "Ring Attention"}
 
 WIDTH = 100
 """The longest line of a plan as text."""
@@ -38,7 +41,9 @@ def as_json(plan: Plan, data_set: DataSet | None = None) -> dict[str, Any]:
         },
         "enough_gpus": plan.min_gpus,
         "self_attention": {**_shape_json(text.spec), "call": _call_json(text)},
-        "strategies": [_row_json(row) | {"cores_per_gpu": plan.cores_per_gpu(row)} for row in plan.rows],
+        "strategies": [
+            _row_json(row, plan.attention) | {"cores_per_gpu": plan.cores_per_gpu(row)} for row in plan.rows
+        ],
         "not legal": dict(plan.illegal),
     }
     if data_set is not None:
@@ -48,17 +53,18 @@ def as_json(plan: Plan, data_set: DataSet | None = None) -> dict[str, Any]:
     return values
 
 
-def _row_json(row: StrategyPlan) -> dict[str, Any]:
+def _row_json(row: StrategyPlan, attention: str) -> dict[str, Any]:
     return {
         "strategy": row.spec.strategy,
         **_shape_json(row.spec),
-        **{name: getattr(row, name) for name in ("seconds", "forward", "backward")},
-        "parts": {name: asdict(row.parts[name]) for name in PARTS},
+        "seconds": row.seconds,
+        **_seconds(row),
+        "parts": {name: _seconds(part) | _transfers(part.both) for name, part in row.parts.items()},
         "memory": dict(row.memory),
         "memory_total": sum(row.memory.values()),
         "fits": row.fits,
         "longest_frames": row.max_frames,
-        "cross_attention_call": _call_json(row.cross),
+        f"{attention.replace('-', '_')}_call": _call_json(row.call),
     }
 
 
@@ -67,16 +73,26 @@ def _shape_json(spec: ParallelSpec) -> dict[str, Any]:
 
 
 def _call_json(candidate: Candidate) -> dict[str, dict[str, Any]]:
-    passes = zip(("forward", "backward"), candidate.passes, strict=False)
-    return {name: {k: v for k, v in vars(cost).items() if k != "timeline"} for name, cost in passes}
+    passes = {"forward": candidate.forward, "backward": candidate.backward}
+    calls = {name: cost for name, cost in passes.items() if isinstance(cost, CallCost)}
+    return {name: {k: v for k, v in vars(cost).items() if k != "timeline"} for name, cost in calls.items()}
+
+
+def _seconds(cost: Passes) -> dict[str, float]:
+    return {"forward": cost.forward.seconds, "backward": cost.backward.seconds}
+
+
+def _transfers(cost: Cost) -> dict[str, float]:
+    return {name: value for name, value in asdict(cost).items() if name != "seconds"}
 
 
 def patch_options(plan: Plan) -> dict[str, Any]:
     """Return the options of `patch_model` that run the best row, without options at their default."""
     workload, spec = plan.workload, plan.best.spec
-    options: dict[str, Any] = {"strategy": spec.strategy}
-    if workload.gpus > 1 and workload.self_attention != "ring":
-        options["self_attention"] = workload.self_attention
+    options: dict[str, Any] = {} if workload.model.decoder_only else {"strategy": spec.strategy}
+    self_attention = spec.strategy if workload.model.decoder_only else workload.self_attention
+    if workload.gpus > 1 and self_attention != "ring":
+        options["self_attention"] = self_attention
     if _needs_tile(spec):
         options["tile"] = spec.mesh_shape
     elif spec.strategy not in ("mesh", "ulysses") and workload.self_attention != "auto" and _needs_tile(plan.text.spec):
@@ -100,14 +116,16 @@ def _heading(plan: Plan) -> list[str]:
     batch = f", batch {workload.batch}" if workload.batch > 1 else ""
     what, parameters = workload.trained, f"parameters of {workload.parameter}"
     if workload.lora_r is not None:
-        what = f"LoRA of rank {workload.lora_r} on {', '.join(workload.lora_target)}"
+        what = f"LoRA of rank {workload.lora_r} on {', '.join(_targets(workload))}"
         parameters = (
             f"frozen weights of {workload.base_parameter or workload.element}, adapters of {workload.parameter}"
         )
-    assumptions = [f"activations of {workload.element} bytes, {parameters}, sharded by FSDP2"]
+    where = "on every GPU" if workload.answer and not workload.shard_weights else "sharded by FSDP2"
+    assumptions = [f"activations of {workload.element} bytes, {parameters}, {where}"]
     if workload.training:
         assumptions[0] += f", gradients of {workload.parameter}, optimizer {workload.optimizer} bytes each"
-        assumptions.append("K and V of frames " + ("recomputed in backward" if workload.recompute else "saved"))
+        if not model.decoder_only:
+            assumptions.append("K and V of frames " + ("recomputed in backward" if workload.recompute else "saved"))
         kept = ", attention computed again" if workload.recompute_attention else ", results of attention kept"
         assumptions.append(
             "with gradient checkpointing" + kept if workload.checkpointing else "no gradient checkpointing"
@@ -116,37 +134,59 @@ def _heading(plan: Plan) -> list[str]:
         assumptions.append(f"features in host memory, {host_bytes(workload) / 1e9:.3g} GB of a rank")
     if workload.mlp_chunk_size is not None:
         assumptions.append(f"MLPs of {workload.mlp_chunk_size} tokens at once")
-    self_attention = "local" if workload.self_attention == "local" else str(plan.text.spec)
+    if not model.decoder_only:
+        self_attention = "local" if workload.self_attention == "local" else str(plan.text.spec)
+        assumptions.append(f"self-attention {self_attention}")
     paragraphs = [
         f"{model.name}: {model.parameters / 1e9:.2f} B parameters, {workload.trained_parameters / 1e9:.3g} B trained "
-        f"({what}); {workload.frames:,} frames of {model.vision.keys} tokens, {workload.text:,} text tokens" + batch,
+        f"({what}); {_video(workload)}, {workload.text:,} text tokens" + batch,
         f"{workload.gpus} GPUs of {cluster.name}: attention {cluster.attention_forward / 1e12:.4g} TFLOP/s forward"
         f"{peak}, {cluster.gpus_per_node} to a node at {cluster.node_link / 1e9:.4g} GB/s, "
         f"{cluster.network_link / 1e9:.4g} GB/s between nodes",
-        "; ".join([*assumptions, f"self-attention {self_attention}"]),
+        "; ".join(assumptions),
     ]
     return [line for paragraph in paragraphs for line in _wrapped(paragraph)]
 
 
-def _cells(row: StrategyPlan, usable: float, cores: float) -> dict[str, str]:
+def _targets(workload: Workload) -> list[str]:
+    """Return the layers with adapters, without those that the model lacks."""
+    return [name for name in workload.lora_target if name != "cross" or not workload.model.decoder_only]
+
+
+def _video(workload: Workload) -> str:
+    vision = workload.model.vision
+    if vision.pictures == 1:
+        return f"{workload.frames:,} frames of {vision.keys} tokens"
+    return f"{workload.frames:,} frames, {vision.keys} tokens for every {vision.pictures} of them"
+
+
+def _cells(row: StrategyPlan, usable: float, cores: float, answer: int) -> dict[str, str]:
     """Return the column of a strategy: a cell with its unit by the name of the line."""
-    cross, text = row.parts["cross-attention"], row.parts["self-attention"]
-    names = {name: f"  {name}" for name in PARTS} | {"parameters": "  waiting for parameters"}
-    cells = {"time of a step": duration(row.seconds)}
-    cells |= {"  forward, of all parts": duration(row.forward), "  backward": duration(row.backward)}
-    cells |= {names[name]: duration(row.parts[name].seconds) for name in PARTS}
+    kinds = {name: row.parts[f"{name}-attention"] for name in ("cross", "self") if f"{name}-attention" in row.parts}
+    first, part = next(iter(kinds.items()))
+    names = {name: f"  {name}" for name in row.parts} | {"parameters": "  waiting for parameters"}
+    if "decoding" in row.parts:
+        cells = {f"time of an answer of {answer:,} tokens": duration(row.seconds)}
+        cells |= {"  each token": duration(row.parts["decoding"].seconds / answer)}
+    else:
+        cells = {"time of a step": duration(row.seconds)}
+        cells |= {
+            "  forward, of all parts": duration(row.forward.seconds),
+            "  backward": duration(row.backward.seconds),
+        }
+    cells |= {names[name]: duration(row.parts[name].seconds) for name in row.parts}
     cells["transfers of attention"] = ""
-    for name, part in (("cross", cross), ("self", text)):
-        cells |= {f"  {name}, waited for": duration(part.exposed), f"  {name}, overlapped": duration(part.hidden)}
+    for name, each in kinds.items():
+        cells |= {f"  {name}, waited for": duration(each.exposed), f"  {name}, overlapped": duration(each.both.hidden)}
     cells["data, cores for each GPU"] = f"{cores:.3g}"
     cells["bytes sent by the busiest GPU"] = ""
     cells |= {
-        "  cross, within the node": _bytes(cross.node_bytes),
-        "  cross, to other nodes": _bytes(cross.network_bytes),
+        f"  {first}, within the node": _bytes(part.both.node_bytes),
+        f"  {first}, to other nodes": _bytes(part.both.network_bytes),
     }
-    cells["  all parts, to other nodes"] = _bytes(sum(part.network_bytes for part in row.parts.values()))
+    cells["  all parts, to other nodes"] = _bytes(row.both.network_bytes)
     cells["memory of a GPU at the peak"] = _bytes(sum(row.memory.values()))
-    cells |= {f"  {kind} ": _bytes(row.memory[kind]) for kind in KINDS}
+    cells |= {f"  {kind} ": _bytes(size) for kind, size in row.memory.items()}
     cells[f"  fits into {_bytes(usable)}"] = "yes" if row.fits else "no"
     cells["longest video, in frames"] = f"{row.max_frames:,}"
     return cells
@@ -155,7 +195,8 @@ def _cells(row: StrategyPlan, usable: float, cores: float) -> dict[str, str]:
 def _table(plan: Plan) -> list[str]:
     """Return the table with a column for each strategy, the best one first."""
     rows = [plan.best, *(row for row in plan.rows if row is not plan.best)]
-    columns = [_cells(row, USABLE * plan.cluster.memory_bytes, plan.cores_per_gpu(row)) for row in rows]
+    usable, answer = USABLE * plan.cluster.memory_bytes, plan.workload.answer
+    columns = [_cells(row, usable, plan.cores_per_gpu(row), answer) for row in rows]
     heads = [str(row.spec).partition(" ") for row in rows]
     names = ["", "", *columns[0]]
     body = [[head[0], head[2], *cells.values()] for head, cells in zip(heads, columns, strict=True)]
@@ -180,13 +221,14 @@ def reasons(plan: Plan) -> list[str]:
     said = []
     if equal:
         names = ", ".join(f"{row.spec} ({_bytes(_total(row))})" for row in equal)
-        prefers = ", and LV-XAttn is preferred among equals" if best.spec.strategy == "lv-xattn" else ""
+        prefers = f", and {_NAMES[plan.preferred]} is preferred among equals"
+        prefers = prefers if best.spec.strategy == plan.preferred else ""
         said.append(
             f"Equal within {MARGIN:.0%}, the planner's accuracy{prefers}: {names}; {best.spec} needs "
             f"{_bytes(_total(best))} of a GPU."
         )
     for row in slower:
-        more = row.parts["cross-attention"].exposed - best.parts["cross-attention"].exposed
+        more = row.parts[plan.attention].exposed - best.parts[plan.attention].exposed
         waits = more > (row.seconds - best.seconds) / 2
         cause = f": {duration(more)} more of transfers that computation does not hide" if waits else ""
         said.append(f"{row.spec} takes {row.seconds / best.seconds:.3g} times as long{cause}.")
@@ -199,18 +241,22 @@ def _verdict(plan: Plan) -> list[str]:
     workload, best = plan.workload, plan.best
     lines = [f"{name}: left out, {reason}" for name, reason in plan.illegal.items()]
     if best.fits:
-        options = ", ".join(f"{name}={value!r}" for name, value in patch_options(plan).items())
-        lines += [f"Best: {best.spec}, {duration(best.seconds)} a step", f"  patch_model(model, {options})"]
+        options = "".join(f", {name}={value!r}" for name, value in patch_options(plan).items())
+        lines += [
+            f"Best: {best.spec}, {duration(best.seconds)} {'an answer' if workload.answer else 'a step'}",
+            f"  patch_model(model{options})",
+        ]
         lines += [line for reason in reasons(plan) for line in _wrapped(f"  {reason}", "  ")]
         if plan.min_gpus and plan.min_gpus < workload.gpus:
-            lines.append(f"With LV-XAttn, {plan.min_gpus} GPUs are enough.")
+            lines.append(f"With {_NAMES[plan.preferred]}, {plan.min_gpus} GPUs are enough.")
     else:
         most = max(row.max_frames for row in plan.rows)
         frames = f"at most {most:,} frames fit" if most else "not even one frame fits"
         gpus = f"{plan.min_gpus} GPUs are enough" if plan.min_gpus else "no number of GPUs is enough"
         lines.append(f"Nothing fits with {workload.frames:,} frames; {frames}; {gpus}.")
         lines += [line for reason in reasons(plan) for line in _wrapped(reason)]
-    if _needs_tile(best.spec) and _needs_tile(plan.text.spec) and workload.self_attention != "auto":
+    two = not workload.model.decoder_only and workload.self_attention != "auto"
+    if _needs_tile(best.spec) and _needs_tile(plan.text.spec) and two:
         text = f"patch_model takes one tile, but the plan has {best.spec} for frames and {plan.text.spec} for text."
         lines += _wrapped(text)
     return lines
@@ -222,7 +268,7 @@ def _duration(plan: Plan, data_set: DataSet) -> list[str]:
     named = {row.spec.strategy: row for row in plan.rows if row.fits}
     rows = [
         plan.best,
-        *(named[name] for name in ("lv-xattn", "ring") if name in named and named[name] is not plan.best),
+        *(named[name] for name in (plan.preferred, "ring") if name in named and named[name] is not plan.best),
     ]
     epochs = f" x {data_set.epochs:g} epochs" if data_set.epochs != 1 else ""
     kind = "steps" if workload.training else "forward passes"

@@ -12,6 +12,7 @@ from mllm_seqpar.schedules.bytes_sent import Problem
 from .call_cost import CallCost, VisibleFraction, VisualProjection, call_cost
 from .candidates import STRATEGIES, ParallelSpec, candidate_specs
 from .cluster import Cluster
+from .costs import Cost, Passes
 
 MARGIN = 0.02
 """The accuracy of the predictions: a smaller difference does not decide."""
@@ -44,37 +45,17 @@ class SelectionOptions:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A spec and its costs; `backward` is None without training."""
+class Candidate(Passes):
+    """A spec and its costs, those of each pass as `CallCost`; without training, backward costs nothing."""
 
-    spec: ParallelSpec
-    forward: CallCost
-    backward: CallCost | None
-
-    @property
-    def passes(self) -> tuple[CallCost, ...]:
-        return (self.forward,) if self.backward is None else (self.forward, self.backward)
-
-    @property
-    def seconds(self) -> float:
-        return sum(cost.seconds for cost in self.passes)
-
-    @property
-    def exposed(self) -> float:
-        return sum(cost.exposed for cost in self.passes)
-
-    @property
-    def bytes_sent(self) -> int:
-        return sum(cost.node_bytes + cost.network_bytes for cost in self.passes)
+    spec: ParallelSpec = field(kw_only=True)
 
 
-@dataclass(frozen=True)
-class Selection:
-    """The selected spec, its estimate for all passes, a line for the log, all candidates, fastest first, and the
-    cluster whose rates decided."""
+@dataclass(frozen=True, kw_only=True)
+class Selection(Candidate):
+    """The selected candidate, a line for the log, all candidates, fastest first, and the cluster whose rates
+    decided."""
 
-    spec: ParallelSpec
-    seconds: float
     reason: str
     candidates: tuple[Candidate, ...] = field(repr=False)
     cluster: Cluster = field(repr=False)
@@ -114,7 +95,7 @@ def select_strategy(problem: Problem, cluster: Cluster, *, options: SelectionOpt
     # A mask that makes (row, rank) pairs empty asks for the direct schedule anyway.
     all_pairs = options.visible_rows is None and cluster.pairs_exchange(problem.ranks)
     candidates = [
-        Candidate(spec, cost(spec, False), cost(spec, True) if options.training else None)
+        Candidate(cost(spec, False), cost(spec, True) if options.training else Cost(), spec=spec)
         for spec in candidate_specs(problem, options.strategies, all_pairs=all_pairs)
         if options.mesh_shape in (None, spec.mesh_shape)
     ]
@@ -131,10 +112,14 @@ def select_strategy(problem: Problem, cluster: Cluster, *, options: SelectionOpt
     best, preferred = by_time[0], candidates[0]
     if preferred.spec.strategy in ("lv-xattn", "ring") and preferred.seconds <= best.seconds * (1 + options.margin):
         best = preferred
-    return Selection(best.spec, best.seconds, _reason(best, by_time, problem), tuple(by_time), cluster)
+    reason = _reason(best, by_time, problem)
+    return Selection(
+        best.forward, best.backward, spec=best.spec, reason=reason, candidates=tuple(by_time), cluster=cluster
+    )
 
 
 def _reason(best: Candidate, by_time: Sequence[Candidate], problem: Problem) -> str:
+    sent = best.both.node_bytes + best.both.network_bytes
     exposed = f"{duration(best.exposed)} of it waiting"
     hidden = "all transfers hidden" if best.exposed < 0.01 * best.seconds else exposed
     fastest: dict[str, Candidate] = {}
@@ -143,7 +128,7 @@ def _reason(best: Candidate, by_time: Sequence[Candidate], problem: Problem) -> 
     slower = [candidate for name, candidate in fastest.items() if name != best.spec.strategy]
     others = ", ".join(f"{candidate.spec} {duration(candidate.seconds)}" for candidate in slower[:3])
     return (
-        f"{best.spec}: {duration(best.seconds)} a call, {hidden}, {best.bytes_sent / 1e6:.3g} MB sent per rank "
+        f"{best.spec}: {duration(best.seconds)} a call, {hidden}, {sent / 1e6:.3g} MB sent per rank "
         f"({problem.batch * problem.rows} rows, {sum(problem.keys)} keys, {problem.ranks} ranks)"
         + (f"; {others}" if others else "")
     )

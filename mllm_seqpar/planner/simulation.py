@@ -13,9 +13,10 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .cluster import Cluster
+from .costs import Cost
 
 
 class SentMessage(NamedTuple):
@@ -56,38 +57,35 @@ class TimelineSpan(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Timeline:
-    """The result of a simulation. Index r holds the figures of rank r; ranks beyond the period are copies.
+class RankTimeline(Cost):
+    """What one rank does until it ends after `seconds`, `computing` of which it computes.
 
-    Attributes:
-        ranks: the number of ranks, of which `period` were simulated.
-        end: seconds at which each rank ends.
-        exposed: seconds in which it waits for transfers.
-        hidden: seconds in which it computes while its step's transfers are in flight.
-        spans: activities by rank, ordered by time; empty unless they were recorded.
+    `hidden` are the seconds in which it computes while its step's transfers are in flight. `spans` are its activities,
+    ordered by time; empty unless they were recorded.
     """
 
+    computing: float = field(kw_only=True)
+    spans: tuple[TimelineSpan, ...] = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The result of a simulation of `ranks` ranks: those of one period, of which the others are copies."""
+
     ranks: int
-    period: int
-    end: tuple[float, ...]
-    computing: tuple[float, ...]
-    exposed: tuple[float, ...]
-    hidden: tuple[float, ...]
-    node_bytes: tuple[int, ...]
-    network_bytes: tuple[int, ...]
-    spans: tuple[tuple[TimelineSpan, ...], ...]
+    by_rank: tuple[RankTimeline, ...]
+
+    @property
+    def period(self) -> int:
+        return len(self.by_rank)
+
+    def most(self, name: str) -> Any:
+        """Return the largest value of a field of all ranks."""
+        return max(getattr(rank, name) for rank in self.by_rank)
 
     @property
     def seconds(self) -> float:
-        return max(self.end)
-
-    @property
-    def all_node_bytes(self) -> int:
-        return sum(self.node_bytes) * self.ranks // self.period
-
-    @property
-    def all_network_bytes(self) -> int:
-        return sum(self.network_bytes) * self.ranks // self.period
+        return float(self.most("seconds"))
 
 
 def simulate(
@@ -143,6 +141,11 @@ class _Rank:
     network_bytes: int = 0
     spans: list[TimelineSpan] = field(default_factory=list)
 
+    def timeline(self) -> RankTimeline:
+        spans = tuple(sorted(self.spans, key=lambda span: (span.start, span.end)))
+        figures = (self.end, self.exposed, self.hidden, self.node_bytes, self.network_bytes)
+        return RankTimeline(*figures, computing=self.computing, spans=spans)
+
 
 _BEGIN, _ACTIVE, _DONE = range(3)
 
@@ -189,13 +192,7 @@ class _Simulation:
         for rank, state in enumerate(self.state):
             if state.step < len(self.phases[rank]):
                 raise ValueError(f"simulate: rank {rank} waits forever in step {state.step}")
-        names = ("end", "computing", "exposed", "hidden", "node_bytes", "network_bytes")
-        return Timeline(
-            ranks=self.ranks,
-            period=self.period,
-            **{name: tuple(getattr(state, name) for state in self.state) for name in names},
-            spans=tuple(tuple(sorted(state.spans, key=lambda span: (span.start, span.end))) for state in self.state),
-        )
+        return Timeline(self.ranks, tuple(state.timeline() for state in self.state))
 
     def _push(self, time: float, kind: int, subject: int | _Transfer, version: int = 0) -> None:
         self.event_count += 1

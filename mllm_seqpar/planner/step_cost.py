@@ -7,7 +7,6 @@ the same again for the gradient of their weights if these are trained, which LoR
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.schedules.bytes_sent import Problem
@@ -16,42 +15,20 @@ from . import offload
 from .call_cost import head_sharding_bytes
 from .candidates import STRATEGIES
 from .cluster import Cluster
-from .collectives import CollectiveCost, all_gather, all_gather_seconds, all_to_all
+from .costs import Cost, Passes, all_gather, all_gather_seconds, all_to_all
 from .lora import adapter_work, frozen_bytes
 from .selection import Candidate, SelectionOptions, select_strategy
-from .workload import Workload
+from .workload import FLOAT32, SELF, Workload
 
 PARTS = ("vision tower", "self-attention", "cross-attention", "MLP", "vocabulary", "parameters")
 _ADAPTED = {"self-attention": "attention", "MLP": "mlp", "cross-attention": "cross", "vision tower": "connector"}
 """The layers with adapters that each part contains."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """The cost of one part of a step: seconds, those of its transfers included, and bytes that a rank sends for it."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-    exposed: float = 0.0
-    hidden: float = 0.0
-    node_bytes: int = 0
-    network_bytes: int = 0
-
-    @property
-    def seconds(self) -> float:
-        return self.forward + self.backward
-
-    def __add__(self, other: Part) -> Part:
-        return Part(*(x + y for x, y in zip(astuple(self), astuple(other), strict=True)))
-
-    def __mul__(self, count: int) -> Part:
-        return Part(*(x * count for x in astuple(self)))
-
-
 def cross_attention_candidates(
     workload: Workload, cluster: Cluster, strategies: Sequence[str] = STRATEGIES
-) -> dict[str, list[Candidate]]:
-    """Return the candidates of each legal strategy for one cross-attention call, fastest first."""
+) -> Sequence[Candidate]:
+    """Return the legal candidates of these strategies for one cross-attention call, fastest first."""
     options = SelectionOptions(
         training=workload.training,
         strategies=strategies,
@@ -59,22 +36,17 @@ def cross_attention_candidates(
         visual=workload.visual,
         overlap=workload.overlap,
     )
-    by_strategy: dict[str, list[Candidate]] = {}
-    for candidate in select_strategy(workload.cross_problem, cluster, options=options).candidates:
-        by_strategy.setdefault(candidate.spec.strategy, []).append(candidate)
-    return by_strategy
+    return select_strategy(workload.cross_problem, cluster, options=options).candidates
 
 
-def self_attention_candidate(workload: Workload, cluster: Cluster) -> Candidate:
-    """Return the fastest candidate of the configured self-attention; raise ConfigError if none is legal."""
-    strategies: tuple[str, ...] = (workload.self_attention,)
+def self_attention_candidates(workload: Workload, cluster: Cluster) -> Sequence[Candidate]:
+    """Return the candidates of the configured self-attention, fastest first; raise ConfigError if none is legal."""
+    strategies = SELF if workload.self_attention == "auto" else (workload.self_attention,)
     if workload.self_attention == "local" or workload.gpus == 1:
         strategies = ("ring",)
-    elif workload.self_attention == "auto":
-        strategies = ("ring", "mesh", "ulysses")
     options = SelectionOptions(training=workload.training, strategies=strategies, causal=True, overlap=workload.overlap)
     try:
-        return select_strategy(workload.text_problem, cluster, options=options).candidates[0]
+        return select_strategy(workload.text_problem, cluster, options=options).candidates
     except ConfigError as error:
         raise ConfigError(
             f"self_attention: {workload.self_attention} cannot shard {workload.model.text.heads} heads over "
@@ -82,40 +54,49 @@ def self_attention_candidate(workload: Workload, cluster: Cluster) -> Candidate:
         ) from error
 
 
-def step_parts(workload: Workload, cluster: Cluster, cross: Candidate, text: Candidate) -> Mapping[str, Part]:
-    """Return the parts of a step (PARTS) with one candidate for cross-attention and one for self-attention."""
+def step_parts(workload: Workload, cluster: Cluster, cross: Candidate | None, text: Candidate) -> Mapping[str, Passes]:
+    """Return the parts of a step (PARTS) with one candidate for cross-attention and one for self-attention.
+
+    A decoder-only model has no cross-attention. An answer has one more part, "decoding".
+    """
     sizes, trained = workload.model.text, workload.language_trained
     layer = _linear(workload, cluster, sizes.attention_parameters, trained=trained, recomputed=workload.checkpointing)
+    vocabulary = sizes.vocabulary * sizes.hidden
     parts = {
-        "vision tower": _vision(workload, cluster),
+        "vision tower": _vision(workload, cluster) + _exchanged_embeddings(workload, cluster),
         "self-attention": (layer + _attention_call(workload, cluster, text, workload.text_problem)) * sizes.layers,
-        "cross-attention": _cross_attention(workload, cluster, cross),
+        **({} if cross is None else {"cross-attention": _cross_attention(workload, cluster, cross)}),
         "MLP": _mlp(workload, cluster),
-        "vocabulary": _linear(workload, cluster, sizes.vocabulary * sizes.hidden, trained=trained),
+        "vocabulary": _linear(workload, cluster, vocabulary, trained=trained, tokens=workload.scored_tokens),
     }
     for name, target in _ADAPTED.items():
-        parts[name] += _adapters(workload, cluster, target)
-    return parts | {"parameters": _parameters(workload, cluster, parts)}
+        if name in parts:
+            parts[name] += _adapters(workload, cluster, target)
+    parts["parameters"] = _parameters(workload, cluster, parts)
+    return parts | ({"decoding": _decoded_token(workload, cluster) * workload.answer} if workload.answer else {})
 
 
-def _linear(workload: Workload, cluster: Cluster, parameters: int, *, trained: bool, recomputed: int = 0) -> Part:
-    """Return the cost of linear layers on all tokens of a rank with this number of recomputations."""
-    once = 2 * parameters * workload.tokens / cluster.matmul
-    return Part(once, once * (1 + (trained and workload.lora_r is None) + recomputed) if workload.training else 0.0)
+def _linear(
+    workload: Workload, cluster: Cluster, parameters: int, *, trained: bool, recomputed: int = 0, tokens: int = 0
+) -> Passes:
+    """Return the cost of linear layers with this number of recomputations, by default on all tokens of a rank."""
+    once = 2 * parameters * (tokens or workload.tokens) / cluster.matmul
+    backward = once * (1 + (trained and workload.lora_r is None) + recomputed) if workload.training else 0.0
+    return Passes(Cost(once), Cost(backward))
 
 
-def _adapters(workload: Workload, cluster: Cluster, target: str) -> Part:
+def _adapters(workload: Workload, cluster: Cluster, target: str) -> Passes:
     """Return the cost of the adapters of one kind of layers, which have both gradients in backward."""
     once = 2 * adapter_work(workload, target) / cluster.matmul
-    return Part(once, once * (2 + workload.checkpointing))
+    return Passes(Cost(once), Cost(once * (2 + workload.checkpointing)))
 
 
-def _vision(workload: Workload, cluster: Cluster) -> Part:
+def _vision(workload: Workload, cluster: Cluster) -> Passes:
     """Return the cost of tower, resampler and projector on a rank's frames; a frozen tower has no backward pass."""
     vision, frames = workload.model.vision, workload.local_frames
     tokens = frames * vision.tokens
     linear = 2 * vision.parameters * tokens / cluster.matmul
-    entries = tokens * vision.tokens * vision.width * vision.layers
+    entries = tokens * vision.attended * vision.width
     forward = linear + 4 * entries / cluster.attention_forward
     backward = 0.0
     if workload.trained == "all":
@@ -124,10 +105,24 @@ def _vision(workload: Workload, cluster: Cluster) -> Part:
     connector = 2 * workload.model.connector_work * frames / cluster.matmul
     if workload.training and workload.trains_features:
         backward += connector * (2 if workload.lora_r is None else 1)
-    return Part(forward + connector, backward)
+    return Passes(Cost(forward + connector), Cost(backward))
 
 
-def _cross_attention(workload: Workload, cluster: Cluster, cross: Candidate) -> Part:
+def _exchanged_embeddings(workload: Workload, cluster: Cluster) -> Passes:
+    """Return the cost of the way of a decoder-only model's embeddings to the ranks that have their tokens.
+
+    It is one all-to-all, or with local text one all-gather; in backward, the gradients travel the other way.
+    """
+    model, gpus = workload.model, workload.gpus
+    if not model.decoder_only or gpus == 1:
+        return Passes()
+    size = workload.local_frames * model.vision.keys * model.embedding_width * workload.element
+    local = workload.self_attention == "local"
+    cost = all_gather(cluster, gpus, size) if local else all_to_all(cluster, gpus, gpus, size)
+    return Passes(cost, cost if workload.training and workload.trains_features else Cost())
+
+
+def _cross_attention(workload: Workload, cluster: Cluster, cross: Candidate) -> Passes:
     sizes = workload.model.cross
     queries = 2 * workload.model.text.hidden * sizes.heads * sizes.head_dim if sizes.own_queries else 0
     layer = _linear(workload, cluster, queries, trained=True, recomputed=workload.checkpointing)
@@ -140,48 +135,37 @@ def _cross_attention(workload: Workload, cluster: Cluster, cross: Candidate) -> 
 
 def _attention_call(
     workload: Workload, cluster: Cluster, candidate: Candidate, problem: Problem, recomputed_kv: bool = False
-) -> Part:
+) -> Passes:
     """Return the cost of one attention call.
 
     With checkpointing, backward repeats the forward pass with its transfers, or, if its results are kept, only the
     all-to-all of Q, and of given K and V, to head shards.
     """
-    calls, extra = list(candidate.passes), CollectiveCost()
+    again = Cost()
     if workload.training and workload.checkpointing:
         if workload.recompute_attention:
-            calls.append(candidate.forward)
+            again = candidate.forward
         elif (degree := candidate.spec.head_degree) > 1:
-            extra = all_to_all(
-                cluster, problem.ranks, degree, head_sharding_bytes(problem, degree, kv=not recomputed_kv)
-            )
-    exposed, hidden, node_bytes, network_bytes = (
-        sum(getattr(call, name) for call in calls) for name in ("exposed", "hidden", "node_bytes", "network_bytes")
-    )
-    return Part(
-        candidate.forward.seconds,
-        sum(call.seconds for call in calls[1:]) + extra.seconds,
-        exposed + extra.seconds,
-        hidden,
-        node_bytes + extra.node_bytes,
-        network_bytes + extra.network_bytes,
-    )
+            size = head_sharding_bytes(problem, degree, kv=not recomputed_kv)
+            again = all_to_all(cluster, problem.ranks, degree, size)
+    return Passes(candidate.forward, candidate.backward + again)
 
 
-def _gathered_rows(workload: Workload, cluster: Cluster) -> Part:
+def _gathered_rows(workload: Workload, cluster: Cluster) -> Passes:
     """Return the cost of gathering rows for local text.
 
     Every rank gathers the rows of O of the others; backward sums their gradients in float32.
     """
     problem = workload.cross_problem
     elements = problem.batch * problem.rows * problem.heads * problem.dim
-    costs = [all_gather(cluster, workload.gpus, elements * problem.element)]
-    if workload.training:
-        costs += [all_gather(cluster, workload.gpus, elements * problem.accumulated)] + costs * workload.checkpointing
-    seconds, node_bytes, network_bytes = zip(*costs, strict=True)
-    return Part(seconds[0], sum(seconds[1:]), sum(seconds), 0.0, sum(node_bytes), sum(network_bytes))
+    rows = all_gather(cluster, workload.gpus, elements * problem.element)
+    if not workload.training:
+        return Passes(rows)
+    gradients = all_gather(cluster, workload.gpus, elements * problem.accumulated)
+    return Passes(rows, gradients + rows * workload.checkpointing)
 
 
-def _mlp(workload: Workload, cluster: Cluster) -> Part:
+def _mlp(workload: Workload, cluster: Cluster) -> Passes:
     """Return the cost of the MLPs. Chunks are recomputed in backward, whether or not the layer is checkpointed.
 
     The recomputation of a decoder layer stops before its MLP, so that chunks are recomputed once. The MLP of a
@@ -196,29 +180,45 @@ def _mlp(workload: Workload, cluster: Cluster) -> Part:
     )
 
 
-def _parameters(workload: Workload, cluster: Cluster, parts: Mapping[str, Part]) -> Part:
+def _parameters(workload: Workload, cluster: Cluster, parts: Mapping[str, Passes]) -> Passes:
     """Return the cost of FSDP2: parameters are gathered forward and again in backward, and gradients are reduced.
 
     These transfers hide under all computation of the step.
     """
-    gpus = workload.gpus
-    if gpus == 1:
-        return Part()
+    if not workload.weights_sharded:
+        return Passes()
     parameters = workload.model.parameters * workload.element
     if workload.lora_r is not None:  # frozen weights are gathered as they are stored
         parameters = frozen_bytes(workload) + workload.trained_parameters * workload.element
     gradients = workload.trained_parameters * workload.parameter
-    gather = all_gather_seconds(cluster, gpus, parameters / gpus)
-    backward_seconds = gather + all_gather_seconds(cluster, gpus, gradients / gpus) if workload.training else 0.0
-    forward = max(0.0, gather - sum(part.forward for part in parts.values()))
-    backward = max(0.0, backward_seconds - sum(part.backward for part in parts.values()))
-    size = parameters + gradients + (parameters if workload.training else 0)
-    inside = min(gpus, cluster.gpus_per_node) - 1
-    return Part(
-        forward,
-        backward,
-        forward + backward,
-        gather + backward_seconds - forward - backward,
-        size * inside // gpus,
-        size * (gpus - 1 - inside) // gpus,
-    )
+    computed = sum(parts.values(), Passes())
+
+    def waiting(under: float, *sizes: int) -> Cost:
+        seconds = sum(all_gather_seconds(cluster, workload.gpus, size / workload.gpus) for size in sizes)
+        exposed, inside = max(0.0, seconds - under), min(workload.gpus, cluster.gpus_per_node) - 1
+        sent = (sum(sizes) * peers // workload.gpus for peers in (inside, workload.gpus - 1 - inside))
+        return Cost(exposed, exposed, seconds - exposed, *sent)
+
+    backward = waiting(computed.backward.seconds, parameters, gradients) if workload.training else Cost()
+    return Passes(waiting(computed.forward.seconds, parameters), backward)
+
+
+def _decoded_token(workload: Workload, cluster: Cluster) -> Passes:
+    """Return the cost of generating one token: weights and K, V are read, and the ranks' partial results are merged.
+
+    Every rank computes all layers of the token, over its own keys. Sharded weights are gathered for each token.
+    """
+    text, gpus = workload.model.text, workload.gpus
+    layers = text.layers * (text.attention_parameters + text.mlp_parameters)
+    weights = layers + text.vocabulary * text.hidden
+    seconds = 2 * weights * workload.batch / cluster.matmul
+    if cluster.memory_rate is not None:
+        seconds = max(seconds, weights * workload.element / cluster.memory_rate)
+        seconds += workload.cache_bytes / cluster.memory_rate
+    cost = Cost(seconds)
+    if gpus > 1 and workload.self_attention != "local":
+        merged = workload.batch * text.heads * (text.head_dim + 1) * FLOAT32
+        cost += all_gather(cluster, gpus, merged) * text.layers
+    if workload.weights_sharded:
+        cost += all_gather(cluster, gpus, layers * workload.element // gpus)
+    return Passes(cost)

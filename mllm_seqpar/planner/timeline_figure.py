@@ -44,7 +44,8 @@ class Panel(NamedTuple):
 
 
 def draw_plan(plan: Plan, path: str | Path) -> None:
-    """Draw one cross-attention layer to a file, whose suffix chooses the format.
+    """Draw one cross-attention layer, or decoder layer of a decoder-only model, to a file, whose suffix chooses the
+    format.
 
     The best strategy is on top, and LV-XAttn and Ring Attention are below it on the same time axis, if the plan
     compares them.
@@ -52,9 +53,8 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
     by_name = {row.spec.strategy: row for row in plan.rows}
     compared = [by_name[name] for name in ("lv-xattn", "ring") if name in by_name and by_name[name] is not plan.best]
     workload = plan.workload
-    title = (
-        f"One cross-attention layer of {workload.model.name}: {workload.frames:,} frames, {workload.text:,} text tokens"
-    )
+    video = f"{workload.frames:,} frames, {workload.text:,} text tokens"
+    title = f"One {plan.attention} layer of {workload.model.name}: {video}"
     panels = [_panel(plan, row) for row in (plan.best, *compared)]
     figure = timeline_figure(f"{title}, {workload.gpus} GPUs of {plan.cluster.name}", panels)
     try:
@@ -66,12 +66,14 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
 def _panel(plan: Plan, row: StrategyPlan) -> Panel:
     workload, passes, calls = plan.workload, [], []
     for name, backward in (("forward", False), ("backward", True))[: 2 if workload.training else 1]:
+        decoder_only = workload.model.decoder_only
         cost = call_cost(
-            workload.cross_problem,
+            workload.text_problem if decoder_only else workload.cross_problem,
             row.spec,
             plan.cluster,
             backward=backward,
-            visual=workload.visual,
+            visible=0.5 if decoder_only else 1.0,
+            visual=None if decoder_only else workload.visual,
             overlap=workload.overlap,
             record=True,
         )
@@ -117,7 +119,7 @@ def timeline_figure(title: str, panels: Sequence[Panel]) -> Any:
 def _draw_rank(axes: Any, rank: int, begin: float, timeline: Timeline, longest: float) -> None:
     """Draw the lanes of a rank in one pass; labels are drawn where they have room."""
     for kind, color in COLORS.items():
-        spans = [span for span in timeline.spans[rank % timeline.period] if span.kind == kind]
+        spans = [span for span in timeline.by_rank[rank % timeline.period].spans if span.kind == kind]
         bars = [(begin + span.start, span.end - span.start) for span in spans]
         lane = (rank + 0.45, 0.4) if kind == "transfer" else (rank + 0.05, 0.4)
         edge = 0.3 if all(length > ROOM / 20 * longest for _, length in bars) else 0.0

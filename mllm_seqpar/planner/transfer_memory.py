@@ -38,11 +38,15 @@ def communicator_memory(workload: Workload) -> int:
 
 
 def receive_buffer_memory(workload: Workload, spec: ParallelSpec) -> int:
-    """Return the bytes of the receive buffers that stay allocated in a step with this spec for cross-attention."""
+    """Return the bytes of the receive buffers that stay allocated in a step with this spec.
+
+    It is that of cross-attention, or of self-attention in a decoder-only model.
+    """
     text, problem = workload.self_attention, workload.text_problem
-    calls = [(workload.cross_problem, spec)]
+    decoder_only = workload.model.decoder_only
+    calls = [(problem if decoder_only else workload.cross_problem, spec)]
     directions = (False, True) if workload.training else (False,)
-    if text != "local":
+    if text != "local" and not decoder_only:
         shape, degree = resolve_tile("ring" if text == "auto" else text, None, problem.ranks)
         shape = shape or min(  # of even shards: all ranks send the same, so rank 0 decides
             mesh_shapes_of(problem.ranks),
@@ -78,24 +82,21 @@ def receive_buffers(problem: Problem, spec: ParallelSpec, *, backward: bool) -> 
         ("result", "q"): [result] if backward else [result, rows],
         ("result", "kv"): [kv_grad] * 2,
     }
+    # A received result is added to the rank's own before the next one of its axis is received.
+    held_q, held_kv = shards_at_one_time(spec.mesh_shape)
+    counts: dict[tuple[TransferKind, Axis], int] = {("input", "q"): held_q, ("input", "kv"): held_kv}
+    counts |= {("result", "q"): int(a > 1), ("result", "kv"): int(b > 1 and backward)}
     found: defaultdict[Hashable, list[int]] = defaultdict(list)
-    for kind, count in _shards_at_one_time(spec.mesh_shape, backward).items():
+    for kind, count in counts.items():
         for size, group in tensors[kind]:
             found[kind, group] += [size] * count
     return dict(found)
 
 
-def _shards_at_one_time(mesh_shape: MeshShape, backward: bool) -> dict[tuple[TransferKind, Axis], int]:
-    """Return the number of shards of each kind that are in receive buffers at one time.
+def shards_at_one_time(mesh_shape: MeshShape) -> tuple[int, int]:
+    """Return the number of Q shards and of KV shards of other ranks that a rank holds at one time.
 
-    A ring holds the input shard that it computes with and the next one, a mesh at most all of its groups. A received
-    result is added to the rank's own before the next one of its axis is received.
+    A ring holds the shard that it computes with and the next one, a mesh at most all of its groups.
     """
     a, b = mesh_shape
-    held_q, held_kv = (min(a - 1, 2) if b == 1 else a - 1), (min(b - 1, 2) if a == 1 else b - 1)
-    return {
-        ("input", "q"): held_q,
-        ("input", "kv"): held_kv,
-        ("result", "q"): int(a > 1),
-        ("result", "kv"): int(b > 1 and backward),
-    }
+    return (min(a - 1, 2) if b == 1 else a - 1), (min(b - 1, 2) if a == 1 else b - 1)

@@ -1,31 +1,36 @@
 """The workload of a plan: one training step, or one forward pass, of a model on a video and a text."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.schedules.bytes_sent import Problem
 
 from . import lora
 from .call_cost import VisualProjection
-from .model_sizes import CrossAttentionSizes, ModelSizes, TextSizes
+from .model_sizes import LayerSizes, ModelSizes
+from .records import Record
 
+FLOAT32 = 4
 TRAINED = ("all", "no-vision", "language", "connector", "none")
-SELF_ATTENTION = ("ring", "mesh", "ulysses", "local", "auto")
+SELF = ("ring", "mesh", "ulysses")
+SELF_ATTENTION = (*SELF, "local", "auto")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class Workload(Record):
     """A step of `model` on `gpus` ranks that share one batch.
 
     Attributes:
-        frames, text: frames and text tokens of one sample.
+        frames, text: pictures of the video of one sample, and its text tokens; in a decoder-only model without the
+            visual tokens.
         gpus: the number of ranks; FSDP2 shards the parameters over them too.
         trained: "all"; "no-vision": all but the vision tower; "language": all but the tower and what follows it, so
             that features can be computed beforehand; "connector": cross-attention and what follows the tower; "none":
             forward only.
         self_attention: "ring", "mesh", "ulysses", "local" (every rank computes all text), or "auto" (the fastest of the
-            first three).
+            first three). In a decoder-only model, "auto" compares the first three.
         recompute: whether backward projects K and V of the frames again.
         checkpointing: whether backward recomputes decoder layers, and those of a trained vision tower.
         recompute_attention: whether that includes attention, instead of keeping its results.
@@ -38,6 +43,9 @@ class Workload:
         optimizer: bytes of optimizer state per trained parameter (AdamW in float32: 8).
         lora_r: the rank of LoRA adapters, which are then all that is trained; None without LoRA.
         lora_target: the layers that have adapters, of `lora.TARGETS`.
+        answer: tokens that are generated after a forward pass over the prompt, whose K and V stay on the ranks that
+            computed them.
+        shard_weights: whether the ranks shard the weights for that too; a forward pass or step without `answer` does.
         decode_per_frame: frames that are decoded for each frame that is used; 30 at 1 of 30 frames per second.
         base_parameter: with LoRA, bytes of a frozen weight (0.5: 4 bits); None: as `element`.
     """
@@ -64,38 +72,43 @@ class Workload:
     lora_target: tuple[str, ...] = ("attention", "mlp", "cross")
     base_parameter: float | None = None
     decode_per_frame: float = 30.0
+    answer: int = 0
+    shard_weights: bool = False
+
+    units: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("frames", "vision_chunk_size", "decode_per_frame"), "a number of frames"),
+        **dict.fromkeys(("text", "mlp_chunk_size", "answer"), "a number of tokens"),
+        **dict.fromkeys(("parameter", "optimizer"), "a number of bytes"),
+        **{"content_tiles": "a number of tiles", "lora_r": "a rank of adapters"},
+    }
+    least: ClassVar[Mapping[str, int]] = {"optimizer": 0, "answer": 0, "decode_per_frame": 0}
+    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "trained": TRAINED,
+        "self_attention": SELF_ATTENTION,
+        "visual_offload": (None, "cpu"),
+        "element": (1, 2, 4, 8),
+        "base_parameter": (None, *lora.BASE_BYTES),
+    }
 
     def __post_init__(self) -> None:
-        counted = {"frames": "frames", "text": "text", "gpus": "gpus", "batch": "batch"}
-        counted |= dict.fromkeys(("element", "parameter", "optimizer"), "bytes")
-        for name, unit in (counted | {"mlp_chunk_size": "tokens", "vision_chunk_size": "frames"}).items():
-            value, least = getattr(self, name), 0 if name == "optimizer" else 1
-            if value is None and name.endswith("chunk_size"):
-                continue
-            if type(value) is not int or value < least:
-                raise ConfigError(f"{name}: {value!r} is not a number of {unit}; pass {least} or more")
-        if not 0 <= self.decode_per_frame < float("inf"):
-            raise ConfigError(f"decode_per_frame: {self.decode_per_frame!r} is not a number of frames; pass 0 or more")
-        if self.element not in (1, 2, 4, 8):
-            raise ConfigError(f"element: no floating-point number has {self.element} bytes; pass 1, 2, 4 or 8")
+        super().__post_init__()
         tiles = self.model.vision.tiles
-        if self.content_tiles is not None and (
-            type(self.content_tiles) is not int or not 1 <= self.content_tiles <= tiles
-        ):
-            raise ConfigError(
-                f"content_tiles: {self.content_tiles!r} is not a number of tiles that a frame of {self.model.name} can "
-                f"have; pass 1 to {tiles}"
-            )
-        if self.visual_offload not in (None, "cpu"):
-            raise ConfigError(f'visual_offload: {self.visual_offload!r} is unknown; choose "cpu", or None')
+        if self.content_tiles is not None and self.content_tiles > tiles:
+            raise ConfigError(f"content_tiles is {self.content_tiles}; a frame of {self.model.name} has {tiles}")
         if self.visual_offload and not self.recompute:
             raise ConfigError('visual_offload="cpu" projects K and V again in backward; do not keep them')
-        if self.trained not in TRAINED:
-            raise ConfigError(f"trained: {self.trained!r} is unknown; choose one of {', '.join(TRAINED)}")
-        if self.self_attention not in SELF_ATTENTION:
+        if self.model.decoder_only and (self.visual_offload or not self.recompute):
             raise ConfigError(
-                f"self_attention: {self.self_attention!r} cannot be planned; choose one of {', '.join(SELF_ATTENTION)}"
+                f"{'visual_offload' if self.visual_offload else 'recompute=False'}: {self.model.name} has no "
+                "cross-attention, whose features and K and V this is about; leave it out"
             )
+        if self.answer and (self.training or not self.model.decoder_only):
+            why = f"with trained={self.trained!r} nothing is generated; pass trained='none'"
+            if not self.model.decoder_only:
+                why = f"generation is planned for decoder-only models, and {self.model.name} has cross-attention"
+            raise ConfigError(f"answer: {why}, or leave answer out")
+        if self.shard_weights and not self.answer:
+            raise ConfigError("shard_weights: has no effect without answer, because a step shards the weights anyway")
         lora.check_lora(self)
 
     @property
@@ -104,8 +117,41 @@ class Workload:
 
     @property
     def rows(self) -> int:
-        """Text tokens of one sample on each rank, padding included; all of them if the text is not sharded."""
-        return self.text if self.self_attention == "local" else -(-self.text // self.gpus)
+        """Tokens of one sample on each rank, padding included; all of them if the text is not sharded."""
+        return self.length if self.self_attention == "local" else -(-self.length // self.gpus)
+
+    @property
+    def length(self) -> int:
+        """Tokens of one sample that the decoder layers compute: in a decoder-only model, also the visual ones."""
+        return self.text + (self.encoded_frames * self.model.vision.keys if self.model.decoder_only else 0)
+
+    @property
+    def encoded_frames(self) -> int:
+        """Frames of one sample, as the tower encodes them: `VisionSizes.pictures` pictures each."""
+        return -(-self.frames // self.model.vision.pictures)
+
+    @property
+    def weights_sharded(self) -> bool:
+        """Whether FSDP2 shards the weights."""
+        return self.gpus > 1 and (self.shard_weights or not self.answer)
+
+    @property
+    def scored_tokens(self) -> int:
+        """Tokens of a rank whose logits are computed."""
+        return self.batch if self.answer else self.tokens
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the K and V of a rank at the end of an answer."""
+        text, ranks = self.model.text, 1 if self.self_attention == "local" else self.gpus
+        tokens = self.tokens + self.batch * -(-self.answer // ranks)
+        return 2 * text.layers * tokens * text.kv_heads * text.head_dim * self.element
+
+    @property
+    def placed_tokens(self) -> int:
+        """Visual tokens of all samples among the tokens of a rank of a decoder-only model."""
+        keys = self.encoded_frames * self.model.vision.keys
+        return self.batch * (keys if self.self_attention == "local" else -(-keys // self.gpus))
 
     @property
     def tokens(self) -> int:
@@ -128,12 +174,12 @@ class Workload:
     @property
     def local_frames(self) -> int:
         """Frames of all samples on the rank that has most."""
-        return -(-self.frames // self.gpus) * self.batch
+        return -(-self.encoded_frames // self.gpus) * self.batch
 
     @property
     def cross_problem(self) -> Problem:
         """One cross-attention call; every rank is given as many keys as the rank that has most."""
-        keys = -(-self.frames // self.gpus) * self.model.vision.keys
+        keys = -(-self.encoded_frames // self.gpus) * self.model.vision.keys
         return self._problem(self.model.cross, -(-self.text // self.gpus), (keys,) * self.gpus)
 
     @property
@@ -141,7 +187,7 @@ class Workload:
         keys = (self.rows,) * (1 if self.self_attention == "local" else self.gpus)
         return self._problem(self.model.text, self.rows, keys)
 
-    def _problem(self, sizes: TextSizes | CrossAttentionSizes, rows: int, keys: tuple[int, ...]) -> Problem:
+    def _problem(self, sizes: LayerSizes, rows: int, keys: tuple[int, ...]) -> Problem:
         return Problem(
             rows=rows,
             keys=keys,

@@ -24,8 +24,8 @@ from statistics import median
 import numpy as np
 
 from mllm_seqpar.planner import Cluster, ParallelSpec, call_cost, read_cluster
-from mllm_seqpar.planner.files import CONFIGS
 from mllm_seqpar.planner.model_sizes import ModelSizes, read_model
+from mllm_seqpar.planner.records import CONFIGS
 from mllm_seqpar.schedules.bytes_sent import Problem, expanded
 
 TABLES = Path(__file__).parent / "paper"

@@ -17,9 +17,9 @@ from dataclasses import replace
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import read_cluster
-from mllm_seqpar.planner.files import find_file
 from mllm_seqpar.planner.model_sizes import read_model
 from mllm_seqpar.planner.plan import Plan, StrategyPlan, make_plan
+from mllm_seqpar.planner.records import find_file
 from mllm_seqpar.planner.workload import SELF_ATTENTION, Workload
 from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
 

@@ -4,7 +4,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from clusters import FAST, with_
+from clusters import FAST, all_bytes, with_
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import (
@@ -66,10 +66,11 @@ def test_bytes_of_every_rank_match_the_formulas(keys: tuple[int, ...], backward:
     for formula, spec in shapes.items():
         found = call_cost(problem, spec, cluster, backward=backward).timeline
         for rank in range(6):
-            sent = found.node_bytes[rank % found.period] + found.network_bytes[rank % found.period]
+            one = found.by_rank[rank % found.period]
+            sent = one.node_bytes + one.network_bytes
             assert sent == sum(formula(replace(problem, rank=rank), backward=backward).values())
         # only the last rank of a node sends to another node
-        assert [bool(sent) for sent in found.network_bytes[:2]] == [False, True]
+        assert [bool(one.network_bytes) for one in found.by_rank[:2]] == [False, True]
 
 
 @PASSES
@@ -80,7 +81,7 @@ def test_pruned_mask_reduces_bytes_as_in_the_formula(backward: bool) -> None:
     found = call_cost(problem, spec, ONE_NODE, backward=backward, visible_rows=seen).timeline
     for rank in range(3):
         sent = lv_xattn_bytes(replace(problem, rank=rank), backward=backward, visible_rows=seen)
-        assert found.node_bytes[rank] == sum(sent.values())
+        assert found.by_rank[rank].node_bytes == sum(sent.values())
 
 
 @PASSES
@@ -124,7 +125,7 @@ def test_mesh_keeps_the_axis_that_sends_more_inside_nodes(
     found = call_cost(problem, spec, with_(gpus_per_node=4 * degree), backward=backward).timeline
     q, kv = mesh_axis_bytes(problem_between_groups(problem, degree), shape, backward=backward)
     inside, between = (kv, q) if rows == 64 else (q, kv)
-    assert max(found.node_bytes) == inside > between == max(found.network_bytes)
+    assert found.most("node_bytes") == inside > between == found.most("network_bytes")
 
 
 def test_ulysses_shards_recomputed_keys_and_values_again() -> None:
@@ -167,7 +168,7 @@ def test_one_period_of_ranks_represents_all(ranks: int) -> None:
         periods = [symmetry_period(replace(spec, mesh_shape=shape), ranks, cluster) for shape in shapes]
         assert period.timeline.period in periods and every.timeline.period == ranks
         assert period.seconds == pytest.approx(every.seconds, rel=1e-9), (str(spec), backward)
-        assert period.timeline.all_network_bytes == every.timeline.all_network_bytes, str(spec)
+        assert all_bytes(period.timeline) == all_bytes(every.timeline), str(spec)
     expected = 1 if ranks <= 4 else 4 if ranks % 4 == 0 else ranks
     assert symmetry_period(ParallelSpec("lv-xattn", (ranks, 1)), ranks, cluster) == expected
 

@@ -9,8 +9,7 @@ import pytest
 from mllm_seqpar.__main__ import main
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.kernels.torch_cpu import TorchCpuKernel
-from mllm_seqpar.planner.calibrate import AttentionShape
-from mllm_seqpar.planner.kernel_rates import kernel_rates
+from mllm_seqpar.planner.calibrate import AttentionShape, kernel_rates
 
 SHAPE = AttentionShape(heads=2, kv_heads=1, dim=16)
 

@@ -11,11 +11,11 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.patches.mplug_owl3.planner import model_sizes
 from mllm_seqpar.patches.mplug_owl3.testing import tiny_model
 from mllm_seqpar.planner import ParallelSpec, read_cluster
-from mllm_seqpar.planner.files import find_file
 from mllm_seqpar.planner.lora import TARGETS, adapted_layers
 from mllm_seqpar.planner.memory import peak_memory
 from mllm_seqpar.planner.model_sizes import read_model
 from mllm_seqpar.planner.plan import StrategyPlan, make_plan
+from mllm_seqpar.planner.records import find_file
 from mllm_seqpar.planner.workload import Workload
 
 OWL = read_model(find_file("model", "mplug-owl3-7b"))
@@ -68,23 +68,23 @@ def test_adapted_layers_have_all_parameters_of_their_part(name: str) -> None:
 def test_lora_has_no_weight_gradients_but_those_of_adapters() -> None:
     full, adapted = lv_plan().parts, lv_plan(lora_r=1).parts
     for name in ("MLP", "vocabulary", "self-attention"):
-        assert adapted[name].forward == pytest.approx(full[name].forward, rel=0.01)
-    assert adapted["MLP"].backward == pytest.approx(full["MLP"].backward / 2, rel=0.01)
-    assert adapted["cross-attention"].backward < full["cross-attention"].backward
+        assert adapted[name].forward.seconds == pytest.approx(full[name].forward.seconds, rel=0.01)
+    assert adapted["MLP"].backward.seconds == pytest.approx(full["MLP"].backward.seconds / 2, rel=0.01)
+    assert adapted["cross-attention"].backward.seconds < full["cross-attention"].backward.seconds
     ranks = [lv_plan(lora_r=r, lora_target=("mlp",)).parts["MLP"] for r in (1, 257)]
     more = 2 * 28 * 256 * 3 * (3584 + 18944) * 512 / A100.matmul
-    assert ranks[1].forward - ranks[0].forward == pytest.approx(more)
-    assert ranks[1].backward - ranks[0].backward == pytest.approx(2 * more)
-    assert adapted["parameters"].network_bytes < full["parameters"].network_bytes
+    assert ranks[1].forward.seconds - ranks[0].forward.seconds == pytest.approx(more)
+    assert ranks[1].backward.seconds - ranks[0].backward.seconds == pytest.approx(2 * more)
+    assert adapted["parameters"].both.network_bytes < full["parameters"].both.network_bytes
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lora_r": 0}, "lora_r: 0 is not a rank of adapters; pass 1 or more"),
+        ({"lora_r": 0}, "lora_r is 0; expected a rank of adapters, 1 or more"),
         ({"lora_r": 8, "lora_target": ("q_proj",)}, "lora_target: 'q_proj' is unknown; choose from attention, mlp"),
         ({"lora_r": 8, "lora_target": ()}, r"lora_target: \[\]; name one or more"),
-        ({"lora_r": 8, "base_parameter": 3}, "base_parameter: 3 bytes; pass one of 0.5, 1, 2, 4, 8"),
+        ({"lora_r": 8, "base_parameter": 3}, "base_parameter is 3; expected one of None, 0.5, 1, 2, 4, 8"),
         ({"base_parameter": 2}, "base_parameter: has no effect without lora_r"),
         ({"lora_r": 8, "trained": "all"}, "trained: 'all' has no effect with lora_r"),
     ],

@@ -5,16 +5,13 @@ The K and V of whole models of the other families are compared in the tests of t
 
 import sys
 import types
-import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from memory_meters import Peak, saved
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from mllm_seqpar import patch_model
 from mllm_seqpar.patches.mplug_owl3.planner import model_sizes
@@ -36,50 +33,6 @@ pytestmark = pytest.mark.rounding
 WIDTHS = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 2}
 ONE_RANK = ParallelSpec("lv-xattn", (1, 1))
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-
-
-def saved(forward: Callable[[], object], *excluded: torch.Tensor) -> int:
-    """Return the bytes of the storages that a forward pass saves for backward, without those of `excluded`."""
-    excluded_storages = {x.untyped_storage()._cdata for x in excluded}
-    sizes, alive = {}, []
-
-    def save(x: torch.Tensor) -> torch.Tensor:
-        storage = x.untyped_storage()
-        if storage._cdata not in excluded_storages:
-            sizes[storage._cdata] = storage.nbytes()
-            alive.append(x.detach())  # otherwise the address would be reused, and two storages counted once
-        return x.detach()
-
-    with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
-        forward()
-    return sum(sizes.values())
-
-
-class Peak(TorchDispatchMode):
-    """Records the peak bytes of operator results, without those of the excluded tensors.
-
-    Scratch memory inside an operator depends on the processor; neither this class nor the planner counts it.
-    """
-
-    def __init__(self, *excluded: torch.Tensor) -> None:
-        super().__init__()
-        self.live = self.bytes = 0
-        self._known = {x.untyped_storage()._cdata for x in excluded}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **kwargs or {})
-        for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor) and (storage := x.untyped_storage())._cdata not in self._known:
-                address, size = storage._cdata, storage.nbytes()
-                self._known.add(address)
-                self.live += size
-                self.bytes = max(self.bytes, self.live)
-                weakref.finalize(storage, self._freed, address, size)
-        return out
-
-    def _freed(self, address: int, size: int) -> None:
-        self._known.discard(address)
-        self.live -= size
 
 
 def workload(model: ModelSizes, dtype: torch.dtype, frames: int, text: int = 1, **changes: Any) -> Workload:

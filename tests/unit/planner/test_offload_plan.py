@@ -6,11 +6,11 @@ import pytest
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import ParallelSpec, read_cluster
-from mllm_seqpar.planner.files import find_file
 from mllm_seqpar.planner.memory import peak_memory
 from mllm_seqpar.planner.model_sizes import read_model
 from mllm_seqpar.planner.offload import CHUNK_BYTES, HOST_LINK, host_bytes
 from mllm_seqpar.planner.plan import make_plan
+from mllm_seqpar.planner.records import find_file
 from mllm_seqpar.planner.report import patch_options
 from mllm_seqpar.planner.workload import Workload
 from mllm_seqpar.runtime import visual_features
@@ -41,7 +41,7 @@ def test_longest_video_on_cards_of_24_gb() -> None:
 
 def test_copies_bound_the_time_if_text_is_short() -> None:
     short, long = (
-        make_plan(replace(ASK, text=text, visual_offload="cpu"), A30).best.parts["cross-attention"].forward
+        make_plan(replace(ASK, text=text, visual_offload="cpu"), A30).best.parts["cross-attention"].forward.seconds
         for text in (16, 65536)
     )
     copies = 4 * host_bytes(ASK) / HOST_LINK  # of the four layers
@@ -52,7 +52,7 @@ def test_other_strategies_and_stored_keys_are_left_out() -> None:
     plan = make_plan(replace(ASK, visual_offload="cpu"), A30)
     assert [row.spec.strategy for row in plan.rows] == ["lv-xattn"]
     assert plan.illegal["ring"] == "features in host memory need lv-xattn"
-    with pytest.raises(ConfigError, match="visual_offload: 'disk' is unknown"):
+    with pytest.raises(ConfigError, match="visual_offload is 'disk'; expected one of None, cpu"):
         replace(ASK, visual_offload="disk")
     with pytest.raises(ConfigError, match="projects K and V again"):
         replace(ASK, visual_offload="cpu", recompute=False)

@@ -125,7 +125,7 @@ def test_plan_says_how_many_cores_decode_for_a_gpu(tmp_path: Path, capsys: pytes
     (line,) = [text for text in capsys.readouterr().out.splitlines() if text.startswith("data, cores for each GPU")]
     assert float(line.split()[5]) == pytest.approx(30 / 8 * shown["strategies"][0]["cores_per_gpu"], rel=0.01)
     assert plan("--decode_per_frame", "-1") == 2
-    assert "decode_per_frame: -1.0 is not a number of frames" in capsys.readouterr().err
+    assert "decode_per_frame is -1.0; expected a number of frames, 0 or more" in capsys.readouterr().err
 
 
 def test_plan_of_lora(capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,16 +148,16 @@ def test_plan_of_too_long_a_video_says_what_would_fit(capsys: pytest.CaptureFixt
     ("options", "changes", "message"),
     [
         ([], {"cluster": "nowhere"}, "cluster: 'nowhere' is neither a file nor a known name"),
-        ([], {"frames": "0"}, "frames: 0 is not a number of frames"),
+        ([], {"frames": "0"}, "frames is 0; expected a number of frames"),
         (["--trained", "none", "--keep-visual"], {}, "would have no effect, because with --trained none"),
         (["--trained", "none", "--gradient-checkpointing"], {}, "would have no effect"),
         (["--recompute-attention"], {}, "has no effect without --gradient_checkpointing"),
         (["--trained", "none", "--optimizer", "4"], {}, "would have no effect"),
-        (["--element", "3"], {}, "element: no floating-point number has 3 bytes; pass 1, 2, 4 or 8"),
+        (["--element", "3"], {}, "element is 3; expected one of 1, 2, 4, 8"),
         (["--epochs", "2"], {}, "--epochs: has no effect without --samples"),
-        (["--samples", "0"], {}, "samples: 0 is not a number of samples"),
-        (["--samples", "9", "--epochs", "nan"], {}, "epochs: nan is not a number of epochs"),
-        (["--lora_r", "0"], {}, "lora_r: 0 is not a rank of adapters"),
+        (["--samples", "0"], {}, "samples is 0; expected a number of samples, 1 or more"),
+        (["--samples", "9", "--epochs", "nan"], {}, "epochs is nan; expected a number of epochs, above 0"),
+        (["--lora_r", "0"], {}, "lora_r is 0; expected a rank of adapters"),
         (["--lora_r", "8", "--trained", "all"], {}, "trained: 'all' has no effect with lora_r"),
     ],
 )

@@ -1,10 +1,16 @@
-"""Reading YAML files into frozen dataclasses, with errors that name the file, the field and the allowed values."""
+"""Frozen dataclasses whose fields are checked, and the files that they are read from.
 
+Errors name the file, the field, the value that was found and what is allowed.
+"""
+
+from __future__ import annotations
+
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.models.hub import local_config
@@ -14,6 +20,44 @@ T = TypeVar("T")
 _PACKAGE = Path(__file__).resolve().parents[1]
 CONFIGS = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent / "configs"
 """The folder of model and cluster files: inside an installed package, at the top of a repository checkout."""
+
+
+class Record:
+    """A frozen dataclass whose fields are checked by their annotations.
+
+    Attributes:
+        units: what the number in a field counts, or is measured in.
+        least: the smallest value of a field, other than 1 for whole numbers and above 0 for others.
+        choices: the allowed values of a field.
+    """
+
+    units: ClassVar[Mapping[str, str]] = {}
+    least: ClassVar[Mapping[str, int]] = {}
+    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            valid, expected = self._expected(field.name, {*re.findall(r"\w+", str(field.type))}, value)
+            if not valid:
+                raise ConfigError(f"{field.name} is {value!r}; expected {expected}")
+
+    def _expected(self, name: str, annotation: set[str], value: Any) -> tuple[bool, str]:
+        least = self.least.get(name)
+        if name in self.choices:
+            return value in self.choices[name], f"one of {', '.join(map(str, self.choices[name]))}"
+        if (value is None and "None" in annotation) or "tuple" in annotation:
+            return True, ""
+        if "bool" in annotation:
+            return isinstance(value, bool), "true or false"
+        if "float" in annotation:
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            valid = number and (value > 0 if least is None else value >= least) and value < float("inf")
+            return valid, f"{self.units.get(name, 'a number')}, {'above 0' if least is None else f'{least} or more'}"
+        if "int" in annotation:
+            least = 1 if least is None else least
+            return type(value) is int and value >= least, f"{self.units.get(name, 'a whole number')}, {least} or more"
+        return "str" not in annotation or isinstance(value, str), "a string"
 
 
 def find_file(what: str, name: str) -> Path:
@@ -51,12 +95,12 @@ def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
     return values
 
 
-def build(cls: type[T], values: Mapping[str, Any], origin: str, units: Mapping[str, str] | None = None) -> T:
+def build(cls: type[T], values: Mapping[str, Any], origin: str) -> T:
     """Return an instance of the dataclass `cls` with the fields `values`; ConfigErrors begin with their `origin`.
 
     YAML reads 25e9, without a dot, as text; such values of float fields are converted to numbers.
     """
-    units = units or {}
+    units: Mapping[str, str] = getattr(cls, "units", {})
     all_fields: tuple[Field[Any], ...] = fields(cls)  # type: ignore[arg-type]
     known = {field.name: field for field in all_fields}
     unknown = sorted(map(str, set(values) - set(known)))
