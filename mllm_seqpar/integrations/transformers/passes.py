@@ -35,8 +35,8 @@ from .text import rows_of_pass, text_shards
 def as_forward(model: Any, forward: Callable[..., Any], doc: str = "") -> Any:
     """Return `forward(self, ...)` as a method of `model` that takes `return_dict` and `HostFrames`, never compiled.
 
-    Schedules are planned in Python for each mask. Compiling that takes minutes, for every new mask. The docstring is
-    that of the unpatched forward with `doc` appended.
+    Schedules are planned in Python for each mask. Compiling that would take minutes for every new mask. The docstring
+    is that of the unpatched forward with `doc` appended.
     """
     forward.__doc__ = (model.forward.__doc__ or "") + doc
 
