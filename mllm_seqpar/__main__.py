@@ -17,9 +17,9 @@ from mllm_seqpar.errors import ConfigError
 COMMANDS = {
     "finetune": ("mllm_seqpar.training.finetune:main", "train a model on conversations about videos"),
     "ask": ("mllm_seqpar.inference.ask:main", "answer questions about videos, or a data set of questions"),
-    "chat": ("mllm_seqpar.serving.chat:main", "talk about a video in the terminal"),
+    "chat": ("mllm_seqpar.serving.chat:main", "hold a conversation about a video in the terminal"),
     "serve": ("mllm_seqpar.serving.server:main", "answer requests over HTTP, as OpenAI's API does, and show a page"),
-    "check-data": ("mllm_seqpar.cli.check_data:main", "open everything that a data set names; report what is broken"),
+    "check-data": ("mllm_seqpar.cli.check_data:main", "open every file that a data set names; report what is broken"),
     "convert": ("mllm_seqpar.cli.convert:main", "write a published checkpoint as a model directory in safetensors"),
     "plan": ("mllm_seqpar.cli.planner:main", "estimate times, bytes and memory of a step, without a GPU"),
     "calibrate": ("mllm_seqpar.cli.calibrate:main", "measure this machine and its links for plan"),
@@ -36,7 +36,7 @@ OWN_RANKS = ("finetune", "ask", "calibrate")
 """Commands that get the option --num_processes here. chat, serve and doctor have it themselves."""
 
 CHECKED_FIRST = {"finetune": "mllm_seqpar.training.early_check:check_command_line"}
-"""Functions that report a wrong option before the command imports torch, which takes seconds on each rank."""
+"""Functions that report a wrong option before the command imports torch, because that takes seconds on each rank."""
 
 HELP = """\
 usage: mllm-seqpar [--version] [--help] COMMAND [options]

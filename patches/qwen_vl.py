@@ -1,6 +1,6 @@
-"""What the decoder-only Qwen2.5-VL and Qwen3-VL have in common: their pictures, positions, and sharded forward.
+"""What the decoder-only Qwen2.5-VL and Qwen3-VL have in common: their images, positions, and sharded forward.
 
-A frame is a temporal patch of an image or a video: the pixels of two pictures, as rows of patches. The vision tower
+A frame is a temporal patch of an image or a video: the pixels of two images, as rows of patches. The vision tower
 never attends across temporal patches, in its full layers, its windows and its merger, so each rank encodes temporal
 patches of its own. All frames of a call are one list, in the order of their tokens in the text. Every rank has the
 grids, which say how many rows of pixels and how many tokens each frame has.

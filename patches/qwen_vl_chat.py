@@ -1,4 +1,4 @@
-"""The chat format of Qwen2.5-VL and Qwen3-VL: the processor's chat template, and pictures of any size.
+"""The chat format of Qwen2.5-VL and Qwen3-VL: the processor's chat template, and images of any size.
 
 A rank encodes a temporal patch as a whole: two frames of a video, or an image. The size that frames are resized to
 follows from the size and the number of all frames, so every rank computes it, and the number of tokens, without
@@ -35,12 +35,12 @@ from .qwen_vl_inputs import FEATURES, GRIDS, PIXELS
 
 _MARKS = ("im_start", "im_end", "vision_start", "vision_end", "image_pad", "video_pad")
 FPS_OF_PICTURES = 2.0
-"""Frames per second of a list of pictures that is a video, the processors' own default for sampling."""
+"""Frames per second of a list of images that is a video, the processors' own default for sampling."""
 
 
 @dataclass(frozen=True)
 class StillImage:
-    """A still image, one temporal patch; a list of pictures as a video is not one."""
+    """A still image, one temporal patch; a list of images as a video is not one."""
 
     source: FrameSource
 
@@ -122,7 +122,7 @@ class QwenVLChats(ChatFamily):
         """Return (height, width) of the frames of a source after they are resized."""
         sizes = set(source.sizes())  # type: ignore[attr-defined]
         if len(sizes) != 1:
-            raise DataError(f"a video has frames of several sizes, {sorted(sizes)}; give pictures of one size")
+            raise DataError(f"a video has frames of several sizes, {sorted(sizes)}; give images of one size")
         image = isinstance(source, StillImage)
         config, (height, width) = self._images if image else self._videos, sizes.pop()
         factor = config.patch_size * config.merge_size

@@ -4,7 +4,7 @@
 
 DIR is a published checkpoint of mPLUG-Owl3, IDEFICS or Llama 3.2 Vision, or an OpenFlamingo written by `convert`. The
 script validates the names and shapes of all tensors without loading them, loads the processor and the model, asks
-about a picture and about a short video, and compares the patched model with the unpatched one. The ranks are threads
+about an image and about a short video, and compares the patched model with the unpatched one. The ranks are threads
 of one process that share one copy of the weights, so the memory of one model is sufficient. The exit status is 1 if a
 check failed.
 """
@@ -79,7 +79,7 @@ def arguments() -> argparse.Namespace:
     dtype = "auto: float32 if it fits into memory, otherwise the checkpoint's"
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help=dtype)
     parser.add_argument("--names-only", action="store_true", help="do not load the weights")
-    parser.add_argument("--picture", type=Path, help="ask about this picture instead of a drawn one")
+    parser.add_argument("--picture", type=Path, help="ask about this image instead of a drawn one")
     parser.add_argument("--video", type=Path, help="ask about this video instead of a drawn one")
     parser.add_argument("--frames", type=int, default=4, help="frames of the video (default: 4)")
     parser.add_argument("--max-new-tokens", type=int, default=24, help="length of each answer (default: 24)")

@@ -1,4 +1,5 @@
-"""Check on one or several CUDA GPUs, in under 8 minutes, that what was built on a CPU is correct and fast there.
+"""Check on one or several CUDA GPUs, in under 8 minutes, that the code, which was developed on CPUs, is correct and
+fast there.
 
     python scripts/gpu_check.py [--json rows.jsonl]
     torchrun --standalone --nproc-per-node N scripts/gpu_check.py --ranks [--json rows.jsonl]

@@ -1,6 +1,6 @@
 """Tiny model directories of each family in the form users have them, and chats that use every feature of the format.
 
-Weights are random, no gate is closed, and answers depend on the pictures. A token is a character.
+Weights are random, no gate is closed, and answers depend on the images. A token is a character.
 """
 
 import atexit
@@ -133,7 +133,7 @@ CHATML = (
 
 
 def make_qwen(folder: Path, family: str) -> None:
-    """Write the tiny model of one of the two families and its processor; pictures of up to 9 tokens."""
+    """Write the tiny model of one of the two families and its processor; images of up to 9 tokens."""
     marks = ("<|im_start|>", *(f"<|{name}|>" for name in ("vision_start", "vision_end", "image_pad", "video_pad")))
     tokenizer = character_tokenizer(*marks, bos="<|endoftext|>", eos="<|im_end|>")
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "vocab_size": VOCABULARY}
@@ -198,7 +198,7 @@ def write_chats(path: Path, chats: list[list[dict[str, Any]]]) -> Path:
 
 @cache
 def family_folder() -> Path:
-    """Write `clip.mp4`, pictures of several sizes, `train.jsonl` and a directory of each family, once per session."""
+    """Write `clip.mp4`, images of several sizes, `train.jsonl` and a directory of each family, once per session."""
     root = Path(mkdtemp())
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     Path(make_needle_videos(root, 1, frames=(20, 20), rate=10)[0].path).rename(root / "clip.mp4")

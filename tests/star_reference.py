@@ -1,9 +1,10 @@
 """The reference for Star Attention: unpatched models that apply its mask and read the whole text in every pass.
 
-    prompt = c_1 ... c_n query: a token of block c_i sees c_1 and, up to itself, c_i; a later token sees all before it
+    prompt = c_1 ... c_n query: a token of block c_i attends to c_1 and, up to itself, c_i; a later token to all
+    before it
 
-The anchor's K and V are those of c_1 itself, whose tokens see nothing else. One forward pass over the whole text with
-this mask is therefore phase 1 and phase 2 together, and one such pass for each new token is generation.
+The anchor's K and V are those of c_1 itself, whose tokens attend to nothing else. One forward pass over the whole text
+with this mask is therefore phase 1 and phase 2 together, and one such pass for each new token is generation.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Results of attention that activation checkpointing hands back instead of computing them again.
+"""Results of attention that activation checkpointing reuses instead of computing them again.
 
 A layer under `torch.utils.checkpoint` (use_reentrant=False) runs once in forward and once more in backward, which
 recomputes the tensors that the layer saves. The backward pass of attention needs only (o, lse) of its forward pass, so
@@ -9,11 +9,11 @@ torch runs a checkpointed region (one call of a checkpointed function) inside a 
 one pair in forward and another in recomputation. Both refer to the region's frame, an object that lives as long as the
 autograd graph of the call and counts the tensors that were saved. Results are stored on the frame, under the count at
 the time of the call: torch itself matches saved tensors by that count. Repeated calls of a layer, several forward
-passes before a backward pass and repeated backward passes therefore find their own results, and results are freed with
-the graph, whether or not backward runs.
+passes before a backward pass, and repeated backward passes, therefore all get their own results, and results are freed
+with the graph, whether or not backward runs.
 
-Hooks and frame are internal to torch (their names are the same from 2.11 to 2.13). Where they are not recognised,
-results are computed again, which is exact but slower. This also holds for
+Hooks and frame are internal to torch (their names are the same from 2.11 to 2.13). If they are not recognised, results
+are computed again, which is exact but slower. This also holds for
 
 - regions with a `context_fn`: selective checkpointing finds the operators that it stores by counting all operators;
 - calls inside further hooks for saved tensors within the region, such as `save_on_cpu`;

@@ -1,4 +1,4 @@
-"""The command `mllm-seqpar calibrate`: measures this machine, and under a launcher its links, for the planner."""
+"""The command `mllm-seqpar calibrate`: measures this machine, and on several ranks its links, for the planner."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def measure(argv: Sequence[str]) -> None:
         rates = kernel_rates(comm, device=device, shape=shape)
         if comm.rank == 0:
             if comm.size == 1:
-                cluster = replace(cluster, source=cluster.source + "; one rank alone: links are not measured")
+                cluster = replace(cluster, source=cluster.source + "; only one rank: links are not measured")
             sys.stderr.write(f"mllm-seqpar calibrate: {cluster.source}\n")
             if cluster.decode_rate is not None:
                 sys.stderr.write(f"decoding, one core: {cluster.decode_rate:.3g} frames/s (H.264, 720p)\n")

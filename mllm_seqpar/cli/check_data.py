@@ -1,6 +1,6 @@
 """The command `mllm-seqpar check-data`: opens all media of a data set, and reports what would stop training.
 
-Of each video and picture, the first, the middle and the last frame that training would use are decoded, in threads:
+Of each video and image, the first, the middle and the last frame that training would use are decoded, in threads:
 PyAV and Pillow release the interpreter lock, and frames are not passed between processes. Damage elsewhere in a file is
 not found; training then stops or skips the sample (`on_bad_media`).
 """
@@ -55,10 +55,10 @@ def _parser() -> Parser:
     parser.add_argument("data", nargs="+", metavar="DATA", help=text)
     text = "directory or Hub id of a model, whose processor counts the tokens too"
     parser.add_argument("--model", metavar="DIR", help=text)
-    parser.add_argument("--fps", type=float, help="as in training; default: that of the data, else 1")
-    parser.add_argument("--num_frames", type=int, help="instead of --fps: this many frames of each video")
-    parser.add_argument("--max_frames", type=int, help="as in training: at most this many frames of each video")
-    text = "as in training: samples with more text tokens are broken; needs --model"
+    parser.add_argument("--fps", type=float, help="frames per second, as in training; default: that of the data, or 1")
+    parser.add_argument("--num_frames", type=int, help="number of frames per video, instead of --fps")
+    parser.add_argument("--max_frames", type=int, help="maximum number of frames per video, as in training")
+    text = "maximum number of text tokens, as in training; longer samples are broken; needs --model"
     parser.add_argument("--max_length", type=int, metavar="TOKENS", help=text)
     parser.add_argument(
         "--media_root", metavar="DIR", help="directory that relative paths start from; default: that of the data"
@@ -66,16 +66,18 @@ def _parser() -> Parser:
     parser.add_argument(
         "--template", default=DEFAULT_TEMPLATE, help="text of multiple-choice questions, with {question} and {options}"
     )
-    text = "report longer videos; default: 3600"
+    text = "report videos longer than this many seconds; default: 3600"
     parser.add_argument("--long", type=float, default=3600.0, metavar="SECONDS", help=text)
     text = "files opened at once; default: the number of processors"
     text = "threads that decode one video; default: 1, because --workers files are read at once"
     parser.add_argument("--decode_threads", type=int, metavar="N", help=text)
     parser.add_argument("--decoder", default="pyav", help=DECODER_HELP)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help=text)
-    text = "write the frames that training would use to this directory, for --frame_store; runs again where it stopped"
+    text = (
+        "write the frames that training would use to this directory, for --frame_store; a run that stopped is continued"
+    )
     parser.add_argument("--store", metavar="DIR", help=text)
-    text = "store JPEG of this quality, 1 to 100; default: all pixels, without loss"
+    text = "store JPEG images of this quality, 1 to 100; default: lossless"
     parser.add_argument("--store_quality", type=int, metavar="Q", help=text)
     text = "scale stored frames so that their shorter side has at most this many pixels; default: not scaled"
     parser.add_argument("--store_size", type=int, metavar="PIXELS", help=text)
@@ -131,7 +133,7 @@ def check(argv: Sequence[str]) -> int:
 
 @dataclass
 class Totals:
-    """What a data set has, in the samples that are not broken."""
+    """The contents of a data set, without its broken samples."""
 
     samples: int = 0
     broken: int = 0
@@ -158,7 +160,7 @@ class Totals:
     def text(self, name: str, model: str | None) -> str:
         lines = [
             f"{name}: {self.samples:,} samples, {self.broken:,} broken, {self.long:,} long videos; "
-            f"the good samples have {self.videos:,} videos and {self.pictures:,} pictures with {self.frames:,} frames"
+            f"the good samples have {self.videos:,} videos and {self.pictures:,} images with {self.frames:,} frames"
         ]
         if model:
             lines.append(f"text tokens: {self.tokens:,}, of which {self.targets:,} are targets{_visual(self, model)}")
@@ -192,7 +194,7 @@ def _visual(totals: Totals, model: str) -> str:
 
 @dataclass(frozen=True)
 class _Medium:
-    """What was found in one video or picture."""
+    """What was found in one video or image."""
 
     source: FrameSource
     seconds: float
@@ -222,7 +224,7 @@ def check_dataset(
         for row in [_submit(dataset, index, pool, submitted, store) for index in range(len(dataset))]:
             yield from _report(dataset, row, totals, long)
     finally:
-        pool.shutdown(cancel_futures=True)  # after Ctrl-C, files that are not open yet stay closed
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C, no further files are opened
 
 
 @dataclass(frozen=True)
@@ -261,12 +263,12 @@ def _report(dataset: ChatDataset, row: _Row, totals: Totals, long: float) -> Ite
     for part, future in row.media:
         try:
             medium = future.result()
-        except (FrameStoreError, ConfigError):  # of the store or the installation, not of the sample
+        except (FrameStoreError, ConfigError):  # an error of the store or the installation, not of the sample
             raise
         except SeqParError as error:
             faults.append(str(error))
             continue
-        except Exception as error:  # a decoder's own, such as Pillow's about very large pictures
+        except Exception as error:  # an error of a decoder, such as Pillow's for very large images
             faults.append(f"{part.get('path')}: {type(error).__name__}: {error}")
             continue
         found.append(medium)
@@ -283,7 +285,7 @@ def _report(dataset: ChatDataset, row: _Row, totals: Totals, long: float) -> Ite
 
 
 def _count(dataset: ChatDataset, sample: ChatSample, totals: Totals, media: Sequence[_Medium]) -> list[str]:
-    """Count a sample whose media are in order; return what is wrong with its text."""
+    """Count a sample with valid media; return what is wrong with its text."""
     if dataset.processor is not None:
         try:
             batch = collate([sample], dataset.processor, dataset.max_length)
@@ -326,7 +328,7 @@ def _check_medium(dataset: ChatDataset, index: int, part: Mapping[str, Any], sto
 
 
 def _frames_for(store: FrameStore, source: VideoSource) -> Iterator[Tensor]:
-    """Yield all frames of a video as the store has them; nothing is decoded before the first."""
+    """Yield all frames of a video in the form of the store; decoding starts with the first one."""
     size = None if store.shorter_side is None else store.frame_size(*source.sizes()[0])
     yield from source.read(0, len(source), size=size)
 

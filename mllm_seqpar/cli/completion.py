@@ -46,7 +46,7 @@ Options = Mapping[str, Values]
 """The options of a command by name, such as "--model"."""
 
 DIRECTORIES = ("model", "language_model", "vision_model", "features", "save_features", "media_root")
-"""Options that name a directory, beside those whose names end in _dir."""
+"""Options that name a directory, in addition to those whose names end in _dir."""
 
 BASH = """\
 _mllm_seqpar() {{

@@ -1,4 +1,4 @@
-"""The command `mllm-seqpar convert`: a published checkpoint becomes one model directory in safetensors.
+"""The command `mllm-seqpar convert`: converts a published checkpoint to one model directory in safetensors.
 
 mPLUG-Owl3, IDEFICS and Llama 3.2 Vision are published as one directory, which is loaded, checked and saved again.
 OpenFlamingo is published in parts: a language model, a CLIP and a checkpoint.pt.
@@ -35,7 +35,7 @@ _FILE, _INDEX = "model-{:05}-of-{:05}.safetensors", "model.safetensors.index.jso
 class ConvertOptions(CommandOptions):
     """The published files and the directory to write."""
 
-    output: str = option("directory to write; it must not exist, or be empty")
+    output: str = option("directory to write; it must be empty or not exist")
     model: str | None = option(
         "a published checkpoint: its directory, or USER/NAME on the Hub; or adapters, which are merged", None
     )
@@ -77,7 +77,7 @@ def convert(argv: Sequence[str]) -> None:
     """Write the directory that the command line `argv` describes. An interrupted run leaves no incomplete directory.
 
     Raises:
-        SeqParError: on invalid options, or weights that are not exactly the model's.
+        SeqParError: on invalid options, or weights that do not exactly match the model.
     """
     args = parse_options(
         ConvertOptions,
@@ -121,7 +121,8 @@ def _require_supported(folder: Path) -> None:
         find_adapter(model)
     except AdapterError as error:
         raise ConfigError(
-            f"--model {folder}: {cls.__name__} (model_type {config.model_type!r}) is of no supported family; supported "
+            f"--model {folder}: {cls.__name__} (model_type {config.model_type!r}) does not belong to a supported "
+            "family; supported "
             f"families: {', '.join(sorted(adapters()))}"
         ) from error
 

@@ -1,6 +1,7 @@
-"""The command `mllm-seqpar doctor`: what is installed, what the machine has, and whether results are exact on it.
+"""The command `mllm-seqpar doctor`: reports what is installed and what the machine has, and checks that results are
+exact on it.
 
-Without a launcher it starts its own ranks: one for each GPU, or two on a CPU. On one GPU, two threads are the ranks.
+Without a launcher it starts its own ranks: one for each GPU, or two on a CPU. On one GPU, two threads act as ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ OPTIONAL = {
     "peft": "peft",
     "bitsandbytes": "qlora",
 }
-"""Packages that commands need for some options or models, with the extra of this package that installs them.
+"""Packages that some options or models of commands need, with the extra of this package that installs them.
 
 No extra installs torchvision, which must fit torch; the processors of Qwen2.5-VL and Qwen3-VL need it.
 """
@@ -156,14 +157,20 @@ def machine() -> Iterator[Finding]:
     smi = shutil.which("nvidia-smi")
     if smi and not gpus:
         built = torch.version.cuda or "no CUDA"
-        text = f"nvidia-smi is there, but torch (built for {built}) finds no GPU; install torch for this driver's CUDA"
+        text = (
+            f"nvidia-smi is installed, but torch (built for {built}) finds no GPU; install torch for this driver's CUDA"
+        )
         yield Finding("gpu", text, False)
     elif not gpus:
         yield Finding("gpu", "none; everything runs on the CPU")
     yield Finding("cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads for torch")
     yield Finding("host memory", f"{_gib(_free_memory())} available")
     if gpus:
-        version = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "not in this torch"
+        version = (
+            ".".join(map(str, torch.cuda.nccl.version()))
+            if dist.is_nccl_available()
+            else "not available in this build of torch"
+        )
         problems = setting_problems(os.environ) if started_by_launcher() else []
         yield Finding("nccl", "; ".join([version, *problems]), dist.is_nccl_available() and not problems)
     q = torch.zeros(1, 4, 64, 128, dtype=torch.bfloat16, device="cuda" if gpus else "cpu")
@@ -202,10 +209,11 @@ def _uses_gpus(device: str) -> bool:
 
 
 def exactness(comm: Communicator, device: torch.device) -> Iterator[Finding]:
-    """Yield the errors of attention and of patched models on these ranks; one rank alone plays two, in threads."""
+    """Yield the errors of attention and of patched models on these ranks; with a single rank, two ranks are simulated
+    in threads."""
     from .exactness import LIMITS, attention_errors, model_errors
 
-    torch.backends.cudnn.allow_tf32 = False  # convolutions of the tiny model's vision tower
+    torch.backends.cudnn.allow_tf32 = False  # for the convolutions of the tiny model's vision tower
     how = f"{comm.size} processes, {dist.get_backend()}" if comm.size > 1 else "2 threads of one process"
     where = comm.gather_texts(f"{platform.node()}/{device}")
     yield Finding("ranks", f"{how}: {', '.join(where)}")

@@ -12,7 +12,7 @@ def load_entry(entry: str) -> Callable[..., Any]:
     """Return the function that `entry` ("module:function") names.
 
     The import runs without garbage collection: torch and transformers create a million objects that stay, and
-    examining them again and again takes a sixth of the start. Later collections leave them out too (`gc.freeze`).
+    scanning them repeatedly would take a sixth of the start-up time. Later collections skip them as well (`gc.freeze`).
     """
     enabled = gc.isenabled()
     gc.disable()

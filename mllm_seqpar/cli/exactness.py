@@ -66,7 +66,7 @@ def _model_error(model: Any, inputs: dict[str, Tensor], comm: Communicator, devi
     for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
         if theirs.grad is not None:
             grad = torch.zeros_like(ours) if ours.grad is None else ours.grad
-            # The absolute term is for gradients that are 0 but for rounding, such as that of a bias of keys.
+            # The absolute term is for gradients that are 0 except for rounding, such as that of a bias of keys.
             difference = comm.all_reduce(grad).cpu().double() / comm.size - theirs.grad
             errors.append(float(difference.norm() / (theirs.grad.norm() + 1e-3)))
     return _largest(comm, errors)

@@ -1,8 +1,8 @@
 """The command `mllm-seqpar example`: a tiny model and a task of short videos, to try every other command in minutes.
 
-No checkpoint and no network is needed. The task is the visual needle of `data.needle`; the model is an mPLUG-Owl3 with
-two hyper layers and random weights, which learns the task on a CPU. With this recipe, found by experiment, it answers
-about videos much longer than those it is trained on:
+It needs neither a checkpoint nor a network. The task is the visual needle of `data.needle`; the model is an mPLUG-Owl3
+with two hyper layers and random weights, which learns the task on a CPU. With this recipe, which was found by
+experiment, it can answer questions about videos much longer than its training videos:
 
 - The rotary base is so large that most channels hardly rotate within thousands of frames, so attention to a frame does
   not depend on how far back the frame is.
@@ -48,11 +48,13 @@ class ExampleOptions(CommandOptions):
     """The options of `mllm-seqpar example`."""
 
     output: str = option(
-        "directory to write; it must not exist, or be empty: model, videos, train.jsonl, eval.jsonl, long.mp4"
+        "directory to write; it must be empty or not exist: model, videos, train.jsonl, eval.jsonl, long.mp4"
     )
     short: int = option("videos for training with at most --short_frames frames", 192)
     short_frames: int = option("frames of the longest short video", 16)
-    longer: int = option("videos for training with 256 to 1,280 frames, so that much longer ones work", 0)
+    longer: int = option(
+        "videos for training with 256 to 1,280 frames, so that the model also works for much longer ones", 0
+    )
     unseen: int = option("videos for evaluation", 48)
     long_frames: int = option("frames of long.mp4", 300)
     seed: int = option("seed of videos and weights", 0)

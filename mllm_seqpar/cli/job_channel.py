@@ -1,8 +1,8 @@
 """Jobs from rank 0 to the other ranks of a program that waits for its user, perhaps for days.
 
-A rank that waits in a collective fails when the time limit of the process group has passed. Here, ranks ask a store
-that rank 0 serves whether there is a job, and count in it as their heartbeat. A rank whose connection to rank 0 breaks
-raises at once. Rank 0 raises if a rank has had no heartbeat for `LOST` of them.
+A rank that waits in a collective fails when the timeout of the process group has passed. Here, ranks poll a store on
+rank 0 for a job instead, and increment a counter in it as their heartbeat. A rank whose connection to rank 0 breaks
+raises immediately. Rank 0 raises if a rank has missed `LOST` heartbeats.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mllm_seqpar.errors import TransferError
 HEARTBEAT = 10.0
 """Seconds between the heartbeats of a waiting rank."""
 POLL = 0.02
-"""Seconds between two looks at the store."""
+"""Seconds between two polls of the store."""
 LOST = 6
 _END, _CLOSED = "", "closed"
 
@@ -49,7 +49,7 @@ class JobChannel:
         if self._comm.size == 1:
             return
         self._store.set(f"job/{self._number}", job)
-        self._store.delete_key(f"job/{self._number - 2}")  # every rank has taken part in the job after it
+        self._store.delete_key(f"job/{self._number - 2}")  # every rank has taken part in a later job
         self._number += 1
         self._beats.clear()
 
@@ -63,14 +63,14 @@ class JobChannel:
             time.sleep(POLL)
 
     def receive(self) -> str | None:
-        """Wait for the next job, however long that takes. Return None if there is none after `close`.
+        """Wait for the next job without a time limit. Return None after `close`.
 
         Raises:
             TransferError: rank 0 has ended.
         """
         key, beat = f"job/{self._number}", time.monotonic()
         try:
-            while not self._store.check([key]):  # a wait with a time limit would write warnings
+            while not self._store.check([key]):  # a wait with a timeout would log warnings
                 time.sleep(POLL)
                 if time.monotonic() - beat > self.heartbeat:
                     beat = time.monotonic()

@@ -30,9 +30,9 @@ _log = get_logger(__name__)
 def launched_ranks(device: str = "auto", timeout: float | None = None) -> Iterator[tuple[Communicator, torch.device]]:
     """Join the processes that the launcher started, and yield (their group, this rank's device).
 
-    The group has a backend for the CPU beside NCCL, over which ranks agree without waiting for the device.
-    An existing process group is used and left in place. A group that is created here is destroyed at the end of the
-    block, but not after an exception: destroying it would wait for ranks that may be waiting in a collective.
+    In addition to NCCL, the group has a backend for the CPU, over which ranks agree without waiting for the device. An
+    existing process group is used and left in place. A group that is created here is destroyed at the end of the block,
+    but not after an exception: destroying it would wait for ranks that may be waiting in a collective.
 
     Args:
         device: cpu, cuda, or auto, as in `use_cuda`.
@@ -77,7 +77,7 @@ def use_cuda(device: str) -> bool:
 
 
 def collective_timeout(seconds: float | None, cuda: bool) -> timedelta:
-    """Return how long a collective waits for a rank: `seconds`, or by default 600 s on GPUs and 300 s on CPU."""
+    """Return the timeout of collectives: `seconds`, or by default 600 s on GPUs and 300 s on CPU."""
     return timedelta(seconds=seconds or (600 if cuda else 300))
 
 

@@ -147,7 +147,7 @@ _OTHER_NAMES = {
     "--nproc_per_node": ["--num_processes"],
     "--gpus": ["--num_processes"],
 }
-"""Names that other programs have for an option; of those that a command has, the first is suggested."""
+"""Names of options in other programs, with our names for them; the first one that a command has is suggested."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -167,7 +167,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         required = [action for action in self._actions if action.required]
         try:
-            for action in required:  # a misspelled option is reported before one that is missing, maybe the same
+            for action in required:  # report a misspelled option before a missing one, because they may be the same
                 action.required = False
             _, unknown = self.parse_known_args(args, copy.copy(namespace))
         finally:
@@ -186,7 +186,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _ReadBefore(argparse.Action):
-    """An option that `mllm-seqpar` reads, and the command does not get."""
+    """An option that `mllm-seqpar` reads and does not pass on to the command."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         raise ConfigError(f"{option_string} {values}: give it on the command line, to mllm-seqpar or -m mllm_seqpar")

@@ -1,4 +1,5 @@
-"""Files and directories that a command writes: they are checked before its work, and nothing that exists is lost."""
+"""Files and directories that a command writes: they are checked before the work begins, and nothing that exists is
+lost."""
 
 from __future__ import annotations
 

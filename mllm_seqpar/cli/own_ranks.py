@@ -1,8 +1,9 @@
-"""Ranks that a program starts itself, on this machine, so that it keeps the keyboard and Ctrl-C.
+"""Ranks that a program starts itself on this machine, so that it receives keyboard input and Ctrl-C.
 
-A launcher gives no rank the terminal, and passes Ctrl-C to all of them. Here, the program is rank 0. The other ranks
-are processes in sessions of their own, whose standard input is a pipe from rank 0. The pipe closes when rank 0 ends
-for whatever reason, and they then end too. A thread for each of them ends the program with a message if one ends first.
+A launcher passes the terminal to none of its ranks, and Ctrl-C to all of them. Here, the program itself is rank 0. The
+other ranks are processes in separate sessions, whose standard input is a pipe from rank 0. The pipe closes when rank 0
+ends for any reason, and then they end as well. Rank 0 watches each of them in a thread, which ends the program with a
+message if that rank ends first.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _MARK = "MLLM_SEQPAR_OWN_RANKS"
 _READY = "ready/{}"
 
 GRACE = 3.0
-"""Seconds that rank 0 has to report an error of its own after another rank has ended."""
+"""Seconds for rank 0 to report its own error after another rank has ended."""
 
 
 def started_by_launcher() -> bool:
@@ -53,7 +54,7 @@ def own_ranks(
 ) -> Iterator[None]:
     """Make this process rank 0 of `count`, and start the others. They are ended at the end of the block.
 
-    `launched_ranks` then joins them. Ranks that run already, by a launcher or by this function, are left as they are.
+    `launched_ranks` then joins them. If a launcher or this function has already started ranks, they are used.
 
     Args:
         count: 1 or more; None: one for each GPU of this machine, or 1 without any.
@@ -88,7 +89,7 @@ def own_ranks(
     rendezvous |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), _MARK: "1"}
     if any(name == "lo" for _, name in socket.if_nameindex()):
         rendezvous.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
-    if "OMP_NUM_THREADS" not in os.environ:  # more threads than cores slow all ranks down
+    if "OMP_NUM_THREADS" not in os.environ:  # more threads than cores would slow down all ranks
         threads = max(1, (os.cpu_count() or 1) // count)
         rendezvous["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)
@@ -123,7 +124,7 @@ def _refuse_too_many(count: int) -> None:
 
 
 def _wait_until_ready(store: dist.Store, count: int) -> None:
-    """Wait until all ranks have imported their modules, for which the time limit of a collective may be too short.
+    """Wait until all ranks have imported their modules, which may take longer than the timeout of a collective.
 
     If one of them ends before, its thread ends the program.
     """
@@ -158,7 +159,7 @@ class _Ranks:
     def close(self) -> None:
         """End all processes, by SIGKILL if they do not end when their input closes."""
         for rank, process in enumerate(self._processes, 1):
-            if process.poll():  # it has ended before, which may be why this one ends
+            if process.poll():  # it ended earlier, which may be the reason why this rank ends
                 self._report(rank, process.returncode)
         self._closing.set()
         for process in self._processes:
@@ -182,13 +183,13 @@ class _Ranks:
 
     def _report(self, rank: int, status: int) -> None:
         ended = f"with exit status {status}" if status >= 0 else f"by signal {-status} ({signal.Signals(-status).name})"
-        hint = "; a process that needs more memory than there is ends like this" if status == -signal.SIGKILL else ""
+        hint = "; it may have run out of memory" if status == -signal.SIGKILL else ""
         sys.stderr.write(f"\nstopped: rank {rank} ended {ended}{hint}\n")
         sys.stderr.flush()
 
 
 def start_ranks_if_asked(entry: str, argv: Sequence[str]) -> int:
-    """Run a command that has no option --num_processes; with it, on that many ranks of this machine.
+    """Run a command, with --num_processes N on N ranks of this machine.
 
     Args:
         entry: "module:function" of the command.

@@ -72,7 +72,7 @@ def _parser() -> Parser:
     text = f"frames that the vision tower encodes at once; default: {chunk}"
     plan.add_argument("--vision_chunk_size", type=int, metavar="FRAMES", default=chunk, help=text)
     text = (
-        "image tiles of a frame with content, if the model pads pictures to several (Llama 3.2: 1 at 224 pixels, "
+        "image tiles of a frame with content, if the model pads images to several (Llama 3.2: 1 at 224 pixels, "
         "2 at 360p and 480p, 4 from 720p); text does not attend to empty ones; default: all"
     )
     plan.add_argument("--content_tiles", type=int, metavar="TILES", help=text)
@@ -135,7 +135,7 @@ def plan(argv: Sequence[str]) -> int:
         args.self_attention = "auto" if model.decoder_only else "ring"
     if args.frames > args.text > 0 and not model.decoder_only:
         raise ConfigError(
-            f"--text {args.text}: {args.frames} frames need as many placeholders in the text; give at least "
+            f"--text {args.text}: {args.frames} frames need the same number of placeholders in the text; give at least "
             f"{args.frames}, plus the tokens of question and answer"
         )
     data_set = None

@@ -1,9 +1,9 @@
 """The exit of a program after an error: one line names the cause, and no other rank waits for this one.
 
 A rank that raises exits immediately and waits for no other rank in a destructor. Its launcher then ends the ranks of
-the same node. Launchers of several nodes do not communicate: the ranks of the other nodes see the connection close in
-their next collective, or reach the group's time limit, and end their own launcher. If a launcher is killed, its ranks
-end with it. Errors that are found before a collective are raised on all ranks by `comm.agreement` instead.
+the same node. Launchers of several nodes do not communicate: in the ranks of the other nodes, the next collective fails
+because the connection is closed or the timeout has passed, and they end their own launcher. If a launcher is killed,
+its ranks end with it. Errors that are found before a collective are raised on all ranks by `comm.agreement` instead.
 """
 
 import ctypes
@@ -65,10 +65,10 @@ def run_alone(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) 
 
 
 def end_with_launcher() -> None:
-    """Let the kernel end this process when its launcher ends, also if that is killed; on Linux, under torch elastic.
+    """Make the kernel end this process when its launcher ends, even if it is killed; on Linux, under torch elastic.
 
-    A launcher that is killed with SIGKILL (for want of memory, for example) cannot end its ranks. They would go on, and
-    so would those of all other nodes, without anything that reports their exit.
+    A launcher that is killed with SIGKILL (by the OOM killer, for example) cannot end its ranks. They would continue,
+    as would those of all other nodes, and nothing would report their exit.
     """
     if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return

@@ -1,9 +1,8 @@
 """Rank agreement: raise on all ranks of a group before any of them can hang.
 
-A rank with a different option, different data, or a file that only it cannot read may exit, or wait, while the others
-are in a collective that it never joins. `agree` gathers from every rank whether a step failed, and a fingerprint of
-what it found. Every rank then raises if any rank failed or the fingerprints differ; only then the ranks exchange what
-they found, to say so.
+A rank with a different option, different data, or a file that only it cannot read may exit or wait while the others are
+in a collective that it never joins. `agree` gathers from every rank whether a step failed, and a fingerprint of its
+facts. If any rank failed or the fingerprints differ, the ranks exchange details for the message, and every rank raises.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from .base import Communicator, fingerprint
 T = TypeVar("T")
 
 _NUMBERS = 4
-"""Numbers of a rank in the exchange besides the fingerprints: as many in every call, so that ranks in different calls
-complete it and can name their calls."""
+"""The numbers of a rank in the exchange in addition to the fingerprints. Every call has the same number, so that ranks
+in different calls complete the exchange and can name their calls."""
 
 
 def attempt(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -71,8 +70,8 @@ def agree(
         comm: the group; every rank calls this.
         what: the subject of messages ("forward pass").
         step: the step. It must not communicate, unless it then fails on all ranks (as `patch_model` does).
-        facts: maps the result to what all ranks must have in common, by name; compared as text.
-        error: an error that this rank has had already, in place of `step`.
+        facts: maps the result to the values that must be equal on all ranks, by name; compared as text.
+        error: an error that has already occurred on this rank, instead of `step`.
         numbers: maps the result to at most 4 integers in which the ranks may differ.
         remedy: what to do if the facts differ.
 
@@ -109,16 +108,17 @@ def agree(
 def _raise_difference(
     comm: Communicator, what: str, error: Exception | None, facts: Mapping[str, str], remedy: str
 ) -> None:
-    """Exchange what the ranks found, and raise on every rank."""
+    """Exchange the details of a disagreement, and raise on every rank."""
     rows = [json.loads(text) for text in comm.gather_texts(json.dumps([what, _message(error), facts]))]
     calls, messages = [row[0] for row in rows], [row[1] for row in rows]
     if len(set(calls)) > 1:
         raise AgreementError(
             f"the ranks of the group are in different calls at the same time: {_by_rank(calls)}. Every rank of the "
-            "group must make the same calls in the same order, also those whose result it does not use"
+            "group must make the same calls in the same order, including those whose result it does not use"
         )
     if error is not None:
-        # Rank 0 quotes all failures if it did not fail itself; else its error represents equal ones of other ranks.
+        # Rank 0 quotes all failures if it did not fail itself; otherwise its error represents identical ones of other
+        # ranks.
         if isinstance(error, SeqParError) and messages[0] in (None, messages[comm.rank]):
             error.__dict__[_RANK_0_REPORTS] = True
         raise error
@@ -134,7 +134,7 @@ _RANK_0_REPORTS = "_rank_0_reports"
 
 
 def is_reported_by_rank_0(error: SeqParError) -> bool:
-    """Return True if what `agree` raised on rank 0 also reports this error."""
+    """Return True if the error that `agree` raised on rank 0 also reports this one."""
     return bool(error.__dict__.get(_RANK_0_REPORTS))
 
 

@@ -28,7 +28,7 @@ class _GatherShards(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        # Sent and summed in float32: a sum of n terms in bf16 would lose digits that the terms have.
+        # Sent and summed in float32, because a sum of n terms in bf16 would lose digits of the terms.
         wide = [g.float() if g.element_size() < 4 else g for g in grads]
         return ctx.comm.reduce_scatter(wide).to(grads[0].dtype), None
 

@@ -24,9 +24,9 @@ _CREATE = 'torch.distributed.init_process_group("nccl", device_id=torch.device("
 def require_transferable(
     comm: Communicator, model: nn.Module, *, only: Tensor | None = None, moves_later: bool = False
 ) -> None:
-    """Raise unless the group can transfer from the device that the model computes on. Nothing synchronises.
+    """Raise unless the group can transfer from the device that the model computes on. Does not synchronise the device.
 
-    FSDP2 gathers its parameters on the device of their mesh, also with CPU offload.
+    FSDP2 gathers its parameters on the device of their mesh, even with CPU offload.
 
     Args:
         comm: the group. A group of one and ranks in threads transfer from any device.

@@ -6,9 +6,9 @@ the work is done. To release a tensor that Python has dropped by then, it needs 
 process: "terminate called without an active exception", SIGABRT, after a successful run.
 
 Destroying the process group joins these threads only if nothing else refers to the group, and a DeviceMesh, FSDP, DDP
-and a patched model do. It also blocks while a collective waits for another rank. The exit handler here therefore
-destroys nothing: it waits, with the lock released, until the threads have released their tensors. It involves no other
-rank, so it is safe after an error and in any order of the ranks. It ignores threads of other backends: with
+and a patched model do. It also blocks while a collective waits for another rank. The exit handler here therefore does
+not destroy the group. It waits, with the lock released, until the threads have released their tensors. It involves no
+other rank, so it is safe after an error and in any order of the ranks. It ignores threads of other backends: with
 "cpu:gloo,cuda:nccl" it waits for the gloo part only. It does not complete a collective that was never waited for.
 """
 

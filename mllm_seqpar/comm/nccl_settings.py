@@ -1,9 +1,10 @@
 """Environment variables of CUDA, NCCL and torch that transfers depend on; they are read before a model is patched.
 
-A patched model has its own NCCL communicator beside that of FSDP2 or DDP. NCCL allows this if the operations of both
-are executed in the same order on all ranks. The package launches them in the same order; NCCL_LAUNCH_ORDER_IMPLICIT=1
-(NCCL 2.26 and later) makes the device execute them in that order. torch's defaults of TORCH_NCCL_ASYNC_ERROR_HANDLING
-(3) and TORCH_NCCL_DUMP_ON_TIMEOUT (1) end the process when a rank is lost, and write what each rank had launched.
+A patched model has its own NCCL communicator in addition to that of FSDP2 or DDP. NCCL allows this if the operations of
+both are executed in the same order on all ranks. The package launches them in the same order;
+NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26 and later) makes the device execute them in that order. torch's defaults of
+TORCH_NCCL_ASYNC_ERROR_HANDLING (3) and TORCH_NCCL_DUMP_ON_TIMEOUT (1) end the process when a rank is lost, and write
+what each rank had launched.
 """
 
 from __future__ import annotations
@@ -34,16 +35,14 @@ def setting_problems(environment: Mapping[str, str]) -> list[str]:
         )
     handling = environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", environment.get("NCCL_ASYNC_ERROR_HANDLING"))
     if handling == "0":
-        problems.append(
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING=0 makes all ranks wait for ever for a rank that has ended; remove it"
-        )
+        problems.append("TORCH_NCCL_ASYNC_ERROR_HANDLING=0 makes all ranks hang if one rank dies; remove it")
     return problems
 
 
 def order_launches() -> None:
     """Set NCCL_LAUNCH_ORDER_IMPLICIT=1, unless the user has set it, there is a process group, or only one process.
 
-    NCCL reads it when the process makes its first communicator, so every program calls this before.
+    NCCL reads it when the process creates its first communicator, so every program must call this before.
     """
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")

@@ -1,20 +1,21 @@
-"""Process groups that carry transfers only: one for each group that is given to `patch_model` or to a function.
+"""Process groups for transfers only: one for each group that is passed to `patch_model` or to a function.
 
 FSDP2 and DDP launch collectives on the group that they are given, which is often the default group: a DeviceMesh
 dimension that spans all ranks returns it too. Transfers of attention on the same group would wait behind parameter
 all-gathers and gradient reduce-scatters, because a group runs its operations in the order of their launch. They
-therefore have a group of the same ranks in the same order, made once and used by all models and functional calls.
+therefore use a separate group of the same ranks in the same order, which is created once and shared by all models and
+functional calls.
 
-With NCCL, its stream has high priority, its connections are made at once, and it has a gloo backend for CPU tensors, so
-that rank agreement does not wait for the device. With gloo, it takes three threads, one socket for each other rank, one
-that listens, and about 15 ms to make.
+With NCCL, its stream has high priority, it connects immediately, and it has a gloo backend for CPU tensors, so that
+rank agreement does not wait for the device. With gloo, it needs three threads, one socket for each other rank, one
+listening socket, and about 15 ms for its creation.
 
-`torch.distributed.new_group` cannot make such a group in general:
+`torch.distributed.new_group` cannot create such a group in general:
 
 - Without `use_local_synchronization`, all ranks of the world have to call it, not only the members.
-- With it, the name contains how many groups this process is a member of. The number can differ between the members,
-  which then wait for each other under different names. After a group is destroyed, the next one gets its name and finds
-  its addresses in the store.
+- With it, the name contains the number of groups that this process is a member of. The number can differ between the
+  members, which then wait for each other under different names. After a group is destroyed, the next one gets its name
+  and finds its addresses in the store.
 - If the default group is bound to a device, NCCL splits the new group from it, in which all ranks take part.
 
 Here the name is that of the given group with a number, and nothing is split. Verified with the sources of torch 2.13.
@@ -37,7 +38,7 @@ from .gloo_shutdown import release_gloo_at_exit
 
 @dataclass
 class _Entry:
-    count: int = 0  # how many groups were made, so that no two have the same name
+    count: int = 0  # the number of groups so far, so that no two have the same name
     group: dist.ProcessGroup | None = None
 
 
@@ -47,7 +48,7 @@ _entries: WeakKeyDictionary[dist.ProcessGroup, _Entry] = WeakKeyDictionary()
 def transfer_group(given: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return the process group for the transfers among the ranks of `given`.
 
-    The first call for a group makes it, so all ranks of the group have to make the call; other ranks need not. Later
+    The first call for a group creates it, so all ranks of the group must make the call; other ranks need not. Later
     calls return the same one until it is destroyed. A group of one rank, and one with backends other than gloo and
     NCCL, is returned itself.
 
@@ -109,7 +110,7 @@ def _connect(name: str, ranks: list[int], rank: int, config: str, timeout: timed
     if "nccl" in config:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timeout
-        # With a device, NCCL connects now and not at the first transfer, in which not all ranks may take part.
+        # With a device, NCCL connects now and not at the first transfer, which may not involve all ranks.
         device = bound or torch.device("cuda", torch.cuda.current_device())
     world.bound_device_id = None  # otherwise the group is split from the default group
     try:
@@ -132,7 +133,7 @@ def _connect(name: str, ranks: list[int], rank: int, config: str, timeout: timed
 
 
 def _all_have_gloo(name: str, rank: int, size: int, timeout: timedelta) -> bool:
-    """Wait until all ranks are here, without the device; return whether each of them can use gloo."""
+    """Wait for all ranks without using the device; return whether each of them can use gloo."""
     store = dist.PrefixStore(f"{name}/members", distributed_c10d._get_default_store())
     store.set(str(rank), str(int(_has_gloo())))
     members = [str(member) for member in range(size)]

@@ -1,4 +1,4 @@
-"""Videos, the feature store, chat data and the needle task. Decoding needs the extra `video`; importing does not."""
+"""Videos, the feature store, chat data and the needle task. Decoding, but not importing, needs the extra `video`."""
 
 from .chat import ChatBatch, ChatDataset, ChatSample, MediaError, collate, load_local_frames, load_local_pictures
 from .chat_family import ChatFamily, ChatText, chat_family

@@ -1,8 +1,8 @@
-"""Micro-batches of conversations about videos and pictures, of which each rank decodes only its own frames.
+"""Micro-batches of conversations about videos and images, of which each rank decodes only its own frames.
 
-The number of frames of a micro-batch is known, equally on every rank, before any frame is decoded. The frames of all
-samples form one flat list in the order of the placeholders in the text. A rank decodes its range of that list.
-`chat_format` describes a conversation, and `formats` the data sets that are read.
+Before any frame is decoded, every rank has the number of frames of a micro-batch. The frames of all samples form one
+flat list in the order of the placeholders in the text. A rank decodes its range of that list. `chat_format` describes a
+conversation, and `formats` the data sets that are read.
 """
 
 import os
@@ -25,14 +25,14 @@ from .frame_store import FrameStore
 from .sources import FrameSource, ImageListSource, VideoSource, ranges_by_source, read_ranges
 
 ON_BAD_MEDIA = ("fail", "skip")
-"""What training does about media that cannot be read: stop, or use another sample instead."""
+"""What training does if media cannot be read: stop, or use another sample instead."""
 
 DEFAULT_FPS = 1.0
-"""Frames per second of a video for which neither the data nor the caller states a sampling."""
+"""Frames per second of a video if neither the data nor the caller states a sampling."""
 
 
 class MediaError(VideoError):
-    """Media of one sample of a batch cannot be read.
+    """The media of one sample of a batch cannot be read.
 
     Attributes:
         sample: the number of the sample in its batch.
@@ -117,16 +117,16 @@ class ChatDataset(Dataset[ChatSample]):
     Args:
         path: a data set that `formats.open_records` opens.
         processor: the model's processor; its family (`chat_family`) turns conversations into tokens. None reads samples
-            without a model, for checks; then there are no batches.
+            without a model, for checks; batches are then not available.
         fps, num_frames, max_frames: sampling of videos, as for `plan_frames`. `fps` and `num_frames` override what a
             line states; `max_frames` is an additional limit.
         max_length: the largest number of tokens of a sample; a longer sample is refused.
         on_bad_media: "fail" checks here that all local files exist; "skip" leaves missing and damaged files to the
             reader of the samples (`training.data_loader`).
         media_root, template: see `formats.open_records` and `formats.to_chat`.
-        validate: False leaves the validation of a record to its access.
+        validate: False validates a record only when it is accessed.
         threads, decoder: how videos are decoded, see `read_frames`.
-        frame_store: directory of a `FrameStore` that is read in place of the videos.
+        frame_store: directory of a `FrameStore` that is read instead of the videos.
 
     Raises:
         DataError: a malformed record; names its file, its line and the problem.
@@ -250,8 +250,8 @@ def collate(samples: Sequence[ChatSample], processor: Any, max_length: int | Non
     for sample, length in zip(samples, lengths, strict=True):
         if max_length is not None and length > max_length:
             raise DataError(
-                f"{sample.place}: {length} tokens ({sample.frames} of them stand for frames), more than "
-                f"max_length = {max_length}; raise it, or take fewer frames"
+                f"{sample.place}: {length} tokens ({sample.frames} of them are placeholders of frames), more than "
+                f"max_length = {max_length}; raise it, or use fewer frames"
             )
     return ChatBatch(
         text=text,
@@ -278,10 +278,10 @@ def load_local_frames(
 def load_local_pictures(
     batch: ChatBatch, slots: range | Sequence[range], family: ChatFamily, *, at_once: int = 32
 ) -> tuple[Tensor, ...]:
-    """Decode this rank's pictures of the model's flat list; return tensors (slots, ...) as `family.pixels` does.
+    """Decode this rank's images of the model's flat list; return tensors (slots, ...) as `family.pixels` does.
 
     `slots` is this rank's range of `batch.text.slots`, `frame_range(len(batch.text.slots), group)`, or its
-    `frame_ranges`. Padding pictures among them are not decoded; at most `at_once` decoded frames are held in addition
+    `frame_ranges`. Padding images among them are not decoded; at most `at_once` decoded frames are held in addition
     to the result.
     """
     numbers = [batch.text.slots[slot] for part in _as_ranges(slots) for slot in part]

@@ -4,7 +4,7 @@ A family is found by the class of a model directory's processor (`chat_family`).
 decoded frames into the arguments that the model's forward takes, exactly as the family's own processor does for the
 same conversation. Its code is the module `chat` of its folder in `mllm_seqpar.patches`.
 
-Shape legend: B samples, L text tokens, N pictures in the model's flat list (padding pictures included), n pictures of
+Shape legend: B samples, L text tokens, N images in the model's flat list (padding images included), n images of
 one call.
 """
 
@@ -28,7 +28,7 @@ from .sources import FrameSource, ImageListSource, PictureSource
 Messages = Sequence[Mapping[str, Any]]
 
 VIDEO_MARK = "<|video|>"
-"""Where a question places the video, in every family. Without it the video comes first."""
+"""The placeholder of the video in a question, in every family. Without it, the video comes first."""
 
 
 def chat_family(processor: Any) -> ChatFamily:
@@ -50,9 +50,9 @@ class ChatText:
     Attributes:
         input_ids, attention_mask: (B, L), padded.
         labels: (B, L), the tokens of the answers and their ends, -100 elsewhere; or None.
-        slots: (N,) for each picture of the model's flat list, its index among all pictures of the conversations, or -1
-            for a picture that only pads a sample.
-        extras: masks and positions of pictures, by their argument names in the model's forward.
+        slots: (N,) for each image of the model's flat list, its index among all images of the conversations, or -1
+            for an image that only pads a sample.
+        extras: masks and positions of images, by their argument names in the model's forward.
     """
 
     input_ids: Tensor
@@ -70,11 +70,11 @@ class ChatFamily(ABC):
         ids_name: the argument name of the token ids in the model's forward.
         frame_names: the argument names of the tensors that `pixels` returns, in the same order.
         feature_weights: name prefixes of the weights that compute visual features.
-        tower: path of the vision tower in the model, and the name of its method that takes pictures.
-        always_sharded: whether the patched forward takes pictures as one flat list on a single process too, where the
+        tower: path of the vision tower in the model, and the name of its method that takes images.
+        always_sharded: whether the patched forward takes images as one flat list on a single process too, where the
             unpatched forward has a dimension of samples.
-        frame_layout: how the programs map pictures to ranks, that of the patched model (`Family.frame_layout`).
-        ragged: whether pictures have different numbers of rows, and are joined by `joined`.
+        frame_layout: how the programs map images to ranks, that of the patched model (`Family.frame_layout`).
+        ragged: whether images have different numbers of rows, and are joined by `joined`.
     """
 
     marks: tuple[str, ...] = ()
@@ -113,7 +113,7 @@ class ChatFamily(ABC):
             padding_side: "left" or "right"; the tokenizer's default if None.
 
         Raises:
-            DataError: pictures and placeholders do not match, or the tokenizer lacks a required feature.
+            DataError: images and placeholders do not match, or the tokenizer lacks a required feature.
         """
 
     def check(self, model: Any) -> None:
@@ -124,7 +124,7 @@ class ChatFamily(ABC):
             )
 
     def units(self, source: FrameSource) -> FrameSource:
-        """Return the source of what a rank encodes as a whole: the frames themselves, or groups of them."""
+        """Return a source of the units that a rank encodes as a whole: the frames themselves, or groups of them."""
         return source
 
     def unit_sizes(self, source: FrameSource) -> list[int]:
@@ -149,7 +149,7 @@ class ChatFamily(ABC):
 
     @abstractmethod
     def blank(self) -> tuple[Tensor, ...]:
-        """Return the picture that pads a sample, in the form of `pixels`, (1, ...) each."""
+        """Return the image that pads a sample, in the form of `pixels`, (1, ...) each."""
 
     @abstractmethod
     def encode(self, model: Any, *frames: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class ChatFamily(ABC):
 
     @abstractmethod
     def feature_arguments(self, model: Any, features: Tensor, shard: FrameShard) -> dict[str, Any]:
-        """Return the arguments that pass this rank's features to the patched `generate` in place of pictures."""
+        """Return the arguments that pass this rank's features to the patched `generate` instead of images."""
 
     @property
     def tower_weights(self) -> tuple[str, ...]:
@@ -166,21 +166,21 @@ class ChatFamily(ABC):
         return tuple(prefix for prefix in self.feature_weights if prefix.endswith(last))
 
     def tower_frames(self, pixels: Tensor) -> int:
-        """Return the number of pictures in what the method of `tower` takes."""
+        """Return the number of images in the input of the method of `tower`."""
         return pixels.shape[0]
 
     def tower_states(self, output: Any) -> Tensor:
-        """Return the states (pictures, ...) in what the method of `tower` returns."""
+        """Return the states (images, ...) in the output of the method of `tower`."""
         return output.last_hidden_state
 
     def tower_output(self, states: Tensor) -> Any:
-        """Return what the method of `tower` returns for these states."""
+        """Return the output of the method of `tower` for these states."""
         from transformers.modeling_outputs import BaseModelOutput
 
         return BaseModelOutput(last_hidden_state=states)
 
     def arguments(self, text: ChatText) -> dict[str, Tensor]:
-        """Return all arguments of forward and `generate` except the pictures."""
+        """Return all arguments of forward and `generate` except the images."""
         arguments = {self.ids_name: text.input_ids, "attention_mask": text.attention_mask, **text.extras}
         return arguments if text.labels is None else arguments | {"labels": text.labels}
 
@@ -193,11 +193,12 @@ class ChatFamily(ABC):
         return self.still_frames(ImageListSource([path]))
 
     def still_frames(self, picture: ImageListSource | PictureSource) -> FrameSource:
-        """Return the frames of a still image, given the picture as a source of one frame."""
+        """Return the frames of a still image, given the image as a source of one frame."""
         return picture
 
     def frame_metadata(self, source: FrameSource) -> dict[str, Any]:
-        """Return what a feature store must record about its frames so that prompts need no access to the video."""
+        """Return the metadata that a feature store records about its frames, so that prompts need no access to the
+        video."""
         return {}
 
     def stored_frames(self, count: int, metadata: Mapping[str, Any]) -> FrameSource:
@@ -207,7 +208,7 @@ class ChatFamily(ABC):
 
 @dataclass(frozen=True)
 class StoredFrames:
-    """The frames of a feature store: a source that has a length, perhaps a size, and no pixels."""
+    """The frames of a feature store: a source with a length and perhaps a size, but without pixels."""
 
     count: int
     size: tuple[int, int] | None
@@ -222,4 +223,4 @@ class StoredFrames:
         return [self.size] * self.count
 
     def read(self, start: int, stop: int, *, size: Any = None, batch: int = 16) -> Any:
-        raise DataError("these frames are on disk as features only; give --video too")
+        raise DataError("these frames are stored only as features; give --video too")

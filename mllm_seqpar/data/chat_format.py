@@ -1,4 +1,4 @@
-"""The format of conversations about videos and pictures, and its validation; `formats` converts other formats to it.
+"""The format of conversations about videos and images, and its validation; `formats` converts other formats to it.
 
 One conversation per line:
 
@@ -9,7 +9,7 @@ Media parts:
 
 - {"type": "video", "path": FILE}, optionally with "fps", "num_frames" or "max_frames" for this video, and with "start"
   and "end", seconds, for a clip of it
-- {"type": "video", "images": [FILE, ...]}, a list of pictures as a video
+- {"type": "video", "images": [FILE, ...]}, a list of images as a video
 - {"type": "image", "path": FILE}, one frame, or one frame per tile if the model's processor cuts images into tiles
 
 A path may be a URL. Relative paths start at the folder of the JSONL file. A line may have further keys, such as an id,
@@ -77,7 +77,7 @@ def check_record(
         texts = [answer] if isinstance(answer, str) else [part["text"] for part in answer]
         if not any(text.strip() for text in texts):
             raise DataError(
-                f"message {number} (assistant) is empty, so that training would only teach the model to end there; "
+                f"message {number} (assistant) is empty, which would only train the model to end its answer; "
                 "give the answer, or leave the message or the record out"
             )
     return messages
@@ -136,7 +136,7 @@ def _sampling_fault(part: Mapping[str, Any], kind: str) -> str | None:
     if kind == "image" and given:
         return f"{next(iter(given))} of an image; only a video takes it"
     if "fps" in given and "images" in part:
-        return "fps of a list of pictures, which have no time; give num_frames or max_frames"
+        return "fps of a list of images, which have no time; give num_frames or max_frames"
     if "fps" in given and "num_frames" in given:
         return "both fps and num_frames; give one of them"
     return None
@@ -148,7 +148,7 @@ def _clip_fault(part: Mapping[str, Any], kind: str) -> str | None:
         if type(value) not in (int, float) or not 0 <= value < math.inf:
             return f"{name} is {value!r}; expected a number of seconds, 0 or more"
     if given and (kind == "image" or "images" in part):
-        return f"{next(iter(given))} of {'an image' if kind == 'image' else 'a list of pictures'}, which has no time"
+        return f"{next(iter(given))} of {'an image' if kind == 'image' else 'a list of images'}, which has no time"
     if "end" in given and given["end"] <= given.get("start", 0):
         return f"the clip from {given.get('start', 0)} to {given['end']} seconds is empty; end must be after start"
     return None

@@ -1,4 +1,4 @@
-"""What decodes videos, and with how many threads: the options --decode_threads and --decoder of all commands."""
+"""The options --decode_threads and --decoder of all commands: the decoder of videos and its number of threads."""
 
 import os
 from typing import Any
@@ -8,17 +8,17 @@ from mllm_seqpar._logging import get_logger
 from mllm_seqpar.errors import ConfigError
 
 DECODERS = ("pyav", "torchcodec")
-"""What decodes a video: PyAV, or torchcodec (the extra "torchcodec"), which can also decode on a GPU."""
+"""The decoders of videos: PyAV, or torchcodec (the extra "torchcodec"), which can also decode on a GPU."""
 
-THREADS_HELP = "threads that a rank decodes videos with; default: the cores of its machine over the ranks on it"
-FRAME_STORE_HELP = "directory of frames that check-data --store wrote, which are read in place of the videos"
-DECODER_HELP = f"what decodes videos: {', '.join(DECODERS)} (pip install 'mllm-seqpar[torchcodec]')"
+THREADS_HELP = "decoding threads per rank; default: the cores of its machine divided by the ranks on it"
+FRAME_STORE_HELP = "directory of frames that check-data --store wrote, which are read instead of the videos"
+DECODER_HELP = f"video decoder: {', '.join(DECODERS)} (pip install 'mllm-seqpar[torchcodec]')"
 
 _log = get_logger(__name__)
 
 
 def decode_threads() -> int:
-    """Return the number of threads that one rank decodes with: the cores of this process over the ranks of this host.
+    """Return the number of decoding threads of one rank: the cores of this process divided by the ranks of this host.
 
     The number of ranks is the variable LOCAL_WORLD_SIZE, which torchrun, accelerate and our own launcher set.
     """
@@ -37,7 +37,7 @@ def _local_ranks() -> int:
 def check_decoding(threads: int | None, decoder: str) -> None:
     """Check the options --decode_threads and --decoder of a command, before anything is decoded.
 
-    More threads than cores are allowed, and a warning says that they decode no faster.
+    More threads than cores are allowed, with a warning that they are not faster.
 
     Raises:
         ConfigError: `threads` below 1, or a decoder that is unknown, not installed, or cannot be loaded.
@@ -62,7 +62,7 @@ def import_torchcodec(wanted: str) -> Any:
     """Return the module torchcodec.decoders; ConfigError if it is not installed or cannot be loaded."""
     try:
         return optional_import("torchcodec.decoders", extra="torchcodec", needed_for=wanted)
-    except RuntimeError as error:  # torchcodec is installed, and finds no FFmpeg, or not the libraries of CUDA
+    except RuntimeError as error:  # torchcodec is installed, but does not find FFmpeg or the libraries of CUDA
         lines = str(error).strip().splitlines()
         raise ConfigError(
             f"torchcodec cannot be loaded ({lines[0]}); install FFmpeg, or use the decoder pyav"

@@ -1,4 +1,4 @@
-"""How much must be decoded: the frames of a file for the frames of a plan, and the rate at which a core decodes."""
+"""The work of decoding: the frames of a file that a plan needs, and the decoding rate of a core."""
 
 import tempfile
 import time
@@ -17,8 +17,9 @@ _HEIGHT, _WIDTH, _FRAMES, _RATE = 720, 1280, 90, 30
 def frames_to_decode(plan: FramePlan) -> int:
     """Return how many frames of the file the reader decodes for all entries of a plan, at most.
 
-    It decodes from the keyframe before an entry, or goes on where it is. Frames that no other frame refers to are
-    counted, although they are decoded only if they are used. Nothing is decoded here; a file without an index is read.
+    It decodes from the keyframe before an entry, or continues from its position. Frames that no other frame refers to
+    are counted, although they are decoded only if they are used. Nothing is decoded here; a file without an index is
+    read.
     """
     with open_video(plan.path) as (container, stream):
         found = [(entry.timestamp, entry.is_keyframe) for entry in index_of(stream)]

@@ -1,7 +1,7 @@
-"""The cache of media that are no local files: downloads, and pictures and videos stored inside tables.
+"""The media cache, for media that are not local files: downloads, and images and videos stored inside tables.
 
 Each file is named by a digest, written under a temporary name and renamed, so it is complete or absent. Processes of
-one machine lock the name, so one of them downloads. Nothing is deleted: when the cache is full, an error says so.
+one machine lock the name, so one of them downloads. Nothing is deleted: if the cache is full, an error is raised.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ CACHE_VARIABLE = "MLLM_SEQPAR_CACHE"
 """Environment variable with the directory of the cache; default: mllm-seqpar below the user's cache directory."""
 
 SIZE_VARIABLE = "MLLM_SEQPAR_CACHE_GB"
-"""Environment variable with the largest size of the whole cache in GB; default: 200. A file may have a tenth of it."""
+"""Environment variable with the largest size of the whole cache in GB; default: 200. One file may take a tenth of
+it."""
 
 _TIMEOUT = 60.0
 _CHUNK = 1 << 20
@@ -55,7 +56,7 @@ def download(url: str) -> Path:
 
 
 def store_bytes(content: bytes, suffix: str) -> Path:
-    """Return the file of the cache that has this content; `suffix` only helps people who look at the cache."""
+    """Return the file of the cache that has this content; `suffix` only helps people who inspect the cache."""
     name = hashlib.sha256(content).hexdigest()[:40] + suffix
     return _cached(name, f"{len(content)} bytes of a table or data URL", lambda: iter([content]))
 
@@ -87,7 +88,8 @@ def _write(path: Path, what: str, chunks: Iterator[bytes]) -> None:
             written = file.tell() + len(chunk)
             if written > limit / 10 or used + written > limit:
                 raise VideoError(
-                    f"{what}: with it, the cache {path.parent} would exceed its limit of {limit / 1e9:g} GB, of which "
+                    f"{what}: with this file, the cache {path.parent} would exceed its limit of {limit / 1e9:g} GB, "
+                    "of which "
                     f"one file may have a tenth; delete files there, or set {SIZE_VARIABLE} to a larger number"
                 )
             file.write(chunk)
@@ -111,7 +113,7 @@ def _chunks_of(url: str) -> Iterator[bytes]:
             if expected and received != int(expected):
                 raise VideoError(f"{url}: the download ended after {received} of {expected} bytes; start again")
     except urllib.error.HTTPError as error:
-        raise VideoError(f"{url}: the server answers {error.code} ({error.reason}); check the URL") from error
+        raise VideoError(f"{url}: the server answered {error.code} ({error.reason}); check the URL") from error
     except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
         why = getattr(error, "reason", None) or error
         raise VideoError(

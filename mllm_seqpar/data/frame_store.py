@@ -2,12 +2,13 @@
 
     DIRECTORY/frames.json                    how frames are stored, and whether the run that wrote them has finished
     DIRECTORY/videos/DIGEST/TIMES.frames     the frames of one plan of a video, one after another
-    DIRECTORY/videos/DIGEST/TIMES.json       their size, and position and checksum of each; or why there are none
+    DIRECTORY/videos/DIGEST/TIMES.json       their size, and position and checksum of each; or the reason why there are
+    none
 
-`DIGEST` is that of the media file and `TIMES` that of the times of the frames, so a moved or renamed video is found.
-A frame is raw RGB (height, width, 3), or a JPEG picture. `mllm-seqpar check-data --store` writes a store. Both files of
-a plan are written under a temporary name and renamed, TIMES.json last, so a plan is complete or absent. What is absent
-is refused: a video that is decoded after all would slow training down without a word.
+`DIGEST` is that of the media file and `TIMES` that of the times of the frames, so a video is found even if it was moved
+or renamed. A frame is raw RGB (height, width, 3), or a JPEG image. `mllm-seqpar check-data --store` writes a store.
+Both files of a plan are written under a temporary name and renamed, TIMES.json last, so a plan is complete or absent.
+Absent frames are an error: decoding the video instead would silently slow down training.
 """
 
 import io
@@ -91,7 +92,7 @@ class StoredFrames:
         except OSError as error:
             raise self._damaged(error.strerror or str(error)) from error
         if zlib.crc32(content) != self.checksums[number]:
-            raise self._damaged(f"frame {number} has another checksum than when it was written")
+            raise self._damaged(f"frame {number} does not have the checksum that it was written with")
         if self.quality is None:
             image = np.frombuffer(bytearray(content), np.uint8).reshape(*self.size, 3)
         else:
@@ -138,7 +139,7 @@ class FrameStore:
     def create(
         cls, directory: str | os.PathLike[str], *, quality: int | None = None, shorter_side: int | None = None
     ) -> "FrameStore":
-        """Open a store for writing, which is incomplete until `finish`; what it has is kept.
+        """Open a store for writing. It is incomplete until `finish`; frames that it already has are kept.
 
         Raises:
             FrameStoreError: it stores frames with other settings, or cannot be written.
@@ -221,7 +222,7 @@ class FrameStore:
 
         Raises:
             FrameStoreError: they cannot be written.
-            VideoError: they cannot be decoded; the reason is stored in their place.
+            VideoError: they cannot be decoded; the reason is stored instead.
         """
         path = self._path(plan)
         ends: list[int] = []
@@ -273,11 +274,11 @@ class FrameStore:
         return self.directory / "videos" / meta["source_digest"] / f"{meta['frame_times']}.json"
 
     def _absent(self, plan: FramePlan, path: Path) -> FrameStoreError:
-        """Return the error that says what the store has of a video in place of the frames of a plan."""
+        """Return the error for a plan that the store does not have; it names the frames of this video that it has."""
         wanted = f"the {len(plan)} frames from {plan.seconds(0):.2f} to {plan.seconds(-1):.2f} s of {plan.path}"
         others = []
         for other in sorted(path.parent.glob("*.json")):
-            with suppress(OSError, ValueError):  # a damaged one is refused where it is used
+            with suppress(OSError, ValueError):  # a damaged file is refused when it is used
                 others.append(json.loads(other.read_text()))
         others = [header for header in others if "ends" in header]
         if not others:

@@ -1,4 +1,4 @@
-"""Chat formats in which one special token of the text stands for each picture.
+"""Chat formats in which one special token of the text stands for each image.
 
 The text of a conversation is written and tokenized as a whole, as the families' processors do it. Appending a message
 only appends text, so an answer is the text between the conversation that opens it and the conversation that ends with
@@ -22,10 +22,10 @@ Span = tuple[int, int]
 
 
 class ImageTokenFamily(ChatFamily):
-    """A chat format with one special token for each picture; every sample is padded to equally many pictures."""
+    """A chat format with one special token for each image; every sample is padded to the same number of images."""
 
     min_pictures = 0
-    """The number of pictures that each sample has at least, padding included."""
+    """The minimum number of images per sample, padding included."""
 
     @property
     @abstractmethod
@@ -43,7 +43,7 @@ class ImageTokenFamily(ChatFamily):
         return False
 
     def masks(self, ids: Tensor, media: Sequence[Sequence[FrameSource]]) -> dict[str, Tensor]:
-        """Return the model's masks of pictures for token ids (B, L)."""
+        """Return the model's masks of images for token ids (B, L)."""
         return {}
 
     def text(
@@ -80,7 +80,7 @@ class ImageTokenFamily(ChatFamily):
         for sample, (tokens, pictures) in enumerate(zip(found, counts, strict=True)):
             if tokens != pictures:
                 raise DataError(
-                    f"sample {sample} has {pictures} pictures, but {tokens} tokens {mark} (id {token}) in its text; "
+                    f"sample {sample} has {pictures} images, but {tokens} tokens {mark} (id {token}) in its text; "
                     f"the tokenizer must have {mark} as one special token, and the chat template must write it for "
                     "each image"
                 )
@@ -108,7 +108,7 @@ def picture_counts(media: Sequence[Sequence[FrameSource]]) -> list[int]:
 
 
 def to_pil_images(frames: Tensor) -> list[Any]:
-    """Convert (n, 3, H, W) uint8 to PIL images, which image processors of every backend treat alike."""
+    """Convert (n, 3, H, W) uint8 to PIL images, which image processors of every backend treat in the same way."""
     from PIL import Image
 
     return [Image.fromarray(frame.permute(1, 2, 0).contiguous().numpy()) for frame in frames]
@@ -150,7 +150,9 @@ def tokenize(
         DataError: the tokenizer cannot pad several texts, or has no character offsets.
     """
     if len(texts) > 1 and tokenizer.pad_token_id is None:
-        raise DataError("the tokenizer has no pad token, so texts of different lengths make no batch; set pad_token")
+        raise DataError(
+            "the tokenizer has no pad token, so texts of different lengths cannot be batched; set pad_token"
+        )
     if spans is not None and not tokenizer.is_fast:
         raise DataError(
             f"{type(tokenizer).__name__} has no character offsets, so the tokens of the answers cannot be found; use "

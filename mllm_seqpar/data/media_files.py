@@ -5,10 +5,10 @@ something that can be read here: it downloads a URL into the cache and writes th
 of bytes is written in the form of FFmpeg's subfile protocol, `subfile,,start,A,end,B,,:PATH`, so that a video inside an
 uncompressed tar shard is decoded in place, with random access, and nothing is extracted.
 
-A media file may come from anybody, so it is opened only if it is complete in itself. FFmpeg also reads playlists (HLS,
-DASH, concat, SDP) that name other files and hosts, and Pillow also reads formats that run other programs (EPS).
-`video_options` and `PICTURE_FORMATS` leave these out. The format is found by content; the name of the file never
-decides.
+A media file may come from anyone, so it is opened only if it is self-contained. FFmpeg also reads playlists (HLS, DASH,
+concat, SDP) that name other files and hosts, and Pillow also reads formats that run other programs (EPS).
+`video_options` and `PICTURE_FORMATS` exclude these. The format is determined by the content, never by the name of the
+file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mllm_seqpar.errors import VideoError
 from .downloads import download, store_bytes
 
 _SLICE = re.compile(r"^subfile,,start,(\d+),end,(\d+),,:(.+)$", re.DOTALL)
-_SCHEME = re.compile(r"^([a-z][a-z0-9+.-]+):", re.IGNORECASE)  # two letters at least: C: is a drive
+_SCHEME = re.compile(r"^([a-z][a-z0-9+.-]+):", re.IGNORECASE)  # at least two letters, because C: is a drive
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 VIDEO_SUFFIXES = frozenset(
@@ -43,13 +43,13 @@ _STREAMS = "h264 hevc av1 obu m4v mpegvideo h263 yuv4mpegpipe"
 _PICTURES = "png_pipe jpeg_pipe webp_pipe bmp_pipe tiff_pipe"
 
 PICTURE_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "BMP", "GIF", "TIFF", "PPM", "TGA", "ICO", "JPEG2000", "AVIF", "HEIF")
-"""The picture formats that are read, by Pillow's names."""
+"""The image formats that are read, by Pillow's names."""
 
 
 def video_options(name: str) -> dict[str, str]:
-    """Return FFmpeg's options that read the file `name` and no other.
+    """Return options with which FFmpeg reads the file `name` and no other file.
 
-    Only containers that are complete in themselves are opened, and no protocol but that of local files.
+    Only self-contained containers are opened, and only the protocol of local files is allowed.
     """
     formats = ",".join((_CONTAINERS + " " + _STREAMS + " " + _PICTURES).split())
     return {"format_whitelist": formats, "protocol_whitelist": "file,subfile" if _SLICE.match(name) else "file"}
@@ -75,7 +75,7 @@ def media_size(name: str) -> int:
 
 
 def open_media(name: str) -> BinaryIO:
-    """Open a name for reading; a range of bytes is read whole, since only pictures are opened this way."""
+    """Open a name for reading; a range of bytes is read whole, since only images are opened this way."""
     found = _SLICE.match(name)
     if found is None:
         return open(name, "rb")

@@ -1,7 +1,7 @@
 """The visual needle task: one frame of a noisy video shows a coloured square, and the question asks for its colour.
 
-Only that frame contains the answer, so a correct answer shows that the model found it among all others. The videos are
-real files and are read by the real reader. Every frame is noise around its own brightness. The marker is large and
+Only that frame contains the answer, so a correct answer shows that the model found it among all frames. The videos are
+real files that the real reader reads. Every frame is noise around a random brightness. The marker is large and
 saturated, so it survives video compression.
 """
 
@@ -57,7 +57,7 @@ def make_needle_videos(
     rate: int = 1,
     seed: int = 0,
 ) -> list[NeedleVideo]:
-    """Write videos with equally frequent colours and random positions of the marker; ConfigError outside these ranges.
+    """Write videos in which all colours are equally frequent and the marker has a random position.
 
     Args:
         directory: created if it does not exist; the files are `00000.mp4` and so on.

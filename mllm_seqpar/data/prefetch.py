@@ -1,4 +1,4 @@
-"""Read-ahead: the next results are made in threads while the current one is used."""
+"""Read-ahead: threads compute the next results while the current one is used."""
 
 import threading
 from collections import deque
@@ -11,9 +11,9 @@ Result = TypeVar("Result")
 
 
 class ReadAheadLimit:
-    """Admits results in the order of their numbers, as long as those that exist have at most a number of bytes.
+    """Admits results in the order of their numbers, while the existing ones stay within a limit of bytes.
 
-    One result is admitted at any time, whatever its size, so that the one that is waited for is always made.
+    One result is always admitted, whatever its size, so that the next result is always computed.
     """
 
     def __init__(self, limit: int) -> None:
@@ -22,7 +22,7 @@ class ReadAheadLimit:
         self._changed = threading.Condition()
 
     def admit(self, number: int, size: int) -> None:
-        """Wait until result `number`, of `size` bytes, may be made; CancelledError after `close`."""
+        """Wait until result `number`, of `size` bytes, may be computed; raise CancelledError after `close`."""
 
         def may_begin() -> bool:
             fits = not self._admitted or sum(self._admitted.values()) + size <= self._limit
@@ -36,13 +36,13 @@ class ReadAheadLimit:
             self._changed.notify_all()
 
     def release(self, number: int) -> None:
-        """Count result `number` no longer."""
+        """Stop counting result `number`."""
         with self._changed:
             del self._admitted[number]
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End all waiting."""
+        """Cancel all waiting calls."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

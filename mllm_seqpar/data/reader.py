@@ -3,13 +3,14 @@
 The frame of a tick is the one with the greatest presentation time not after it. This depends on the file only, so a
 rank that reads a part of a plan gets the same pixels as a rank that reads all of it. A seek may land after its target
 (mp4 seeks by decoding time, which B-frames run ahead of; MPEG-TS lands on any packet). A seek is therefore accepted
-only if the keyframe it finds is not after the wanted tick. Otherwise the target moves further back, finally to the
+only if the keyframe it finds is not after the wanted tick. Otherwise the target moves further back, in the end to the
 start of the file. Frames that the decoder emits before that keyframe (leading pictures of an open GOP) are dropped
 because their reference frames are missing.
 
-Two things make this fast, and neither changes a pixel. A frame that no other frame refers to is decoded only if it is
-wanted. And all cores of a rank take part: where the file's index says where groups of pictures begin, threads decode
-different groups; otherwise, and where most frames of a group are wanted, the decoder itself runs on several threads.
+Two things make this fast, and neither changes a pixel. First, a frame that no other frame refers to is decoded only if
+it is wanted. Second, all cores of a rank are used: if the index of the file says where groups of pictures begin,
+threads decode different groups. Otherwise, or if most frames of a group are wanted, the decoder itself runs on several
+threads.
 """
 
 import threading
@@ -33,10 +34,11 @@ from .prefetch import read_ahead
 from .video import FramePlan, index_of, open_video, reason, require_av
 
 _FORWARD_SECONDS = 2
-"""Without an index, a jump shorter than this, or than the longest GOP so far, is decoded instead of sought."""
+"""Without an index, a jump shorter than this, or than the longest GOP so far, decodes the frames in between instead of
+seeking."""
 
 _AHEAD_BYTES = 256 << 20
-"""Decoded frames that several threads hold at most, in bytes; one frame a thread is always allowed."""
+"""Limit on the bytes of decoded frames that several threads hold; one frame per thread is always allowed."""
 
 _TORCHCODEC_CONTAINERS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 """FFmpeg's names of the containers in which torchcodec 0.13 finds every frame by its time."""
@@ -54,17 +56,17 @@ def read_frames(
     device: torch.device | str = "cpu",
     ranges: Sequence[range] | None = None,
 ) -> Iterator[Tensor]:
-    """Decode entries start <= i < stop of a plan, and skip as much of the file as possible.
+    """Decode entries start <= i < stop of a plan, skipping as much of the file as possible.
 
     Args:
         plan: from `plan_frames`.
         start, stop: the range of entries; `stop=None` is the end of the plan.
         size: (height, width) to scale to (bicubic); None keeps the video's size.
         batch: frames per tensor, which bounds the memory used.
-        threads: how many threads decode; None: `decode_threads()`. The frames do not depend on it.
+        threads: number of decoding threads; None: `decode_threads()`. The frames do not depend on it.
         decoder: one of `DECODERS`. Frames of torchcodec equal those of PyAV, except that they are scaled by PyTorch's
-            antialiased bicubic filter, and that NVDEC converts colours on its own. torchcodec reads mp4, mov, mkv and
-            webm; in other containers it finds other frames, so PyAV reads those.
+            antialiased bicubic filter, and that NVDEC uses its own colour conversion. torchcodec reads mp4, mov, mkv
+            and webm; in other containers it would select other frames, so PyAV reads those.
         device: where torchcodec decodes: "cpu", or "cuda" for NVDEC (not run on a GPU yet). The frames stay there.
         ranges: several ranges of entries in ascending order, in the place of `start` and `stop`. The same decoders
             decode all of them.
@@ -115,7 +117,7 @@ def _read_with_torchcodec(
     threads: int,
     device: torch.device | str,
 ) -> Iterator[Tensor]:
-    """Do what `read_frames` does, with torchcodec."""
+    """`read_frames` with torchcodec."""
     decoders = import_torchcodec("decoder='torchcodec'")
     with open_video(plan.path) as (container, stream):
         index, container_format = stream.index, container.format.name
@@ -205,7 +207,7 @@ class _Reader:
         return [self._converters.own.tensor(frame)] * count
 
     def _segments(self, ranges: Sequence[range], threads: int) -> list[range]:
-        """Return ranges of entries to be decoded side by side; none if one decoder with several threads is as good.
+        """Return ranges of entries to decode in parallel; none if one decoder with several threads is as fast.
 
         A segment begins where a group of pictures begins, so that no frame is decoded twice.
         """
@@ -247,12 +249,12 @@ def _shown(cursor: "_Cursor", entries: Iterable[int]) -> Iterator[tuple[Any, int
 
 @dataclass(frozen=True)
 class _Index:
-    """What the container's index says; empty without one.
+    """The contents of the container's index; empty without an index.
 
     Attributes:
         keys: the decoding times of the keyframes, ascending.
         end: the decoding time of the last frame.
-        delay: by how much the presentation time of the first keyframe is after its decoding time.
+        delay: the presentation time of the first keyframe minus its decoding time.
     """
 
     keys: Sequence[int]
@@ -325,7 +327,7 @@ class _Cursor:
             raise _undecodable(self._plan, number, "the file ends before its first decodable frame")
         if self._ended and self._end is not None and self._latest < self._end:
             seconds = self._plan.time(self._latest)
-            raise _undecodable(self._plan, number, f"the file ends at {seconds:.3f} s, its index does not")
+            raise _undecodable(self._plan, number, f"the file ends at {seconds:.3f} s, before the end of its index")
         del self._times[: bisect_left(self._times, self._current[0])]
         return self._current
 
@@ -413,7 +415,7 @@ class _Cursor:
                 pts = frame.pts if frame.pts is not None else frame.dts
                 if pts is not None and pts >= key:
                     if frame.is_corrupt:
-                        raise _Damaged(f"the picture at {self._plan.time(pts):.3f} s is damaged")
+                        raise _Damaged(f"the image at {self._plan.time(pts):.3f} s is damaged")
                     yield pts, frame
 
     def _record(self, packet: Any) -> None:
@@ -428,7 +430,7 @@ class _Cursor:
 
 
 class _Damaged(Exception):
-    """The decoder reports a damaged picture."""
+    """The decoder reports a damaged image."""
 
 
 def _undecodable(plan: FramePlan, number: int, why: str) -> VideoError:

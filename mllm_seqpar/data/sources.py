@@ -1,4 +1,4 @@
-"""Frame sources: one interface for the planned frames of a video file and for a list of picture files.
+"""Frame sources: one interface for the planned frames of a video file and for a list of image files.
 
 A source only names the files, so it is cheap to create and to pickle. `read` opens them.
 """
@@ -24,7 +24,7 @@ from .reader import check_range, read_frames
 from .video import FramePlan, plan_frames, probe
 
 _ORIENTATION = 0x0112
-"""The EXIF tag; values of 5 and above rotate the picture by 90 degrees."""
+"""The EXIF tag; values of 5 and above rotate the image by 90 degrees."""
 
 
 @runtime_checkable
@@ -79,7 +79,7 @@ class VideoSource:
     Attributes:
         plan: the frames.
         threads, decoder: how they are decoded, see `read_frames`; this changes the time, not the frames.
-        stored: the frames in a store, which are read in place of the video.
+        stored: the frames in a store, which are read instead of the video.
     """
 
     plan: FramePlan
@@ -103,7 +103,7 @@ class VideoSource:
     ) -> "VideoSource":
         """Probe `path`, a file or a URL, and plan its frames by the rules of `plan_frames`.
 
-        With `frame_store`, frames are read from this store. A FrameStoreError says that it does not have them.
+        With `frame_store`, frames are read from this store. FrameStoreError is raised if it does not have them.
         """
         info = probe(local_media(path))
         plan = plan_frames(info, fps=fps, num_frames=num_frames, max_frames=max_frames, start=start, end=end)
@@ -135,7 +135,7 @@ class VideoSource:
 
 @dataclass(frozen=True)
 class ImageListSource:
-    """A list of picture files as a video, one frame each."""
+    """A list of image files as a video, one frame each."""
 
     paths: tuple[str, ...]
 
@@ -145,18 +145,18 @@ class ImageListSource:
             raise VideoError("an image list without images; pass at least one path")
         for name in names:
             if media_size(name) < 0:
-                raise VideoError(f"{name}: no such file; an image list needs paths of picture files")
+                raise VideoError(f"{name}: no such file; an image list needs paths of image files")
         object.__setattr__(self, "paths", names)
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def sizes(self) -> list[tuple[int, int]]:
-        """Return (height, width) of each picture, from the files' headers."""
+        """Return (height, width) of each image, from the files' headers."""
         return [_picture_size(name) for name in self.paths]
 
     def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
-        """Yield pictures start <= i < stop; without `size`, a change of size starts a new tensor."""
+        """Yield images start <= i < stop; without `size`, a change of size starts a new tensor."""
         check_range(start, stop, len(self), batch)
         images: list[Tensor] = []
         for name in self.paths[start:stop]:
@@ -171,7 +171,7 @@ class ImageListSource:
 
 @dataclass(frozen=True, eq=False)
 class PictureSource:
-    """Pictures in memory, uint8 tensors (3, H, W), as frames."""
+    """Images in memory, uint8 tensors (3, H, W), as frames."""
 
     pictures: Sequence[Tensor]
 
@@ -179,20 +179,20 @@ class PictureSource:
         return len(self.pictures)
 
     def sizes(self) -> list[tuple[int, int]]:
-        """Return (height, width) of each picture."""
+        """Return (height, width) of each image."""
         return [(int(picture.shape[1]), int(picture.shape[2])) for picture in self.pictures]
 
     def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
-        """Yield pictures start <= i < stop, one at a time."""
+        """Yield images start <= i < stop, one at a time."""
         check_range(start, stop, len(self), batch)
         for picture in self.pictures[start:stop]:
             if size not in (None, tuple(picture.shape[1:])):
-                raise VideoError(f"size is {size}; a picture in memory is {tuple(picture.shape[1:])}: leave size out")
+                raise VideoError(f"size is {size}; an image in memory is {tuple(picture.shape[1:])}: leave size out")
             yield picture[None]
 
 
 def is_picture(name: str) -> bool:
-    """Return whether a file is one picture, by its content; animations count as videos."""
+    """Return whether a file is one image, by its content; animations count as videos."""
     try:
         with _open_picture(name) as (file, _):
             return getattr(file, "n_frames", 1) == 1 or file.format in ("JPEG", "MPO", "TIFF", "ICO")
@@ -217,7 +217,7 @@ def _picture_size(name: str) -> tuple[int, int]:
 
 @contextmanager
 def _open_picture(name: str) -> Iterator[tuple[Any, Any]]:
-    """Open a picture file; yield it and the module PIL.ImageOps."""
+    """Open an image file; yield it and the module PIL.ImageOps."""
     image, ops = (
         optional_import(f"PIL.{part}", extra="video", needed_for="reading images") for part in ("Image", "ImageOps")
     )
@@ -230,7 +230,7 @@ def _open_picture(name: str) -> Iterator[tuple[Any, Any]]:
         if media_size(name) == 0:
             raise VideoError(f"{name}: the file is empty (0 bytes); was the download interrupted?") from error
         reason = str(error).partition(" <")[0]  # without the repr of the file
-        raise VideoError(f"{name}: not a readable picture ({reason}); replace or convert it") from error
+        raise VideoError(f"{name}: not a readable image ({reason}); replace or convert it") from error
 
 
 def _read_picture(name: str, size: tuple[int, int] | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Small JPEG pictures of frames."""
+"""Small JPEG images of frames."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mllm_seqpar._compat import optional_import
 
 
 def jpeg_of(frame: Tensor, width: int = 160) -> bytes:
-    """Return a frame (3, H, W), uint8, as a JPEG of this width, or of its own if that is smaller.
+    """Return a frame (3, H, W), uint8, as a JPEG of this width, or of its own width if that is smaller.
 
     Raises:
         ConfigError: Pillow is not installed.

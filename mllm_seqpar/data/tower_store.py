@@ -3,9 +3,9 @@
     DIRECTORY/tower.json                             what the outputs were made with, their shape and dtype
     DIRECTORY/frames/KEY/START-STOP.safetensors      the tensor `states` of these frames of one source
 
-`KEY` is a digest of a video or of pictures and of the times of the frames (`source_key`). Each rank writes the frames
-that it encodes, and reads rows of the files in any division. A file is written under a temporary name and renamed, so
-it is complete or absent; frames without a file are encoded. All files contain the digest of tower.json.
+`KEY` is a digest of a video or of images and of the times of the frames (`source_key`). Each rank writes the frames
+that it encodes, and a later run may read any rows of the files. A file is written under a temporary name and renamed,
+so it is complete or absent; frames without a file are encoded. All files contain the digest of tower.json.
 """
 
 import hashlib
@@ -37,10 +37,11 @@ class TowerStore:
 
     Args:
         directory: created with the first output.
-        settings: what the outputs depend on besides the frames, serialisable as JSON; equal on all ranks.
+        settings: everything that the outputs depend on, other than the frames; serialisable as JSON, equal on all
+            ranks.
 
     Raises:
-        DataError: the directory has outputs that were made with other settings, or something else.
+        DataError: the directory has outputs that were computed with other settings, or other files.
     """
 
     def __init__(self, directory: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
@@ -127,7 +128,8 @@ class TowerStore:
         return out
 
     def write(self, key: str, start: int, states: Tensor) -> None:
-        """Store the outputs of the frames of a source from `start` on; DataError if that is impossible."""
+        """Store the outputs of the frames of a source, beginning with frame `start`; DataError if they cannot be
+        written."""
         from safetensors.torch import save_file
 
         path = self._path(key, start, start + len(states))
@@ -165,10 +167,10 @@ class TowerStore:
 
 
 def source_key(source: FrameSource) -> str:
-    """Return a digest of the contents of a video or of pictures, and of the times of the frames.
+    """Return a digest of the contents of a video or of images, and of the times of the frames.
 
     Raises:
-        ConfigError: the source is neither, so that its frames cannot be recognised.
+        ConfigError: the source is neither, so its frames cannot be identified.
     """
     return _source_key(source)  # type: ignore[arg-type]  # sources are frozen dataclasses
 
@@ -181,7 +183,7 @@ def _source_key(source: Any) -> str:
         facts += [] if source.stored is None or source.stored.pixels is None else [source.stored.pixels]
     elif isinstance(source, ImageListSource):
         facts = [media_digest(path) for path in source.paths]
-    elif hasattr(source, "picture") and hasattr(source, "grid"):  # tiles of a picture
+    elif hasattr(source, "picture") and hasattr(source, "grid"):  # tiles of an image
         facts = [source_key(source.picture), list(source.grid)]
     else:
         raise ConfigError(f"--features: frames of {type(source).__name__} cannot be recognised; leave it out")

@@ -98,16 +98,16 @@ def open_video(path: str | os.PathLike[str]) -> Iterator[tuple[Any, Any]]:
     except (av.error.FFmpegError, OSError) as error:
         if getattr(error, "errno", None) == errno.EINVAL:  # the format is not in the whitelist
             raise VideoError(
-                f"{name}: not in a container format that is read here (mp4, mov, mkv, webm, avi, mpegts and others "
-                "that are complete in one file); playlists and descriptions that name other files or hosts (HLS, DASH, "
+                f"{name}: not in a supported container format (mp4, mov, mkv, webm, avi, mpegts and others "
+                "that are self-contained); playlists and descriptions that name other files or hosts (HLS, DASH, "
                 "concat, SDP) are refused; convert it, e.g. ffmpeg -i IN -c copy OUT.mp4"
             ) from error
-        raise VideoError(f"{name}: not a readable video ({reason(error)}); is it complete, is it a video?") from error
+        raise VideoError(f"{name}: not a readable video ({reason(error)}); is it a complete video file?") from error
     with container:
         streams = [s for s in container.streams.video if "attached_pic" not in str(getattr(s, "disposition", None))]
         if not streams:
             kinds = ", ".join(sorted({str(s.type) for s in container.streams})) or "nothing"
-            raise VideoError(f"{name}: holds no video stream (found: {kinds}); give a file with moving pictures")
+            raise VideoError(f"{name}: contains no video stream (found: {kinds}); give a file with moving images")
         yield container, streams[0]
 
 
@@ -162,7 +162,9 @@ def plan_frames(
     first, length = _clip(info, start, end)
     native = Fraction(info.frames) / (info.length * info.time_base)
     if fps is not None and fps < native:
-        rate = Fraction(fps).limit_denominator(1_000_000) or Fraction(fps)  # below half a millionth it would be 0
+        rate = Fraction(fps).limit_denominator(1_000_000) or Fraction(
+            fps
+        )  # below half a millionth, the fraction would be 0
         step = 1 / (rate * info.time_base)  # ticks between planned frames
         count = -(-length // step)  # ceil: all k with k * step < length
         if max_frames is None or count <= max_frames:
@@ -204,7 +206,7 @@ def _scan(path: str | os.PathLike[str], container: Any, stream: Any) -> VideoInf
             time = packet.pts if packet.pts is not None else packet.dts
             if time is None:
                 raise VideoError(
-                    f"{path}: its packets carry no presentation times, so frames cannot be found by time; "
+                    f"{path}: its packets have no presentation times, so frames cannot be found by time; "
                     "put it in a container that has them, e.g. ffmpeg -i IN -c copy OUT.mp4"
                 )
             found.append((time, packet.duration or 0))

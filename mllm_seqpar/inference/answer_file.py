@@ -1,10 +1,10 @@
 """The answer file of a data set: one JSON object a line, from which a run that stopped is resumed.
 
-Group 0 appends each answer to the file itself, and every other group of ranks to a part of its own beside it, so that
-whatever has been answered survives a crash. When a run starts, it collects the answers of all parts, and drops a last
-line that was not written completely. When it ends, it writes all answers in the order of the questions. A second
-file has what the answers depend on, so that a run with another model or other options is refused. It is locked during
-the run, so that a second run with the same output is refused too.
+Group 0 appends each answer to the file itself, and every other group of ranks appends to its own part next to it, so
+that all answers survive a crash. When a run starts, it collects the answers of all parts, and drops a last line that
+was not written completely. When it ends, it writes all answers in the order of the questions. A second file records
+what the answers depend on, so that a run with another model or other options is refused. It is locked during the run,
+so that a second run with the same output is refused too.
 """
 
 from __future__ import annotations
@@ -38,17 +38,20 @@ class AnswerFile:
         self._locked: TextIO | None = None
 
     def resume(self, settings: Mapping[str, Any]) -> dict[int, Line]:
-        """Return the answers of an earlier run with the same settings, and collect them in the file. For one process.
+        """Return the answers of an earlier run with the same settings, and collect them in the file. Call this on one
+        process only.
 
         Lines with an error are dropped: their questions are asked again.
 
         Raises:
             ConfigError: the file has answers that were made with other settings, another run is writing to it, it is
-                no regular file, or it cannot be written.
-            DataError: a line of the file is no answer.
+                not a regular file, or it cannot be written.
+            DataError: a line of the file is not an answer.
         """
         if stream_descriptor(self.path) is not None or (self.path.exists() and not self.path.is_file()):
-            raise ConfigError(f"--output {self.path}: not a regular file, from which a run could be resumed; name one")
+            raise ConfigError(
+                f"--output {self.path}: not a regular file, so a run could not be resumed from it; give a regular file"
+            )
         with _writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = self._locked = self._settings.open("a+", encoding="utf-8")
@@ -72,7 +75,7 @@ class AnswerFile:
         return path
 
     def require_parts(self, groups: int) -> None:
-        """Raise ConfigError unless this process sees the parts of all groups of ranks, which have opened them."""
+        """Raise ConfigError unless this process finds the parts that all groups of ranks have opened."""
         missing = [path for path in map(self._part, range(groups)) if not path.exists()]
         if missing:
             raise ConfigError(
@@ -81,7 +84,7 @@ class AnswerFile:
             )
 
     def write(self, line: Line) -> None:
-        """Append an answer to this group's part, in one piece; raise ConfigError if it cannot be written."""
+        """Append an answer to this group's part in one write; raise ConfigError if that fails."""
         assert self._file is not None  # `open` precedes
         with _writing(self.path):
             self._file.write(_encoded(line))
@@ -95,7 +98,7 @@ class AnswerFile:
                 file.close()
 
     def close(self) -> None:
-        """Close the part and end the lock; for the end of a run, also one that failed."""
+        """Close the part and release the lock, at the end of a run, even if it failed."""
         with suppress(ConfigError):
             self.close_part()
         if self._locked is not None:
@@ -104,7 +107,7 @@ class AnswerFile:
     def finish(self) -> list[Line]:
         """Write the answers of all parts in the order of the questions, delete the parts, and return the answers.
 
-        For one process, after `close_part` of all.
+        Call this on one process only, after `close_part` on all.
         """
         with _writing(self.path):
             lines = [line for _, line in sorted(self._collect().items())]
@@ -134,7 +137,8 @@ class AnswerFile:
             part.unlink()
 
     def _lock(self, file: TextIO) -> None:
-        """Lock a file until it is closed, where the file system can; raise ConfigError if another process holds it."""
+        """Lock a file until it is closed, if the file system supports it; raise ConfigError if another process holds
+        the lock."""
         if sys.platform == "win32":
             return
         import fcntl
@@ -143,7 +147,7 @@ class AnswerFile:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             raise ConfigError(
-                f"{self.path}: another run is writing its answers there; wait for its end, or give another --output"
+                f"{self.path}: another run is writing its answers there; wait until it ends, or give another --output"
             ) from error
         except OSError:  # a file system without locks
             pass

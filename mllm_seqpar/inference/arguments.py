@@ -35,14 +35,14 @@ class ModelOptions(CommandOptions):
     fps: float | None = option(
         f"frames per second to sample from a video (default: {DEFAULT_FPS:g}, without --num_frames)", None
     )
-    num_frames: int | None = option("instead of --fps: this many frames, evenly spaced", None)
-    max_frames: int | None = option("if --fps gives more frames: this many, evenly spaced", None)
+    num_frames: int | None = option("number of frames, evenly spaced, instead of --fps", None)
+    max_frames: int | None = option("maximum number of frames, evenly spaced if --fps gives more", None)
     encode_batch: int = option("frames that a rank reads and encodes at once", 8)
     decode_threads: int | None = option(THREADS_HELP, None)
     decoder: str = option(DECODER_HELP, "pyav")
 
     max_new_tokens: int = option("maximum length of an answer", 256)
-    temperature: float = option("0 takes the most likely token each time, above 0 samples", 0.0)
+    temperature: float = option("0 always takes the most likely token; values above 0 sample", 0.0)
     top_p: float = option("sample from the most likely tokens whose probabilities sum to this value", 1.0)
 
     strategy: str = option(f"cross-attention of long prompts: {', '.join(CHOICES['strategy'])}", "lv-xattn")
@@ -147,7 +147,8 @@ class AskArguments(InferenceOptions):
     report: str | None = option("JSON file for answers, tokens, times and memory", None)
     evidence: int = option("print this many moments of the video that an answer attends to most", 0)
     evidence_html: str | None = option(
-        "HTML page that shows, token by token, which frames an answer attends to; of several videos, one page each",
+        "HTML page that shows, token by token, which frames an answer attends to; with several videos, one page for "
+        "each",
         None,
     )
 

@@ -1,8 +1,8 @@
 """Multiple choice by log-likelihood: the letter that most likely begins the answer, and the accuracy over questions.
 
 The log-likelihood of a letter is the logarithm of the summed probabilities of its spellings, the token sequences by
-which it can follow the prompt: with and without a space before it. Of a spelling with several tokens, the
-log-probabilities of the tokens are summed. No spelling begins with another one, so none counts twice.
+which it can follow the prompt: with and without a space before it. If a spelling has several tokens, their
+log-probabilities are summed. No spelling is the beginning of another one, so none counts twice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mllm_seqpar.data.chat_family import ChatText
 from .conversation import Conversation
 
 _TAIL = 8
-"""Tokens at the end of a prompt that decide how the tokenizer splits what follows."""
+"""The number of tokens at the end of a prompt that determine how the tokenizer splits the following text."""
 
 
 def spellings(tokenizer: Any, prompt: Sequence[int], text: str) -> list[list[int]]:

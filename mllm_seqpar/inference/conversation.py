@@ -1,9 +1,9 @@
 """A conversation about videos and images whose earlier turns stay in the KV cache.
 
-An answer is always the answer to one prompt with all messages. The cache only saves work: its tokens that the prompt
-begins with are kept, the others are cropped, and the rest of the prompt is prefilled. After an ordinary turn these are
-the new question and what the chat format puts around it. If the text of an answer is tokenized differently than it was
-generated, the tokens from there on are computed again.
+An answer always equals the answer to a single prompt with all messages. The cache only saves work: it keeps the tokens
+that it shares with the beginning of the prompt, the others are cropped, and the rest of the prompt is prefilled. After
+an ordinary turn, this rest is the new question and what the chat format puts around it. If the tokens of an answer
+differ from those that were generated, they and all later tokens are computed again.
 
 All answers of this package are given here: `answer` is a conversation of one question about a video that is encoded
 already, and multiple choice compares the log-likelihoods of letters after a prompt.
@@ -39,7 +39,7 @@ _log = get_logger(__name__)
 
 
 class LengthError(DataError):
-    """A prompt that is, with its answer, longer than the model's context."""
+    """The prompt and its answer are longer than the model's context."""
 
 
 class Interrupted(SeqParError):
@@ -48,7 +48,7 @@ class Interrupted(SeqParError):
 
 @dataclass(frozen=True)
 class Score:
-    """How likely a model is to continue a prompt in a certain way.
+    """The likelihood of a continuation of a prompt.
 
     Attributes:
         log_likelihood: the sum of the log-probabilities of the tokens, in nats.
@@ -196,7 +196,7 @@ class Conversation:
             return None
         return (
             f"the context of this model is {longest} tokens, and the prompt has {length} ({self.frames} of them "
-            f"stand for frames), with up to {max_new_tokens} of the answer; take fewer frames, ask for a shorter "
+            f"stand for frames), with up to {max_new_tokens} of the answer; use fewer frames, ask for a shorter "
             "answer, or begin a new conversation"
         )
 
@@ -205,7 +205,7 @@ class Conversation:
         progress: Callable[[int, int], object] | None = None,
         interrupted: Callable[[], bool] | None = None,
     ) -> None:
-        """Read and encode the frames, each rank its own, unless that has been done. `answer` does it too.
+        """Read and encode this rank's frames, unless that has been done. `answer` calls this.
 
         Args:
             progress: called with (frames that all ranks have encoded so far, all frames).
@@ -341,14 +341,14 @@ class Conversation:
         arguments |= self._feature_arguments(text, device)
         if self._cache is not None:
             options["past_key_values"] = self._cache
-        self._cache = None  # a pass that fails may leave the cache with a part of its layers filled
+        self._cache = None  # a pass that fails may leave the cache with only some of its layers filled
         output = self._model.generate(**arguments, use_cache=True, return_dict_in_generate=True, **options)
         self._cache = cache = output.past_key_values
         self._cached_ids = output.sequences[0, : cache.get_seq_length()].tolist()
         return output
 
     def _feature_arguments(self, text: ChatText, device: torch.device) -> dict[str, Any]:
-        """Return the arguments that pass this rank's features; those of a blank picture if the family needs one."""
+        """Return the arguments that pass this rank's features; those of a blank image if the family needs one."""
         if self._encoded is None and not len(text.slots):
             return {}
         if self._encoded is None:
@@ -363,7 +363,7 @@ class Conversation:
     def _keep_prefix(self, text: ChatText) -> int:
         """Crop the cache to the tokens that the prompt begins with, but not to all of it; return their number.
 
-        A prompt whose media are elsewhere is prefilled from the start.
+        A prompt whose media are in another place is prefilled from the start.
         """
         if self._cache is None:
             return 0
@@ -377,7 +377,7 @@ class Conversation:
         return kept
 
     def _media_end(self, text: ChatText) -> int:
-        """Return the number of tokens up to the last placeholder of a picture."""
+        """Return the number of tokens up to the last placeholder of an image."""
         offsets, mark = text.extras.get("media_offset"), getattr(self._family, "image_token", None)
         if (kinds := text.extras.get("mm_token_type_ids")) is not None:
             offsets = kinds[0].nonzero()

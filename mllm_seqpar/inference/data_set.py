@@ -1,8 +1,8 @@
 """Answers to a data set of questions: many videos, many questions each, on groups of ranks that work independently.
 
-A group takes the videos with its number in turn. Its ranks encode a video together, and answer all questions about it,
-whose common beginning stays in the KV cache. A video or a question that cannot be used is a line with an error, on
-which the ranks of the group agree. Groups meet only at the end.
+The groups take turns with the videos. The ranks of a group encode a video together, and answer all questions about it,
+whose common beginning stays in the KV cache. A video or question that cannot be used gets a line with an error, on
+which the ranks of the group agree. Groups communicate only at the end.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Answerer:
         self._questions, self._group = questions, group
 
     def lines(self, questions: Sequence[Question]) -> Iterator[Line]:
-        """Yield the answer to each of several questions about the same videos and pictures, which are encoded once."""
+        """Yield the answer to each of several questions about the same videos and images, which are encoded once."""
         conversation, fault = tried(self._group, "media", lambda: self._encoded(questions[0]))
         for question in questions:
             yield self._line(conversation, question, fault)
@@ -156,7 +156,7 @@ def _finish(file: AnswerFile, questions: QuestionSet, ranks: RankGroups) -> int:
     blind = sum(line.get("frames") == 0 for line in lines)
     text = f"{file.path}: {len(lines) - len(faults)} of {len(questions.questions)} questions are answered"
     if blind:
-        text += f"; without a video or picture, which their records do not name: {blind}"
+        text += f"; without a video or image, because their records name none: {blind}"
     if faults:
         text += f"; errors: {len(faults)}, the first at {faults[0]['place']}: {faults[0]['error']}"
         text += "; the same command asks these questions again"

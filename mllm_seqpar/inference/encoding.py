@@ -3,8 +3,8 @@
 All ranks proceed in rounds of one batch each. A round begins with one small gather of the number of frames that each
 rank has encoded, for the progress bar, and of whether a rank has failed. A damaged part of the file therefore stops
 all ranks within one batch. A thread reads and prepares the next batch while one is encoded, so at most two batches of
-pixels exist for any length of the video. To a CUDA device it is copied from pinned memory, on a stream of its own,
-while the batch before it is encoded. The result is the features of this rank's frames.
+pixels exist, whatever the length of the video. A batch is copied to a CUDA device from pinned memory, on a separate
+stream, while the previous one is encoded. The result is the features of this rank's frames.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Pictures = tuple[Tensor, ...]
 
 
 PARTS = ("decode frames", "transfer", "encode", "wait for frames")
-"""What a rank spends time on while it encodes a video. The first three overlap; encoding waits for the fourth."""
+"""The parts of the time that a rank takes to encode a video. The first three overlap; in the fourth, encoding waits."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class EncodedVideo:
         features: (f, tokens, hidden), of this rank's frames, as the family's `encode` returns them. If they have
             different numbers of tokens, they are one after another, (tokens of all, hidden).
         shard: the frames of the video that `features` covers.
-        source: the frames, of which only number and sizes are used; None if only their number is known.
+        source: the frames, used only for their number and sizes; None if only their number is known.
         seconds: of this rank, for each of `PARTS`; empty if it has not encoded the video.
     """
 
@@ -129,7 +129,7 @@ def encode_units(
             if done == counts:
                 break
             encoder.encode(pixels)
-            del pixels  # the thread reads the batch after the next only when this one is freed
+            del pixels  # the thread reads a further batch only when this one is freed
         return EncodedVideo(encoder.features(), shard, seconds=encoder.seconds())
 
 
@@ -144,7 +144,7 @@ def _batches(
             frames = next(reader, None)
             return None if frames is None else encoder.prepared(family.pixels(frames))
 
-    # A source ends a batch early where the picture size changes, so the number of batches is not known in advance.
+    # A source ends a batch early if the image size changes, so the number of batches is not known in advance.
     with closing(read_ahead(count(), read_next)) as ahead:
         while (pixels := next(ahead)) is not None:
             yield pixels
@@ -172,14 +172,14 @@ class _Encoder:
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
-        """Count the host's time inside as this part."""
+        """Count the host's time inside the context as this part."""
         begin = time.perf_counter()
         yield
         self._seconds[part] += time.perf_counter() - begin
 
     @contextmanager
     def _measure_device(self, part: str) -> Iterator[None]:
-        """Count the time of what is computed inside as this part; on a GPU, that of its current stream."""
+        """Count the computation inside the context as this part; on a GPU, the time of its current stream."""
         if not self._on_cuda:
             with self.measure(part):
                 yield
@@ -199,17 +199,17 @@ class _Encoder:
         return dict(self._seconds)
 
     def prepared(self, pixels: Pictures) -> Pictures:
-        """Return the pixels in the dtype of the model, and in memory from which the device copies while it computes."""
+        """Return the pixels in the dtype of the model, in memory that the device can copy from while it computes."""
         cast = tuple(x.to(self._dtype) if x.is_floating_point() else x for x in pixels)
         return tuple(x.pin_memory() for x in cast) if self._on_cuda else cast
 
     def _moved(self, pixels: Pictures) -> Pictures:
-        """Return the pixels on the device, which begins to copy them now; see `_use`."""
+        """Return the pixels on the device, and start copying them; see `_use`."""
         with torch.cuda.stream(self._copies), self._measure_device("transfer"):
             return tuple(x.to(self._device, non_blocking=self._on_cuda) for x in pixels)
 
     def _use(self, moved: Pictures) -> None:
-        """Let the current stream wait for the copies, and keep their memory until it has used them."""
+        """Make the current stream wait for the copies, and keep their memory until it has used them."""
         if self._copies is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._copies)
@@ -238,7 +238,7 @@ class _Encoder:
             if self._collective or pixels is not None:
                 self._run(pixels)
         except Exception as error:  # noqa: BLE001 - raised on all ranks in the next round
-            if self._collective:  # the other ranks are in a gather of parameters, so nothing can be agreed on
+            if self._collective:  # the other ranks are in a gather of parameters, so agreement is impossible
                 raise DivergedError(f"a rank cannot encode its frames with sharded weights: {error}") from error
             self.error = error
 
@@ -269,7 +269,7 @@ class _Encoder:
 
 
 def encoder_of(model: Any, family: ChatFamily) -> Callable[..., Tensor]:
-    """Return the function from pictures to features: the model's `encode_frames` if it has one, else the family's.
+    """Return the function from images to features: the model's `encode_frames` if it has one, else the family's.
 
     `shard_weights` adds a method of that name to the model, because FSDP must wrap it.
     """

@@ -1,9 +1,10 @@
 """Evidence: the moments of a video that an answer attends to most.
 
 The shares of `frame_attention` are averaged over the tokens of the answer, without special tokens. A moment begins with
-the frame of the largest share that is in no moment yet. It takes the frames before and after it while their shares are
-at least the middle between that share and the median of all frames. The moments with the largest sums are reported. A
-share is no proof that a frame caused the answer; docs/concepts/evidence.md states what it shows and what it does not.
+the frame of the largest share that is in no moment yet. It extends to the frames before and after it while their shares
+are at least the midpoint of that share and the median of all frames. The moments with the largest sums are reported. A
+share does not prove that a frame caused the answer; docs/concepts/evidence.md explains what it shows and what it does
+not show.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def evidence_of(
 
 
 def _one_frame_note(attention: FrameAttention, times: Sequence[FrameTime]) -> str:
-    """Return the text that stands for a ranking where each token attends to one frame only, or to none."""
+    """Return the text that replaces a ranking if each token attends to a single frame only, or to none."""
     seen = attention.visible.any(0).nonzero().flatten().tolist()
     if not seen:
         return "no token of the answer attends to a frame: the model's mask hides all of them"

@@ -1,7 +1,7 @@
 """The evidence page: one HTML file that shows which moments of a video the answers attend to; an index of several.
 
-The page loads nothing but the video itself, from where it is. Its data is JSON inside the file, which its script shows
-as text only.
+The page loads nothing but the video itself, from its original place. Its data is JSON inside the file, which its script
+shows as text only.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .evidence import Evidence
 from .moments import Moment, clock
 
 COLUMNS = 400
-"""Columns of the plot, at least; in longer videos, a column is the sum of several frames."""
+"""The minimum number of columns of the plot; in longer videos, a column is the sum of several frames."""
 
 NUMBERS = 200_000
-"""Columns of all tokens of an answer together, if that allows more than `COLUMNS` each."""
+"""The number of columns of all tokens of an answer together, if that allows more than `COLUMNS` for each."""
 
 _TEMPLATE = Path(__file__).parent / "page" / "evidence.html"
 _INDEX = Path(__file__).parent / "page" / "index.html"
@@ -48,7 +48,7 @@ def write_evidence_page(
         path: of the HTML file.
         answers: questions and evidence.
         sources: the frame sources of the media. Those that can be read give the thumbnails; videos can be played.
-        name: what the page calls the media; default: their files.
+        name: the name of the media on the page; default: their files.
         model: named on the page.
 
     Raises:
@@ -66,7 +66,7 @@ def write_evidence_page(
 def write_page(path: Path, template: Path, data: Any) -> None:
     """Write a page from a template and the data of its script; raise ConfigError if it cannot be written."""
     text = json.dumps(data, ensure_ascii=True, separators=(",", ":"))
-    for character in "<>&":  # so that nothing in the data can end the element that contains it
+    for character in "<>&":  # so that the data cannot close the element that contains it
         text = text.replace(character, f"\\u{ord(character):04x}")
     before, after = template.read_text(encoding="utf-8").split(_PLACE)
     try:
@@ -78,7 +78,7 @@ def write_page(path: Path, template: Path, data: Any) -> None:
 def _facts(
     answers: Sequence[tuple[str, Evidence]], sources: Sequence[Any], name: str, model: str
 ) -> list[tuple[str, str]]:
-    """Return what the head of the page states."""
+    """Return the contents of the page's header."""
     names = name or ", ".join(_medium_name(source) for source in sources)
     times = answers[0][1].times if answers else ()
     frames = len(times)

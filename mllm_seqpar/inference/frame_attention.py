@@ -50,7 +50,7 @@ class FrameAttention:
 
     @property
     def ranks_frames(self) -> bool:
-        """Whether the mask lets some token attend to several frames, or there is one frame only."""
+        """Whether the mask lets some token attend to several frames, or there is only one frame."""
         return bool((self.visible.sum(1) > 1).any()) or self.visible.shape[1] == 1
 
 

@@ -26,12 +26,12 @@ class Sampling:
 
     Attributes:
         max_new_tokens: maximum length of the answer.
-        temperature: 0 takes the most likely token each time; above 0, tokens are sampled.
+        temperature: 0 always takes the most likely token; above 0, tokens are sampled.
         top_p: sample from the most likely tokens whose probabilities sum to this value.
         seed: set before each question.
         top_k: sample from this many of the most likely tokens; 0 for all.
-        min_p: sample from the tokens that are at least this fraction as likely as the most likely one; None for what
-            the model's own generation config says.
+        min_p: sample from the tokens that are at least this fraction as likely as the most likely one; None for the
+            value of the model's own generation config.
         repetition_penalty: divides the scores of tokens that the prompt or the answer has; None as for `min_p`.
         min_new_tokens: the answer does not end before it has this many tokens.
     """
@@ -46,7 +46,7 @@ class Sampling:
     min_new_tokens: int = 0
 
     def __post_init__(self) -> None:
-        # Scores that are divided by almost nothing overflow, and the probabilities are then not numbers.
+        # Scores that are divided by almost nothing overflow, and the probabilities then become NaN.
         penalty = 1.0 if self.repetition_penalty is None else self.repetition_penalty
         for name, valid, allowed in (
             ("max_new_tokens", self.max_new_tokens > 0, "1 or more"),
@@ -64,7 +64,7 @@ class Sampling:
         """Return the arguments of `generate`; None overrides a value of the model's own generation config."""
         options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "num_beams": 1}
         if self.repetition_penalty is not None:
-            options["repetition_penalty"] = float(self.repetition_penalty)  # transformers refuses integers
+            options["repetition_penalty"] = float(self.repetition_penalty)  # transformers rejects integers
         if self.min_new_tokens:
             options["min_new_tokens"] = self.min_new_tokens
         if self.temperature == 0:
@@ -103,7 +103,7 @@ class Answer:
 
 
 def longest_text(model: Any) -> int | None:
-    """Return the number of tokens that the model was made for; None if its config does not say."""
+    """Return the context length of the model in tokens; None if its config does not state it."""
     config = getattr(model, "config", None)
     longest = getattr(config, "max_position_embeddings", None)
     if longest is None and config is not None:

@@ -3,9 +3,9 @@
     accelerate launch --num_processes 8 -m lmms_eval --model mllm_seqpar --model_args pretrained=DIR,sp=4,fps=1 \\
         --tasks videomme --batch_size 1
 
-lmms-eval gives each process a part of the documents. Here, the ranks of a group join their parts and answer all
-of them, one after another, so that each group is one rank of lmms-eval with the documents of all its ranks. lmms-eval's
-own collectives stay as they are. The extra requests that make all parts equally long are not answered.
+lmms-eval gives each process a part of the documents. Here, the ranks of a group combine their parts and answer all of
+them, one after another, so that each group acts as one rank of lmms-eval with the documents of all its ranks. The
+collectives of lmms-eval do not change. The padding requests that make all parts equal in length are not answered.
 """
 
 from __future__ import annotations
@@ -60,18 +60,18 @@ class _Request:
 
     @property
     def media(self) -> str:
-        """A key that is equal for equal videos and pictures."""
+        """A key that is equal for equal videos and images."""
         return json.dumps(media_parts(self.messages))
 
 
 class SimpleSeqParModel(lmms):
-    """A model of this package for tasks of lmms-eval that give a text and a list of videos and pictures.
+    """A model of this package for lmms-eval's tasks that pass a text and a list of videos and images.
 
     Args:
         pretrained: directory or id of the model.
         system_prompt: a text that precedes each prompt.
         batch_size, max_batch_size: accepted and not used; requests are answered one after another.
-        device: lmms-eval's device, such as cuda:0; only its kind counts.
+        device: lmms-eval's device, such as cuda:0; only its type is used.
         options: the options of `mllm-seqpar ask`: fps, num_frames, max_frames, sp, dtype, strategy, ...
     """
 
@@ -216,7 +216,7 @@ class SimpleSeqParModel(lmms):
 
 
 class ChatSeqParModel(SimpleSeqParModel):
-    """A model of this package for tasks of lmms-eval that give messages, or can be read as messages."""
+    """A model of this package for lmms-eval's tasks that pass messages, or can be converted to messages."""
 
     is_simple = False
 
@@ -261,13 +261,13 @@ def _part(part: Any) -> dict[str, Any]:
 
 
 def _medium(value: Any) -> dict[str, Any]:
-    """Return the part of a video or picture: a path, or a Pillow image, which is written to the cache of media."""
+    """Return the part of a video or image: a path, or a Pillow image, which is written to the media cache."""
     if isinstance(value, (str, os.PathLike)):
         path = os.fspath(value)
         return {"type": "image" if os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES else "video", "path": path}
     if not hasattr(value, "convert"):
         raise DataError(
-            f"a task shows {type(value).__name__} {value!r:.60}; this model takes videos and pictures; "
+            f"a task shows {type(value).__name__} {value!r:.60}; this model takes videos and images; "
             "choose another task"
         )
     content = io.BytesIO()

@@ -38,7 +38,7 @@ def load_for_inference(path: str, dtype: str, device: torch.device, *, on_cpu: b
 
 
 def model_files_digest(path: str) -> str:
-    """Return a hash of a model's config and of the names and sizes of its weight files, without reading a tensor."""
+    """Return a digest of a model's config and of the names and sizes of its weight files, without reading a tensor."""
     files = sorted(file for folder in model_directories(path) for file in weight_files(folder))
     weights = [(file.name, file.stat().st_size) for file in files]
     configs = b"".join(file.read_bytes() for file in config_files(path))
@@ -50,8 +50,8 @@ def shard_weights(
 ) -> nn.Module:
     """Shard the parameters over a group by FSDP2, in place; a layer is gathered for its forward, then freed.
 
-    This is for models that do not fit on one device. It costs one gather of every layer per generated token; the
-    embeddings and the output head stay gathered after the first. The answers do not change.
+    This is for models that do not fit on one device. Every generated token gathers every layer once; the embeddings and
+    the output head stay gathered after the first token. The answers do not change.
 
     Args:
         model: on the CPU; its parameters move to `device` layer by layer.

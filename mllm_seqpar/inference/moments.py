@@ -34,7 +34,7 @@ class Moment:
     def __str__(self) -> str:
         frames = f"frame {self.first}" if self.first == self.last else f"frames {self.first} to {self.last}"
         where = "" if self.start is None else f"  {frames}"
-        medium = f"  of medium {self.medium + 1}" if self.medium else ""
+        medium = f"  in video {self.medium + 1}" if self.medium else ""
         return f"{self.share:6.1%}  {self.span}{where}{medium}"
 
 

@@ -1,8 +1,8 @@
-"""The questions of a data set, grouped by the videos and pictures that they ask about.
+"""The questions of a data set, grouped by the videos and images that they ask about.
 
 A record is read as training reads it (`mllm_seqpar.data.formats`), but needs no answer. The answer that a record has to
-its last question is the reference. A conversation of several turns is asked its last question, after the turns before
-it.
+its last question is the reference. If a record is a conversation of several turns, its last question is asked, with the
+earlier turns as context.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Question:
         reference: the answer of the record, if it has one.
         choice: the options of a multiple-choice question.
         categories: the columns by which accuracy is reported.
-        fault: why the record is no question; then it has no messages.
+        fault: why the record is not a question; it then has no messages.
     """
 
     index: int
@@ -87,7 +87,7 @@ class QuestionSet:
             )
 
     def by_media(self) -> list[list[Question]]:
-        """Return the questions grouped by what they ask about, each group at the place of its first question."""
+        """Return the questions grouped by their media; groups are in the order of their first questions."""
         groups: dict[Any, list[Question]] = {}
         for question in self.questions:
             groups.setdefault(self._key(question), []).append(question)
@@ -155,4 +155,4 @@ def _has_options(columns: Mapping[str, Any]) -> bool:
 
 
 def _kinds(key: str) -> tuple[type, ...]:
-    return (str,) if key == "duration" else (str, int)  # a number is a time, which groups nothing
+    return (str,) if key == "duration" else (str, int)  # a number is a time, which is not a category

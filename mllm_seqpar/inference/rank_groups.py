@@ -18,10 +18,10 @@ from mllm_seqpar.errors import AgreementError, ConfigError, DataError, SeqParErr
 T = TypeVar("T")
 
 _LONGEST_WAIT = timedelta(days=30)
-"""A group may finish long before another one, so the time limit of a collective is too short at the end."""
+"""A group may finish long before another one, so the usual timeout of a collective is too short at the end."""
 
 _OF_THE_INPUT = (VideoError, DataError, AgreementError, torch.OutOfMemoryError)
-"""What one video or question can cause. A group raises AgreementError on the ranks where nothing failed."""
+"""Errors that a single video or question can cause. On ranks where nothing failed, a group raises AgreementError."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def tried(group: Communicator, what: str, step: Callable[[], T]) -> tuple[T | No
         step: either does not communicate, or raises on all ranks if it raises on one.
 
     Raises:
-        SeqParError: on all ranks, if a rank raised one that no input causes, such as ConfigError.
+        SeqParError: on all ranks, if a rank raised one that the input cannot cause, such as ConfigError.
         Exception: any other error, at once: the other ranks may be in a collective of the step.
     """
     result, error = attempt(step)
@@ -86,6 +86,6 @@ def tried(group: Communicator, what: str, step: Callable[[], T]) -> tuple[T | No
     try:
         agree(group, what, error=error)
     except _OF_THE_INPUT as found:
-        found.__traceback__ = None  # its frames refer to it and to tensors, which would stay until a garbage collection
+        found.__traceback__ = None  # its frames refer to it and to tensors, which would live until a garbage collection
         return None, first_line(found)
     return result, None

@@ -1,8 +1,8 @@
 """Questions about videos, from the opened files to the last answer.
 
 Steps that can fail on one rank only (arguments, files, its part of the video) run first, and all ranks agree on their
-result. Cheap checks precede expensive steps: a video that cannot be read ends the run before the model is loaded. Of
-several videos, one that cannot be used is reported, and the others are answered.
+result. Cheap checks precede expensive steps: a video that cannot be read ends the run before the model is loaded. If
+one of several videos cannot be used, it is reported, and the questions about the others are answered.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class RunInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class VideoPaths:
-    """A video file, or features on disk, or both; and where its features and its evidence page go."""
+    """A video file, features on disk, or both, and the output paths of its features and its evidence page."""
 
     video: str | None = None
     features: str | None = None
@@ -263,7 +263,8 @@ def _with_outputs(args: AskArguments, videos: Sequence[VideoPaths]) -> tuple[Vid
 
 
 def _stores_in(directory: str) -> Sequence[str]:
-    """Return the feature stores in a directory; itself if there are none, for the error that says what is missing."""
+    """Return the feature stores in a directory; if there are none, the directory itself, so that opening it raises an
+    error."""
     return [str(path.parent) for path in sorted(Path(directory).glob(f"*/{INDEX}"))] or [directory]
 
 
@@ -292,7 +293,7 @@ def _open_video(args: AskArguments, inputs: RunInputs, paths: VideoPaths, rank: 
 
 
 def _create_outputs(args: AskArguments) -> None:
-    """Create the output files and directories now, so that an error does not follow a long encoding."""
+    """Create the output files and directories now, so that errors do not occur after a long encoding."""
     try:
         if args.save_features is not None:
             Path(args.save_features).mkdir(parents=True, exist_ok=True)

@@ -37,7 +37,7 @@ def save_video(directory: str, video: EncodedVideo, comm: Communicator, meta: Ma
         directory: on a file system that all ranks share; created if it does not exist.
         video: the features.
         comm: the group that encoded the video.
-        meta: what the features depend on; rank 0's is written.
+        meta: what the features depend on; the value of rank 0 is written.
 
     Raises:
         DataError: if this rank cannot write, or the directory has the features of another video. AgreementError: if
@@ -147,6 +147,6 @@ def open_store(
     if store.meta.get("model") != model_fingerprint(model, family.feature_weights):
         raise DataError(
             f"{directory}: these features were made by another model than {model} (its vision tower, projector or "
-            "picture size differ); encode the video again with --save_features"
+            "image size differ); encode the video again with --save_features"
         )
     return store

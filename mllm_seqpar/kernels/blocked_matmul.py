@@ -124,14 +124,14 @@ def _attend_rows(chunk: _RowChunk, k: Tensor, v: Tensor, causal: bool, mask: Ten
     for keys in _key_chunks(k, chunk.rows, causal):
         scores = chunk.scores(k[:, :, keys].to(dtype), keys, causal, mask)
         new_peak = torch.maximum(peak, scores.amax(dim=-1, keepdim=True))
-        # A row that has seen nothing has peak -inf; subtracting 0 there keeps exp(-inf - 0) = 0 instead of NaN.
+        # A row that has attended to nothing has peak -inf; subtracting 0 there keeps exp(-inf - 0) = 0 instead of NaN.
         anchor = new_peak.masked_fill(new_peak == -torch.inf, 0.0)
         p = scores.sub_(anchor).exp_()
         decay = (peak - anchor).exp_()
         total.mul_(decay).add_(p.sum(dim=-1, keepdim=True))
         o.mul_(decay).add_(_matmul(p.to(dtype), v[:, :, keys].to(dtype)))
         peak = new_peak
-    # total is 0 exactly for rows that see nothing: their o is 0, and log(0) = -inf is their log-sum-exp.
+    # total is 0 exactly for rows that attend to nothing: their o is 0, and log(0) = -inf is their log-sum-exp.
     return o.div_(total.masked_fill(total == 0, 1.0)), (peak.masked_fill(total == 0, 0.0) + total.log()).squeeze(-1)
 
 
@@ -143,7 +143,7 @@ def _row_chunks(q: Tensor) -> Iterator[slice]:
 
 
 def _key_chunks(k: Tensor, rows: slice, causal: bool) -> Iterator[slice]:
-    """Return key ranges that some of the rows see; chunks that are entirely in the future are left out."""
+    """Return key ranges that some of the rows attend to; chunks that are entirely in the future are left out."""
     stop = rows.stop if causal else k.shape[2]
     return (slice(start, min(start + KEYS_PER_CHUNK, stop)) for start in range(0, stop, KEYS_PER_CHUNK))
 

@@ -17,7 +17,8 @@ from mllm_seqpar._transfers import copy_to_device
 from .rectangles import MAX_WASTE, KeySelection, Rectangle, Span, batch_spans, masked_rectangles
 
 MAX_SEGMENTS = 16
-"""Rectangles that one group of rows may be cut into. If there are more, the keys that it sees are gathered instead."""
+"""One group of rows is cut into at most this many rectangles. If there are more, the keys that it attends to are
+gathered instead."""
 
 MAX_GATHERED = 1 << 16
 """Keys that are gathered at a time: 128 MiB of K and V with 4 heads of 128 in 2 bytes."""
@@ -25,7 +26,7 @@ MAX_GATHERED = 1 << 16
 
 @dataclass(frozen=True)
 class DenseRule:
-    """Row (b, r) sees the keys of frame f if ``visible[b, r, f]``; visible (B, rows, frames) bool on the CPU.
+    """Row (b, r) attends to the keys of frame f if ``visible[b, r, f]``; visible (B, rows, frames) bool on the CPU.
 
     With `gathered`, only the frames that it selects count, numbered without the gaps.
     """
@@ -50,7 +51,7 @@ class DenseRule:
 
 
 def dense_rectangles(visible: Tensor, tokens: int) -> tuple[Rectangle, ...]:
-    """Return the rectangles of a block whose row (b, r) sees frame f if visible[b, r, f].
+    """Return the rectangles of a block whose row (b, r) attends to frame f if visible[b, r, f].
 
     Args:
         visible: (B, rows, frames) bool on the CPU.
@@ -90,7 +91,8 @@ def _count_runs(bits: int) -> int:
 
 
 def _rectangles_of_group(batch: Span, rows: Span, union: int, common: int, rule: DenseRule) -> Iterator[Rectangle]:
-    """Yield the rectangles of rows of which at least one sees each frame of `union`, and all see those of `common`."""
+    """Yield the rectangles of rows: at least one row attends to each frame of `union`, and all attend to those of
+    `common`."""
     if not union:
         return
     frames, common = rule.visible.shape[-1], union & common
@@ -101,7 +103,7 @@ def _rectangles_of_group(batch: Span, rows: Span, union: int, common: int, rule:
         else:
             yield from _gathered(batch, rows, units, common == union, rule)
         return
-    state = _as_table(union, frames) + _as_table(common, frames)  # 0: no row sees the frame, 1: some rows, 2: all
+    state = _as_table(union, frames) + _as_table(common, frames)  # 0: no row attends to the frame, 1: some rows, 2: all
     edges = [0, *(state.diff().nonzero().flatten() + 1).tolist(), frames]
     for start, stop in zip(edges[:-1], edges[1:], strict=True):
         if state[start] == 2:
@@ -111,7 +113,8 @@ def _rectangles_of_group(batch: Span, rows: Span, union: int, common: int, rule:
 
 
 def _gathered(batch: Span, rows: Span, units: Tensor, full: bool, rule: DenseRule) -> Iterator[Rectangle]:
-    """Yield the frames `units` without the gaps, at most `MAX_GATHERED` keys at a time; `full`: all rows see them."""
+    """Yield the frames `units` without the gaps, at most `MAX_GATHERED` keys at a time; `full`: all rows attend to
+    them."""
     for some in units.split(max(1, MAX_GATHERED // rule.tokens)):
         gathered, keys = KeySelection(some, rule.tokens), (0, some.numel() * rule.tokens)
         if full:

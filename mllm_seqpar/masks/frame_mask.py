@@ -65,7 +65,7 @@ class FrameMask:
         visible = stop > first
         if bool((visible & ((first < 0) | (stop > total_frames))).any()):
             raise MaskError(
-                f"FrameMask.from_intervals: a row sees frames {int(first[visible].min())} to "
+                f"FrameMask.from_intervals: a row attends to frames {int(first[visible].min())} to "
                 f"{int(stop[visible].max()) - 1}, but there are {total_frames} frames, numbered from 0"
             )
         bounds = first.masked_fill(~visible, 0), stop.masked_fill(~visible, 0)

@@ -1,1 +1,1 @@
-"""Native models that no library provides for current transformers."""
+"""Native models: models that no library provides for current transformers."""

@@ -46,7 +46,7 @@ def base_of_adapter(folder: Path) -> Path | None:
 
 
 def add_adapters(model: nn.Module, config: Any) -> Any:
-    """Return the model that `peft.get_peft_model` makes of a model and a configuration of adapters."""
+    """Return the model that `peft.get_peft_model` creates from a model and a configuration of adapters."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # PEFT 0.21, transformers 5.17
         return import_peft().get_peft_model(model, config)

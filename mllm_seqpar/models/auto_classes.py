@@ -1,7 +1,7 @@
 """transformers' Auto classes load the native models after `import mllm_seqpar`, or with `trust_remote_code=True`.
 
 `import mllm_seqpar` imports neither transformers nor a model. `register_on_import` therefore waits until transformers
-imports its modules of Auto classes. It then registers stand-ins, which import the class that they stand for when it is
+imports its modules of Auto classes. It then registers stand-ins: lazy proxies that import the native class when it is
 used.
 
 A saved directory also has a small Python file that imports this package, and names it as remote code. In a program
@@ -56,7 +56,7 @@ NATIVE_MODELS = {
 
 
 class _StandIn(type):
-    """The type of a class that stands for a class of a native model, which is imported when an attribute is used."""
+    """The type of a lazy proxy for a class of a native model, which is imported when an attribute is used."""
 
     native: NativeModel
 
@@ -72,7 +72,7 @@ def _stand_in(native: NativeModel, name: str, **attributes: Any) -> Any:
 
 
 def _config_of(native: NativeModel) -> Any:
-    """Return the configuration class if it has been imported, else a class that stands for it."""
+    """Return the configuration class if it has been imported, else a lazy proxy for it."""
     module = sys.modules.get(f"mllm_seqpar.models.{native.package}.configuration")
     return getattr(module, native.config, None) or _stand_in(native, native.config)
 
@@ -123,9 +123,9 @@ def register(imported: ModuleType | None = None) -> None:
 
 
 class _AfterImport:
-    """A finder that calls an action after the import of a module, which Python's own finder finds.
+    """A finder that calls an action after a module is imported by Python's own finder.
 
-    An action must import nothing of transformers, whose modules may be half imported.
+    An action must not import anything from transformers, whose modules may be partly imported.
     """
 
     def __init__(self, actions: Mapping[str, Callable[[ModuleType], None]]) -> None:
@@ -193,7 +193,8 @@ class LocalCode:
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:
-        """Do nothing: a class that is registered as remote code copies its source into the directories it saves."""
+        """Do nothing: a class that is registered as remote code would copy its source into the directories that it
+        saves."""
 
 
 class SavedWithCode(LocalCode):

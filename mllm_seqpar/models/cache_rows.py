@@ -1,9 +1,9 @@
 """A layer of a transformers cache for state in addition to the text K and V, which follows the cache's rows.
 
 `Cache` applies `reorder_cache`, `batch_select_indices`, `batch_repeat_interleave`, `crop` and `reset` to each of its
-layers, and a copy of a cache copies its layers. A layer appended to the model's own layers therefore follows all of
-these operations, and nothing of transformers is replaced. K and V of frames are not moved: only the row numbers change,
-so rows of one sample (beams) share the memory of its frames.
+layers, and a copy of a cache copies its layers. A layer that is appended to the model's own layers therefore follows
+all of these operations, and nothing in transformers is replaced. K and V of frames are not moved: only the row numbers
+change, so rows of one sample (beams) share the memory of its frames.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class RowsLayer(getattr(cache_utils, "DummyLayer", object)):  # type: ignore[mis
         self.rows = None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Keep everything: frames do not belong to single tokens."""
+        """Do nothing: frames do not belong to single tokens."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the layer has no K and V to allocate."""
@@ -87,7 +87,8 @@ def layer_of(cache: Any, kind: type[LayerT]) -> LayerT | None:
 
 
 def attach(cache: Any, layer: RowsLayer, own_layers: int) -> None:
-    """Append the layer to the model's own layers, created now if need be, in place of an earlier one of its class."""
+    """Append the layer to the model's own layers, which are created now if necessary, and replace an earlier layer of
+    its class."""
     detach(cache, type(layer))
     while len(cache.layers) < own_layers and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())

@@ -17,8 +17,9 @@ _UNUSED = ["original/*", "*.gguf", "*.onnx", "*.h5", "*.msgpack"]
 def local_directory(name: str | os.PathLike[str], kind: str = "model") -> str:
     """Return the directory of a model or data set; a path is returned unchanged.
 
-    A name that is no existing path and has the form USER/NAME, or USER/NAME@REVISION, is an id on the Hub. Files that
-    are in the Hub's cache are used without a network. Any other name is returned unchanged, for the caller's own error.
+    A name that is not an existing path and has the form USER/NAME, or USER/NAME@REVISION, is an id on the Hub. Files
+    that are in the Hub's cache are used without a network. Any other name is returned unchanged, for the caller's own
+    error.
 
     Args:
         kind: "model" or "dataset".
@@ -40,7 +41,7 @@ def local_config(name: str | os.PathLike[str]) -> str:
 
 
 def _from_hub(name: str, kind: str, function: str, **options: Any) -> str:
-    """Return what a function of huggingface_hub returns for an id; a name that is no id is returned unchanged."""
+    """Return what a function of huggingface_hub returns for an id; a name that is not an id is returned unchanged."""
     found = _HUB_ID.match(name)
     if os.path.exists(name) or found is None:
         return name

@@ -1,4 +1,4 @@
-"""Loading a model and its processor from a directory, and checking that the weights are exactly the model's."""
+"""Loading a model and its processor from a directory, and checking that the weights exactly match the model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def load_model(
 
     Raises:
         ConfigError: there is no model, it cannot be read, or its type is unknown.
-        DataError: the checkpoint's weights are not exactly the model's.
+        DataError: the weights of the checkpoint do not exactly match the model.
     """
     from safetensors import SafetensorError
 
@@ -101,7 +101,7 @@ def load_processor(path: str) -> Any:
 def load_clean(
     from_pretrained: Any, path: Any, what: str, *, expected: str = "", ignored: str = "$^", **options: Any
 ) -> tuple[Any, Mapping[str, Any]]:
-    """Load a model and return it with its loading report; raise unless the weights are exactly the model's.
+    """Load a model and return it with its loading report; raise unless the weights exactly match the model.
 
     Args:
         from_pretrained: a model class's method, called with `path` and `options`.
@@ -112,7 +112,7 @@ def load_clean(
 
     options["output_loading_info"] = True
     if getattr(from_pretrained, "__func__", None) is PreTrainedModel.from_pretrained.__func__:
-        # Reports other shapes instead of raising an error about the first. An override checks the shapes itself.
+        # Reports all wrong shapes instead of raising an error about the first. An override checks the shapes itself.
         options["ignore_mismatched_sizes"] = True
     loaded = from_pretrained(path, **options)
     model, report = loaded if isinstance(loaded, tuple) else (loaded, {})
@@ -150,7 +150,7 @@ def merge_adapter(model: nn.Module, folder: Path) -> nn.Module:
 
     Raises:
         ConfigError: PEFT is not installed, or cannot read or merge the adapter.
-        DataError: the tensors in the file are not exactly the adapter's.
+        DataError: the tensors in the file do not exactly match the adapter.
     """
     from safetensors import SafetensorError
 
@@ -237,7 +237,7 @@ def model_digest(path: str) -> str:
 
 
 def _require_config(folder: Path) -> str:
-    """Return the path of a model directory; raise ConfigError if it is none."""
+    """Return the path of a model directory; raise ConfigError if it is not one."""
     if not (folder / "config.json").is_file():
         raise ConfigError(f"--model {folder}: no config.json there; give a directory that save_pretrained wrote")
     return str(folder)

@@ -56,8 +56,8 @@ class NativeProcessor(LocalCode, ProcessorMixin):
     """Name of the token ids among the model's inputs."""
     text_kwargs = {"padding": True, "return_tensors": "pt"}
     supported_arguments: ClassVar[Mapping[str, set[str]]] = {}
-    """The arguments of `__call__` that have an effect, or no effect by design, under text_kwargs, images_kwargs and
-    videos_kwargs."""
+    """The supported arguments of `__call__` under text_kwargs, images_kwargs and videos_kwargs, including those without
+    effect by design."""
 
     def __init__(self, image_processor: Any, tokenizer: Any, chat_template: Any = None) -> None:
         template = self.published_chat_template(tokenizer) if chat_template is None else chat_template
@@ -122,16 +122,16 @@ class NativeProcessor(LocalCode, ProcessorMixin):
         """Return one conversation or several as text, or, with `tokenize`, as model inputs with their media.
 
         Args:
-            conversation: messages, or a list of conversations. Parts may contain their media, a picture, an array, a
-                path or a URL: {"type": "image", "image": picture}, {"type": "image", "url": "https://..."}.
-            chat_template: Jinja, or the name of one of several saved templates, in place of the processor's.
+            conversation: messages, or a list of conversations. Parts may contain their media, an image, an array, a
+                path or a URL: {"type": "image", "image": image}, {"type": "image", "url": "https://..."}.
+            chat_template: Jinja, or the name of one of several saved templates, instead of the processor's.
             tools, documents: for chat templates that use them; the published formats do not.
             add_generation_prompt: end with the beginning of an answer.
             continue_final_message: leave the last message open, without its end.
             return_assistant_tokens_mask: with `tokenize`, add `assistant_masks`: 1 at the tokens of the answers.
             return_tensors: "pt", which is the default, "np", or None for lists.
             return_dict: False returns the token ids only.
-            images, videos: with `tokenize`, used in place of the media in the parts, in the form of `__call__`.
+            images, videos: with `tokenize`, used instead of the media in the parts, in the form of `__call__`.
             return_labels: with `tokenize`, add `labels`: the tokens of the answers and their ends, -100 elsewhere.
             processor_kwargs: arguments of `__call__`.
             **kwargs: variables of the chat template, and further arguments of `__call__`.
@@ -286,10 +286,10 @@ def media_of(messages: Messages, kind: str) -> list[Any]:
 
 
 def flattened(media: Any, counts: Sequence[int], mark: str, noun: str) -> list[Any]:
-    """Return the media of all texts in one list; one list for each text may be given, which must have its number.
+    """Return the media of all texts in one list; instead, one list for each text may be given.
 
     Raises:
-        DataError: a list has another number of media than its text has placeholders.
+        DataError: the number of media in a list is not the number of placeholders in its text.
     """
     if not isinstance(media, (list, tuple)) or not any(isinstance(sample, (list, tuple)) for sample in media):
         return list(media)

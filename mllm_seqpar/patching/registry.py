@@ -106,7 +106,8 @@ def adapters() -> dict[str, Adapter]:
         problem = _protocol_error(adapter)
         if problem:
             raise AdapterError(
-                f"{declared} gives no adapter: {problem}. It must name a callable without arguments that returns an "
+                f"{declared} does not return an adapter: {problem}. It must name a callable without arguments that "
+                "returns an "
                 "adapter, such as its class"
             )
         found.setdefault(adapter.name, adapter)

@@ -19,7 +19,7 @@ class ParallelSpec:
         strategy: one of STRATEGIES.
         mesh_shape: (a, b), Q shards by KV shards; of the ranks, or of the groups of `head_degree` ranks.
         head_degree: the number of consecutive ranks that shard the heads by all-to-all (Ulysses); 1 for none.
-        all_pairs: whether LV-XAttn sends Q shards point to point without a mask that asks for it.
+        all_pairs: whether LV-XAttn sends Q shards point to point even if no mask requires it.
     """
 
     strategy: str

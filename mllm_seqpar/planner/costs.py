@@ -91,9 +91,9 @@ def all_to_all(cluster: Cluster, ranks: int, group: int, size: int) -> Cost:
 
 
 def all_gather_seconds(cluster: Cluster, ranks: int, size: float) -> float:
-    """Return the seconds of an all-gather of `size` bytes from each rank, or of a reduce-scatter to as many.
+    """Return the seconds of an all-gather of `size` bytes from each rank, or of a reduce-scatter of the same size.
 
-    This is a lower bound: each node receives what it lacks through its network link once.
+    This is a lower bound: each node receives the data that it lacks through its network link once.
     """
     if ranks == 1:
         return 0.0

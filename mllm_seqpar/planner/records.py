@@ -80,8 +80,8 @@ def known_files(what: str) -> str:
 
 
 def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
-    """Return the mapping that a YAML file holds; raise ConfigError if it is missing, invalid or no mapping."""
-    import yaml  # not at the top: simulating needs no YAML
+    """Return the mapping that a YAML file holds; raise ConfigError if it is missing, invalid or not a mapping."""
+    import yaml  # imported here, because simulating needs no YAML
 
     path = Path(path)
     if not path.is_file():

@@ -64,7 +64,7 @@ class SeqParContext:
         return self._frames[0]
 
     def log_shard_sizes(self, tokens: tuple[int, int], frames: tuple[int, int]) -> None:
-        """Count the frames of a pass, and log once how much of the first pass this rank holds.
+        """Count the frames of a pass, and log once this rank's part of the first pass.
 
         Args:
             tokens: (of this rank, of the text).

@@ -2,15 +2,15 @@
 
 FSDP2 gathers the parameters of a unit in a hook before its forward, frees them in a hook after it, gathers them again
 before the backward pass of its output, and reduces their gradients once the gradients of its inputs are known. Two
-kinds of computation here are no single call of the unit:
+kinds of computation here are not a single call of the unit:
 
 - K and V are projected chunk by chunk, in forward and again in backward, and the gradients of the weights are returned
   by the autograd function of the attention. The units are projections, norms, or adapters within them.
 - A pass calls inner modules of the model (the vision tower, the embeddings), and not the modules that contain them.
 
-`call_within` runs such a computation as if it were the forward of the units: it calls their hooks, and their hooks
-alone. The parameters are gathered once before it and once before its backward pass, whatever it calls in between, so
-that ranks with different numbers of chunks stay in step. Gradients reach the same leaf tensors as in a plain call.
+`call_within` runs such a computation as if it were the forward of the units: it calls only their hooks. The parameters
+are gathered once before it and once before its backward pass, whatever it calls in between, so that ranks with
+different numbers of chunks stay in step. Gradients reach the same leaf tensors as in a plain call.
 
 It uses three names that are internal to torch, the same from 2.11 to 2.13: `FSDPState._pre_forward`, `_post_forward`
 and `_training_state`. In the state PRE_BACKWARD the hooks of a unit cast its inputs and outputs and do nothing else,

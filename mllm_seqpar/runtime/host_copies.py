@@ -1,4 +1,4 @@
-"""Copies between host memory and a CUDA device, chunk by chunk, on a stream of their own.
+"""Copies between host memory and a CUDA device, chunk by chunk, on a separate stream.
 
 A chunk is copied to the device while the current stream computes with the chunk before it. There are two buffers on the
 device. Two events order their use:
@@ -6,9 +6,9 @@ device. Two events order their use:
     ready   recorded on the copy stream after a buffer is filled; the current stream waits for it before it computes
     free    recorded on the current stream after the computation is enqueued; the copy stream waits before it refills
 
-Only copies from and to pinned memory run at the same time as the host. Other memory (a mapped file) is first copied to
-a pinned buffer by the host, which the device does not wait for: its computation of the chunk before is enqueued. On the
-CPU a chunk is a view of the host tensor, and nothing is copied.
+Only copies from and to pinned memory are asynchronous to the host. The host first copies other memory (a mapped file)
+to a pinned buffer. The device does not wait for this, because its computation with the previous chunk is already
+enqueued. On the CPU a chunk is a view of the host tensor, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class CudaStreams:
         return torch.empty(*shape, dtype=dtype, device=device)
 
     def keep(self, x: Tensor, stream: Any) -> None:
-        """Keep the memory of `x` from being used again before what is enqueued on `stream` when `x` is freed."""
+        """Prevent the memory of `x` from being reused before the work that is enqueued on `stream` when `x` is
+        freed."""
         x.record_stream(stream)
 
 
@@ -62,7 +63,7 @@ class _Slot:
 
 
 class HostCopies:
-    """Copies of chunks between host tensors and `device`; made once per forward pass, for all its layers."""
+    """Copies of chunks between host tensors and `device`; created once per forward pass, for all its layers."""
 
     def __init__(self, device: torch.device, streams: CudaStreams | None = None) -> None:
         self.device, self._streams = device, streams or CudaStreams()
@@ -79,9 +80,9 @@ class HostCopies:
         return self._streams.pinned_empty(shape, dtype)
 
     def to_device(self, name: str, host: Tensor, chunks: Sequence[slice]) -> Iterator[Tensor]:
-        """Begin to copy the first chunk, and return an iterator over ``host[chunk]`` on the device.
+        """Start copying the first chunk, and return an iterator over ``host[chunk]`` on the device.
 
-        A chunk must not be used after the next one is asked for. The iterator must be exhausted.
+        A chunk must not be used after the next one is requested. The iterator must be exhausted.
 
         Args:
             name: of the buffers; iterators that are used at the same time have different names.
@@ -120,7 +121,7 @@ class HostCopies:
         if not pinned:
             if slot.pinned is None:
                 slot.pinned = self._streams.pinned_empty(slot.buffer.shape, part.dtype)
-            slot.ready.synchronize()  # the copy from this pinned buffer before
+            slot.ready.synchronize()  # the previous copy from this pinned buffer
             part = slot.pinned[: part.shape[0]].copy_(part)
         with self._streams.on(self._stream):
             self._stream.wait_event(slot.free)

@@ -33,9 +33,9 @@ class CandidateStrategies(NamedTuple):
     """The strategies that a selection compares, and the option that requested it.
 
     Attributes:
-        option: the option of `patch_model` that asks for the selection; it stands in the log.
+        option: the option of `patch_model` that requests the selection, for the log.
         strategies: the strategies to compare.
-        causal: whether a query sees no later keys.
+        causal: whether a query attends to no later keys.
     """
 
     option: str
@@ -80,9 +80,9 @@ class StrategySelector(Protocol):
     ) -> SelectedStrategy:
         """Return the fastest of `candidates` for one attention call; only those of `mesh_shape`, unless it is None.
 
-        `like` is any tensor with the device and dtype of the queries. All ranks call this at the same place of the
-        forward pass.
-        Replication gathers the features before the first layer runs, so it is not a candidate for a single call.
+        `like` is any tensor with the device and dtype of the queries. All ranks must call this at the same point of the
+        forward pass. Replication gathers the features before the first layer runs, so it is not a candidate for a
+        single call.
         """
 
     def select_for_pass(

@@ -3,7 +3,7 @@ the text row.
 
 In a decoder-only model the text has a placeholder for each visual token. The embeddings are sharded by frames, because
 each rank encodes its own, and the text is sharded by the layout of the text. One all-to-all takes every embedding to
-the ranks that compute its row. Token ids and the sizes of pictures say on every rank which rank sends how much to
+the ranks that compute its row. Token ids and the sizes of images say on every rank which rank sends how much to
 which, so nothing but embeddings travels, and no rank holds the embeddings of all frames unless it has all text rows.
 
 Shape legend: N visual tokens of the text, x of them encoded by this rank, m in its text rows; s text rows of a sample

@@ -22,7 +22,7 @@ Results are sent in the dtype of the accumulator where they pass through other r
 straight to their owner (point to point, among two ranks, and in Ulysses), `Problem.straight` is the size of an element.
 
 If a mask hides all keys of some rank from some rows, LV-XAttn sends rows point to point, and only to ranks with a
-visible key. With r(i, j) the number of rows of rank i that see any key of rank j, rank i then sends
+visible key. With r(i, j) the number of rows of rank i that attend to any key of rank j, rank i then sends
 
     forward   sum_j r(i, j) H D  +  sum_j r(j, i) H (D + 1)             over all j but i: queries, then results
     backward  sum_j r(i, j) H (2 D + 2)  +  sum_j r(j, i) H D
@@ -42,7 +42,7 @@ from .head_sharding import HeadShards
 from .mesh import MeshShape, OverlapRatios
 
 LSE_BYTES = 4
-"""Of a log-sum-exp, and of delta = rowsum(dO * O), which backward sends in the place of O."""
+"""Bytes of a log-sum-exp, and of delta = rowsum(dO * O), which backward sends instead of O."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +93,9 @@ def lv_xattn_bytes(
     Args:
         problem: the call.
         backward: which pass.
-        visible_rows: with a mask, visible_rows[i][j] is the number of rows of rank i that see any key of rank j. If
-            batch items share their keys (key_batch 1), it counts the rows of all items, else the row numbers for which
-            this is so in any item. None: every row sees keys of every rank.
+        visible_rows: with a mask, visible_rows[i][j] is the number of rows of rank i that attend to any key of rank j.
+            If batch items share their keys (key_batch 1), it counts the rows of all items, else the row numbers for
+            which this is so in any item. None: every row attends to keys of every rank.
         direct: whether rows are sent point to point, which is so with `visible_rows`.
     """
     result = problem.result_element(problem.ranks, direct=direct or visible_rows is not None)
@@ -202,7 +202,7 @@ def ulysses_bytes(problem: Problem, mesh_shape: MeshShape = (1, 1), *, backward:
 
 
 def expanded(problem: Problem) -> Problem:
-    """Return the problem with K and V repeated for every query head, as the paper's Ring Attention moves them."""
+    """Return the problem with K and V repeated for every query head, as the paper's Ring Attention sends them."""
     return replace(problem, kv_heads=problem.heads)
 
 

@@ -46,7 +46,8 @@ class HeadShards:
         return range(heads.start // per_kv_head, -(-heads.stop // per_kv_head))
 
     def kv_head_index(self, rank: int) -> list[int] | None:
-        """Return indices into `kv_heads_of(rank)` such that equally many query heads use each entry, or None.
+        """Return indices into `kv_heads_of(rank)` such that each entry is used by the same number of query heads, or
+        None.
 
         A rank whose first or last KV head serves fewer of its query heads than the others needs some KV heads twice.
         With 3 query heads per KV head and 2 query heads per rank, the ranks compute with KV heads (0 0) (0 1) (1 1).

@@ -1,4 +1,4 @@
-"""Programs that stay open: a chat in the terminal, and a server with OpenAI's interface.
+"""Interactive programs: a chat in the terminal, and a server with OpenAI's interface.
 
     mllm_seqpar.serving.chat:main     a conversation about a video, in the terminal
     mllm_seqpar.serving.server:main   /v1/chat/completions, /v1/files, /v1/models, /health, /metrics, and a page

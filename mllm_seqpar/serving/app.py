@@ -35,7 +35,7 @@ from .request_queue import RequestQueue, Waiting
 
 PAGE = Path(__file__).parent / "page"
 FORM = 1024
-"""Bytes of an upload that may be the form around the file."""
+"""The largest number of bytes of an upload that belong to the form around the file."""
 
 _LONGEST_VIDEO = 1e8
 """Seconds; later times are those of the last frame."""
@@ -98,7 +98,7 @@ def make_app(service: Service) -> FastAPI:
 
 
 def _add_state(app: FastAPI, service: Service, metrics: Metrics) -> None:
-    """Add the routes that say how the server is; they need no key."""
+    """Add the routes that report the state of the server; they need no key."""
     queue = service.queue
 
     @app.get("/health")
@@ -154,7 +154,7 @@ async def _complete(service: Service, request: Request) -> Response:
             return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
         while kind not in ("reply", "error"):
             kind, value = await anext(events)
-    except BaseException:  # also a task that is cancelled because its client has gone
+    except BaseException:  # including a task that is cancelled because its client has disconnected
         events.close()
         raise
     events.close()
@@ -230,7 +230,7 @@ async def _disconnect(request: Request) -> None:
 
 
 async def _stream(events: _Events, completion: Completion, kind: str, value: Any) -> AsyncIterator[str]:
-    """Yield the chunks of an answer; whatever ends the stream also ends the generation."""
+    """Yield the chunks of an answer; the generation ends with the stream, for any reason."""
     try:
         began = False
         while True:
@@ -286,7 +286,7 @@ def _add_files(app: FastAPI, store: MediaStore) -> None:
 
 
 def _add_previews(app: FastAPI, previews: Previews) -> None:
-    """Add the routes for what the page shows of a file."""
+    """Add the routes by which the page shows a file."""
 
     @app.get("/v1/files/{file_id}/preview")
     async def preview(file_id: str) -> Response:
@@ -304,7 +304,7 @@ def _add_previews(app: FastAPI, previews: Previews) -> None:
 
 
 def _add_page(app: FastAPI) -> None:
-    """Add the page to talk to the model."""
+    """Add the page for conversations with the model."""
 
     def serve(path: str, file: Path) -> None:
         @app.get(path)

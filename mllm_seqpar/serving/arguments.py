@@ -28,5 +28,5 @@ class ServingOptions(ModelOptions):
         super().__post_init__()
 
     def frame_options(self, default_fps: float | None = DEFAULT_FPS) -> dict[str, Any]:
-        """Return the sampling of a video for which the user states none."""
+        """Return the default sampling of a video."""
         return super().frame_options(default_fps)

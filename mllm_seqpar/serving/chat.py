@@ -35,7 +35,7 @@ from .line_editing import line_editing
 
 ENTRY = "mllm_seqpar.serving.chat:main"
 SIGNAL_POLL = 0.2
-"""Seconds after which a Ctrl-C that did not interrupt the wait for a key is noticed."""
+"""Seconds after which a Ctrl-C that did not interrupt the wait for a key is handled."""
 
 COMMANDS = """\
 /video PATH   begin a new conversation about this video
@@ -77,7 +77,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def chat(argv: Sequence[str]) -> None:
-    """Talk to the user of the terminal until the end of the input. The ranks that `own_ranks` starts call this too.
+    """Hold the conversation with the user of the terminal until the end of the input. The ranks that `own_ranks` starts
+    call this too.
 
     Raises:
         SeqParError: on invalid options, or a model or video that cannot be read.
@@ -91,7 +92,7 @@ def chat(argv: Sequence[str]) -> None:
     )
     if started_by_launcher():
         raise ConfigError(
-            "chat: a launcher started this process, and launchers keep the keyboard and Ctrl-C to themselves; start "
+            "chat: a launcher started this process, and launchers do not pass on the keyboard and Ctrl-C; start "
             "it as mllm-seqpar chat --num_processes N"
         )
     media = _open_video(args, args.video) if args.video is not None else None
@@ -161,7 +162,7 @@ class Terminal:
             note(COMMANDS)
         elif name == "/reset":
             self._reset()
-            note("the conversation begins again")
+            note("a new conversation begins")
         elif name == "/evidence":
             note(self._evidence)
         elif name == "/video" and value:
@@ -222,7 +223,7 @@ class Terminal:
         say("\n")
         self._evidence = "\n".join(map(str, reply.evidence)) or reply.evidence_note or self._evidence
         if reply.finish_reason != "stop":
-            limit = f"the answer has --max_new_tokens {sampling.max_new_tokens} tokens and was cut"
+            limit = f"the answer has --max_new_tokens {sampling.max_new_tokens} tokens and was cut off"
             note("stopped" if reply.finish_reason == "interrupted" else limit)
         if reply.text or reply.finish_reason != "interrupted":
             self._messages = [*messages, {"role": "assistant", "content": reply.text}]
@@ -233,8 +234,9 @@ class Terminal:
 
         Python installs no handler if SIGINT is ignored at its start, as in background jobs of shells.
 
-        `input` runs handlers only when a signal interrupts its wait for a key. A signal that comes just before the
-        wait, or to another thread, waits for the next key or signal, so an alarm interrupts the wait regularly.
+        `input` runs handlers only when a signal interrupts its wait for a key. A signal that arrives just before the
+        wait, or in another thread, would be handled only at the next key or signal, so an alarm interrupts the wait
+        regularly.
         """
 
         def interrupt(number: int, frame: Any) -> None:
@@ -294,7 +296,7 @@ def terminal_restored() -> Iterator[Callable[[], None]]:
 def _open_video(args: ChatOptions, name: str) -> MediaFile:
     path = os.path.expanduser(name.strip("'\""))
     file = MediaFile.of("video", path, **args.frame_options())
-    file.open(None)  # raises if it is no video, before a model is loaded
+    file.open(None)  # raises if it is not a video, before a model is loaded
     return file
 
 

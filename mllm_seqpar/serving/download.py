@@ -1,8 +1,8 @@
 """http(s) URLs of hosts that the operator allows.
 
 The host "*" stands for every host with a public address. Its name is resolved once, addresses that are not public are
-dropped, and the connection goes to one of the others, so that nothing reaches an address that is refused, and the name
-cannot resolve to another address between check and use. Redirects are checked like the first URL. No proxy is used.
+dropped, and the connection uses one of the others. No refused address is ever contacted, and the name cannot resolve to
+another address between check and use. Redirects are checked like the first URL. No proxy is used.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _connect(hosts: set[str], host: str, port: int) -> socket.socket:
             raise
         found = []
     addresses = [str(address) for address in found if named or is_public(str(address))]
-    if not addresses:  # one message for both, so that it tells nothing about names of the server's own network
+    if not addresses:  # one message for both cases, so that it reveals nothing about names of the server's own network
         raise NotAllowed(f"{host} has no public address")
     for number, address in enumerate(addresses, 1):
         try:

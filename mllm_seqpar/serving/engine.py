@@ -1,10 +1,11 @@
 """The model on all ranks, and the jobs that it runs: an answer to messages about videos and images.
 
-Rank 0 makes a job, checks it and sends it to the others. All ranks then prepare it and generate (`jobs.Worker`).
+Rank 0 creates a job, checks it and sends it to the others. All ranks then prepare it and generate (`jobs.Worker`).
 
 The conversations of the last jobs are kept, with the features of their media and the K and V of their text. A job about
-the same media continues such a conversation, whoever sent it: only the tokens that differ are computed. What is kept
-changes only when all ranks have prepared a job, or on all ranks together, so that the ranks keep the same.
+the same media continues such a conversation, whoever sent it: only the tokens that differ are computed. Conversations
+are added and dropped only when all ranks have prepared a job, or on all ranks together, so that all ranks keep the same
+ones.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class MediaFile:
         kind: "video" or "image".
         path: the same file on all ranks.
         version: changes with the contents of the file.
-        name: what the user calls it, for messages.
+        name: the user's name for it, for messages.
         fps, num_frames, max_frames, start, end: the sampling of a video; see `plan_frames`.
     """
 
@@ -149,7 +150,7 @@ class Engine:
             )
         limit = job.sampling.max_new_tokens
         text = agree(self.comm, "prompt", lambda: conversation.prompt(job.messages, limit))
-        while kept is None and len(self._conversations) >= self._keep:  # before the new one takes memory
+        while kept is None and len(self._conversations) >= self._keep:  # free memory before the new one needs it
             self._conversations.popitem(last=False)
         conversation.encode(progress, interrupted)
         return conversation, text

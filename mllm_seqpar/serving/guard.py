@@ -1,4 +1,4 @@
-"""What a request must fulfil before a route reads it: host, origin, API key and size.
+"""Checks of a request before a route reads it: host, origin, API key and size.
 
 A page of another site must not use a server that only its machine can reach. Browsers state the page's site in Origin.
 The site's name may lead to this machine (DNS rebinding), and Origin and Host are then equal. A request that arrives at

@@ -1,6 +1,6 @@
 """A job on all ranks: rank 0 runs it with a user, the others follow.
 
-An error of one job must not end the program, and the ranks must not differ in what they keep after it. All ranks
+An error of one job must not end the program, and afterwards all ranks must keep the same conversations. All ranks
 therefore agree on the outcome of `Engine.prepare`, and on an error that `Engine.answer` raises before its first forward
 pass (an option that `generate` refuses, for example). An error within a pass ends the program if there are other ranks,
 because they wait for this one in a collective.
@@ -26,13 +26,13 @@ from .engine import Engine, Job
 
 
 class Outcome(IntEnum):
-    """What became of a job on a rank; of the job, that of the rank with the greatest."""
+    """The outcome of a job on a rank. The outcome of the job as a whole is the largest of all ranks."""
 
     POSSIBLE = 0
     REFUSED = 1
     """The job cannot be answered: a damaged video, a prompt that is too long."""
     FAILED = 2
-    """An error that no check expects."""
+    """An unexpected error."""
     OUT_OF_MEMORY = 3
 
     @classmethod
@@ -59,7 +59,7 @@ class Impossible(Exception):
     def __init__(self, cause: Exception, outcome: Outcome = Outcome.REFUSED) -> None:
         self.cause, self.outcome = cause, outcome
         memory = outcome is Outcome.OUT_OF_MEMORY
-        super().__init__("out of memory: take fewer frames, or start more ranks" if memory else str(cause))
+        super().__init__("out of memory: use fewer frames, or start more ranks" if memory else str(cause))
 
 
 class Worker:
@@ -121,7 +121,7 @@ class Worker:
             try:
                 self.run(Job.from_json(text))
             except Impossible:
-                pass  # rank 0 tells its user
+                pass  # rank 0 reports it to its user
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""JSON bodies that may hold videos: parsed without keeping other threads waiting.
+"""Parsing of JSON bodies that may contain videos, without blocking other threads.
 
 Python's parser does not let other threads run, and takes seconds for a video in a data: URL. These URLs are therefore
 cut out of the text before it is parsed. What remains may have at most `MOST_BYTES`, with `MOST_VALUES`.
@@ -40,9 +40,9 @@ def parse(body: bytes) -> Any:
 
 
 def _without_long_urls(body: bytes, mark: bytes) -> tuple[bytes, dict[str, memoryview]]:
-    """Return the body with a mark in place of each long data: URL, and the URLs by their marks."""
+    """Return the body with each long data: URL replaced by a mark, and the URLs by their marks."""
     urls: dict[str, memoryview] = {}
-    view = memoryview(body)  # slices of it are no copies
+    view = memoryview(body)  # slices of it do not copy
     parts: list[memoryview | bytes] = []
     position, found = 0, -1
     while (found := body.find(b'"data:', found + 1)) >= 0:
@@ -57,7 +57,7 @@ def _without_long_urls(body: bytes, mark: bytes) -> tuple[bytes, dict[str, memor
 
 
 def _restored(value: Any, urls: dict[str, memoryview]) -> Any:
-    """Return a parsed value with the URLs in place of their marks; raise UnicodeError for a lone surrogate."""
+    """Return a parsed value with the marks replaced by their URLs; raise UnicodeError for a lone surrogate."""
     if isinstance(value, dict):
         return {_restored(name, urls): _restored(item, urls) for name, item in value.items()}
     if isinstance(value, list):
@@ -69,4 +69,4 @@ def _restored(value: Any, urls: dict[str, memoryview]) -> Any:
 
 
 def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")

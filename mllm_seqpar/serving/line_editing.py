@@ -1,4 +1,4 @@
-"""Editing of the chat's input lines: a history that later chats have too, and completion of commands and paths."""
+"""Editing of the chat's input lines: a history that later chats share, and completion of commands and paths."""
 
 from __future__ import annotations
 

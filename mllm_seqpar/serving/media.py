@@ -1,7 +1,7 @@
 """Files that requests name: uploads, data: URLs, files below a folder, and URLs of hosts that the operator allows.
 
-A request decides nothing about the file system or the network unless the operator has allowed it: paths are resolved
-and must be below `media_root`, and http(s) URLs need their host in `allowed_hosts` (`download`).
+A request cannot access the file system or the network unless the operator has allowed it: paths are resolved and must
+be below `media_root`, and http(s) URLs need their host in `allowed_hosts` (`download`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class MediaStore:
     """Resolves the media of requests to files. Threads may share it.
 
     Args:
-        folder: for uploads and downloads; all ranks must see it.
+        folder: for uploads and downloads; all ranks must have access to it.
         media_root: the folder below which requests may name paths; None: no paths.
         allowed_hosts: hosts of http(s) URLs; "*" allows all with a public address.
         max_bytes: of one file.
@@ -152,7 +152,7 @@ class MediaStore:
 
     @contextmanager
     def files(self, media: Sequence[MediaReference], sampling: dict[str, Any]) -> Iterator[tuple[MediaFile, ...]]:
-        """Yield the files of a request's media. Files that exist for this request only are removed at the end.
+        """Yield the files of a request's media. Files that exist only for this request are removed at the end.
 
         Args:
             media: of the request.
@@ -174,7 +174,7 @@ class MediaStore:
                 with self._lock:
                     self._reserved -= claim.reserved
                     self._used[claim.path] -= 1
-                    self._used += Counter()  # drops what is not used
+                    self._used += Counter()  # drops unused files
                 self._remove_unused(claim.path)
 
     def _remove_unused(self, path: Path) -> None:
@@ -230,7 +230,7 @@ class MediaStore:
         base64_encoded = reference.url[:start].endswith(";base64,")
         if size * 3 // 4 - 2 > self.max_bytes if base64_encoded else size > 3 * self.max_bytes:
             raise self._too_long(reference)
-        # The name depends on the content, so that the same video in a later request is recognised.
+        # The name depends on the content, so that a later request with the same video finds it.
         try:
             return self._keep(_decoded(reference.url, start, base64_encoded), reference, "the data: URL")
         except (binascii.Error, ValueError) as error:
@@ -259,7 +259,7 @@ class MediaStore:
 
         Args:
             blocks: the content; written and counted one after another.
-            shown: what messages call the file.
+            shown: the name of the file in messages.
             name: what equal files have in common; default: a digest of the content.
             expected: the size, if it is known; counted before the first block is read.
         """
@@ -313,7 +313,8 @@ def _decoded(url: str, start: int, base64_encoded: bool) -> Iterator[bytes]:
 
 
 def _blocks(answer: Any) -> Iterator[bytes]:
-    """Yield what a host sends; raise OSError if that takes too long, or ends before the stated length."""
+    """Yield the bytes that a host sends; raise OSError if that takes too long, or if they end before the stated
+    length."""
     deadline = time.monotonic() + LONGEST
     while block := answer.read1(_BLOCK):
         if time.monotonic() > deadline:

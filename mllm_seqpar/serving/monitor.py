@@ -1,4 +1,4 @@
-"""What an operator sees of the server: a line of the log for each request, and metrics for Prometheus.
+"""Monitoring of the server: a log line for each request, and metrics for Prometheus.
 
 `Monitor` is the outermost middleware. It gives each request an id, and a `Record` that the routes fill in.
 """
@@ -38,7 +38,7 @@ class Record:
     Attributes:
         status: of the response; of its end, if a stream ends with an error.
         reason: of an error.
-        queue, first_token: seconds until the model began with the request, and until the first text.
+        queue, first_token: seconds until the model started on the request, and until the first text.
     """
 
     id: str
@@ -164,7 +164,7 @@ class Metrics:
             lines.append(f"{_PREFIX}_{name}_tokens_total {self._tokens[name]}")
         for name, text in {
             "request": "Seconds from the request to the end of its answer.",
-            "queue": "Seconds from the request until the model began with it.",
+            "queue": "Seconds from the request until the model started to answer it.",
             "first_token": "Seconds from the request to the first text of its answer.",
         }.items():
             lines += _head(f"{name}_seconds", "histogram", text)

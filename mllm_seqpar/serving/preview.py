@@ -1,4 +1,4 @@
-"""What the page shows of an uploaded file: the length of a video, and single frames as small pictures.
+"""Previews of an uploaded file for the page: the length of a video, and single frames as small images.
 
 The server decodes the frames, because a browser cannot play every format that the model reads.
 """
@@ -22,7 +22,7 @@ from .protocol import ApiError
 from .schema import MediaReference
 
 WIDTH = 240
-"""Pixels of a frame's picture."""
+"""Pixels of a frame's image."""
 
 
 class Previews:

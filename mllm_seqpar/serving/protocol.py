@@ -1,6 +1,6 @@
 """OpenAI's chat completions: the requests that this server reads, and their errors.
 
-The fields are those of the public API reference (POST /v1/chat/completions), with what clients of vLLM and of
+The fields are those of the public API reference (POST /v1/chat/completions), and those that clients of vLLM and of
 transformers add. A field that this server cannot honour is refused by name; a field that never changes an answer is
 ignored, and the response says so.
 """
@@ -53,7 +53,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "chat_template_kwargs": ({}, {"enable_thinking": False}, {"thinking": False}),
 }
-"""Fields that are accepted with a value that asks for nothing."""
+"""Fields that are accepted with a value that has no effect."""
 
 
 class ApiError(Exception):
@@ -177,7 +177,7 @@ def _as_api_error(error: ValidationError) -> ApiError:
     if fault["type"] in ("model_type", "model_attributes_type"):
         reason = "expected a JSON object"
     if fault["type"] == "extra_forbidden":
-        text = f"{where}: this server does not know this field; leave it out"
+        text = f"{where}: unknown field; leave it out"
     elif fault["type"] == "missing":
         text = f"{where}: is missing"
     else:

@@ -30,9 +30,9 @@ class Waiting:
     ("error", ApiError).
 
     Attributes:
-        cancelled: set by the handler when the client has gone.
+        cancelled: set by the handler when the client has disconnected.
         release: called once when the files of the job are no longer needed.
-        taken: the time, by `time.perf_counter`, at which the model began with the request.
+        taken: the time, by `time.perf_counter`, at which the model started on the request.
     """
 
     job: Job
@@ -60,7 +60,7 @@ class RequestQueue:
         return self._waiting
 
     def enter(self) -> None:
-        """Count a request that `put` will add, before its media are fetched.
+        """Reserve a place for a request that `put` will add, before its media are fetched.
 
         Raises:
             ApiError: 429 if too many wait, 503 if the server is shutting down.
@@ -78,7 +78,7 @@ class RequestQueue:
             self._waiting += 1
 
     def leave(self) -> None:
-        """Count no longer a request that will not be added."""
+        """Release the place of a request that will not be added."""
         with self._lock:
             self._waiting -= 1
 
@@ -143,7 +143,7 @@ class RequestQueue:
                 return "error", ApiError(500, "the server failed to answer; its log says why", kind="server_error")
             status, kind = (500, "server_error") if failed else (400, "invalid_request_error")
             text = str(error)
-            for file in request.job.media:  # clients need not know where files are
+            for file in request.job.media:  # clients must not learn where files are
                 text = text.replace(file.path, file.name)
             code = "context_length_exceeded" if isinstance(error.cause, LengthError) else None
             return "error", ApiError(status, text, code=code, kind=kind, param="messages")

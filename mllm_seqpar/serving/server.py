@@ -2,7 +2,7 @@
 
     mllm-seqpar serve --model DIR --num_processes 4 --media_root /videos
 
-Rank 0's main thread runs the model. A second thread of it runs the HTTP interface (`app`).
+Rank 0's main thread runs the model. A second thread runs the HTTP interface (`app`).
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _serve(args: ServeOptions, worker: Worker, listener: socket.socket, folder: 
     host, port = listener.getsockname()[:2]
     note(f"{args.name} on {service.ranks} rank{'s' * (service.ranks > 1)}: http://{host}:{port} (page), /v1 (API)")
     if key is None and not host.startswith("127.") and host != "::1":
-        note(f"warning: everybody who reaches {host} can use this server; --api_key restricts it")
+        note(f"warning: everyone who can reach {host} can use this server; --api_key restricts it")
     try:
         with _stopped_by_signals(requests):
             requests.answer_all(worker)

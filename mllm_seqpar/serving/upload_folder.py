@@ -1,7 +1,8 @@
-"""The folder of a server's uploads, which goes with the server, also if that is killed.
+"""The folder of a server's uploads. It is removed with the server, even if the server is killed.
 
-A server holds a lock on a file in its folder as long as it lives. The next server on the same machine removes the
-folders whose lock it can take. Folders of other machines in a shared directory stay, because locks may not reach them.
+While it runs, a server holds a lock on a file in its folder. The next server on the same machine removes the folders
+whose lock it can take. In a shared directory, folders of other machines are kept, because locks may not work across
+machines.
 """
 
 from __future__ import annotations

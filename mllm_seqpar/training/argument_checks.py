@@ -1,4 +1,4 @@
-"""Checks of the options of `TrainingArguments` that fine-tuning makes before anything is loaded."""
+"""Checks of the options of `TrainingArguments`, before fine-tuning loads anything."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ REFUSED = {
 
 
 def check_training(values: Mapping[str, Any], run: ModelAndData) -> None:
-    """Raise ConfigError for options of `TrainingArguments` that are wrong, before the first part of it is made."""
+    """Raise ConfigError for invalid options of `TrainingArguments`, before it is created."""
     if not values["output_dir"]:
         raise ConfigError("--output_dir is missing; --help lists the options")
     for name in _POSITIVE:
@@ -82,10 +82,10 @@ def _check_trackers(names: Sequence[str]) -> None:
 
 
 def check_optimizer(args: TrainingArguments) -> None:
-    """Raise ConfigError if `Trainer` could not create the optimizer, which it would find only with a loaded model."""
+    """Raise ConfigError if `Trainer` could not create the optimizer, instead of failing after the model is loaded."""
     try:
         Trainer.get_optimizer_cls_and_kwargs(args, nn.Module())
     except (ImportError, ValueError, TypeError, NotImplementedError) as error:
-        if isinstance(error, ImportError) or args.optim_target_modules is None:  # no module of a model is a target here
+        if isinstance(error, ImportError) or args.optim_target_modules is None:  # no module is a target here
             name = getattr(args.optim, "value", args.optim)
             raise ConfigError(f"--optim {name}: {' '.join(str(error).split())}") from error

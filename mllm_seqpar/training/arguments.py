@@ -22,7 +22,7 @@ SELF_ATTENTION = tuple(name for name in CHOICES["self_attention"] if name != "st
 
 @dataclass
 class FineTuningArguments(TrainingArguments):
-    """`TrainingArguments` with defaults for fine-tuning large models on video; everything else is Trainer's."""
+    """`TrainingArguments` with other defaults, for fine-tuning large models on video."""
 
     _argument_group_name = "options of transformers.TrainingArguments"
 
@@ -50,7 +50,7 @@ class FineTuningArguments(TrainingArguments):
 
 @dataclass(kw_only=True)
 class ModelAndData(CommandOptions):
-    """The model, the parts of it that train, the data, and when to save."""
+    """The model, its trained parts, the data, and when to save."""
 
     _argument_group_name = "model and data"
 
@@ -66,7 +66,7 @@ class ModelAndData(CommandOptions):
     fps: float | None = option("frames per second to sample from each video; default: that of the data, else 1", None)
     max_frames: int | None = option("maximum number of frames per video, evenly spaced; default: no limit", None)
     features: str | None = option(
-        "directory for what the frozen vision tower returns: written in the first epoch, and read later", None
+        "directory for the outputs of the frozen vision tower: written in the first epoch, and read later", None
     )
     decode_threads: int | None = option(THREADS_HELP, None)
     decoder: str = option(DECODER_HELP, "pyav")
@@ -75,24 +75,22 @@ class ModelAndData(CommandOptions):
         "frames of the following samples that a rank reads ahead, in GiB of host memory", 4.0
     )
     max_length: int | None = option("maximum number of text tokens per sample; longer samples are refused", None)
-    on_bad_media: str = option("fail, or skip: train on the next sample instead of one whose media are broken", "fail")
+    on_bad_media: str = option("fail, or skip: replace a sample with broken media by the next one", "fail")
     global_batch_size: int | None = option(
         "samples of one optimizer step over all ranks; sets --gradient_accumulation_steps", None
     )
     stop_after: int | None = option("save a checkpoint and stop after this step; the schedule is unchanged", None)
     save_minutes: float = option("save a checkpoint whenever this many minutes have passed; 0: never", 30.0)
     save_dtype: str = option(f"dtype of the final model: {', '.join(SAVE_DTYPES)}", "source")
-    freeze: list[str] | None = option(
-        "parts that do not train: vision, projector, language, module paths, or patterns", None
-    )
-    train: list[str] | None = option("parts or patterns that train although --freeze matches them", None)
+    freeze: list[str] | None = option("parts to freeze: vision, projector, language, module paths, or patterns", None)
+    train: list[str] | None = option("parts or patterns to train although --freeze matches them", None)
     use_peft: bool = option("train LoRA adapters instead of the weights", False)
     lora_r: int = option("rank of the adapters", 16)
     lora_alpha: int = option("the adapters are scaled by lora_alpha / lora_r", 32)
     lora_dropout: float = option("dropout on the input of the adapters", 0.05)
     lora_target_modules: list[str] | None = option("names of modules that get adapters; default: all-linear", None)
     lora_modules_to_save: list[str] | None = option(
-        "names of modules whose weights train too, beside the adapters", None
+        "names of modules whose weights are trained in addition to the adapters", None
     )
     load_in_4bit: bool = option("QLoRA: load the frozen weights in 4 bits; needs a GPU and bitsandbytes", False)
 
@@ -116,13 +114,13 @@ class ModelAndData(CommandOptions):
         if self.use_peft and self.load_in_4bit:
             if not torch.cuda.is_available():
                 raise ConfigError(
-                    "--load_in_4bit needs a GPU, and torch sees none; leave it out to train LoRA adapters"
+                    "--load_in_4bit needs a GPU, and torch finds none; leave it out to train LoRA adapters"
                 )
             optional_import("bitsandbytes", extra="qlora", needed_for="--load_in_4bit")
         if not self.use_peft:
             for item in fields(self):
                 if item.name.startswith("lora_") or item.name == "load_in_4bit":
-                    self._refuse_unused(item.name, "it belongs to adapters; give --use_peft")
+                    self._refuse_unused(item.name, "it is an option of adapters; give --use_peft")
 
 
 @dataclass(kw_only=True)
@@ -140,7 +138,8 @@ class SequenceParallel(CommandOptions):
     text_layout: str = option("how text tokens are sharded over ranks: zigzag, striped, contiguous", "zigzag")
     tile: str | None = option("mesh shape AxB of mesh (A * B = ranks) or of hybrid ulysses; default: automatic", None)
     cluster: str | None = option(
-        "cluster file for the choices of auto and mesh; default: auto measures in the first pass, mesh counts bytes",
+        "cluster file by which auto and mesh choose; by default, auto measures in the first pass, and mesh counts "
+        "bytes",
         None,
     )
     mlp_chunk_size: int | None = option("text tokens per MLP chunk, recomputed in backward; default: all", None)

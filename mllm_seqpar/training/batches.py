@@ -1,14 +1,14 @@
 """The micro-batches of a run in training order, read by all ranks together, with replacements for bad samples.
 
-A rank decodes only its own frames of a video, so a fault may be seen by one rank alone. After each micro-batch all
-ranks exchange one small message. A sample that any rank of a group cannot read is replaced on all ranks of the group
-by another one (`replacement`); any other error is raised on all ranks at the same micro-batch, so that they can
-still save a checkpoint together.
+A rank decodes only its own frames of a video, so a single rank may find a fault. After each micro-batch, all ranks
+exchange one small message. A sample that any rank of a group cannot read is replaced on all ranks of the group by
+another one (`replacement`); any other error is raised on all ranks at the same micro-batch, so that they can still
+save a checkpoint together.
 
 The exchange must not use a communicator that the training uses, because the next micro-batches are read in threads
-while the current one is computed: `reader_communicator` creates a gloo group of its own. Several threads decode, each a
-micro-batch, as far ahead as a number of bytes allows. One thread agrees on them with the other ranks, in order; what
-another thread has decoded is used if the agreement, which may have replaced a sample by then, asks for these samples.
+while the current one is computed: `reader_communicator` creates a separate gloo group. Several threads decode one
+micro-batch each, as far ahead as a limit on their bytes allows. One thread agrees on the micro-batches with the other
+ranks, in order. It uses what another thread has decoded, unless the agreement has replaced one of these samples.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from .stored_tower import ARGUMENT, StoredTower
 _log = get_logger(__name__)
 
 MOST_REPLACEMENTS = 100
-"""After this many bad samples in a row, the run stops: the media are probably not where they should be."""
+"""After this many bad samples in a row, the run stops: the media are probably in another place."""
 
 READ_AHEAD_BYTES = 4 << 30
 """Default limit of the bytes of frames that a rank reads ahead."""
 
 _READ_AHEAD = 8
-"""Micro-batches that are read ahead at most, or those of a step if it has more."""
+"""The largest number of micro-batches that are read ahead, unless a step has more."""
 
 _LOADERS = 4
-"""Threads that decode micro-batches at most; each decodes with `--decode_threads`."""
+"""The largest number of threads that decode micro-batches; each of them uses `--decode_threads` threads."""
 
 
 def reader_communicator(timeout: float) -> Communicator:
-    """Return a communicator of all ranks for `BatchReader`. Every rank calls this, at the same point of the program.
+    """Return a communicator of all ranks for `BatchReader`. All ranks must call this at the same point of the program.
 
     Args:
         timeout: seconds that a rank waits for the others.
@@ -73,7 +73,7 @@ class LoadedBatch:
 
     Attributes:
         chat: the text, with the numbers of targets, tokens and frames, and the places of the samples.
-        arguments: the arguments of the model's forward, on the CPU; with stored features, a `TowerRows` besides.
+        arguments: the arguments of the model's forward, on the CPU; with stored features, also a `TowerRows`.
         samples: numbers of the samples in the data set, replacements included.
     """
 
@@ -100,11 +100,11 @@ class BatchReader:
         loader: this rank's; its data set has the option `on_bad_media`.
         comm: all ranks of the run; `reader_communicator()`.
         sp: number of consecutive ranks that share samples.
-        ahead_bytes: frames that are read ahead have at most this many bytes, or are those of one micro-batch.
-        features: read in place of frames, where all ranks have those of a micro-batch.
+        ahead_bytes: limit on the bytes of frames that are read ahead; one micro-batch is always allowed.
+        features: read instead of frames if all ranks have those of a micro-batch.
 
     Attributes:
-        skipped: what is wrong with each sample that was replaced, by its number; equal on all ranks of a group.
+        skipped: the fault of each sample that was replaced, by its number; equal on all ranks of a group.
     """
 
     def __init__(
@@ -124,9 +124,10 @@ class BatchReader:
         self.skipped: dict[int, str] = {}
 
     def read_all(self, passes: Iterable[Sequence[int]], ahead: int = 1) -> Generator[LoadedBatch]:
-        """Yield the samples of each pass as one micro-batch, and read `ahead` or more of the following ones meanwhile.
+        """Yield the samples of each pass as one micro-batch, while at least `ahead` of the following ones are read.
 
-        All ranks take the same number. Where they stop early, they still agree on what each has begun.
+        All ranks take the same number. If they stop early, they still agree on the micro-batches that any rank has
+        begun.
         """
         limit, waiting = ReadAheadLimit(self._ahead_bytes), deque[Future[LoadedBatch]]()
         threads = min(_LOADERS, self._loader.dataset.threads or decode_threads())
@@ -153,11 +154,11 @@ class BatchReader:
             agreeing.shutdown()
 
     def read(self, samples: Sequence[int], begun: Callable[[], LoadedBatch] | None = None) -> LoadedBatch:
-        """Return these samples as one micro-batch. Every rank of the run calls this the same number of times.
+        """Return these samples as one micro-batch. Every rank of the run must call this the same number of times.
 
         Args:
             samples: of this rank's group.
-            begun: returns what another thread has loaded of these samples, or raises what it raised.
+            begun: returns the samples that another thread has loaded, or raises its error.
 
         Raises:
             SeqParError: on all ranks, if a rank cannot read its part and the sample must not be replaced.
@@ -203,7 +204,7 @@ class BatchReader:
             if (found := replacement(sample, number, total)) not in self.skipped:
                 return found
         raise DataError(
-            f"{number + 1} samples in a row cannot be read, so the media may not be where they should be; "
+            f"{number + 1} samples in a row cannot be read, so the media are probably in another place; "
             f"run `mllm-seqpar check-data`. One of them: {self.skipped[sample]}"
         )
 
@@ -222,7 +223,7 @@ class BatchReader:
                     size = batch.frame_bytes
             finally:
                 if admit is not None:
-                    admit(size)  # also without a batch, because the following ones wait for their turn
+                    admit(size)  # even without a batch, because the following ones wait for their turn
             rows = None if self._features is None else self._features.rows(batch)
             stored = None if decode or rows is None or self._features is None else self._features.stored(rows)
             arguments = batch.inputs(torch.device("cpu"), decode=stored is None)
@@ -243,7 +244,7 @@ class BatchReader:
 
 
 class TrainingBatches(IterableDataset[LoadedBatch]):
-    """The micro-batches of this rank's group, in training order, from a step on; the following ones are read meanwhile.
+    """The micro-batches of this rank's group in training order, beginning with a given step; later ones are read ahead.
 
     Pass it to a `DataLoader` with `batch_size=None` and no worker processes, or iterate over it. `skipped` of the
     reader counts what was replaced.

@@ -1,8 +1,8 @@
-"""When a run saves a checkpoint in addition to --save_steps: all ranks decide it together, at the end of a step.
+"""Checkpoints in addition to --save_steps: all ranks decide together, at the end of a step, whether to save one.
 
 A checkpoint is a collective operation. If one rank raises alone, for example out of memory, the others cannot save
-without it, and the last checkpoint is the one that the clock asked for. Errors that all ranks see in the same step are
-handled by `FineTuneTrainer`, which saves before it raises them.
+without it, and the last checkpoint is the one that the clock asked for. Errors that all ranks raise in the same step
+are handled by `FineTuneTrainer`, which saves before it raises them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from mllm_seqpar.comm import Communicator
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _AGAIN = 3.0
-"""Seconds after which another Ctrl-C is a new one: a terminal and a launcher may both send the first."""
+"""Ctrl-C within this many seconds counts once, because a terminal and a launcher may both send it."""
 
 _log = get_logger(__name__)
 
 
 class CheckpointClock(TrainerCallback):
-    """Asks for a checkpoint by the clock of rank 0, and for a last one if any rank receives SIGTERM or SIGINT.
+    """Requests checkpoints by the clock of rank 0, and a last one if any rank receives SIGTERM or SIGINT.
 
     Args:
         comm: all ranks of the run, used by nothing else: one small gather per step.
@@ -64,7 +64,7 @@ class CheckpointClock(TrainerCallback):
         self._leave_out_evaluation(state, control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.stops and state.epoch % 1:  # for Trainer, an epoch also ends where the run stops
+        if self.stops and state.epoch % 1:  # for Trainer, an epoch also ends when the run stops
             control.should_evaluate = control.should_save = False
         elif self.signal:
             self._leave_out_evaluation(state, control)
@@ -80,13 +80,13 @@ class CheckpointClock(TrainerCallback):
         self._since, self.saved_step = time.monotonic(), state.global_step
 
     def restore_signals(self) -> None:
-        """Give SIGTERM and SIGINT back their handlers."""
+        """Restore the previous handlers of SIGTERM and SIGINT."""
         for number, handler in self._previous.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: a handler that is not Python's
         self._previous = {}
 
     def raise_late_signal(self) -> None:
-        """Raise the signal that came after the last step, when no checkpoint follows, with its own handler."""
+        """Raise a signal that arrived after the last step, when no checkpoint follows, with its original handler."""
         if self._received and not self.signal:
             signal.raise_signal(self._received)
 

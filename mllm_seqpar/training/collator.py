@@ -1,8 +1,8 @@
 """A data collator for conversations with images and videos, for `Trainer`, `SeqParTrainer` and TRL's trainers.
 
-It gives each of the four families the same inputs as fine-tuning does. TRL's own collators of prompts with images join
-prompt and completion after tokenization: they leave masks of images at the length of the prompt, and positions of
-images where they were before padding was removed. This one tokenizes the whole conversation.
+It gives the models of each family the same inputs as fine-tuning does. For prompts with images, TRL's own collators
+join prompt and completion after tokenization. Their masks of images then have the length of the prompt, and positions
+of images refer to the text before padding was removed. This collator tokenizes the whole conversation.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class SeqParDataCollator:
 
     - "messages": all answers are trained on;
     - "prompt" and "completion": the completion is trained on;
-    - "prompt", "chosen" and "rejected": for `DPOTrainer`, with "completion_mask" in place of labels.
+    - "prompt", "chosen" and "rejected": for `DPOTrainer`, with "completion_mask" instead of labels.
 
     Each is a list of messages {"role": ..., "content": text or parts}. A part contains its medium, {"type": "image",
-    "image": picture} or {"type": "video", "video": frames}, or is a placeholder, {"type": "image"}, for the next medium
+    "image": image} or {"type": "video", "video": frames}, or is a placeholder, {"type": "image"}, for the next medium
     of the column "images" (or "image", "videos", "video"). If all contents are texts, the media of these columns
-    come before the first text of the user. A medium is a picture or an array, a path, or a URL. Frames of a video file
+    come before the first text of the user. A medium is an image or an array, a path, or a URL. Frames of a video file
     are chosen by `fps`, `num_frames` or `max_frames` of its part, or of the collator.
 
     Every rank returns the whole batch, as an unpatched model takes it; a patched model shards it.
@@ -98,7 +98,7 @@ class SeqParDataCollator:
             if self.max_length is not None and length > self.max_length:
                 raise DataError(
                     f"conversation {number} of the batch has {length} tokens, more than max_length = "
-                    f"{self.max_length}; raise it, or take fewer frames"
+                    f"{self.max_length}; raise it, or use fewer frames"
                 )
         if prompts is not None:
             labels = self._without_prompts(labels, prompts, sources)
@@ -130,7 +130,7 @@ class SeqParDataCollator:
             owners=tuple(number for _, number in listed),
         )
         pictures = load_local_pictures(batch, range(len(text.slots)), self._family)
-        if self._family.always_sharded:  # unpatched, these models take the pictures of each sample
+        if self._family.always_sharded:  # unpatched, these models take the images of each sample
             pictures = tuple(x.unflatten(0, (samples, -1)) for x in pictures)
         return {name: x for name, x in zip(self._family.frame_names, pictures, strict=True) if len(x)}
 
@@ -160,14 +160,16 @@ def _pictures(frames: Sequence[Any]) -> PictureSource:
     arrays = (torch.tensor(x, dtype=torch.uint8) if isinstance(x, list) else x for x in frames)
     pictures = [to_tensor(x, number) for number, x in enumerate(arrays)]
     if wrong := {str(x.dtype) for x in pictures if x.dtype != torch.uint8}:
-        raise DataError(f"a picture is {', '.join(wrong)}; pass PIL images, or arrays of uint8 from 0 to 255")
+        raise DataError(f"an image is {', '.join(wrong)}; pass PIL images, or arrays of uint8 from 0 to 255")
     return PictureSource(pictures)
 
 
 def _messages(number: int, example: Example, key: str) -> Messages:
     """Return the messages under `key`, checked, with the media of the example's columns in their parts."""
     if example.get("tools"):
-        raise DataError(f"example {number} has tools, which the formats of these models do not write; leave them out")
+        raise DataError(
+            f"example {number} has tools, which the chat formats of these models do not support; leave them out"
+        )
     given = example[key]
     if not isinstance(given, list) or not all(isinstance(message, Mapping) for message in given):
         raise DataError(f"example {number}: {key} is {given!r:.80}; expected messages {{'role': ..., 'content': ...}}")

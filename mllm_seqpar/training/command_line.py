@@ -1,6 +1,6 @@
-"""The command line of fine-tuning: its parser, its configuration file, and the options that they make.
+"""The command line of fine-tuning: its parser, its configuration file, and the resulting options.
 
-The command line is read first (`read_options`), and the dataclasses are made later (`make_options`): creating
+The command line is read first (`read_options`), and the dataclasses are created later (`make_options`): creating
 `TrainingArguments` chooses the device and starts the process group, after which all ranks can agree on an error.
 """
 
@@ -39,7 +39,7 @@ _SHOWN = (
         "hub_model_id",
     ),
 )
-"""Options of `TrainingArguments` that --help shows, beside those with another default here; --help_all shows all."""
+"""Options of `TrainingArguments` that --help shows in addition to those with another default; --help_all shows all."""
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -73,7 +73,9 @@ def read_options(argv: Sequence[str]) -> dict[str, Any]:
         formatter_class=_Help,
     )
     show_ranks_option(parser)
-    parser.add_argument("--config", metavar="FILE", help="YAML or JSON file with options; the command line wins")
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML or JSON file with options; the command line takes precedence"
+    )
     parser.add_argument("--help_all", action="help", help="show all options of TrainingArguments too, and exit")
     _describe(parser, everything="--help_all" in canonical_arguments(parser, argv))
     values = parser.parse_args(argv)
@@ -84,7 +86,7 @@ def read_options(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _describe(parser: argparse.ArgumentParser, everything: bool) -> None:
-    """Say what --no_NAME does and which options are refused; hide options that few runs need, unless `everything`."""
+    """Document --no_NAME and refused options; hide options that few runs need, unless `everything`."""
     shown = {*vars(FineTuningArguments)["__annotations__"], *_SHOWN}
     hidden = {item.name for item in fields(FineTuningArguments)} - shown | {*REFUSED}
     for action in parser._actions:

@@ -42,7 +42,7 @@ class ShardedBatch:
     def inputs(self, device: torch.device, *, decode: bool = True) -> dict[str, Any]:
         """Decode this rank's frames and return the arguments of the model's forward, including labels, on `device`.
 
-        Without `decode`, blank pictures that take the memory of one stand for the frames.
+        Without `decode`, blank images that take the memory of one stand for the frames.
         """
         family = chat_family(self.processor)
         arguments: dict[str, Any] = family.arguments(self.chat.text)
@@ -97,7 +97,7 @@ def data_digest(dataset: ChatDataset) -> str:
 
 
 def media_sizes(dataset: ChatDataset) -> Iterator[tuple[str, int]]:
-    """Yield (name, bytes) of each video and picture that a data set names, in order.
+    """Yield (name, bytes) of each video and image that a data set names, in order.
 
     The size is -1 if the file is missing and -2 for a URL. Files inside a table are left out: its digest covers them.
     """

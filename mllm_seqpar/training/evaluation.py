@@ -1,7 +1,7 @@
 """Evaluation with samples that several ranks share: each sample counts once, in the metrics and in the loss.
 
-accelerate repeats earlier samples to complete the last batch, so that all groups run equally many batches, and drops
-the duplicate rows when it gathers. The loss is one number per batch, from which it cannot drop them.
+accelerate repeats earlier samples to complete the last batch, so that all groups run the same number of batches, and
+drops the duplicate rows when it gathers. The loss is one number per batch, from which it cannot drop them.
 """
 
 from __future__ import annotations

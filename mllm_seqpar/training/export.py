@@ -1,4 +1,4 @@
-"""The trained model as an ordinary directory: safetensors, config, processor."""
+"""Export of the trained model as an ordinary directory: safetensors, config and processor."""
 
 import json
 import os

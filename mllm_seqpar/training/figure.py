@@ -1,4 +1,4 @@
-"""The picture of a training run: loss, evaluation and learning rate by step."""
+"""The figure of a training run: loss, evaluation and learning rate by step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _log = get_logger(__name__)
 
 
 def write_figure(log: Sequence[Mapping[str, Any]], directory: Path) -> Path | None:
-    """Write the picture of a log (`log_history`) and return its path; None without matplotlib, or without steps."""
+    """Write the figure of a log (`log_history`) and return its path; None without matplotlib, or without steps."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator

@@ -61,7 +61,7 @@ _log = get_logger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Fine-tune as the command line `argv` says (without the program's name); return the exit status.
+    """Fine-tune with the command line `argv` (without the program's name); return the exit status.
 
     An error ends the process with a message. The status is 128 + N if signal N stopped the run after a checkpoint.
     """
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def fine_tune(argv: Sequence[str]) -> int:
-    """Train as the command line says, and export the model; return the exit status. Every rank calls this.
+    """Train and export the model; return the exit status. Every rank calls this.
 
     Raises:
         SeqParError: on invalid arguments, files or data, or if the ranks disagree.
@@ -119,7 +119,7 @@ def _fine_tune(trainer: FineTuneTrainer, options: FineTuneOptions, checkpoint: P
 
 
 def _save_log(trainer: FineTuneTrainer) -> None:
-    """Write trainer_state.json, with the log of all steps, and its picture."""
+    """Write trainer_state.json, with the log of all steps, and its figure."""
     trainer.save_state()
     if trainer.is_world_process_zero():
         write_figure(trainer.state.log_history, Path(str(trainer.args.output_dir)))
@@ -128,7 +128,7 @@ def _save_log(trainer: FineTuneTrainer) -> None:
 def prepare(
     values: dict[str, Any] | None, problem: Exception | None
 ) -> tuple[FineTuneTrainer, FineTuneOptions, Path | None]:
-    """Do everything that precedes the first step; all ranks agree on each part.
+    """Prepare the run up to its first step; all ranks agree on the result of each part.
 
     Args:
         values: what `read_options` returned on this rank, or None.
@@ -151,7 +151,7 @@ def prepare(
         options.training.hub_model_id = names
     model = agree(comm, "model", lambda: _load(options, data.processor))
     send_buffers(model)
-    options.training.use_cache = bool(getattr(getattr(model, "config", None), "use_cache", True))  # stays as it was
+    options.training.use_cache = bool(getattr(getattr(model, "config", None), "use_cache", True))  # keep it unchanged
     trainer = FineTuneTrainer(
         data=data,
         save_minutes=options.run.save_minutes,
@@ -186,15 +186,15 @@ def _options(values: dict[str, Any], cpu: bool) -> FineTuneOptions:
     requested = values["use_cpu"] or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
     if cpu and not requested and os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16":
         raise ConfigError(
-            f"the launch configuration is for GPUs (mixed_precision: bf16), and torch sees {torch.cuda.device_count()} "
-            f"on this node for {os.environ.get('LOCAL_WORLD_SIZE', '1')} processes; start one process for each GPU, "
-            "find out why torch sees no more, or pass --use_cpu to train on the CPU"
+            "the launch configuration is for GPUs (mixed_precision: bf16), and torch finds "
+            f"{torch.cuda.device_count()} on this node for {os.environ.get('LOCAL_WORLD_SIZE', '1')} processes; "
+            "start one process for each GPU, find out why torch finds no more, or pass --use_cpu to train on the CPU"
         )
     return make_options(values | {"use_cpu": cpu})
 
 
 def _open_data(options: FineTuneOptions) -> tuple[FineTuneData, Path | None, dict[str, Any]]:
-    """Open what can fail on one rank only; the last item holds the facts that all ranks must have in common."""
+    """Open everything that can fail on a single rank; the last item holds the facts that must be equal on all ranks."""
     run, args = options.run, options.training
     refuse_adapter(Path(local_directory(str(run.model))), "training starts from a whole model")
     processor = load_processor(str(run.model))
@@ -237,7 +237,7 @@ def last_step(args: TrainingArguments, order: SampleOrder) -> int:
 
 
 def _features(options: FineTuneOptions, processor: Any) -> TowerStore | None:
-    """Open --features, after checking that its contents were made as this run would make them."""
+    """Open --features, after checking that this run would compute the same contents."""
     run = options.run
     if run.features is None:
         return None
@@ -292,7 +292,7 @@ def _with_adapters(model: Any, run: ModelAndData, frozen: Sequence[str], seed: i
 def _load_in_4bit(path: str) -> nn.Module:
     from transformers import BitsAndBytesConfig
 
-    # FSDP shards tensors of one dtype, so the packed weights have that of the others.
+    # FSDP shards tensors of one dtype, so the packed weights take the dtype of the others.
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

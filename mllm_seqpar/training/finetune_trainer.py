@@ -6,10 +6,10 @@ It changes the following of `SeqParTrainer`:
   processes, and bad media are replaced or raised on all ranks. `Trainer` counts the tokens of a step before its first
   forward pass, so the frames of all micro-batches of a step are in host memory, and those that are read ahead.
 - The loss is the mean over the target tokens of the step for every family: `Trainer` counts tokens only if a model's
-  forward takes `num_items_in_batch`. That of an evaluation is the mean over its target tokens, for any batch size.
+  forward takes `num_items_in_batch`. The loss of an evaluation is the mean over its target tokens, for any batch size.
 - A loss or gradient that is not finite is an error before the parameters are updated.
 - Before an error that all ranks raise in the same step, they save a checkpoint.
-- A run that stops early keeps the checkpoint that it stopped at, whatever the best one is.
+- A run that stops early keeps the checkpoint at which it stopped, even if another one is best.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class FineTuneData:
 
 
 class FineTuneTrainer(SeqParTrainer):
-    """The trainer that the module describes. All ranks create it at the same point, as it creates process groups.
+    """The trainer that the module describes. All ranks must create it at the same point, because it creates process
+    groups.
 
     Args:
         data: what the run reads.
@@ -178,7 +179,8 @@ class FineTuneTrainer(SeqParTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Return the group's share of the loss of the step, times the number of groups, over which it is averaged."""
+        """Return the group's share of the loss of the step, times the number of groups, because it is averaged over
+        groups."""
         with self._stored_tower(inputs) as arguments:
             outputs = model(**arguments)
         groups = self.accelerator.num_processes // self.sequence_parallel_size
@@ -216,7 +218,7 @@ class FineTuneTrainer(SeqParTrainer):
         raise error
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Return the names of matrices: norms, biases and gates are not decayed."""
+        """Return the names of the parameters with weight decay: matrices, but not norms, biases and gates."""
         return [name for name, parameter in model.named_parameters() if parameter.dim() >= 2]
 
     def evaluation_loop(
@@ -247,7 +249,7 @@ class FineTuneTrainer(SeqParTrainer):
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=count)
 
     def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
-        """Return whether to save with save_strategy=best: also if the clock has asked for it."""
+        """Return whether to save with save_strategy=best: also if the clock has requested it."""
         return super()._determine_best_metric(*args, **kwargs) or self.control.should_save
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 """The upload of the final model to the Hugging Face Hub (--push_to_hub).
 
 `Trainer` would create the repository on rank 0 alone, after the model is loaded, and upload what is in --output_dir,
-where the final model is not. Here all ranks learn before anything is loaded whether the repository can be written to.
+where the final model is not. Here, all ranks check before anything is loaded whether the repository can be written to.
 """
 
 from __future__ import annotations

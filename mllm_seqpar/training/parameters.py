@@ -1,4 +1,4 @@
-"""The choice of parameters that train."""
+"""Selection of the parameters to train."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -28,7 +28,7 @@ _log = get_logger(__name__)
 
 
 def choose_parameters(model: nn.Module, freeze: Sequence[str], train: Sequence[str]) -> list[str]:
-    """Set `requires_grad` to False for the parameters that `freeze` names and `train` does not, else to True.
+    """Set `requires_grad` to False for parameters that `freeze` names and `train` does not, and to True for all others.
 
     Args:
         model: as loaded, before it is sharded.

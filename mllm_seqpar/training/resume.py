@@ -133,9 +133,9 @@ def find_checkpoint(resume: str | None, output: str | Path) -> Path | None:
 
 
 def require_shared_directory(comm: Communicator, output: Path) -> None:
-    """Create `output`; raise ConfigError on all ranks unless every rank sees there the files that rank 0 writes.
+    """Create `output`; raise ConfigError on all ranks unless every rank finds the files that rank 0 writes there.
 
-    All ranks write parts of a checkpoint, and nodes without a common file system would fail at the first one only.
+    All ranks write parts of a checkpoint. Without a common file system, nodes would fail only at the first checkpoint.
     """
     (name, *_) = comm.gather_texts(f".shared-{uuid.uuid4().hex}")
 
@@ -154,7 +154,7 @@ def require_shared_directory(comm: Communicator, output: Path) -> None:
     if not all(seen):
         raise ConfigError(
             f"--output_dir {output}: ranks {', '.join(str(rank) for rank, found in enumerate(seen) if not found)} do "
-            "not see the files of rank 0 there, and a checkpoint has files of all ranks; give a directory on a file "
+            "not find the files of rank 0 there, but a checkpoint has files of all ranks; give a directory on a file "
             "system that all nodes share"
         )
 

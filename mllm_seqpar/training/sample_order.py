@@ -71,16 +71,18 @@ class SampleOrder:
 
 @lru_cache(maxsize=1)
 def _permutation(samples: int, seed: str) -> list[int]:
-    """Return an epoch's order; cached, because a million samples take most of a second."""
+    """Return the order of an epoch; cached, because shuffling a million samples takes most of a second."""
     order = list(range(samples))
     random.Random(seed).shuffle(order)
     return order
 
 
 def eval_order(samples: int, micro_batch: int, dp: int, group: int) -> list[tuple[list[int], bool]]:
-    """Return (samples, whether they count) of each evaluation pass of `group`, the same number in all groups.
+    """Return (samples, whether they count) of each evaluation pass of `group`; all groups have the same number of
+    passes.
 
-    A group without further samples repeats sample 0 and does not count it: under FSDP all ranks join every forward.
+    A group without further samples repeats sample 0 without counting it, because under FSDP all ranks join every
+    forward.
     """
     passes = []
     for start in range(0, samples, micro_batch * dp):

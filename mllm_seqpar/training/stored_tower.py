@@ -1,10 +1,10 @@
 """Training on stored outputs of a frozen vision tower (`finetune --features`).
 
-In the first epoch the tower runs, and what it returns is stored as it is. Later the frames are not decoded: the model
-gets blank pictures, and the tower's method returns what was stored in place of computing. What follows the tower, such
-as a projector, runs in every pass, so it may train.
+In the first epoch the tower runs, and its outputs are stored unchanged. Later, frames are not decoded: the model
+receives blank images, and the tower's method returns the stored outputs instead of computing them. Modules behind the
+tower, such as a projector, run in every pass, so they may be trained.
 
-All ranks of a run either compute or read in a pass, because FSDP gathers the weights of a module when it runs;
+In a pass, either all ranks compute or all ranks read, because FSDP gathers the weights of a module when it runs;
 `BatchReader` agrees on it.
 """
 
@@ -51,13 +51,14 @@ class StoredTower:
     """The vision tower of a model whose outputs are stored.
 
     Raises:
-        ConfigError: something before the outputs trains or is random, or the family has no tower that can be stored.
+        ConfigError: a part that computes the outputs is trained or random, or the family has no tower that can be
+            stored.
     """
 
     def __init__(self, store: TowerStore, family: ChatFamily, model: nn.Module) -> None:
         if family.ragged:
             raise ConfigError(
-                f"--features: outputs of the vision tower of {family.model_class} cannot be stored: its pictures have "
+                f"--features: outputs of the vision tower of {family.model_class} cannot be stored: its images have "
                 "different numbers of patches; leave it out"
             )
         self.store, self._family = store, family
@@ -88,7 +89,7 @@ class StoredTower:
 
     @contextmanager
     def running(self, rows: TowerRows | None) -> Iterator[None]:
-        """Let the tower return the outputs of `rows` in the pass inside, or store what it computes there."""
+        """Return a context in which the tower returns the outputs of `rows`, or stores what it computes."""
         if rows is None:
             yield
             return
@@ -108,7 +109,7 @@ class StoredTower:
                 return output
             count = self._family.tower_frames(pixels)
             part = states[done : done + count]
-            if len(part) < count:  # a run whose result is dropped, on a rank with fewer frames than others
+            if len(part) < count:  # a call whose result is dropped, on a rank with fewer frames than others
                 part = torch.cat([part, part.new_zeros(count - len(part), *self._shape)])
             done += count
             moved = copy_to_device(part.to(self.store.dtype), pixels.device)
@@ -143,7 +144,7 @@ def _require_fixed(tower: nn.Module) -> None:
     trained = [name for name, parameter in tower.named_parameters() if parameter.requires_grad]
     if trained:
         raise ConfigError(
-            f"--features stores what the vision tower returns, but {len(trained)} of its tensors train, such as "
+            f"--features stores what the vision tower returns, but {len(trained)} of its tensors are trained, such as "
             f"{trained[0]}; freeze it (--freeze vision), or leave out --features"
         )
     config: Any = getattr(tower, "config", None)

@@ -1,4 +1,4 @@
-"""What a run says about itself: a block before its first step, and the model card beside its result."""
+"""The summary of a run: a block before its first step, and the model card of its result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CARD_OPTIONS = (
 
 
 def trainable_parameters(model: nn.Module) -> tuple[int, int]:
-    """Return the numbers of parameters that train, and of all. Weights in 4 bits count as they were before packing."""
+    """Return the numbers of trained parameters and of all parameters. Weights in 4 bits count as before packing."""
     count: Any = getattr(model, "get_nb_trainable_parameters", None)  # PEFT's
     if count is not None:
         trained, every = count()
@@ -69,7 +69,7 @@ def run_summary(trainer: FineTuneTrainer, options: FineTuneOptions, steps: int, 
 def _device(args: Any) -> str:
     if args.device.type != "cpu":
         return torch.cuda.get_device_name(args.device)
-    return "on the CPU" if torch.cuda.device_count() else "on the CPU: torch sees no GPU"
+    return "on the CPU" if torch.cuda.device_count() else "on the CPU: torch finds no GPU"
 
 
 def _placement(trainer: FineTuneTrainer, args: Any) -> str:
@@ -81,7 +81,7 @@ def _placement(trainer: FineTuneTrainer, args: Any) -> str:
 
 
 def model_card(options: FineTuneOptions, log: Sequence[Mapping[str, Any]], samples: int, steps: int) -> str:
-    """Return the README.md of the result: what it was made from, with which options, and what came out.
+    """Return the README.md of the result: the base model, the data, the options and the losses.
 
     Args:
         log: `log_history` of the trainer's state.

@@ -15,7 +15,7 @@ from mllm_seqpar.patching.changes import Patch
 
 
 class Throughput:
-    """What this rank's training steps did since the last report.
+    """Statistics of this rank's training steps since the last report.
 
     Args:
         patch: that of the trained model, which counts frames and the time spent waiting for transfers.
@@ -31,7 +31,7 @@ class Throughput:
 
     @contextmanager
     def step(self, inputs: Mapping[str, Any]) -> Iterator[None]:
-        """Count the tokens of a batch that are not padding, and what the training step inside does with them."""
+        """Count the tokens of a batch without padding, and measure the training step inside the context."""
         mask, text = inputs.get("attention_mask"), inputs.get("input_ids", inputs.get("lang_x"))
         if isinstance(mask, Tensor) and mask.dim() == 2:
             self._tokens = self._tokens + mask.count_nonzero()  # not read here: the host would wait for the device
@@ -44,20 +44,20 @@ class Throughput:
 
     @contextmanager
     def data_wait(self) -> Iterator[None]:
-        """Count the time inside, in which this rank waits for its batches."""
+        """Count the time inside the context as waiting for batches."""
         before = time.perf_counter()
         yield
         self._data_wait += time.perf_counter() - before
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave the time inside, in which the run evaluates or saves, out of the next report."""
+        """Exclude the time inside the context, in which the run evaluates or saves, from the next report."""
         before = time.perf_counter()
         yield
         self._since += time.perf_counter() - max(before, self._since)  # a report inside has started again
 
     def report(self, accelerator: Any, degree: int) -> dict[str, float]:
-        """Return the numbers of all ranks and start again. All ranks call this at the same step.
+        """Return the statistics of all ranks and reset them. All ranks call this at the same step.
 
         Args:
             accelerator: gathers one small tensor over all ranks.

@@ -11,10 +11,10 @@ and FSDP2 shards parameters over all of them. `SeqParTrainer` changes the follow
   their gradients is the group's gradient (`patch_model`), so the factor must be the number of groups.
 - Evaluation gathers each sample once, and full logits if the caller wants logits. Its loss equals that of one process
   with the same `per_device_eval_batch_size`.
-- Frames stay in host memory (`HostFrames`); the vision tower's runs move those of this rank.
+- Frames stay in host memory (`HostFrames`) until the vision tower of a rank needs them.
 - FSDP2 works on CPU, where accelerate would silently use DDP, and `save_model` writes an unsharded model.
 - The log has the speed, the exposed communication and the memory of the ranks (`throughput.py`), and a checkpoint is
-  resumed only by a run whose steps have equally many samples (`resume.py`).
+    resumed only by a run whose steps have the same number of samples (`resume.py`).
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ else:
 class SeqParMixin(_Base):
     """Makes a subclass of `transformers.Trainer` share each sample among several ranks.
 
-    Name it before the trainer: ``class SeqParSFTTrainer(SeqParMixin, SFTTrainer)``. TRL's `SFTTrainer` and `DPOTrainer`
-    are supported; DPO's reference model is patched over the same group. Other trainers of TRL are refused. A subclass
-    of your own stays exact if its loss is the one that the model returns.
+    List it before the trainer: ``class SeqParSFTTrainer(SeqParMixin, SFTTrainer)``. TRL's `SFTTrainer` and `DPOTrainer`
+    are supported; DPO's reference model is patched over the same group. Other trainers of TRL are refused. Your own
+    subclass is exact if its loss is the one that the model returns.
 
     Args:
         *args, **kwargs: those of the trainer. `per_device_train_batch_size` is the batch size of one group of ranks.
@@ -89,7 +89,7 @@ class SeqParMixin(_Base):
         super().__init_subclass__(**kwargs)
         order = cls.__mro__
         if Trainer in order and order.index(Trainer) < order.index(SeqParMixin):
-            raise TypeError(f"{cls.__name__}: name SeqParMixin before the trainer, or it has no effect")
+            raise TypeError(f"{cls.__name__}: name SeqParMixin before the trainer; otherwise it has no effect")
 
     def __init__(
         self,
@@ -310,7 +310,7 @@ class SeqParMixin(_Base):
 
 
 class SeqParTrainer(SeqParMixin, Trainer):
-    """`transformers.Trainer` whose samples are shared by several ranks; see `SeqParMixin`."""
+    """A `transformers.Trainer` that shares each sample among several ranks; see `SeqParMixin`."""
 
 
 def complete_state(optimizer: torch.optim.Optimizer) -> None:

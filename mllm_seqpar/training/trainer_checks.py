@@ -55,7 +55,8 @@ def refuse_unsupported(args: TrainingArguments | None, degree: Any, trl: str | N
 
 
 def refuse_rankwise_arguments(args: TrainingArguments, degree: int) -> None:
-    """Raise ConfigError for arguments of `Trainer` that act on each rank separately, given the ranks per sample."""
+    """Raise ConfigError for arguments of `Trainer` that would act on each rank separately, given the ranks per
+    sample."""
     if not args.average_tokens_across_devices:
         raise ConfigError(
             "SeqParTrainer: average_tokens_across_devices=False divides by the tokens of one rank's batches over "
@@ -89,7 +90,7 @@ def find_parallelism(args: TrainingArguments, requested: int | None, patched: in
         raise ConfigError(
             f"SeqParTrainer: a launcher started {launched} processes, but TrainingArguments set up {world} on "
             f"{args.device}, so each process would train alone. To train on CPUs, pass use_cpu=True "
-            "(--use_cpu); else find out why torch sees no GPU"
+            "(--use_cpu); else find out why torch finds no GPU"
         )
     given = args.parallelism_config
     if given is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
@@ -118,7 +119,8 @@ def find_parallelism(args: TrainingArguments, requested: int | None, patched: in
         raise ConfigError(
             f"SeqParTrainer: accelerate's parallelism config has dp_replicate_size={given.dp_replicate_size}, "
             f"dp_shard_size={given.dp_shard_size}, cp_size={given.cp_size}, tp_size={given.tp_size}, sp_size="
-            f"{given.sp_size}; the first three must multiply to the {world} processes, the others be 1"
+            f"{given.sp_size}; the product of the first three must be {world}, the number of "
+            "processes, and the others must be 1"
         )
     return given
 

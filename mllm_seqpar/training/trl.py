@@ -1,9 +1,9 @@
 """TRL's `SFTTrainer` and `DPOTrainer` with sequence-parallel models.
 
 Both replace the model's forward at the end of their `__init__`: with `fused_lm_head=True`, it runs the inner model,
-past the patched forward, and returns log-probabilities of tokens in place of logits. `use_token_scores` replaces this
-forward by one that returns the same from the patched model: each rank scores the tokens of its own text shard, and the
-scores (B, L) are gathered, not the logits. Verified with TRL 1.16.
+bypassing the patched forward, and returns log-probabilities of tokens instead of logits. `use_token_scores` replaces
+this forward with one that returns the same from the patched model: each rank scores the tokens of its own text shard,
+and the scores (B, L) are gathered, not the logits. Verified with TRL 1.16.
 
 Shape legend: B samples, L text tokens, s of them on this rank, T of them with a target, V vocabulary.
 """
@@ -33,7 +33,8 @@ def trl_trainer(trainer: type) -> str | None:
     """Return the name of the TRL trainer that `trainer` derives from, or None.
 
     Raises:
-        ConfigError: TRL trainers other than those in `SUPPORTED` use the model in ways that nothing here verifies.
+        ConfigError: the trainer is not in `SUPPORTED`; other TRL trainers use the model in ways that nothing here
+            verifies.
     """
     names = [c.__name__ for c in trainer.__mro__ if c.__module__.partition(".")[0] == "trl"]
     if not names:
@@ -68,9 +69,9 @@ def refuse_collator(collator: Any, processor: Any) -> None:
 
 @contextmanager
 def explain_lacking_ids(trainer: str | None) -> Iterator[None]:
-    """Raise ConfigError where a trainer of TRL tokenizes chats with a processor that names their ids otherwise.
+    """Raise ConfigError if a trainer of TRL tokenizes chats with a processor that has another name for the ids.
 
-    TRL tokenizes a data set without a column of images when the trainer is made, whatever the data collator is.
+    TRL tokenizes a data set without a column of images when the trainer is created, whatever the data collator is.
     """
     try:
         yield
@@ -78,8 +79,9 @@ def explain_lacking_ids(trainer: str | None) -> Iterator[None]:
         if trainer is None or error.args != ("input_ids",):
             raise
         raise ConfigError(
-            f"TRL's {trainer} tokenizes a data set without a column of images itself, and this processor names the ids "
-            "otherwise, as OpenFlamingo's does (lang_x); add a column images, which may have empty lists, and pass "
+            f"TRL's {trainer} tokenizes a data set without a column of images itself, and this processor has another "
+            "name for the ids, as OpenFlamingo's does (lang_x); add a column images, which may have empty lists, and "
+            "pass "
             "data_collator=SeqParDataCollator(processor), from mllm_seqpar"
         ) from error
 
@@ -132,7 +134,7 @@ class TokenScores(ModelOutput):
 
 
 def use_token_scores(model: Any, patch: Patch, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Make `model(..., fused_lm_head=True)` return `TokenScores`; other calls remain those of the patched model.
+    """Make `model(..., fused_lm_head=True)` return `TokenScores`; other calls of the patched model do not change.
 
     Args:
         model: the module that `patch` changed; `unpatch_model` undoes this change too.

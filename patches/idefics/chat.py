@@ -20,10 +20,10 @@ class IdeficsChats(ImageTokenFamily):
     model_class = "IdeficsForVisionText2Text"
     feature_weights = ("model.vision_model.", "model.perceiver_resampler.", "vision_model.", "perceiver_resampler.")
     image_token = IMAGE
-    min_pictures = 1  # the model requires pictures, also for text without any
+    min_pictures = 1  # the model requires images, also for text without any
 
     def masks(self, ids: Tensor, media: Sequence[Sequence[FrameSource]]) -> dict[str, Tensor]:
-        """Return `image_attention_mask` (B, L, pictures of a sample), bool: a row sees the last picture before it."""
+        """Return `image_attention_mask` (B, L, images of a sample), bool: a row sees the last image before it."""
         image, most = self.tokenizer.convert_tokens_to_ids(IMAGE), max(1, *picture_counts(media))
         return {"image_attention_mask": image_mask(ids, image, self.tokenizer.eos_token_id, most)}
 
@@ -45,7 +45,7 @@ class IdeficsChats(ImageTokenFamily):
         return (torch.as_tensor(self.processor.image_processor(to_pil_images(frames), return_tensors="pt")),)
 
     def blank(self) -> tuple[Tensor, ...]:
-        """Return zeros, which differ from a black picture after normalisation."""
+        """Return zeros, which differ from a black image after normalisation."""
         return (torch.zeros(1, *self.processor.default_image_dims),)
 
     def encode(self, model: Any, *frames: Tensor) -> Tensor:
@@ -71,9 +71,9 @@ chat_family = IdeficsChats
 
 
 def prompt_items(messages: Sequence[dict[str, Any]], open_answer: bool, end: str) -> list[str | None]:
-    """Return a dialogue in the form that `IdeficsProcessor` takes: texts, and None for each picture.
+    """Return a dialogue in the form that `IdeficsProcessor` takes: texts, and None for each image.
 
-    User:<picture>What is it?<end_of_utterance>
+    User:<image>What is it?<end_of_utterance>
     Assistant: A cat.<end_of_utterance>
 
     Args:
@@ -95,7 +95,7 @@ def prompt_items(messages: Sequence[dict[str, Any]], open_answer: bool, end: str
 
 
 def image_mask(ids: Tensor, image: int, end_of_document: int | None, pictures: int) -> Tensor:
-    """Return (B, L, pictures) bool: a row sees the last picture at or before it, within the same document."""
+    """Return (B, L, images) bool: a row sees the last image at or before it, within the same document."""
     position = torch.arange(ids.shape[1])[None].expand_as(ids)
     is_image, is_end = ids.eq(image), ids.eq(-1 if end_of_document is None else end_of_document)
     last_image = position.masked_fill(~is_image, -1).cummax(1).values

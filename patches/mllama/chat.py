@@ -1,4 +1,4 @@
-"""Llama 3.2 Vision: the processor's own chat template, pictures of several tiles, and the mask of tiles."""
+"""Llama 3.2 Vision: the processor's own chat template, images of several tiles, and the mask of tiles."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,7 +39,7 @@ class MllamaChats(ImageTokenFamily):
         return not (bos and all(bos in text for text in texts))
 
     def masks(self, ids: Tensor, media: Sequence[Sequence[FrameSource]]) -> dict[str, Tensor]:
-        """Return `cross_attention_mask` (B, L, pictures of a sample, tiles), 0 or 1; nothing without pictures."""
+        """Return `cross_attention_mask` (B, L, images of a sample, tiles), 0 or 1; nothing without images."""
         tiles = [[self.tiles(size) for source in sources for size in _sizes(source)] for sources in media]
         if not any(tiles):
             return {}
@@ -70,7 +70,7 @@ class MllamaChats(ImageTokenFamily):
         return build_string_from_input(text, bos, image)
 
     def tiles(self, size: tuple[int, int]) -> int:
-        """Return the number of tiles of a picture of this (height, width)."""
+        """Return the number of tiles of an image of this (height, width)."""
         from transformers.models.mllama.image_processing_pil_mllama import get_optimal_tiled_canvas
 
         side = self._side
@@ -85,14 +85,14 @@ class MllamaChats(ImageTokenFamily):
         return tuple(processed[name][0] for name in self.frame_names)
 
     def blank(self) -> tuple[Tensor, ...]:
-        """Return a picture of one tile with aspect ratio id 0, which stands for no picture."""
+        """Return an image of one tile with aspect ratio id 0, which stands for no image."""
         tiles, side = self._max_tiles, self._side
         valid = torch.zeros(1, tiles, dtype=torch.long)
         valid[:, 0] = 1
         return torch.zeros(1, tiles, 3, side, side), torch.zeros(1, dtype=torch.long), valid
 
     def encode(self, model: Any, *frames: Tensor) -> Tensor:
-        """Return the projected features; the tokens of a picture are those of its tiles, one tile after another."""
+        """Return the projected features; the tokens of an image are those of its tiles, one tile after another."""
         arguments = {name: x[None] for name, x in zip(self.frame_names, frames, strict=True)}
         states = model.model.vision_model(**arguments).last_hidden_state
         return model.model.multi_modal_projector(states)[0].flatten(1, 2)
@@ -101,7 +101,7 @@ class MllamaChats(ImageTokenFamily):
         return pixels.shape[1]
 
     def tower_states(self, output: Any) -> Tensor:
-        """Return (pictures, tiles, tokens, width)."""
+        """Return (images, tiles, tokens, width)."""
         return output.last_hidden_state[0]
 
     def tower_output(self, states: Tensor) -> Any:
@@ -126,12 +126,12 @@ chat_family = MllamaChats
 
 
 def tile_mask(ids: Tensor, image: int, tiles: Sequence[Sequence[int]], max_tiles: int) -> Tensor:
-    """Return (B, L, pictures, tiles), 1 where a row sees a tile: from its picture's token until the next picture.
+    """Return (B, L, images, tiles), 1 where a row sees a tile: from its image's token until the next image.
 
     Args:
         ids: (B, L).
         image: the id of the image token.
-        tiles: the number of tiles of each picture of each sample.
+        tiles: the number of tiles of each image of each sample.
         max_tiles: the size of the last dimension.
     """
     from transformers.models.mllama.processing_mllama import get_cross_attention_token_mask

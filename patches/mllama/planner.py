@@ -11,7 +11,7 @@ def model_sizes(config: dict[str, Any], name: str) -> ModelSizes:
     hidden, heads = text.get("hidden_size", 4096), text.get("num_attention_heads", 32)
     inner = text.get("intermediate_size", 14336)
     patches = (tower.get("image_size", 448) // tower.get("patch_size", 14)) ** 2 + 1
-    tiles = tower.get("max_num_tiles", 4)  # the processor pads every picture to this many
+    tiles = tower.get("max_num_tiles", 4)  # the processor pads every image to this many
     tower_layers = tower.get("num_hidden_layers", 32) + tower.get("num_global_layers", 8)
     cross_layers = len(text.get("cross_attention_layers") or (3, 8, 13, 18, 23, 28, 33, 38))
     shape = {"heads": heads, "kv_heads": text.get("num_key_value_heads", 8), "head_dim": hidden // heads}

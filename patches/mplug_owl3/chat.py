@@ -135,7 +135,7 @@ class MPlugOwl3Chats(ChatFamily):
         return (self.processor.image_processor(frames)["pixel_values"],)
 
     def blank(self) -> tuple[Tensor, ...]:
-        """Return a black picture."""
+        """Return a black image."""
         return self.pixels(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
 
     def tower_states(self, output: Tensor) -> Tensor:
@@ -158,5 +158,5 @@ def _grid(source: FrameSource) -> tuple[int, int] | None:
     """Return the grid that an image is cut into, or None for an image that is one frame."""
     grid = getattr(source, "grid", None)
     if grid is None and len(source) != 1:
-        raise DataError(f"an image was given {len(source)} frames; pass one picture, or show several as a video")
+        raise DataError(f"an image was given {len(source)} frames; pass one image, or show several as a video")
     return grid

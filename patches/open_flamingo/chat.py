@@ -1,4 +1,4 @@
-"""OpenFlamingo: interleaved pictures and text in the published form, `<image>...<|endofchunk|>`."""
+"""OpenFlamingo: interleaved images and text in the published form, `<image>...<|endofchunk|>`."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,5 @@
-"""Measure a decoder-only video model on 1, 2 and 4 ranks: memory of a training step, and what a second question costs.
+"""Measure a decoder-only video model on 1, 2 and 4 ranks: the memory of a training step, and the cost of a second
+question.
 
     python scripts/bench/decoder_only.py [--family qwen2_5_vl|qwen3_vl] [--ranks 1 2 4] [--frames 512] [--grid 32 32]
         [--layers 2] [--heads 1] [--device cpu|cuda] [--questions 4] [--real] [--out ROWS.csv]

@@ -10,7 +10,7 @@ model allows (`cross_share`). Loss and gradient norm of all modes agree in every
 transfers of cross-attention. `predicted` adds to a step of `none` what they add to the planner's time of the calls.
 
 Ratios are those of steps in the same repetition, their median. `auto_over_best` compares "auto" with the mode that is
-fastest by its median; `spread` is the range of times over their median, of the one of both that has the larger.
+fastest by its median; `spread` is the range of times over their median, for whichever of the two has the larger one.
 """
 
 from __future__ import annotations

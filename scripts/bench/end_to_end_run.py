@@ -1,12 +1,12 @@
 """Whole training steps of one model, in every mode and in a changing order, on the ranks of a group.
 
 A step is forward, backward, the average of the gradients over the ranks, and AdamW. Its learning rate is 0, so that
-every step of every mode must give the same loss and the same gradient norm. Each mode has a model of its own with the
-same weights, patched once, so what a patched model measures and plans on its first pass is not in the time of a step.
+every step of every mode must give the same loss and the same gradient norm. Each mode has its own model with the same
+weights, patched once, so the time of a step does not include what a patched model measures and plans in its first pass.
 
 The link's speed follows from the time of a block, as in `network_run`. The part of the step that is not cross-attention
-follows from the paper's table: where the model's own part is shorter, the step sleeps for the rest of it first, in the
-place of the vision tower.
+follows from the paper's table: where the model's own part is shorter, the step first sleeps for the rest of it, instead
+of running the vision tower.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
         [--device cpu|cuda] [--scale 16] [--frames F --text L] [--repeats 4] [--out rows.csv]
 
 The models are the real classes with every width divided by --scale (see `scaled_models`), in bfloat16, on real ranks. A
-step starts at the visual features. Bytes are those of the rank with most. There are three kinds of rows:
+step starts at the visual features. Bytes are those of the rank with the most. There are three kinds of rows:
 
     bytes     bytes saved for backward and peak, with F and 2 F frames, beside the planner's estimate of the peak
     largest   the longest video whose peak stays within one budget for all modes: the peak of lv-xattn without

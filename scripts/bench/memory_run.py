@@ -111,7 +111,8 @@ class MemoryBenchmark:
         return self.subject.model(**inputs).loss
 
     def step_bytes(self, mode: Mode, frames: int) -> dict[str, int]:
-        """Return the saved and the peak bytes of one step, each of the rank with most, and the planner's estimate."""
+        """Return the saved and the peak bytes of one step, each of the rank with the most, and the planner's
+        estimate."""
         if frames > self.text - WORDS:
             raise SystemExit(
                 f"memory.py: {self.text} text tokens cannot hold {frames} placeholders and {WORDS} words; raise --text"

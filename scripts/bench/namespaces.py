@@ -7,8 +7,8 @@
                       eth0 --- port1                                    capped at eth0, what it receives at its port.
 
 The bridge and its ports have a namespace of their own, so the root namespace is not changed, and removing the
-namespaces removes everything. They are removed when the ranks end, for whatever reason. If the launcher itself was
-killed, the next run removes them. Needs root, `ip` and `tc`.
+namespaces removes everything. They are removed when the ranks end, for any reason. If the launcher itself was killed,
+the next run removes them. Needs root, `ip` and `tc`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def obstacle() -> str | None:
-    """Return the reason why this process cannot make network namespaces, or None if it can."""
+    """Return the reason why this process cannot create network namespaces, or None if it can."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         return f"{' and '.join(missing)} (iproute2) not found: install iproute2"
@@ -112,7 +112,7 @@ def cap_link(index: int, mbit: float) -> None:
 
 
 def cut_link(index: int) -> None:
-    """Disconnect a namespace of this process's network; its peers see no closed connection, only silence."""
+    """Disconnect a namespace of this process's network; its peers get no answer, but no closed connection either."""
     _ip(f"-n {_switch()} link set port{index} down")
 
 

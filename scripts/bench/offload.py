@@ -10,7 +10,7 @@ Mapped pages of the file are not anonymous: the kernel drops them when it needs 
     memory       visual_offload="cpu", the same features in memory, which was allocated before the step
     no offload   features mapped from the file, no offload
 
-The loss and all gradients of "file" and "memory" must be equal in all bits.
+The loss and all gradients of "file" and "memory" must be bitwise equal.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def make_model(offload: str | None) -> Any:
-    """Return a patched model that has run a small step, so that what is allocated once does not count."""
+    """Return a patched model that has run a small step, so that one-time allocations do not count."""
     model = tiny_model(vision={"image_size": 56})
     model.vision_model = model.vision2text_model = None  # the features are given
     model = patch_model(model.train(), group="self", visual_offload=offload)

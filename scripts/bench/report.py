@@ -46,7 +46,7 @@ def network_error(folder: Path) -> str:
 
 
 def headline(folder: Path) -> str:
-    """The headline in one picture: LV-XAttn and both rings over the same blocks without transfers."""
+    """The headline in one figure: LV-XAttn and both rings over the same blocks without transfers."""
     rows, path = read(folder / "network-paper.csv"), folder / "headline.png"
     lines = {cluster_name(modes[0]): modes for modes in groups(rows, "setting").values()}
     series = [

@@ -106,7 +106,7 @@ def idefics(images: int, prompt: int, sizes: Sizes | None = None) -> Subject:
 
 
 def open_flamingo(images: int, prompt: int, sizes: Sizes | None = None, *, immediate: bool = True) -> Subject:
-    """Build OpenFlamingo over LLaMA: 64 latents per image; a token attends to the last image before it only."""
+    """Build OpenFlamingo over LLaMA: 64 latents per image; a token attends only to the last image before it."""
     sizes = sizes or SMALL
     every = sizes.cross[1] - sizes.cross[0]
     model = random_weights(make_flamingo(sizes.text, Patches(sizes.patches), sizes.patches, every=every))

@@ -79,7 +79,7 @@ def disagreement(
         if name == family.ids_name:
             extended[name] = torch.cat([x, tokens[None]], dim=1)
         elif name in ("attention_mask", "mm_token_type_ids") or (x.dim() > 2 and x.shape[1] == length):
-            # The answer sees the same pictures as the last token of the prompt.
+            # The answer attends to the same images as the last token of the prompt.
             extended[name] = torch.cat([x, x[:, -1:].expand(-1, added, *x.shape[2:])], dim=1)
     logits = model(**extended, **frames).logits[0, length - 1 : -1].float()
     for ids in family.generation(model).get("bad_words_ids") or ():

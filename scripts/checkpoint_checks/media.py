@@ -1,4 +1,4 @@
-"""The synthetic picture and video of the checks."""
+"""The synthetic image and video of the checks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Frames:
 
 
 def disc(x: float, y: float, colour: tuple[int, int, int]) -> Tensor:
-    """Return a picture (3, H, W) of a disc on grey; `x` and `y` are its centre as fractions of width and height."""
+    """Return an image (3, H, W) of a disc on grey; `x` and `y` are its centre as fractions of width and height."""
     height, width = SIZE
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     inside = (columns - x * width) ** 2 + (rows - y * height) ** 2 < (height / 5) ** 2

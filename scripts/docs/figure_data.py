@@ -43,7 +43,7 @@ class Block:
     kv: str  # label of the KV shard
     q_owners: Sequence[int] = ()  # ranks, which give the colours; empty for replicated shards
     kv_owners: Sequence[int] = ()
-    part: int = 0  # only queries part/parts to (part + 1)/parts are computed
+    part: int = 0  # only queries from part/parts to (part + 1)/parts are computed
     parts: int = 1
     own: bool = False  # whether the computing rank owns both shards
     hidden: bool = False  # whether the mask hides the whole block
@@ -93,7 +93,8 @@ def transfer_label(transfer: Transfer, backward: bool) -> str:
 def schedule_panel(
     title: str, mesh_shape: tuple[int, int], *, backward: bool, fraction: Fraction | None = None, pruned: bool = False
 ) -> Panel:
-    """Return the panel of one pass; if `pruned`, Q shards are sent point-to-point, only where they see any key."""
+    """Return the panel of one pass; if `pruned`, Q shards are sent point-to-point, only where they attend to any
+    key."""
 
     def block(b: AttentionBlock) -> Block:
         i, j = b.q_shard, b.kv_shard

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from test_examples import ROOT, blocks
 from torch import nn
+from torch.nn import functional as F
 
 from family_harness import family_module
 from mllm_seqpar import FrameShard, HostFrames, attention, patch_model, patches, unpatch_model
@@ -41,6 +42,7 @@ ELSEWHERE = {
     "README.md 1": "test_examples",
     "docs/get_started.md 0": "test_examples",
     "docs/concepts/auto.md 1": "test_docs",
+    "docs/concepts/how_it_works.md 0": "test_loop_of_lv_xattn_equals_dense_attention",
     "docs/guides/trainer.md 0": "test_examples",
     "docs/guides/trainer.md 2": "test_examples",
     "docs/guides/own_model.md 0": "test_own_adapter",
@@ -83,6 +85,26 @@ def test_sample_runs_on_several_ranks(name: str) -> None:
     ranks(8 if name in ON_EIGHT_RANKS else 4).run(run_sample, name, code)
 
 
+def run_loop(rank: int, world: int, code: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return o of the loop in the documentation, of `lv_xattn` and of dense attention, of this rank's rows."""
+    q, k, v = (
+        torch.randn(2, 3, tokens, 8, dtype=torch.float64) for tokens in (5 * world, 7 * world - 1, 7 * world - 1)
+    )
+    dense = F.scaled_dot_product_attention(q, k, v).chunk(world, 2)[rank]
+    q, k, v = (x.chunk(world, 2)[rank].contiguous() for x in (q, k, v))
+    names: dict[str, Any] = {}
+    exec(compile(code, "how_it_works.md", "exec"), names)
+    return names["lv_xattn_loop"](q, k, v)[0], attention.lv_xattn(q, k, v), dense
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_loop_of_lv_xattn_equals_dense_attention(world: int) -> None:
+    code = blocks()["docs/concepts/how_it_works.md 0"]
+    assert len([line for line in code.splitlines() if line]) == 30  # as its heading says
+    for loop, library, dense in ranks(world).run(run_loop, code):
+        assert loop.allclose(dense, rtol=1e-12, atol=1e-12) and library.allclose(dense, rtol=1e-12, atol=1e-12)
+
+
 def write_data(folder: Path, video: Path) -> None:
     """Write a table of questions and a store of features under the names that the samples have."""
     import pyarrow
@@ -111,7 +133,7 @@ def test_sample_runs_in_one_process(
         patch_model(given["model"])
     given |= {"ChatDataset": ChatDataset, "group": "self", "rank": 0, "step": 0, "total": 1}
     given["Sampling"] = functools.partial(Sampling, max_new_tokens=3)
-    given["picture"] = torch.zeros(3, 28, 28, dtype=torch.uint8)
+    given["image"] = torch.zeros(3, 28, 28, dtype=torch.uint8)
     write_data(tmp_path, values['"movie.mp4"'])
     monkeypatch.chdir(tmp_path)
     exec(compile(code.replace("import Conversation, Sampling", "import Conversation"), name, "exec"), given)

@@ -25,12 +25,13 @@ class CaptionerAdapter:
 
 def forward(model, context, ids, video, labels=None):
     (batch, length), (_, per_sample, patches, _) = ids.shape, video.shape
-    # The frames of all samples form one list. A rank encodes its shard; a token sees the frames of its own sample.
+    # The frames of all samples form one list. A rank encodes its shard.
+    # A token attends to the frames of its own sample.
     local = frame_range(batch * per_sample, context.comm)
     first = (torch.arange(batch) * per_sample)[:, None].expand(-1, length)
     mask = FrameMask.from_intervals(first, first + per_sample, patches, batch * per_sample)
     state = sharded_call(context, model.tower(video.flatten(0, 1)[local.start : local.stop]), mask)
-    # Tokens and positions are sharded alike; from here on x is (B, s, C), the tokens of this rank.
+    # Tokens and positions are sharded in the same way. From here on, x is (B, s, C), the tokens of this rank.
     positions = state.text.shard(torch.arange(length, device=ids.device), 0)
     x = model.words(state.text.shard(ids, 1)) + model.places(positions)
     for read, look in zip(model.read, model.look, strict=True):

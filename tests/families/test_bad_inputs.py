@@ -43,14 +43,14 @@ LONGER = {"input_ids": tiny_text(3, length=14), "labels": tiny_text(3, length=14
 OFFSETS = torch.zeros(1, 12, 2, dtype=torch.long)
 OWL_ERRORS = {
     (AgreementError, DIFFERENT): {
-        "checksum of token ids: ranks 0, 2: ": lambda x: {name: x[name].flip(1) for name in ("input_ids", "labels")},
+        "digest of token ids: ranks 0, 2: ": lambda x: {name: x[name].flip(1) for name in ("input_ids", "labels")},
         "text tokens: ranks 0, 2: 12; rank 1: 14": LONGER,
-        "checksum of labels": lambda x: {"labels": x["labels"] + 1},
+        "digest of labels": lambda x: {"labels": x["labels"] + 1},
         "labels given: ranks 0, 2: 1; rank 1: 0": {"labels": None},
-        "checksum of pixels": {"pixel_values": tiny_frames(3, seed=8)},
+        "digest of pixels": {"pixel_values": tiny_frames(3, seed=8)},
         "frames: ranks 0, 2: 3; rank 1: 2": {"pixel_values": tiny_frames(2)},
-        "checksum of position ids": {"position_ids": torch.arange(1, 13)[None]},
-        "checksum of the placement of frames": {"media_offset": OFFSETS},
+        "digest of position ids": {"position_ids": torch.arange(1, 13)[None]},
+        "digest of the placement of frames": {"media_offset": OFFSETS},
         "kind of frames": {"pixel_values": None, "image_embeds": FEATURES},
         "use_cache: ranks 0, 2: 0; rank 1: 1": {"use_cache": True},
         "frames given by visual_shard: ranks 0, 2: 0; rank 1: 1": {
@@ -91,7 +91,7 @@ IDEFICS_ERRORS = {
     (ValueError, ""): {
         r"image_attention_mask: expected \(samples, text tokens, .* got nothing": {"image_attention_mask": None},
         r"got \(1, 4, 4\)": {"image_attention_mask": torch.ones(1, 4, 4)},
-        "whose mask speaks of 3 each": {"image_attention_mask": torch.ones(1, 11, 3)},
+        "whose mask is for 3 each": {"image_attention_mask": torch.ones(1, 11, 3)},
         "IDEFICS needs images: pass one of pixel_values": {"pixel_values": None},
         "pass interpolate_pos_encoding=True": {"pixel_values": torch.zeros(1, 4, 3, 24, 24)},
         "perceiver_embeddings were passed to a model without resampler": LATENTS,
@@ -249,13 +249,13 @@ def differing_pass(model: Any, what: str) -> Any:
             model.train()
         case "gradient checkpointing":
             model.gradient_checkpointing_enable()
-        case "checksum of requires_grad of the parameters":
+        case "digest of requires_grad of the parameters":
             model.requires_grad_(False)
         case "num_items_in_batch":
             more = {"num_items_in_batch": 3}
-        case "checksum of further arguments":
+        case "digest of further arguments":
             more = {"output_hidden_states": True}
-        case "checksum of the inputs' dtypes":
+        case "digest of the inputs' dtypes":
             frames = frames.double()
         case "stopping_criteria":
             more = {"stopping_criteria": [lambda *_: True]}
@@ -268,10 +268,10 @@ def differing_pass(model: Any, what: str) -> Any:
 DIFFERENCES = (
     "training mode",
     "gradient checkpointing",
-    "checksum of requires_grad of the parameters",
+    "digest of requires_grad of the parameters",
     "num_items_in_batch",
 )
-DIFFERENCES += ("checksum of further arguments", "checksum of the inputs' dtypes", "autocast", "stopping_criteria")
+DIFFERENCES += ("digest of further arguments", "digest of the inputs' dtypes", "autocast", "stopping_criteria")
 
 
 @pytest.mark.parametrize("what", DIFFERENCES)

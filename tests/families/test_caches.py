@@ -54,7 +54,7 @@ class Conversation:
         self.prompt = inputs_of(self.family, self.case, self.model)
 
     def masks(self, rows: list[int], start: int, stop: int) -> dict[str, Tensor]:
-        """Return the frame masks of new tokens, which see what the last one sees; mllama's has all tokens."""
+        """Return the frame masks of new tokens, which attend to what the last does; mllama's has all tokens."""
         found = {}
         for name in {"cross_attention_mask", "image_attention_mask"} & self.prompt.keys():
             prompt = self.prompt[name][rows]

@@ -147,7 +147,7 @@ def test_second_turn_continues_the_cache(family: str, case: Any, options: dict[s
 def test_passes_by_hand_accept_a_mask_of_the_whole_text(options: dict[str, Any]) -> None:
     """Each pass of mllama reads the rows of its own tokens."""
     mask = (torch.rand(2, MLLAMA.length + 4, 3, TILES) < 0.4).long()
-    mask[:, [1, MLLAMA.length + 1, MLLAMA.length + 2]] = 0  # these tokens see nothing
+    mask[:, [1, MLLAMA.length + 1, MLLAMA.length + 2]] = 0  # these tokens attend to nothing
     ids = torch.randint(3, 90, (2, 3))
 
     @torch.no_grad()

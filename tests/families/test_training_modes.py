@@ -278,7 +278,7 @@ def test_ranks_with_different_weights_are_refused(changed_step: int) -> None:
     """Weights may differ from the start or diverge later; the second pass after the change finds it at the latest."""
 
     def rank(model: Any, inputs: dict[str, Any], comm: Any) -> None:
-        with pytest.raises(ValueError, match="checksum of weights: rank 0: "):
+        with pytest.raises(ValueError, match="digest of weights: rank 0: "):
             for number in range(3):
                 if comm.rank == 1 and number == changed_step:
                     with torch.no_grad():

@@ -79,7 +79,7 @@ def test_turns_in_a_terminal_on_two_ranks(inference_files: Path) -> None:
 
     def ask(question: str) -> str:
         terminal.type(f"{question}\n")
-        return terminal.read_until(r"tokens and was cut\r\n> ")
+        return terminal.read_until(r"tokens and was cut off\r\n> ")
 
     answers = [ask("What is it?"), ask("Why?")]
     terminal.type("/evidence\n")
@@ -88,7 +88,7 @@ def test_turns_in_a_terminal_on_two_ranks(inference_files: Path) -> None:
     assert "twin.mp4: 5 frames" in terminal.read_until("> ")
     answers.append(ask("What is it?"))
     terminal.type("/reset\n")
-    terminal.read_until("begins again\r\n> ")
+    terminal.read_until("a new conversation begins\r\n> ")
     answers.append(ask("Hello"))
     for answer, reply in zip(answers, replies, strict=True):
         assert f"\n{reply.text}\n" in answer

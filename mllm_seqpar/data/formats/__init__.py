@@ -1,8 +1,8 @@
-"""Data sets as people have them, read as the chats of `chat_format`: where records are stored, and what they look like.
+"""Data sets in common formats, read as the chats of `chat_format`: how records are stored, and what they look like.
 
-`open_records` finds out how a data set is stored (JSONL, JSON, parquet, arrow, tar shards, a folder with metadata) and
-returns its records. `to_chat` finds out what one record looks like (a chat, LLaVA, OpenAI, a question, a caption) and
-converts it. Both name what they found if they do not know it.
+`open_records` detects how a data set is stored (JSONL, JSON, parquet, arrow, tar shards, a folder with metadata) and
+returns its records. `to_chat` detects what one record looks like (a chat, LLaVA, OpenAI, a question, a caption) and
+converts it. If a format is unknown, the error of both names what was found.
 """
 
 from .choices import DEFAULT_TEMPLATE, MultipleChoice, check_template, read_choice

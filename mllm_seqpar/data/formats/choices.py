@@ -21,7 +21,7 @@ _LETTERED = re.compile(r"^\(?([A-Z])[.):]\)?\s*(.*)$", re.DOTALL)
 
 
 def check_template(template: str) -> None:
-    """Raise ConfigError unless `template` has the field {question}, and no field but those of `DEFAULT_TEMPLATE`."""
+    """Raise ConfigError unless `template` has the field {question}, and only fields of `DEFAULT_TEMPLATE`."""
     found = re.findall(r"\{(\w*)\}", template)
     unknown = [name for name in found if name not in ("question", "options")]
     if unknown or "question" not in found:
@@ -62,7 +62,7 @@ def read_choice(record: Mapping[str, Any]) -> MultipleChoice:
     """Return the question of a record with `question` and one of `OPTION_KEYS`.
 
     Raises:
-        DataError: there are no usable options, or the answer is none of them or ambiguous.
+        DataError: there are no usable options, or the answer is not one of them, or is ambiguous.
     """
     key = next(key for key in OPTION_KEYS if key in record)
     options = record[key]

@@ -40,7 +40,7 @@ _KNOWN = (
 
 
 def to_chat(record: Any, *, template: str = DEFAULT_TEMPLATE, answered: bool = True) -> Mapping[str, Any]:
-    """Return a record in the form of `chat_format`; a record that is in this form already is returned as it is.
+    """Return a record in the form of `chat_format`; a record that already has this form is returned unchanged.
 
     Args:
         record: decoded JSON, or the row of a table.
@@ -48,13 +48,13 @@ def to_chat(record: Any, *, template: str = DEFAULT_TEMPLATE, answered: bool = T
         answered: whether a question must have an answer; without one, the message of the assistant is empty.
 
     Raises:
-        DataError: the record's form is not known, or media and placeholders do not match.
+        DataError: the format of the record is unknown, or media and placeholders do not match.
     """
     if not isinstance(record, Mapping):
         raise DataError(f'is {record!r:.60}; needs "messages", a list of {{"role": ..., "content": ...}}')
     forms = [key for key in ("messages", "conversations", "question") if key in record]
     if len(forms) > 1:
-        raise DataError(f"has {' and '.join(forms)}, so its form is ambiguous; expected one of {_KNOWN}")
+        raise DataError(f"has {' and '.join(forms)}, so its format is ambiguous; expected one of {_KNOWN}")
     if forms == ["messages"]:
         return _from_messages(record)
     if forms == ["conversations"]:
@@ -67,7 +67,7 @@ def to_chat(record: Any, *, template: str = DEFAULT_TEMPLATE, answered: bool = T
         prompt = CAPTION_PROMPT.format(kind=media[0]["type"])
         return {"messages": _ask(media, prompt, caption)}
     keys = ", ".join(map(repr, list(record)[:8])) or "none"
-    raise DataError(f"has the keys {keys}, which is no known form; expected {_KNOWN}")
+    raise DataError(f"has the keys {keys}, which is not a known format; expected {_KNOWN}")
 
 
 def _from_messages(record: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -83,7 +83,7 @@ def _from_messages(record: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with parts in our form; whatever is not known stays, and `check_record` names it."""
+    """Return a message with parts in our form; unknown keys are kept, and `check_record` names them."""
     result = {key: value for key, value in message.items() if value is not None}  # tables fill absent keys with nulls
     if result.get("role") == "developer":
         result["role"] = "system"
@@ -113,7 +113,7 @@ def _part(part: Mapping[str, Any]) -> dict[str, Any]:
 
 def _turns(conversations: Any) -> Iterator[dict[str, Any]]:
     if not isinstance(conversations, list) or not conversations:
-        raise DataError('conversations is no list; expected [{"from": "human", "value": ...}, ...]')
+        raise DataError('conversations is not a list; expected [{"from": "human", "value": ...}, ...]')
     for number, turn in enumerate(conversations):
         turn = turn if isinstance(turn, Mapping) else {}
         speaker, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
@@ -146,7 +146,7 @@ def _ask(media: Sequence[dict[str, Any]], question: str, answer: str) -> list[di
 
 
 def _media(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the media parts that the keys of a record name, pictures first."""
+    """Return the media parts that the keys of a record name, images first."""
     parts: list[dict[str, Any]] = []
     sampling = {key: record[key] for key in SAMPLING if record.get(key) is not None} | _clip(record)
     for kind, keys in _MEDIA_KEYS.items():
@@ -157,7 +157,7 @@ def _media(record: Mapping[str, Any]) -> list[dict[str, Any]]:
             name = value.get("path") if isinstance(value, Mapping) else value
             if not isinstance(name, str):
                 raise DataError(f"{found[0]} is {value!r:.60}; expected the path of a file, or a list of paths")
-            # LLaVA's video data sometimes name a video by the key of pictures.
+            # LLaVA's video data sometimes name a video by the key of images.
             part_kind = "video" if Path(name).suffix.lower() in VIDEO_SUFFIXES else kind
             parts.append({"type": part_kind, "path": name, **(sampling if part_kind == "video" else {})})
     if not parts and isinstance(name := record.get("videoID", record.get("video_id")), str):
@@ -201,15 +201,15 @@ def _expects_media(message: Mapping[str, Any]) -> bool:
 
 
 def _is_open(part: Any) -> bool:
-    """Return whether a part shows a picture or video of the record's own list."""
+    """Return whether a part shows an image or video of the record's own list."""
     return isinstance(part, Mapping) and part.get("type") in _MEDIA_KEYS and not {"path", "images"} & set(part)
 
 
 def _fill(messages: list[dict[str, Any]], record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return messages in which each placeholder of a user's text is replaced by the next file of its kind.
 
-    If all files are videos and all placeholders are `<image>`, these show the videos, as in LLaVA's video data. A line
-    break next to a placeholder belongs to it.
+    If all files are videos and all placeholders are `<image>`, these stand for the videos, as in LLaVA's video data. A
+    line break next to a placeholder belongs to it.
     """
     media = _media(record)
     split = [_split(message) for message in messages]

@@ -1,4 +1,4 @@
-"""How a data set is stored, from its files: which reader of this package opens a path, a pattern or a Hub id."""
+"""Opening a data set: the files of a path, a pattern or a Hub id determine which reader of this package opens it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def open_records(path: str | os.PathLike[str], *, media_root: str | os.PathLike[
             for tables also the folder above it.
 
     Raises:
-        DataError: there is nothing, several splits, or a format that is not known; names what was found.
+        DataError: there is no data, or several splits, or the format is unknown; names what was found.
         ConfigError: a Hub id that cannot be downloaded, or a package for the format is not installed.
     """
     name = os.fspath(path)
@@ -54,12 +54,12 @@ def open_records(path: str | os.PathLike[str], *, media_root: str | os.PathLike[
     if folders:
         records.folders = folders
     if not len(records):
-        raise DataError(f"{name}: holds no conversation; give a file with at least one record")
+        raise DataError(f"{name}: contains no conversation; give a file with at least one record")
     return records
 
 
 def _matching(name: str) -> list[Path]:
-    """Return the files of a pattern, in order; nothing if `name` is no pattern."""
+    """Return the files of a pattern, in order; nothing if `name` is not a pattern."""
     if Path(name).exists():
         return []
     braces = _BRACES.search(name)
@@ -75,7 +75,7 @@ def _matching(name: str) -> list[Path]:
         return []
     found = sorted(map(Path, glob(name, recursive=True)))
     if not found:
-        raise DataError(f"{name}: no file has such a name; check the pattern")
+        raise DataError(f"{name}: no file matches; check the pattern")
     return found
 
 
@@ -89,7 +89,9 @@ def _open_files(path: Path, files: Sequence[Path]) -> Records:
     if kind == "tar":
         return TarRecords(path, files)
     if len(files) > 1:
-        raise DataError(f"{path}: {len(files)} {kind} files; only parquet, arrow and tar may be in several files")
+        raise DataError(
+            f"{path}: {len(files)} {kind} files; only parquet, arrow and tar data may consist of several files"
+        )
     if kind == "json":
         return FolderRecords(path, path) if path.name in _METADATA and _names_files(path) else JsonRecords(path)
     raise DataError(f"{path}: it is {kind}, which cannot be read; expected {KNOWN}")

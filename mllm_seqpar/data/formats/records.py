@@ -17,7 +17,7 @@ from mllm_seqpar.data.media_files import VIDEO_SUFFIXES, is_remote, local_media
 from mllm_seqpar.errors import DataError, VideoError
 
 VIDEO_ID = "video-id:"
-"""Begins the name of a video of which only the file's stem is known."""
+"""The prefix of the name of a video if only the stem of its file is known."""
 
 _VIDEO_FOLDERS = ("", "data", "videos", "video")
 _SAMPLES, _SAMPLE_BYTES = 64, 65_536
@@ -28,7 +28,7 @@ class Records(ABC):
 
     Attributes:
         path: what was opened.
-        digest: a hash of the records, without the media files that they name.
+        digest: a digest of the records, without the media files that they name.
         folders: the folders at which relative names of media start; the first one that has the file counts.
     """
 
@@ -85,7 +85,7 @@ class Records(ABC):
                     if path.is_file():
                         return str(path)
         where = ", ".join(str(folder) for folder in self.folders)
-        raise VideoError(f"no file {stem}.mp4 (or of another video format) in {where}, or data, videos, video there")
+        raise VideoError(f"no file {stem}.mp4 (or another video format) in {where}, or data, videos, video there")
 
 
 class JsonRecords(Records):
@@ -99,7 +99,7 @@ class JsonRecords(Records):
         self._rows = list(self._elements() if start[:1] == b"[" else self._lines())
         if path.suffix == ".json" and start[:1] == b"{" and _is_object(start) and len(self._rows) > 1:
             raise DataError(
-                f"{path}: holds one JSON object; expected a list of records, or JSONL with one on each line"
+                f"{path}: contains a single JSON object; expected a list of records, or JSONL with one on each line"
             )
 
     def __len__(self) -> int:
@@ -184,7 +184,7 @@ class FolderRecords(Records):
 
 
 def with_file_names(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record of a folder with `image` or `video` in place of the columns that name files."""
+    """Return a record of a folder with `image` or `video` instead of the columns that name files."""
     result: dict[str, Any] = {}
     for key, value in record.items():
         if key in ("file_name", "file_names") or key.endswith(("_file_name", "_file_names")):

@@ -1,7 +1,7 @@
 """Hugging Face datasets on disk: parquet files, and arrow files as `save_to_disk` writes them; read with pyarrow.
 
-Text columns are read when the table is opened. Columns with the bytes of pictures and videos are not: a record names
-such a file by its column, and its bytes are written to the cache of media (`downloads`) on first use.
+Text columns are read when the table is opened. Columns with the bytes of images and videos are not: a record names
+such a file by its column, and its bytes are written to the media cache (`downloads`) on first use.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TableRecords(Records):
         return record
 
     def locate(self, index: int, name: str) -> str:
-        """Return the file of the cache with a picture or video of the row; other names as elsewhere."""
+        """Return the file of the cache with an image or video of the row; other names as elsewhere."""
         if not is_embedded(name):
             return super().locate(index, name)
         part, row = self._find(index)

@@ -1,7 +1,7 @@
 """WebDataset tar shards: consecutive members with one name before the first dot are one sample.
 
-A shard is read in place, by an index of its members that one pass over the headers yields. So samples are accessed in
-any order, every rank reads only the bytes that it needs, and a video is decoded inside the shard.
+A shard is read in place, by an index of its members from one pass over the headers. Samples can therefore be accessed
+in any order, every rank reads only the bytes that it needs, and a video is decoded inside the shard.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TarRecords(Records):
     """The samples of one or several shards, in order.
 
     A member `json` is the record; without one, the text of `txt` is a caption. Media members belong to the record: by
-    their name, or in order if the record names none or as many.
+    their name, or in order if the record names none or the same number.
     """
 
     def __init__(self, path: Path, shards: Sequence[Path]) -> None:
@@ -84,7 +84,7 @@ class TarRecords(Records):
                 record[kind] = members
         if not record:
             found = ", ".join(sample.members)
-            raise DataError(f"its members are {found}; expected json, or txt, beside pictures or a video")
+            raise DataError(f"its members are {found}; expected json, or txt, beside images or a video")
         return record
 
     def locate(self, index: int, name: str) -> str:
@@ -117,5 +117,5 @@ def _index(shard: Path) -> list[_Sample]:
         ) from error
     size = shard.stat().st_size
     if samples and max(stop for _, stop in samples[-1].members.values()) > size:
-        raise DataError(f"{shard}: it ends within {samples[-1].key}; was the download complete?")
+        raise DataError(f"{shard}: it ends in the middle of {samples[-1].key}; was the download complete?")
     return samples

@@ -1,7 +1,7 @@
-"""FSDP2 through accelerate: units and gradient dtype, and the same on CPU.
+"""FSDP2 through accelerate: units and gradient dtype, and support for CPUs.
 
-accelerate enables FSDP for accelerator devices only. On CPU the same config silently gives DDP: training works, but
-every parameter is whole on every rank, and a CPU test proves nothing about FSDP. This module therefore writes into
+accelerate enables FSDP for accelerator devices only. On CPU, the same config silently uses DDP: training works, but
+every rank holds whole parameters, and a CPU test says nothing about FSDP. This module therefore writes into
 accelerate's state what accelerate would have set on a GPU. `require_sharded` checks the result, so that a release of
 accelerate that changes these names ends in an error and not in an unsharded model.
 """
@@ -33,18 +33,19 @@ _FSDP2 = {
 
 
 def launched_with_fsdp2() -> bool:
-    """Return whether `accelerate launch` read a config file that asks for FSDP2."""
+    """Return whether `accelerate launch` read a config file that requests FSDP2."""
     return os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and os.environ.get("FSDP_VERSION") == "2"
 
 
 @contextmanager
 def shard_weights_by_fsdp2(enabled: bool) -> Iterator[None]:
-    """Inside, the environment asks for FSDP2 as a configuration file of `accelerate launch` does, if `enabled`.
+    """Return a context in which, if `enabled`, the environment requests FSDP2 like a configuration file of `accelerate
+    launch`.
 
-    A launch configuration that asks for FSDP2 already is left as it is.
+    A launch configuration that already requests FSDP2 is not changed.
 
     Raises:
-        ConfigError: the launch configuration asks for FSDP of another version.
+        ConfigError: the launch configuration requests another version of FSDP.
     """
     if not enabled or launched_with_fsdp2():
         yield
@@ -62,7 +63,7 @@ def shard_weights_by_fsdp2(enabled: bool) -> Iterator[None]:
 
 
 def refuse_fsdp1_config(caller: str) -> None:
-    """Raise ConfigError if `accelerate launch` read a config file that asks for FSDP, but not for version 2."""
+    """Raise ConfigError if `accelerate launch` read a config file that requests FSDP, but not version 2."""
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and not launched_with_fsdp2():
         raise ConfigError(
             f"{caller}: the launch configuration has fsdp_version: {os.environ.get('FSDP_VERSION', 1)} (FSDP1), with "

@@ -37,7 +37,7 @@ def seqpar_attention(
 ) -> tuple[Tensor, None]:
     """query (B, H, s, D), key and value (B, G, s, D) of this rank's tokens -> o (B, s, H, D), and no weights."""
     if seqpar is not None and dropout:
-        refuse_dropout(dropout)  # also with all text on every rank, where each rank would drop other weights
+        refuse_dropout(dropout)  # even with all text on every rank, because each rank would drop different weights
     recorded = seqpar is not None and seqpar.recorder is not None
     # What `attend` would do, in fewer steps.
     if seqpar is None or (not recorded and (seqpar.takes_mask or seqpar.has_whole_text(sliding_window))):
@@ -81,7 +81,7 @@ def merge_heads(o: Tensor) -> Tensor:
 
 
 def refuse_dropout(dropout: float) -> None:
-    """Raise ConfigError for dropout of attention weights, which would differ from the unpatched model's."""
+    """Raise ConfigError for dropout of attention weights, which would differ from that of the unpatched model."""
     if dropout:
         raise ConfigError(
             f"attention_dropout={dropout}: dropout on attention weights is not supported in distributed attention; set "
@@ -92,7 +92,7 @@ def refuse_dropout(dropout: float) -> None:
 def use_seqpar_attention(patch: Patch, modules: Iterable[nn.Module]) -> None:
     """Select `seqpar_attention` for attention modules of one instance; they then read their config through a view.
 
-    The config itself stays the model's own object and is not changed: other models may share it, and it is saved.
+    The config itself is not changed, because other models may share it, and because it is saved.
     """
     AttentionInterface.register(NAME, seqpar_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)  # without one, transformers would silently pass no mask

@@ -30,7 +30,7 @@ class SequenceParallelCacheState(RowsLayer):
     Attributes:
         visual: K and V of the frames. Copies of the cache share them.
         placement: what `Family.placement` returned for the text that came with the frames.
-        text: which text tokens this rank stores K and V of, if the text is sharded.
+        text: the text tokens whose K and V this rank stores, if the text is sharded.
         replaced_layers: the cache's original layers that were replaced, by index.
         group: (rank, size) of the group that K and V are sharded over.
         active: whether a pass of the patched model is running.
@@ -91,7 +91,8 @@ def shard_cached_text(cache: Cache, state: SequenceParallelCacheState, shards: T
 
 
 def mark_visual_layers(cache: Cache, state: SequenceParallelCacheState, indices: list[int]) -> None:
-    """Replace layers in which the unpatched model stores K and V of frames, so that it fails there with a message."""
+    """Replace layers in which the unpatched model stores K and V of frames, so that it fails with a message on this
+    cache."""
     for index in indices:
         state.replaced_layers.setdefault(index, cache.layers[index])
         cache.layers[index] = VisualLayerPlaceholder(cache.layers[index], state)
@@ -102,10 +103,10 @@ def _delegated(name: str) -> Any:
 
 
 class VisualLayerPlaceholder(CacheLayerMixin):
-    """Takes the place of a cache layer while K and V of its frames are in the `SequenceParallelCacheState`.
+    """Replaces a cache layer while K and V of its frames are in the `SequenceParallelCacheState`.
 
-    Row operations act on the original layer, which holds only what an unpatched model has cached since; the state
-    follows them as a layer of its own.
+    Row operations act on the original layer, which holds only what an unpatched model has cached since; the state is a
+    separate layer and follows them as well.
     """
 
     def __init__(self, original: Any, state: SequenceParallelCacheState) -> None:

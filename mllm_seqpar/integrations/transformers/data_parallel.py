@@ -76,7 +76,7 @@ def _reducing_ddp() -> DistributedDataParallel | None:
 
 
 class _TakePart(torch.autograd.Function):
-    """Forward: x, parameters -> x. Backward: zero for the parameters."""
+    """Forward: x, parameters -> x. Backward: zero gradients for the parameters."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:

@@ -202,7 +202,7 @@ class Family(ABC, Generic[InputsT]):
     # What rows may attend to.
 
     def placement(self, inputs: InputsT) -> Any:
-        """Return what `visibility` must know of the prompt's frames, in this pass and in later ones over its cache.
+        """Return what `visibility` needs about the prompt's frames, in this pass and in later ones over its cache.
 
         It is called once the ranks agree on their inputs. An exception raised here is therefore raised on all ranks.
         """
@@ -228,8 +228,8 @@ class Family(ABC, Generic[InputsT]):
     def bypassed_modules(self) -> list[nn.Module]:
         """The modules that contain one of `called_modules`.
 
-        FSDP2 gathers the parameters of a unit when it is called. These are not called, at least not around all that
-        they contain, so the pass gathers their parameters itself.
+        FSDP2 gathers the parameters of a unit when it is called. These modules are not called, or not around everything
+        that they contain, so the pass gathers their parameters itself.
         """
         return modules_around(self.model, self.called_modules)
 
@@ -256,7 +256,7 @@ class Family(ABC, Generic[InputsT]):
     def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
         """Return the decoder's `attention_mask` for text that every rank has whole, made for the patched attention.
 
-        The decoder itself would make one for the attention that its config names.
+        The decoder itself would create one for the attention that its config names.
         """
         return mask
 
@@ -314,10 +314,11 @@ class Family(ABC, Generic[InputsT]):
 
 
 class DecoderOnlyFamily(Family[InputsT]):
-    """A patched model without cross-attention: embeddings of its frames take the place of placeholders in the text.
+    """A patched model without cross-attention: embeddings of its frames replace placeholders in the text.
 
-    Frames may have different numbers of tokens. Each rank encodes its own frames, and one all-to-all takes their
-    embeddings to the ranks that have the placeholders' rows (`runtime.visual_tokens`). From there on they are text.
+    Frames may have different numbers of tokens. Each rank encodes its own frames, and one all-to-all sends their
+    embeddings to the ranks that have the rows of the placeholders (`runtime.visual_tokens`). From then on they are
+    text.
     """
 
     checkpoints_visual_layers = False
@@ -335,7 +336,7 @@ class DecoderOnlyFamily(Family[InputsT]):
         """Return the frames ``start <= f < stop`` of all, which this rank has, as `encode` takes them."""
 
     def visibility(self, inputs: InputsT, units: int, tokens: int, placement: Any) -> Visibility:
-        """Return that no row attends to frames other than through the text."""
+        """Return an empty visibility: rows attend to frames only through the text."""
         return self.empty_visibility(inputs, units, tokens)
 
     def check_inputs(self, inputs: InputsT, kwargs: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """The frames of a pass: each rank encodes its frame shard, and states which frames its text rows may attend to.
 
-In a decoder-only model the features are embeddings of text tokens, which travel to the ranks of their rows instead.
+In a decoder-only model, the features are embeddings of text tokens, which are sent to the ranks of their rows instead.
 
 Shape legend: B samples, L text tokens, U units of a sample, F frames of all samples and ranks, f frames of this rank.
 """
@@ -80,7 +80,7 @@ def local_features(family: Family, inputs: ForwardInputs) -> Tensor | None:
 
 
 def _local_embeddings(family: DecoderOnlyFamily[Any], inputs: ForwardInputs) -> Tensor | None:
-    """Return the embeddings (x, width) of this rank's frames, of a decoder-only model, likewise."""
+    """Return the embeddings (x, width) of this rank's frames, for a decoder-only model."""
     comm, total = family.context.comm, inputs.total_frames
     bounds = frame_bounds(total, comm.size)
     start, stop = bounds[comm.rank]
@@ -246,7 +246,8 @@ def log_shard_sizes(family: Family, inputs: ForwardInputs, local_tokens: int) ->
 def mask_over_samples(
     visible: Tensor, tokens: int, units: int, rows: Tensor | None = None, prompt_batch: int | None = None
 ) -> FrameMask:
-    """Turn a table of which units of its sample each row may attend to into a mask over the units of all samples.
+    """Return the mask over the units of all samples, given a table of the units of its sample that each row may attend
+    to.
 
     Args:
         visible: (B, L, U) bool, over the units of the row's sample.
@@ -261,12 +262,12 @@ def mask_over_samples(
     samples = units // per_sample if per_sample else prompt_batch
     if per_sample and (units % per_sample or samples == 0 or prompt_batch % samples):
         raise ShapeError(
-            f"{units} frames (or tiles) were passed for {prompt_batch} samples of the text, whose mask speaks of "
+            f"{units} frames (or tiles) were passed for {prompt_batch} samples of the text, whose mask is for "
             f"{per_sample} each; expected {prompt_batch * per_sample}, or with beams those of the samples once"
         )
     offset = torch.arange(prompt_batch) // max(1, prompt_batch // samples) * per_sample
     offset = offset if rows is None else offset[rows]
-    table = visible.numpy()  # torch converts every entry to a wider type for the same
+    table = visible.numpy()  # the equivalent operation of torch would convert every entry to a wider type
     count = np.count_nonzero(table, axis=-1)
     runs = np.count_nonzero(table[..., :1]) + np.count_nonzero(table[..., 1:] > table[..., :-1])
     if runs == np.count_nonzero(count):  # no gaps: an interval per row is enough

@@ -18,7 +18,7 @@ from mllm_seqpar.patching import Patch
 def patch_generate(model: Any, patch: Patch, frame_arguments: tuple[str, ...] = ()) -> None:
     """Compare the ranks' generation settings at each `generate`, and start it from the random state of rank 0.
 
-    A rank that stopped after fewer tokens would leave the others waiting; a rank that drew other random numbers would
+    If a rank stopped after fewer tokens, the others would hang; if a rank drew different random numbers, it would
     continue with another text.
 
     Arguments that hold frames (`frame_arguments`) are not repeated for beams: the beams of a sample share its frames,
@@ -57,7 +57,7 @@ _UNRECORDED = {
     "prompt_lookup_num_tokens": None,
     "prefill_chunk_size": None,
 }
-"""Settings with which a pass computes other rows than the next token's, and their values without that."""
+"""Settings with which a pass computes rows other than that of the next token, and their neutral values."""
 
 
 def _refuse_unrecorded(config: Any, kwargs: dict[str, Any]) -> None:
@@ -75,7 +75,8 @@ def _refuse_unrecorded(config: Any, kwargs: dict[str, Any]) -> None:
 
 def _refuse_other_attention(*args: Any, **kwargs: Any) -> None:
     raise ConfigError(
-        "set_attn_implementation: this model is patched, and its attention is the patch's; choose before patching, or "
+        "set_attn_implementation: this model is patched, and the patch computes its attention; choose before "
+        "patching, or "
         "unpatch_model(model) first (block kernels: patch_model(..., kernel=...))"
     )
 
@@ -91,7 +92,7 @@ def _without_expanding(unpatched: Any, frame_arguments: tuple[str, ...]) -> Any:
 
 
 def _describe_settings(config: Any, kwargs: dict[str, Any]) -> str:
-    """Return as text what decides how many tokens are generated, and how. The forward pass compares the inputs."""
+    """Return as text the settings that determine the generated tokens. The forward pass compares the inputs."""
     settings = {**config.to_dict(), **kwargs, "streamer": None}  # the streamer may differ between ranks
     if settings.get("max_time") is not None:
         raise ConfigError(
@@ -103,7 +104,8 @@ def _describe_settings(config: Any, kwargs: dict[str, Any]) -> str:
 
 
 def _describe_value(value: Any) -> str:
-    """Return a setting as text, objects by their type. Tensors give nothing, because the forward pass compares them."""
+    """Return a setting as text, objects by their type. Tensors give an empty text, because the forward pass compares
+    them."""
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_describe_value, value))}]"
     if value is None or isinstance(value, Tensor):
@@ -112,7 +114,7 @@ def _describe_value(value: Any) -> str:
 
 
 def random_state_number(device: torch.device) -> int:
-    """Return a checksum of the random states of the CPU and of `device`, which are both kept on the host."""
+    """Return a digest of the random states of the CPU and of `device`, which are both kept on the host."""
     number = zlib.crc32(torch.get_rng_state().numpy().data)
     return zlib.crc32(torch.cuda.get_rng_state(device).numpy().data, number) if device.type == "cuda" else number
 

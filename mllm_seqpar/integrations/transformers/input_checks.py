@@ -29,18 +29,19 @@ _COMPARED = (
     *("samples", "text tokens", "frames", "frames given by visual_shard", "layout of the frames (1 zigzag)"),
     "values per frame",
     *("kind of frames (1 pixels, 2 features)", "cached tokens", "use_cache", "grad mode"),
-    *("labels given", "attention mask given", "checksum of token ids", "checksum of labels"),
-    *("checksum of the attention mask", "checksum of position ids"),
-    *("checksum of the placement of frames", "checksum of pixels", "checksum of weights"),
-    *("num_items_in_batch", "training mode", "autocast (checksum of its dtype)", "checksum of the inputs' dtypes"),
-    *("checksum of further arguments", "gradient checkpointing", "checksum of requires_grad of the parameters"),
+    *("labels given", "attention mask given", "digest of token ids", "digest of labels"),
+    *("digest of the attention mask", "digest of position ids"),
+    *("digest of the placement of frames", "digest of pixels", "digest of weights"),
+    *("num_items_in_batch", "training mode", "autocast (digest of its dtype)", "digest of the inputs' dtypes"),
+    *("digest of further arguments", "gradient checkpointing", "digest of requires_grad of the parameters"),
 )
 _REMEDY = (
     "Every rank of the group must pass what it would pass to the unpatched model. transformers' Trainer gives each "
-    "rank samples of its own: use mllm_seqpar.SeqParTrainer instead, or SeqParMixin for a subclass"
+    "rank its "
+    "own samples: use mllm_seqpar.SeqParTrainer instead, or SeqParMixin for a subclass"
 )
 _SAMPLED_WEIGHTS = 16
-"""Values compared of each parameter."""
+"""The number of values of each parameter that are compared."""
 _KNOWN_ARGUMENTS = {*TransformersKwargs.__annotations__, "cache_position", "ignore_index", "logits_to_keep"}
 _PACKED_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _KNOWN_ARGUMENTS |= {"return_dict", "token_type_ids"}  # tokenizers return token_type_ids for all models
@@ -57,11 +58,12 @@ def require_same_inputs(
 ) -> bool:
     """Raise on every rank of the group unless all ranks pass the same text, number of frames and pixels.
 
-    Token ids, masks, positions and labels are compared by checksums. Pixels are compared by a sample of them if every
+    Token ids, masks, positions and labels are compared by digests. Pixels are compared by a sample of them if every
     rank has all of them. Features may differ in their last bits between devices and are compared by shape.
 
-    `check` is the family's own; if it raises on one rank, the others raise an AgreementError. The modes of `model` are
-    compared if it is given, and with `compare_weights` a sample of its weights and which of them train.
+    `check` is the check of the family; if it raises on one rank, the others raise an AgreementError. If `model` is
+    given, its modes are compared, and with `compare_weights` also a sample of its weights and which of them are
+    trained.
 
     Returns whether all ranks have the same random state; True without `model`.
     """
@@ -206,7 +208,7 @@ def refuse_packed_lengths(inputs: ForwardInputs, kwargs: Mapping[str, Any]) -> N
 
 
 def refuse_unsupported_attention(config: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raise ConfigError if attention weights or attention that is not causal are asked for, here or in `config`."""
+    """Raise ConfigError if attention weights or non-causal attention are requested, here or in `config`."""
     weights = kwargs.get("output_attentions")
     if weights or (weights is None and getattr(config, "output_attentions", False)):
         raise ConfigError(

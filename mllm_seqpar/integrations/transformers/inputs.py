@@ -38,7 +38,7 @@ class ForwardInputs:
             The host plans the pass by them, so it reads them; see `on_host`.
         use_cache: whether the pass uses or makes a cache.
         detects_packing: whether positions separate packed sequences if there is no mask. As everywhere in transformers,
-            that is so where the unpatched model would not make a cache.
+            this is the case if the unpatched model would not create a cache.
         extras: (F, ...) or (f, ...) each: further tensors with one entry per frame, such as its aspect ratio.
         frame_names: names of the arguments that frames are passed by, pixels first, for messages.
         compare_frames: whether pixels that all ranks have must be equal bit by bit. Computed values may differ.
@@ -111,7 +111,7 @@ class ForwardInputs:
         return self._host.get(name)
 
     def read(self, others: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Read what the host needs of this pass, and `others`, in one copy; return the others on the CPU.
+        """Read the tensors that the host needs in this pass, and `others`, in one copy; return the others on the CPU.
 
         Each copy from the device makes the host wait until the device has computed everything before it.
         """
@@ -136,7 +136,7 @@ class ForwardInputs:
         return found
 
     def check_shard(self, shard: FrameShard) -> None:
-        """Raise ShapeError unless the tensors of frames hold as many frames as the shard."""
+        """Raise ShapeError unless the tensors of frames have the same number of frames as the shard."""
         assert self.frames is not None
         local = len(shard)
         for shape in (tuple(tensor.shape) for tensor in (self.frames, *self.extras)):
@@ -161,7 +161,7 @@ class ForwardInputs:
 def makes_cache(
     context: SeqParContext, model: nn.Module, config: Any, use_cache: bool | None, past: Any, labels: Tensor | None
 ) -> bool:
-    """Return whether a pass fills or continues a cache: if there is one, or the caller asks for one.
+    """Return whether a pass fills or continues a cache: if there is one, or the caller requests one.
 
     If the caller does not say (`use_cache=None`), one process makes a cache as the unpatched model does, except in
     training, where the cache would hold K and V that are otherwise recomputed. Several ranks make none, because a cache

@@ -8,7 +8,7 @@ every rank has all text, and the frames are sharded. A long prompt is prefilled 
 text and frames then stay on the ranks that computed them. Star Attention shards the prompt's context in that way, and
 computes the query after it on every rank.
 
-Shape legend: B samples, L text tokens of the pass, s of them on this rank, r rows asked for, C channels.
+Shape legend: B samples, L text tokens of the pass, s of them on this rank, r requested rows, C channels.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class _CachedPass:
     def _sharded_prompt(self) -> CausalLMOutputWithPast:
         """Run a long prompt with text and frames sharded; K and V of both stay on the ranks that computed them.
 
-        Star Attention shards the context only. The rows of the query follow, as all later rows do.
+        Star Attention shards only the context. The rows of the query are computed after it, like all later rows.
         """
         family, inputs, state = self.family, self.inputs, self.cache_state
         star = self.context.config.self_attention == "star"
@@ -269,7 +269,7 @@ class _CachedPass:
         return visibility_of(self.family, self.inputs, *sizes, self.cache_state.placement)
 
     def _run_replicated_rows(self, positions: Tensor, visibility: Visibility | None, start: int = 0) -> Any:
-        """Run the decoder on the rows from `start` on, on every rank, over the K and V in the cache.
+        """Run the decoder on every rank on the rows from `start`, over the K and V in the cache.
 
         Positions and visibility are those of all rows of the pass, made before any of them was cached.
         """
@@ -354,7 +354,7 @@ class _CachedPass:
         return out
 
     def _broadcast(self, hidden: Tensor) -> Tensor:
-        """Make hidden states (..., r, C) that every rank computed equal in all bits on all ranks, if they are few."""
+        """Make hidden states (..., r, C) that every rank computed bitwise equal on all ranks, if there are few rows."""
         if hidden.shape[-2] <= BROADCAST_ROWS and not hidden.requires_grad:
             return self.context.comm.broadcast(hidden, "hidden")
         return hidden

@@ -8,7 +8,7 @@ from mllm_seqpar.models.auto_classes import SavedWithCode
 
 GATES = ("per_head", "vector", None)
 AUTO = "auto"
-"""The gate of a config that does not state it; `from_pretrained` replaces it by the gate of the weights."""
+"""The gate of a config that does not state it; `from_pretrained` replaces it with the gate of the weights."""
 
 _DEFAULT_HYPER_LAYERS = (1, 9, 17, 25)
 _DEFAULT_VISION = {"hidden_size": 1152, "intermediate_size": 4304, "num_attention_heads": 16, "num_hidden_layers": 27}

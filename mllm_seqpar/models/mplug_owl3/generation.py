@@ -25,8 +25,8 @@ _log = get_logger(__name__)
 class MPlugOwl3GenerationMixin(GenerationMixin):
     """`GenerationMixin` for flat lists of frames.
 
-    The layout of the prompt is computed once, before the first step. Later rows see all frames of their sample, with or
-    without a cache, and also if the model generates a placeholder token.
+    The layout of the prompt is computed once, before the first step. Later rows attend to all frames of their sample,
+    with or without a cache, and also if the model generates a placeholder token.
     """
 
     generation_config: GenerationConfig

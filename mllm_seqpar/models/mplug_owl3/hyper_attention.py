@@ -89,7 +89,7 @@ class HyperAttention(Qwen2Attention):
     def mix(self, text_out: Tensor, visual_out: Tensor, has_frames: Tensor) -> Tensor:
         """Return text_out (1 - w) + visual_out w, (B, L, C), where the gate gives the weight w.
 
-        `has_frames` (B, L) bool: whether a row sees any frame. The text output of the other rows is not changed.
+        `has_frames` (B, L) bool: whether a row attends to any frame. The text output of the other rows is not changed.
         """
         if self.gate_proj is not None:
             weight = self.gate_proj(text_out.unflatten(-1, (-1, self.head_dim))).flatten(-2)
@@ -228,7 +228,7 @@ def _by_blocks(
 
 
 def _visible_keys(visual: VisualInputs, sample: int, block: RowBlock) -> Tensor | None:
-    """Return (rows, keys of the block's frames) bool, or None if every row sees all of them."""
+    """Return (rows, keys of the block's frames) bool, or None if every row attends to all of them."""
     if block.uniform:
         return None
     frames = torch.arange(block.first_frame, block.stop_frame, device=visual.first.device)
@@ -237,7 +237,7 @@ def _visible_keys(visual: VisualInputs, sample: int, block: RowBlock) -> Tensor 
 
 
 def _text_visibility(attention_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """Return (B or 1, L, K), boolean or additive, or None if every row sees every text key."""
+    """Return (B or 1, L, K), boolean or additive, or None if every row attends to every text key."""
     length, keys = q.shape[2], k.shape[2]
     if attention_mask is not None:
         if attention_mask.dim() != 4 or attention_mask.shape[1] != 1:

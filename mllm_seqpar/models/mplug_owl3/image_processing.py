@@ -1,8 +1,8 @@
 """Preprocessing of frames and still images to `pixel_values`.
 
-The published code resizes with Pillow. For uint8 pictures on the CPU this module does the same, with the same bytes, if
+The published code resizes with Pillow. For uint8 images on the CPU this module does the same, with the same bytes, if
 Pillow is installed. Otherwise torch computes the same two passes, width first, within one level of 255. (Releases of
-Pillow that resize the height first where that is cheaper differ by more.) Floating pictures are not rounded to levels.
+Pillow that resize the height first where that is cheaper differ by more.) Floating images are not rounded to levels.
 torchvision is not used: it has no build for some machines.
 
 A still image is cut as in the published code: it is resized to the box of a grid (rows, columns), cut row by row, and
@@ -30,7 +30,7 @@ from mllm_seqpar.models.processor import returned
 from .configuration import MPlugOwl3Config
 
 Frame = Any
-"""A picture: PIL image, path or URL, or array or tensor, (H, W, 3) or (3, H, W), uint8 (0 to 255) or floating (0 to 1).
+"""An image: PIL image, path or URL, or array or tensor, (H, W, 3) or (3, H, W), uint8 (0 to 255) or floating (0 to 1).
 """
 
 Grid = tuple[int, int]
@@ -53,13 +53,13 @@ class ImageOptions(ImagesKwargs, total=False):  # type: ignore[call-arg]
 class MPlugOwl3ImageProcessor(SavedWithCode, PilBackend):
     """Resize frames of any aspect ratio to a square, bicubic with antialiasing, and normalise them.
 
-    A call returns one frame for each picture. `tiles` cuts a still image; its result can be passed to a call.
+    A call returns one frame for each image. `tiles` cuts a still image; its result can be passed to a call.
 
     Attributes:
         image_size: the side of the square: a vision tower of 27 x 27 patches of 14 accepts both 378 and 384. `size`,
-            transformers' name, may be passed in its place.
-        do_resize, do_rescale, do_normalize: False leaves out a step.
-        rescale_factor: what the levels from 0 to 255 are multiplied by. Floating pictures, from 0 to 1, count as levels
+            transformers' name, may be passed instead.
+        do_resize, do_rescale, do_normalize: False skips a step.
+        rescale_factor: what the levels from 0 to 255 are multiplied by. Floating images, from 0 to 1, count as levels
             divided by 255.
         image_mean, image_std: per channel, of values from 0 to 1.
         do_convert_rgb: convert PIL images of other modes.
@@ -95,12 +95,12 @@ class MPlugOwl3ImageProcessor(SavedWithCode, PilBackend):
         """Return `pixel_values` (F, 3, size, size), float32, of one frame, several frames, or an array of frames.
 
         Args:
-            **options: the attributes, in place of the processor's; `size` may be (height, width). `device`: where the
-                frames are processed. `input_data_format`: "channels_first" or "channels_last", which is found out
-                otherwise. `return_tensors`: "pt", which is the default, or "np".
+            **options: the attributes, instead of the processor's; `size` may be (height, width). `device`: where the
+                frames are processed. `input_data_format`: "channels_first" or "channels_last", which is otherwise
+                detected. `return_tensors`: "pt", which is the default, or "np".
 
         Raises:
-            ShapeError: a frame is not a colour picture.
+            ShapeError: a frame is not a colour image.
             DataError: an option is unknown or not supported, or frames that are not resized have several sizes.
         """
         unknown = sorted(set(options) - set(self.valid_kwargs.__annotations__))
@@ -139,7 +139,7 @@ class MPlugOwl3ImageProcessor(SavedWithCode, PilBackend):
         number: int = 0,
         **options: Any,
     ) -> Tensor:
-        """Return a picture as (3, H, W), uint8 or floating; `number` is its index in error messages."""
+        """Return an image as (3, H, W), uint8 or floating; `number` is its index in error messages."""
         image = self.fetch_images(image) if isinstance(image, str) else image
         convert = self.do_convert_rgb if do_convert_rgb is None else do_convert_rgb
         picture = to_tensor(image, number, convert_rgb=convert, layout=input_data_format)
@@ -153,7 +153,7 @@ class MPlugOwl3ImageProcessor(SavedWithCode, PilBackend):
     def tiles(self, picture: Frame, grid: Grid | None = None) -> Tensor:
         """Return the tiles of a still image and then the whole image, (rows * columns + 1, 3, size, size).
 
-        The result has the picture's dtype, uint8 or floating, and needs no further resizing. None: the best grid.
+        The result has the image's dtype, uint8 or floating, and needs no further resizing. None: the best grid.
         """
         whole, size = to_tensor(picture, 0)[None], self.image_size
         rows, columns = grid or self.grid(*whole.shape[2:])
@@ -182,12 +182,12 @@ def _height_width(size: Any) -> tuple[int, int]:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Raise DataError for an option that changes frames in a way that the model does not have."""
+    """Raise DataError for an option that would change frames in an unsupported way."""
     refused = [name for name in _UNSUPPORTED if options.get(name)]
     if refused:
         raise DataError(
             f"MPlugOwl3ImageProcessor does not support {', '.join(refused)}: whole frames are resized to a square; "
-            "crop or pad pictures before"
+            "crop or pad images before"
         )
     if options.get("resample") not in (None, _BICUBIC):
         raise DataError(f"resample is {options['resample']!r}; frames are resized bicubically, which is {_BICUBIC}")
@@ -214,7 +214,7 @@ def _overlap(boxes: Tensor, others: Tensor) -> Tensor:
 
 
 def resized(frames: Tensor, height: int, width: int) -> Tensor:
-    """Resize pictures (F, 3, H, W) to (F, 3, height, width) of the same dtype."""
+    """Resize images (F, 3, H, W) to (F, 3, height, width) of the same dtype."""
     if frames.shape[2:] == (height, width):
         return frames
     if frames.is_floating_point():
@@ -244,14 +244,14 @@ def _pillow() -> Any:
 
 
 def frame_list(images: Any) -> list[Frame]:
-    """Return a list of pictures from one picture, an array or tensor of several, or any iterable of pictures."""
+    """Return a list of images from one image, an array or tensor of several, or any iterable of images."""
     if isinstance(images, (np.ndarray, Tensor)):
         return list(images) if images.ndim == 4 else [images]
     return [images] if hasattr(images, "convert") or isinstance(images, str) else list(images)
 
 
 def to_tensor(frame: Any, number: int, *, convert_rgb: bool = True, layout: str | None = None) -> Tensor:
-    """Return the picture as (3, H, W), uint8 or floating; `number` is its index in error messages."""
+    """Return the image as (3, H, W), uint8 or floating; `number` is its index in error messages."""
     if hasattr(frame, "convert"):  # a PIL image; PIL may not be installed
         frame, layout = np.array(frame.convert("RGB") if convert_rgb else frame), "channels_last"
     if isinstance(frame, np.ndarray):
@@ -260,14 +260,15 @@ def to_tensor(frame: Any, number: int, *, convert_rgb: bool = True, layout: str 
     found = [axis for axis in channels if isinstance(frame, Tensor) and frame.dim() == 3 and frame.shape[axis] == 3]
     if not found:
         what = tuple(frame.shape) if isinstance(frame, Tensor) else type(frame).__name__
-        raise ShapeError(f"frame {number} is {what}; expected a picture, (height, width, 3) or (3, height, width)")
+        raise ShapeError(f"frame {number} is {what}; expected an image, (height, width, 3) or (3, height, width)")
     if found[0] == 2:
         frame = frame.permute(2, 0, 1)
     if frame.dtype != torch.uint8 and not frame.is_floating_point():
         raise ShapeError(f"frame {number} is {frame.dtype}; expected uint8 from 0 to 255, or floating from 0 to 1")
     if frame.is_floating_point() and frame.numel() and not (frame.min() >= 0 and frame.max() <= 1):
         raise ShapeError(
-            f"frame {number} is floating and reaches from {frame.min():.3g} to {frame.max():.3g}; expected 0 to 1, or "
+            f"frame {number} is floating-point with values from {frame.min():.3g} to {frame.max():.3g}; expected 0 "
+            "to 1, or "
             "uint8"
         )
     return frame

@@ -3,8 +3,8 @@
 Shape legend: B samples, L text tokens, F frames of all samples in one flat list, sample after sample.
 
 Each frame has a placeholder in the text. The published generations differ in whether the placeholder's first token
-sees the frame, in the position that rotates the frame's keys, and in the form of `media_offset`. `MediaLayout` is
-common to all of them: a row of text sees the half-open interval of frames [first, stop).
+attends to the frame, in the position that rotates the frame's keys, and in the form of `media_offset`. `MediaLayout` is
+common to all of them: a row of text attends to the half-open interval of frames [first, stop).
 """
 
 from dataclasses import dataclass, fields, replace
@@ -28,13 +28,14 @@ MediaOffset = Tensor | list[Tensor] | list[list[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class MediaLayout:
-    """The frames that each text token sees, and the rotary position of each frame.
+    """The frames that each text token attends to, and the rotary position of each frame.
 
     Attributes:
-        first: (B, L) int64, the first frame that a row sees, as an index of the flat list of frames.
-        stop: (B, L) int64, one past the last; a row with stop <= first sees no frame.
+        first: (B, L) int64, the first frame that a row attends to, as an index of the flat list of frames.
+        stop: (B, L) int64, one past the last; a row with stop <= first attends to no frame.
         frame_position: (F,) int64, the position that rotates the keys of each frame.
-        sample_range: (B, 2) int64, the frames [start, end) of each sample; rows after the layout (decoding) see all.
+        sample_range: (B, 2) int64, the frames [start, end) of each sample; rows after the layout (decoding) attend to
+            all.
     """
 
     first: Tensor
@@ -51,16 +52,18 @@ class MediaLayout:
         return replace(self, **{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
     def rows(self, start: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return first and stop, (B, length) each, of the tokens from `start` on; tokens after the layout see all."""
+        """Return first and stop, (B, length) each, of the tokens from `start` on; tokens after the layout attend to
+        all."""
         known = max(0, min(self.first.shape[1] - start, length))
         low, high = (edge[:, None].expand(-1, length - known) for edge in self.sample_range.unbind(1))
         first, stop = (part[:, start : start + known] for part in (self.first, self.stop))
         return torch.cat([first, low], dim=1), torch.cat([stop, high], dim=1)
 
     def cropped(self, length: int, inclusive: bool) -> "MediaLayout":
-        """Return the layout of the first `length` tokens; later rows see the frames of the remaining text.
+        """Return the layout of the first `length` tokens; later rows attend to the frames of the remaining text.
 
-        `inclusive` says whether a placeholder sees its own frame. A layout that is not longer is returned unchanged.
+        `inclusive` says whether a placeholder attends to its own frame. A layout that is not longer is returned
+        unchanged.
         """
         if length >= self.first.shape[1]:
             return self
@@ -100,9 +103,9 @@ def media_layout(
     """Return the layout by the rules of the generation that has this gate.
 
     Args:
-        gate: `config.gate`. With a gate, a placeholder does not see its own frame, and the frame's keys are rotated by
-            the position of the first token that sees it. Without a gate, a placeholder sees its own frame, and the keys
-            are rotated by the placeholder's position.
+        gate: `config.gate`. With a gate, a placeholder does not attend to its own frame, and the frame's keys are
+            rotated by the position of the first token that attends to it. Without a gate, a placeholder attends to its
+            own frame, and the keys are rotated by the placeholder's position.
         input_ids: (B, L); without it, `media_offset` and `position_ids` are required.
         image_token_id: the placeholder token; ignored if `media_offset` is given.
         position_ids: (B, L) or (1, L), the rotary positions of the text; 0, 1, 2, ... if None.
@@ -193,7 +196,7 @@ def _layout_of_placeholders(gate: str | None, placeholders: Tensor, positions: T
     ends = counts.cumsum(0)
     starts = ends - counts
     visible = placeholders.long().cumsum(1)
-    if gate is not None:  # The token after the placeholder is the first that sees the frame.
+    if gate is not None:  # The token after the placeholder is the first that attends to the frame.
         visible = visible - placeholders.long()
         positions = torch.cat([positions[:, 1:], positions[:, -1:] + 1], dim=1)
     return MediaLayout(
@@ -219,7 +222,7 @@ def _checked_offsets(media_offset: Tensor, positions: Tensor, total_frames: int)
         low, high = int(first[has_frames].min()), int(stop[has_frames].max())
         if low < 0 or high > total_frames:
             raise ShapeError(
-                f"media_offset reaches from frame {low} to {high} and {total_frames} frames were passed (frames of all "
+                f"media_offset refers to frames {low} to {high}, but {total_frames} frames were passed (frames of all "
                 "samples, one after another)"
             )
     starts = torch.where(has_frames, first, total_frames).amin(1)
@@ -230,7 +233,8 @@ def _checked_offsets(media_offset: Tensor, positions: Tensor, total_frames: int)
     if not bool(visible.all()):
         invisible = frames[~visible].tolist()
         raise ShapeError(
-            f"by media_offset, no token sees frame {invisible[0]} ({len(invisible)} of {total_frames} frames are not "
+            f"by media_offset, no token attends to frame {invisible[0]} ({len(invisible)} of {total_frames} frames "
+            "are not "
             "visible). Pass only the frames of this text, or pass the placeholders' positions of each sample as "
             "media_offset, which also allow a placeholder as the last token"
         )
@@ -240,7 +244,7 @@ def _checked_offsets(media_offset: Tensor, positions: Tensor, total_frames: int)
 def _first_visible_positions(
     first: Tensor, stop: Tensor, sample_range: Tensor, positions: Tensor, total_frames: int
 ) -> Tensor:
-    """Return (F,), the position of the first token that sees each frame."""
+    """Return (F,), the position of the first token that attends to each frame."""
     frame_position = torch.zeros(total_frames, dtype=torch.long, device=positions.device)
     for sample, (start, end) in enumerate(sample_range.tolist()):
         last_stop = torch.where(stop[sample] > first[sample], stop[sample], 0).cummax(0).values
@@ -250,7 +254,7 @@ def _first_visible_positions(
 
 
 def _placeholders_of_intervals(first: Tensor, stop: Tensor, sample_range: Tensor, total_frames: int) -> Tensor:
-    """Return (B, L) bool: a placeholder precedes each token that sees one frame more than the token before it."""
+    """Return (B, L) bool: a placeholder precedes each token that attends to one frame more than the token before it."""
     starts, ends = sample_range[:, :1], sample_range[:, 1:]
     count = torch.minimum(torch.maximum(stop, starts), ends) - starts
     increase = count.diff(dim=1)

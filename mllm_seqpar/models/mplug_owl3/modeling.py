@@ -127,7 +127,7 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Return what the language model returns before its head; the arguments are those of `forward`."""
+        """Return the output of the language model before its head; the arguments are those of `forward`."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ShapeError("pass either input_ids or inputs_embeds")
         if inputs_embeds is None:
@@ -177,18 +177,18 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         Args:
             input_ids: (B, L).
             pixel_values: (F, 3, H, W), the frames of all samples, one sample after another.
-            media_offset: which tokens see which frames, in either published form (`media.MediaOffset`). If None, the
-                placeholders are the tokens that equal `config.image_token_id`.
+            media_offset: which tokens attend to which frames, in either published form (`media.MediaOffset`). If None,
+                the placeholders are the tokens that equal `config.image_token_id`.
             attention_mask: (B, L) text mask, 0 at padding on either side.
             position_ids: (B, L); if None, consecutive positions that continue the cache.
             past_key_values: cache of earlier tokens. It also keeps the visual K and V, so later calls pass no frames.
-            inputs_embeds: (B, L, hidden) in place of `input_ids`; with frames it requires `media_offset`.
+            inputs_embeds: (B, L, hidden) instead of `input_ids`; with frames it requires `media_offset`.
             labels: (B, L), not shifted; the loss ignores -100.
-            image_embeds: (F, T, hidden), the result of `encode_frames`, in place of `pixel_values`.
-            media_layout: the visibility from the cache's first token on, in place of `media_offset`.
+            image_embeds: (F, T, hidden), the result of `encode_frames`, instead of `pixel_values`.
+            media_layout: the visibility from the cache's first token on, instead of `media_offset`.
             logits_to_keep: number of last positions, or the positions, to compute logits for; 0 for all.
             **kwargs: passed to the language model, its layers, its attention function, and the loss
-                (`num_items_in_batch`). `shift_labels` (B, L) are labels that are shifted already, in place of `labels`;
+                (`num_items_in_batch`). `shift_labels` (B, L) are labels that are already shifted, instead of `labels`;
                 as a named argument, `Trainer` would evaluate batches only if they have both.
 
         Raises:
@@ -220,7 +220,7 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
 
 
 class _Headless:
-    """A model without its head, as `base_model`; it is called like the model, and is no module of its own."""
+    """A model without its head, as `base_model`; it is called like the model, but is not a module."""
 
     def __init__(self, model: MPlugOwl3ForConditionalGeneration) -> None:
         self._model = model

@@ -23,7 +23,8 @@ class MPlugOwl3PreTrainedModel(LocalCode, PreTrainedModel):
     input_modalities = ("image", "video", "text")
     supports_gradient_checkpointing = True
     _no_split_modules = ["Qwen2DecoderLayer", "HyperDecoderLayer", "SiglipEncoderLayer", "SiglipVisionEmbeddings"]
-    # The features are taken before this norm, so a checkpoint may lack it; likewise the head (`complete_config`).
+    # The features are taken before this norm, so a checkpoint may lack it. The same holds for the head
+    # (`complete_config`).
     _keys_to_ignore_on_load_missing = [r"^vision_model\.post_layernorm\."]
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True

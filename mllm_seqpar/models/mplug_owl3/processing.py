@@ -126,16 +126,16 @@ class MPlugOwl3Processor(NativeProcessor):
         """Return formatted text and its media as model inputs.
 
         Args:
-            images: one for each `<|image|>` of the texts, in order, or a list of them for each text: pictures, arrays,
+            images: one for each `<|image|>` of the texts, in order, or a list of them for each text: images, arrays,
                 tensors, paths or URLs.
             text: one formatted sample or several, with the placeholders `<|image|>` and `<|video|>`.
             videos: one for each `<|video|>` of the texts, in order, or a list of them for each text. A video is a list
                 of frames, an array of them, or a path or URL; the frames of a file are chosen by `fps`, 1 by default,
                 or `num_frames`.
-            **kwargs: `cut_enable`, in place of the processor's; of transformers' arguments of texts `padding` (True by
+            **kwargs: `cut_enable`, instead of the processor's; of transformers' arguments of texts `padding` (True by
                 default), `padding_side`, `pad_to_multiple_of`, `max_length`, `truncation`, `return_offsets_mapping`
-                (ranges in `text`) and `return_tensors` ("pt" by default); the options of the image processor, in
-                place of its own. `text_kwargs`, `images_kwargs` and `videos_kwargs` may contain them.
+                (ranges in `text`) and `return_tensors` ("pt" by default); the options of the image processor, instead
+                of its own. `text_kwargs`, `images_kwargs` and `videos_kwargs` may contain them.
 
         Returns:
             `input_ids` and `attention_mask` (B, L), `media_offset` (B, N), and with frames `pixel_values` (F, 3, H, W)

@@ -46,7 +46,7 @@ def token_rows(
         samples: pieces with one placeholder for each frame.
         pad: the padding token; labels are padded with -100, positions with -1.
         padding: False requires texts of equal length.
-        padded_length: the length of the rows at least.
+        padded_length: the minimum length of the rows.
         multiple_of: the length of the rows is a multiple of this number.
         most_tokens: longer samples are truncated on the tokenizer's `truncation_side`.
         return_labels: add `labels` (B, L).

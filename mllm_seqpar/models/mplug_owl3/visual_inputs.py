@@ -27,14 +27,15 @@ SHORT_RUN = 32
 
 @dataclass(frozen=True, kw_only=True)
 class RowBlock:
-    """Rows [start, stop) of one sample, and the frames [first_frame, stop_frame) that at least one of them sees."""
+    """Rows [start, stop) of one sample, and the frames [first_frame, stop_frame) that at least one of them attends
+    to."""
 
     start: int
     stop: int
     first_frame: int
     stop_frame: int
     uniform: bool
-    """Every row sees all of these frames, so no mask is needed. True for a block without frames."""
+    """Every row attends to all of these frames, so no mask is needed. True for a block without frames."""
 
 
 class VisualInputs:
@@ -46,7 +47,7 @@ class VisualInputs:
     Attributes:
         embeds: (F, T, hidden), the output of `vision2text_model`; None while decoding, when K and V are cached.
         frame_position: (F,) int64, the rotary position of each frame's keys.
-        first, stop: (B, L) int64. A row sees the frames first <= f < stop, by global number.
+        first, stop: (B, L) int64. A row attends to the frames first <= f < stop, by global number.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class VisualInputs:
 
     @cached_property
     def has_frames(self) -> Tensor:
-        """(B, L) bool: whether a row sees any frame."""
+        """(B, L) bool: whether a row attends to any frame."""
         return self.stop > self.first
 
     def keys_of(self, block: RowBlock) -> slice:
@@ -78,7 +79,7 @@ class VisualCache(RowsLayer):
     Attributes:
         layout: the layout of the text that was passed with the frames.
         row_offset: number of tokens in the cache before that text.
-        inclusive: whether a placeholder sees its own frame.
+        inclusive: whether a placeholder attends to its own frame.
         states: for each layer index, k (rotated) and v, (1, G, F * T, D).
         is_complete: False if `states` contains only this rank's frames, because a patched model filled the cache.
     """
@@ -121,7 +122,7 @@ def visual_cache(past_key_values: Any) -> VisualCache | None:
 def row_blocks(first: list[int], stop: list[int], tokens_per_frame: int) -> list[RowBlock]:
     """Split the rows of one sample into blocks: long runs of equal rows need no mask, the other masks are bounded.
 
-    Either all rows of a block see a frame or none does, so a mask has no empty row, for which kernels differ.
+    Either all rows of a block attend to a frame or none does, so a mask has no empty row, for which kernels differ.
     """
     blocks: list[RowBlock] = []
     begin = 0

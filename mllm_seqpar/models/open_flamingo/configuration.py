@@ -21,7 +21,7 @@ class OpenFlamingoConfig(SavedWithCode, PreTrainedConfig):
         eoc_token_id: the id of `<|endofchunk|>`.
         cross_attn_every_n_layers: distance of the gated cross-attention blocks: 1 in the published 3B models, 2 in the
             4B models, 4 in the 9B models.
-        only_attend_immediate_media: a token attends only to the last picture before it.
+        only_attend_immediate_media: a token attends only to the last image before it.
     """
 
     model_type = "open_flamingo"

@@ -74,7 +74,7 @@ def convert(
     crop = images.crop_size
     if not crop["height"] == crop["width"] == tower.config.image_size:
         raise ConfigError(
-            f"{vision_model}: preprocessor_config.json crops pictures to {crop['height']} x {crop['width']}, but the "
+            f"{vision_model}: preprocessor_config.json crops images to {crop['height']} x {crop['width']}, but the "
             f"vision tower takes {tower.config.image_size} x {tower.config.image_size}"
         )
     config = OpenFlamingoConfig(

@@ -141,7 +141,7 @@ def _mpt_config(stated: dict[str, Any]) -> MptConfig:
 
 
 def _with_declared_numbers(config: Any, stated: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with ints and floats in the type of the config's field, where that changes no value."""
+    """Return the values with ints and floats converted to the type of the config's field, if that changes no value."""
     found = dict(stated)
     for field in dataclasses.fields(config):
         value: Any = stated.get(field.name)
@@ -160,7 +160,7 @@ def _mosaic_as_mpt(file: Path, stated: dict[str, Any]) -> dict[str, Any]:
     heads = fields["n_heads"]
     if heads & (heads - 1):
         raise ConfigError(
-            f"{file}: n_heads is {heads}; mosaic_gpt and MPT have the same position biases for powers of two only"
+            f"{file}: n_heads is {heads}; mosaic_gpt and MPT have the same position biases only for powers of two"
         )
     return {**fields, "attn_config": attention}
 

@@ -1,4 +1,4 @@
-"""The real class `open_flamingo.Flamingo` over a CLIP vision tower of transformers.
+"""The original class `open_flamingo.Flamingo` with a CLIP vision tower of transformers.
 
 This module imports the package open-flamingo, so it is imported only to build a model.
 """
@@ -215,5 +215,5 @@ class OpenFlamingo(LocalCode, _Flamingo):  # type: ignore[valid-type,misc]
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
     ) -> None:
-        """Do the same, by the name that `Trainer` calls in newer versions of transformers."""
+        """Do the same, under the name that `Trainer` calls in newer versions of transformers."""
         self.lang_encoder.activation_checkpointing_enable(activation_checkpointing_kwargs, **options)

@@ -1,4 +1,4 @@
-"""The processor: text with `<image>` placeholders and pictures to the arguments of `Flamingo.forward`."""
+"""The processor: text with `<image>` placeholders and images to the arguments of `Flamingo.forward`."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ CHAT_TEMPLATE = """\
     <image>Question:What is it? Short answer:A cat.<|endofchunk|>Question:Where? Short answer:At home.<|endofchunk|>
     <image>Output:A cat at home.<|endofchunk|>
 
-A user message of pictures alone asks for a caption. A system message is plain text before the rest."""
+A user message of images alone asks for a caption. A system message is plain text before the rest."""
 
 
 class OpenFlamingoProcessor(NativeProcessor):
@@ -120,13 +120,13 @@ class OpenFlamingoProcessor(NativeProcessor):
         text: str | Sequence[str] | None = None,
         **kwargs: Any,
     ) -> BatchFeature:
-        """Return texts and their pictures as model inputs.
+        """Return texts and their images as model inputs.
 
         Args:
-            images: the pictures of each text, a list of lists; or one list of all pictures, in the order of the
-                `<image>` in the texts; or one picture. A picture may be a path or a URL. Samples are padded with zeros
-                to equally many pictures.
-            text: one text or several, with `<image>` for each picture.
+            images: the images of each text, a list of lists; or one list of all images, in the order of the
+                `<image>` in the texts; or one image. An image may be a path or a URL. Samples are padded with zeros to
+                the same number of images.
+            text: one text or several, with `<image>` for each image.
             **kwargs: arguments of the tokenizer, such as `padding` (True by default), `padding_side`, `max_length`,
                 `truncation` and `return_tensors` ("pt" by default), and of the image processor. `text_kwargs` and
                 `images_kwargs` may contain them.
@@ -135,17 +135,17 @@ class OpenFlamingoProcessor(NativeProcessor):
             `lang_x` and `attention_mask` (B, L), `vision_x` (B, media, 1, 3, H, W).
 
         Raises:
-            DataError: the numbers of pictures and placeholders differ, or an argument is unknown.
+            DataError: the numbers of images and placeholders differ, or an argument is unknown.
         """
         arguments = self._arguments(kwargs)
         if text is None:
-            raise DataError(f"text is None; pass text with {IMAGE} for each picture")
+            raise DataError(f"text is None; pass text with {IMAGE} for each image")
         texts = [text] if isinstance(text, str) else list(text)
         counts = [sample.count(IMAGE) for sample in texts]
         pictures = _pictures_of_texts(self._fetched(images), counts)
         passed = [len(sample) for sample in pictures]
         if counts != passed:
-            raise DataError(f"the texts have {counts} {IMAGE}, and {passed} pictures were passed; pass one for each")
+            raise DataError(f"the texts have {counts} {IMAGE}, and {passed} images were passed; pass one for each")
         tokens = self._tokens(texts, counts, arguments["text_kwargs"])
         vision = self._vision(pictures, arguments["images_kwargs"])
         data = {"lang_x": tokens["input_ids"], "attention_mask": tokens["attention_mask"], "vision_x": vision}
@@ -153,7 +153,7 @@ class OpenFlamingoProcessor(NativeProcessor):
         return returned(data, arguments["text_kwargs"].get("return_tensors"))
 
     def _fetched(self, images: Any) -> Any:
-        """Return the same lists of pictures, with paths and URLs replaced by their pictures."""
+        """Return the same lists of images, with paths and URLs replaced by their images."""
         if isinstance(images, (list, tuple)):
             return [self._fetched(item) for item in images]
         return self.image_processor.fetch_images(images) if isinstance(images, str) else images
@@ -190,19 +190,18 @@ class OpenFlamingoProcessor(NativeProcessor):
 
 
 def _pictures_of_texts(images: Any, counts: Sequence[int]) -> list[list[Any]]:
-    """Return the pictures of each text; one list of all pictures is divided by the numbers of placeholders."""
+    """Return the images of each text; one list of all images is divided by the numbers of placeholders."""
     if images is None or (isinstance(images, (list, tuple)) and not images):
         return [[] for _ in counts]
     if not isinstance(images, (list, tuple)):
         images = list(images) if getattr(images, "ndim", 3) > 3 else [images]
     nested = [isinstance(item, (list, tuple)) for item in images]
     if any(nested) and not all(nested):
-        raise DataError("images has both pictures and lists of pictures; pass one list of pictures for each text")
-    listed = flattened(images, counts, IMAGE, "pictures")
+        raise DataError("images has both images and lists of images; pass one list of images for each text")
+    listed = flattened(images, counts, IMAGE, "images")
     if len(listed) != sum(counts):
         raise DataError(
-            f"the texts have {list(counts)} {IMAGE}, and one list of {len(listed)} pictures was passed; pass one for "
-            "each"
+            f"the texts have {list(counts)} {IMAGE}, and one list of {len(listed)} images was passed; pass one for each"
         )
     remaining = iter(listed)
     return [[next(remaining) for _ in range(count)] for count in counts]

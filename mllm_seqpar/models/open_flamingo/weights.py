@@ -1,7 +1,7 @@
 """The weights of an OpenFlamingo on disk: each tensor once, under one of its names in the real class's state_dict.
 
 That state_dict has several names for most tensors: a decoder layer is in the list `old_decoder_blocks` and in the layer
-that runs it, a cross-attention block likewise, and embeddings may be tied to the output projection. Files contain the
+that runs it, so is a cross-attention block, and embeddings may be tied to the output projection. Files contain the
 names of published checkpoints (those of the layers). Loading accepts any of the names.
 """
 

@@ -1,4 +1,4 @@
-// The moments of the video that an answer attends to: a time line below the player, and pictures below the answer.
+// The moments of the video that an answer attends to: a time line below the player, and images below the answer.
 import { call } from "./api.js";
 
 const $ = (id) => document.getElementById(id);

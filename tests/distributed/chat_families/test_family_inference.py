@@ -43,7 +43,7 @@ def answers(world: int, folder: Path, *argv: Any) -> list[list[int]]:
 
 
 def unpatched_answers(folder: Path, name: str, frames: int) -> list[list[int]]:
-    """Return the same tokens from the unpatched model in one process, with all pictures as pixels of one call."""
+    """Return the same tokens from the unpatched model in one process, with all images as pixels of one call."""
     processor, model = load_processor(str(folder / name)), load_model(str(folder / name)).eval()
     family, source = chat_family(processor), VideoSource.open(folder / "clip.mp4", num_frames=frames)
     pictures = family.unsharded(source)

@@ -26,7 +26,7 @@ LAUNCHED = {
     "FSDP_RESHARD_AFTER_FORWARD": "true",
 }
 """The variables that `accelerate launch` sets for configs/fsdp2_cpu_2.yaml and that determine the sharding."""
-# llama 3.2's rows without visible pictures attend to all tiles, padding included, and so depend on the batch.
+# llama 3.2's rows without visible images attend to all tiles, padding included, and so depend on the batch.
 MICRO_BATCH = {"mllama": 1}
 
 
@@ -39,7 +39,7 @@ def train(rank: int, world: int, argv: list[str]) -> None:
 @pytest.mark.parametrize("name", MAKERS)
 def test_training_is_the_same_on_one_and_two_ranks(folder: Path, tmp_path: Path, name: str) -> None:
     layouts: list[tuple[int, tuple[Any, ...]]] = [(1, ()), (2, ())]
-    if name == "mllama":  # two groups of one rank: in some steps one group has no picture, and FSDP must stay in step
+    if name == "mllama":  # two groups of one rank: in some steps one group has no image, and FSDP must stay in step
         layouts.append((2, ("--sp", 1, "--gradient_checkpointing")))
     rows, models = [], []
     for number, (world, more) in enumerate(layouts):
@@ -80,7 +80,7 @@ def test_stored_features_train_bit_for_bit_alike(folder: Path, tmp_path: Path, n
     argv += ["--global_batch_size", 2, "--learning_rate", 1e-3, "--freeze", "vision", "--warmup_steps", 0]
     argv += ["--per_device_train_batch_size", MICRO_BATCH.get(name, 2), "--save_strategy", "no", "--disable_tqdm", True]
     if name in QWENS:
-        with pytest.raises(RankError, match="cannot be stored: its pictures have different numbers of patches"):
+        with pytest.raises(RankError, match="cannot be stored: its images have different numbers of patches"):
             ranks(world).run(train_with_features, [*map(str, argv)], tmp_path)
         return
     ranks(world).run(train_with_features, [*map(str, argv)], tmp_path)

@@ -123,9 +123,9 @@ def test_features_that_do_not_fit_are_one_sentence(training_files: Path, tmp_pat
     def argv(*more: object) -> list[str]:
         return arguments(training_files, tmp_path / f"out-{next(number)}", "--features", features, *more)
 
-    with pytest.raises(ConfigError, match=r"64 of its tensors train, such as .*; freeze it \(--freeze vision\)"):
+    with pytest.raises(ConfigError, match=r"64 of its tensors are trained, such as .*; freeze it \(--freeze vision\)"):
         fine_tune(argv())
-    with pytest.raises(ConfigError, match=r"tensors train, such as .*lora_A.*; freeze it \(--freeze vision\)"):
+    with pytest.raises(ConfigError, match=r"tensors are trained, such as .*lora_A.*; freeze it \(--freeze vision\)"):
         fine_tune(argv("--use_peft"))
     model = tmp_path / "model"
     shutil.copytree(training_files / "model", model)

@@ -226,5 +226,5 @@ def test_plain_trainer_on_several_ranks_is_refused_because_samples_differ(tmp_pa
 @pytest.mark.slow
 def test_a_launch_config_for_another_number_of_processes_is_refused(tmp_path: Path) -> None:
     errors = ranks(2, launch_environment(FSDP2_WITH_CP)).errors(train, tmp_path, "seqpar")
-    message = "dp_shard_size=2, cp_size=2, tp_size=1, sp_size=1; the first three must multiply to the 2"
+    message = "dp_shard_size=2, cp_size=2, tp_size=1, sp_size=1; the product of the first three must be 2"
     assert all(isinstance(e, ConfigError) and message in str(e) for e in errors), errors

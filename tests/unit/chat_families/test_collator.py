@@ -106,7 +106,7 @@ def test_completions_are_the_targets(processor: Any, folder: Path) -> None:
         ({"messages": [{"role": "tool", "content": "x"}]}, "example 0 has the role 'tool'"),
         ({"messages": [asks({"type": "audio"})]}, "example 0 holds .*audio"),
         ({"messages": [says("x")], "tools": ["t"]}, "example 0 has tools"),
-        ({"messages": [asks({"type": "image", "image": np.zeros((3, 4, 4))}), says("x")]}, "a picture is .*float64"),
+        ({"messages": [asks({"type": "image", "image": np.zeros((3, 4, 4))}), says("x")]}, "an image is .*float64"),
         ({"messages": [asks(text("a long question")), says("x")]}, "tokens, more than max_length = 5"),
     ],
 )

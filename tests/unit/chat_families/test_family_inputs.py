@@ -1,4 +1,4 @@
-"""Layer: one process, real files. A chat's text, masks and pictures equal those of the family's own processor."""
+"""Layer: one process, real files. A chat's text, masks and images equal those of the family's own processor."""
 
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,7 @@ def test_unusable_chats_and_tokenizers_are_refused(folder: Path, name: str) -> N
     unknown = processor.tokenizer.unk_token_id
     processor.image_token_id, processor.tokenizer.convert_tokens_to_ids = unknown, lambda token: unknown
     processor.video_token_id = unknown
-    message = r"sample 0 has 3 pictures, but 0 tokens <\|?image"
+    message = r"sample 0 has 3 images, but 0 tokens <\|?image"
     if name in QWENS:
         message = r"the videos have 18 tokens, but the text has 0 of <\|video_pad"
     with pytest.raises(DataError, match=f"right.jsonl:1: {message}"):

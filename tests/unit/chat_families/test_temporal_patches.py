@@ -23,7 +23,7 @@ def frames(count: int, height: int = 16, width: int = 24) -> list[Tensor]:
 
 
 class Recorded(PictureSource):
-    """Pictures that record which of them are read."""
+    """Images that record which of them are read."""
 
     def __init__(self, pictures: list[Tensor]) -> None:
         super().__init__(pictures)

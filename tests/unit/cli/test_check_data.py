@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
     content = (tmp_path / "a.mp4").read_bytes()
     (tmp_path / "cut.mp4").write_bytes(content[: len(content) // 2])
     Image.new("RGB", (28, 28)).save(tmp_path / "1.png")
-    (tmp_path / "bad.png").write_bytes(b"no picture")
+    (tmp_path / "bad.png").write_bytes(b"no image")
     return tmp_path
 
 
@@ -55,8 +55,8 @@ def test_every_fault_has_its_line(folder: Path, capsys: pytest.CaptureFixture[st
             (1, "long: a.mp4 has 0:00:02, 8 frames are used"),
             (2, f"broken: {folder / 'cut.mp4'}: "),
             (3, f"broken: {folder / 'none.mp4'}: no such file"),
-            (5, f"broken: {folder / 'bad.png'}: not a readable picture"),
-            (6, "broken: has the keys 'hello', which is no known form"),
+            (5, f"broken: {folder / 'bad.png'}: not a readable image"),
+            (6, "broken: has the keys 'hello', which is not a known format"),
             (7, "broken: message 0 (user): fps is '2'"),
             (8, "long: a.mp4 has 0:00:02, 8 frames are used"),
             (9, "broken: not JSON"),
@@ -65,7 +65,7 @@ def test_every_fault_has_its_line(folder: Path, capsys: pytest.CaptureFixture[st
             assert line.startswith(f"{path}:{number}: {text}")
         assert lines.pop().startswith("decoding: ")
         assert lines[len(expected) :] == [
-            f"{path}: 9 samples, 6 broken, 2 long videos; the good samples have 2 videos and 1 pictures with 17 frames",
+            f"{path}: 9 samples, 6 broken, 2 long videos; the good samples have 2 videos and 1 images with 17 frames",
             f"most frames: {path}:1 (8), {path}:8 (8), {path}:4 (1)",
         ]
 
@@ -80,7 +80,9 @@ def test_model_adds_tokens_and_limits(folder: Path, inference_files: Path, capsy
     assert status == 0 and lines[1].startswith(f"text tokens: {tokens}, of which {targets} are targets")
     assert lines[1].endswith("; visual tokens: 56, 4 for each frame")
     status, lines = check(capsys, path, "--model", model, "--max-length", batches[0].tokens)
-    assert status == 1 and lines[0].startswith(f"{path}:2: broken: {batches[1].tokens} tokens (12 of them stand for")
+    assert status == 1 and lines[0].startswith(
+        f"{path}:2: broken: {batches[1].tokens} tokens (12 of them are placeholders of"
+    )
     assert check(capsys, path, "--num-frames", 3, "--model", model)[1][0].endswith("with 6 frames")
 
 
@@ -95,7 +97,7 @@ def test_several_data_sets_and_one_video_of_many_questions(
     status, lines = check(capsys, folder / "a.jsonl", folder / "b.jsonl")
     assert status == 0 and opened == ["a.mp4"] * 2
     assert [line.partition(": ")[2] for line in lines if "samples" in line] == [
-        "5 samples, 0 broken, 0 long videos; the good samples have 5 videos and 0 pictures with 10 frames"
+        "5 samples, 0 broken, 0 long videos; the good samples have 5 videos and 0 images with 10 frames"
     ] * 2
 
 

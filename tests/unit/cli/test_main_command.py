@@ -155,7 +155,10 @@ def test_convert_refuses_other_families_before_their_weights(
         (tmp_path / kind / "config.json").write_text(json.dumps({"model_type": kind}))
     new = str(tmp_path / "new")
     for argv, message in (
-        (["--model", "llava"], "LlavaForConditionalGeneration (model_type 'llava') is of no supported family; "),
+        (
+            ["--model", "llava"],
+            "LlavaForConditionalGeneration (model_type 'llava') does not belong to a supported family; ",
+        ),
         (["--language_model", "clip", "--vision_model", "clip"], "model_type 'clip'; OpenFlamingo supports gpt_neox"),
     ):
         argv[1] = str(tmp_path / argv[1])
@@ -220,7 +223,7 @@ def test_rank_that_ends_first_ends_the_program_only_if_it_failed(
         ranks._watch(3, process)
     assert statuses == [1]
     assert capsys.readouterr().err.startswith(
-        "\nstopped: rank 3 ended by signal 9 (SIGKILL); a process that needs more"
+        "\nstopped: rank 3 ended by signal 9 (SIGKILL); it may have run out of memory"
     )
     for count, message in ((0, ": 0 is not allowed"), (9999, r" 9999: this machine has \d+ processors and \d+ GPUs")):
         with pytest.raises(ConfigError, match=f"--num_processes{message}"), own_ranks.own_ranks(count, "a:b", []):

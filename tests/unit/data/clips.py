@@ -38,7 +38,7 @@ def write_clip(
 
 
 def decode_all(path: Path) -> list[tuple[int, Tensor]]:
-    """Return (presentation time, picture) of every frame, decoded in order without seeking."""
+    """Return (presentation time, image) of every frame, decoded in order without seeking."""
     with av.open(str(path)) as file:
         return [
             (frame.pts, torch.from_numpy(frame.to_ndarray(format="rgb24")).permute(2, 0, 1))
@@ -47,5 +47,5 @@ def decode_all(path: Path) -> list[tuple[int, Tensor]]:
 
 
 def shown_at(decoded: list[tuple[int, Tensor]], tick: int) -> Tensor:
-    """Return the picture at a tick: the last frame that starts at or before it."""
+    """Return the image at a tick: the last frame that starts at or before it."""
     return next((image for pts, image in reversed(decoded) if pts <= tick), decoded[0][1])

@@ -34,7 +34,7 @@ ROWS = [
     chat({"type": "video", "path": "clips/a.mp4"}, text("Which colour is the marker?")),  # 60 frames in 2.4 s: 3
     chat({"type": "video", "path": "clips/a.mp4", "num_frames": 7}, text("What?"), answer="green"),
     chat({"type": "video", "images": ["0.png", "1.png", "2.png"]}, {"type": "image", "path": "3.png"}, text("What?")),
-    chat(text("No picture."), answer="white"),
+    chat(text("No image."), answer="white"),
     {
         "messages": [
             {"role": "system", "content": "Answer."},
@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def processor() -> MPlugOwl3Processor:
     """A processor that does not cut still images: each is one frame."""
-    tokenizer = make_tokenizer(["What?", "No picture. And now?"])
+    tokenizer = make_tokenizer(["What?", "No image. And now?"])
     return MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=32), tokenizer, cut_enable=False)
 
 
@@ -162,7 +162,7 @@ def test_still_images_are_cut_into_tiles_but_video_frames_are_not(folder: Path, 
 def test_problems_of_a_batch_name_the_line(folder: Path, processor: Any) -> None:
     data = ChatDataset(folder / "train.jsonl", processor, max_length=30)
     data.batch([0])
-    message = r"train.jsonl:5: \d+ tokens \(5 of them stand for frames\), more than max_length"
+    message = r"train.jsonl:5: \d+ tokens \(5 of them are placeholders of frames\), more than max_length"
     with pytest.raises(DataError, match=message):
         data.batch([0, 4])
     (folder / "clips/bad.mp4").write_bytes(b"nothing")
@@ -208,13 +208,13 @@ VIDEO = {"type": "video", "path": "clips/a.mp4"}
         ({"messages": [{"role": "user", "content": "x"}]}, "no message of the assistant"),
         (
             chat(VIDEO, answer=" \n"),
-            r"message 1 \(assistant\) is empty, so that training would",
+            r"message 1 \(assistant\) is empty, which would only train",
         ),
         ({"messages": [{"role": "user", "content": 5}]}, "its content is 5; a text or a list of parts"),
         (chat({"type": "sound"}), "is not a part"),
         (chat({"type": "text"}), "a text part without text"),
         (chat({"type": "video"}), 'type video needs "path", a file, or "images"'),
-        (chat({"type": "video", "images": ["0.png"], "fps": 1}), "fps of a list of pictures, which have no time"),
+        (chat({"type": "video", "images": ["0.png"], "fps": 1}), "fps of a list of images, which have no time"),
         (chat({"type": "image", "path": "0.png", "num_frames": 2}), "num_frames of an image; only a video takes it"),
         (chat({"type": "image"}), 'type image needs "path", a file$'),
         (chat({"type": "video", "images": ["0.png", "9.png"]}), "9.png: no such file"),
@@ -226,7 +226,7 @@ VIDEO = {"type": "video", "path": "clips/a.mp4"}
         (chat(VIDEO | {"start": "soon"}), "start is 'soon'; expected a number of seconds, 0 or more"),
         (chat(VIDEO | {"end": -1}), "end is -1; expected a number of seconds, 0 or more"),
         (chat(VIDEO | {"start": 2, "end": 2}), "the clip from 2 to 2 seconds is empty; end must be after start"),
-        (chat({"type": "video", "images": ["0.png"], "end": 1}), "end of a list of pictures, which has no time"),
+        (chat({"type": "video", "images": ["0.png"], "end": 1}), "end of a list of images, which has no time"),
         (chat(text("<|image|> what?")), r"its text holds <\|image\|>; show media by parts"),
         ({"messages": [{"role": "assistant", "content": [VIDEO]}]}, "only a user message shows media"),
     ],
@@ -241,7 +241,7 @@ def test_malformed_line_is_refused(folder: Path, processor: Any, row: Any, messa
 
 def test_empty_and_missing_files_are_refused(folder: Path, processor: Any) -> None:
     (folder / "empty.jsonl").write_text("\n")
-    for name, message in (("empty.jsonl", "holds no conversation"), ("nothing.jsonl", "cannot be read")):
+    for name, message in (("empty.jsonl", "contains no conversation"), ("nothing.jsonl", "cannot be read")):
         with pytest.raises(DataError, match=f"{name}: {message}"):
             ChatDataset(folder / name, processor)
 

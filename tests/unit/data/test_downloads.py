@@ -79,7 +79,7 @@ def test_video_of_a_url_is_downloaded_once(tmp_path: Path, url: str, requests: l
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("/none.mp4", r"/none.mp4: the server answers 404 \(Not Found\); check the URL"),
+        ("/none.mp4", r"/none.mp4: the server answered 404 \(Not Found\); check the URL"),
         ("/page", "/page: it is a web page, not a media file; give the URL of the file itself"),
         ("/short.mp4", r"/short.mp4: .*(the download ended after \d+ of \d+ bytes|cannot be downloaded)"),
     ],

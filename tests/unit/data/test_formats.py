@@ -56,11 +56,11 @@ MV_BENCH = {"video": "a.webm", "question": "Which one?", "candidates": ["a cup",
 PROMPT = "\nReply with the letter of the correct option."
 
 CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
-    "LLaVA picture": (
+    "LLaVA image": (
         llava("<image>\nWhat?", "A cat.", "And?", "A dog.", image="coco/1.jpg"),
         [user(image("coco/1.jpg"), "What?"), says("A cat."), {"role": "user", "content": "And?"}, says("A dog.")],
     ),
-    "LLaVA pictures within text": (
+    "LLaVA images within text": (
         llava("Is <image> like <image>?", "No.", image=["1.jpg", "2.jpg"]),
         [user("Is ", image("1.jpg"), " like ", image("2.jpg"), "?"), says("No.")],
     ),
@@ -172,10 +172,10 @@ def test_own_chats_are_unchanged() -> None:
     [
         (
             {"prompt": "x", "completion": "y"},
-            "has the keys 'prompt', 'completion', which is no known form; expected mess",
+            "has the keys 'prompt', 'completion', which is not a known format; expected mess",
         ),
-        ({"messages": [], "conversations": []}, "has messages and conversations, so its form is ambiguous"),
-        ({"conversations": "x"}, "conversations is no list"),
+        ({"messages": [], "conversations": []}, "has messages and conversations, so its format is ambiguous"),
+        ({"conversations": "x"}, "conversations is not a list"),
         (llava("x", "y") | {"conversations": [{"from": "bot", "value": "x"}]}, "turn 0 of conversations is from 'bot'"),
         (llava("What?", "It.", image="1.png"), r"has 1 files \(1.png\) and the placeholders none; write one for each"),
         (llava("<image><image>", "It.", image="1.png"), "and the placeholders <image>, <image>"),
@@ -187,7 +187,7 @@ def test_own_chats_are_unchanged() -> None:
             "times of a clip and 2 videos; state",
         ),
         ({"question": "x", "answer": "y", "video": "a.mp4", "end": 3, "end_time": 3}, "has both 'end' and 'end_time'"),
-        ({"text": "no picture"}, "which is no known form"),
+        ({"text": "no image"}, "which is not a known format"),
         ({"question": "x", "image": "1.png"}, "question and answer are 'x' and ''; expected two texts"),
         (VIDEO_MME | {"answer": None}, "the question has no answer; expected one of answer, correct_choice"),
         (VIDEO_MME | {"answer": "E"}, "answer is 'E', which is none of the options"),
@@ -251,9 +251,17 @@ def test_elements_of_a_json_list_have_their_lines(tmp_path: Path) -> None:
         ({"dataset_dict.json": '{"splits": ["train", "test"]}'}, ".", "several splits; give one of them: .*/train, "),
         ({"data/test-0.parquet": "", "data/train-0.parquet": ""}, ".", "several splits or subsets; give one of them: "),
         ({"s-000.tar": "x"}, "s-{000..002}.tar", "2 of 3 files are missing, first .*s-001.tar"),
-        ({"a.jsonl": "{}"}, "*.parquet", "no file has such a name; check the pattern"),
-        ({"a.jsonl": "{}", "b.jsonl": "{}"}, "*.jsonl", "2 json files; only parquet, arrow and tar may be in several"),
-        ({"a.json": '{\n"data": [1]\n}'}, "a.json", "a.json: holds one JSON object; expected a list of records"),
+        ({"a.jsonl": "{}"}, "*.parquet", "no file matches; check the pattern"),
+        (
+            {"a.jsonl": "{}", "b.jsonl": "{}"},
+            "*.jsonl",
+            "2 json files; only parquet, arrow and tar data may consist of several",
+        ),
+        (
+            {"a.json": '{\n"data": [1]\n}'},
+            "a.json",
+            "a.json: contains a single JSON object; expected a list of records",
+        ),
         ({"a.jsonl": "{}"}, "b.jsonl", r"cannot be read \(No such file or directory\); expected JSONL"),
     ],
 )

@@ -136,7 +136,9 @@ def test_a_damaged_store_is_refused(data: Path, store: Path) -> None:
     with pytest.raises(FrameStoreError, match=r"damaged .* does not have the bytes of 24 frames"):
         opened(data, "a.mp4", store)
     path.write_bytes(content[: 7 * 9216] + bytes([content[7 * 9216] ^ 1]) + content[7 * 9216 + 1 :])
-    with pytest.raises(FrameStoreError, match=r"damaged \(frame 7 has another checksum .* delete the file, and run"):
+    with pytest.raises(
+        FrameStoreError, match=r"damaged \(frame 7 does not have the checksum .* delete the file, and run"
+    ):
         list(opened(data, "a.mp4", store).read(4, 9))
     path.unlink()
     with pytest.raises(FrameStoreError, match="No such file"):

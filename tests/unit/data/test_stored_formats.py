@@ -136,7 +136,7 @@ def test_damaged_and_unusable_shards_are_named(tmp_path: Path, processor: Any) -
                 add(archive, name, content)
         return tmp_path / "a.tar"
 
-    with pytest.raises(DataError, match="a.tar:0: its members are bin; expected json, or txt, beside pictures"):
+    with pytest.raises(DataError, match="a.tar:0: its members are bin; expected json, or txt, beside images"):
         ChatDataset(written(("0.bin", b"x")), processor)
     with pytest.raises(DataError, match="a.tar:0: its member json is not JSON"):
         ChatDataset(written(("0.json", b"{")), processor)
@@ -175,7 +175,7 @@ def test_video_of_an_id_is_found_beside_the_table(tmp_path: Path, media: Path, p
     batch = ChatDataset(tmp_path / "test.jsonl", processor, num_frames=2, template="{question}").batch([0])
     assert batch.frames == 2
     (tmp_path / "data/xyz.mkv").unlink()
-    with pytest.raises(DataError, match=r"test.jsonl:1: .*: no file xyz.mp4 \(or of another video format\) in "):
+    with pytest.raises(DataError, match=r"test.jsonl:1: .*: no file xyz.mp4 \(or another video format\) in "):
         ChatDataset(tmp_path / "test.jsonl", processor)
 
 

@@ -324,7 +324,7 @@ def test_unusable_file_is_named(clips: Path) -> None:
         (clips / "junk.mp4", "not a readable video"),
         (clips / "head.mp4", "not a readable video"),
         (clips, "a directory"),
-        (clips / "sound.wav", r"holds no video stream \(found: audio\)"),
+        (clips / "sound.wav", r"contains no video stream \(found: audio\)"),
         (write_clip(clips / "raw.h264"), "[^\n]*no presentation times.*ffmpeg"),
     ):
         with pytest.raises(VideoError, match=f"^{path}: {message}[^\n]*$"):
@@ -345,10 +345,10 @@ def test_file_that_names_another_file_is_refused_under_any_name(clips: Path, tmp
         (tmp_path / name).write_text(content)
         with pytest.raises(VideoError, match=r"name other files or hosts .* are refused|not a readable video"):
             VideoSource.open(tmp_path / name, fps=1)
-        with pytest.raises(VideoError, match="not a readable picture"):
+        with pytest.raises(VideoError, match="not a readable image"):
             list(ImageListSource([tmp_path / name]).read(0, 1))
     (tmp_path / "list.m3u8").write_text(hls(str(other)))
-    with pytest.raises(VideoError, match="not in a container format that is read here"):
+    with pytest.raises(VideoError, match="not in a supported container format"):
         VideoSource.open(tmp_path / "list.m3u8", fps=1)
 
 
@@ -379,8 +379,8 @@ def test_image_list_yields_batches_of_one_size(tmp_path: Path) -> None:
     assert [t.shape for t in source.read(1, 4, size=(5, 7))] == [(3, 3, 5, 7)]
     with pytest.raises(VideoError, match="9.png: no such file"):
         ImageListSource([tmp_path / "9.png"])
-    (tmp_path / "bad.png").write_bytes(b"no picture")
-    with pytest.raises(VideoError, match=r"bad.png: not a readable picture \(cannot identify image file\); replace"):
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    with pytest.raises(VideoError, match=r"bad.png: not a readable image \(cannot identify image file\); replace"):
         list(ImageListSource([tmp_path / "bad.png"]).read(0, 1))
     (tmp_path / "empty.png").touch()
     with pytest.raises(VideoError, match=r"empty.png: the file is empty \(0 bytes\)"):

@@ -69,7 +69,7 @@ def test_groups_of_ranks_answer_as_one_process_and_go_on_where_they_stopped(
     assert [line.get("id") for line in lines] == ["first", None, 3, None, None, None, None]
     assert [line["index"] for line in lines if "error" in line] == [2, 5]
     assert "bad.mp4" in lines[2]["error"] and lines[2]["place"] == f"{questions}:3"
-    assert "no known form" in lines[5]["error"]
+    assert "not a known format" in lines[5]["error"]
     assert (lines[1]["reference"], lines[4]["reference"], lines[6]["frames"]) == ("So.", "B", 0)
 
     # A crash after two answers of each group, in the middle of a line.
@@ -206,7 +206,7 @@ def test_answers_without_a_video_are_counted_and_no_answer_at_all_is_an_error(
     source = ["--model", inference_files / "gated", "--questions", questions, "--output", questions.with_name("out")]
     questions.write_text(json.dumps({"question": "Say hello.", "vid": "a.mp4"}) + "\n")
     assert run(1, *source) == [None]
-    assert "1 of 1 questions are answered; without a video or picture, which" in capsys.readouterr().err
+    assert "1 of 1 questions are answered; without a video or image, because" in capsys.readouterr().err
     questions.write_text(json.dumps({"question": "Why?", "video": "nothere.mp4"}) + "\n")
     errors = run(2, *source[:-1], questions.with_name("other"))
     assert [type(error) for error in errors] == [DataError, AgreementError]

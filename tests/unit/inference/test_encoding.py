@@ -27,7 +27,7 @@ def tiny_processor() -> MPlugOwl3Processor:
 
 @dataclass
 class RandomPictures:
-    """A source of random pictures; picture `bad` cannot be read, and from `resize_at` on the size differs."""
+    """A source of random images; image `bad` cannot be read, and from `resize_at` on the size differs."""
 
     count: int
     bad: int | None = None

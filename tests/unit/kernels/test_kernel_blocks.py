@@ -109,7 +109,7 @@ def test_mask_shared_by_the_batch_over_several_chunks(name, device):
 @pytest.mark.parametrize("masked", [False, True])
 def test_backward_takes_the_merged_output(name, device, masked):
     b = block(masked=masked, device=device)
-    if masked:  # rows that see nothing of the first 35 keys and everything of the others
+    if masked:  # rows that attend to nothing of the first 35 keys and everything of the others
         b.mask[:, 1:8, :35] = False
         b.mask[:, 1:8, 35:] = True
     for cut in (1, 35, 69):

@@ -100,7 +100,7 @@ def test_rows_are_merged_while_a_quarter_more_is_computed_than_is_visible() -> N
         ([4, 0], [9, 9], [(0, 1, 8, 18, "full"), (1, 2, 0, 18, "full")]),
         ([0, 0, 1, 1], [5, 5, 6, 6], [(0, 4, 2, 10, "full"), (0, 4, 0, 2, "masked"), (0, 4, 10, 12, "masked")]),
         ([0, 0, 2, 2], [5, 5, 7, 7], [(0, 2, 0, 10, "full"), (2, 4, 4, 14, "full")]),
-        ([1, 9, 1, 1, 1], [9, 9, 9, 9, 9], [(0, 5, 2, 18, "masked")]),  # a row between that sees nothing
+        ([1, 9, 1, 1, 1], [9, 9, 9, 9, 9], [(0, 5, 2, 18, "masked")]),  # a row between that attends to nothing
     ]:
         bounds = torch.tensor([low]), torch.tensor([high])
         found = interval_rectangles(*bounds, 9, 2)
@@ -205,8 +205,8 @@ def test_frame_mask_is_cut_to_the_frames_of_a_rank(form: str) -> None:
         (ROWS[0], ROWS[0], 2, 5, r"integers of shape \(batch, query rows\)"),
         (ROWS.float(), ROWS.float(), 2, 5, "torch.float32"),
         (0, ROWS, 2, 5, "first is int, stop is Tensor"),
-        (ROWS, ROWS + 6, 2, 5, "a row sees frames 0 to 5, but there are 5 frames"),
-        (ROWS - 1, ROWS + 1, 2, 5, "a row sees frames -1 to 0"),
+        (ROWS, ROWS + 6, 2, 5, "a row attends to frames 0 to 5, but there are 5 frames"),
+        (ROWS - 1, ROWS + 1, 2, 5, "a row attends to frames -1 to 0"),
         (ROWS, ROWS, 0, 5, "tokens_per_frame=0"),
         (ROWS, ROWS, 2, -1, "frames=-1"),
         (ROWS, ROWS, True, 5, "tokens_per_frame=True"),

@@ -168,7 +168,7 @@ def _write_language_model(folder: Path, kind: str, rows: int, generator: torch.G
 
 
 def _write_clip(folder: Path, generator: torch.Generator) -> None:
-    """Write a whole CLIPModel: the text model too, with integers as sizes of pictures."""
+    """Write a whole CLIPModel: the text model too, with integers as sizes of images."""
     folder.mkdir()
     common = {"hidden_act": "quick_gelu", "layer_norm_eps": 1e-05, "num_attention_heads": 2, "num_hidden_layers": 2}
     vision = common | {"hidden_size": VISION, "intermediate_size": 40, "image_size": 16, "patch_size": 8}

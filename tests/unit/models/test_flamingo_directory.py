@@ -174,8 +174,8 @@ BAD: dict[str, list[tuple[str, Callable[[Path], Any], str]]] = {
         ),
         (CHECKPOINT, put_code, "checkpoint=.*checkpoint.pt: "),
         (CONFIG, edit_json("alibi", False), "only an MPT with alibi=True"),
-        (CONFIG, edit_json("n_heads", 6), "n_heads is 6; .* powers of two only"),
-        (PICTURES, edit_json("crop_size", 24), "crops pictures to 24 x 24, but the vision tower takes 16 x 16"),
+        (CONFIG, edit_json("n_heads", 6), "n_heads is 6; .* only for powers of two"),
+        (PICTURES, edit_json("crop_size", 24), "crops images to 24 x 24, but the vision tower takes 16 x 16"),
     ],
     "gpt_neox": [
         (CHECKPOINT, drop("embed_out.weight"), r"it lacks 1 tensor \(lang_encoder.embed_out.weight\)"),
@@ -257,9 +257,9 @@ def test_processor_takes_pictures_as_other_processors_do(published: Any) -> None
     )
     assert processor(text=["hi", "ho"], images=[])["vision_x"].abs().sum() == 0
     for images, message in (
-        ([a, b], r"the texts have \[2, 1\] <image>, and one list of 2 pictures was passed; pass one for each"),
-        ([[a, b], c], "images has both pictures and lists of pictures"),
-        ([[a], [b, c]], r"the texts have \[2, 1\] <image>, and \[1, 2\] pictures were passed"),
+        ([a, b], r"the texts have \[2, 1\] <image>, and one list of 2 images was passed; pass one for each"),
+        ([[a, b], c], "images has both images and lists of images"),
+        ([[a], [b, c]], r"the texts have \[2, 1\] <image>, and \[1, 2\] images were passed"),
     ):
         with pytest.raises(DataError, match=message):
             processor(text=two, images=images)

@@ -112,10 +112,10 @@ OFFSET = published_offset("per_head", IDS)
         ({"media_offset": [[1, 3], [5]]}, ShapeError, "stay below 5"),
         ({"media_offset": torch.zeros(2, 4, 2)}, ShapeError, r"expected \(2, 5, 2\)"),
         ({"media_offset": OFFSET + 1}, ShapeError, "3 frames were passed"),
-        ({"media_offset": OFFSET - 1}, ShapeError, "media_offset reaches from frame -1"),
-        ({"media_offset": OFFSET + 1, "total_frames": 4}, ShapeError, "no token sees frame 0"),
-        ({"media_offset": OFFSET, "total_frames": 4}, ShapeError, "no token sees frame 3"),
-        ({"gate": None, "media_offset": OFFSET[:1].expand(2, -1, -1)}, ShapeError, "no token sees frame 2"),
+        ({"media_offset": OFFSET - 1}, ShapeError, "media_offset refers to frames -1"),
+        ({"media_offset": OFFSET + 1, "total_frames": 4}, ShapeError, "no token attends to frame 0"),
+        ({"media_offset": OFFSET, "total_frames": 4}, ShapeError, "no token attends to frame 3"),
+        ({"gate": None, "media_offset": OFFSET[:1].expand(2, -1, -1)}, ShapeError, "no token attends to frame 2"),
         # one sample's offsets for both: the sample of each placeholder is ambiguous
         (
             {"gate": None, "media_offset": OFFSET[:1].expand(2, -1, -1), "total_frames": 2},

@@ -1,4 +1,4 @@
-"""Layer: one process. The processor of mPLUG-Owl3: preprocessing of pictures, conversations and their placeholders."""
+"""Layer: one process. The processor of mPLUG-Owl3: preprocessing of images, conversations and their placeholders."""
 
 from pathlib import Path
 from typing import Any

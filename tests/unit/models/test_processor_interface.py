@@ -283,7 +283,7 @@ class TestImageOptions:
         )
         grey = Image.fromarray(picture()).convert("L")
         assert self.images(grey)["pixel_values"].shape == (1, 3, 28, 28)
-        with pytest.raises(ShapeError, match=r"frame 0 is \(40, 50\); expected a picture"):
+        with pytest.raises(ShapeError, match=r"frame 0 is \(40, 50\); expected an image"):
             self.images(grey, do_convert_rgb=False)
 
     @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_features_that_do_not_fit_the_mask_are_refused() -> None:
     [
         ("no_such_module:Adapter", "", r"cannot be loaded \(ModuleNotFoundError: .*uninstall the package"),
         ("broken_adapter:make", "def make(): raise RuntimeError('half done')", r"\(RuntimeError: half done\)"),
-        ("broken_adapter:Half", "class Half:\n    name = 'half'", r"no adapter: Half lacks matches, check, install"),
+        ("broken_adapter:Half", "class Half:\n    name = 'half'", r"an adapter: Half lacks matches, check, install"),
     ],
 )
 def test_broken_entry_point_is_named(

@@ -65,7 +65,7 @@ def test_plan_says_why_its_choice_is_the_best(capsys: pytest.CaptureFixture[str]
 def test_plan_of_less_text_than_placeholders_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(text="4095") == 2
     error = capsys.readouterr()
-    assert "--text 4095: 4096 frames need as many placeholders in the text; give at least 4096" in error.err
+    assert "--text 4095: 4096 frames need the same number of placeholders in the text; give at least 4096" in error.err
     assert not error.out
     assert plan(text="4096") == 0
 

@@ -158,7 +158,7 @@ def test_out_of_memory_is_an_impossible_job_on_one_rank_only(
         worker = Worker(engine, JobChannel(engine.comm))
         with monkeypatch.context() as patch:
             patch.setattr(Engine, "answer", fail)
-            with pytest.raises(Impossible, match="take fewer frames, or start more ranks") as error:
+            with pytest.raises(Impossible, match="use fewer frames, or start more ranks") as error:
                 worker.run(job(video))
         assert worker.run(job(video)).tokens
         return str(error.value)
@@ -187,7 +187,7 @@ def test_failure_of_one_rank_makes_all_ranks_forget(
 
     monkeypatch.setattr(Conversation, "encode", fail_on_rank_1)
     (text, cached), (_, cached_1) = on_ranks(2, inference_files / "gated", body, keep=2)
-    assert text == "out of memory: take fewer frames, or start more ranks" or "rank 1: KeyError: 'name'" in text
+    assert text == "out of memory: use fewer frames, or start more ranks" or "rank 1: KeyError: 'name'" in text
     assert cached == cached_1 and [count > 0 for count in cached] == [False, False, True, False, False, True]
 
 

@@ -75,38 +75,28 @@ def test_command_line_wins_over_the_configuration_file(tmp_path: Path) -> None:
         (["--learning_rate", "x"], "--learning_rate.*invalid float value: 'x'"),
         (["--tile", "4"], "two numbers such as 2x2"),
         (["--learning_rate", "inf"], "--learning_rate: inf is not allowed"),
-        (
-            ["--lr_scheduler_type", "sine"],
-            "--lr_scheduler_type.*invalid choice: 'sine'",
-        ),
+        (["--lr_scheduler_type", "sine"], "--lr_scheduler_type.*invalid choice: 'sine'"),
         (["--freeze", "vision", "--freeze", "language"], "--freeze is given twice; give all values after one --freeze"),
         (["--max-steps", "3", "--max_steps", "4"], "--max_steps is given twice; give it once"),
         (["--max_stepz", "3"], r"unrecognized arguments: --max_stepz 3 \(did you mean --max_steps\?\)"),
         (["--optim", "adan"], "--optim.*invalid choice: 'adan'"),
         (["--save_strategy", "never"], "--save_strategy.*invalid choice: 'never'"),
-        (["--max_steps", "0"], "--max_steps: 0 is not allowed"),
         (["--gradient_accumulation_steps", "0"], "--gradient_accumulation_steps: 0 is not allowed; give more than 0"),
-        (["--label_smoothing_factor", "0.1"], "--label_smoothing_factor 0.1 is not supported: the loss"),
         (["--save_only_model"], "--save_only_model True is not supported: a checkpoint has what a resumed run needs"),
         (["--eval_strategy", "steps"], "--eval_strategy steps: there is nothing to evaluate on; give --eval_data"),
         (["--eval_on_start"], "--eval_on_start True: there is nothing to evaluate on"),
         (["--metric_for_best_model", "accuracy"], "--metric_for_best_model accuracy: evaluation has eval_loss only"),
         (["--train", "vision"], "vision.* would have no effect: nothing is frozen"),
-        (["--lora_r", "3"], "3 would have no effect: it belongs to adapters; give --use_peft"),
+        (["--lora_r", "3"], "3 would have no effect: it is an option of adapters; give --use_peft"),
         (["--self_attention", "star"], "'star' is not allowed; give one of ring"),
         (["--recompute_attention"], "--recompute_attention would have no effect: give --gradient_checkpointing too"),
         (["--fp16"], "--fp16 True is not supported: float16 is not verified"),
-        (
-            ["--label_smoothing_factor", "0.1"],
-            "0.1 is not supported: the loss is the model's own",
-        ),
+        (["--label_smoothing_factor", "0.1"], "--label_smoothing_factor 0.1 .*: the loss is the model's own"),
         (["--torch_compile"], "--torch_compile True is not supported: torch.compile does not compile"),
-        (["--metric_for_best_model", "accuracy"], "--metric_for_best_model accuracy: evaluation has eval_loss only"),
         (["--dataloader_num_workers", "2"], "--dataloader_num_workers 2 is not supported: each rank reads ahead"),
         (["--report_to", "wandbb"], "--report_to wandbb: unknown; give some of .*wandb"),
         (["--report_to", "clearml"], "--report_to clearml: its package is not installed: pip install clearml"),
         (["--learning_rate", "1", "--learning-rate", "2"], "--learning_rate is given twice; give it once"),
-        (["--freeze", "vision", "--freeze", "language"], "--freeze is given twice; give all values after one --freeze"),
         (["--lerning_rate", "1"], r"unrecognized arguments: --lerning_rate 1 \(did you mean --learning_rate\?\)"),
         (["--num_processes", "2"], "--num_processes 2: give it on the command line, to mllm-seqpar"),
         (["--max_steps", "0"], "--max_steps: 0 is not allowed; give more than 0, or -1 for --num_train_epochs"),
@@ -184,7 +174,7 @@ def test_checkpointing_of_activations_needs_no_deprecated_name(recwarn: pytest.W
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests what happens without a GPU")
 def test_four_bits_without_a_gpu_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--load_in_4bit needs a GPU, and torch sees none"):
+    with pytest.raises(ConfigError, match="--load_in_4bit needs a GPU, and torch finds none"):
         options("--use_peft", "--load_in_4bit")
 
 
@@ -285,7 +275,7 @@ def test_directory_that_some_ranks_do_not_share_is_refused_on_all(tmp_path: Path
             require_shared_directory(comm, folders[comm.rank])
         return str(error.value)
 
-    assert all("ranks 1 do not see the files of rank 0" in text for text in run_loopback(3, check))
+    assert all("ranks 1 do not find the files of rank 0" in text for text in run_loopback(3, check))
     assert not [*(tmp_path / "shared").iterdir()]
     run_loopback(2, lambda comm: require_shared_directory(comm, tmp_path / "new"))
     (tmp_path / "file").touch()

@@ -88,7 +88,7 @@ def test_a_launch_configuration_for_gpus_is_refused_without_gpus(monkeypatch: py
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(finetune, "make_options", lambda values: made.append(values))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    with pytest.raises(ConfigError, match="the launch configuration is for GPUs .*torch sees 0 .*pass --use_cpu"):
+    with pytest.raises(ConfigError, match="the launch configuration is for GPUs .*torch finds 0 .*pass --use_cpu"):
         finetune._options({"use_cpu": False}, cpu=True)
     finetune._options({"use_cpu": True}, cpu=True)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")

@@ -58,32 +58,32 @@ def test_frames_of_a_batch_stay_in_host_memory(tmp_path: Path) -> None:
     assert held_loss == loss
 
 
-def test_processes_that_would_train_alone_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Without use_cpu=True and without a GPU, TrainingArguments makes each process a world of one.
-    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"started 2 processes, but TrainingArguments set up 1 .*pass use_cpu=True"):
-        SeqParTrainer(model=tiny_model("per_head"), args=args, sequence_parallel_size=2)
+ALONE = r"started 2 processes, but TrainingArguments set up 1 .*pass use_cpu=True"
+FSDP = {"ACCELERATE_USE_FSDP": "true"}
 
 
-def test_fsdp1_is_refused_on_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv("FSDP_VERSION", "1")
-    with pytest.raises(ConfigError, match="SeqParTrainer: the launch configuration has fsdp_version: 1 "):
-        trainer(tmp_path)
-
-
-def test_deepspeed_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(ConfigError, match=r"DeepSpeed \(ZeRO\) is not supported.* Use FSDP2"):
-        SeqParTrainer(model=tiny_model("per_head"))
-
-
-def test_fsdp1_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.delenv("FSDP_VERSION", raising=False)  # accelerate's default is 1
-    with pytest.raises(ConfigError, match=r"FSDP1.*fsdp_version: 2"):
-        SeqParTrainer(model=tiny_model("per_head"))
+@pytest.mark.parametrize(
+    ("environment", "on_cpu", "message"),
+    [
+        # Without use_cpu=True and without a GPU, TrainingArguments makes each process a world of one.
+        ({"WORLD_SIZE": "2"}, True, ALONE),
+        (FSDP | {"FSDP_VERSION": "1"}, True, "SeqParTrainer: the launch configuration has fsdp_version: 1 "),
+        (FSDP, False, r"FSDP1.*fsdp_version: 2"),  # accelerate's default is 1
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, False, r"DeepSpeed \(ZeRO\) is not supported.* Use FSDP2"),
+    ],
+)
+def test_launches_that_cannot_work_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], on_cpu: bool, message: str
+) -> None:
+    alone = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[]) if message is ALONE else None
+    monkeypatch.delenv("FSDP_VERSION", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        if on_cpu and alone is None:
+            trainer(tmp_path)
+        else:
+            SeqParTrainer(model=tiny_model("per_head"), args=alone)
 
 
 def test_a_mixin_named_after_its_trainer_is_refused() -> None:
