@@ -24,7 +24,7 @@ from mllm_seqpar.schedules.mesh import mesh_ranks
 from mllm_seqpar.schedules.mesh_shapes import least_bytes_mesh_shape, resolve_tile
 
 KEPT_MASK = 1 << 14
-"""Entries up to which an expanded mask is kept for all layers of a pass."""
+"""Cache expanded masks of up to this many entries for all layers of a pass."""
 
 Placement = Literal["sharded", "replicated"]
 """Whether each rank has its shard of the keys, or all of them."""
@@ -131,7 +131,7 @@ class CallSpec:
         return tuple(steps)
 
     def _with_rows(self, transfer: Transfer, rank: int, rows: int, device: torch.device) -> Transfer:
-        """Both ends of a transfer know all masks, so both select the same rows."""
+        """Both ends of a transfer have all masks, so both select the same rows."""
         if transfer.axis == "kv":
             return replace(transfer, recv_length=self.key_lengths[transfer.recv_shard])
         if not self.direct:

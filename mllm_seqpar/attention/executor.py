@@ -351,7 +351,7 @@ def _post(
                 tensor = tensor[:, :, rows].contiguous()
             elif rows is not None:
                 tensor = tensor.index_select(2, rows)
-            kind = axis, is_input, tensor.dim()  # tensors of one kind and dtype take turns in a buffer
+            kind = axis, is_input, tensor.dim()  # tensors of one kind and dtype reuse one buffer
             buffer = buffers[name] = lease.take(kind, tensor, transfer.recv_length)
             if tensor.numel():
                 sends.append(Send(transfer.dst, tensor, name))

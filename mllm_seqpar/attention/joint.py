@@ -250,7 +250,7 @@ def attend_replicated(
 
 
 SCATTER_ROWS = 64
-"""From this number of rows on, each rank merges a part of them."""
+"""With at least this many rows, the merge itself is sharded."""
 
 
 def merge_over_ranks(o: Tensor, lse: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
@@ -275,7 +275,7 @@ def _gather(x: Tensor, comm: Communicator) -> list[Tensor]:
     """Return x (few rows) of all ranks, by rank.
 
     The all-gather of gloo is a ring of n - 1 messages, one after the other. Messages to all ranks at once take the
-    latency of one, and as many bytes. NCCL gathers few bytes in one kernel.
+    latency of one, and send the same number of bytes. NCCL gathers few bytes in one kernel.
     """
     if x.device.type != "cpu":
         return comm.all_gather(x, "o")

@@ -61,7 +61,7 @@ class Keys(ABC):
 
     @abstractmethod
     def inputs(self) -> Sequence[Tensor]:
-        """Return the tensors that k and v are computed from and that may require gradients; always as many."""
+        """Return the tensors that k and v are computed from and that may require gradients; always the same number."""
 
     def saved(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the part of `inputs` that backward needs saved; `restored` finds the rest elsewhere."""

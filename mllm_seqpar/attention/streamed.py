@@ -1,4 +1,5 @@
-"""Distributed attention to frames that arrive one chunk at a time: the loop over chunks is outside, all queries inside.
+"""Distributed attention to frames that arrive one chunk at a time: the outer loop is over chunks, each of which is
+computed with all queries.
 
     forward    q of every rank --exchange--> Q, the rows that attend to any frame of this rank
                for each chunk: (o, lse) = merge((o, lse), attend(Q, k, v))

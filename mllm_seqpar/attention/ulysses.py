@@ -184,7 +184,7 @@ class HeadLayout:
         return [HeadTensor(label, heads, self._key_lengths, self._key_order) for label in labels]
 
     def shard_kv(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return head-sharded k and v, in which each KV head serves equally many query heads."""
+        """Return head-sharded k and v, in which each KV head serves the same number of query heads."""
         shards = HeadShards(self._heads, k.shape[1], self.inside.size)
         both = shard_heads([k, v], self._keys(("k", "v"), shards), self.inside)
         places = shards.kv_head_index(self.inside.rank)
@@ -330,7 +330,7 @@ def backward_head_sharded(
     k: Tensor,
     v: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what `distributed_backward` does, for such a source."""
+    """Run `distributed_backward` for such a source."""
     q, _, lse, do, delta = FinalRows(*rows).with_delta()
     assert delta is not None
     layout = HeadLayout.of(comm, spec, q, spec.masks.orders(spec.head_groups(comm), q.device))

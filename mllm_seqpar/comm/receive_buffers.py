@@ -78,7 +78,7 @@ class BufferLease:
                     del free[index]
 
     def take(self, kind: Hashable, like: Tensor, length: int) -> Tensor:
-        """Return a contiguous buffer like `like` (B, H, S, ...), with `length` in the place of S.
+        """Return a contiguous buffer like `like` (B, H, S, ...), with `length` instead of S.
 
         Buffers are shared by tensors of equal `kind`, dtype, device and CUDA stream.
         """

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 LOWEST = 1e30
-"""Replaces the log-sum-exp of a row that sees nothing: exp(score - LOWEST) is exactly 0 for every finite score."""
+"""Replaces the log-sum-exp of a row that attends to nothing: exp(score - LOWEST) is exactly 0 for every finite
+score."""
 
 
 @runtime_checkable
@@ -30,7 +31,7 @@ class BlockKernel(Protocol):
     """Block attention, forward and backward. Implementations are stateless.
 
     Inputs may be views (slices along S and T, transposed layouts). S and T may be 0. With `causal`, S == T and row i
-    sees the keys 0..i; it is never combined with `mask`.
+    attends to the keys 0..i; it is never combined with `mask`.
     """
 
     name: str
@@ -46,7 +47,7 @@ class BlockKernel(Protocol):
 
         Returns:
             o (B, H, S, D) in float32 if the kernel accumulates in it, else in q.dtype; lse (B, H, S), contiguous, in
-            float32 (float64 for float64 inputs). A row that sees nothing has o = 0 and lse = -inf.
+            float32 (float64 for float64 inputs). A row that attends to nothing has o = 0 and lse = -inf.
         """
         ...
 
@@ -126,7 +127,7 @@ def is_empty(q: Tensor, k: Tensor) -> bool:
 
 
 def empty_forward(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (o, lse) of rows that see nothing: zeros (B, H, S, D) and -inf (B, H, S)."""
+    """Return (o, lse) of rows that attend to nothing: zeros (B, H, S, D) and -inf (B, H, S)."""
     dtype = accumulator(q.dtype)
     return q.new_zeros(q.shape, dtype=dtype), q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
 
@@ -161,13 +162,14 @@ def merge_(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> None:
     """Merge partial results (o, lse) of the same rows in place: add (o_new, lse_new) to (o, lse).
 
     l = logaddexp(l1, l2), o = exp(l1 - l) o1 + exp(l2 - l) o2. No exponent is positive, so nothing overflows for any
-    logit. The merge is associative and commutative. Where both l1 and l2 are -inf (rows that see nothing), o = 0 and
-    l = -inf; the initial value of (o, lse) is therefore zeros and -inf.
+    logit. The merge is associative and commutative. Where both l1 and l2 are -inf (rows that attend to nothing), o = 0
+    and l = -inf; the initial value of (o, lse) is therefore zeros and -inf.
 
     Shapes: o (..., S, D), lse (..., S). o keeps its dtype, and the arithmetic is at least float32.
     """
     total = torch.logaddexp(lse, lse_new)
-    # -inf - (-inf) would be NaN. For rows that have seen nothing subtract 0, which gives the weight exp(-inf) = 0.
+    # -inf - (-inf) would be NaN. For rows that have attended to nothing subtract 0, which gives the weight exp(-inf) =
+    # 0.
     weight = torch.exp(lse_new - total.masked_fill(total == -torch.inf, 0.0)).unsqueeze(-1)
     # The two weights sum to 1, so this is o + weight (o_new - o), in one pass over o.
     if o.dtype in (torch.float32, torch.float64):

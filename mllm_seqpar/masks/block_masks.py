@@ -1,8 +1,8 @@
 """The masks of all attention blocks of a call: the interface that the executor uses, forms without a rule, causal text.
 
 The causal mask of sharded text includes padding, packed sequences and sliding windows. In every layout a rank holds its
-tokens in ascending order, so a row sees one interval of another rank's keys, cut by padding. Blocks in the future are
-empty, blocks in the past are full, and the rest are causal squares.
+tokens in ascending order, so a row attends to one interval of another rank's keys, cut by padding. Blocks in the future
+are empty, blocks in the past are full, and the rest are causal squares.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class BlockMasks(ABC):
 
     @abstractmethod
     def rectangles(self, q_shard: int, kv_shard: int) -> tuple[Rectangle, ...]:
-        """Return what to compute of attend(Q_i, KV_j); empty if no row sees any key."""
+        """Return what to compute of attend(Q_i, KV_j); empty if no row attends to any key."""
 
     @property
     def prunes(self) -> bool:
-        """True if some rank has rows that see no key of some other rank, so that `visible_rows` omits rows."""
+        """True if some rank has rows that attend to no key of some other rank, so that `visible_rows` omits rows."""
         return False
 
     def visible_rows(self, q_shard: int, kv_shard: int) -> RowSubset | None:
@@ -118,7 +118,7 @@ class GivenBlockMask(BlockMasks):
 
 @dataclass(frozen=True)
 class FullBlockMasks(BlockMasks):
-    """No mask: each of `length` rows sees every key. `key_lengths[j]` is the number of keys that rank j holds.
+    """No mask: each of `length` rows attends to every key. `key_lengths[j]` is the number of keys that rank j holds.
 
     All rows are sent to all ranks, also to those without keys, so that a call sends what its formula says.
     """
@@ -189,7 +189,8 @@ class _ItemRule:
 
 
 class CausalBlockMasks(BlockMasks):
-    """Row p sees the keys ``first[p] <= key <= p`` that are `valid`; positions are global, rectangles local to a block.
+    """Row p attends to the keys ``first[p] <= key <= p`` that are `valid`; positions are global, rectangles local to a
+    block.
 
     Self-attention moves K and V, so all rows are kept for every block (`visible_rows` is None).
 
@@ -198,8 +199,8 @@ class CausalBlockMasks(BlockMasks):
         total: tokens of all ranks, padding included.
         size: number of ranks.
         layout: how token positions map to ranks.
-        first: (B or 1, total) int64 or None: the first key that a row sees (sliding window, packed sequences).
-        valid: (B or 1, total) bool or None: False for padding, which no row sees.
+        first: (B or 1, total) int64 or None: the first key that a row attends to (sliding window, packed sequences).
+        valid: (B or 1, total) bool or None: False for padding, which no row attends to.
     """
 
     keys_are_rows = True

@@ -1,4 +1,4 @@
-"""FrameMask: which frames each query row sees, as one interval per row or as a table."""
+"""FrameMask: which frames each query row attends to, as one interval per row or as a table."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class FrameMask:
 
     @classmethod
     def from_intervals(cls, first: Tensor, stop: Tensor, tokens_per_frame: int, total_frames: int) -> FrameMask:
-        """Create a mask in which row (b, r) sees the frames ``first[b, r] <= f < stop[b, r]``.
+        """Create a mask in which row (b, r) attends to the frames ``first[b, r] <= f < stop[b, r]``.
 
-        A row with stop <= first sees no frame.
+        A row with stop <= first attends to no frame.
 
         Args:
             first, stop: (B, s_q) integers, global frame numbers.
@@ -48,7 +48,7 @@ class FrameMask:
             total_frames: frames of all ranks together.
 
         Raises:
-            MaskError: wrong shapes or dtypes, or a row that sees frames that do not exist.
+            MaskError: wrong shapes or dtypes, or a row that attends to frames that do not exist.
         """
         if not (isinstance(first, Tensor) and isinstance(stop, Tensor)):
             raise MaskError(
@@ -73,7 +73,7 @@ class FrameMask:
 
     @classmethod
     def from_dense(cls, visible: Tensor, tokens_per_frame: int) -> FrameMask:
-        """Create a mask in which row (b, r) sees frame f if ``visible[b, r, f]``.
+        """Create a mask in which row (b, r) attends to frame f if ``visible[b, r, f]``.
 
         Args:
             visible: (B, s_q, F) bool, F = all frames of all ranks.
@@ -147,7 +147,7 @@ class FrameMask:
         return float((stop - first).clamp(min=0).float().mean()) / span_length(frames)
 
     def any_frame_visible(self, frames: Spans | None = None) -> Tensor:
-        """Return (B, s_q) bool: True for rows that see any of these frames (None: of all frames)."""
+        """Return (B, s_q) bool: True for rows that attend to any of these frames (None: of all frames)."""
         frames = ((0, self.total_frames),) if frames is None else frames
         if self.bounds is not None:
             first, stop = count_before(self._table, frames).unbind(-1)
@@ -165,7 +165,7 @@ class FrameMask:
                 found = dense_rectangles(self._columns(frames), self.tokens_per_frame)
             else:
                 found, units = (), 0
-                for ascending in _ascending(frames):  # of these frames, a row sees one interval too
+                for ascending in _ascending(frames):  # of these frames, a row attends to one interval too
                     low, high = count_before(self._table, ascending).unbind(-1)
                     count = span_length(ascending)
                     found += interval_rectangles(low, high, count, self.tokens_per_frame, first=units)

@@ -10,8 +10,8 @@ one rectangle without the gaps (`KeySelection`).
 
 Coordinates are local to the block. Masks count in units (frames, or single tokens) of `tokens` keys each.
 
-`interval_rectangles` cuts masks in which each row sees one interval of units: frames of a video, or earlier tokens of a
-text. `dense.dense_rectangles` cuts tables with holes.
+`interval_rectangles` cuts masks in which each row attends to one interval of units: frames of a video, or earlier
+tokens of a text. `dense.dense_rectangles` cuts tables with holes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_MASK = 1 << 22
 """Entries of one expanded mask: 4 MiB as bool, 16 MiB as a float32 bias."""
 
 MAX_WASTE = 1.25
-"""Computed entries per visible entry up to which rows are merged into one rectangle."""
+"""Rows are merged into one rectangle while computed / visible entries stays below this."""
 
 Span = tuple[int, int]
 """A half-open range (start, stop)."""
@@ -68,8 +68,8 @@ class KeySelection:
 class Rectangle:
     """Batch items, query rows and keys of one part of a block, and which of its entries are visible.
 
-    Kind "full": every row sees every key. "causal": as many rows as keys, row i sees keys up to i. "masked": as
-    `rule` says. With `gathered`, `keys` is a span of the selected keys.
+    Kind "full": every row attends to every key. "causal": as many rows as keys, row i attends to keys up to i.
+    "masked": as `rule` says. With `gathered`, `keys` is a span of the selected keys.
     """
 
     batch: Span
@@ -102,7 +102,7 @@ def clip_rows(rectangle: Rectangle, start: int, stop: int) -> Iterator[Rectangle
     if rectangle.kind != "causal":
         yield replace(rectangle, rows=(first, last))
         return
-    above = first - rectangle.rows[0]  # rows that are cut off at the top; all remaining rows see their keys
+    above = first - rectangle.rows[0]  # rows that are cut off at the top; all remaining rows attend to their keys
     key = rectangle.keys[0]
     if above:
         yield replace(rectangle, rows=(first, last), keys=(key, key + above), kind="full")
@@ -139,7 +139,8 @@ def batch_spans(*tables: Tensor) -> list[Span]:
 
 @dataclass(frozen=True)
 class IntervalRule:
-    """Row (b, r) sees units ``low[b, r] <= u < high[b, r]`` of `tokens` keys each, except keys that are not `valid`.
+    """Row (b, r) attends to units ``low[b, r] <= u < high[b, r]`` of `tokens` keys each, except keys that are not
+    `valid`.
 
     low, high (B, rows) int64 on the CPU, in units of this block; valid (B, keys) bool or None.
     """
@@ -178,10 +179,10 @@ class _Group:
     """Runs that are merged into one rectangle.
 
     Attributes:
-        left, right: the units that any of the rows sees.
+        left, right: the units that any of the rows attends to.
         inner_left, inner_right: the units that all of the rows see.
         visible: number of visible (row, unit) entries.
-        gap: True if rows between the runs see nothing.
+        gap: True if rows between the runs attend to nothing.
     """
 
     def __init__(self) -> None:
@@ -209,13 +210,13 @@ class _Group:
 def interval_rectangles(
     low: Tensor, high: Tensor, units: int, tokens: int, valid: Tensor | None = None, first: int = 0
 ) -> tuple[Rectangle, ...]:
-    """Return the rectangles of a block whose row (b, r) sees units ``low[b, r] <= u < high[b, r]``.
+    """Return the rectangles of a block whose row (b, r) attends to units ``low[b, r] <= u < high[b, r]``.
 
     Args:
         low, high: (B, rows) int64 on the CPU; they may exceed the range 0 to `units` of the block.
         units: number of units in the block, of `tokens` keys each.
         tokens: keys per unit.
-        valid: (B, units * tokens) bool, False for keys that no row sees, or None.
+        valid: (B, units * tokens) bool, False for keys that no row attends to, or None.
         first: number of units before these in a larger block, in which the rectangles are; 0 with `valid`.
     """
     if valid is not None and bool(valid.all()):
@@ -269,7 +270,8 @@ def _rectangles_of_rows(batch: Span, low: Tensor, high: Tensor, tokens: int, rul
 
 
 def _runs(low: Tensor, high: Tensor, stairs: bool) -> Iterator[_Run]:
-    """Yield maximal runs of rows that see the same units, or one unit more each; rows that see nothing are skipped."""
+    """Yield maximal runs of rows that attend to the same units, or one unit more each; rows that attend to nothing are
+    skipped."""
     rows = low.numel()
     step_low, step_high = low.diff(), high.diff()
     same = (step_low == 0) & (step_high == 0)

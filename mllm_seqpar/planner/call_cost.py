@@ -69,7 +69,7 @@ def call_cost(
         problem: the shapes of the call; `rank` is ignored.
         visible: fraction of visible entries, for all blocks or for each (0.5 for balanced causal layouts).
         visible_rows: the argument of `lv_xattn_bytes`, for LV-XAttn only: Q shards are sent point-to-point, and of each
-            only the rows that see a key of the receiver.
+            only the rows that attend to a key of the receiver.
         overlap: False waits for transfers before computing.
         record: whether the timeline keeps its spans.
     """

@@ -25,7 +25,7 @@ class SelectionOptions:
     Attributes:
         training: forward and backward; False for forward only.
         visible: fraction of visible entries, for all blocks or for each.
-        causal: whether a query sees no later keys, in a balanced layout: half of every block.
+        causal: whether a query attends to no later keys, in a balanced layout: half of every block.
         visible_rows: rows of rank i that see any key of rank j, if the mask reduces what LV-XAttn sends.
         visual: the projection of K and V; None if every layer computes K and V anyway, as for text.
         mesh_shape: the only mesh shape to consider; None for any.

@@ -103,7 +103,7 @@ class KVProjection:
             features: the features of f frames.
             index: (f, ...).
             dk: (1, G, f * tokens, D), the gradient of k, in any dtype.
-            dv: likewise, of v.
+            dv: the same for v.
             needs_features: whether the gradient of the features is returned.
             trained: the parameters whose gradients are returned.
             raw_keys: (f, tokens, G, D), what the projection of this chunk stored, if there is a `key_norm`.

@@ -77,7 +77,7 @@ class HostFeatures(VisualFeatures):
 
     Attributes:
         dtype: the dtype of the features on the device.
-        anchor: (), on which the layers depend in the place of the features.
+        anchor: (), on which the layers depend instead of the features.
         gradient: the gradients of the features so far.
         copies: the copies to and from the device.
     """

@@ -5,8 +5,8 @@
 Phase 1 (section 2.1): rank i reads (c_1, c_i), each token at its own position, and attends to nothing else. c_1 is the
 anchor: it absorbs the attention that every text pays to its first tokens, and which the first tokens of each block
 would receive otherwise. No K or V is sent. The rank keeps the K and V of c_i alone. The first rank reads c_1 and
-equally many rows of padding, which attend to nothing and are not kept, so that all ranks have the same number of rows
-in cross-attention.
+the same number of rows of padding, which attend to nothing and are not kept, so that all ranks have the same number of
+rows in cross-attention.
 
 Phase 2 (section 2.2): the query and every generated token are on all ranks and attend to everything before them; the
 partial results of the ranks are merged exactly (`text_kv_cache`). The last rank keeps the K and V of these tokens.

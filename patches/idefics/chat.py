@@ -23,7 +23,7 @@ class IdeficsChats(ImageTokenFamily):
     min_pictures = 1  # the model requires images, also for text without any
 
     def masks(self, ids: Tensor, media: Sequence[Sequence[FrameSource]]) -> dict[str, Tensor]:
-        """Return `image_attention_mask` (B, L, images of a sample), bool: a row sees the last image before it."""
+        """Return `image_attention_mask` (B, L, images of a sample), bool: a row attends to the last image before it."""
         image, most = self.tokenizer.convert_tokens_to_ids(IMAGE), max(1, *picture_counts(media))
         return {"image_attention_mask": image_mask(ids, image, self.tokenizer.eos_token_id, most)}
 
@@ -95,7 +95,7 @@ def prompt_items(messages: Sequence[dict[str, Any]], open_answer: bool, end: str
 
 
 def image_mask(ids: Tensor, image: int, end_of_document: int | None, pictures: int) -> Tensor:
-    """Return (B, L, images) bool: a row sees the last image at or before it, within the same document."""
+    """Return (B, L, images) bool: a row attends to the last image at or before it, within the same document."""
     position = torch.arange(ids.shape[1])[None].expand_as(ids)
     is_image, is_end = ids.eq(image), ids.eq(-1 if end_of_document is None else end_of_document)
     last_image = position.masked_fill(~is_image, -1).cummax(1).values

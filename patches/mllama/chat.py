@@ -126,7 +126,7 @@ chat_family = MllamaChats
 
 
 def tile_mask(ids: Tensor, image: int, tiles: Sequence[Sequence[int]], max_tiles: int) -> Tensor:
-    """Return (B, L, images, tiles), 1 where a row sees a tile: from its image's token until the next image.
+    """Return (B, L, images, tiles), 1 where a row attends to a tile: from its image's token until the next image.
 
     Args:
         ids: (B, L).

@@ -14,8 +14,8 @@ difference of two large rounded numbers. (The unpatched model counts the bias fr
 to 2 ** -11 for the first rows of 8192 tokens.) The rounding that remains comes from the other two parts, which are
 2 ** 8 and 2 ** 16 times smaller. The additional dimensions come first, so that the sum of a score begins with them.
 
-A row that sees no key, such as padding before a text, gives the mean of all V, because its masked scores are all equal.
-The label on the first real token is predicted from that row.
+A row that attends to no key, such as padding before a text, gives the mean of all V, because its masked scores are all
+equal. The label on the first real token is predicted from that row.
 
 Shape legend: B samples, H heads, s rows of this rank, t keys of this rank, D head_dim.
 """
@@ -79,7 +79,7 @@ class ShardedBias:
     slopes: Tensor  # (H,) float32
     rows: Tensor  # positions of this rank's rows
     keys: Tensor  # positions of the keys that this rank stores
-    blind: Tensor | None = None  # (B, s) bool, rows that see no key; None if there are none on any rank
+    blind: Tensor | None = None  # (B, s) bool, rows that attend to no key; None if there are none on any rank
     _dims: tuple[Tensor, Tensor] | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
