@@ -31,6 +31,7 @@ from .decoding import decode_threads
 from .downloads import atomic_write
 from .feature_store import source_meta
 from .prefetch import read_ahead
+from .reader import stacked
 from .video import FramePlan
 
 INDEX = "frames.json"
@@ -73,17 +74,10 @@ class StoredFrames:
         except OSError as error:
             raise self._damaged(error.strerror or str(error)) from error
         with file:
-            images: list[Tensor] = []
             with closing(
                 read_ahead(numbers, lambda number: self._frame(file.fileno(), number), threads, threads)
             ) as frames:
-                for image in frames:
-                    images.append(image)
-                    if len(images) == batch:
-                        yield torch.stack(images)
-                        images = []
-            if images:
-                yield torch.stack(images)
+                yield from stacked(frames, batch)
 
     def _frame(self, file: int, number: int) -> Tensor:
         first = self.ends[number - 1] if number else 0

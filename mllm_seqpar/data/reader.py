@@ -68,7 +68,7 @@ def read_frames(
             antialiased bicubic filter, and that NVDEC uses its own colour conversion. torchcodec reads mp4, mov, mkv
             and webm; in other containers it would select other frames, so PyAV reads those.
         device: where torchcodec decodes: "cpu", or "cuda" for NVDEC (not run on a GPU yet). The frames stay there.
-        ranges: several ranges of entries in ascending order, in the place of `start` and `stop`. The same decoders
+        ranges: several ranges of entries in ascending order, instead of `start` and `stop`. The same decoders
             decode all of them.
 
     Yields:
@@ -98,15 +98,23 @@ def read_frames(
         return
     with ExitStack() as resources:
         reader = _Reader(plan, size, resources)
-        images: list[Tensor] = []
         with closing(reader.frames(ranges, threads)) as frames:
-            for image in frames:
-                images.append(image)
-                if len(images) == batch:
-                    yield torch.stack(images)
-                    images = []
-        if images:
-            yield torch.stack(images)
+            yield from stacked(frames, batch)
+
+
+def stacked(images: Iterable[Tensor], batch: int) -> Iterator[Tensor]:
+    """Yield images in tensors of at most `batch`; a change of size starts a new tensor."""
+    found: list[Tensor] = []
+    for image in images:
+        if found and image.shape != found[0].shape:
+            yield torch.stack(found)
+            found = []
+        found.append(image)
+        if len(found) == batch:
+            yield torch.stack(found)
+            found = []
+    if found:
+        yield torch.stack(found)
 
 
 def _read_with_torchcodec(

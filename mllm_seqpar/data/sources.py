@@ -20,7 +20,7 @@ from mllm_seqpar.errors import VideoError
 
 from .frame_store import FrameStore, StoredFrames
 from .media_files import PICTURE_FORMATS, local_media, media_size, open_media
-from .reader import check_range, read_frames
+from .reader import check_range, read_frames, stacked
 from .video import FramePlan, plan_frames, probe
 
 _ORIENTATION = 0x0112
@@ -158,15 +158,7 @@ class ImageListSource:
     def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
         """Yield images start <= i < stop; without `size`, a change of size starts a new tensor."""
         check_range(start, stop, len(self), batch)
-        images: list[Tensor] = []
-        for name in self.paths[start:stop]:
-            image = _read_picture(name, size)
-            if images and (len(images) == batch or image.shape != images[0].shape):
-                yield torch.stack(images)
-                images = []
-            images.append(image)
-        if images:
-            yield torch.stack(images)
+        yield from stacked((_read_picture(name, size) for name in self.paths[start:stop]), batch)
 
 
 @dataclass(frozen=True, eq=False)

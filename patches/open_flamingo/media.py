@@ -46,7 +46,7 @@ from .language_models import language_model_of
 
 @dataclass
 class Media:
-    """The media that a Flamingo is conditioned on. It is set on the layers in the place of the features.
+    """The media that a Flamingo is conditioned on. It is set on the layers instead of the features.
 
     Attributes:
         pixels: (media of all samples, 1, C, H, W), or with `shard` those of this rank; or features (f, tokens, width)
@@ -112,7 +112,7 @@ def cross_attentions(language_model: Any) -> Iterator[tuple[int, Any]]:
 
 
 def run_layer(self: Any, lang_x: Tensor, attention_mask: Any = None, *, seqpar: ForwardState, **kwargs: Any) -> Any:
-    """Run a FlamingoLayer with the state of the pass in the place of its media."""
+    """Run a FlamingoLayer with the state of the pass instead of its media."""
     if self.gated_cross_attn_layer is not None:
         lang_x = self.gated_cross_attn_layer(lang_x, seqpar)
     return self.decoder_layer(lang_x, attention_mask=attention_mask, seqpar=seqpar, **kwargs)
