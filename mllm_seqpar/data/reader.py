@@ -23,6 +23,7 @@ from operator import itemgetter
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -291,7 +292,7 @@ class _Converter:
         if self._size and turns % 2:
             height, width = width, height
         rgb = self._reformatter.reformat(frame, width, height, "rgb24", interpolation="BICUBIC").to_ndarray()
-        image = torch.from_numpy(rgb).permute(2, 0, 1)
+        image = torch.from_numpy(np.ascontiguousarray(rgb.transpose(2, 0, 1)))  # here, in the thread that converts
         return torch.rot90(image, turns, (1, 2)) if turns else image
 
 
