@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from mllm_seqpar.errors import DataError, VideoError
@@ -31,7 +30,7 @@ from .decoding import decode_threads
 from .downloads import atomic_write
 from .feature_store import source_meta
 from .prefetch import read_ahead
-from .reader import stacked
+from .reader import channels_first, stacked
 from .video import FramePlan
 
 INDEX = "frames.json"
@@ -88,13 +87,13 @@ class StoredFrames:
         if zlib.crc32(content) != self.checksums[number]:
             raise self._damaged(f"frame {number} does not have the checksum that it was written with")
         if self.quality is None:
-            image = np.frombuffer(bytearray(content), np.uint8).reshape(*self.size, 3)
+            image = np.frombuffer(content, np.uint8).reshape(*self.size, 3)
         else:
             from PIL import Image
 
             with Image.open(io.BytesIO(content), formats=["JPEG"]) as picture:
                 image = np.array(picture)
-        return torch.from_numpy(image).permute(2, 0, 1)
+        return channels_first(image)
 
     def _damaged(self, found: str) -> FrameStoreError:
         return FrameStoreError(f"{self.path}: damaged ({found}); delete the file, and {_AGAIN}")
@@ -164,7 +163,7 @@ class FrameStore:
 
     @property
     def description(self) -> str:
-        """How frames are stored."""
+        """The form in which frames are stored, for messages."""
         kind = "as raw pixels" if self.quality is None else f"as JPEG of quality {self.quality}"
         size = "in full size" if self.shorter_side is None else f"with a shorter side of {self.shorter_side}"
         return f"{kind} {size}"

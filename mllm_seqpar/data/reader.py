@@ -103,6 +103,14 @@ def read_frames(
             yield from stacked(frames, batch)
 
 
+def channels_first(image: np.ndarray) -> Tensor:
+    """Return an image (height, width, 3) as a contiguous tensor (3, height, width).
+
+    The threads that decode call this. Stacking strided images would do the same work in the thread that reads.
+    """
+    return torch.from_numpy(np.array(image.transpose(2, 0, 1), order="C"))
+
+
 def stacked(images: Iterable[Tensor], batch: int) -> Iterator[Tensor]:
     """Yield images in tensors of at most `batch`; a change of size starts a new tensor."""
     found: list[Tensor] = []
@@ -292,7 +300,7 @@ class _Converter:
         if self._size and turns % 2:
             height, width = width, height
         rgb = self._reformatter.reformat(frame, width, height, "rgb24", interpolation="BICUBIC").to_ndarray()
-        image = torch.from_numpy(np.ascontiguousarray(rgb.transpose(2, 0, 1)))  # here, in the thread that converts
+        image = channels_first(rgb)
         return torch.rot90(image, turns, (1, 2)) if turns else image
 
 
