@@ -24,7 +24,6 @@ from mllm_seqpar.adapting import (
     ForwardState,
     FrameMask,
     FrameShard,
-    KVProjection,
     Patch,
     SeqParContext,
     ShapeError,
@@ -48,6 +47,7 @@ from mllm_seqpar.adapting.transformers import (
     text_keys,
 )
 from mllm_seqpar.models.cache_rows import attach, detach
+from mllm_seqpar.models.mplug_owl3.hyper_attention import Attended, HyperAttention
 from mllm_seqpar.models.mplug_owl3.media import MediaLayout, check_layout
 from mllm_seqpar.models.mplug_owl3.visual_inputs import VisualCache, visual_cache
 
@@ -68,23 +68,18 @@ def _hyper_attention(
     seqpar: ForwardState,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend from the rows of this pass to the text and to the frames of all ranks."""
+    """Compute the layer of the native model, whose rows attend to the text and to the frames of all ranks."""
     refuse_dropout(self._dropout)
-    q, k, v = self.project_text(hidden_states, position_embeddings)
-    if past_key_values is not None:
-        k, v = past_key_values.update(k, v, self.layer_idx)
-    softmaxes = [[text_keys(self, q, k, v, attention_mask, seqpar, self.sliding_window)]]
-    if seqpar.frames is not None:
-        rotate = self.rotate_visual
-        project = KVProjection(
-            (self.v_kv_proj,), self.head_dim, interleaved=True, input_norm=visual_norm, rotate=rotate
-        )
-        frames = seqpar.frame_keys(q, self.layer_idx, project)
-        softmaxes = [[*softmaxes[0], frames]] if self.fused else [*softmaxes, [frames]]
-    mixed, *visual_out = map(merge_heads, seqpar.attend_each(q, softmaxes, self.scaling))
-    if visual_out:
-        mixed = self.mix(mixed, *visual_out, seqpar.rows["attends_to_frames"])
-    return self.o_proj(mixed), None
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Attended:
+        softmaxes = [[text_keys(self, q, k, v, attention_mask, seqpar, self.sliding_window)]]
+        if seqpar.frames is not None:
+            frames = seqpar.frame_keys(q, self.layer_idx, self.visual_projection(visual_norm))
+            softmaxes = [[*softmaxes[0], frames]] if self.fused else [*softmaxes, [frames]]
+        text_out, *visual_out = map(merge_heads, seqpar.attend_each(q, softmaxes, self.scaling))
+        return Attended(text_out, next(iter(visual_out), None), seqpar.rows.get("attends_to_frames"))
+
+    return self.compute(hidden_states, position_embeddings, past_key_values, attend)
 
 
 Placement = tuple[MediaLayout, int]
@@ -138,8 +133,6 @@ class MPlugOwl3Family(Family[Any]):
 
     @classmethod
     def check(cls, model: Any, context: SeqParContext) -> None:
-        from mllm_seqpar.models.mplug_owl3.hyper_attention import HyperAttention
-
         hyper_layers = {number - 1 for number in model.config.hyper_layers}
         for index, layer in enumerate(model.language_model.model.layers):
             # A wrapper that passes on attributes (PEFT's modules_to_save) contains the attention.
