@@ -154,7 +154,7 @@ class ChatFamily(ABC):
 
     @abstractmethod
     def pixels(self, frames: Tensor) -> tuple[Tensor, ...]:
-        """Preprocess frames (n, 3, H, W), uint8, or what `units` reads; return tensors (n, ...) for `encode`."""
+        """Preprocess frames (n, 3, H, W), uint8, n > 0, or what `units` reads; return tensors (n, ...) for `encode`."""
 
     def joined(self, parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Return the results of several calls of `pixels` as the model's arguments, one for each of `frame_names`."""

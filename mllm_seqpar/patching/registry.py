@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from abc import abstractmethod
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -30,7 +31,8 @@ _registered: dict[str, Adapter] = {}
 class Adapter(Protocol):
     """Protocol of the adapter of a model family, which `patch_model` calls.
 
-    An adapter is an object, or a class whose `matches`, `check` and `install` are class methods, such as a `Family`.
+    An adapter is an object, or a class whose `matches`, `check` and `install` are class methods, such as a `Family`. A
+    class that derives from this one inherits a `check` that refuses nothing.
 
     An adapter may also have these attributes, each of which `Family` describes:
 
@@ -42,6 +44,7 @@ class Adapter(Protocol):
     name: str
     """The family's name in messages."""
 
+    @abstractmethod
     def matches(self, model: nn.Module) -> bool:
         """Return whether `model` itself, not a module within it, is of this family.
 
@@ -51,6 +54,7 @@ class Adapter(Protocol):
     def check(self, model: nn.Module, context: SeqParContext) -> None:
         """Raise AdapterError or ConfigError if `model` cannot be patched with these options; change nothing."""
 
+    @abstractmethod
     def install(self, model: nn.Module, context: SeqParContext, patch: Patch) -> None:
         """Replace forwards and other attributes, each of them through `patch.set`."""
 

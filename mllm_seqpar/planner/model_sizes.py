@@ -324,7 +324,7 @@ def _read_hf_config(path: Path) -> ModelSizes:
     families = _families_with_sizes(model_type)
     family = next((family for family in families if model_type in family.model_types), None)
     if family is None:
-        known = ", ".join(sorted(name for family in families for name in family.model_types))
+        known = ", ".join(sorted({name for family in families for name in family.model_types}))
         raise ConfigError(f"model: {file} has model_type {model_type!r}; known model types: {known}")
     try:
         sizes: ModelSizes = family.model_sizes(config, file.resolve().parent.name)

@@ -128,8 +128,6 @@ class IdeficsChats(ImageTokenFamily):
 
     def pixels(self, frames: Tensor) -> tuple[Tensor, ...]:
         """Return (n, 3, S, S)."""
-        if not len(frames):
-            return (self.blank()[0][:0],)
         return (torch.as_tensor(self.processor.image_processor(to_pil_images(frames), return_tensors="pt")),)
 
     def blank(self) -> tuple[Tensor, ...]:

@@ -221,8 +221,6 @@ class MllamaChats(ImageTokenFamily):
 
     def pixels(self, frames: Tensor) -> tuple[Tensor, ...]:
         """Return tiles (n, tiles, 3, S, S), aspect ratio ids (n,) and aspect ratio mask (n, tiles)."""
-        if not len(frames):
-            return tuple(x[:0] for x in self.blank())
         processed = self.processor.image_processor([to_pil_images(frames)], return_tensors="pt")
         return tuple(processed[name][0] for name in self.frame_names)
 

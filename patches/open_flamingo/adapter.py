@@ -184,8 +184,6 @@ class OpenFlamingoChats(ImageTokenFamily):
 
     def pixels(self, frames: Tensor) -> tuple[Tensor, ...]:
         """Return (n, 1, 3, S, S): media of one frame each."""
-        if not len(frames):
-            return (self.blank()[0][:0],)
         processed = self.processor.image_processor(to_pil_images(frames), return_tensors="pt")
         return (processed["pixel_values"][:, None],)
 
