@@ -38,10 +38,10 @@ def chat_family(processor: Any) -> ChatFamily:
     A processor of an unknown class gets the chat format of the first family of this package, whose methods raise if it
     lacks what they need.
     """
-    families = [family for family in adapters().values() if getattr(family, "chat", None) is not None]
+    families: list[Any] = [family for family in adapters().values() if getattr(family, "chat", None) is not None]
     names = [c.__name__ for c in type(processor).__mro__]
-    named = (family for name in names for family in families if name in family.processors)  # type: ignore[attr-defined]
-    family: Any = next(named, None) or family_specs()[0].adapter()
+    named = (family for name in names for family in families if name in family.processors)
+    family = next(named, None) or family_specs()[0].adapter()
     found: ChatFamily = family.chat(processor, family)
     return found
 

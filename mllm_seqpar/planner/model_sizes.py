@@ -345,4 +345,5 @@ def _families_with_sizes(model_type: Any) -> list[Any]:
         return specs
     from mllm_seqpar.patching.registry import external_adapters
 
-    return [*specs, *(x for x in external_adapters().values() if getattr(x, "model_sizes", None) is not None)]
+    external = external_adapters().values()
+    return [*specs, *(x for x in external if getattr(x, "model_types", ()) and getattr(x, "model_sizes", None))]
