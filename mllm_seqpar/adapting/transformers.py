@@ -13,7 +13,6 @@ from mllm_seqpar.integrations.transformers.family import (
     VISUAL_SHARD_DOC,
     DecoderOnlyFamily,
     Family,
-    Visibility,
     as_forward,
     decoder_arguments,
 )
@@ -29,7 +28,6 @@ __all__ = [
     "ForwardInputs",
     "SequenceParallelCacheState",
     "VISUAL_SHARD_DOC",
-    "Visibility",
     "as_compared_tensors",
     "as_forward",
     "cache_state_of",

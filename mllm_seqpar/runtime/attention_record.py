@@ -291,7 +291,7 @@ def _unit_lse(q: Tensor, k: Tensor, scale: float, cache: VisualKVCache) -> list[
     rows = q.unflatten(1, (groups, -1)).transpose(0, 1).flatten(1, 2)  # (G, T * H / G, D): KV heads are not expanded
     step = max(1, SCORES // max(1, tokens * max(q.shape[0] * q.shape[1], groups * q.shape[2])))
     found = []
-    for first, part in cache.key_chunks(k):
+    for (first, _), (part,) in cache.chunks(k):
         for start in range(0, part.shape[2] // tokens, step):
             keys = part[0, :, start * tokens : (start + step) * tokens].to(device=q.device, dtype=q.dtype)
             scores = torch.matmul(rows, keys.transpose(1, 2)) * scale

@@ -79,8 +79,21 @@ class VisualFeatures:
             if torch.is_grad_enabled() or keys.is_random:  # the same random numbers with and without gradients
                 return keys
         if not torch.is_grad_enabled():
-            return GivenKeys(spec, *project_all(project, modules, self.features, self.index, dtype))
-        return GivenKeys(spec, *project_whole(project, modules, self.features, self.index, dtype))
+            return GivenKeys(spec, *self.keys_values(project, modules, dtype))
+        # At once, for autograd to save.
+        project_whole = functools.partial(_projected, project, index=self.index, dtype=dtype)
+        return GivenKeys(spec, *call_within(units_among(modules), project_whole, self.features))
+
+    def keys_values(
+        self, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Return k and v (1, G, frames * tokens, D) of all frames, contiguous; differentiable in grad mode.
+
+        Without grad mode, only one chunk of intermediate results is alive at a time, and k and v exist once. `modules`
+        are those that `project` uses.
+        """
+        within = units_among(modules)
+        return call_within(within, lambda x: project_chunks(project, x, self.index, dtype), self.features)
 
 
 def frame_chunks(features: Tensor) -> list[slice]:
@@ -122,24 +135,6 @@ def fingerprint_of(frames: Tensor, sample: Tensor | None = None) -> tuple[int, .
     `sample` is a copy of the `sampled_bits` on the CPU, if there is one.
     """
     return (*frames.shape, checksum(sampled_bits(frames).cpu() if sample is None else sample))
-
-
-def project_all(
-    project: Projection, modules: Sequence[nn.Module], features: Tensor, index: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return k and v (1, G, frames * tokens, D) of all frames, contiguous; differentiable in grad mode.
-
-    Without grad mode, only one chunk of intermediate results is alive at a time, and k and v exist once. `modules` are
-    those that `project` uses.
-    """
-    return call_within(units_among(modules), lambda x: project_chunks(project, x, index, dtype), features)
-
-
-def project_whole(
-    project: Projection, modules: Sequence[nn.Module], features: Tensor, index: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return what `project_all` returns, projected all at once, for autograd to save."""
-    return call_within(units_among(modules), lambda x: _projected(project, x, index, dtype), features)
 
 
 def _projected(project: Projection, features: Tensor, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

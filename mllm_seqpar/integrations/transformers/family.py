@@ -10,7 +10,6 @@ import functools
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -69,16 +68,6 @@ def as_forward(model: Any, forward: Callable[..., Any], doc: str = "") -> Any:
         return forward(self, *map(tensor_of, args), **{name: tensor_of(x) for name, x in kwargs.items()})
 
     return types.MethodType(torch.compiler.disable(can_return_tuple(with_tensors)), model)
-
-
-@dataclass(frozen=True)
-class Visibility:
-    """The frames that the text rows of a pass may attend to."""
-
-    mask: FrameMask
-    """Which units of all ranks each row (B, L) may attend to."""
-    rows: Mapping[str, Tensor] = field(default_factory=dict)
-    """Further tensors with one entry per row, (B, L) each, on the model's device. They are sharded like tokens."""
 
 
 class Family(ABC, Generic[InputsT]):
@@ -209,13 +198,19 @@ class Family(ABC, Generic[InputsT]):
         return None
 
     @abstractmethod
-    def visibility(self, inputs: InputsT, units: int, tokens: int, placement: Any) -> Visibility:
-        """Return which of `units` units of `tokens` keys each the rows of this pass may attend to."""
+    def visibility(self, inputs: InputsT, units: int, tokens: int, placement: Any) -> FrameMask:
+        """Return which of `units` units of `tokens` keys each the rows (B, L) of this pass may attend to.
 
-    def empty_visibility(self, inputs: InputsT, units: int, tokens: int) -> Visibility:
-        """Return the visibility of a pass without frames, over the empty frame that keeps the ranks of FSDP in step."""
-        none = torch.zeros(inputs.batch, inputs.length, dtype=torch.long)
-        return Visibility(FrameMask.from_intervals(none, none, tokens, units))
+        It is not called in a pass without frames, whose rows attend to none.
+        """
+
+    def row_facts(self, inputs: InputsT, mask: FrameMask, placement: Any) -> Mapping[str, Tensor]:
+        """Return what layers read of the rows as `state.rows`: tensors (B, L) on the model's device, by name.
+
+        They are sharded like tokens. `mask` is that of all rows; without frames, it has the empty frame that keeps the
+        ranks of FSDP in step, and no row attends to it.
+        """
+        return {}
 
     # The language model.
 
@@ -335,9 +330,9 @@ class DecoderOnlyFamily(Family[InputsT]):
     def frames_between(self, inputs: InputsT, start: int, stop: int) -> tuple[Tensor, ...]:
         """Return the frames ``start <= f < stop`` of all, which this rank has, as `encode` takes them."""
 
-    def visibility(self, inputs: InputsT, units: int, tokens: int, placement: Any) -> Visibility:
-        """Return an empty visibility: rows attend to frames only through the text."""
-        return self.empty_visibility(inputs, units, tokens)
+    def visibility(self, inputs: InputsT, units: int, tokens: int, placement: Any) -> FrameMask:
+        """Raise AssertionError: rows attend to frames only through the text."""
+        raise AssertionError("a decoder-only model has no cross-attention")
 
     def check_inputs(self, inputs: InputsT, kwargs: Mapping[str, Any]) -> None:
         super().check_inputs(inputs, kwargs)
