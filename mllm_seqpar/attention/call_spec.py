@@ -91,7 +91,7 @@ class CallSpec:
 
     @cached_property
     def folded(self) -> CallSpec:
-        """The spec for queries whose batch is folded into their rows (`executor.fold`)."""
+        """The spec for queries whose batch is folded into their rows (`kernels.base.fold_batch`)."""
         return replace(self, masks=self.masks.folded())
 
     def head_groups(self, comm: Communicator) -> tuple[tuple[int, ...], ...]:

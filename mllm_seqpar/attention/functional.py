@@ -279,6 +279,7 @@ def _attend_once(
         q = q.detach().requires_grad_()
     masks: BlockMasks = FullBlockMasks(q.shape[0], q.shape[2], key_lengths)
     if causal:
+        k, v = (x.expand(q.shape[0], -1, -1, -1) for x in (k, v))  # text has keys of its own for each item
         masks = CausalBlockMasks(q.shape[0], q.shape[2] * comm.size, comm.size, layout)
     elif mask is not None:
         masks = mask.blocks(comm, frames, refresh=0 in known or len(known) > 1)

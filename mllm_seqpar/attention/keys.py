@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mllm_seqpar.kernels.base import fold_groups, unfold_groups
+from mllm_seqpar.kernels.base import fold_batch, fold_heads, unfold_batch, unfold_heads
 from mllm_seqpar.masks.rectangles import Span
 
 from .call_spec import CallSpec
-from .executor import fold, unfold
 
 
 class KeyChunks(Protocol):
@@ -117,12 +116,10 @@ class GivenKeys(Keys):
         if keys is None:
             return None
         k, v, batch = self.k[:, :, keys], self.v[:, :, keys], q.shape[0]
-        folded = k.shape[0] < batch
-        rows = fold(q) if folded else q
-        # Without a mask rows are independent: the query heads of a KV head are rows of one head.
-        o = F.scaled_dot_product_attention(fold_groups(rows, k.shape[1]), k, v, scale=scale)
-        o = unfold_groups(o, q.shape[1])
-        return unfold(o, batch) if folded else o
+        shared = k.shape[0] < batch
+        rows = fold_heads(fold_batch(q) if shared else q, k.shape[1])
+        o = unfold_heads(F.scaled_dot_product_attention(rows, k, v, scale=scale), q.shape[1])
+        return unfold_batch(o, batch) if shared else o
 
     def inputs(self) -> Sequence[Tensor]:
         return self.k, self.v

@@ -104,10 +104,6 @@ class HostFeatures(VisualFeatures):
         empty = torch.empty((0, *self.features.shape[1:]), dtype=self.dtype, device=self.index.device)
         return VisualFeatures(empty, self.index[:0], self.total_frames)
 
-    def without_features(self) -> HostFeatures:
-        """Return this object with features of no tokens."""
-        return replace(self, features=self.features.new_empty(self.features.shape[0], 0, 0))
-
     def keys(
         self, layer: Hashable, spec: CallSpec, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
     ) -> Keys:
@@ -168,7 +164,7 @@ class OffloadedKeys(Keys):
         return *saved, *self.projection.inputs()[1:]
 
     def without_inputs(self) -> OffloadedKeys:
-        return replace(self, visual=self.visual.without_features())
+        return replace(self, visual=self.visual.without_features)
 
     def chunks(self, inputs: Sequence[Tensor], needed: Sequence[bool] | None = None) -> _Pass:
         return _Pass(self, inputs, needed or [False] * len(inputs))

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +70,11 @@ class VisualFeatures:
     def no_frames(self) -> VisualFeatures:
         """Features of no frames, on the device that computes."""
         return replace(self, features=self.features[:0], index=self.index[:0])
+
+    @functools.cached_property
+    def without_features(self) -> Self:
+        """This object with features of no tokens, for the graph to hold."""
+        return replace(self, features=self.features.new_empty(self.features.shape[0], 0, 0))
 
     def keys(
         self, layer: Hashable, spec: CallSpec, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
@@ -207,9 +213,7 @@ class RecomputedKeys(Keys):
 
     def without_inputs(self) -> RecomputedKeys:
         """Return this source without the features, which only saved tensors hold while the graph is alive."""
-        return self.of_chunk(
-            replace(self.visual, features=self.visual.features.new_empty(self.visual.index.shape[0], 0, 0)), 0
-        )
+        return self.of_chunk(self.visual.without_features, 0)
 
     def of_chunk(self, visual: VisualFeatures, number: int) -> RecomputedKeys:
         """Return the source of a chunk of the frames: with the same projection and autocast mode, and its own seed."""

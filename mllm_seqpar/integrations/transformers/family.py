@@ -228,6 +228,11 @@ class Family(ABC, Generic[InputsT]):
         """
         return modules_around(self.model, self.called_modules)
 
+    @functools.cached_property
+    def _checkpointed_modules(self) -> list[nn.Module]:
+        """The modules that transformers' gradient checkpointing can be enabled for."""
+        return [module for module in self.model.modules() if hasattr(module, "gradient_checkpointing")]
+
     @property
     def text_config(self) -> Any:
         return self.model.config.get_text_config(decoder=True)
@@ -280,7 +285,7 @@ class Family(ABC, Generic[InputsT]):
         for config in (self.model.config, self.text_config):
             refuse_unsupported_attention(config, kwargs)
         if self.checkpoints_visual_layers and self.model.training and torch.is_grad_enabled():
-            refuse_reentrant_checkpointing(self.model)
+            refuse_reentrant_checkpointing(self._checkpointed_modules)
         shards_text = self.context.comm.size > 1 and self.context.config.self_attention != "local"
         if shards_text and not inputs.use_cache and inputs.target_labels() is not None:
             refuse_custom_loss(self.model)

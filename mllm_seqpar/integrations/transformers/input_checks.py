@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -234,12 +234,12 @@ def refuse_custom_loss(model: Any) -> None:
         )
 
 
-def refuse_reentrant_checkpointing(model: nn.Module) -> None:
-    """Raise ConfigError if layers use reentrant gradient checkpointing.
+def refuse_reentrant_checkpointing(modules: Iterable[nn.Module]) -> None:
+    """Raise ConfigError if one of the modules uses reentrant gradient checkpointing.
 
     It runs a backward pass per layer, and the first one frees the graph of the features that all layers share.
     """
-    for module in model.modules():
+    for module in modules:
         function = vars(module).get("_gradient_checkpointing_func")  # `getattr` is slow where there is none
         if function is None:
             continue
