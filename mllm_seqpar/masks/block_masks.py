@@ -18,7 +18,7 @@ from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.errors import MaskError
 from mllm_seqpar.sharding import sequence_positions
 
-from .rectangles import Rectangle, Span, full_rectangle, interval_rectangles, masked_rectangles
+from .rectangles import DenseRule, Rectangle, full_rectangle, interval_rectangles, masked_rectangles
 
 RankGroups = Sequence[tuple[int, ...]]
 """The ranks of each of several groups, in the order of the groups' rows and keys."""
@@ -222,15 +222,6 @@ def causal_rectangles(
     return interval_rectangles(low, high, keys.numel(), 1, None if valid is None else valid.expand(batch, -1))
 
 
-@dataclass(frozen=True)
-class _DecoderMask:
-    visible: Tensor  # (B or 1, L, K) bool
-
-    def expand(self, batch: Span, rows: Span, keys: Span, device: torch.device) -> Tensor:
-        part = self.visible if self.visible.shape[0] == 1 else self.visible[slice(*batch)]
-        return part[:, slice(*rows), slice(*keys)].to(device)
-
-
 def decoder_rectangles(mask: Tensor | None, batch: int, rows: int, keys: int) -> Iterator[Rectangle]:
     """Yield the mask rectangles of the last `rows` tokens of a text against its `keys` tokens.
 
@@ -248,5 +239,5 @@ def decoder_rectangles(mask: Tensor | None, batch: int, rows: int, keys: int) ->
             f"attention_mask: expected (B, 1, rows, keys) as transformers prepares it, got {tuple(mask.shape)}"
         )
     visible = mask[:, 0, :, :keys]
-    rule = _DecoderMask(visible if visible.dtype is torch.bool else visible >= 0)
+    rule = DenseRule(visible if visible.dtype is torch.bool else visible >= 0, 1)
     yield from masked_rectangles((0, batch), (0, rows), (0, keys), 1, rule)
