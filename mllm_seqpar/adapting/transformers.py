@@ -18,8 +18,12 @@ from mllm_seqpar.integrations.transformers.family import (
 )
 from mllm_seqpar.integrations.transformers.frames import local_features, mask_over_samples
 from mllm_seqpar.integrations.transformers.generation import patch_generate
-from mllm_seqpar.integrations.transformers.input_checks import require_same_inputs
-from mllm_seqpar.integrations.transformers.inputs import ForwardInputs, as_compared_tensors, makes_cache
+from mllm_seqpar.integrations.transformers.inputs import (
+    ForwardInputs,
+    as_compared_tensors,
+    makes_cache,
+    require_same_inputs,
+)
 from mllm_seqpar.integrations.transformers.passes import run_pass
 
 __all__ = [

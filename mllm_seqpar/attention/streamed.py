@@ -27,9 +27,8 @@ from mllm_seqpar.masks import FrameBlockMasks, FrameMask, Rectangle, RowSubset
 from mllm_seqpar.masks.rectangles import Span
 from mllm_seqpar.sharding import Spans, part_of_spans
 
-from .call_spec import CallSpec, prepare
 from .executor import BlockMath, Bundle, FinalRows, GradientAccumulator, PartialResult
-from .keys import KeyChunks
+from .keys import CallSpec, KeyChunks, prepare
 
 
 def streamed_forward(

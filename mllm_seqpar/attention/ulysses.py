@@ -25,10 +25,9 @@ from torch.autograd.function import once_differentiable
 from mllm_seqpar.comm import Communicator, Recv, Send, Subgroup
 from mllm_seqpar.schedules.head_sharding import HeadShards
 
-from .call_spec import CallSpec
 from .executor import BlockMath, FinalRows, distributed_backward, distributed_forward
 from .kept_results import running_region
-from .keys import GivenKeys, Keys
+from .keys import CallSpec, GivenKeys, Keys
 
 
 class Attend(Protocol):

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mllm_seqpar._transfers import copy_to_device
-from mllm_seqpar.attention.call_spec import CallSpec, Placement
-from mllm_seqpar.attention.keys import GivenKeys, Keys
+from mllm_seqpar.attention.keys import CallSpec, GivenKeys, Keys, Placement
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.autograd import gather_shards
 from mllm_seqpar.errors import ConfigError
@@ -27,35 +26,17 @@ from mllm_seqpar.masks.rectangles import Span
 from mllm_seqpar.sharding import Spans, frame_spans, in_frame_order, span_length
 
 from .host_copies import HostCopies
-from .kv_projection import Projection
 from .offload import HostFeatures
 from .strategy_selector import SelectedStrategy
 from .text import TextShards
-from .visual_features import VisualFeatures, frame_chunks
-
-
-class FrameSource(Protocol):
-    """Where the K and V of frames come from: the features of the frames, or a cache."""
-
-    def keys(
-        self, layer: Hashable, spec: CallSpec, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
-    ) -> Keys:
-        """Return the keys of a layer; the arguments are those of `ForwardState.frame_keys`."""
-
-    @property
-    def no_frames(self) -> VisualFeatures:
-        """Features of no frames, on the device that computes."""
-
-    @property
-    def layout(self) -> str:
-        """How the frames map to ranks; see `sharding.frame_spans`."""
+from .visual_features import Projection, VisualFeatures, frame_chunks
 
 
 class Frames:
     """The frames of one pass.
 
     Attributes:
-        source: where K and V come from.
+        source: where K and V come from: the features of the frames, or a cache.
         masks: the mask rectangles of every block; with replicated rows, or replicated frames, those of this rank alone.
         key_lengths: the number of visual keys on every rank that `masks` has.
         placement: whether each rank has its own frames, or all of them.
@@ -64,7 +45,11 @@ class Frames:
     """
 
     def __init__(
-        self, source: FrameSource, masks: FrameBlockMasks, tokens: int, placement: Placement = "sharded"
+        self,
+        source: VisualFeatures | VisualKVCache,
+        masks: FrameBlockMasks,
+        tokens: int,
+        placement: Placement = "sharded",
     ) -> None:
         self.source, self.masks, self.placement = source, masks, placement
         self.key_lengths = tuple(span_length(frames) * tokens for frames in masks.frames)
@@ -72,7 +57,9 @@ class Frames:
         self.specs: dict[Hashable, CallSpec] = {}
 
     @classmethod
-    def of_shards(cls, source: FrameSource, mask: FrameMask, text: TextShards, units_per_frame: int = 1) -> Frames:
+    def of_shards(
+        cls, source: VisualFeatures | VisualKVCache, mask: FrameMask, text: TextShards, units_per_frame: int = 1
+    ) -> Frames:
         """Return the frames of a pass with sharded rows, given the mask of ALL rows (B, L) in order.
 
         Args:
@@ -93,7 +80,9 @@ class Frames:
         return cls(source, FrameBlockMasks(by_rank, units), mask.tokens_per_frame)
 
     @classmethod
-    def of_rows(cls, source: FrameSource, mask: FrameMask, comm: Communicator, units_per_frame: int = 1) -> Frames:
+    def of_rows(
+        cls, source: VisualFeatures | VisualKVCache, mask: FrameMask, comm: Communicator, units_per_frame: int = 1
+    ) -> Frames:
         """Return the frames of a pass with rows that every rank has."""
         own = unit_spans(mask.total_frames, units_per_frame, comm, source.layout)[comm.rank]
         return cls(source, FrameBlockMasks([mask], [own]), mask.tokens_per_frame)

@@ -20,14 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from mllm_seqpar._compat import graph_task
-from mllm_seqpar.attention.call_spec import CallSpec
-from mllm_seqpar.attention.keys import Keys
+from mllm_seqpar.attention.keys import CallSpec, Keys
 from mllm_seqpar.masks.rectangles import Span
 
 from .fsdp_units import call_within, units_among
 from .host_copies import HostCopies
-from .kv_projection import GradientSums, Projection
-from .visual_features import RecomputedKeys, VisualFeatures, frame_chunks, project_chunks
+from .visual_features import GradientSums, Projection, RecomputedKeys, VisualFeatures, frame_chunks, project_chunks
 
 
 class HostGradient:

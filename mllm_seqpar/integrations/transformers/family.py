@@ -23,18 +23,19 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.patching import Patch
 from mllm_seqpar.patching.registry import is_instance_by_name
+from mllm_seqpar.runtime.attention_record import FrameTokens
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.fsdp_units import modules_around, refuse_fsdp1
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
-from mllm_seqpar.runtime.visual_token_record import FrameTokens
 from mllm_seqpar.runtime.visual_tokens import TokenPlaces
 from mllm_seqpar.sharding import Spans, frame_spans, tensor_of
 
 from .attention import use_seqpar_attention
 from .cache import SequenceParallelCacheState
 from .generation import patch_generate
-from .input_checks import (
+from .inputs import (
+    ForwardInputs,
     check_star,
     check_text,
     refuse_custom_loss,
@@ -44,7 +45,6 @@ from .input_checks import (
     refuse_unsupported_attention,
     require_same_inputs,
 )
-from .inputs import ForwardInputs
 
 InputsT = TypeVar("InputsT", bound=ForwardInputs)
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar._transfers import copy_to_device
-from mllm_seqpar.attention.call_spec import problem_of
-from mllm_seqpar.attention.keys import as_attended
+from mllm_seqpar.attention.keys import as_attended, problem_of
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.runtime.frames import Frames, VisualKVCache, unit_spans

@@ -27,14 +27,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.models.cache_rows import attach
-from mllm_seqpar.runtime.attention_record import AnyRecorder
+from mllm_seqpar.runtime.attention_record import AnyRecorder, FrameTokens
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.frames import VisualKVCache
 from mllm_seqpar.runtime.fsdp_units import call_within
 from mllm_seqpar.runtime.star import block_length
 from mllm_seqpar.runtime.text import TextShards, select_logit_rows
 from mllm_seqpar.runtime.visual_features import fingerprint_of
-from mllm_seqpar.runtime.visual_token_record import FrameTokens
 from mllm_seqpar.runtime.visual_tokens import TokenPlaces
 
 from .cache import SequenceParallelCacheState, begin_prompt, cache_state_of, shard_cached_text, supports_sharded_text
@@ -49,8 +48,7 @@ from .frames import (
     visual_features,
 )
 from .generation import share_random_state
-from .input_checks import check_star
-from .inputs import ForwardInputs
+from .inputs import ForwardInputs, check_star
 from .text import (
     dummy_mask,
     embeddings,
