@@ -79,19 +79,26 @@ class PartialResult:
 
         `borrowed` tensors are copied, because the caller reuses their memory; others may become part of this object.
         """
-        if self._value is None and not borrowed and o.shape == self._like.shape:
+        first = self._value is None  # there is nothing to merge with
+        if first and not borrowed and o.shape == self._like.shape:
             self._value = o.to(self._dtype).contiguous(), lse.contiguous()
             return
         whole_o, whole_lse = self._value or self.value
         whole_o, whole_lse = whole_o[batch], whole_lse[batch]
         if isinstance(rows, Tensor):
-            some_o, some_lse = whole_o.index_select(2, rows), whole_lse.index_select(2, rows)
-            merge_(some_o, some_lse, o, lse)
-            whole_o.index_copy_(2, rows, some_o)
-            whole_lse.index_copy_(2, rows, some_lse)
+            if not first:
+                some_o, some_lse = whole_o.index_select(2, rows), whole_lse.index_select(2, rows)
+                merge_(some_o, some_lse, o, lse)
+                o, lse = some_o, some_lse
+            whole_o.index_copy_(2, rows, o.to(self._dtype))
+            whole_lse.index_copy_(2, rows, lse)
+            return
+        some_o, some_lse = whole_o[:, :, rows or ALL], whole_lse[:, :, rows or ALL]
+        if first:
+            some_o.copy_(o)
+            some_lse.copy_(lse)
         else:
-            rows = rows or ALL
-            merge_(whole_o[:, :, rows], whole_lse[:, :, rows], o, lse)
+            merge_(some_o, some_lse, o, lse)
 
 
 class GradientAccumulator:
