@@ -1,4 +1,4 @@
-"""The options of `mllm-seqpar ask`: frozen dataclasses, from which the command line is built."""
+"""The options of `ask`, `chat` and `serve`: frozen dataclasses, from which the command lines are built."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from mllm_seqpar.cli.launch import DEVICES, DTYPES
 from mllm_seqpar.cli.options import CommandOptions, option, parse_options, parse_tile
 from mllm_seqpar.config import CHOICES, SeqParConfig
+from mllm_seqpar.data.chat import DEFAULT_FPS
 from mllm_seqpar.data.decoding import DECODER_HELP, FRAME_STORE_HELP, THREADS_HELP, check_decoding
 from mllm_seqpar.data.formats import DEFAULT_TEMPLATE, check_template
 from mllm_seqpar.errors import ConfigError
@@ -18,7 +19,6 @@ from mllm_seqpar.kernels import available_kernels
 from .generation import Sampling
 from .stored_features import FRAME_OPTIONS
 
-DEFAULT_FPS = 1.0
 SAME_OPTIONS = ("strategy", "self_attention", "mlp_chunk_size", "kernel", "visual_offload")
 """Options that `SeqParConfig` has under the same name."""
 
@@ -99,6 +99,10 @@ class ModelOptions(CommandOptions):
         """Return how `VideoSource.open` reads the frames that it has planned."""
         store = getattr(self, "frame_store", None)
         return {"threads": self.decode_threads, "decoder": self.decoder, "frame_store": store}
+
+    def encoding(self) -> dict[str, Any]:
+        """Return how `encode_video` and `Conversation` encode frames."""
+        return {"batch": self.encode_batch, "on_host": getattr(self, "visual_offload", None) is not None}
 
     def _values(self, names: Iterable[str]) -> dict[str, Any]:
         """Return the values of the names that this command has as options."""
@@ -209,6 +213,29 @@ class AskArguments(InferenceOptions):
         if self.choices:
             for name in ("max_new_tokens", "temperature"):
                 self._refuse_unused(name, "--choices generates no text")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingOptions(ModelOptions):
+    """The options that `chat` and `serve` share: besides `ModelOptions`, the ranks to start, and other defaults."""
+
+    num_processes: int | None = option(
+        "ranks to start on this machine (default: one for each GPU, or 1 without any); leave it out under a launcher",
+        None,
+    )
+    max_new_tokens: int = option("maximum length of an answer", 512)
+    timeout: float | None = option(
+        "seconds to wait for a rank in a collective (default: 600 on GPUs, 300 on CPU); waiting for you has no limit",
+        None,
+    )
+
+    def __post_init__(self) -> None:
+        self._require_positive("num_processes")
+        super().__post_init__()
+
+    def frame_options(self, default_fps: float | None = DEFAULT_FPS) -> dict[str, Any]:
+        """Return the default sampling of a video."""
+        return super().frame_options(default_fps)
 
 
 def check_clip(start: float | None, end: float | None) -> None:
