@@ -87,4 +87,4 @@ def load_patched(options: ModelOptions, family: ChatFamily, group: Communicator,
     model = agree(group, "model", load)
     if options.shard_weights:
         model = shard_weights(model, group, device, encode=encoder_of(model, family))
-    return agree(group, "options", lambda: patch_model(model, group=group, config=options.seqpar_config()))
+    return agree(group, "options", lambda: patch_model(model, group=group, config=options.config()))

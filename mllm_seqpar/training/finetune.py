@@ -198,8 +198,8 @@ def _open_data(options: FineTuneOptions) -> tuple[FineTuneData, Path | None, dic
     run, args = options.run, options.training
     refuse_adapter(Path(local_directory(str(run.model))), "training starts from a whole model")
     processor = load_processor(str(run.model))
-    sampling = {name: getattr(run, name) for name in ("fps", "max_frames", "max_length", "media_root", "template")}
-    sampling |= {"threads": run.decode_threads, "decoder": run.decoder, "frame_store": run.frame_store}
+    sampling = {name: getattr(run, name) for name in ("max_length", "media_root", "template")}
+    sampling |= {"fps": options.frames.fps, "max_frames": options.frames.max_frames, **options.frames.decoding()}
     training = ChatDataset(str(run.data), processor, on_bad_media=run.on_bad_media, **sampling)
     evaluation = ChatDataset(run.eval_data, processor, **sampling) if run.eval_data else None
     sp = options.parallel.sp
@@ -244,8 +244,8 @@ def _features(options: FineTuneOptions, processor: Any) -> TowerStore | None:
     bf16 = options.training.bf16 or os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
     settings = {
         "model": model_fingerprint(str(run.model), chat_family(processor).tower_weights),
-        "fps": run.fps,
-        "max_frames": run.max_frames,
+        "fps": options.frames.fps,
+        "max_frames": options.frames.max_frames,
         "precision": ("bf16" if bf16 else "that of the weights") + (", in 4 bits" if run.load_in_4bit else ""),
     }
     return TowerStore(run.features, settings)
