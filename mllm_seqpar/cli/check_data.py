@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mllm_seqpar.data.chat import ChatDataset, ChatSample, collate
 from mllm_seqpar.data.chat_format import media_parts
-from mllm_seqpar.data.decoding import DECODER_HELP, check_decoding
+from mllm_seqpar.data.decoding import DECODERS, check_decoding
 from mllm_seqpar.data.decoding_work import frames_to_decode
 from mllm_seqpar.data.formats import DEFAULT_TEMPLATE
 from mllm_seqpar.data.frame_store import FrameStore, FrameStoreError
@@ -30,6 +30,7 @@ from mllm_seqpar.errors import ConfigError, DataError, SeqParError
 
 from .options import Parser
 from .program_exit import run_alone
+from .shared_options import DECODER
 
 BROKEN = 1
 """The exit status if a sample is broken."""
@@ -71,7 +72,7 @@ def _parser() -> Parser:
     text = "files opened at once; default: the number of processors"
     text = "threads that decode one video; default: 1, because --workers files are read at once"
     parser.add_argument("--decode_threads", type=int, metavar="N", help=text)
-    parser.add_argument("--decoder", default="pyav", help=DECODER_HELP)
+    parser.add_argument("--decoder", choices=DECODERS, default="pyav", help=DECODER)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help=text)
     text = (
         "write the frames that training would use to this directory, for --frame_store; a run that stopped is continued"

@@ -44,14 +44,13 @@ from mllm_seqpar.models.loading import load_model, load_processor, model_digest
 from .arguments import FineTuneOptions, ModelAndData
 from .command_line import make_options, read_options
 from .data_loader import data_digest
-from .export import export_dtype, export_model, run_on_rank_0
-from .figure import write_figure
+from .export import create_repository, export_dtype, export_model, run_on_rank_0, upload
 from .finetune_trainer import FineTuneData, FineTuneTrainer
-from .hub_upload import create_repository, upload
 from .parameters import choose_parameters
 from .resume import find_checkpoint, require_shared_directory, step_of
 from .sample_order import SampleOrder
 from .summary import model_card, run_summary
+from .terminal_log import write_figure
 from .trainer_checks import find_parallelism
 
 _LAUNCH_SETTINGS = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_", "FSDP_", "PARALLELISM_CONFIG_")
