@@ -13,7 +13,7 @@ from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.comm.base import fingerprint
 from mllm_seqpar.data.chat import ChatBatch, ChatDataset, load_local_pictures
 from mllm_seqpar.data.chat_family import ChatFamily, chat_family
-from mllm_seqpar.data.chat_format import media_parts
+from mllm_seqpar.data.chat_format import media_parts, part_files
 from mllm_seqpar.data.formats.tables import is_embedded
 from mllm_seqpar.data.media_files import is_remote, media_size
 from mllm_seqpar.errors import DataError, VideoError
@@ -89,7 +89,7 @@ def media_sizes(dataset: ChatDataset) -> Iterator[tuple[str, int]]:
     """
     for index in range(len(dataset)):
         for part in media_parts(dataset.messages(index)):
-            for name in part.get("images") or [part["path"]]:
+            for name in part_files(part):
                 if not is_embedded(name):
                     yield name, _size(dataset, index, name)
 
