@@ -253,7 +253,7 @@ class ForwardState:
             selection = selection or selector.select(
                 problem, masks, candidates, like, training=torch.is_grad_enabled(), mesh_shape=mesh_shape
             )
-            return selected_spec(selector, selection, masks, problem, config, like.dtype, causal=candidates.causal)
+            return selected_spec(selection, masks, problem, config, like.dtype)
         accumulate = accumulation(config.accumulate_dtype, like.dtype)
         return call_spec_for(strategy, mesh_shape, masks, problem, accumulate, config.overlap)
 
