@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
+from browser import Chromium
 from ranks import close_pool
 from ranks_worker import reset_global_state
 
@@ -49,14 +50,19 @@ def layer_of(item: pytest.Item) -> int:
 
 
 def pytest_collection_finish() -> None:
-    """Let garbage collections leave out what the test modules imported, a million objects that stay."""
+    gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collections_leave_out_what_stays() -> None:
+    """Let garbage collections leave out what earlier modules imported and built, a million objects."""
     gc.collect()
     gc.freeze()
-    gc.enable()
 
 
 def pytest_sessionfinish() -> None:
     close_pool()
+    gc.freeze()  # pytest then collects garbage five times
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +135,13 @@ def inference_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for video, name in zip(make_needle_videos(folder, 2, frames=(100, 100), rate=25), ("clip", "twin"), strict=True):
         Path(video.path).rename(folder / f"{name}.mp4")
     return folder
+
+
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    browser = Chromium(tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.close()
 
 
 @pytest.fixture(scope="session")
