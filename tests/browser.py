@@ -14,7 +14,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 
 class Chromium:
-    """A headless Chromium with its files in `folder`. Its start takes seconds, so tests share one (fixture `chromium`)."""
+    """A headless Chromium with its files in `folder`. It starts in seconds, so tests share the fixture `chromium`."""
 
     def __init__(self, folder: Path) -> None:
         commands, self._write = os.pipe()

@@ -1,25 +1,21 @@
 """Shared set-up of all tests."""
 
 import fcntl
-import functools
 import gc
 import json
 import os
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 from browser import Chromium
 from ranks import close_pool
-from ranks_worker import reset_global_state
+from ranks_worker import packages_read_once, reset_global_state
 
 gc.disable()  # until the test modules are imported, see pytest_collection_finish
 
@@ -96,9 +92,7 @@ def _threads_share_a_core(request: pytest.FixtureRequest, tmp_path_factory: pyte
 
 @pytest.fixture(autouse=True, scope="session")
 def _metadata_of_packages_are_read_once() -> Iterator[None]:
-    """Every call of `patch_model` looks for entry points, in the metadata of all packages on `sys.path`."""
-    read = functools.cache(lambda path, group: entry_points(group=group))
-    with mock.patch("mllm_seqpar.patching.registry.entry_points", lambda group: read(tuple(sys.path), group)):
+    with packages_read_once():
         yield
 
 

@@ -56,7 +56,7 @@ def synchronize(device: torch.device | str) -> None:
 
 
 def once_ms(run: Callable[[], object], device: str) -> float:
-    """Return the milliseconds of one call, by the clock on a CPU and between two events on CUDA (without launch time)."""
+    """Return the milliseconds of one call; on CUDA between two events, without the time of the launch."""
     if device != "cuda":
         start = time.perf_counter()
         run()
