@@ -188,8 +188,8 @@ def replicated_tokens(
 def _exchanged_tokens(
     family: Family, features: Tensor, placement: TokenPlaces, rows: Sequence[Tensor]
 ) -> dict[str, Any]:
-    comm = family.context.comm
-    return {"visual_tokens": placement.routes(rows, comm.rank).exchange(features, comm)}
+    comm, width = family.context.comm, family.text_config.hidden_size
+    return {"visual_tokens": placement.routes(rows, comm.rank).exchange(features, comm, features.shape[1] // width)}
 
 
 def _select_strategy(
