@@ -100,6 +100,21 @@ class CrossAttentionSizes(LayerSizes):
     earlier_frames: bool = False
 
 
+@dataclass(frozen=True)
+class LinearLayers:
+    """Equal layers of one kind, as (input, output) channels of their linear layers.
+
+    Attributes:
+        layers: the number of equal layers.
+        text: the linear layers that compute on text tokens.
+        visual: those that compute on visual tokens, `VisionSizes.keys` to a frame.
+    """
+
+    layers: int
+    text: tuple[tuple[int, int], ...] = ()
+    visual: tuple[tuple[int, int], ...] = ()
+
+
 NO_CROSS_ATTENTION = CrossAttentionSizes(layers=0, heads=1, kv_heads=1, head_dim=1, visual_dim=1)
 """Of decoder-only models; the sizes of a layer do not matter."""
 
@@ -270,6 +285,25 @@ class ModelSizes:
             + self.vision.parameters
             + self.connector_parameters
         )
+
+    def linear_layers(self, target: str) -> LinearLayers:
+        """Return the linear layers of one of LoRA's targets: attention, mlp, cross or connector."""
+        text, cross, width = self.text, self.cross, self.text.hidden
+        if target == "attention":
+            q, kv = (width, text.heads * text.head_dim), (width, text.kv_heads * text.head_dim)
+            return LinearLayers(text.layers, text=(q, kv, kv, q[::-1]))
+        if target == "mlp":
+            return LinearLayers(text.layers, text=((width, text.mlp_inner),) * text.mlp_matrices)
+        if target == "cross":
+            own = ((width, cross.heads * cross.head_dim),) * (2 if cross.own_queries else 0)
+            own += ((width, cross.mlp_inner),) * cross.mlp_matrices
+            return LinearLayers(cross.layers, own, ((cross.visual_dim, cross.kv_heads * cross.head_dim),) * 2)
+        layers = tuple(pairwise(self.projector or ())) * (1 + self.vision.deepstack)
+        if self.resampler:
+            r, vision = self.resampler, self.vision.width
+            one = ((vision, r.heads * r.head_dim),) * 4 + (((vision, r.mlp_inner),) * 2 if r.mlp_inner else ())
+            layers += one * r.layers
+        return LinearLayers(1, visual=layers)
 
     @property
     def largest_layer(self) -> int:

@@ -27,18 +27,19 @@ from mllm_seqpar.adapting import (
     AdapterError,
     CrossAttentionShape,
     ForwardState,
+    FrameMask,
     FrameShard,
     KVProjection,
     Patch,
     SeqParContext,
     ShapeError,
+    copy_to_device,
 )
 from mllm_seqpar.adapting.chat import VIDEO_MARK, FrameSource, ImageTokenFamily, picture_counts, to_pil_images
 from mllm_seqpar.adapting.transformers import (
     VISUAL_SHARD_DOC,
     Family,
     ForwardInputs,
-    Visibility,
     as_compared_tensors,
     causal_mask,
     makes_cache,
@@ -280,19 +281,15 @@ class IdeficsFamily(Family[_IdeficsInputs]):
         rows = torch.arange(inputs.batch)
         return inputs.batch == placement and torch.equal(inputs.prompt_rows // beams, rows // beams)
 
-    def visibility(self, inputs: _IdeficsInputs, units: int, tokens: int, placement: int) -> Visibility:
+    def visibility(self, inputs: _IdeficsInputs, units: int, tokens: int, placement: int) -> FrameMask:
         visible = inputs.on_host("image_attention_mask")
         assert visible is not None
-        mask = mask_over_samples(visible, tokens, units, inputs.prompt_rows, placement)
-        return Visibility(mask, self._gate(inputs.image_attention_mask.bool().any(-1)))
+        return mask_over_samples(visible, tokens, units, inputs.prompt_rows, placement)
 
-    def empty_visibility(self, inputs: _IdeficsInputs, units: int, tokens: int) -> Visibility:
-        closed = torch.zeros(inputs.batch, inputs.length, device=self.embedding_weight().device)
-        return Visibility(super().empty_visibility(inputs, units, tokens).mask, self._gate(closed))
-
-    def _gate(self, attends: Tensor) -> dict[str, Tensor]:
+    def row_facts(self, inputs: _IdeficsInputs, mask: FrameMask, placement: int) -> dict[str, Tensor]:
         """Return `cross_attention_gate` (B, L): 0 for rows that attend to no image."""
-        return {"gate": attends.to(device=self.embedding_weight().device, dtype=self.model.dtype)}
+        attends = copy_to_device(mask.any_frame_visible(), self.embedding_weight().device)
+        return {"gate": attends.to(self.model.dtype)}
 
     def run_decoder(
         self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, state: ForwardState, **kwargs: Any

@@ -48,7 +48,6 @@ from mllm_seqpar.adapting.transformers import (
     Family,
     ForwardInputs,
     SequenceParallelCacheState,
-    Visibility,
     as_compared_tensors,
     causal_mask,
     decoder_arguments,
@@ -367,29 +366,33 @@ class MllamaFamily(Family[MllamaInputs]):
     def placement(self, inputs: MllamaInputs) -> tuple[int, Tensor]:
         return inputs.samples, torch.arange(inputs.batch) // (inputs.batch // inputs.samples)
 
-    def visibility(self, inputs: MllamaInputs, units: int, tokens: int, placement: tuple[int, Tensor]) -> Visibility:
+    def visibility(self, inputs: MllamaInputs, units: int, tokens: int, placement: tuple[int, Tensor]) -> FrameMask:
         samples, sample_of_row = placement
         per_sample, sample = units // samples, sample_of_row[inputs.prompt_rows]
         in_mask = inputs.visible_tiles(per_sample)
         if in_mask is None:
             first = (sample * per_sample)[:, None].expand(-1, inputs.length)
-            return Visibility(FrameMask.from_intervals(first, first + per_sample, tokens, units))
-        any_visible = in_mask.view(torch.uint8).amax(-1).bool()  # `any` takes 30 times as long
-        visible = in_mask | ~any_visible[..., None]
+            return FrameMask.from_intervals(first, first + per_sample, tokens, units)
+        visible = in_mask | ~_any_tile(in_mask)[..., None]
         if samples > 1:
             table = in_mask.new_zeros(inputs.batch, inputs.length, samples, per_sample)
             table[torch.arange(inputs.batch), :, sample] = visible
             visible = table.flatten(2)
-        return Visibility(FrameMask.from_dense(visible, tokens), self._mlp_gate(any_visible))
+        return FrameMask.from_dense(visible, tokens)
 
-    def empty_visibility(self, inputs: MllamaInputs, units: int, tokens: int) -> Visibility:
-        """Return a visibility under which the layers give what the skipped layers of the unpatched model give."""
-        closed = torch.zeros(inputs.batch, inputs.length, dtype=torch.bool)
-        return Visibility(super().empty_visibility(inputs, units, tokens).mask, self._mlp_gate(closed))
+    def row_facts(self, inputs: MllamaInputs, mask: FrameMask, placement: tuple[int, Tensor]) -> dict[str, Tensor]:
+        """Return the row tensor `full_text_row_masked_out_mask` is made of: False skips the MLP of the row.
 
-    def _mlp_gate(self, any_visible: Tensor) -> dict[str, Tensor]:
-        """Return the row tensor `full_text_row_masked_out_mask` is made of: False skips the MLP of the row."""
-        return {"mlp_gate": copy_to_device(any_visible, self.embedding_weight().device)}
+        In a pass without images no row attends, and the layers give what the skipped layers of the unpatched model
+        give.
+        """
+        attends = mask.any_frame_visible()
+        if bool(attends.any()):
+            in_mask = inputs.visible_tiles(mask.total_frames // placement[0])
+            if in_mask is None:
+                return {}
+            attends = _any_tile(in_mask)
+        return {"mlp_gate": copy_to_device(attends, self.embedding_weight().device)}
 
     def adopt_cache(self, cache: Any, cache_state: SequenceParallelCacheState) -> None:
         """Refuse a cache in which the unpatched model stored K and V of tiles, all of them on every rank."""
@@ -484,6 +487,11 @@ class MllamaFamily(Family[MllamaInputs]):
             width=self.text_config.hidden_size,
         )
         return run_pass(self, inputs, logits_to_keep, kwargs)
+
+
+def _any_tile(visible: Tensor) -> Tensor:
+    """(B, L, tiles) -> (B, L): whether a row attends to any tile."""
+    return visible.view(torch.uint8).amax(-1).bool()  # `any` takes 30 times as long
 
 
 def _unpatched_caches(model: Any, past: Cache | None, use_cache: bool | None) -> bool:

@@ -47,7 +47,6 @@ from mllm_seqpar.adapting.transformers import (
     Family,
     ForwardInputs,
     SequenceParallelCacheState,
-    Visibility,
     as_compared_tensors,
     cache_state_of,
     causal_mask,
@@ -345,18 +344,13 @@ class MPlugOwl3Family(Family[Any]):
         attention = self.model.language_model.model.layers[self.model.config.hyper_layers[0] - 1].self_attn
         return attention.visual_rotation(copy_to_device(index, self.embedding_weight().device))
 
-    def visibility(self, inputs: ForwardInputs, units: int, tokens: int, placement: Placement) -> Visibility:
+    def visibility(self, inputs: ForwardInputs, units: int, tokens: int, placement: Placement) -> FrameMask:
         (layout, row_offset), rows = placement, inputs.prompt_rows
         first, stop = (x[rows] for x in layout.rows(inputs.past_length - row_offset, inputs.length))
-        return self._with_rows(FrameMask.from_intervals(first, stop, tokens, units))
+        return FrameMask.from_intervals(first, stop, tokens, units)
 
-    def empty_visibility(self, inputs: ForwardInputs, units: int, tokens: int) -> Visibility:
-        return self._with_rows(super().empty_visibility(inputs, units, tokens).mask)
-
-    def _with_rows(self, mask: FrameMask) -> Visibility:
-        return Visibility(
-            mask, {"attends_to_frames": copy_to_device(mask.any_frame_visible(), self.embedding_weight().device)}
-        )
+    def row_facts(self, inputs: ForwardInputs, mask: FrameMask, placement: Placement) -> dict[str, Tensor]:
+        return {"attends_to_frames": copy_to_device(mask.any_frame_visible(), self.embedding_weight().device)}
 
     def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
         """Return a causal mask for each kind of layer."""

@@ -55,7 +55,6 @@ from mllm_seqpar.adapting.chat import VIDEO_MARK, ImageTokenFamily, to_pil_image
 from mllm_seqpar.adapting.transformers import (
     Family,
     ForwardInputs,
-    Visibility,
     as_forward,
     cache_state_of,
     local_features,
@@ -308,7 +307,7 @@ class OpenFlamingoFamily(Family[MediaInputs]):
         assert inputs.media is not None
         return inputs.media.token
 
-    def visibility(self, inputs: MediaInputs, units: int, tokens: int, placement: Any) -> Visibility:
+    def visibility(self, inputs: MediaInputs, units: int, tokens: int, placement: Any) -> FrameMask:
         """Return the rule that is tabulated in the module's docstring."""
         assert inputs.media is not None
         samples, time = inputs.media.samples, inputs.on_host("time")
@@ -320,16 +319,24 @@ class OpenFlamingoFamily(Family[MediaInputs]):
             )
         per_sample, beams = units // samples, inputs.batch // samples
         base = (torch.arange(inputs.batch) // beams * per_sample)[:, None].expand_as(time)
+        uniform = self._uniform_rows(time, per_sample)
         if self._only_immediate():
-            uniform, none = time > per_sample, time == 0
+            none = time == 0
             first, stop = (base + time - 1).masked_fill(none, 0), (base + time).masked_fill(none, 0)
         else:
-            uniform = time == 0
             first, stop = base, base + time.clamp(max=per_sample)
         first, stop = torch.where(uniform, base, first), torch.where(uniform, base + per_sample, stop)
-        mask = FrameMask.from_intervals(first, stop, tokens, units)
-        rows = {"uniform": copy_to_device(uniform, self.embedding_weight().device)} if bool(uniform.any()) else {}
-        return Visibility(mask, rows)
+        return FrameMask.from_intervals(first, stop, tokens, units)
+
+    def row_facts(self, inputs: MediaInputs, mask: FrameMask, placement: Any) -> dict[str, Tensor]:
+        """Return the rows whose scores are all equal, if there are any."""
+        time = inputs.on_host("time")
+        assert inputs.media is not None and time is not None
+        uniform = self._uniform_rows(time, mask.total_frames // inputs.media.samples)
+        return {"uniform": copy_to_device(uniform, self.embedding_weight().device)} if bool(uniform.any()) else {}
+
+    def _uniform_rows(self, time: Tensor, per_sample: int) -> Tensor:
+        return time > per_sample if self._only_immediate() else time == 0
 
     def text_mask(self, *arguments: Any) -> Any:
         return self.language_model.text_mask(*arguments)

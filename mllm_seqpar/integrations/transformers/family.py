@@ -10,7 +10,6 @@ import functools
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -24,18 +23,19 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.patching import Patch
 from mllm_seqpar.patching.registry import is_instance_by_name
+from mllm_seqpar.runtime.attention_record import FrameTokens
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.fsdp_units import modules_around, refuse_fsdp1
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
-from mllm_seqpar.runtime.visual_token_record import FrameTokens
 from mllm_seqpar.runtime.visual_tokens import TokenPlaces
 from mllm_seqpar.sharding import Spans, frame_spans, tensor_of
 
 from .attention import use_seqpar_attention
 from .cache import SequenceParallelCacheState
 from .generation import patch_generate
-from .input_checks import (
+from .inputs import (
+    ForwardInputs,
     check_star,
     check_text,
     refuse_custom_loss,
@@ -45,7 +45,6 @@ from .input_checks import (
     refuse_unsupported_attention,
     require_same_inputs,
 )
-from .inputs import ForwardInputs
 
 if TYPE_CHECKING:
     from mllm_seqpar.data.chat_family import ChatFamily
@@ -73,16 +72,6 @@ def as_forward(model: Any, forward: Callable[..., Any], doc: str = "") -> Any:
         return forward(self, *map(tensor_of, args), **{name: tensor_of(x) for name, x in kwargs.items()})
 
     return types.MethodType(torch.compiler.disable(can_return_tuple(with_tensors)), model)
-
-
-@dataclass(frozen=True)
-class Visibility:
-    """The frames that the text rows of a pass may attend to."""
-
-    mask: FrameMask
-    """Which units of all ranks each row (B, L) may attend to."""
-    rows: Mapping[str, Tensor] = field(default_factory=dict)
-    """Further tensors with one entry per row, (B, L) each, on the model's device. They are sharded like tokens."""
 
 
 class Family(ABC, Generic[InputsT]):
@@ -222,13 +211,19 @@ class Family(ABC, Generic[InputsT]):
         return None
 
     @abstractmethod
-    def visibility(self, inputs: InputsT, units: int, tokens: int, placement: Any) -> Visibility:
-        """Return which of `units` units of `tokens` keys each the rows of this pass may attend to."""
+    def visibility(self, inputs: InputsT, units: int, tokens: int, placement: Any) -> FrameMask:
+        """Return which of `units` units of `tokens` keys each the rows (B, L) of this pass may attend to.
 
-    def empty_visibility(self, inputs: InputsT, units: int, tokens: int) -> Visibility:
-        """Return the visibility of a pass without frames, over the empty frame that keeps the ranks of FSDP in step."""
-        none = torch.zeros(inputs.batch, inputs.length, dtype=torch.long)
-        return Visibility(FrameMask.from_intervals(none, none, tokens, units))
+        It is not called in a pass without frames, whose rows attend to none.
+        """
+
+    def row_facts(self, inputs: InputsT, mask: FrameMask, placement: Any) -> Mapping[str, Tensor]:
+        """Return what layers read of the rows as `state.rows`: tensors (B, L) on the model's device, by name.
+
+        They are sharded like tokens. `mask` is that of all rows; without frames, it has the empty frame that keeps the
+        ranks of FSDP in step, and no row attends to it.
+        """
+        return {}
 
     # The language model.
 
@@ -245,6 +240,11 @@ class Family(ABC, Generic[InputsT]):
         that they contain, so the pass gathers their parameters itself.
         """
         return modules_around(self.model, self.called_modules)
+
+    @functools.cached_property
+    def _checkpointed_modules(self) -> list[nn.Module]:
+        """The modules that transformers' gradient checkpointing can be enabled for."""
+        return [module for module in self.model.modules() if hasattr(module, "gradient_checkpointing")]
 
     @property
     def text_config(self) -> Any:
@@ -298,7 +298,7 @@ class Family(ABC, Generic[InputsT]):
         for config in (self.model.config, self.text_config):
             refuse_unsupported_attention(config, kwargs)
         if self.checkpoints_visual_layers and self.model.training and torch.is_grad_enabled():
-            refuse_reentrant_checkpointing(self.model)
+            refuse_reentrant_checkpointing(self._checkpointed_modules)
         shards_text = self.context.comm.size > 1 and self.context.config.self_attention != "local"
         if shards_text and not inputs.use_cache and inputs.target_labels() is not None:
             refuse_custom_loss(self.model)
@@ -348,9 +348,9 @@ class DecoderOnlyFamily(Family[InputsT]):
     def frames_between(self, inputs: InputsT, start: int, stop: int) -> tuple[Tensor, ...]:
         """Return the frames ``start <= f < stop`` of all, which this rank has, as `encode` takes them."""
 
-    def visibility(self, inputs: InputsT, units: int, tokens: int, placement: Any) -> Visibility:
-        """Return an empty visibility: rows attend to frames only through the text."""
-        return self.empty_visibility(inputs, units, tokens)
+    def visibility(self, inputs: InputsT, units: int, tokens: int, placement: Any) -> FrameMask:
+        """Raise AssertionError: rows attend to frames only through the text."""
+        raise AssertionError("a decoder-only model has no cross-attention")
 
     def check_inputs(self, inputs: InputsT, kwargs: Mapping[str, Any]) -> None:
         super().check_inputs(inputs, kwargs)

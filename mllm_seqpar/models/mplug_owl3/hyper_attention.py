@@ -27,7 +27,7 @@ from transformers.models.qwen2.modeling_qwen2 import (
     rotate_half,
 )
 
-from mllm_seqpar.runtime.kv_projection import KVProjection
+from mllm_seqpar.runtime.visual_features import KVProjection
 
 from .configuration import MPlugOwl3Config
 from .visual_inputs import RowBlock, VisualInputs, visual_cache

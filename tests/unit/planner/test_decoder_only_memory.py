@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from clusters import ROUND
-from memory_meters import Peak, saved
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen3VLForConditionalGeneration
 
 from family_cases import QWENS
 from family_harness import on_ranks, settings
+from memory_meters import Peak, saved
 from mllm_seqpar import patch_model
 from mllm_seqpar.planner import ParallelSpec
 from mllm_seqpar.planner.memory import frozen_tower_memory, peak_memory, saved_before_features
