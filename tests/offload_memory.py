@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_models.mplug_owl3 import tiny_model
 
 from mllm_seqpar import patch_model
 from mllm_seqpar.data.feature_store import open_features, save_features
 from mllm_seqpar.runtime import visual_features
+from tiny_models.mplug_owl3 import tiny_model
 
 TEXT, TOKENS, WIDTH, CHUNK_BYTES, POLL_SECONDS = 32, 8, 64, 2**18, 0.002
 
@@ -45,7 +45,7 @@ def main() -> None:
             whole, _ = step(plain, mapped)
         assert all(found.equal(other) for found, other in zip(results, expected, strict=True))
         rows.append({"size": mapped.nbytes, "offload": file, "no offload": whole})
-    print(json.dumps(rows))
+    sys.stdout.write(json.dumps(rows) + "\n")
 
 
 def make_model(offload: str | None) -> Any:
