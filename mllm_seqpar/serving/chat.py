@@ -21,7 +21,7 @@ from transformers.utils import logging
 from mllm_seqpar.cli.options import option, parse_options
 from mllm_seqpar.cli.own_ranks import own_ranks, started_by_launcher
 from mllm_seqpar.cli.program_exit import run
-from mllm_seqpar.cli.progress import note, progress_bar, say
+from mllm_seqpar.cli.progress import FramesBar, note, say
 from mllm_seqpar.data.sources import VideoSource
 from mllm_seqpar.errors import ConfigError, SeqParError
 from mllm_seqpar.inference.arguments import ServingOptions, check_clip
@@ -208,7 +208,7 @@ class Terminal:
         content = [*({"type": "video"} for _ in video if not shown), {"type": "text", "text": question}]
         messages = [*self._messages, {"role": "user", "content": content}]
         sampling = self._args.sampling(seed=self._args.seed)
-        with _Progress() as progress:
+        with FramesBar() as progress:
             try:
                 job = Job(messages=messages, media=video, sampling=sampling, evidence=MOMENTS)
                 reply = self._worker.run(
@@ -251,29 +251,6 @@ class Terminal:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-class _Progress:
-    """A progress bar of frames that appears with the first frame."""
-
-    def __init__(self) -> None:
-        self._bar: Any = None
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def __call__(self, done: int, total: int) -> None:
-        if self._bar is None:
-            self._bar = progress_bar(total, "frame", "reading and encoding")
-        self._bar.update(done - self._bar.n)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-        self._bar = None
 
 
 @contextmanager
