@@ -26,7 +26,7 @@ from mllm_seqpar.data.decoding_work import frames_to_decode
 from mllm_seqpar.data.formats import DEFAULT_TEMPLATE
 from mllm_seqpar.data.frame_store import FrameStore, FrameStoreError
 from mllm_seqpar.data.sources import FrameSource, VideoSource
-from mllm_seqpar.data.video import probe
+from mllm_seqpar.data.video import SAMPLING, probe, sampling_fault
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError
 
 from .options import Parser
@@ -101,13 +101,13 @@ def _open_store(args: Namespace) -> FrameStore | None:
 def check(argv: Sequence[str]) -> int:
     """Check all data sets of the command line `argv`; return its exit status."""
     args = _parser().parse_args(argv)
-    for name in ("fps", "num_frames", "max_frames", "max_length", "workers", "long", "store_quality", "store_size"):
+    for name in ("max_length", "workers", "long", "store_quality", "store_size"):
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"--{name}: {value} is not allowed; give a finite number above 0")
     check_decoding(args.decode_threads, args.decoder)
-    if args.fps and args.num_frames:
-        raise ConfigError(f"--fps {args.fps:g} and --num_frames {args.num_frames}: give one of them")
+    if fault := sampling_fault({name: getattr(args, name) for name in SAMPLING}):
+        raise ConfigError(f"--{fault}")
     if args.max_length and not args.model:
         raise ConfigError("--max_length needs --model, whose processor counts the tokens")
     processor = None

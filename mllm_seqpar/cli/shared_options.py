@@ -7,6 +7,8 @@ from typing import Any
 
 from mllm_seqpar.config import CHOICES, SeqParConfig
 from mllm_seqpar.data.decoding import DECODERS, check_decoding
+from mllm_seqpar.data.video import CLIP, SAMPLING, sampling_fault
+from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.kernels import kernel_names
 
 from .options import CommandOptions, option, parse_tile
@@ -32,7 +34,8 @@ class FrameOptions(CommandOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_positive("fps", "max_frames")
+        if fault := sampling_fault({name: getattr(self, name, None) for name in (*SAMPLING, *CLIP)}):
+            raise ConfigError(f"--{fault}")
         check_decoding(self.decode_threads, self.decoder)
 
     def decoding(self) -> dict[str, Any]:

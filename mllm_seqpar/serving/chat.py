@@ -23,8 +23,9 @@ from mllm_seqpar.cli.own_ranks import own_ranks, started_by_launcher
 from mllm_seqpar.cli.program_exit import run
 from mllm_seqpar.cli.progress import FramesBar, note, say
 from mllm_seqpar.data.sources import VideoSource
+from mllm_seqpar.data.video import sampling_fault
 from mllm_seqpar.errors import ConfigError, SeqParError
-from mllm_seqpar.inference.arguments import ServingOptions, check_clip
+from mllm_seqpar.inference.arguments import ServingOptions
 from mllm_seqpar.inference.conversation import Interrupted
 from mllm_seqpar.inference.evidence import MOMENTS
 
@@ -63,7 +64,6 @@ class ChatOptions(ServingOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require("seed", 0 <= self.seed < 2**63, "0 or more, below 2**63")
-        check_clip(self.start, self.end)
         for name in ("start", "end") if self.video is None else ():
             self._refuse_unused(name, "it belongs to --video")
 
@@ -284,5 +284,6 @@ def _clip(value: str) -> tuple[float | None, float | None]:
         start, end = map(float, value.split())
     except ValueError as error:
         raise ConfigError(f"/clip {value}: give two times in seconds, such as /clip 60 90, or none") from error
-    check_clip(start, end)
+    if fault := sampling_fault({"start": start, "end": end}):
+        raise ConfigError(f"/clip {value}: {fault}")
     return start, end
