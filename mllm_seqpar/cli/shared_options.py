@@ -13,8 +13,6 @@ from mllm_seqpar.kernels import kernel_names
 
 from .options import CommandOptions, option, parse_tile
 
-DECODER = "video decoder (torchcodec: pip install 'mllm-seqpar[torchcodec]')"
-
 
 @dataclass(frozen=True, kw_only=True)
 class FrameOptions(CommandOptions):
@@ -27,7 +25,7 @@ class FrameOptions(CommandOptions):
     decode_threads: int | None = option(
         "decoding threads per rank; default: the cores of its machine divided by the ranks on it", None
     )
-    decoder: str = option(DECODER, "pyav", choices=DECODERS)
+    decoder: str = option("video decoder (torchcodec: pip install 'mllm-seqpar[torchcodec]')", "pyav", choices=DECODERS)
     frame_store: str | None = option(
         "directory of frames that check-data --store wrote, which are read instead of the videos", None
     )
