@@ -29,7 +29,7 @@ from mllm_seqpar.errors import ConfigError, DataError, SeqParError
 
 from .options import option, parse_options
 from .program_exit import run_alone
-from .shared_options import FrameOptions
+from .shared_options import StoredFrameOptions
 
 BROKEN = 1
 """The exit status if a sample is broken."""
@@ -38,7 +38,7 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckDataOptions(FrameOptions):
+class CheckDataOptions(StoredFrameOptions):
     """The options of `mllm-seqpar check-data`: those of training, and what is written and reported."""
 
     data: tuple[str, ...] = option(

@@ -26,9 +26,6 @@ class FrameOptions(CommandOptions):
         "decoding threads per rank; default: the cores of its machine divided by the ranks on it", None
     )
     decoder: str = option("video decoder (torchcodec: pip install 'mllm-seqpar[torchcodec]')", "pyav", choices=DECODERS)
-    frame_store: str | None = option(
-        "directory of frames that check-data --store wrote, which are read instead of the videos", None
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,7 +35,20 @@ class FrameOptions(CommandOptions):
 
     def decoding(self) -> dict[str, Any]:
         """Return how `VideoSource.open` and `ChatDataset` read the frames that they have planned."""
-        return {"threads": self.decode_threads, "decoder": self.decoder, "frame_store": self.frame_store}
+        return {"threads": self.decode_threads, "decoder": self.decoder}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredFrameOptions(FrameOptions):
+    """`FrameOptions` of a command that takes the same frames of each video in every run, so that they may be stored."""
+
+    frame_store: str | None = option(
+        "directory of frames that check-data --store wrote, which are read instead of the videos", None
+    )
+
+    def decoding(self) -> dict[str, Any]:
+        """Return how `VideoSource.open` and `ChatDataset` read the frames that they have planned."""
+        return super().decoding() | {"frame_store": self.frame_store}
 
 
 @dataclass(frozen=True, kw_only=True)

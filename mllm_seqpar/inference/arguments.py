@@ -8,7 +8,7 @@ from typing import Any
 
 from mllm_seqpar.cli.launch import DEVICES, DTYPES
 from mllm_seqpar.cli.options import option, parse_options
-from mllm_seqpar.cli.shared_options import FrameOptions, StrategyOptions
+from mllm_seqpar.cli.shared_options import FrameOptions, StoredFrameOptions, StrategyOptions
 from mllm_seqpar.data.chat import DEFAULT_FPS
 from mllm_seqpar.data.formats import DEFAULT_TEMPLATE, check_template
 from mllm_seqpar.errors import ConfigError
@@ -90,7 +90,7 @@ class InferenceOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskArguments(InferenceOptions):
+class AskArguments(InferenceOptions, StoredFrameOptions):
     """The options of a run. `mllm-seqpar ask --help` prints the same texts."""
 
     video: tuple[str, ...] = option("a video file, or a directory of videos; may be repeated", ())
