@@ -295,8 +295,7 @@ def load_local_pictures(
         return family.joined([family.pixels(decoded) for decoded in _decode(batch, frames, at_once)])
     real = torch.tensor([index for index, number in enumerate(numbers) if number >= 0], dtype=torch.long)
     if not len(real):
-        blank = family.blank() if numbers else family.pixels(torch.empty(0, 3, 1, 1, dtype=torch.uint8))
-        return tuple(x.repeat(len(numbers), *[1] * (x.dim() - 1)) if numbers else x for x in blank)
+        return tuple(x.repeat(len(numbers), *[1] * (x.dim() - 1)) for x in family.blank())
     pictures: tuple[Tensor, ...] = ()
     done = 0
     for decoded in _decode(batch, frames, at_once):

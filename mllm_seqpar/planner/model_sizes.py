@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isqrt
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.families import family_specs
@@ -344,8 +344,8 @@ def read_model(path: str | Path) -> ModelSizes:
 def _read_hf_config(path: Path) -> ModelSizes:
     """Return the sizes of a model directory, or of its `config.json`; raise ConfigError if they cannot be read.
 
-    The file is read as JSON, so that planning needs no model library. Each family translates its own configuration, in
-    `patches/<family>/planner.py`.
+    The file is read as JSON, so that planning needs no model library. Each family translates its own configuration, by
+    `Family.model_sizes`.
     """
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -355,13 +355,29 @@ def _read_hf_config(path: Path) -> ModelSizes:
     except ValueError as error:
         raise ConfigError(f"model: {file} is not JSON: {error}") from error
     model_type = config.get("model_type") if isinstance(config, dict) else None
-    family = next((spec for spec in family_specs() if model_type in spec.model_types), None)
+    families = _families_with_sizes(model_type)
+    family = next((family for family in families if model_type in family.model_types), None)
     if family is None:
-        known = ", ".join(sorted(name for spec in family_specs() for name in spec.model_types))
+        known = ", ".join(sorted({name for family in families for name in family.model_types}))
         raise ConfigError(f"model: {file} has model_type {model_type!r}; known model types: {known}")
     try:
-        return family.module("planner").model_sizes(config, file.resolve().parent.name)
+        sizes: ModelSizes = family.model_sizes(config, file.resolve().parent.name)
+        return sizes
     except KeyError as error:
         raise ConfigError(f"model: {file} lacks {error}, which a {model_type} model needs") from error
     except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ConfigError(f"model: {file} has values that a {model_type} model cannot have: {error}") from error
+
+
+def _families_with_sizes(model_type: Any) -> list[Any]:
+    """Return the families of this package, and the external ones if none of those has this `model_type`.
+
+    An external family is a class, whose module imports torch.
+    """
+    specs: list[Any] = list(family_specs())
+    if any(model_type in spec.model_types for spec in specs):
+        return specs
+    from mllm_seqpar.patching.registry import external_adapters
+
+    external = external_adapters().values()
+    return [*specs, *(x for x in external if getattr(x, "model_types", ()) and getattr(x, "model_sizes", None))]

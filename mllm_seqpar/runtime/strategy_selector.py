@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from mllm_seqpar.attention.call_spec import CallSpec, accumulation, call_spec_for
+from mllm_seqpar.attention.keys import CallSpec, accumulation, call_spec_for
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.masks import BlockMasks
 from mllm_seqpar.schedules import OverlapRatios
