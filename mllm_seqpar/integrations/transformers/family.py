@@ -1,4 +1,4 @@
-"""The interface between a model family and the forward passes in `passes`, which run it sequence-parallel.
+"""A model family: the interface between its facts and the forward passes in `passes`, which run it sequence-parallel.
 
 Shape legend: B samples, L text tokens of the pass, s of them on this rank, F frames of all samples and ranks (f on this
 rank). A frame is held by one rank as a whole. It consists of `units_per_frame` units; masks are made of units.
@@ -10,7 +10,7 @@ import functools
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,10 @@ from .inputs import (
     require_same_inputs,
 )
 
+if TYPE_CHECKING:
+    from mllm_seqpar.data.chat_family import ChatFamily
+    from mllm_seqpar.planner.model_sizes import ModelSizes
+
 InputsT = TypeVar("InputsT", bound=ForwardInputs)
 
 VISUAL_SHARD_DOC = """
@@ -71,16 +75,21 @@ def as_forward(model: Any, forward: Callable[..., Any], doc: str = "") -> Any:
 
 
 class Family(ABC, Generic[InputsT]):
-    """A model family: what it needs to be found, patched and run. Each patched model has an instance.
+    """A model family: everything that the package has to know of it. Each patched model has an instance.
 
     The class is the adapter of the family (`mllm_seqpar.patching.registry.Adapter`): its class methods find and patch a
     model. The methods of an instance name the sites of the model, and what the forward passes use. The abstract methods
     are the minimum: the forward, how frames are encoded, what rows may attend to, and how the decoder runs. The other
-    methods have defaults that suit a model with one frame per unit and no state of its own in the cache.
+    methods have defaults that suit a model with one frame per unit and no state of its own in the cache. With a `chat`,
+    programs can also fine-tune and question the model; with `model_sizes`, the planner can plan it.
 
     Attributes:
         name: the family's name in messages.
         model_class, package: the name of the class of its models, and how the name of their package begins.
+        processors: class names of its processors.
+        chat: the chat format of these processors.
+        model_types: values of `model_type` in the `config.json` of its models.
+        model_sizes: (config, name) -> the sizes of the model that such a file describes, for the planner.
         frame_arguments: the arguments of the forward that hold frames or features; they take `HostFrames`.
         unrepeated_arguments: those of them that `generate` must not repeat for beams (`patch_generate`).
         forward_doc: what the docstring of the patched forward adds to that of the unpatched one.
@@ -93,6 +102,10 @@ class Family(ABC, Generic[InputsT]):
     name: str
     model_class: str
     package = "transformers."
+    processors: tuple[str, ...] = ()
+    chat: type[ChatFamily] | None = None
+    model_types: tuple[str, ...] = ()
+    model_sizes: Callable[[dict[str, Any], str], ModelSizes] | None = None
     frame_arguments: tuple[str, ...] = ("pixel_values",)
     unrepeated_arguments: tuple[str, ...] = ()
     forward_doc = ""

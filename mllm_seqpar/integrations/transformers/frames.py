@@ -20,6 +20,7 @@ from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.runtime.frames import Frames, VisualKVCache, unit_spans
 from mllm_seqpar.runtime.offload import HostFeatures, in_host_memory, stored_in_host_memory
+from mllm_seqpar.runtime.strategy_selector import CROSS, VisualLayers
 from mllm_seqpar.runtime.text import TextShards
 from mllm_seqpar.runtime.visual_features import VisualFeatures
 from mllm_seqpar.runtime.visual_tokens import TokenPlaces
@@ -187,8 +188,8 @@ def replicated_tokens(
 def _exchanged_tokens(
     family: Family, features: Tensor, placement: TokenPlaces, rows: Sequence[Tensor]
 ) -> dict[str, Any]:
-    comm = family.context.comm
-    return {"visual_tokens": placement.routes(rows, comm.rank).exchange(features, comm)}
+    comm, width = family.context.comm, family.text_config.hidden_size
+    return {"visual_tokens": placement.routes(rows, comm.rank).exchange(features, comm, features.shape[1] // width)}
 
 
 def _select_strategy(
@@ -201,14 +202,13 @@ def _select_strategy(
         assert context.selector is not None
         (probe,) = as_attended(visual.features[:0])
         q_shape, k_shape = (text.batch, shape.heads, text.local, shape.dim), (1, shape.kv_heads)
-        frames.selection = context.selector.select_for_pass(
+        frames.selection = context.selector.select(
             problem_of(q_shape, k_shape, frames.key_lengths, probe.dtype, config.accumulate_dtype),
             frames.masks,
+            CROSS,
             probe,
             training=torch.is_grad_enabled(),
-            visual_dim=visual.features.shape[2],
-            layers=shape.layers,
-            recompute=config.recompute_visual,
+            visual=VisualLayers(visual.features.shape[2], shape.layers, config.recompute_visual),
         )
     if config.strategy == "replicate" or (frames.selection and frames.selection.strategy == "replicate"):
         frames = frames.gathered(visual, context.comm, family.unit_index(inputs, visual.total_frames))

@@ -78,12 +78,15 @@ def _uncached_pass(
     text, placement = text_shards(context, inputs), family.placement(inputs)
     features = local_features(family, inputs)
     state = ForwardState(context, text=text, **frame_arguments(family, inputs, text, features, placement))
+    without_frames = features is None
+    if isinstance(family, DecoderOnlyFamily):
+        features = None  # the state has them, and the memory is free for the layers
     log_shard_sizes(family, inputs, text.local if state.shards_text else inputs.length)
     # Without sharding, every rank computes all text, with the same dropout masks.
     if not (state.shards_text or same_random_state) and family.model.training:
         share_random_state(context.comm, inputs.text.device)
     embeds, positions, mask = rows_of_pass(family, inputs, state)
-    if features is None:
+    if without_frames:
         embeds = with_accumulated_gradients(embeds, family.model)
     if state.takes_mask:
         mask = family.text_mask(embeds, mask, positions, None)
@@ -243,6 +246,8 @@ class _CachedPass:
         positions, visible = inputs.positions(), self._frame_mask()  # of all rows, while the cache is still empty
         shard_cached_text(self.cache, state, text, self.model_layers)
         frames = frame_arguments(family, inputs, text, self.features, self.placement, state.visual)
+        if not star:
+            self._release_embeddings()
         recorder = None if star else self._recorder(visible, inputs.length, text)
         forward_state = ForwardState(self.context, text=text, recorder=recorder, **frames)
         log_shard_sizes(family, inputs, text.local)
@@ -292,10 +297,17 @@ class _CachedPass:
             }
         if isinstance(family, DecoderOnlyFamily):
             frames = replicated_tokens(family, self.features, self.placement, start, length)
+            self._release_embeddings()
         tokens = int(self.cache.get_seq_length()) + length
         recorder = self._recorder(visible, tokens)
         forward_state = ForwardState(self.context, cached_text=cached_text, tokens=tokens, recorder=recorder, **frames)
+        embeds = forward_state.embedded(embeds)
         return family.run_decoder(embeds, positions[..., start:], mask, self.cache, forward_state, **self.kwargs)
+
+    def _release_embeddings(self) -> None:
+        """Release the features of a decoder-only model, whose rows have them now."""
+        if isinstance(self.family, DecoderOnlyFamily):
+            self.features = None
 
     def _recorder(self, visible: FrameMask | None, tokens: int, shards: TextShards | None = None) -> AnyRecorder | None:
         """Return what records the attention of the last row to the frames, if it is recorded; None without frames.
