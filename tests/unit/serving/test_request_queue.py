@@ -5,6 +5,10 @@ import queue
 import threading
 from typing import Any
 
+import pytest
+
+pytest.importorskip("pydantic", reason="pydantic is not installed (extra serve)")
+
 from mllm_seqpar.serving.request_queue import SHUTTING_DOWN, RequestQueue, Waiting
 
 
