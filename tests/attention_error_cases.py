@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mllm_seqpar.attention import lv_xattn, mesh_attention, ring_attention, ulysses_attention
+from mllm_seqpar.attention import decode_attention, lv_xattn, mesh_attention, ring_attention, ulysses_attention
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.masks import FrameMask
 
@@ -40,6 +40,11 @@ def odd_one_out(comm: Communicator, what: str) -> Any:
             options = {what: {"scale": 0.5, "kernel": "none"}.get(what)}
         case "mask missing" | "mask form" | "mask frames":
             options["mask"] = {"mask form": intervals, "mask frames": everything(4, 9)}.get(what) if odd else mask
+        case "decoding rows" | "decoding gradients":
+            x, function = (qkv(5) if odd and "rows" in what else x), decode_attention
+            x[0].requires_grad_(odd and "gradients" in what)
+        case "decoding" if odd:
+            function = decode_attention
         case "strategy" if odd:
             function = ring_attention
         case "tile":

@@ -253,9 +253,7 @@ def _attend_once(
         choose_kernel(kernel, q, k, causal=causal, masked=mask is not None)
         shape, head_degree = resolve_tile(strategy, None if tile is None else check_tile(tile), comm.size)
         HeadShards(q.shape[1], k.shape[1], head_degree)
-        facts: dict[str, object] = dict(zip(("q batch", "q heads", "q rows", "head dim"), q.shape, strict=True))
-        facts |= {"k batch": k.shape[0], "k heads": k.shape[1], "dtype": q.dtype, "strategy": strategy, "tile": shape}
-        facts |= {"scale": float(factor), "accumulate_dtype": accumulate_dtype, "layout": causal and layout}
+        facts = {"strategy": strategy, "tile": shape, "accumulate_dtype": accumulate_dtype, "layout": causal and layout}
         if causal:
             if mask is not None:
                 raise MaskError(f"{strategy}: causal=True and a FrameMask exclude each other; pass one of them")
@@ -264,9 +262,7 @@ def _attend_once(
             sequence_positions(q.shape[2] * comm.size, comm.rank, comm.size, layout)
         if mask is not None:
             check_mask(mask, q, k, frames[comm.rank])
-            form = "intervals" if mask.bounds is not None else "table"
-            facts |= {"mask": form, "mask frames": mask.total_frames, "mask tokens per frame": mask.tokens_per_frame}
-        return facts
+        return _common_facts(q, k, factor, mask) | facts
 
     def numbers(_: object) -> list[int]:
         known = 0 if mask is None else mask.gathered_digest(comm, frames)
@@ -322,27 +318,46 @@ def decode_attention(
         o (B, H, s_q, D) in q.dtype, the same bits on every rank.
 
     Raises:
-        ConfigError: gradients are required.
-        ShapeError, MaskError: the shapes do not match.
+        ConfigError: gradients are required, or another argument is invalid; on the rank that passes it.
+        ShapeError, MaskError: the shapes do not match; on the rank that passes them.
+        AgreementError: on every rank if the ranks disagree; on the other ranks if one passes invalid arguments.
     """
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
-        raise ConfigError("decode_attention has no backward pass; call it under torch.no_grad(), or use lv_xattn")
-    check_qkv(q, k, v)
-    check_mask_type(mask)
-    check_scale(scale)
-    check_flags(return_lse=return_lse)
-    _check_units(units_per_frame, mask)
-    comm, lengths = transfer_communicator(group), (k.shape[2],)
-    masks: BlockMasks = FullBlockMasks(q.shape[0], q.shape[2], lengths)
-    if mask is not None:
+    comm = transfer_communicator(group)
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+
+    def check() -> BlockMasks:
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+            raise ConfigError("decode_attention has no backward pass; call it under torch.no_grad(), or use lv_xattn")
+        check_qkv(q, k, v)
+        check_mask_type(mask)
+        check_scale(scale)
+        check_flags(return_lse=return_lse)
+        choose_kernel(kernel, q, k, causal=False, masked=mask is not None)
+        _check_units(units_per_frame, mask)
+        if mask is None:
+            return FullBlockMasks(q.shape[0], q.shape[2], (k.shape[2],))
         frames = frame_spans(mask.total_frames // units_per_frame, comm.size)[comm.rank]
         own = tuple((start * units_per_frame, stop * units_per_frame) for start, stop in frames)
         check_mask(mask, q, k, own)
-        masks = FrameBlockMasks([mask], [own])
-    keys = [GivenKeys(CallSpec((1, 1), masks, lengths, accumulation("auto", q.dtype)), k, v)]
-    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    (result,) = attend_replicated(q, [keys], comm=comm, scale=factor, kernel=kernel)
+        return FrameBlockMasks([mask], [own])
+
+    def facts(_: object) -> dict[str, object]:
+        return _common_facts(q, k, factor, mask) | {"units_per_frame": units_per_frame}
+
+    masks = agree(comm, "decode_attention", check, facts)
+    keys = [GivenKeys(CallSpec((1, 1), masks, (k.shape[2],), accumulation("auto", q.dtype)), k, v)]
+    (result,) = attend_replicated(q, [keys], comm=comm, scale=float(factor), kernel=kernel)
     return result if return_lse else result[0]
+
+
+def _common_facts(q: Tensor, k: Tensor, scale: float, mask: FrameMask | None) -> dict[str, object]:
+    """Return the properties of the arguments that must be equal on all ranks in every function."""
+    facts: dict[str, object] = dict(zip(("q batch", "q heads", "q rows", "head dim"), q.shape, strict=True))
+    facts |= {"k batch": k.shape[0], "k heads": k.shape[1], "dtype": q.dtype, "scale": float(scale)}
+    if mask is not None:
+        form = "intervals" if mask.bounds is not None else "table"
+        facts |= {"mask": form, "mask frames": mask.total_frames, "mask tokens per frame": mask.tokens_per_frame}
+    return facts
 
 
 def _check_units(units: int, mask: FrameMask | None) -> None:
@@ -414,9 +429,6 @@ def check_mask(mask: FrameMask, q: Tensor, k: Tensor, frames: Spans) -> None:
             f"mask: of its {mask.total_frames} frames of {mask.tokens_per_frame} tokens this rank holds frames "
             f"{describe_spans(frames)} (frame_range), which means {keys} keys; k has {k.shape[2]}"
         )
-
-
-GRADIENT_STATES = 3
 
 
 def gradient_state(*tensors: Tensor) -> int:

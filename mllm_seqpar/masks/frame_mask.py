@@ -6,7 +6,6 @@ import itertools
 import zlib
 from collections.abc import Hashable, Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,8 +30,6 @@ class FrameMask:
         self.tokens_per_frame, self.total_frames = tokens, total
         self._by_group: dict[tuple[Hashable, tuple[Spans, ...]], tuple[int, FrameBlockMasks]] = {}
         self._rectangles: dict[Spans, tuple[Rectangle, ...]] = {}
-        self.derived: dict[Hashable, Any] = {}
-        """Attention calls that are prepared for this mask, by the arguments they depend on."""
         self._folded: FrameMask | None = None
 
     @classmethod

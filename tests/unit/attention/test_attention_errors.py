@@ -100,6 +100,8 @@ DISAGREEMENTS = {
     "accumulate_dtype": "rank 2: None",
     "mask missing": "mask: ",
     "mask form": "mask: ranks 0, 1: table; rank 2: intervals",
+    "decoding": "different calls at the same time: ranks 0, 1: attention; rank 2: decode_attention",
+    "decoding rows": "decode_attention: the ranks differ in q rows: ranks 0, 1: 4; rank 2: 5",
 }
 ONE_RANK_WRONG = {
     "kernel": ConfigError,
@@ -107,13 +109,14 @@ ONE_RANK_WRONG = {
     "mask frames": MaskError,
     "tile of other ranks": ConfigError,
     "heads that cannot be sharded": ConfigError,
+    "decoding gradients": ConfigError,
 }
 
 
 @pytest.mark.parametrize("what", [*DISAGREEMENTS, *ONE_RANK_WRONG])
 def test_disagreement_or_error_of_one_rank_is_raised_on_every_rank(what: str) -> None:
     *others, odd = run_loopback(3, caught, what)
-    message = DISAGREEMENTS.get(what, "attention: rank 2: ")
+    message = DISAGREEMENTS.get(what, "attention: rank 2: ")  # also of "decode_attention: "
     for error in others:
         assert isinstance(error, AgreementError) and message in str(error), error
     assert isinstance(odd, ONE_RANK_WRONG.get(what, AgreementError)), odd
