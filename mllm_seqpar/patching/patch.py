@@ -105,9 +105,13 @@ def patch_model(
     _ = comm.nodes  # gathered here, once, rather than by the first layer
     context = replace(context, selector=_selector(context))
     patch = Patch(adapter.name, context)
-    try:
+
+    def install() -> None:
         adapter.install(inner, context, patch)
         patch.finish(inner)
+
+    try:
+        agree(comm, "patch_model", install)
     except BaseException:
         patch.undo()
         raise

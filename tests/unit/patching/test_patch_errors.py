@@ -11,7 +11,9 @@ from torch import nn
 
 from family_harness import traces
 from mllm_seqpar import SeqParConfig, frame_range, patch_model, register_adapter, unpatch_model
-from mllm_seqpar.errors import AdapterError, ConfigError
+from mllm_seqpar.comm import Communicator, run_loopback
+from mllm_seqpar.comm.agreement import attempt
+from mllm_seqpar.errors import AdapterError, AgreementError, ConfigError
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.patching import registry as adapters
 from tiny_models.mplug_owl3 import tiny_frames, tiny_model, tiny_text
@@ -85,6 +87,30 @@ def test_installation_that_fails_half_way_is_undone(monkeypatch: pytest.MonkeyPa
     assert traces(wrapper) == before
 
 
+def test_installation_that_fails_on_one_rank_is_undone_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "_registered", {})
+    adapter = bilinears()
+    install = adapter.install
+
+    def failing(model: nn.Module, context: Any, patch: Any) -> None:
+        install(model, context, patch)
+        if context.comm.rank == 1:
+            raise RuntimeError("half-way")
+
+    adapter.install = failing
+    register_adapter(adapter)
+
+    def rank(comm: Communicator) -> tuple[Exception | None, bool]:
+        inner = nn.Bilinear(2, 2, 2)
+        before = traces(inner)
+        _, error = attempt(lambda: patch_model(inner, group=comm))
+        return error, traces(inner) == before
+
+    (first, *restored), (second, *also_restored) = run_loopback(2, rank)
+    assert isinstance(first, AgreementError) and "patch_model: rank 1: RuntimeError: half-way" in str(first)
+    assert isinstance(second, RuntimeError) and restored == also_restored == [True]
+
+
 NO_GROUP = r"=4, so a launcher started 4 processes, but .*init_process_group.*PartialState.*group=\"self\""
 
 
@@ -103,9 +129,9 @@ def test_launched_processes_without_a_process_group_are_refused(
     model = tiny_model()
     monkeypatch.setenv(size, "4")
     monkeypatch.setenv(rank, "1")
-    for attempt in (lambda: patch_model(model), lambda: frame_range(8)):
+    for call in (lambda: patch_model(model), lambda: frame_range(8)):
         with pytest.raises(ConfigError, match=NO_GROUP):
-            attempt()
+            call()
     assert patch_of(patch_model(model, group="self")) and frame_range(8, "self") == range(8)
 
 
