@@ -43,7 +43,7 @@ LONGER = {"input_ids": tiny_text(3, length=14), "labels": tiny_text(3, length=14
 OFFSETS = torch.zeros(1, 12, 2, dtype=torch.long)
 OWL_ERRORS = {
     (AgreementError, DIFFERENT): {
-        "digest of token ids or embeddings: ranks 0, 2: ": lambda x: {name: x[name].flip(1) for name in ("input_ids", "labels")},
+        "or embeddings: ranks 0, 2: ": lambda x: {name: x[name].flip(1) for name in ("input_ids", "labels")},
         "text tokens: ranks 0, 2: 12; rank 1: 14": LONGER,
         "digest of labels": lambda x: {"labels": x["labels"] + 1},
         "labels given: ranks 0, 2: 1; rank 1: 0": {"labels": None},

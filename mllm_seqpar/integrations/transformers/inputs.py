@@ -272,7 +272,7 @@ def _input_numbers(
     frames, mask = inputs.frames, inputs.attention_mask
     kind = 0 if frames is None else 1 + inputs.frames_are_features
     all_have_pixels = kind == 1 and inputs.visual_shard is None and inputs.compare_frames
-    compared = [
+    compared: list[Sequence[Tensor | None]] = [
         [inputs.input_ids if inputs.input_ids is not None else sampled_bits(inputs.text)],
         [labels],
         list(mask.values()) if isinstance(mask, Mapping) else [mask],  # one mask for each kind of layer, or one
