@@ -2,7 +2,7 @@
 of a second question.
 
     python scripts/bench/decoder_only.py [--family qwen2_5_vl|qwen3_vl] [--ranks 1 2 4] [--frames 2048] [--grid 16 16]
-        [--layers 3] [--mlp-chunk TOKENS] [--device cpu|cuda] [--part memory|questions] [--rounds 3]
+        [--layers 3] [--device cpu|cuda] [--part memory|questions] [--rounds 3]
         [--real] [--out ROWS.csv]
 
 The model is the real class with a tiny width, on real ranks; that of Qwen3-VL has the proportions of the published 8B
@@ -77,7 +77,6 @@ def report(args: argparse.Namespace, ranks: int, row: dict[str, Any]) -> None:
         "ranks": ranks,
         "layers": args.layers,
         "attention": "real" if args.real or args.part == "questions" else "emulated",
-        "mlp_chunk": args.mlp_chunk or "",
         **{name: row[name] for name in row["mib"]},
     }
     for name in ("cpu_seconds", "seconds") if row["seconds"] else ():
@@ -97,7 +96,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--frames", type=int, nargs="+", default=[2048], help="temporal patches of the video")
     parser.add_argument("--grid", type=int, nargs=2, default=[16, 16], help="height and width of a frame, in patches")
     parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--mlp-chunk", type=int, help="tokens of an MLP chunk; default: no chunks")
     parser.add_argument("--part", choices=["memory", "questions"], help="measure only one of the two; default: both")
     parser.add_argument("--rounds", type=int, default=3, help="of questions")
     parser.add_argument("--real", action="store_true", help="compute the attention of the training step")
@@ -140,8 +138,7 @@ def memory_of_passes(model: Any, inputs: dict[str, Any], args: argparse.Namespac
     kernel = EmulatedKernel(float("inf"))
     found, losses = dict[str, float](), list[float]()
     with nullcontext() if args.real else kernel.registered():
-        options = {"kernel": "auto" if args.real else kernel.name, "mlp_chunk_size": args.mlp_chunk}
-        patch_model(model, shard_prompt_from=1, **options)
+        patch_model(model, shard_prompt_from=1, kernel="auto" if args.real else kernel.name)
         for name, gathers in (("", False), ("gathered_", True)):
             with routes_of(model, inputs["input_ids"], gathers) as given:
                 model.train().gradient_checkpointing_enable({"use_reentrant": False})

@@ -264,7 +264,7 @@ def decoding_table(rows: Sequence[Row]) -> str:
 def decoder_only(folder: Path) -> str:
     rows = read(folder / "decoder-only.csv")
     columns = {"family": text("family"), "tokens": number("tokens", ",.0f"), "ranks": text("ranks")}
-    columns |= {"attention": text("attention"), "tokens of an MLP chunk": text("mlp_chunk")}
+    columns["attention"] = text("attention")
     peaks = {"training step": "peak", "prompt": "prefill", "exchange": "exchange"}
     for place, (title, name) in enumerate(peaks.items()):
         columns[f"{title}, MiB"] = number(f"{name}_mib", ".1f")
