@@ -87,6 +87,13 @@ FLATTENED_MESH = Gate(
     delete_when="accelerate keeps the flattened mesh itself; then let torch warn",
 )
 
+REFORMAT_THREADS = Gate(
+    package="av",
+    fixed_in="17",
+    reason="VideoReformatter.reformat does not have the argument `threads`; it uses one thread",
+    delete_when='the extra "video" requires av>=17; then always pass threads=1',
+)
+
 SINGLE_TENSOR_COLLECTIVES = Gate(
     package="torch",
     fixed_in="2.13",

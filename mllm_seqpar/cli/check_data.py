@@ -7,11 +7,12 @@ not found; training then stops or skips the sample (`on_bad_media`).
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from mllm_seqpar.data.chat import ChatDataset, ChatSample, collate
 from mllm_seqpar.data.chat_format import media_parts
-from mllm_seqpar.data.decoding import DECODER_HELP, check_decoding
+from mllm_seqpar.data.decoding import DECODERS, check_decoding
 from mllm_seqpar.data.decoding_work import frames_to_decode
 from mllm_seqpar.data.formats import DEFAULT_TEMPLATE
 from mllm_seqpar.data.frame_store import FrameStore, FrameStoreError
@@ -30,6 +31,7 @@ from mllm_seqpar.errors import ConfigError, DataError, SeqParError
 
 from .options import Parser
 from .program_exit import run_alone
+from .shared_options import DECODER
 
 BROKEN = 1
 """The exit status if a sample is broken."""
@@ -71,7 +73,7 @@ def _parser() -> Parser:
     text = "files opened at once; default: the number of processors"
     text = "threads that decode one video; default: 1, because --workers files are read at once"
     parser.add_argument("--decode_threads", type=int, metavar="N", help=text)
-    parser.add_argument("--decoder", default="pyav", help=DECODER_HELP)
+    parser.add_argument("--decoder", choices=DECODERS, default="pyav", help=DECODER)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help=text)
     text = (
         "write the frames that training would use to this directory, for --frame_store; a run that stopped is continued"
@@ -277,7 +279,7 @@ def _report(dataset: ChatDataset, row: _Row, totals: Totals, long: float) -> Ite
             frames = len(medium.source)
             yield f"{place}: long: {part['path']} has {_clock(medium.seconds)}, {frames:,} frames are used"
     if not faults:
-        sample = ChatSample(dataset.records.line(row.index), place, list(row.messages), tuple(x.source for x in found))
+        sample = ChatSample(place, list(row.messages), tuple(x.source for x in found))
         faults = _count(dataset, sample, totals, found)
     totals.samples, totals.broken = totals.samples + 1, totals.broken + bool(faults)
     for fault in faults:
@@ -298,14 +300,12 @@ def _count(dataset: ChatDataset, sample: ChatSample, totals: Totals, media: Sequ
     return []
 
 
-def _key(dataset: ChatDataset, index: int, part: Mapping[str, Any]) -> Any:
+def _key(dataset: ChatDataset, index: int, part: Mapping[str, Any]) -> Hashable:
     """Return a key that is equal for equal files with equal sampling, so that each is opened once."""
-    names = part.get("images") or [part["path"]]
-    sampling = tuple(sorted((name, value) for name, value in part.items() if name not in ("path", "images")))
     try:
-        return tuple(dataset.records.identify(index, name) for name in names), sampling
-    except SeqParError:
-        return index, tuple(names), sampling
+        return dataset.identify(index, part)
+    except SeqParError:  # a file is missing, which opening it reports
+        return index, json.dumps(part, sort_keys=True)
 
 
 def _check_medium(dataset: ChatDataset, index: int, part: Mapping[str, Any], store: FrameStore | None) -> _Medium:

@@ -94,6 +94,11 @@ def media_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
     ]
 
 
+def part_files(part: Mapping[str, Any]) -> list[str]:
+    """Return the names of the files of a media part, as its record writes them."""
+    return part.get("images") or [part["path"]]
+
+
 def _part_fault(part: Any, role: str, check_file: _Check, marks: Sequence[str]) -> str | None:
     """Return what is wrong with one part of a message's content, or None."""
     kind = part.get("type") if isinstance(part, dict) else None

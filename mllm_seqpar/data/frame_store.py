@@ -29,8 +29,8 @@ from mllm_seqpar.errors import DataError, VideoError
 from .decoding import decode_threads
 from .downloads import atomic_write
 from .feature_store import source_meta
+from .frame_batches import FrameBatches
 from .prefetch import read_ahead
-from .reader import channels_first, stacked
 from .video import FramePlan
 
 INDEX = "frames.json"
@@ -72,13 +72,16 @@ class StoredFrames:
             file = open(self.path, "rb")  # noqa: SIM115 - closed below
         except OSError as error:
             raise self._damaged(error.strerror or str(error)) from error
-        with file:
-            with closing(
-                read_ahead(numbers, lambda number: self._frame(file.fileno(), number), threads, threads)
-            ) as frames:
-                yield from stacked(frames, batch)
+        batches = FrameBatches(len(numbers), batch)
 
-    def _frame(self, file: int, number: int) -> Tensor:
+        def read(position: int) -> None:
+            batches.write(position, self._frame(file.fileno(), numbers[position]))
+
+        with file, closing(read_ahead(range(len(numbers)), read, threads, threads)) as parts:
+            for _ in parts:
+                yield from batches.finish(1)
+
+    def _frame(self, file: int, number: int) -> np.ndarray:
         first = self.ends[number - 1] if number else 0
         try:
             content = os.pread(file, self.ends[number] - first, first)
@@ -87,13 +90,11 @@ class StoredFrames:
         if zlib.crc32(content) != self.checksums[number]:
             raise self._damaged(f"frame {number} does not have the checksum that it was written with")
         if self.quality is None:
-            image = np.frombuffer(content, np.uint8).reshape(*self.size, 3)
-        else:
-            from PIL import Image
+            return np.frombuffer(content, np.uint8).reshape(*self.size, 3)
+        from PIL import Image
 
-            with Image.open(io.BytesIO(content), formats=["JPEG"]) as picture:
-                image = np.array(picture)
-        return channels_first(image)
+        with Image.open(io.BytesIO(content), formats=["JPEG"]) as picture:
+            return np.array(picture)
 
     def _damaged(self, found: str) -> FrameStoreError:
         return FrameStoreError(f"{self.path}: damaged ({found}); delete the file, and {_AGAIN}")

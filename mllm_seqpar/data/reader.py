@@ -7,20 +7,25 @@ only if the keyframe it finds is not after the wanted tick. Otherwise the target
 start of the file. Frames that the decoder emits before that keyframe (leading pictures of an open GOP) are dropped
 because their reference frames are missing.
 
-Two things make this fast, and neither changes a pixel. First, a frame that no other frame refers to is decoded only if
-it is wanted. Second, all cores of a rank are used: if the index of the file says where groups of pictures begin,
-threads decode different groups. Otherwise, or if most frames of a group are wanted, the decoder itself runs on several
-threads.
+Three things make this fast, and none changes a pixel. First, packets are read before they are decoded, so it is known
+which frames are wanted. A frame that no other frame refers to is decoded only if it is wanted, and nothing is decoded
+after a wanted frame if a seek leads to the next one. Second, all cores of a rank are used. If the index of the file
+says where groups of pictures begin, threads decode different groups. Otherwise, or if most frames of a group are
+wanted, the decoder itself runs on several threads. Third, the thread that converts a frame writes it into the tensor
+that is returned.
 """
 
 import threading
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from itertools import chain, groupby
+from functools import partial
+from itertools import accumulate, chain, groupby
+from math import inf
 from operator import itemgetter
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -28,15 +33,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mllm_seqpar._compat import REFORMAT_THREADS
 from mllm_seqpar.errors import ConfigError, VideoError
 
 from .decoding import DECODERS, decode_threads, import_torchcodec
+from .frame_batches import FrameBatches
 from .prefetch import read_ahead
 from .video import FramePlan, index_of, open_video, reason, require_av
 
 _FORWARD_SECONDS = 2
 """Without an index, a jump shorter than this, or than the longest GOP so far, decodes the frames in between instead of
 seeking."""
+
+_MOST_AHEAD = 64
+"""Packets read to find the frame that is shown next; no codec orders frames over as many."""
 
 _AHEAD_BYTES = 256 << 20
 """Limit on the bytes of decoded frames that several threads hold; one frame per thread is always allowed."""
@@ -99,31 +109,8 @@ def read_frames(
         return
     with ExitStack() as resources:
         reader = _Reader(plan, size, resources)
-        with closing(reader.frames(ranges, threads)) as frames:
-            yield from stacked(frames, batch)
-
-
-def channels_first(image: np.ndarray) -> Tensor:
-    """Return an image (height, width, 3) as a contiguous tensor (3, height, width).
-
-    The threads that decode call this. Stacking strided images would do the same work in the thread that reads.
-    """
-    return torch.from_numpy(np.array(image.transpose(2, 0, 1), order="C"))
-
-
-def stacked(images: Iterable[Tensor], batch: int) -> Iterator[Tensor]:
-    """Yield images in tensors of at most `batch`; a change of size starts a new tensor."""
-    found: list[Tensor] = []
-    for image in images:
-        if found and image.shape != found[0].shape:
-            yield torch.stack(found)
-            found = []
-        found.append(image)
-        if len(found) == batch:
-            yield torch.stack(found)
-            found = []
-    if found:
-        yield torch.stack(found)
+        with closing(reader.batches(ranges, threads, batch)) as batches:
+            yield from batches
 
 
 def _read_with_torchcodec(
@@ -181,47 +168,63 @@ class _Reader:
 
     def __init__(self, plan: FramePlan, size: tuple[int, int] | None, resources: ExitStack) -> None:
         self._plan, self._size, self._resources = plan, size, resources
-        with open_video(plan.path) as (container, stream):
-            self._index = _Index.of(container, stream)
-            self._coded_size = stream.codec_context.height, stream.codec_context.width
+        first = _Cursor(plan, resources.enter_context(ExitStack()))
+        self._index = first.index
+        self._coded_size = first.stream.codec_context.height, first.stream.codec_context.width
         height, width = size or self._coded_size
         self._frame_bytes = max(1, 3 * height * width)
+        self._idle: SimpleQueue[_Cursor] = SimpleQueue()
+        self._idle.put(first)
         self._converters = threading.local()
 
-    def frames(self, ranges: Sequence[range], threads: int) -> Generator[Tensor]:
+    def batches(self, ranges: Sequence[range], threads: int, batch: int) -> Generator[Tensor]:
         """Yield the frames of ranges of entries in order, decoded with a number of threads."""
+        batches = FrameBatches(sum(map(len, ranges)), batch)
         segments = self._segments(ranges, threads)
-        if not segments:
-            shown = _shown(self._cursor(threads), chain(*ranges))
-            if threads == 1:
-                for item in shown:
-                    yield from self._tensors(item)
-                return
-            with closing(read_ahead(shown, self._tensors, threads, threads)) as parts:
-                for images in parts:
-                    yield from images
-            return
-        idle: SimpleQueue[_Cursor] = SimpleQueue()
-        for _ in range(threads):
-            idle.put(self._cursor(1))
+        if len(segments) > 1:
+            decoders = min(threads, len(segments))
+            # With few segments, some decoders finish early. The others then need several threads.
+            own_threads = 1 if len(segments) >= 4 * threads else min(threads, -(-2 * threads // decoders))
+            positions = accumulate(map(len, segments), initial=0)
 
-        def decode(segment: range) -> list[Tensor]:
-            cursor = idle.get()
-            try:
-                return [image for shown in _shown(cursor, segment) for image in self._tensors(shown)]
-            finally:
-                idle.put(cursor)
+            def read(segment: tuple[int, range]) -> int:
+                return sum(self._write(batches, shown) for shown in self._shown(*segment, own_threads))
 
-        with closing(read_ahead(segments, decode, threads, threads)) as parts:
-            for images in parts:
-                yield from images
+            written = read_ahead(zip(positions, segments, strict=False), read, threads, threads)
+        else:
+            shown = self._shown(0, [*chain(*ranges)], threads)
+            write = partial(self._write, batches)
+            written = read_ahead(shown, write, threads, threads) if threads > 1 else (write(frame) for frame in shown)
+        with closing(written):
+            for count in written:
+                yield from batches.finish(count)
 
-    def _tensors(self, shown: tuple[Any, int]) -> list[Tensor]:
-        """Return a decoded frame as tensors, one for each entry that shows it."""
-        frame, count = shown
+    def _shown(self, position: int, entries: Sequence[int], threads: int) -> Iterator[tuple[int, Any, int]]:
+        """Decode entries; yield each frame with the position and the number of the entries that show it."""
+        try:
+            cursor = self._idle.get_nowait()
+        except Empty:
+            cursor = _Cursor(self._plan, self._resources.enter_context(ExitStack()), self._index)
+        try:
+            if not cursor.stream.codec_context.is_open:
+                cursor.use_threads(threads)
+            frames = map(cursor.frame, entries, [*entries[1:], None])
+            for _, group in groupby(frames, key=itemgetter(0)):
+                found = list(group)
+                yield position, found[0][1], len(found)
+                position += len(found)
+        finally:
+            self._idle.put(cursor)
+
+    def _write(self, batches: FrameBatches, shown: tuple[int, Any, int]) -> int:
+        """Convert a frame and write it to its positions; return their number."""
+        position, frame, count = shown
         if not hasattr(self._converters, "own"):  # one in each thread
             self._converters.own = _Converter(self._size, self._coded_size)
-        return [self._converters.own.tensor(frame)] * count
+        image = self._converters.own.image(frame)
+        for repeat in range(count):
+            batches.write(position + repeat, image)
+        return count
 
     def _segments(self, ranges: Sequence[range], threads: int) -> list[range]:
         """Return ranges of entries to decode in parallel; none if one decoder with several threads is as fast.
@@ -229,6 +232,7 @@ class _Reader:
         A segment begins where a group of pictures begins, so that no frame is decoded twice.
         """
         most = min(16, max(1, _AHEAD_BYTES // self._frame_bytes // (2 * threads)))
+        usual = min(most, sum(map(len, ranges)) // (4 * threads))  # several segments for each thread
         if threads == 1 or not self._index.keys:
             return []
         found: list[range] = []
@@ -238,12 +242,12 @@ class _Reader:
                 following = self._next_group(entry, entries.stop)
                 if following - entry > most:
                     return []
-                if following - first > most:
+                if entry > first and following - first > usual:
                     found.append(range(first, entry))
                     first = entry
                 entry = following
             found.append(range(first, entries.stop))
-        return found if len(found) >= 2 * threads else []
+        return found
 
     def _next_group(self, entry: int, stop: int) -> int:
         """Return the first entry up to `stop` that is in a later group of pictures than `entry`."""
@@ -252,16 +256,6 @@ class _Reader:
         if following == len(index.keys):
             return stop
         return bisect_left(ticks, index.keys[following] + index.delay, entry + 1, stop)
-
-    def _cursor(self, threads: int) -> "_Cursor":
-        return _Cursor(self._plan, threads, self._index, self._resources.enter_context(ExitStack()))
-
-
-def _shown(cursor: "_Cursor", entries: Iterable[int]) -> Iterator[tuple[Any, int]]:
-    """Yield each frame that entries show, and how many entries in a row show it."""
-    for _, group in groupby(map(cursor.frame, entries), key=itemgetter(0)):
-        found = list(group)
-        yield found[0][1], len(found)
 
 
 @dataclass(frozen=True)
@@ -279,57 +273,77 @@ class _Index:
     delay: int
 
     @classmethod
-    def of(cls, container: Any, stream: Any) -> "_Index":
+    def of(cls, stream: Any, delay: int) -> "_Index":
         times = [(entry.timestamp, entry.is_keyframe) for entry in index_of(stream)]
-        first = next(container.demux(stream), None) if times else None
-        delay = 0 if first is None or first.pts is None or first.dts is None else first.pts - first.dts
         return cls(sorted(time for time, key in times if key), max((time for time, _ in times), default=None), delay)
 
 
 class _Converter:
-    """Converts decoded frames to upright RGB tensors of one size."""
+    """Converts decoded frames to upright RGB images of one size."""
 
     def __init__(self, size: tuple[int, int] | None, coded_size: tuple[int, int]) -> None:
         self._reformatter = require_av().video.reformatter.VideoReformatter()
+        self._options: dict[str, Any] = {"interpolation": "BICUBIC"}
+        if not REFORMAT_THREADS.applies():
+            self._options["threads"] = 1  # frames are converted in parallel, not the parts of one frame
         self._size = size
         self._coded_size = coded_size  # applies to frames after a change of resolution too
 
-    def tensor(self, frame: Any) -> Tensor:
+    def image(self, frame: Any) -> np.ndarray:
+        """Return a frame as an image (height, width, 3)."""
         turns = round(getattr(frame, "rotation", 0) / 90) % 4  # counter-clockwise quarter turns, set by phones
         height, width = self._size or self._coded_size
         if self._size and turns % 2:
             height, width = width, height
-        rgb = self._reformatter.reformat(frame, width, height, "rgb24", interpolation="BICUBIC").to_ndarray()
-        image = channels_first(rgb)
-        return torch.rot90(image, turns, (1, 2)) if turns else image
+        image = self._reformatter.reformat(frame, width, height, "rgb24", **self._options).to_ndarray()
+        return np.rot90(image, turns)
 
 
 class _Cursor:
-    """A position in a video that moves forward to the frame of each wanted tick with as little decoding as possible."""
+    """A position in a video that moves forward to the frame of each wanted tick with as little decoding as possible.
+
+    Packets are read before they are decoded, until the time at which each frame gives way to the next one is known.
+    """
 
     stream: Any
+    index: _Index
+    _packets: Iterator[Any]  # of the file, from its position on
+    _horizon: float  # packets that have not been read have at least this presentation time
+    _times: list[int]  # the presentation times of the packets since the keyframe, ascending
+    _frames: Iterator[tuple[int, Any]]
     _current: tuple[int, Any] | None  # (presentation time, frame) at the position
     _next: tuple[int, Any] | None  # the frame after it, if it has been decoded
-    _frames: Iterator[tuple[int, Any]]
     _ended: bool
+    _drained: bool
     _from_start: bool
 
-    def __init__(self, plan: FramePlan, threads: int, index: _Index, resources: ExitStack) -> None:
-        self._plan, self._threads, self._resources = plan, threads, resources
-        self._keys, self._end = index.keys, index.end
+    def __init__(self, plan: FramePlan, resources: ExitStack, index: _Index | None = None) -> None:
+        self._plan, self._resources = plan, resources
+        self._threads = 1
         self._errors = require_av().error.FFmpegError
+        self._queue: deque[Any] = deque()  # packets that have been read and not decoded
         self._skips = True  # frames that are neither wanted nor referred to
+        self._last: int | None = None  # the tick after whose frame nothing needs to be decoded before the next seek
         self._longest_gop = round(_FORWARD_SECONDS / plan.time_base)
-        self._delay = index.delay  # the greatest difference of presentation and decoding time of a keyframe so far
+        self._delay = 0  # the greatest difference of presentation and decoding time of a keyframe so far
         self._newest_key: int | None = None
         self._reopen()
+        self.index = index or _Index.of(self.stream, self._delay)
 
-    def frame(self, number: int) -> tuple[int, Any]:
-        """Return (presentation time, frame) of entry `number` of the plan."""
-        tick = self._plan.ticks[number]
+    def use_threads(self, threads: int) -> None:
+        """Set the number of threads of the decoder, before it decodes its first frame."""
+        self._threads = threads
+        if threads > 1:
+            self.stream.thread_type = "AUTO"
+        self.stream.codec_context.thread_count = threads
+
+    def frame(self, entry: int, following: int | None) -> tuple[int, Any]:
+        """Return (presentation time, frame) of an entry of the plan, after which `following` is asked for."""
+        tick = self._plan.ticks[entry]
         try:
             if self._should_seek(tick):
                 self._seek(tick)
+            self._last = tick if following is None or self._is_jump(tick, self._plan.ticks[following]) else None
             self._advance(tick)
             if not self._from_start and (self._current is None or self._current[0] > tick):
                 self._reopen()  # the decoder returned no frame for the keyframe that the seek found
@@ -338,18 +352,19 @@ class _Cursor:
                 self._skips = False
                 self._seek(tick)
                 self._advance(tick)
+            ended = self._following(self._current[0]) == inf if self._skips and self._current else self._ended
         except (self._errors, _Damaged) as error:
-            raise _undecodable(self._plan, number, reason(error)) from error
+            raise _undecodable(self._plan, entry, reason(error)) from error
         if self._current is None:
-            raise _undecodable(self._plan, number, "the file ends before its first decodable frame")
-        if self._ended and self._end is not None and self._latest < self._end:
+            raise _undecodable(self._plan, entry, "the file ends before its first decodable frame")
+        if ended and self.index.end is not None and self._latest < self.index.end:
             seconds = self._plan.time(self._latest)
-            raise _undecodable(self._plan, number, f"the file ends at {seconds:.3f} s, before the end of its index")
+            raise _undecodable(self._plan, entry, f"the file ends at {seconds:.3f} s, before the end of its index")
         del self._times[: bisect_left(self._times, self._current[0])]
         return self._current
 
     def _advance(self, tick: int) -> None:
-        while not self._ended:
+        while not self._ended and not (self._skips and self._is_shown_at(tick)):
             self._next = self._next or next(self._frames, None)
             self._ended = self._next is None
             if self._next is None or (self._current is not None and self._next[0] > tick):
@@ -357,27 +372,34 @@ class _Cursor:
             self._current, self._next = self._next, None
 
     def _is_shown_at(self, tick: int) -> bool:
-        """Return whether the current frame is the one that the packets say is shown at a tick."""
-        shown = bisect_right(self._times, tick)
-        return self._current is not None and (shown == 0 or self._times[shown - 1] == self._current[0])
+        """Return whether the current frame is shown at a tick that is not before the position."""
+        return self._current is not None and tick < self._following(self._current[0])
 
     def _is_wanted(self, time: int) -> bool:
-        """Return whether a frame of this time may be shown at a planned tick.
-
-        The time of the next frame is not known yet. Frames that last much longer than the average are therefore missed
-        here, which `_is_shown_at` finds.
-        """
+        """Return whether the frame of this time is shown at a planned tick."""
         ticks = self._plan.ticks
-        following = bisect_left(ticks, time)
-        return following < len(ticks) and ticks[following] <= time + self._longest_frame
+        tick = bisect_left(ticks, time)
+        return tick < len(ticks) and ticks[tick] < self._following(time)
+
+    def _following(self, time: int) -> float:
+        """Return the time of the first frame after a time; infinity after the last frame of the file."""
+        while True:
+            found = bisect_right(self._times, time)
+            known = found < len(self._times)
+            if len(self._queue) > _MOST_AHEAD or (known and self._times[found] <= self._horizon) or not self._read():
+                return self._times[found] if known else inf
 
     def _should_seek(self, tick: int) -> bool:
         position = self._plan.start if self._current is None else self._current[0]
-        if tick <= position:  # only before the first frame, since ticks ascend
+        if tick <= position or (self._skips and self._is_shown_at(tick)):
             return False
-        if self._keys:
-            key = bisect_right(self._keys, tick - self._delay)
-            return key > 0 and self._keys[key - 1] > position
+        return self._drained or self._is_jump(position, tick)
+
+    def _is_jump(self, position: int, tick: int) -> bool:
+        """Return whether less is decoded if a seek leads from a time to a later one."""
+        if self.index.keys:
+            key = bisect_right(self.index.keys, tick - self._delay)
+            return key > 0 and self.index.keys[key - 1] > position
         return tick - position > self._longest_gop
 
     def _seek(self, tick: int) -> None:
@@ -388,6 +410,7 @@ class _Cursor:
             except self._errors:
                 break  # A file that cannot seek is read from its start.
             if self._find_keyframe(from_start=False) and self._key <= tick:
+                self._longest_gop = max(self._longest_gop, tick - self._key)
                 return
             back = 4 * back or max(self._delay, round(1 / self._plan.time_base))
         self._reopen()
@@ -395,49 +418,67 @@ class _Cursor:
     def _reopen(self) -> None:
         self._resources.close()
         self._container, self.stream = self._resources.enter_context(open_video(self._plan.path))
-        if self._threads > 1:
-            self.stream.thread_type = "AUTO"
-        self.stream.codec_context.thread_count = self._threads
-        rate = self.stream.average_rate or 25
-        self._longest_frame = int(1.5 / (rate * self._plan.time_base)) + 1
+        self.use_threads(self._threads)
         self._find_keyframe(from_start=True)
 
     def _find_keyframe(self, from_start: bool) -> bool:
         """Find the first keyframe at or after the file position and prepare to decode from it."""
-        self._current = self._next = None
-        self._times: list[int] = []  # of the packets since the keyframe, ascending
-        self._ended, self._from_start = False, from_start
-        packets = self._container.demux(self.stream)
-        for packet in packets:
+        self._current = self._next = self._newest_key = None
+        self._ended, self._drained, self._from_start = False, False, from_start
+        self._times, self._horizon = [], -inf
+        self._queue.clear()
+        self._packets = self._container.demux(self.stream)
+        for packet in self._packets:
             if packet.is_keyframe and packet.size:
                 self._key = self._latest = _time(packet)
-                self._newest_key = None
+                self._frames = self._decode()
                 self._record(packet)
-                self._frames = self._decode(chain([packet], packets), self._key)
                 return True
         self._key, self._latest, self._frames = self._plan.start, self._plan.start, iter(())
         return False
 
-    def _decode(self, packets: Iterator[Any], key: int) -> Iterator[tuple[int, Any]]:
+    def _decode(self) -> Iterator[tuple[int, Any]]:
+        """Yield (presentation time, frame) of the frames from the keyframe on, in the order in which they are shown."""
         codec = self.stream.codec_context
-        for packet in packets:
-            if packet.size:
-                self._record(packet)
-            known = packet.pts is not None and packet.size
-            if known and packet.pts >= key:
-                insort(self._times, packet.pts)
-            skip = self._skips and known and not self._is_wanted(packet.pts)
+        while self._queue or self._read():
+            packet = self._queue.popleft()
+            skip = self._skips and packet.size and not self._is_wanted(packet.pts)
             codec.skip_frame = "NONREF" if skip else "DEFAULT"
-            for frame in packet.decode():
+            frames = packet.decode()
+            if self._skips and packet.size and self._last is not None:
+                self._drained = packet.pts <= self._last < self._following(packet.pts)
+            if self._drained:
+                frames += codec.decode(None)
+            for frame in frames:
                 pts = frame.pts if frame.pts is not None else frame.dts
-                if pts is not None and pts >= key:
+                if pts is not None and pts >= self._key:
                     if frame.is_corrupt:
                         raise _Damaged(f"the image at {self._plan.time(pts):.3f} s is damaged")
                     yield pts, frame
+            if self._drained:
+                return
+
+    def _read(self) -> bool:
+        """Read a packet ahead of those that are decoded; return False at the end of the file."""
+        packet = next(self._packets, None)
+        if packet is None:
+            self._horizon = inf
+            return False
+        self._record(packet)
+        return True
 
     def _record(self, packet: Any) -> None:
+        self._queue.append(packet)
+        if not packet.size:
+            return
         time = _time(packet)
         self._latest = max(self._latest, time)
+        if packet.pts is None:
+            self._skips = False  # it is not known when its frame is shown
+        elif packet.pts >= self._key:
+            insort(self._times, packet.pts)
+        if packet.dts is not None:
+            self._horizon = packet.dts
         if packet.is_keyframe:
             if packet.dts is not None:
                 self._delay = max(self._delay, time - packet.dts)

@@ -18,9 +18,10 @@ from torch import Tensor
 from mllm_seqpar._compat import optional_import
 from mllm_seqpar.errors import VideoError
 
+from .frame_batches import stacked
 from .frame_store import FrameStore, StoredFrames
 from .media_files import PICTURE_FORMATS, local_media, media_size, open_media
-from .reader import check_range, read_frames, stacked
+from .reader import check_range, read_frames
 from .video import FramePlan, plan_frames, probe
 
 _ORIENTATION = 0x0112

@@ -74,9 +74,8 @@ class Answerer:
             yield self._line(conversation, question, fault)
 
     def _encoded(self, question: Question) -> Conversation:
-        options: dict[str, Any] = {"on_host": self._args.visual_offload is not None, "batch": self._args.encode_batch}
         sources = partial(self._questions.sources, question)
-        conversation = Conversation.open(self._model, self._processor, sources, **options)
+        conversation = Conversation.open(self._model, self._processor, sources, **self._args.encoding())
         conversation.encode()
         return conversation
 

@@ -28,6 +28,7 @@ from mllm_seqpar.cli.launch import use_cuda
 from mllm_seqpar.cli.progress import progress_bar
 from mllm_seqpar.comm import transfer_communicator
 from mllm_seqpar.comm.agreement import agree
+from mllm_seqpar.data.chat import DEFAULT_FPS
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.chat_format import media_parts
 from mllm_seqpar.data.downloads import store_bytes
@@ -36,7 +37,7 @@ from mllm_seqpar.data.sources import FrameSource, VideoSource
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.models.loading import load_processor, model_digest
 
-from .arguments import DEFAULT_FPS, InferenceOptions
+from .arguments import InferenceOptions
 from .choices import continuation
 from .conversation import Conversation
 from .generation import Sampling
@@ -185,11 +186,9 @@ class SimpleSeqParModel(lmms):
         return conversation, prompt
 
     def _encoded(self, request: _Request) -> Conversation:
-        options: dict[str, Any] = {"on_host": self.options.visual_offload is not None}
-        options["batch"] = self.options.encode_batch
         parts = media_parts(request.messages)
         conversation = Conversation.open(
-            self._model, self.processor, lambda: [self._source(part) for part in parts], **options
+            self._model, self.processor, lambda: [self._source(part) for part in parts], **self.options.encoding()
         )
         conversation.encode()
         return conversation

@@ -24,9 +24,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from mllm_seqpar.attention.call_spec import CallSpec, Placement, accumulation, call_spec_for, problem_of
 from mllm_seqpar.attention.joint import attend, attend_replicated, eager
-from mllm_seqpar.attention.keys import GivenKeys, Keys, as_attended, attended_dtype
+from mllm_seqpar.attention.keys import (
+    CallSpec,
+    GivenKeys,
+    Keys,
+    Placement,
+    accumulation,
+    as_attended,
+    attended_dtype,
+    call_spec_for,
+    problem_of,
+)
 from mllm_seqpar.masks import BlockMasks, FrameBlockMasks, GivenBlockMask, Rectangle
 from mllm_seqpar.masks.block_masks import decoder_rectangles
 
@@ -34,9 +43,9 @@ from .attention_record import AnyRecorder
 from .context import SeqParContext
 from .frames import Frames
 from .fsdp_units import call_within, units_among
-from .kv_projection import KVProjection, Projection
 from .strategy_selector import CROSS, CROSS_MESH, SELF, SELF_MESH, CandidateStrategies, SelectedStrategy, selected_spec
 from .text import TextShards
+from .visual_features import KVProjection, Projection
 from .visual_tokens import VisualTokens
 
 MAX_TEXT_MASK = 1 << 24
@@ -249,7 +258,7 @@ class ForwardState:
             selection = selection or selector.select(
                 problem, masks, candidates, like, training=torch.is_grad_enabled(), mesh_shape=mesh_shape
             )
-            return selected_spec(selector, selection, masks, problem, config, like.dtype, causal=candidates.causal)
+            return selected_spec(selection, masks, problem, config, like.dtype)
         accumulate = accumulation(config.accumulate_dtype, like.dtype)
         return call_spec_for(strategy, mesh_shape, masks, problem, accumulate, config.overlap)
 

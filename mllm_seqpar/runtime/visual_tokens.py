@@ -23,7 +23,7 @@ from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.base import Recv, Send
 
-from .visual_token_record import FrameTokens
+from .attention_record import FrameTokens
 
 LABEL = "visual tokens"
 

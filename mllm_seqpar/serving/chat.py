@@ -24,11 +24,10 @@ from mllm_seqpar.cli.program_exit import run
 from mllm_seqpar.cli.progress import note, progress_bar, say
 from mllm_seqpar.data.sources import VideoSource
 from mllm_seqpar.errors import ConfigError, SeqParError
-from mllm_seqpar.inference.arguments import check_clip
+from mllm_seqpar.inference.arguments import ServingOptions, check_clip
 from mllm_seqpar.inference.conversation import Interrupted
 from mllm_seqpar.inference.evidence import MOMENTS
 
-from .arguments import ServingOptions
 from .engine import Job, MediaFile
 from .jobs import Impossible, Worker, joined_worker
 from .line_editing import line_editing

@@ -125,7 +125,6 @@ class SeqParDataCollator:
             text=text,
             sources=tuple(source for source, _ in listed),
             frames=sum(len(source) for source, _ in listed),
-            lines=(),
             places=tuple(f"conversation {number} of the batch" for number in range(samples)),
             owners=tuple(number for _, number in listed),
         )

@@ -34,10 +34,9 @@ RUNS = {
     "host-path": "host_path.py",
     "wide": "host_path.py --wide --repeats 9",
     "profile": "profile_step.py",
-    "mlp-chunks": "mlp_chunks.py",
-    "offload": "offload.py",
+    "paper-tables": "paper_tables.py",
+    "scale": "scale.py --model mplug-owl3-7b --text 8192 --cluster a100-80g-8xN",
     "video": "video.py --csv",
-    "stored-tower": "stored_tower.py",
 }
 """The command of each run. If it ends with an option, the file of its rows follows; others print a table only."""
 QUICK = {"network.py": "--repeats 1", "memory.py": "--quick", "decode.py": "--images 16 --repeats 1 --tokens 8"}

@@ -77,7 +77,7 @@ def sharded(batch: Any, processor: Any, world: int, at_once: int) -> Tensor:
 def test_frame_counts_need_no_decoding(folder: Path, processor: Any) -> None:
     data = ChatDataset(folder / "train.jsonl", processor)
     assert [data[i].frames for i in range(len(data))] == [3, 7, 4, 0, 1 + 3 + 1]
-    assert [data[i].line for i in range(len(data))] == [1, 2, 3, 4, 5]
+    assert [data[i].place for i in (0, 4)] == [f"{folder / 'train.jsonl'}:{line}" for line in (1, 5)]
     assert ChatDataset(folder / "train.jsonl", processor).digest == data.digest
 
 
@@ -113,7 +113,8 @@ def test_labels_are_the_answers_and_padding_is_right(folder: Path, processor: An
     batch = ChatDataset(folder / "train.jsonl", processor).batch([4, 0, 3])
     tokenizer = processor.tokenizer
     image = tokenizer.convert_tokens_to_ids("<|image|>")
-    assert (batch.input_ids == image).sum(1).tolist() == [5, 3, 0] and batch.frames == 8 and batch.lines == (5, 1, 4)
+    assert (batch.input_ids == image).sum(1).tolist() == [5, 3, 0] and batch.frames == 8
+    assert batch.places == tuple(f"{folder / 'train.jsonl'}:{line}" for line in (5, 1, 4))
     assert [tokenizer.decode(row[row != -100]) for row in batch.labels] == [
         "red<|im_end|><|endoftext|>blue<|im_end|><|endoftext|>",
         "red<|im_end|><|endoftext|>",

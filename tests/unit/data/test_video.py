@@ -7,6 +7,7 @@ import os
 import threading
 import wave
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
@@ -99,6 +100,63 @@ def test_frames_that_nothing_refers_to_are_decoded_only_if_wanted(
     assert decoded.threads.total() < 0.6 * 300  # two thirds of the frames are B-frames, most of them not referred to
     whole = decode_all(long_clip)
     assert torch.equal(frames, torch.stack([shown_at(whole, tick) for tick in plan.ticks]))
+
+
+class CountedPackets:
+    """Counts the packets that are given to the decoders."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.decoded = 0
+        open_video = reader.open_video
+
+        @contextmanager
+        def opened(path: str) -> Iterator[tuple[Any, Any]]:
+            with open_video(path) as (container, stream):
+                yield Watched(container, demux=lambda of: map(self.packet, container.demux(of))), stream
+
+        monkeypatch.setattr(reader, "open_video", opened)
+
+    def packet(self, packet: Any) -> Any:
+        def decode() -> Any:
+            self.decoded += packet.size > 0
+            return packet.decode()
+
+        return Watched(packet, decode=decode)
+
+
+class Watched:
+    """An object, some of whose methods are replaced."""
+
+    def __init__(self, of: Any, **methods: Any) -> None:
+        self._of, self._methods = of, methods
+
+    def __getattr__(self, name: str) -> Any:
+        return self._methods.get(name) or getattr(self._of, name)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_nothing_is_decoded_between_a_wanted_frame_and_a_seek(
+    clips: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    """The decoder returns frames late, because it sorts them. It is told that no more packets come."""
+    options = {"bf": "2", "g": "12", "sc_threshold": "0"}
+    path = write_clip(clips / "groups.mp4", frames=120, options=options)
+    decoded = decode_all(path)
+    plan = scan(path).plan(time for time, _ in decoded[::12])
+    packets = CountedPackets(monkeypatch)
+    assert torch.equal(read(plan, threads=threads), torch.stack([image for _, image in decoded[::12]]))
+    assert packets.decoded == 10
+
+
+def test_a_long_group_of_pictures_without_an_index_is_decoded_once(
+    clips: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_clip(clips / "one_group.mkv", frames=500, options={"bf": "0", "g": "500", "sc_threshold": "0"})
+    plan = plan_frames(probe(path), fps=1 / 3)
+    expected = torch.stack([shown_at(decode_all(path), tick) for tick in plan.ticks])
+    packets = CountedPackets(monkeypatch)
+    assert len(plan) == 7 and torch.equal(read(plan, threads=1), expected)
+    assert packets.decoded <= 500
 
 
 def test_threads_decode_different_groups_of_pictures(long_clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ def test_options_become_settings() -> None:
     assert args.decoding() == {"threads": None, "decoder": "pyav", "frame_store": None}
     assert parse([*ASK, "--decode_threads", "1"]).decoding() == {"threads": 1, "decoder": "pyav", "frame_store": None}
     assert args.sampling() == Sampling(max_new_tokens=256, temperature=0.0, top_p=1.0, seed=0)
-    assert args.seqpar_config().self_attention == "star"
+    assert args.config().self_attention == "star"
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_options_become_settings() -> None:
         ([*ASK, "--question", " "], "--question: the question is empty"),
         ([*ASK, "--fps", "2", "--num_frames", "5"], "--fps 2 and --num_frames 5: give one"),
         ([*ASK, "--features", "f", "--save_features", "g"], "not written again"),
-        ([*ASK, "--kernel", "magic"], "--kernel: 'magic' is unknown; choose auto"),
+        ([*ASK, "--kernel", "magic"], "--kernel: 'magic' is not allowed; give one of auto"),
         ([*ASK, "--decode_threads", "0"], "--decode_threads: 0 is not allowed; give 1 or more"),
         ([*ASK, "--decoder", "ffmpeg"], "--decoder: 'ffmpeg' is not allowed; give one of pyav, torchcodec"),
         ([*ASK, "--dtype", "int8"], "--dtype: 'int8' is not allowed; give one of auto"),

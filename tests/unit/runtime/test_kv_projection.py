@@ -18,11 +18,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from family_cases import BATCHES, CROSS_ATTENTION
 from family_harness import inputs_of, model_of
 from mllm_seqpar import patch_model
-from mllm_seqpar.attention.call_spec import CallSpec
+from mllm_seqpar.attention.keys import CallSpec
 from mllm_seqpar.masks import FullBlockMasks
 from mllm_seqpar.runtime import visual_features as visual
-from mllm_seqpar.runtime.kv_projection import KVProjection
-from mllm_seqpar.runtime.visual_features import RecomputedKeys, VisualFeatures
+from mllm_seqpar.runtime.visual_features import KVProjection, RecomputedKeys, VisualFeatures
 from tolerances import AGAINST_UNPATCHED, EXACT, relative_error
 
 HEADS, DIM, WIDTH, FRAMES, TOKENS = 2, 8, 12, 5, 3
