@@ -1,9 +1,10 @@
 """The functional layer: distributed attention without a patched model.
 
 Shapes: q (B, H, s_q, D), k and v (B, G, s_kv, D) are this rank's shards, with G dividing H (GQA, never expanded). s_q
-is the same on every rank, s_kv may differ. k and v may have a batch of 1, shared by all batch items of q. Results are
-exact: those of one softmax over all ranks' keys. Inside `torch.utils.checkpoint` (use_reentrant=False), o and lse are
-kept, and the recomputation in backward does not compute attention again (`kept_results`).
+is the same on every rank, s_kv may differ. k and v may have a batch of 1, shared by all batch items of q; with
+`causal` they are then repeated for each item. Results are exact: those of one softmax over all ranks' keys. Inside
+`torch.utils.checkpoint` (use_reentrant=False), o and lse are kept, and the recomputation in backward does not compute
+attention again (`kept_results`).
 """
 
 from __future__ import annotations

@@ -215,12 +215,15 @@ def attend(
         among_equal_heads = functools.partial(attend, scale=scale, kernel=kernel, recompute=recompute)
         return attend_head_sharded(q, keys, comm, among_equal_heads, keep=not recompute)
     inputs: list[Tensor] = []
-    counts = []
+    sets, counts, block_math = [], [], BlockMath(kernel, scale)
     for each in keys:
         own_inputs = each.inputs()
+        sets.append((each, own_inputs))
         inputs.extend(own_inputs)
         counts.append(len(own_inputs))
-    return _JointAttention.apply(comm, BlockMath(kernel, scale), tuple(keys), counts, recompute, q, *inputs)
+    if not torch.is_grad_enabled():
+        return _forward(comm, block_math, sets, q.contiguous(), q.dtype)
+    return _JointAttention.apply(comm, block_math, tuple(keys), counts, recompute, q, *inputs)
 
 
 def attend_replicated(

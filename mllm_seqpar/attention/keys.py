@@ -32,6 +32,8 @@ from mllm_seqpar.schedules.bytes_sent import Problem, mesh_axis_bytes, overlap_r
 from mllm_seqpar.schedules.mesh import mesh_ranks
 from mllm_seqpar.schedules.mesh_shapes import least_bytes_mesh_shape, resolve_tile
 
+_NOTHING = torch.empty(0)
+
 KEPT_MASK = 1 << 14
 """Cache expanded masks of up to this many entries for all layers of a pass."""
 
@@ -393,8 +395,7 @@ class GivenKeys(Keys):
         return [g.to(x.dtype) if need else None for x, g, need in zip(inputs, (dk, dv), needed, strict=True)]
 
     def without_inputs(self) -> GivenKeys:
-        empty = self.k.new_empty(0)
-        return GivenKeys(self.spec, empty, empty)
+        return GivenKeys(self.spec, _NOTHING, _NOTHING)
 
 
 def attended_dtype(x: Tensor) -> torch.dtype:

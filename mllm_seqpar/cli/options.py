@@ -70,7 +70,8 @@ def parse_options(
 ) -> Arguments:
     """Return the options in `argv` (without the program's name) as an instance of `kind`.
 
-    A bool has a second form --no_NAME, and an option with a tuple type may be repeated. See `Parser`.
+    A bool has a second form --no_NAME. An option with a tuple type may be repeated; without a default, it is given
+    without its name, once or more. See `Parser`.
 
     Args:
         kind: a dataclass whose fields are made by `option`.
@@ -222,6 +223,9 @@ def _add_option(parser: argparse.ArgumentParser, item: dataclasses.Field, hint: 
         text += f" (default: {item.default})"
     # float for `float | None`, str for `tuple[str, ...]`
     value_type = next((part for part in get_args(hint) if part is not types.NoneType), hint)
+    if required and get_origin(hint) is tuple:
+        parser.add_argument(item.name, type=value_type, nargs="+", metavar=item.name.upper(), help=text)
+        return
     action = "append" if get_origin(hint) is tuple else "store"
     choices = item.metadata.get("choices")  # the dataclass checks the value
     metavar = f"{{{','.join(choices)}}}" if choices else item.name.upper()

@@ -7,11 +7,11 @@ from typing import Any
 
 from mllm_seqpar.config import CHOICES, SeqParConfig
 from mllm_seqpar.data.decoding import DECODERS, check_decoding
+from mllm_seqpar.data.video import CLIP, SAMPLING, sampling_fault
+from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.kernels import kernel_names
 
 from .options import CommandOptions, option, parse_tile
-
-DECODER = "video decoder (torchcodec: pip install 'mllm-seqpar[torchcodec]')"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,19 +25,30 @@ class FrameOptions(CommandOptions):
     decode_threads: int | None = option(
         "decoding threads per rank; default: the cores of its machine divided by the ranks on it", None
     )
-    decoder: str = option(DECODER, "pyav", choices=DECODERS)
-    frame_store: str | None = option(
-        "directory of frames that check-data --store wrote, which are read instead of the videos", None
-    )
+    decoder: str = option("video decoder (torchcodec: pip install 'mllm-seqpar[torchcodec]')", "pyav", choices=DECODERS)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_positive("fps", "max_frames")
+        if fault := sampling_fault({name: getattr(self, name, None) for name in (*SAMPLING, *CLIP)}):
+            raise ConfigError(f"--{fault}")
         check_decoding(self.decode_threads, self.decoder)
 
     def decoding(self) -> dict[str, Any]:
         """Return how `VideoSource.open` and `ChatDataset` read the frames that they have planned."""
-        return {"threads": self.decode_threads, "decoder": self.decoder, "frame_store": self.frame_store}
+        return {"threads": self.decode_threads, "decoder": self.decoder}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredFrameOptions(FrameOptions):
+    """`FrameOptions` of a command that takes the same frames of each video in every run, so that they may be stored."""
+
+    frame_store: str | None = option(
+        "directory of frames that check-data --store wrote, which are read instead of the videos", None
+    )
+
+    def decoding(self) -> dict[str, Any]:
+        """Return how `VideoSource.open` and `ChatDataset` read the frames that they have planned."""
+        return super().decoding() | {"frame_store": self.frame_store}
 
 
 @dataclass(frozen=True, kw_only=True)

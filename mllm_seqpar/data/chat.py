@@ -19,10 +19,11 @@ from mllm_seqpar.errors import ConfigError, DataError, VideoError
 from mllm_seqpar.sharding import join_spans
 
 from .chat_family import ChatFamily, ChatText, chat_family
-from .chat_format import CLIP, SAMPLING, check_record, media_parts, part_files
+from .chat_format import check_record, media_parts, part_files
 from .formats import DEFAULT_TEMPLATE, check_template, open_records, to_chat
 from .frame_store import FrameStore
 from .sources import FrameSource, ImageListSource, VideoSource, ranges_by_source, read_ranges
+from .video import CLIP, SAMPLING
 
 ON_BAD_MEDIA = ("fail", "skip")
 """What training does if media cannot be read: stop, or use another sample instead."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from mllm_seqpar.cli.launch import DEVICES, DTYPES
 from mllm_seqpar.cli.options import option, parse_options
-from mllm_seqpar.cli.shared_options import FrameOptions, StrategyOptions
+from mllm_seqpar.cli.shared_options import FrameOptions, StoredFrameOptions, StrategyOptions
 from mllm_seqpar.data.chat import DEFAULT_FPS
 from mllm_seqpar.data.formats import DEFAULT_TEMPLATE, check_template
 from mllm_seqpar.errors import ConfigError
@@ -39,9 +38,7 @@ class ModelOptions(StrategyOptions, FrameOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_positive("num_frames", "encode_batch", "timeout")
-        if self.fps is not None and self.num_frames is not None:
-            raise ConfigError(f"--fps {self.fps:g} and --num_frames {self.num_frames}: give one of them")
+        self._require_positive("encode_batch", "timeout")
         if self.num_frames is not None:
             self._refuse_unused("max_frames", "--num_frames sets the number; give one of them")
         self.sampling()
@@ -93,7 +90,7 @@ class InferenceOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskArguments(InferenceOptions):
+class AskArguments(InferenceOptions, StoredFrameOptions):
     """The options of a run. `mllm-seqpar ask --help` prints the same texts."""
 
     video: tuple[str, ...] = option("a video file, or a directory of videos; may be repeated", ())
@@ -135,7 +132,6 @@ class AskArguments(InferenceOptions):
             self._check_data_set()
 
     def _check_videos(self) -> None:
-        check_clip(self.start, self.end)
         for name in _OF_A_DATA_SET:
             self._refuse_unused(name, "it belongs to --questions")
         if not self.video and self.features is None:
@@ -194,15 +190,6 @@ class ServingOptions(ModelOptions):
     def frame_options(self, default_fps: float | None = DEFAULT_FPS) -> dict[str, Any]:
         """Return the default sampling of a video."""
         return super().frame_options(default_fps)
-
-
-def check_clip(start: float | None, end: float | None) -> None:
-    """Raise ConfigError unless --start and --end, in seconds, are the times of a clip; see `plan_frames`."""
-    for name, value in (("start", start), ("end", end)):
-        if value is not None and not 0 <= value < math.inf:
-            raise ConfigError(f"--{name}: {value!r} is not allowed; give a number of seconds, 0 or more")
-    if end is not None and end <= (start or 0):
-        raise ConfigError(f"--end {end:g}: the clip begins at {start or 0:g} s; give a later time")
 
 
 def parse(argv: Sequence[str]) -> AskArguments:

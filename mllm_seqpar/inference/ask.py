@@ -26,7 +26,7 @@ from transformers.utils import logging
 from mllm_seqpar.cli.launch import launched_ranks
 from mllm_seqpar.cli.outputs import require_writable
 from mllm_seqpar.cli.program_exit import FAILED, run
-from mllm_seqpar.cli.progress import note, peak_memory, say
+from mllm_seqpar.cli.progress import FramesBar, note, peak_memory, say
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.data.chat import DEFAULT_FPS
@@ -46,7 +46,7 @@ from .evidence import MOMENTS, Evidence
 from .evidence_page import PageEntry, write_evidence_index, write_evidence_page
 from .model_loading import load_patched
 from .rank_groups import tried
-from .report import ENCODE_STAGE, Answered, Report, StageTimes, frames_bar
+from .report import ENCODE_STAGE, Answered, Report, StageTimes
 from .stored_features import feature_meta, load_video, open_store, require_replaceable, save_video
 
 
@@ -200,9 +200,9 @@ class VideoRun:
             with self._times.measure("read features"):
                 return agree(comm, "features", partial(load_video, video.store, self._family, comm, **place))
         assert video.source is not None  # AskArguments requires --video or --features
-        show, frames = args.progress and comm.rank == 0, len(self._family.units(video.source))
-        with self._times.measure(ENCODE_STAGE), frames_bar(frames, "reading and encoding", show) as progress:
-            options = {**args.encoding(), "progress": progress}
+        frames = len(self._family.units(video.source))
+        with self._times.measure(ENCODE_STAGE), FramesBar(args.progress and comm.rank == 0) as bar:
+            options = {**args.encoding(), "progress": lambda done: bar(done, frames)}
             encoded = encode_video(model, self._processor, video.source, group=comm, **options)
         if video.paths.save_to is not None:
             with self._times.measure("save"):

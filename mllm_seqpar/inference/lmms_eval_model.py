@@ -16,7 +16,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,11 +140,10 @@ class SimpleSeqParModel(lmms):
         rows = [[_Request(**values) for values in json.loads(text)] for text in texts]
         keyed = [(request.media, rank, number) for rank, row in enumerate(rows) for number, request in enumerate(row)]
         found: dict[tuple[int, int], Any] = {}
-        with progress_bar(len(keyed), "request", "answering") if self._rank == 0 else nullcontext() as bar:
+        with progress_bar(len(keyed), "request", "answering", self._rank == 0) as bar:
             for _, rank, number in sorted(keyed, key=lambda item: item[0]):
                 found[rank, number] = answer(rows[rank][number])
-                if bar is not None:
-                    bar.update()
+                bar.update()
         own = iter(found[self._group.rank, number] for number in range(len(mine)))
         return [next(own) if real else padding for real in wanted]
 

@@ -21,12 +21,13 @@ from mllm_seqpar.data.feature_store import (
     source_meta,
 )
 from mllm_seqpar.data.sources import VideoSource
+from mllm_seqpar.data.video import CLIP, SAMPLING
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.sharding import FrameShard, frame_spans
 
 from .encoding import EncodedVideo
 
-FRAME_OPTIONS = ("fps", "num_frames", "max_frames", "start", "end")
+FRAME_OPTIONS = (*SAMPLING, *CLIP)
 """The options that select the frames of a video."""
 
 

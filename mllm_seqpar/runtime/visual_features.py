@@ -371,7 +371,10 @@ class KVProjection:
             k = self.key_norm(k)
         if self.rotate is not None:
             k = self.rotate(k, index, False)
-        return k.flatten(0, 1).transpose(0, 1)[None], v.flatten(0, 1).transpose(0, 1)[None]
+        v = v.flatten(0, 1).transpose(0, 1)[None]
+        if len(self.linears) == 1 and (self.key_norm is not None or self.rotate is not None):
+            v = v.contiguous()  # a view would keep the unmodified K, which shares its storage, alive
+        return k.flatten(0, 1).transpose(0, 1)[None], v
 
     def has_direct_grads(self, trained: Sequence[Tensor]) -> bool:
         """Return whether `direct_grads` computes the gradients of the parameters `trained`: whether every linear layer

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
+from mllm_seqpar.data.video import sampling_fault
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.inference.generation import Sampling
 
@@ -121,18 +122,16 @@ class _Object(BaseModel):
 class _Frames(_Object):
     """The sampling of a video; `start` and `end` are the seconds of a clip."""
 
-    fps: float | None = Field(default=None, gt=0)
-    num_frames: int | None = Field(default=None, gt=0, le=_MOST)
-    max_frames: int | None = Field(default=None, gt=0, le=_MOST)
-    start: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    end: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    fps: float | None = None
+    num_frames: int | None = Field(default=None, le=_MOST)
+    max_frames: int | None = Field(default=None, le=_MOST)
+    start: float | None = None
+    end: float | None = None
 
     @model_validator(mode="after")
     def _check(self) -> _Frames:
-        if self.fps is not None and self.num_frames is not None:
-            raise ValueError("both fps and num_frames; give one of them")
-        if self.end is not None and self.end <= (self.start or 0):
-            raise ValueError(f"the clip from {self.start or 0:g} to {self.end:g} seconds is empty")
+        if fault := sampling_fault(self.given()):
+            raise ValueError(fault)
         return self
 
     def given(self) -> dict[str, Any]:
@@ -254,9 +253,9 @@ class _SamplingFields(_Object):
     """The sampling options, with the names and the meaning of transformers' `generate`."""
 
     temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_p: float | None = None
     top_k: int | None = Field(default=None, ge=-1, le=_MOST)
-    min_p: float | None = Field(default=None, ge=0, le=1)
+    min_p: float | None = None
     repetition_penalty: float | None = None
 
     def given(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from transformers.trainer_utils import HubStrategy, SchedulerType
 
 from mllm_seqpar._compat import optional_import
 from mllm_seqpar.cli.options import CommandOptions, option
-from mllm_seqpar.cli.shared_options import FrameOptions, StrategyOptions
+from mllm_seqpar.cli.shared_options import StoredFrameOptions, StrategyOptions
 from mllm_seqpar.config import CHOICES, SeqParConfig
 from mllm_seqpar.data.chat import ON_BAD_MEDIA
 from mllm_seqpar.data.formats import DEFAULT_TEMPLATE, check_template
@@ -153,12 +153,12 @@ class FineTuneOptions:
 
     training: FineTuningArguments
     run: ModelAndData
-    frames: FrameOptions
+    frames: StoredFrameOptions
     parallel: SequenceParallel
     seqpar: SeqParConfig
 
 
-KINDS = (ModelAndData, FrameOptions, SequenceParallel, FineTuningArguments)
+KINDS = (ModelAndData, StoredFrameOptions, SequenceParallel, FineTuningArguments)
 
 _POSITIVE = (
     *("learning_rate", "adam_epsilon", "num_train_epochs", "ddp_timeout", "gradient_accumulation_steps"),

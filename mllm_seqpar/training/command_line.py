@@ -23,9 +23,9 @@ from .arguments import (
     REFUSED,
     FineTuneOptions,
     FineTuningArguments,
-    FrameOptions,
     ModelAndData,
     SequenceParallel,
+    StoredFrameOptions,
     check_optimizer,
     check_training,
 )
@@ -140,7 +140,7 @@ def make_options(values: Mapping[str, Any]) -> FineTuneOptions:
     def given_to(kind: type[Kind]) -> Kind:
         return kind(**{item.name: values[item.name] for item in fields(kind)})  # type: ignore[arg-type]
 
-    run, frames, parallel = given_to(ModelAndData), given_to(FrameOptions), given_to(SequenceParallel)
+    run, frames, parallel = given_to(ModelAndData), given_to(StoredFrameOptions), given_to(SequenceParallel)
     seqpar = parallel.config()
     check_training(values, run)
     if seqpar.recompute_attention and not (values["gradient_checkpointing"] or values.get("activation_checkpointing")):

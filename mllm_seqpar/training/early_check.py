@@ -18,7 +18,7 @@ from mllm_seqpar.cli import options
 _FILES = (Path(options.__file__).with_name("shared_options.py"), Path(__file__).with_name("arguments.py"))
 _CLASSES = (
     *("TrainingArguments", "FineTuningArguments", "ModelAndData"),
-    *("FrameOptions", "StrategyOptions", "SequenceParallel"),
+    *("FrameOptions", "StoredFrameOptions", "StrategyOptions", "SequenceParallel"),
 )
 _OTHER = {"num_processes": "int", "config": "str"}
 """Options beside the fields of these classes, and their types."""

@@ -57,10 +57,9 @@ from mllm_seqpar.adapting.transformers import (
     run_pass,
     text_keys,
 )
-from mllm_seqpar.models.cache_rows import attach, detach
 from mllm_seqpar.models.mplug_owl3.hyper_attention import Attended, HyperAttention
 from mllm_seqpar.models.mplug_owl3.media import MediaLayout, check_layout
-from mllm_seqpar.models.mplug_owl3.visual_inputs import VisualCache, visual_cache
+from mllm_seqpar.models.mplug_owl3.visual_inputs import continued_visual_cache, visual_cache
 
 from .sizes import model_sizes
 
@@ -449,22 +448,17 @@ def _run_with_native_cache(
     reads. A patched model keeps both up to date, so that on one process each of the two models can continue the caches
     of the other.
     """
-    cache: Any = inputs.past_key_values
-    native = visual_cache(cache)
-    if native is not None and inputs.past_length <= native.row_offset:
-        # The cache was reset, or cropped to before the text that the frames came with.
-        detach(cache, VisualCache)
-        if (state := cache_state_of(cache)) is not None:
-            state.visual = state.placement = None
+    cache = inputs.past_key_values
+    removed = visual_cache(cache) is not None and continued_visual_cache(cache, inputs.past_length) is None
+    if removed and (state := cache_state_of(cache)) is not None:
+        state.visual = state.placement = None
     out = run_pass(family, inputs, logits_to_keep, kwargs)
     cache = out.past_key_values
     state = None if cache is None else cache_state_of(cache)
     if state is not None and state.visual is not None and state.visual.total_frames:
         (layout, row_offset), native = state.placement, visual_cache(cache)
         if native is None:
-            tokens = state.visual.tokens_per_unit
-            native = VisualCache(layout, row_offset=row_offset, tokens_per_frame=tokens, inclusive=family.inclusive)
-            attach(cache, native, family.text_config.num_hidden_layers)
+            native = family.model.new_visual_cache(layout, row_offset, state.visual.tokens_per_unit, cache)
             native.states, native.frame_fingerprints = state.visual.states, state.frame_fingerprints
             native.is_complete = family.context.comm.size == 1
         native.layout = layout

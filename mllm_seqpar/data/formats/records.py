@@ -13,14 +13,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mllm_seqpar.data.media_files import VIDEO_SUFFIXES, is_remote, local_media
+from mllm_seqpar.data.media_files import VIDEO_SUFFIXES, is_remote, local_media, media_digest
 from mllm_seqpar.errors import DataError, VideoError
 
 VIDEO_ID = "video-id:"
 """The prefix of the name of a video if only the stem of its file is known."""
 
 _VIDEO_FOLDERS = ("", "data", "videos", "video")
-_SAMPLES, _SAMPLE_BYTES = 64, 65_536
 
 
 class Records(ABC):
@@ -177,12 +176,5 @@ def read_file(path: Path) -> bytes:
 
 def sampled_digest(files: Iterable[Path]) -> str:
     """Return a digest of names, sizes and evenly spaced samples of large files."""
-    digest = hashlib.blake2b(digest_size=16)
-    for path in files:
-        size = os.path.getsize(path)
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            for sample in range(_SAMPLES if size > _SAMPLES * _SAMPLE_BYTES else 1):
-                file.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES if size > _SAMPLES * _SAMPLE_BYTES else size))
-    return digest.hexdigest()
+    content = "\n".join(f"{path.name} {media_digest(os.fspath(path))}" for path in files)
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()

@@ -304,3 +304,13 @@ def test_training_step_of_family_projects_keys_and_values_twice(family: str, mon
     # Rotary angles are a small product in some versions of transformers.
     twice = pytest.approx(2 * once, rel=1e-3)
     assert flops["input_grads"] == [twice] * layers, "gradients of weights and of features, no other projection"
+
+
+@pytest.mark.parametrize("layout", ["halves", "interleaved"])
+def test_v_keeps_no_storage_of_the_unmodified_k_alive_and_is_copied_once(layout: str) -> None:
+    """Of one linear layer for K and V. A cache stores what the projection returns."""
+    projection = projection_of(Setting(layout, rotates=True))
+    features = torch.randn(FRAMES, TOKENS, WIDTH, dtype=torch.float64)
+    _, v = projection(features, torch.arange(FRAMES))
+    assert v.untyped_storage().nbytes() == v.numel() * v.element_size()
+    assert v.is_contiguous(), "as attention and transfers need it"
