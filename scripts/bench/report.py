@@ -264,8 +264,8 @@ def decoding_table(rows: Sequence[Row]) -> str:
 def decoder_only(folder: Path) -> str:
     rows = read(folder / "decoder-only.csv")
     columns = {"family": text("family"), "tokens": number("tokens", ",.0f"), "ranks": text("ranks")}
-    columns |= {"attention": text("attention"), "tokens of an MLP chunk": text("mlp_chunk")}
-    peaks = {"training step": "peak", "prompt": "prefill", "exchange": "exchange"}
+    columns["attention"] = text("attention")
+    peaks = {"training step": "peak", "prompt": "prefill"}
     for place, (title, name) in enumerate(peaks.items()):
         columns[f"{title}, MiB"] = number(f"{name}_mib", ".1f")
         columns["gathered" + " " * place] = number(f"gathered_{name}_mib", ".1f")
