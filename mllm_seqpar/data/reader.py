@@ -206,8 +206,7 @@ class _Reader:
         except Empty:
             cursor = _Cursor(self._plan, self._resources.enter_context(ExitStack()), self._index)
         try:
-            if not cursor.stream.codec_context.is_open:
-                cursor.use_threads(threads)
+            cursor.open_decoder(threads)
             frames = map(cursor.frame, entries, [*entries[1:], None])
             for _, group in groupby(frames, key=itemgetter(0)):
                 found = list(group)
@@ -319,7 +318,7 @@ class _Cursor:
 
     def __init__(self, plan: FramePlan, resources: ExitStack, index: _Index | None = None) -> None:
         self._plan, self._resources = plan, resources
-        self._threads = 1
+        self._threads = 0  # the decoder has not been opened
         self._errors = require_av().error.FFmpegError
         self._queue: deque[Any] = deque()  # packets that have been read and not decoded
         self._skips = True  # frames that are neither wanted nor referred to
@@ -330,12 +329,15 @@ class _Cursor:
         self._reopen()
         self.index = index or _Index.of(self.stream, self._delay)
 
-    def use_threads(self, threads: int) -> None:
-        """Set the number of threads of the decoder, before it decodes its first frame."""
+    def open_decoder(self, threads: int) -> None:
+        """Open the decoder with a number of threads, unless it is open."""
         self._threads = threads
-        if threads > 1:
-            self.stream.thread_type = "AUTO"
-        self.stream.codec_context.thread_count = threads
+        codec = self.stream.codec_context
+        if not codec.is_open:
+            if threads > 1:
+                codec.thread_type = "AUTO"
+            codec.thread_count = threads
+            codec.open()  # before `skip_frame` is set, which dav1d reads only here
 
     def frame(self, entry: int, following: int | None) -> tuple[int, Any]:
         """Return (presentation time, frame) of an entry of the plan, after which `following` is asked for."""
@@ -418,7 +420,8 @@ class _Cursor:
     def _reopen(self) -> None:
         self._resources.close()
         self._container, self.stream = self._resources.enter_context(open_video(self._plan.path))
-        self.use_threads(self._threads)
+        if self._threads:
+            self.open_decoder(self._threads)
         self._find_keyframe(from_start=True)
 
     def _find_keyframe(self, from_start: bool) -> bool:
