@@ -206,7 +206,7 @@ class _Reader:
         except Empty:
             cursor = _Cursor(self._plan, self._resources.enter_context(ExitStack()), self._index)
         try:
-            cursor.open_decoder(threads)
+            cursor.threads = threads
             frames = map(cursor.frame, entries, [*entries[1:], None])
             for _, group in groupby(frames, key=itemgetter(0)):
                 found = list(group)
@@ -306,6 +306,7 @@ class _Cursor:
 
     stream: Any
     index: _Index
+    threads: int  # of the decoder, set before the first frame
     _packets: Iterator[Any]  # of the file, from its position on
     _horizon: float  # packets that have not been read have at least this presentation time
     _times: list[int]  # the presentation times of the packets since the keyframe, ascending
@@ -318,7 +319,6 @@ class _Cursor:
 
     def __init__(self, plan: FramePlan, resources: ExitStack, index: _Index | None = None) -> None:
         self._plan, self._resources = plan, resources
-        self._threads = 0  # the decoder has not been opened
         self._errors = require_av().error.FFmpegError
         self._queue: deque[Any] = deque()  # packets that have been read and not decoded
         self._skips = True  # frames that are neither wanted nor referred to
@@ -328,16 +328,6 @@ class _Cursor:
         self._newest_key: int | None = None
         self._reopen()
         self.index = index or _Index.of(self.stream, self._delay)
-
-    def open_decoder(self, threads: int) -> None:
-        """Open the decoder with a number of threads, unless it is open."""
-        self._threads = threads
-        codec = self.stream.codec_context
-        if not codec.is_open:
-            if threads > 1:
-                codec.thread_type = "AUTO"
-            codec.thread_count = threads
-            codec.open()  # before `skip_frame` is set, which dav1d reads only here
 
     def frame(self, entry: int, following: int | None) -> tuple[int, Any]:
         """Return (presentation time, frame) of an entry of the plan, after which `following` is asked for."""
@@ -420,8 +410,6 @@ class _Cursor:
     def _reopen(self) -> None:
         self._resources.close()
         self._container, self.stream = self._resources.enter_context(open_video(self._plan.path))
-        if self._threads:
-            self.open_decoder(self._threads)
         self._find_keyframe(from_start=True)
 
     def _find_keyframe(self, from_start: bool) -> bool:
@@ -443,6 +431,11 @@ class _Cursor:
     def _decode(self) -> Iterator[tuple[int, Any]]:
         """Yield (presentation time, frame) of the frames from the keyframe on, in the order in which they are shown."""
         codec = self.stream.codec_context
+        if not codec.is_open:
+            if self.threads > 1:
+                codec.thread_type = "AUTO"
+            codec.thread_count = self.threads
+            codec.open()  # before `skip_frame` is set, which dav1d reads only here
         while self._queue or self._read():
             packet = self._queue.popleft()
             skip = self._skips and packet.size and not self._is_wanted(packet.pts)
