@@ -1,33 +1,35 @@
-"""Lazy access to the model families in `mllm_seqpar.patches`: a family is described here and imported on first use.
+"""The index of the model families in `mllm_seqpar.patches`: a family is named here and imported on first use.
 
-Only the standard library is imported, so that the core, the data code and the planner can look up a family without
-importing its model code. The convention of a family folder is written down in `mllm_seqpar.patches`.
+Only the standard library is imported, so that the core and the planner can look up a family without importing its
+model code. The convention of a family folder is written down in `mllm_seqpar.patches`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from types import ModuleType
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class FamilySpec:
-    """One entry of the registry `mllm_seqpar.patches.FAMILIES`.
+    """One entry of the index `mllm_seqpar.patches.FAMILIES`.
 
     Attributes:
         folder: the family's package in `mllm_seqpar.patches`.
-        processors: class names of the processors whose chat format the family's `chat` module implements.
-        model_types: values of `model_type` in a `config.json` that the family's `planner` module reads.
+        model_types: `model_types` of the family's class, for the planner, which does not import the class.
     """
 
     folder: str
-    processors: tuple[str, ...] = ()
     model_types: tuple[str, ...] = ()
 
-    def module(self, name: str) -> ModuleType:
-        """Import and return the family's module `name`: "adapter", "chat" or "planner"."""
-        return import_module(f"mllm_seqpar.patches.{self.folder}.{name}")
+    def adapter(self) -> Any:
+        """Import and return the family's class."""
+        return import_module(f"mllm_seqpar.patches.{self.folder}.adapter").adapter
+
+    def model_sizes(self, config: dict[str, Any], name: str) -> Any:
+        """Return the `ModelSizes` of a configuration, as the family's class does, without importing the class."""
+        return import_module(f"mllm_seqpar.patches.{self.folder}.sizes").model_sizes(config, name)
 
 
 def family_specs() -> tuple[FamilySpec, ...]:

@@ -27,6 +27,7 @@ from mllm_seqpar.adapting import (
     FrameShard,
     Patch,
     SeqParContext,
+    ShapeError,
     TokenPlaces,
     VisualTokens,
     copy_to_device,
@@ -185,6 +186,13 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
 
     def check_inputs(self, inputs: QwenVLInputs, kwargs: Mapping[str, Any]) -> None:
         super().check_inputs(inputs, kwargs)
+        if inputs.frames is not None and inputs.frames_are_features:
+            width, shape = (1 + self.deepstack) * self.text_config.hidden_size, tuple(inputs.frames.shape)
+            if len(shape) != 2 or shape[1] != width:
+                beside = ", those of deepstack beside the last ones" if self.deepstack else ""
+                raise ShapeError(
+                    f"{FEATURES}: has shape {shape}; expected (tokens, {width}), embeddings of the vision tower{beside}"
+                )
         inputs.check()
 
     def rotary_positions(self, given: Mapping[str, Any], inputs: QwenVLInputs) -> Tensor | None:
@@ -216,14 +224,12 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
     def run_decoder(
         self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, state: ForwardState, **kwargs: Any
     ) -> Any:
-        if state.visual_tokens is not None:
-            first, *further = state.visual_tokens.chunk(1 + self.deepstack)
-            kwargs |= self.further_embeddings(embeds, further)
-            embeds, state.visual_tokens = first.replace_rows(embeds), None
+        kwargs |= self.further_embeddings(embeds, state.visual_tokens)
+        state.visual_tokens.clear()
         return self.model.model.language_model(**decoder_arguments(embeds, positions[1:], mask, cache, state), **kwargs)
 
     def further_embeddings(self, embeds: Tensor, further: list[VisualTokens]) -> dict[str, Any]:
-        """Return the decoder's arguments that hold the embeddings of layers behind the first."""
+        """Return the decoder's arguments that hold the embeddings which its layers add."""
         return {}
 
     def forward(

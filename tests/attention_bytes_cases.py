@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from attention_cases import Case, visible_frames
-from mllm_seqpar.attention.call_spec import accumulation
+from mllm_seqpar.attention.keys import accumulation
 from mllm_seqpar.schedules.bytes_sent import Problem, lv_xattn_bytes, mesh_bytes, ring_bytes, ulysses_bytes
 from mllm_seqpar.sharding import frame_bounds, sequence_positions
 

@@ -1,24 +1,21 @@
 """Shared set-up of all tests."""
 
 import fcntl
-import functools
 import gc
 import json
 import os
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
+from browser import Chromium
 from ranks import close_pool
-from ranks_worker import reset_global_state
+from ranks_worker import packages_read_once, reset_global_state
 
 gc.disable()  # until the test modules are imported, see pytest_collection_finish
 
@@ -49,14 +46,19 @@ def layer_of(item: pytest.Item) -> int:
 
 
 def pytest_collection_finish() -> None:
-    """Let garbage collections leave out what the test modules imported, a million objects that stay."""
+    gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collections_leave_out_what_stays() -> None:
+    """Let garbage collections leave out what earlier modules imported and built, a million objects."""
     gc.collect()
     gc.freeze()
-    gc.enable()
 
 
 def pytest_sessionfinish() -> None:
     close_pool()
+    gc.freeze()  # pytest then collects garbage five times
 
 
 @pytest.fixture(autouse=True)
@@ -90,9 +92,7 @@ def _threads_share_a_core(request: pytest.FixtureRequest, tmp_path_factory: pyte
 
 @pytest.fixture(autouse=True, scope="session")
 def _metadata_of_packages_are_read_once() -> Iterator[None]:
-    """Every call of `patch_model` looks for entry points, in the metadata of all packages on `sys.path`."""
-    read = functools.cache(lambda path, group: entry_points(group=group))
-    with mock.patch("mllm_seqpar.patching.registry.entry_points", lambda group: read(tuple(sys.path), group)):
+    with packages_read_once():
         yield
 
 
@@ -129,6 +129,13 @@ def inference_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for video, name in zip(make_needle_videos(folder, 2, frames=(100, 100), rate=25), ("clip", "twin"), strict=True):
         Path(video.path).rename(folder / f"{name}.mp4")
     return folder
+
+
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    browser = Chromium(tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.close()
 
 
 @pytest.fixture(scope="session")

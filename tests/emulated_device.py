@@ -14,6 +14,7 @@ Each is recorded with the place where it happened: "outside", or the kind of mod
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from collections import Counter
@@ -25,7 +26,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 DEVICE = torch.device("cuda", 0)
 aten = torch.ops.aten
@@ -69,24 +69,51 @@ class DeviceTensor(Tensor):
         watch = getattr(_PLACES, "watch", None)
         if watch is not None:
             watch.record_device_operator(func, args, kwargs)
-        _require_one_device(func, args, kwargs)
-        plain = tree_map_only(DeviceTensor, lambda x: x.elem, (args, kwargs))
-        out = func(*plain[0], **plain[1])
+        host: list[Tensor] = []
+
+        def values(x: Tensor) -> Tensor:
+            if isinstance(x, DeviceTensor):
+                return x.elem
+            host.append(x)
+            return x
+
+        plain, named = _map_tensors(values, args), _map_tensors(values, kwargs)
+        if any(x.dim() for x in host) and func.overloadpacket not in _TAKES_BOTH:
+            shapes = [x.shape for x in host]
+            raise RuntimeError(f"{func}: expected all tensors on one device, found cuda and cpu {shapes}")
+        out = func(*plain, **named)
         if func.overloadpacket is aten.copy_ and not isinstance(args[0], DeviceTensor):
             return args[0]
-        return return_and_correct_aliasing(func, args, kwargs, tree_map_only(Tensor, _wrapped, out))
+        out = _map_tensors(_wrapped, out)
+        return return_and_correct_aliasing(func, args, kwargs, out) if _returns_alias(func) else out
+
+
+_TAKES_BOTH = (aten.copy_, aten.index, aten.index_put_, aten.index_put, aten._index_put_impl_)
 
 
 def _wrapped(x: Tensor) -> Tensor:
     return x if isinstance(x, DeviceTensor) else DeviceTensor(x)
 
 
-def _require_one_device(func: Any, args: Any, kwargs: Any) -> None:
-    if func.overloadpacket in (aten.copy_, aten.index, aten.index_put_, aten.index_put, aten._index_put_impl_):
-        return
-    host = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not isinstance(x, DeviceTensor)]
-    if any(x.dim() for x in host):
-        raise RuntimeError(f"{func}: expected all tensors on one device, found cuda and cpu {[x.shape for x in host]}")
+def _map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return `value` with `fn` applied to its tensors; torch's pytree takes ten times as long for arguments."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, dict):
+        return {name: _map_tensors(fn, item) for name, item in value.items()}
+    return type(value)(_map_tensors(fn, item) for item in value) if type(value) in (tuple, list) else value
+
+
+def _has_device_tensor(value: Any) -> bool:
+    if type(value) in (tuple, list):
+        return any(map(_has_device_tensor, value))
+    return isinstance(value, DeviceTensor)
+
+
+@functools.cache
+def _returns_alias(func: Any) -> bool:
+    """Return whether the operator returns its argument or a view of it."""
+    return any(result.alias_info is not None for result in func._schema.returns)
 
 
 class _Factories(TorchFunctionMode):
@@ -112,7 +139,7 @@ class _Factories(TorchFunctionMode):
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
             kwargs["device"] = "cpu"
-            if not any(isinstance(x, DeviceTensor) for x in tree_leaves(args)):
+            if not _has_device_tensor(args):
                 made = DeviceTensor(func(*args, **kwargs))
                 if name in ("tensor", "as_tensor", "asarray") and made.numel():
                     self.watch.add("blocking copy", f"torch.{name}")
@@ -262,4 +289,4 @@ def to_device(value: Any) -> Any:
                 if buffer is not None:
                     module._buffers[name] = DeviceTensor(buffer.detach().clone())
         return value
-    return tree_map_only(Tensor, to_device, value)
+    return _map_tensors(to_device, value)

@@ -105,19 +105,19 @@ def _owl(model: Any, inputs: dict[str, Any], answer: Tensor) -> Layers:
     layers: Layers = []
     attentions = [model.language_model.model.layers[number - 1].self_attn for number in model.config.hyper_layers]
     for attention in attentions:
-        project_text, project_visual = attention.project_text, attention.project_visual
+        project_text, visual_states = attention.project_text, attention._visual_states
 
         def text(*args: Any, a: Any = attention, unpatched: Any = project_text) -> Any:
             q, k, v = unpatched(*args)
             a.seen = [q[0], k[0] if a.fused else None]
             return q, k, v
 
-        def visual(*args: Any, a: Any = attention, unpatched: Any = project_visual) -> Any:
+        def visual(*args: Any, a: Any = attention, unpatched: Any = visual_states) -> Any:
             k, v = unpatched(*args)
             a.seen.append(k[0])
             return k, v
 
-        attention.project_text, attention.project_visual = text, visual
+        attention.project_text, attention._visual_states = text, visual
     ids = torch.cat([inputs["input_ids"], answer[None]], 1)
     with torch.no_grad():
         model(**inputs | {"input_ids": ids}, use_cache=False)

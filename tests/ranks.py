@@ -33,6 +33,7 @@ from ranks_worker import Failure, load, save, work
 
 MAX_WORKERS = 8
 PRELOADED = ["ranks_worker", "family_cases", "accelerate", "torch.distributed.fsdp"]
+PRELOADED += ["mllm_seqpar.training.finetune", "transformers.trainer", "matplotlib.figure"]
 """What the server of the workers imports, once for all of them."""
 GRACE = 10.0
 """Seconds for the other ranks after one has failed: enough to fail too, less than a collective's time limit."""

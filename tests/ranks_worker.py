@@ -4,6 +4,7 @@ This module is all that a worker imports at its start.
 """
 
 import faulthandler
+import functools
 import gc
 import io
 import os
@@ -13,7 +14,10 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from importlib.metadata import entry_points
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
@@ -49,7 +53,8 @@ def work(pipe: Connection, stacks: str) -> None:
     """Run cases until the other end of the pipe closes."""
     torch.set_num_threads(1)
     gc.freeze()  # the modules that the fork server has imported stay
-    with open(stacks, "w") as file:
+    imported = len(sys.modules)
+    with open(stacks, "w") as file, packages_read_once():
         faulthandler.enable(file)  # for a crash inside an operator, such as SIGFPE
         torch._C._set_print_stack_traces_on_fatal_signal(True)  # frames of threads without Python, such as gloo
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)  # the pool sends it to a hung worker
@@ -60,6 +65,10 @@ def work(pipe: Connection, stacks: str) -> None:
                 path, env, join, payload = pipe.recv()
             except EOFError:
                 break
+            if len(sys.modules) > imported:  # and so do those that the cases have imported
+                imported = len(sys.modules)
+                gc.collect()
+                gc.freeze()
             pipe.send_bytes(_outcome(path, env, join, payload))
     os._exit(0)  # without destructors, because a process group may wait for members that are gone
 
@@ -113,6 +122,14 @@ def _detached(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_detached(item) for item in value)
     return value
+
+
+@contextmanager
+def packages_read_once() -> Iterator[None]:
+    """Read the metadata of all packages on `sys.path` once; `patch_model` looks for entry points in them each time."""
+    read = functools.cache(lambda path, group: entry_points(group=group))
+    with mock.patch("mllm_seqpar.patching.registry.entry_points", lambda group: read(tuple(sys.path), group)):
+        yield
 
 
 def reset_global_state() -> None:

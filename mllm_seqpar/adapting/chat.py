@@ -1,6 +1,6 @@
 """The toolkit for the chat format of a family: `ChatFamily`; with tokens that stand for images, `ImageTokenFamily`."""
 
-from mllm_seqpar.data.chat_family import VIDEO_MARK, ChatFamily, ChatText, Messages, StoredFrames
+from mllm_seqpar.data.chat_family import VIDEO_MARK, ChatFamily, ChatText, Messages, StoredFrames, known_processors
 from mllm_seqpar.data.chat_format import media_parts
 from mllm_seqpar.data.image_tokens import ImageTokenFamily, answer_spans, picture_counts, to_pil_images, tokenize
 from mllm_seqpar.data.reader import check_range
@@ -18,6 +18,7 @@ __all__ = [
     "VIDEO_MARK",
     "answer_spans",
     "check_range",
+    "known_processors",
     "media_parts",
     "picture_counts",
     "to_pil_images",

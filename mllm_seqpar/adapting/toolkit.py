@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,12 +23,11 @@ from mllm_seqpar.patching.registry import Adapter, is_instance_by_name
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.frames import Frames, VisualKVCache
-from mllm_seqpar.runtime.kv_projection import KVProjection, Projection
 from mllm_seqpar.runtime.loss import sharded_causal_lm_loss, shifted
 from mllm_seqpar.runtime.star import StarText
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
 from mllm_seqpar.runtime.text import TextShards
-from mllm_seqpar.runtime.visual_features import VisualFeatures, sampled_bits
+from mllm_seqpar.runtime.visual_features import KVProjection, Projection, VisualFeatures, sampled_bits
 from mllm_seqpar.runtime.visual_tokens import TokenPlaces, VisualTokens
 from mllm_seqpar.sharding import FrameShard, HostFrames, frame_bounds, frame_range, tensor_of
 
@@ -78,21 +78,29 @@ __all__ = [
 
 
 def sharded_call(
-    context: SeqParContext, features: Tensor, mask: FrameMask, *, valid: Tensor | None = None, units_per_frame: int = 1
+    context: SeqParContext,
+    features: Tensor,
+    mask: FrameMask,
+    *,
+    encode: Callable[[Tensor], Tensor] | None = None,
+    valid: Tensor | None = None,
+    units_per_frame: int = 1,
 ) -> ForwardState:
     """Return the state of a forward pass with sharded text and frames; `state.text` shards other tensors alike.
 
     Args:
         context: the argument of `Adapter.install`.
         features: (f, tokens, width), the features of this rank's frames, `frame_range(total, context.comm)`. Their
-            gradient flows back to the encoder. A rank without frames passes (0, tokens, width).
+            gradient flows back to the encoder. A rank without frames passes (0, tokens, width). With `encode`, the
+            frames of all ranks (total, ...).
         mask: the frames of all ranks that ALL text rows (B, L) attend to; the same on every rank.
+        encode: returns the features of this rank's frames (f, ...), which may be none.
         valid: (B, L) bool, text keys that may be attended to (the attention mask); None: all.
         units_per_frame: if the mask's units are parts of frames that one rank holds whole, such as image tiles: how
             many make one frame. f, above, then counts units.
 
     Raises:
-        ConfigError: `self_attention="star"`, which needs a cache.
+        ConfigError: `self_attention="star"`, which needs a cache, or "local", which does not shard the text.
         ShapeError: the features or `valid` do not match the mask.
         AgreementError: on every rank if the ranks pass text or frames of different shapes.
     """
@@ -100,10 +108,12 @@ def sharded_call(
     batch, length = mask.shape
 
     def describe() -> dict[str, Any]:
-        if config.self_attention == "star":
+        nonlocal features
+        refused = {"star": "needs the cache of a transformers model", "local": "does not shard the text"}
+        if config.self_attention in refused:
             raise ConfigError(
-                'self_attention="star" needs the cache of a transformers model; with this adapter choose "ring", '
-                '"mesh" or "ulysses"'
+                f'self_attention="{config.self_attention}" {refused[config.self_attention]}; with this adapter choose '
+                '"ring", "mesh", "ulysses" or "auto"'
             )
         if mask.total_frames % units_per_frame:
             raise ShapeError(
@@ -111,6 +121,13 @@ def sharded_call(
                 f"{units_per_frame}"
             )
         start, stop = _local_units(context, mask, units_per_frame)
+        if encode is not None:
+            if len(features) * units_per_frame != mask.total_frames:
+                raise ShapeError(
+                    f"sharded_call: {len(features)} frames were passed to be encoded, and the mask has "
+                    f"{mask.total_frames // units_per_frame}; pass the frames of all ranks"
+                )
+            features = encode(features[start // units_per_frame : stop // units_per_frame])
         if features.dim() != 3 or features.shape[:2] != (stop - start, mask.tokens_per_frame):
             raise ShapeError(
                 f"sharded_call: features are {tuple(features.shape)}; rank {comm.rank} of {comm.size} holds "

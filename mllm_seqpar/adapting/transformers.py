@@ -13,14 +13,17 @@ from mllm_seqpar.integrations.transformers.family import (
     VISUAL_SHARD_DOC,
     DecoderOnlyFamily,
     Family,
-    Visibility,
     as_forward,
     decoder_arguments,
 )
 from mllm_seqpar.integrations.transformers.frames import local_features, mask_over_samples
 from mllm_seqpar.integrations.transformers.generation import patch_generate
-from mllm_seqpar.integrations.transformers.input_checks import require_same_inputs
-from mllm_seqpar.integrations.transformers.inputs import ForwardInputs, as_compared_tensors, makes_cache
+from mllm_seqpar.integrations.transformers.inputs import (
+    ForwardInputs,
+    as_compared_tensors,
+    makes_cache,
+    require_same_inputs,
+)
 from mllm_seqpar.integrations.transformers.passes import run_pass
 
 __all__ = [
@@ -29,7 +32,6 @@ __all__ = [
     "ForwardInputs",
     "SequenceParallelCacheState",
     "VISUAL_SHARD_DOC",
-    "Visibility",
     "as_compared_tensors",
     "as_forward",
     "cache_state_of",

@@ -5,8 +5,8 @@ and adds the results that it received. Receive buffers belong to the communicato
 a call never alias them: received shards are only read, and received results are added to this rank's. A block is
 computed one mask rectangle at a time.
 
-Shapes: q, o, do (B, H, S, D); k, v (B, G, T, D), G dividing H; lse (B, H, S) float32. If the items of a batch share
-their keys, `fold` makes them rows of one item.
+Shapes: q, o, do (B, H, S, D); k, v (B, G, T, D), G dividing H; lse (B, H, S) float32. The items of a batch that share
+their keys are rows of one item here (`joint`).
 """
 
 from __future__ import annotations
@@ -19,25 +19,15 @@ from torch import Tensor
 
 from mllm_seqpar.comm import Communicator, Pending, Recv, Send
 from mllm_seqpar.comm.receive_buffers import BufferLease
-from mllm_seqpar.kernels.base import delta_of, merge_
+from mllm_seqpar.kernels.base import delta_of, fold_batch, merge_
 from mllm_seqpar.schedules import AttentionBlock, Axis, Schedule, Step, Transfer
 
-from .call_spec import CallSpec, PreparedRectangle
+from .keys import CallSpec, PreparedRectangle
 
 ALL = slice(None)
 
 RowIndex = slice | Tensor
 """Rows (or keys) of a tensor: a range, or distinct indices in ascending order."""
-
-
-def fold(x: Tensor) -> Tensor:
-    """(B, H, S, ...) -> (1, H, B * S, ...), contiguous, item after item."""
-    return x.transpose(0, 1).reshape(1, x.shape[1], x.shape[0] * x.shape[2], *x.shape[3:]).contiguous()
-
-
-def unfold(x: Tensor, batch: int) -> Tensor:
-    """(1, H, B * S, ...) -> (B, H, S, ...), a view."""
-    return x.reshape(x.shape[1], batch, x.shape[2] // batch, *x.shape[3:]).transpose(0, 1)
 
 
 class FinalRows(NamedTuple):
@@ -56,8 +46,9 @@ class FinalRows(NamedTuple):
         return self._replace(delta=delta_of(self.do, self.o, self.delta))
 
     def folded(self) -> FinalRows:
-        o, delta = (x if x is None else fold(x) for x in (self.o, self.delta))
-        return FinalRows(fold(self.q), o, fold(self.lse), fold(self.do), delta)
+        """Return the rows with the batch folded into them (`kernels.base.fold_batch`)."""
+        o, delta = (x if x is None else fold_batch(x) for x in (self.o, self.delta))
+        return FinalRows(fold_batch(self.q), o, fold_batch(self.lse), fold_batch(self.do), delta)
 
 
 class PartialResult:
@@ -88,19 +79,26 @@ class PartialResult:
 
         `borrowed` tensors are copied, because the caller reuses their memory; others may become part of this object.
         """
-        if self._value is None and not borrowed and o.shape == self._like.shape:
+        first = self._value is None  # there is nothing to merge with
+        if first and not borrowed and o.shape == self._like.shape:
             self._value = o.to(self._dtype).contiguous(), lse.contiguous()
             return
         whole_o, whole_lse = self._value or self.value
         whole_o, whole_lse = whole_o[batch], whole_lse[batch]
         if isinstance(rows, Tensor):
-            some_o, some_lse = whole_o.index_select(2, rows), whole_lse.index_select(2, rows)
-            merge_(some_o, some_lse, o, lse)
-            whole_o.index_copy_(2, rows, some_o)
-            whole_lse.index_copy_(2, rows, some_lse)
+            if not first:
+                some_o, some_lse = whole_o.index_select(2, rows), whole_lse.index_select(2, rows)
+                merge_(some_o, some_lse, o, lse)
+                o, lse = some_o, some_lse
+            whole_o.index_copy_(2, rows, o.to(self._dtype))
+            whole_lse.index_copy_(2, rows, lse)
+            return
+        some_o, some_lse = whole_o[:, :, rows or ALL], whole_lse[:, :, rows or ALL]
+        if first:
+            some_o.copy_(o)
+            some_lse.copy_(lse)
         else:
-            rows = rows or ALL
-            merge_(whole_o[:, :, rows], whole_lse[:, :, rows], o, lse)
+            merge_(some_o, some_lse, o, lse)
 
 
 class GradientAccumulator:
@@ -264,12 +262,8 @@ def distributed_forward(
     """Return (o, lse) of this rank's query rows over all ranks' keys, o in `spec.accumulate_dtype`.
 
     Args:
-        q, k, v: this rank's shards, contiguous. If k and v have a batch of 1 and q has not, the batch of q is folded
-            into its rows during the call.
+        q, k, v: this rank's shards, contiguous, of one batch size.
     """
-    if k.shape[0] < q.shape[0]:
-        o, lse = distributed_forward(comm, spec.folded, block_math, fold(q), k, v)
-        return unfold(o, q.shape[0]), unfold(lse, q.shape[0])
     steps = spec.steps(comm, q, k, block_math.kernel, backward=False)
     if len(steps) == 1 and not steps[0].transfers and len(steps[0].blocks) == 1:  # a group of one
         result = PartialResult(q, spec.accumulate_dtype)
@@ -284,7 +278,7 @@ def distributed_backward(
     comm: Communicator,
     spec: CallSpec,
     block_math: BlockMath,
-    rows: FinalRows | tuple[Tensor, Tensor, Tensor, Tensor],
+    rows: FinalRows,
     k: Tensor,
     v: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -295,14 +289,10 @@ def distributed_backward(
             are sent and delta is not given, it is computed here, and sent instead of o.
         k, v: this rank's KV shard.
     """
-    final = FinalRows(*rows)
-    q = final.q
-    if k.shape[0] < q.shape[0]:
-        dq, dk, dv = distributed_backward(comm, spec.folded, block_math, final.folded(), k, v)
-        return unfold(dq, q.shape[0]), dk, dv
+    q = rows.q
     if spec.mesh_shape[0] > 1:
-        final = final.with_delta()
-    backward = _Backward(spec, block_math, final, k, v)
+        rows = rows.with_delta()
+    backward = _Backward(spec, block_math, rows, k, v)
     _run(spec.steps(comm, q, k, block_math.kernel, backward=True), comm, backward, spec.overlap)
     dq, dk, dv = (backward.grad(name, comm.rank, like).value for name, like in (("dq", q), ("dk", k), ("dv", v)))
     return dq, dk, dv
@@ -311,6 +301,10 @@ def distributed_backward(
 def _run(steps: Schedule, comm: Communicator, this: _Pass, overlap: bool) -> None:
     """Run the steps of this rank. `overlap=False` waits for the transfers before computing, only to measure."""
     local, rank = this.local, comm.rank
+    if len(steps) == 1 and not steps[0].transfers:  # a group of one
+        for block in steps[0].blocks:
+            this.compute(block, local["q"], local["kv"])
+        return
     held: dict[tuple[Axis, int], Bundle] = {("q", rank): local["q"], ("kv", rank): local["kv"]}
     with BufferLease(comm.kept.buffers) as lease:
         for step in steps:

@@ -1,13 +1,17 @@
 """The functional layer: distributed attention without a patched model.
 
 Shapes: q (B, H, s_q, D), k and v (B, G, s_kv, D) are this rank's shards, with G dividing H (GQA, never expanded). s_q
-is the same on every rank, s_kv may differ. k and v may have a batch of 1, shared by all batch items of q. Results are
-exact: those of one softmax over all ranks' keys. Inside `torch.utils.checkpoint` (use_reentrant=False), o and lse are
-kept, and the recomputation in backward does not compute attention again (`kept_results`).
+is the same on every rank, s_kv may differ. k and v may have a batch of 1, shared by all batch items of q; with
+`causal` they are then repeated for each item. Results are exact: those of one softmax over all ranks' keys. Inside
+`torch.utils.checkpoint` (use_reentrant=False), o and lse are kept, and the recomputation in backward does not compute
+attention again (`kept_results`).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from numbers import Real
 from typing import Literal, TypedDict, Unpack, overload
 
 import torch
@@ -15,17 +19,15 @@ from torch import Tensor
 
 from mllm_seqpar.comm import Group, transfer_communicator
 from mllm_seqpar.comm.agreement import agree
-from mllm_seqpar.errors import ConfigError, MaskError, ShapeError
+from mllm_seqpar.errors import AgreementError, ConfigError, MaskError, ShapeError
 from mllm_seqpar.kernels import choose_kernel
 from mllm_seqpar.masks import BlockMasks, CausalBlockMasks, FrameBlockMasks, FrameMask, FullBlockMasks
 from mllm_seqpar.schedules.head_sharding import HeadShards
 from mllm_seqpar.schedules.mesh_shapes import check_tile, resolve_tile
-from mllm_seqpar.sharding import LAYOUTS, frame_spans, sequence_positions
+from mllm_seqpar.sharding import LAYOUTS, Spans, describe_spans, frame_spans, sequence_positions, span_length
 
-from . import argument_checks
-from .call_spec import AccumulateDtype, CallSpec, accumulation, call_spec_for, problem_of
 from .joint import attend, attend_replicated, eager
-from .keys import GivenKeys
+from .keys import AccumulateDtype, CallSpec, GivenKeys, accumulation, call_spec_for, problem_of
 
 
 class SharedOptions(TypedDict, total=False):
@@ -241,13 +243,13 @@ def _attend_once(
     frames = frame_spans(mask.total_frames, comm.size) if isinstance(mask, FrameMask) else []
 
     def check() -> dict[str, object]:
-        argument_checks.check_qkv(q, k, v)
-        argument_checks.check_accumulation(accumulate_dtype)
-        argument_checks.check_scale(scale)
-        argument_checks.check_flags(overlap=overlap, return_lse=return_lse, causal=causal)
+        check_qkv(q, k, v)
+        check_accumulation(accumulate_dtype)
+        check_scale(scale)
+        check_flags(overlap=overlap, return_lse=return_lse, causal=causal)
         if layout not in LAYOUTS:
             raise ConfigError(f"layout: {layout!r} is unknown; choose one of {', '.join(LAYOUTS)}")
-        argument_checks.check_mask_type(mask)
+        check_mask_type(mask)
         choose_kernel(kernel, q, k, causal=causal, masked=mask is not None)
         shape, head_degree = resolve_tile(strategy, None if tile is None else check_tile(tile), comm.size)
         HeadShards(q.shape[1], k.shape[1], head_degree)
@@ -261,24 +263,25 @@ def _attend_once(
                 raise ShapeError(f"causal attention needs as many keys as queries; got {q.shape[2]} and {k.shape[2]}")
             sequence_positions(q.shape[2] * comm.size, comm.rank, comm.size, layout)
         if mask is not None:
-            argument_checks.check_mask(mask, q, k, frames[comm.rank])
+            check_mask(mask, q, k, frames[comm.rank])
             form = "intervals" if mask.bounds is not None else "table"
             facts |= {"mask": form, "mask frames": mask.total_frames, "mask tokens per frame": mask.tokens_per_frame}
         return facts
 
     def numbers(_: object) -> list[int]:
         known = 0 if mask is None else mask.gathered_digest(comm, frames)
-        return [k.shape[2], argument_checks.gradient_state(q, k, v), known]
+        return [k.shape[2], gradient_state(q, k, v), known]
 
     _, by_rank = agree(comm, "attention", check, dict, numbers=numbers)
     lengths, states, digests = zip(*by_rank, strict=True)
     key_lengths, known = tuple(lengths), set(digests)
-    backward = argument_checks.has_backward(states)
+    backward = has_backward(states)
     # Every rank must take part in the backward pass. With head sharding, resharding q already requires its gradient.
     if backward and not (q.requires_grad or (strategy != "ulysses" and (k.requires_grad or v.requires_grad))):
         q = q.detach().requires_grad_()
     masks: BlockMasks = FullBlockMasks(q.shape[0], q.shape[2], key_lengths)
     if causal:
+        k, v = (x.expand(q.shape[0], -1, -1, -1) for x in (k, v))  # text has keys of its own for each item
         masks = CausalBlockMasks(q.shape[0], q.shape[2] * comm.size, comm.size, layout)
     elif mask is not None:
         masks = mask.blocks(comm, frames, refresh=0 in known or len(known) > 1)
@@ -324,17 +327,17 @@ def decode_attention(
     """
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
         raise ConfigError("decode_attention has no backward pass; call it under torch.no_grad(), or use lv_xattn")
-    argument_checks.check_qkv(q, k, v)
-    argument_checks.check_mask_type(mask)
-    argument_checks.check_scale(scale)
-    argument_checks.check_flags(return_lse=return_lse)
+    check_qkv(q, k, v)
+    check_mask_type(mask)
+    check_scale(scale)
+    check_flags(return_lse=return_lse)
     _check_units(units_per_frame, mask)
     comm, lengths = transfer_communicator(group), (k.shape[2],)
     masks: BlockMasks = FullBlockMasks(q.shape[0], q.shape[2], lengths)
     if mask is not None:
         frames = frame_spans(mask.total_frames // units_per_frame, comm.size)[comm.rank]
         own = tuple((start * units_per_frame, stop * units_per_frame) for start, stop in frames)
-        argument_checks.check_mask(mask, q, k, own)
+        check_mask(mask, q, k, own)
         masks = FrameBlockMasks([mask], [own])
     keys = [GivenKeys(CallSpec((1, 1), masks, lengths, accumulation("auto", q.dtype)), k, v)]
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -349,3 +352,91 @@ def _check_units(units: int, mask: FrameMask | None) -> None:
             f"units_per_frame: {units!r} does not divide the {total} units of the mask; pass the number of units that "
             "make a frame, 1 or more"
         )
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ShapeError unless q is (B, H, s_q, D), k and v (B or 1, G, s_kv, D), of one dtype and device."""
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
+        raise ShapeError(f"expected q (B, H, s_q, D) and k, v of one shape (B, G, s_kv, D); got {shapes}")
+    if k.shape[0] not in (1, q.shape[0]) or k.shape[3] != q.shape[3]:
+        raise ShapeError(f"k and v must have q's head dim, and its batch or a batch of 1; got {shapes}")
+    if k.shape[1] < 1 or q.shape[1] % k.shape[1]:
+        raise ShapeError(
+            f"{q.shape[1]} query heads cannot share {k.shape[1]} key-value heads: no whole multiple; got {shapes}"
+        )
+    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        raise ShapeError(
+            f"q, k and v must share one dtype and device; got {q.dtype} on {q.device}, {k.dtype} on {k.device}, "
+            f"{v.dtype} on {v.device}"
+        )
+    if q.dtype not in _DTYPES:
+        raise ShapeError(f"q, k and v must be floating point ({', '.join(map(str, _DTYPES))}); got {q.dtype}")
+
+
+def check_accumulation(dtype: torch.dtype | str | None) -> None:
+    if dtype not in (*_DTYPES, "auto", None):
+        raise ConfigError(
+            f'accumulate_dtype: {dtype!r} cannot be used; choose "auto", torch.float32, or None for q\'s dtype'
+        )
+
+
+def check_scale(scale: float | None) -> None:
+    """Raise ConfigError unless the scale is None or a finite number; a tensor would lose its gradient."""
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale)):
+        raise ConfigError(f"scale: {scale!r:.80} is not a finite number; pass a float, or None for head dim ** -0.5")
+
+
+def check_flags(**flags: bool) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name}: {value!r:.80} is not a bool; pass True or False")
+
+
+def check_mask_type(mask: FrameMask | None) -> None:
+    if mask is not None and not isinstance(mask, FrameMask):
+        raise MaskError(
+            f"mask: expected a FrameMask or None, got {type(mask).__name__}; build one with FrameMask.from_dense (a "
+            "table of rows and frames) or FrameMask.from_intervals (the first and the end frame of each row)"
+        )
+
+
+def check_mask(mask: FrameMask, q: Tensor, k: Tensor, frames: Spans) -> None:
+    """Raise MaskError unless the mask has q's rows and k holds the keys of these frames."""
+    if mask.shape != (q.shape[0], q.shape[2]):
+        raise MaskError(f"mask: has (batch, rows) {mask.shape}; this rank's q has {(q.shape[0], q.shape[2])}")
+    keys = span_length(frames) * mask.tokens_per_frame
+    if keys != k.shape[2]:
+        raise MaskError(
+            f"mask: of its {mask.total_frames} frames of {mask.tokens_per_frame} tokens this rank holds frames "
+            f"{describe_spans(frames)} (frame_range), which means {keys} keys; k has {k.shape[2]}"
+        )
+
+
+GRADIENT_STATES = 3
+
+
+def gradient_state(*tensors: Tensor) -> int:
+    """Return 0 without grad mode, 2 if any of the tensors requires a gradient, else 1."""
+    if not torch.is_grad_enabled():
+        return 0
+    return 2 if any(t.requires_grad for t in tensors) else 1
+
+
+def has_backward(states: Sequence[int]) -> bool:
+    """Return whether there will be a backward pass, given every rank's `gradient_state`.
+
+    Raises:
+        AgreementError: some ranks require gradients and others run without grad mode; backward would hang.
+    """
+    required = 2 in states
+    if required and 0 in states:
+        without = ", ".join(str(rank) for rank, state in enumerate(states) if state == 0)
+        raise AgreementError(
+            f"rank {without} of the group runs without gradients (torch.no_grad) where other ranks require them; the "
+            "backward pass needs all ranks"
+        )
+    return required

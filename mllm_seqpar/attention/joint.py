@@ -34,10 +34,9 @@ from torch.nn import functional as F
 
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.kernels.base import merge, merge_
+from mllm_seqpar.kernels.base import fold_batch, merge, merge_, unfold_batch
 
-from .call_spec import Placement
-from .executor import BlockMath, distributed_backward, distributed_forward
+from .executor import BlockMath, FinalRows, distributed_backward, distributed_forward
 from .kept_results import running_region
 from .keys import Keys
 from .streamed import streamed_backward, streamed_forward
@@ -89,16 +88,16 @@ class _JointAttention(torch.autograd.Function):
         *inputs: Tensor,
     ) -> tuple[Tensor, Tensor]:
         q = q.contiguous()
-        inputs_of, end = [], 0
-        for count in counts:
-            inputs_of.append(inputs[end : end + count])
+        sets, end = [], 0
+        for each, count in zip(keys, counts, strict=True):
+            sets.append((each, inputs[end : end + count]))
             end += count
         region = None if recompute or not any(ctx.needs_input_grad) else running_region()
-        compute = functools.partial(_merged_forward, comm, block_math, keys, q, inputs_of, q.dtype)
+        compute = functools.partial(_forward, comm, block_math, sets, q, q.dtype)
         o, lse = compute() if region is None else region.once(compute, "attention")
         saved: list[Tensor] = []
         ctx.counts, ctx.keys = [], []
-        for each, own_inputs in zip(keys, inputs_of, strict=True):
+        for each, own_inputs in sets:
             kept = each.saved(own_inputs)
             saved.extend(kept)
             ctx.counts.append((len(own_inputs), len(kept)))
@@ -116,56 +115,75 @@ class _JointAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         q, o, lse, *saved = ctx.saved_tensors
-        rows = (q, o, lse, do.contiguous())
+        rows = FinalRows(q, o, lse, do.contiguous())
         dq: Tensor | None = None
         grads: list[Tensor | None] = []
         needed = list(ctx.needs_input_grad[6:])
         for keys, (count, kept) in zip(ctx.keys, ctx.counts, strict=True):
             own_saved, saved = saved[:kept], saved[kept:]
             own_needed, needed = needed[:count], needed[count:]
-            inputs, comm = keys.restored(own_saved), ctx.comm
-            if keys.spec.placement == "replicated":
-                comm = comm.alone
-            if keys.streamed:
-                part, input_grads = streamed_backward(comm, keys, ctx.block_math, rows, inputs, own_needed)
-            else:
-                k, v = keys.keys_values(inputs)
-                backward = distributed_backward if keys.spec.head_degree == 1 else backward_head_sharded
-                part, dk, dv = backward(comm, keys.spec, ctx.block_math, rows, k, v)
-                del k, v
-                input_grads = keys.input_grads(inputs, own_needed, dk, dv)
+            part, input_grads = _backward(ctx.comm, ctx.block_math, keys, rows, keys.restored(own_saved), own_needed)
             dq = part if dq is None else dq.add_(part)
             grads.extend(input_grads)
         assert dq is not None
         return None, None, None, None, None, dq.to(q.dtype), *grads
 
 
-def _merged_forward(
+def _forward(
     comm: Communicator,
     block_math: BlockMath,
-    keys: Sequence[Keys],
+    sets: Sequence[tuple[Keys, Sequence[Tensor]]],
     q: Tensor,
-    inputs: Sequence[Sequence[Tensor]] | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (o, lse) of contiguous q over all keys, given the inputs of each (None: its own); o in `dtype`, or the
-    accumulator's."""
-    total: tuple[Tensor, Tensor] | None = None
-    for number, each in enumerate(keys):
-        own_inputs = each.inputs() if inputs is None else inputs[number]
-        group = comm if each.spec.placement == "sharded" else comm.alone
-        if each.streamed:
-            result = streamed_forward(group, each, block_math, q, own_inputs)
+    """Return (o, lse) of contiguous q over all sets of keys with their inputs; o in `dtype`, or the accumulator's."""
+    batch, total = q.shape[0], None
+    for each, own_inputs in sets:
+        rows, spec = q, each.spec
+        group = comm if spec.placement == "sharded" else comm.alone
+        k, v = (None, None) if each.streamed else each.keys_values(own_inputs)
+        shared = batch > 1 and (k is None or k.shape[0] == 1)
+        if shared:  # the items of the batch are rows of one item from here on
+            rows, spec = fold_batch(q), spec.folded
+        if k is None or v is None:
+            o, lse = streamed_forward(group, spec, block_math, rows, each.chunks(own_inputs))
         else:
-            k, v = each.keys_values(own_inputs)
-            forward = distributed_forward if each.spec.head_degree == 1 else forward_head_sharded
-            result = forward(group, each.spec, block_math, q, k, v)
+            forward = distributed_forward if spec.head_degree == 1 else forward_head_sharded
+            o, lse = forward(group, spec, block_math, rows, k, v)
+        if shared:
+            o, lse = unfold_batch(o, batch), unfold_batch(lse, batch)
         if total is None:
-            total = result[0].contiguous(), result[1].contiguous()
+            total = o.contiguous(), lse.contiguous()
         else:
-            merge_(*total, *result)
+            merge_(*total, o, lse)
     assert total is not None
     return total[0] if dtype is None else total[0].to(dtype), total[1]
+
+
+def _backward(
+    comm: Communicator,
+    block_math: BlockMath,
+    keys: Keys,
+    rows: FinalRows,
+    inputs: Sequence[Tensor],
+    needed: Sequence[bool],
+) -> tuple[Tensor, Sequence[Tensor | None]]:
+    """Return dq, and the gradients of the inputs that need one, given contiguous rows with their final o and lse."""
+    batch, spec = rows.q.shape[0], keys.spec
+    group = comm if spec.placement == "sharded" else comm.alone
+    k, v = (None, None) if keys.streamed else keys.keys_values(inputs)
+    shared = batch > 1 and (k is None or k.shape[0] == 1)
+    if shared:
+        rows, spec = rows.folded(), spec.folded
+    if k is None or v is None:
+        chunks = keys.chunks(inputs, needed)
+        dq, grads = streamed_backward(group, spec, block_math, rows, chunks), chunks.input_grads()
+    else:
+        backward = distributed_backward if spec.head_degree == 1 else backward_head_sharded
+        dq, dk, dv = backward(group, spec, block_math, rows, k, v)
+        del k, v
+        grads = keys.input_grads(inputs, needed, dk, dv)
+    return unfold_batch(dq, batch) if shared else dq, grads
 
 
 def attend(
@@ -197,12 +215,15 @@ def attend(
         among_equal_heads = functools.partial(attend, scale=scale, kernel=kernel, recompute=recompute)
         return attend_head_sharded(q, keys, comm, among_equal_heads, keep=not recompute)
     inputs: list[Tensor] = []
-    counts = []
+    sets, counts, block_math = [], [], BlockMath(kernel, scale)
     for each in keys:
         own_inputs = each.inputs()
+        sets.append((each, own_inputs))
         inputs.extend(own_inputs)
         counts.append(len(own_inputs))
-    return _JointAttention.apply(comm, BlockMath(kernel, scale), tuple(keys), counts, recompute, q, *inputs)
+    if not torch.is_grad_enabled():
+        return _forward(comm, block_math, sets, q.contiguous(), q.dtype)
+    return _JointAttention.apply(comm, block_math, tuple(keys), counts, recompute, q, *inputs)
 
 
 def attend_replicated(
@@ -218,8 +239,8 @@ def attend_replicated(
         ConfigError: gradients are required of keys that are sharded.
     """
     if torch.is_grad_enabled():
-        sharded = [each for keys in softmaxes for each in keys if each.spec.placement == "sharded"]
-        if sharded and any(x.requires_grad for each in sharded for x in (q, *each.inputs())):
+        given = [each for keys in softmaxes for each in keys if each.spec.placement == "sharded"]
+        if any(x.requires_grad for each in given for x in (q, *each.inputs())):
             raise ConfigError(
                 "use_cache: a pass with a cache has no backward pass when sequence-parallel; run it under "
                 "torch.no_grad(), or pass use_cache=False to train"
@@ -232,13 +253,13 @@ def attend_replicated(
         if o is not None:
             results.append((o, None))
             continue
-        by_placement: dict[Placement, list[Keys]] = {"sharded": [], "replicated": []}
+        sharded: list[tuple[Keys, Sequence[Tensor]]] = []
+        replicated: list[tuple[Keys, Sequence[Tensor]]] = []
         for each in keys:
-            by_placement[each.spec.placement].append(each)
-        if by_placement["sharded"]:
-            partial[len(results)] = _merged_forward(alone, block_math, by_placement["sharded"], rows)
-        rest = by_placement["replicated"]
-        results.append(_merged_forward(alone, block_math, rest, rows) if rest else None)
+            (sharded if each.spec.placement == "sharded" else replicated).append((each, each.inputs()))
+        if sharded:
+            partial[len(results)] = _forward(alone, block_math, sharded, rows)
+        results.append(_forward(alone, block_math, replicated, rows) if replicated else None)
     if partial:
         parts = list(partial.values())
         o, lse = parts[0] if len(parts) == 1 else (torch.cat(x) for x in zip(*parts, strict=True))

@@ -14,7 +14,7 @@ frame they attend to, and receives one result from each. All Q shards are on eve
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -27,46 +27,36 @@ from mllm_seqpar.masks import FrameBlockMasks, FrameMask, Rectangle, RowSubset
 from mllm_seqpar.masks.rectangles import Span
 from mllm_seqpar.sharding import Spans, part_of_spans
 
-from .call_spec import CallSpec, prepare
-from .executor import BlockMath, Bundle, FinalRows, GradientAccumulator, PartialResult, fold, unfold
-from .keys import Keys
+from .executor import BlockMath, Bundle, FinalRows, GradientAccumulator, PartialResult
+from .keys import CallSpec, KeyChunks, prepare
 
 
 def streamed_forward(
-    comm: Communicator, keys: Keys, block_math: BlockMath, q: Tensor, inputs: Sequence[Tensor]
+    comm: Communicator, spec: CallSpec, block_math: BlockMath, q: Tensor, chunks: KeyChunks
 ) -> tuple[Tensor, Tensor]:
-    """Return (o, lse) of this rank's rows q (B, H, s, D) over all ranks' keys, as `executor.distributed_forward`."""
-    spec, rows = keys.spec, fold(q)
-    chunks, plan = keys.chunks(inputs), _plan(keys.spec, comm)
-    every_q = _gather_rows(comm, plan, {"q": rows})["q"]
+    """Return (o, lse) of this rank's rows q (1, H, s, D) over all ranks' keys, as `executor.distributed_forward`."""
+    plan = _plan(spec, comm)
+    every_q = _gather_rows(comm, plan, {"q": q})["q"]
     partial = PartialResult(every_q, spec.accumulate_dtype)
     for units, k, v in chunks:
         block_math.forward(every_q, k, v, prepare(plan.rectangles(units), every_q, k, block_math.kernel), partial)
     o, lse = partial.value
-    total, own = PartialResult(rows, spec.accumulate_dtype), plan.spans[comm.rank]
+    total, own = PartialResult(q, spec.accumulate_dtype), plan.spans[comm.rank]
     total.add(o[:, :, own], lse[:, :, own])
     with _returned_rows(comm, plan, {"o": o.to(spec.result_dtype("q", q.dtype)), "lse": lse}) as parts:
         for index, part in parts:
             total.add(part["o"], part["lse"], rows=index, borrowed=True)
-    o, lse = total.value
-    return unfold(o, q.shape[0]), unfold(lse, q.shape[0])
+    return total.value
 
 
 def streamed_backward(
-    comm: Communicator,
-    keys: Keys,
-    block_math: BlockMath,
-    rows: FinalRows | tuple[Tensor, Tensor, Tensor, Tensor],
-    inputs: Sequence[Tensor],
-    needed: Sequence[bool],
-) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """Return dq of this rank's rows (q, o, lse, do), where o and lse are final, and the gradients of `inputs`."""
-    spec, batch = keys.spec, rows[0].shape[0]
-    chunks, plan = keys.chunks(inputs, needed), _plan(keys.spec, comm)
-    final = FinalRows(*rows).folded()
+    comm: Communicator, spec: CallSpec, block_math: BlockMath, rows: FinalRows, chunks: KeyChunks
+) -> Tensor:
+    """Return dq of this rank's rows, as `executor.distributed_backward`; `chunks` take the gradients of k and v."""
+    plan = _plan(spec, comm)
     if comm.size > 1:
-        final = final.with_delta()._replace(o=None)
-    local = {name: x for name, x in final._asdict().items() if x is not None}
+        rows = rows.with_delta()._replace(o=None)
+    local = {name: x for name, x in rows._asdict().items() if x is not None}
     every = _gather_rows(comm, plan, local)
     gathered = FinalRows(every["q"], every.get("o"), every["lse"], every["do"], every.get("delta"))
     dq = GradientAccumulator(every["q"], spec.accumulate_dtype)
@@ -80,7 +70,7 @@ def streamed_backward(
     with _returned_rows(comm, plan, {"dq": dq.value.to(spec.result_dtype("q", local["q"].dtype))}) as parts:
         for index, part in parts:
             total.add(part["dq"], rows=index, borrowed=True)
-    return unfold(total.value, batch), chunks.input_grads()
+    return total.value
 
 
 @dataclass(frozen=True)
@@ -109,7 +99,7 @@ def _plan(spec: CallSpec, comm: Communicator) -> _RowPlan:
     key = "streamed", comm.rank, comm.identity
     found: _RowPlan | None = spec.derived.get(key)
     if found is None:
-        blocks, ranks = spec.folded.masks, range(comm.size)
+        blocks, ranks = spec.masks, range(comm.size)
         assert isinstance(blocks, FrameBlockMasks), "a streamed source has frame masks"
         received = [None if rank == comm.rank else blocks.visible_rows(rank, comm.rank) for rank in ranks]
         masks = [m if rows is None else m.take(rows.index) for m, rows in zip(blocks.masks, received, strict=True)]

@@ -25,10 +25,9 @@ from torch.autograd.function import once_differentiable
 from mllm_seqpar.comm import Communicator, Recv, Send, Subgroup
 from mllm_seqpar.schedules.head_sharding import HeadShards
 
-from .call_spec import CallSpec
 from .executor import BlockMath, FinalRows, distributed_backward, distributed_forward
 from .kept_results import running_region
-from .keys import GivenKeys, Keys
+from .keys import CallSpec, GivenKeys, Keys
 
 
 class Attend(Protocol):
@@ -326,12 +325,12 @@ def backward_head_sharded(
     comm: Communicator,
     spec: CallSpec,
     block_math: BlockMath,
-    rows: FinalRows | tuple[Tensor, Tensor, Tensor, Tensor],
+    rows: FinalRows,
     k: Tensor,
     v: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run `distributed_backward` for such a source."""
-    q, _, lse, do, delta = FinalRows(*rows).with_delta()
+    q, _, lse, do, delta = rows.with_delta()
     assert delta is not None
     layout = HeadLayout.of(comm, spec, q, spec.masks.orders(spec.head_groups(comm), q.device))
     items = [layout.rows(name) for name in ("q", "do", "lse", "delta")]

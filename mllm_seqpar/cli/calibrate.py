@@ -25,9 +25,9 @@ class CalibrateOptions(CommandOptions):
     """The options of `mllm-seqpar calibrate`: what to measure, and where to write it."""
 
     output: str | None = option("cluster file to write; default: print it", None)
-    device: str = option("cpu, cuda, or auto: cuda if this node has a GPU for each process", "auto")
+    device: str = option("auto: cuda if this node has a GPU for each process", "auto", choices=DEVICES)
     dtype: str | None = option(
-        f"what the model computes in: {', '.join(DTYPES[1:])}; default: bfloat16 on cuda, float32 on cpu", None
+        "what the model computes in; default: bfloat16 on cuda, float32 on cpu", None, choices=DTYPES[1:]
     )
     heads: int = option("query heads of the attention to measure", 16)
     kv_heads: int = option("KV heads of the attention to measure", 4)
@@ -35,8 +35,7 @@ class CalibrateOptions(CommandOptions):
     name: str = option("name of the cluster in the file", "measured")
 
     def __post_init__(self) -> None:
-        self._require("device", self.device in DEVICES, f"one of {', '.join(DEVICES)}")
-        self._require("dtype", self.dtype in (None, *DTYPES[1:]), f"one of {', '.join(DTYPES[1:])}")
+        super().__post_init__()
         self._require_positive("heads", "kv_heads", "dim")
         if self.heads % self.kv_heads:
             raise ConfigError(f"--kv_heads {self.kv_heads} do not divide --heads {self.heads}; give a divisor")

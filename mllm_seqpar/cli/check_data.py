@@ -7,11 +7,11 @@ not found; training then stops or skips the sample (`on_bad_media`).
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
-from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from mllm_seqpar.data.chat import ChatDataset, ChatSample, collate
 from mllm_seqpar.data.chat_format import media_parts
-from mllm_seqpar.data.decoding import DECODER_HELP, check_decoding
 from mllm_seqpar.data.decoding_work import frames_to_decode
 from mllm_seqpar.data.formats import DEFAULT_TEMPLATE
 from mllm_seqpar.data.frame_store import FrameStore, FrameStoreError
@@ -28,8 +27,9 @@ from mllm_seqpar.data.sources import FrameSource, VideoSource
 from mllm_seqpar.data.video import probe
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError
 
-from .options import Parser
+from .options import option, parse_options
 from .program_exit import run_alone
+from .shared_options import StoredFrameOptions
 
 BROKEN = 1
 """The exit status if a sample is broken."""
@@ -37,87 +37,74 @@ BROKEN = 1
 _SHOWN = 3
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckDataOptions(StoredFrameOptions):
+    """The options of `mllm-seqpar check-data`: those of training, and what is written and reported."""
+
+    data: tuple[str, ...] = option(
+        "JSONL, JSON, parquet, arrow, tar shards, a directory with metadata.jsonl, or an id on the Hub; may be several"
+    )
+    model: str | None = option("directory or Hub id of a model, whose processor counts the tokens too", None)
+    num_frames: int | None = option("number of frames per video, instead of --fps", None)
+    decode_threads: int | None = option(
+        "threads that decode one video; default: 1, because --workers files are read at once", None
+    )
+    max_length: int | None = option(
+        "maximum number of text tokens, as in training; longer samples are broken; needs --model", None
+    )
+    media_root: str | None = option("directory that relative paths start from; default: that of the data", None)
+    template: str = option("text of multiple-choice questions, with {question} and {options}", DEFAULT_TEMPLATE)
+    long: float = option("report videos longer than this many seconds", 3600.0)
+    workers: int = option("files opened at once, by default one for each processor", os.cpu_count() or 1)
+    store: str | None = option(
+        "directory to write the frames to that training would use, for --frame_store; a run that stopped is continued",
+        None,
+    )
+    store_quality: int | None = option("store JPEG images of this quality, 1 to 100; default: lossless", None)
+    store_size: int | None = option(
+        "scale stored frames so that their shorter side has at most this many pixels; default: not scaled", None
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require_positive("max_length", "workers", "long", "store_quality", "store_size")
+        if self.max_length and not self.model:
+            raise ConfigError("--max_length needs --model, whose processor counts the tokens")
+        for name in ("store_quality", "store_size") if self.store is None else ():
+            self._refuse_unused(name, "it belongs to --store DIR, the directory of the frames")
+        if self.store is not None:
+            self._refuse_unused("frame_store", "--store writes the frames of the videos; give one of them")
+        if self.store_quality is not None:
+            self._require("store_quality", self.store_quality <= 100, "1 to 100, or leave it out")
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the command; return 0, 1 if a sample is broken, or 2 for invalid input."""
     return run_alone(check, argv)
 
 
-def _parser() -> Parser:
-    parser = Parser(
+def check(argv: Sequence[str]) -> int:
+    """Check all data sets of the command line `argv`; return its exit status."""
+    args = parse_options(
+        CheckDataOptions,
+        argv,
         prog="mllm-seqpar check-data",
         description="Read all samples of data sets, and decode the first, middle and last frame of their media.\n"
         "The exit status is 1 if a sample is broken.",
         example="mllm-seqpar check-data train.jsonl --model my-model --fps 1",
     )
-    text = (
-        "JSONL, JSON, parquet, arrow, tar shards, a directory with metadata.jsonl, or an id on the Hub; may be several"
-    )
-    parser.add_argument("data", nargs="+", metavar="DATA", help=text)
-    text = "directory or Hub id of a model, whose processor counts the tokens too"
-    parser.add_argument("--model", metavar="DIR", help=text)
-    parser.add_argument("--fps", type=float, help="frames per second, as in training; default: that of the data, or 1")
-    parser.add_argument("--num_frames", type=int, help="number of frames per video, instead of --fps")
-    parser.add_argument("--max_frames", type=int, help="maximum number of frames per video, as in training")
-    text = "maximum number of text tokens, as in training; longer samples are broken; needs --model"
-    parser.add_argument("--max_length", type=int, metavar="TOKENS", help=text)
-    parser.add_argument(
-        "--media_root", metavar="DIR", help="directory that relative paths start from; default: that of the data"
-    )
-    parser.add_argument(
-        "--template", default=DEFAULT_TEMPLATE, help="text of multiple-choice questions, with {question} and {options}"
-    )
-    text = "report videos longer than this many seconds; default: 3600"
-    parser.add_argument("--long", type=float, default=3600.0, metavar="SECONDS", help=text)
-    text = "files opened at once; default: the number of processors"
-    text = "threads that decode one video; default: 1, because --workers files are read at once"
-    parser.add_argument("--decode_threads", type=int, metavar="N", help=text)
-    parser.add_argument("--decoder", default="pyav", help=DECODER_HELP)
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help=text)
-    text = (
-        "write the frames that training would use to this directory, for --frame_store; a run that stopped is continued"
-    )
-    parser.add_argument("--store", metavar="DIR", help=text)
-    text = "store JPEG images of this quality, 1 to 100; default: lossless"
-    parser.add_argument("--store_quality", type=int, metavar="Q", help=text)
-    text = "scale stored frames so that their shorter side has at most this many pixels; default: not scaled"
-    parser.add_argument("--store_size", type=int, metavar="PIXELS", help=text)
-    return parser
-
-
-def _open_store(args: Namespace) -> FrameStore | None:
-    """Return the frame store that the command writes, if any; ConfigError if its options are not allowed."""
-    for name in ("store_quality", "store_size"):
-        if getattr(args, name) is not None and args.store is None:
-            raise ConfigError(f"--{name} needs --store DIR, the directory of the frames")
-    if args.store is None:
-        return None
-    if args.store_quality is not None and args.store_quality > 100:
-        raise ConfigError(f"--store_quality: {args.store_quality} is not allowed; give 1 to 100, or leave it out")
-    return FrameStore.create(args.store, quality=args.store_quality, shorter_side=args.store_size)
-
-
-def check(argv: Sequence[str]) -> int:
-    """Check all data sets of the command line `argv`; return its exit status."""
-    args = _parser().parse_args(argv)
-    for name in ("fps", "num_frames", "max_frames", "max_length", "workers", "long", "store_quality", "store_size"):
-        value = getattr(args, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"--{name}: {value} is not allowed; give a finite number above 0")
-    check_decoding(args.decode_threads, args.decoder)
-    if args.fps and args.num_frames:
-        raise ConfigError(f"--fps {args.fps:g} and --num_frames {args.num_frames}: give one of them")
-    if args.max_length and not args.model:
-        raise ConfigError("--max_length needs --model, whose processor counts the tokens")
     processor = None
     if args.model:
         from mllm_seqpar.models.loading import load_processor
 
         processor = load_processor(args.model)
-    broken, store = 0, _open_store(args)
+    broken, store = 0, None
+    if args.store is not None:
+        store = FrameStore.create(args.store, quality=args.store_quality, shorter_side=args.store_size)
     for path in args.data:
         names = ("fps", "num_frames", "max_frames", "max_length", "media_root", "template")
         options = {name: getattr(args, name) for name in names}
-        options |= {"threads": args.decode_threads or 1, "decoder": args.decoder}
+        options |= args.decoding() | {"threads": args.decode_threads or 1}
         dataset = ChatDataset(path, processor, **options, on_bad_media="skip", validate=False)
         totals = Totals()
         for line in check_dataset(dataset, totals, long=args.long, workers=args.workers, store=store):
@@ -277,7 +264,7 @@ def _report(dataset: ChatDataset, row: _Row, totals: Totals, long: float) -> Ite
             frames = len(medium.source)
             yield f"{place}: long: {part['path']} has {_clock(medium.seconds)}, {frames:,} frames are used"
     if not faults:
-        sample = ChatSample(dataset.records.line(row.index), place, list(row.messages), tuple(x.source for x in found))
+        sample = ChatSample(place, list(row.messages), tuple(x.source for x in found))
         faults = _count(dataset, sample, totals, found)
     totals.samples, totals.broken = totals.samples + 1, totals.broken + bool(faults)
     for fault in faults:
@@ -298,14 +285,12 @@ def _count(dataset: ChatDataset, sample: ChatSample, totals: Totals, media: Sequ
     return []
 
 
-def _key(dataset: ChatDataset, index: int, part: Mapping[str, Any]) -> Any:
+def _key(dataset: ChatDataset, index: int, part: Mapping[str, Any]) -> Hashable:
     """Return a key that is equal for equal files with equal sampling, so that each is opened once."""
-    names = part.get("images") or [part["path"]]
-    sampling = tuple(sorted((name, value) for name, value in part.items() if name not in ("path", "images")))
     try:
-        return tuple(dataset.records.identify(index, name) for name in names), sampling
-    except SeqParError:
-        return index, tuple(names), sampling
+        return dataset.identify(index, part)
+    except SeqParError:  # a file is missing, which opening it reports
+        return index, json.dumps(part, sort_keys=True)
 
 
 def _check_medium(dataset: ChatDataset, index: int, part: Mapping[str, Any], store: FrameStore | None) -> _Medium:

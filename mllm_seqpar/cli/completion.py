@@ -1,7 +1,7 @@
 """The command `mllm-seqpar completion`: a script that completes commands, options and values in bash, zsh or fish.
 
 The options are read from the help of each command, which imports all of them; the script itself starts no Python. The
-values of an option are those that its help lists in braces, or those of `values_by_name`; other values are files.
+values of an option are those that its help lists in braces, and of --cluster the known ones; other values are files.
 """
 
 from __future__ import annotations
@@ -13,15 +13,11 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 
-from mllm_seqpar.config import CHOICES
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.kernels.registry import kernel_names
 from mllm_seqpar.planner.records import known_files
 
 from .entry import load_entry
-from .launch import DEVICES, DTYPES
 from .options import Parser
 from .program_exit import run_alone
 
@@ -159,23 +155,9 @@ def _values(option: str, metavar: str) -> Values:
         return Values(tuple(metavar[1:-1].split(",")), "names")
     if name in DIRECTORIES or name.endswith("_dir"):
         return Values(kind="directories")
-    names = values_by_name().get(name, ())
-    return Values(names, "names" if names else "files")
-
-
-@cache
-def values_by_name() -> dict[str, tuple[str, ...]]:
-    """Return the values of options whose help does not list them in braces."""
-    return {
-        "strategy": CHOICES["strategy"],
-        "self_attention": CHOICES["self_attention"],
-        "text_layout": CHOICES["text_layout"],
-        "kernel": ("auto", *kernel_names()),
-        "device": DEVICES,
-        "dtype": DTYPES,
-        "visual_offload": ("cpu",),
-        "cluster": tuple(known_files("cluster").split(", ")),
-    }
+    if name == "cluster":
+        return Values(tuple(known_files("cluster").split(", ")), "names")
+    return Values()
 
 
 def script(shell: str, commands: Commands, options: Mapping[str, Options]) -> str:

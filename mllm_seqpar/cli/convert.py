@@ -39,9 +39,7 @@ class ConvertOptions(CommandOptions):
     model: str | None = option(
         "a published checkpoint: its directory, or USER/NAME on the Hub; or adapters, which are merged", None
     )
-    dtype: str = option(
-        f"dtype of the weights: {', '.join(DTYPES)} (auto: as published; OpenFlamingo: float32)", "auto"
-    )
+    dtype: str = option("dtype of the weights (auto: as published; OpenFlamingo: float32)", "auto", choices=DTYPES)
     language_model: str | None = option("instead of --model, for OpenFlamingo: directory or id of its text model", None)
     vision_model: str | None = option("for OpenFlamingo: directory or id of its CLIP", None)
     checkpoint: str | None = option(
@@ -57,7 +55,7 @@ class ConvertOptions(CommandOptions):
     )
 
     def __post_init__(self) -> None:
-        self._require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
+        super().__post_init__()
         self._require_positive("cross_attn_every_n_layers")
         if self.model is not None:
             for name in PARTS:

@@ -74,11 +74,11 @@ class DoctorOptions(CommandOptions):
         "ranks to start on this machine (default: one for each GPU, or 2 without any); leave it out under a launcher",
         None,
     )
-    device: str = option(f"device of the exactness check: {', '.join(DEVICES)}", "auto")
+    device: str = option("device of the exactness check", "auto", choices=DEVICES)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._require_positive("num_processes")
-        self._require("device", self.device in DEVICES, f"one of {', '.join(DEVICES)}")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -60,6 +60,7 @@ class ExampleOptions(CommandOptions):
     seed: int = option("seed of videos and weights", 0)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, least in (("short", 1), ("short_frames", 2), ("longer", 0), ("unseen", 1), ("long_frames", 2)):
             self._require(name, getattr(self, name) >= least, f"{least} or more")
 

@@ -18,13 +18,21 @@ from mllm_seqpar.errors import ConfigError
 Arguments = TypeVar("Arguments")
 
 
-def option(text: str, default: Any = dataclasses.MISSING) -> Any:
-    """Return a dataclass field with its --help text and default. An option without a default is required."""
-    return dataclasses.field(default=default, metadata={"help": text})
+def option(text: str, default: Any = dataclasses.MISSING, *, choices: Sequence[str] = ()) -> Any:
+    """Return a dataclass field with its --help text, default and allowed values.
+
+    An option without a default is required.
+    """
+    return dataclasses.field(default=default, metadata={"help": text} | ({"choices": choices} if choices else {}))
 
 
 class CommandOptions:
     """Base of the dataclasses that `parse_options` fills: checks of values that name the option."""
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):  # type: ignore[arg-type]
+            if (choices := item.metadata.get("choices")) and getattr(self, item.name) is not None:
+                self._require(item.name, getattr(self, item.name) in choices, f"one of {', '.join(choices)}")
 
     def _require(self, name: str, valid: bool, allowed: str) -> None:
         value = getattr(self, name)
@@ -62,7 +70,8 @@ def parse_options(
 ) -> Arguments:
     """Return the options in `argv` (without the program's name) as an instance of `kind`.
 
-    A bool has a second form --no_NAME, and an option with a tuple type may be repeated. See `Parser`.
+    A bool has a second form --no_NAME. An option with a tuple type may be repeated; without a default, it is given
+    without its name, once or more. See `Parser`.
 
     Args:
         kind: a dataclass whose fields are made by `option`.
@@ -78,7 +87,8 @@ def parse_options(
     if ranks:
         show_ranks_option(parser)
     hints = get_type_hints(kind)
-    for item in dataclasses.fields(kind):  # type: ignore[arg-type]
+    items: tuple[dataclasses.Field, ...] = dataclasses.fields(kind)  # type: ignore[arg-type]
+    for item in sorted(items, key=lambda item: item.default is not dataclasses.MISSING):  # required ones first
         _add_option(parser, item, hints[item.name])
     values = vars(parser.parse_args(argv))
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
@@ -213,6 +223,10 @@ def _add_option(parser: argparse.ArgumentParser, item: dataclasses.Field, hint: 
         text += f" (default: {item.default})"
     # float for `float | None`, str for `tuple[str, ...]`
     value_type = next((part for part in get_args(hint) if part is not types.NoneType), hint)
+    if required and get_origin(hint) is tuple:
+        parser.add_argument(item.name, type=value_type, nargs="+", metavar=item.name.upper(), help=text)
+        return
     action = "append" if get_origin(hint) is tuple else "store"
-    metavar = item.name.upper()
+    choices = item.metadata.get("choices")  # the dataclass checks the value
+    metavar = f"{{{','.join(choices)}}}" if choices else item.name.upper()
     parser.add_argument(f"--{item.name}", type=value_type, action=action, required=required, help=text, metavar=metavar)

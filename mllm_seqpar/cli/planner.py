@@ -8,12 +8,11 @@ from collections.abc import Sequence
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner.cluster import read_cluster
-from mllm_seqpar.planner.lora import BASE_BYTES, TARGETS
 from mllm_seqpar.planner.model_sizes import ModelSizes, read_model
 from mllm_seqpar.planner.plan import DataSet, make_plan
 from mllm_seqpar.planner.records import find_file, known_files
 from mllm_seqpar.planner.report import as_json, as_text
-from mllm_seqpar.planner.workload import SELF_ATTENTION, TRAINED, Workload
+from mllm_seqpar.planner.workload import BASE_BYTES, SELF_ATTENTION, TARGETS, TRAINED, Workload
 from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
 
 from .options import Parser

@@ -21,12 +21,36 @@ def note(text: str) -> None:
     sys.stderr.flush()
 
 
-def progress_bar(total: int, unit: str, title: str, done: int = 0) -> Any:
-    """Return a tqdm bar that starts at `done` of `total`."""
+def progress_bar(total: int, unit: str, title: str, show: bool = True) -> Any:
+    """Return a tqdm bar on standard error, which counts without being visible unless `show` is True."""
     from tqdm import tqdm
 
     interval = 0.2 if sys.stderr.isatty() else 10.0  # seconds; frequent updates would fill a log file
-    return tqdm(total=total, initial=done, unit=unit, desc=title, mininterval=interval)
+    return tqdm(total=total, unit=unit, desc=title, mininterval=interval, disable=not show)
+
+
+class FramesBar:
+    """A progress bar of the frames that all ranks have encoded, which appears with the first call."""
+
+    def __init__(self, show: bool = True) -> None:
+        self._show = show
+        self._bar: Any = None
+
+    def __enter__(self) -> FramesBar:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._bar is None:
+            self._bar = progress_bar(total, "frame", "reading and encoding", self._show)
+        self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = None
 
 
 def reset_peak_memory(device: torch.device) -> None:

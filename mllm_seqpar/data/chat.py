@@ -6,7 +6,7 @@ conversation, and `formats` the data sets that are read.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -19,10 +19,11 @@ from mllm_seqpar.errors import ConfigError, DataError, VideoError
 from mllm_seqpar.sharding import join_spans
 
 from .chat_family import ChatFamily, ChatText, chat_family
-from .chat_format import CLIP, SAMPLING, check_record, media_parts
+from .chat_format import check_record, media_parts, part_files
 from .formats import DEFAULT_TEMPLATE, check_template, open_records, to_chat
 from .frame_store import FrameStore
 from .sources import FrameSource, ImageListSource, VideoSource, ranges_by_source, read_ranges
+from .video import CLIP, SAMPLING
 
 ON_BAD_MEDIA = ("fail", "skip")
 """What training does if media cannot be read: stop, or use another sample instead."""
@@ -48,11 +49,9 @@ class ChatSample:
     """One conversation with the source of each media part; nothing is decoded.
 
     Attributes:
-        line: the line of the file, or the record's number, from 1.
-        place: FILE:LINE, for messages.
+        place: the place of its record, for messages; FILE:LINE of JSONL.
     """
 
-    line: int
     place: str
     messages: list[Mapping[str, Any]]
     sources: tuple[FrameSource, ...]
@@ -70,15 +69,13 @@ class ChatBatch:
         text: tokens and labels (B, L); labels are -100 except at the answers and their ends.
         sources: the sources of all samples, in the order of the flat list of frames.
         frames: length of that list.
-        lines: line numbers of the samples.
-        places: FILE:LINE of the samples.
+        places: the places of the samples, for messages; FILE:LINE of JSONL.
         owners: for each source, the number of its sample in the batch.
     """
 
     text: ChatText
     sources: tuple[FrameSource, ...]
     frames: int
-    lines: tuple[int, ...]
     places: tuple[str, ...]
     owners: tuple[int, ...]
 
@@ -129,7 +126,7 @@ class ChatDataset(Dataset[ChatSample]):
         frame_store: directory of a `FrameStore` that is read instead of the videos.
 
     Raises:
-        DataError: a malformed record; names its file, its line and the problem.
+        DataError: a malformed record; names its place and the problem.
     """
 
     def __init__(
@@ -176,7 +173,7 @@ class ChatDataset(Dataset[ChatSample]):
             sources = tuple(self.source(index, part) for part in media_parts(messages))
         except VideoError as error:
             raise VideoError(f"{place}: {error}") from error
-        return ChatSample(self.records.line(index), place, messages, sources)
+        return ChatSample(place, messages, sources)
 
     def messages(self, index: int, check_files: bool = False) -> list[Mapping[str, Any]]:
         """Return the validated messages of a record; DataError names its place."""
@@ -186,6 +183,15 @@ class ChatDataset(Dataset[ChatSample]):
             return check_record(to_chat(self.records.record(index), template=self._template), files, marks)
         except DataError as error:
             raise DataError(f"{self.records.place(index)}: {error}") from error
+
+    def identify(self, index: int, part: Mapping[str, Any]) -> Hashable:
+        """Return a key that is equal for media parts with equal files and equal sampling; nothing is downloaded.
+
+        Raises:
+            VideoError: a file is missing.
+        """
+        sampling = sorted((name, value) for name, value in part.items() if name not in ("path", "images"))
+        return tuple(self.records.identify(index, name) for name in part_files(part)), tuple(sampling)
 
     def batch(self, indices: Sequence[int]) -> ChatBatch:
         """Return the samples with these indices as one micro-batch; nothing is decoded.
@@ -257,7 +263,6 @@ def collate(samples: Sequence[ChatSample], processor: Any, max_length: int | Non
         text=text,
         sources=(sources := tuple(family.units(source) for sample in samples for source in sample.sources)),
         frames=sum(len(source) for source in sources),
-        lines=tuple(sample.line for sample in samples),
         places=tuple(sample.place for sample in samples),
         owners=tuple(number for number, sample in enumerate(samples) for _ in sample.sources),
     )
@@ -290,8 +295,7 @@ def load_local_pictures(
         return family.joined([family.pixels(decoded) for decoded in _decode(batch, frames, at_once)])
     real = torch.tensor([index for index, number in enumerate(numbers) if number >= 0], dtype=torch.long)
     if not len(real):
-        blank = family.blank() if numbers else family.pixels(torch.empty(0, 3, 1, 1, dtype=torch.uint8))
-        return tuple(x.repeat(len(numbers), *[1] * (x.dim() - 1)) if numbers else x for x in blank)
+        return tuple(x.repeat(len(numbers), *[1] * (x.dim() - 1)) for x in family.blank())
     pictures: tuple[Tensor, ...] = ()
     done = 0
     for decoded in _decode(batch, frames, at_once):

@@ -1,8 +1,8 @@
-"""The interface between a model family's processor and the programs that train and generate.
+"""The chat format of a model family: the interface between its processor and the programs that train and generate.
 
-A family is found by the class of a model directory's processor (`chat_family`). It turns conversations into tokens and
-decoded frames into the arguments that the model's forward takes, exactly as the family's own processor does for the
-same conversation. Its code is the module `chat` of its folder in `mllm_seqpar.patches`.
+A family is found by the class of a model directory's processor (`chat_family`). Its chat format (`Family.chat`) turns
+conversations into tokens and decoded frames into the arguments that the model's forward takes, exactly as the family's
+own processor does for the same conversation.
 
 Shape legend: B samples, L text tokens, N images in the model's flat list (padding images included), n images of
 one call.
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.families import family_specs
+from mllm_seqpar.patching.registry import adapters
 from mllm_seqpar.sharding import FrameShard
 
 from .sources import FrameSource, ImageListSource, PictureSource
@@ -32,15 +33,22 @@ VIDEO_MARK = "<|video|>"
 
 
 def chat_family(processor: Any) -> ChatFamily:
-    """Return the family of a processor, found by the names of its class and base classes.
+    """Return the chat format of a processor, of the family that names its class or one of its base classes.
 
-    A processor of an unknown class gets the first registered family, whose methods raise if it lacks what they need.
+    A processor of an unknown class gets the chat format of the first family of this package, whose methods raise if it
+    lacks what they need.
     """
-    specs = family_specs()
+    families: list[Any] = [family for family in adapters().values() if getattr(family, "chat", None) is not None]
     names = [c.__name__ for c in type(processor).__mro__]
-    spec = next((spec for name in names for spec in specs if name in spec.processors), specs[0])
-    family: ChatFamily = spec.module("chat").chat_family(processor)
-    return family
+    named = (family for name in names for family in families if name in family.processors)
+    family = next(named, None) or family_specs()[0].adapter()
+    found: ChatFamily = family.chat(processor, family)
+    return found
+
+
+def known_processors() -> list[str]:
+    """Return the class names of the processors that have a chat format."""
+    return [name for family in adapters().values() for name in getattr(family, "processors", ())]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +73,10 @@ class ChatText:
 class ChatFamily(ABC):
     """The chat format of one model family, for one processor.
 
+    Args:
+        processor: the processor of the model directory.
+        family: the family's class.
+
     Attributes:
         marks: strings that a message must not contain because the chat format gives them a meaning.
         ids_name: the argument name of the token ids in the model's forward.
@@ -73,22 +85,29 @@ class ChatFamily(ABC):
         tower: path of the vision tower in the model, and the name of its method that takes images.
         always_sharded: whether the patched forward takes images as one flat list on a single process too, where the
             unpatched forward has a dimension of samples.
-        frame_layout: how the programs map images to ranks, that of the patched model (`Family.frame_layout`).
         ragged: whether images have different numbers of rows, and are joined by `joined`.
     """
 
     marks: tuple[str, ...] = ()
     ids_name = "input_ids"
     frame_names: tuple[str, ...] = ("pixel_values",)
-    model_class: str
     feature_weights: tuple[str, ...]
     tower: tuple[str, str] = ("model.vision_model", "forward")
     always_sharded = True
-    frame_layout = "contiguous"
     ragged = False
 
-    def __init__(self, processor: Any) -> None:
-        self.processor = processor
+    def __init__(self, processor: Any, family: Any) -> None:
+        self.processor, self.family = processor, family
+
+    @property
+    def model_class(self) -> str:
+        """The name of the class of the family's models."""
+        return self.family.model_class
+
+    @property
+    def frame_layout(self) -> str:
+        """How the programs map images to ranks: as the patched model does (`Family.frame_layout`)."""
+        return self.family.frame_layout
 
     @property
     def tokenizer(self) -> Any:
@@ -135,7 +154,7 @@ class ChatFamily(ABC):
 
     @abstractmethod
     def pixels(self, frames: Tensor) -> tuple[Tensor, ...]:
-        """Preprocess frames (n, 3, H, W), uint8, or what `units` reads; return tensors (n, ...) for `encode`."""
+        """Preprocess frames (n, 3, H, W), uint8, n > 0, or what `units` reads; return tensors (n, ...) for `encode`."""
 
     def joined(self, parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Return the results of several calls of `pixels` as the model's arguments, one for each of `frame_names`."""
@@ -151,9 +170,14 @@ class ChatFamily(ABC):
     def blank(self) -> tuple[Tensor, ...]:
         """Return the image that pads a sample, in the form of `pixels`, (1, ...) each."""
 
-    @abstractmethod
     def encode(self, model: Any, *frames: Tensor) -> Tensor:
-        """Return the visual features (n, tokens, width) of what `pixels` returned, on the model's device."""
+        """Return the visual features (n, tokens, width) of what `pixels` returned, on the model's device.
+
+        By default `Family.encode` computes them, as in a pass with pixels.
+        """
+        features: Tensor = self.family(model, None).encode(*frames)
+        images = frames[0].shape[0]
+        return features.reshape(images, features.shape[0] // images * features.shape[1], features.shape[2])
 
     @abstractmethod
     def feature_arguments(self, model: Any, features: Tensor, shard: FrameShard) -> dict[str, Any]:

@@ -16,17 +16,14 @@ A path may be a URL. Relative paths start at the folder of the JSONL file. A lin
 but no keys that name media or tools outside the messages. Messages and parts have no further keys.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mllm_seqpar.errors import DataError, VideoError
 
-_Check = Callable[[str], object] | None
+from .video import CLIP, SAMPLING, sampling_fault
 
-SAMPLING = ("fps", "num_frames", "max_frames")
-CLIP = ("start", "end")
-"""Where a clip begins and ends, in seconds of its video."""
+_Check = Callable[[str], object] | None
 
 _PART_KEYS = {
     "text": {"type", "text"},
@@ -94,6 +91,11 @@ def media_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
     ]
 
 
+def part_files(part: Mapping[str, Any]) -> list[str]:
+    """Return the names of the files of a media part, as its record writes them."""
+    return part.get("images") or [part["path"]]
+
+
 def _part_fault(part: Any, role: str, check_file: _Check, marks: Sequence[str]) -> str | None:
     """Return what is wrong with one part of a message's content, or None."""
     kind = part.get("type") if isinstance(part, dict) else None
@@ -124,31 +126,10 @@ def _media_fault(part: Mapping[str, Any], kind: str, check_file: _Check) -> str 
                 check_file(name)
     except VideoError as error:
         return str(error)
-    return _clip_fault(part, kind) or _sampling_fault(part, kind)
-
-
-def _sampling_fault(part: Mapping[str, Any], kind: str) -> str | None:
-    given = {name: part[name] for name in SAMPLING if part.get(name) is not None}
-    for name, value in given.items():
-        kinds = (int, float) if name == "fps" else (int,)
-        if type(value) not in kinds or not 0 < value < math.inf:  # JSON of Python has Infinity and NaN
-            return f"{name} is {value!r}; expected {'a' if name == 'fps' else 'a whole'} number above 0"
-    if kind == "image" and given:
+    given = {name: part[name] for name in (*SAMPLING, *CLIP) if part.get(name) is not None}
+    timed = [name for name in given if name in ("fps", *CLIP)]
+    if given and kind == "image":
         return f"{next(iter(given))} of an image; only a video takes it"
-    if "fps" in given and "images" in part:
-        return "fps of a list of images, which have no time; give num_frames or max_frames"
-    if "fps" in given and "num_frames" in given:
-        return "both fps and num_frames; give one of them"
-    return None
-
-
-def _clip_fault(part: Mapping[str, Any], kind: str) -> str | None:
-    given = {name: part[name] for name in CLIP if part.get(name) is not None}
-    for name, value in given.items():
-        if type(value) not in (int, float) or not 0 <= value < math.inf:
-            return f"{name} is {value!r}; expected a number of seconds, 0 or more"
-    if given and (kind == "image" or "images" in part):
-        return f"{next(iter(given))} of {'an image' if kind == 'image' else 'a list of images'}, which has no time"
-    if "end" in given and given["end"] <= given.get("start", 0):
-        return f"the clip from {given.get('start', 0)} to {given['end']} seconds is empty; end must be after start"
-    return None
+    if timed and "images" in part:
+        return f"{timed[0]} of a list of images, which have no time; give num_frames or max_frames"
+    return sampling_fault(given)

@@ -10,10 +10,6 @@ from mllm_seqpar.errors import ConfigError
 DECODERS = ("pyav", "torchcodec")
 """The decoders of videos: PyAV, or torchcodec (the extra "torchcodec"), which can also decode on a GPU."""
 
-THREADS_HELP = "decoding threads per rank; default: the cores of its machine divided by the ranks on it"
-FRAME_STORE_HELP = "directory of frames that check-data --store wrote, which are read instead of the videos"
-DECODER_HELP = f"video decoder: {', '.join(DECODERS)} (pip install 'mllm-seqpar[torchcodec]')"
-
 _log = get_logger(__name__)
 
 

@@ -104,9 +104,7 @@ class FeatureStore:
         self.hidden: int = index["hidden"]
         self.dtype = _DTYPES[index["dtype"]]
         self.meta: dict[str, Any] = index["meta"]
-        # Stores of earlier versions have one range a file, as "start" and "stop".
-        files = ((f["ranges"] if "ranges" in f else [(f["start"], f["stop"])], f["file"]) for f in index["files"])
-        self._files = [(join_spans((a, b) for a, b in ranges), directory / name) for ranges, name in files]
+        self._files = [(join_spans((a, b) for a, b in f["ranges"]), directory / f["file"]) for f in index["files"]]
 
     def read(self, *frames: tuple[int, int], device: str | torch.device = "cpu") -> Tensor:
         """Return the frames of some ranges (start, stop), one range after another, (frames, tokens, hidden).

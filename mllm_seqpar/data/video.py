@@ -9,10 +9,11 @@ not after it, or for the first frame if there is none. `reader.read_frames` deco
 import errno
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
+from numbers import Integral, Real
 from typing import Any
 
 from mllm_seqpar._compat import optional_import
@@ -20,6 +21,10 @@ from mllm_seqpar._logging import get_logger
 from mllm_seqpar.errors import ConfigError, VideoError
 
 from .media_files import media_size, underlying_file, video_options
+
+SAMPLING = ("fps", "num_frames", "max_frames")
+CLIP = ("start", "end")
+"""The options that choose the frames of a video; see `plan_frames`."""
 
 _log = get_logger(__name__)
 
@@ -130,6 +135,29 @@ def scan(path: str | os.PathLike[str]) -> VideoInfo:
         return _scan(path, container, stream)
 
 
+def sampling_fault(given: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with options that choose the frames of a video (SAMPLING and CLIP), or None.
+
+    The text begins with the name of an option. Options that are None are not given.
+    """
+    given = {name: value for name, value in given.items() if value is not None}
+    for name, value in given.items():
+        number = isinstance(value, Real) and not isinstance(value, bool) and value < math.inf
+        if name in CLIP:
+            valid, allowed = number and value >= 0, "a number of seconds, 0 or more"
+        elif name == "fps":
+            valid, allowed = number and value > 0, "a number above 0"
+        else:
+            valid, allowed = number and value > 0 and isinstance(value, Integral), "a whole number above 0"
+        if not valid:
+            return f"{name}: {value!r} is not allowed; give {allowed}"
+    if "fps" in given and "num_frames" in given:
+        return f"fps: {given['fps']:g}, but num_frames is {given['num_frames']}; give one of them"
+    if "end" in given and given["end"] <= given.get("start", 0):
+        return f"end: {given['end']:g} is not after the start of the clip, {given.get('start', 0):g}; give a later time"
+    return None
+
+
 def plan_frames(
     info: VideoInfo,
     *,
@@ -149,16 +177,12 @@ def plan_frames(
             the video, which is not extended by an `end` after its own. Times of the plan remain those of the video.
 
     Raises:
-        ConfigError: a value that is not positive and finite, both `fps` and `num_frames`, or a clip without length.
+        ConfigError: see `sampling_fault`.
         VideoError: the clip begins after the end of the video.
     """
-    for name, value in (("fps", fps), ("num_frames", num_frames), ("max_frames", max_frames)):
-        if value is not None and not value > 0:
-            raise ConfigError(f"{name} must be positive, got {value}")
-        if value == math.inf:
-            raise ConfigError(f"{name} must be finite, got {value}; leave it out to take every frame")
-    if fps is not None and num_frames is not None:
-        raise ConfigError(f"give fps or num_frames, not both (got fps={fps}, num_frames={num_frames})")
+    given = {"fps": fps, "num_frames": num_frames, "max_frames": max_frames, "start": start, "end": end}
+    if fault := sampling_fault(given):
+        raise ConfigError(fault)
     first, length = _clip(info, start, end)
     native = Fraction(info.frames) / (info.length * info.time_base)
     if fps is not None and fps < native:
@@ -184,11 +208,6 @@ def plan_frames(
 
 def _clip(info: VideoInfo, start: float | None, end: float | None) -> tuple[Fraction, Fraction]:
     """Return the first tick and the number of ticks of the clip from `start` to `end` seconds; see `plan_frames`."""
-    for name, value in (("start", start), ("end", end)):
-        if value is not None and not 0 <= value < math.inf:
-            raise ConfigError(f"{name} must be a number of seconds, 0 or more, got {value}")
-    if end is not None and end <= (start or 0):
-        raise ConfigError(f"a clip must end after its start, got start={start or 0} and end={end}")
     begin = Fraction(start or 0).limit_denominator(1_000_000) / info.time_base
     if begin >= info.length:
         raise VideoError(f"{info.path}: the clip starts at {start:g} s, but the video has {info.duration:.3f} s")

@@ -9,6 +9,7 @@ so that a second run with the same output is refused too.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import sys
@@ -118,7 +119,7 @@ class AnswerFile:
         return self.path.with_name(f"{self.path.name}.part-{group}") if group else self.path
 
     def _parts(self) -> list[Path]:
-        return sorted(self.path.parent.glob(f"{_escaped(self.path.name)}.part-*"))
+        return sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}.part-*"))
 
     def _collect(self) -> dict[int, Line]:
         """Return the lines of the file and all parts by the number of their question; an answer replaces an error."""
@@ -186,10 +187,6 @@ def _writing(path: Path) -> Iterator[None]:
 
 def _encoded(line: Line) -> str:
     return json.dumps(line, ensure_ascii=False) + "\n"
-
-
-def _escaped(name: str) -> str:
-    return "".join(f"[{character}]" if character in "*?[" else character for character in name)
 
 
 def _read(path: Path) -> list[Line]:

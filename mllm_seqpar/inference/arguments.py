@@ -1,89 +1,53 @@
-"""The options of `mllm-seqpar ask`: frozen dataclasses, from which the command line is built."""
+"""The options of `ask`, `chat` and `serve`: frozen dataclasses, from which the command lines are built."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from mllm_seqpar.cli.launch import DEVICES, DTYPES
-from mllm_seqpar.cli.options import CommandOptions, option, parse_options, parse_tile
-from mllm_seqpar.config import CHOICES, SeqParConfig
-from mllm_seqpar.data.decoding import DECODER_HELP, FRAME_STORE_HELP, THREADS_HELP, check_decoding
+from mllm_seqpar.cli.options import option, parse_options
+from mllm_seqpar.cli.shared_options import FrameOptions, StoredFrameOptions, StrategyOptions
+from mllm_seqpar.data.chat import DEFAULT_FPS
 from mllm_seqpar.data.formats import DEFAULT_TEMPLATE, check_template
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.kernels import available_kernels
 
 from .generation import Sampling
 from .stored_features import FRAME_OPTIONS
-
-DEFAULT_FPS = 1.0
-SAME_OPTIONS = ("strategy", "self_attention", "mlp_chunk_size", "kernel", "visual_offload")
-"""Options that `SeqParConfig` has under the same name."""
 
 _OF_A_DATA_SET = ("output", "choices", "template", "media_root", "sp")
 _OF_VIDEOS = ("video", "start", "end", "question", "features", "save_features", "report", "evidence", "evidence_html")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(CommandOptions):
+class ModelOptions(StrategyOptions, FrameOptions):
     """The options that `ask`, `chat` and `serve` share: the model, the frames of a video, answers, and strategies."""
 
     model: str = option("directory or Hub id of the model, with its processor")
-
-    fps: float | None = option(
-        f"frames per second to sample from a video (default: {DEFAULT_FPS:g}, without --num_frames)", None
-    )
     num_frames: int | None = option("number of frames, evenly spaced, instead of --fps", None)
-    max_frames: int | None = option("maximum number of frames, evenly spaced if --fps gives more", None)
     encode_batch: int = option("frames that a rank reads and encodes at once", 8)
-    decode_threads: int | None = option(THREADS_HELP, None)
-    decoder: str = option(DECODER_HELP, "pyav")
-
     max_new_tokens: int = option("maximum length of an answer", 256)
     temperature: float = option("0 always takes the most likely token; values above 0 sample", 0.0)
     top_p: float = option("sample from the most likely tokens whose probabilities sum to this value", 1.0)
-
-    strategy: str = option(f"cross-attention of long prompts: {', '.join(CHOICES['strategy'])}", "lv-xattn")
-    self_attention: str = option(
-        f"self-attention of long prompts: {', '.join(CHOICES['self_attention'])}; "
-        "star is approximate (docs/concepts/star.md)",
-        "ring",
-    )
-    tile: str | None = option(
-        "mesh shape AxB of mesh (A * B = ranks) or of hybrid ulysses; default: selected automatically", None
-    )
-    mlp_chunk_size: int | None = option("text tokens per MLP chunk; default: all", None)
-    kernel: str = option("block kernel, which computes attention", "auto")
-    shard_weights: bool = option("shard the weights over the ranks too, for models that do not fit on a device", False)
-    dtype: str = option(f"dtype of the model: {', '.join(DTYPES)} (auto: that of the checkpoint)", "auto")
-    device: str = option(f"one of {', '.join(DEVICES)}", "auto")
+    dtype: str = option("dtype of the model (auto: that of the checkpoint)", "auto", choices=DTYPES)
+    device: str = option("auto: cuda if this node has a GPU for each process", "auto", choices=DEVICES)
     timeout: float | None = option(
         "seconds to wait for a rank in a collective (default: 600 on GPUs, 300 on CPU)", None
     )
 
     def __post_init__(self) -> None:
-        self._require_positive("fps", "num_frames", "max_frames", "encode_batch", "timeout")
-        check_decoding(self.decode_threads, self.decoder)
-        self._require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
-        self._require("device", self.device in DEVICES, f"one of {', '.join(DEVICES)}")
-        if self.fps is not None and self.num_frames is not None:
-            raise ConfigError(f"--fps {self.fps:g} and --num_frames {self.num_frames}: give one of them")
+        super().__post_init__()
+        self._require_positive("encode_batch", "timeout")
         if self.num_frames is not None:
             self._refuse_unused("max_frames", "--num_frames sets the number; give one of them")
-        if self.kernel not in ("auto", *available_kernels()):
-            raise ConfigError(f"--kernel: {self.kernel!r} is unknown; choose auto, {', '.join(available_kernels())}")
         self.sampling()
-        self.seqpar_config()
         self._require("temperature", True, "a finite number")
 
     def sampling(self, **changes: Any) -> Sampling:
         """Return the sampling of an answer, with `changes`."""
-        return Sampling(**(self._values(item.name for item in fields(Sampling)) | changes))
-
-    def seqpar_config(self) -> SeqParConfig:
-        return SeqParConfig(tile=parse_tile(self.tile), **self._values(SAME_OPTIONS))
+        given = {item.name: getattr(self, item.name) for item in fields(Sampling) if hasattr(self, item.name)}
+        return Sampling(**given | changes)
 
     def frame_options(self, default_fps: float | None = None) -> dict[str, Any]:
         """Return the values of `FRAME_OPTIONS`, with `default_fps` if neither fps nor num_frames is given.
@@ -95,14 +59,9 @@ class ModelOptions(CommandOptions):
             options["fps"] = default_fps
         return options
 
-    def decoding(self) -> dict[str, Any]:
-        """Return how `VideoSource.open` reads the frames that it has planned."""
-        store = getattr(self, "frame_store", None)
-        return {"threads": self.decode_threads, "decoder": self.decoder, "frame_store": store}
-
-    def _values(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return the values of the names that this command has as options."""
-        return {name: getattr(self, name) for name in names if hasattr(self, name)}
+    def encoding(self) -> dict[str, Any]:
+        """Return how `encode_video` and `Conversation` encode frames."""
+        return {"batch": self.encode_batch, "on_host": getattr(self, "visual_offload", None) is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +73,7 @@ class InferenceOptions(ModelOptions):
         "cpu: keep the encoded video, and K and V of its frames, in host memory; what --features names stays in its "
         "file; default: on the device",
         None,
+        choices=("cpu",),
     )
     sp: int | None = option(
         "with --questions: ranks that share each video (default: all); the videos are distributed over the groups",
@@ -130,13 +90,12 @@ class InferenceOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskArguments(InferenceOptions):
+class AskArguments(InferenceOptions, StoredFrameOptions):
     """The options of a run. `mllm-seqpar ask --help` prints the same texts."""
 
     video: tuple[str, ...] = option("a video file, or a directory of videos; may be repeated", ())
     start: float | None = option("use the clip of the video that begins at this time, in seconds", None)
     end: float | None = option("use the clip of the video that ends before this time, in seconds", None)
-    frame_store: str | None = option(FRAME_STORE_HELP, None)
     question: tuple[str, ...] = option("the question; may be repeated, a video is encoded once", ())
     save_features: str | None = option(
         "directory to store the encoded video in; of several videos, each gets a directory of its own in it", None
@@ -173,7 +132,6 @@ class AskArguments(InferenceOptions):
             self._check_data_set()
 
     def _check_videos(self) -> None:
-        check_clip(self.start, self.end)
         for name in _OF_A_DATA_SET:
             self._refuse_unused(name, "it belongs to --questions")
         if not self.video and self.features is None:
@@ -211,13 +169,27 @@ class AskArguments(InferenceOptions):
                 self._refuse_unused(name, "--choices generates no text")
 
 
-def check_clip(start: float | None, end: float | None) -> None:
-    """Raise ConfigError unless --start and --end, in seconds, are the times of a clip; see `plan_frames`."""
-    for name, value in (("start", start), ("end", end)):
-        if value is not None and not 0 <= value < math.inf:
-            raise ConfigError(f"--{name}: {value!r} is not allowed; give a number of seconds, 0 or more")
-    if end is not None and end <= (start or 0):
-        raise ConfigError(f"--end {end:g}: the clip begins at {start or 0:g} s; give a later time")
+@dataclass(frozen=True, kw_only=True)
+class ServingOptions(ModelOptions):
+    """The options that `chat` and `serve` share: besides `ModelOptions`, the ranks to start, and other defaults."""
+
+    num_processes: int | None = option(
+        "ranks to start on this machine (default: one for each GPU, or 1 without any); leave it out under a launcher",
+        None,
+    )
+    max_new_tokens: int = option("maximum length of an answer", 512)
+    timeout: float | None = option(
+        "seconds to wait for a rank in a collective (default: 600 on GPUs, 300 on CPU); waiting for you has no limit",
+        None,
+    )
+
+    def __post_init__(self) -> None:
+        self._require_positive("num_processes")
+        super().__post_init__()
+
+    def frame_options(self, default_fps: float | None = DEFAULT_FPS) -> dict[str, Any]:
+        """Return the default sampling of a video."""
+        return super().frame_options(default_fps)
 
 
 def parse(argv: Sequence[str]) -> AskArguments:

@@ -1,25 +1,53 @@
-"""`mllm-seqpar ask`: questions about long videos, and data sets of questions.
+"""`mllm-seqpar ask`: questions about long videos, from the opened files to the last answer, and data sets of questions.
 
     mllm-seqpar ask --model DIR --video movie.mp4 --question "Who opens the door?"
     accelerate launch -m mllm_seqpar ask --model DIR --questions questions.jsonl --output answers.jsonl
 
-Any launcher starts several ranks; without one, the program is one process.
+Any launcher starts several ranks; without one, the program is one process. Steps that can fail on one rank only
+(arguments, files, its part of the video) run first, and all ranks agree on their result. Cheap checks precede expensive
+steps: a video that cannot be read ends the run before the model is loaded. If one of several videos cannot be used, it
+is reported, and the questions about the others are answered.
 """
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+import torch
+from torch import nn
 from transformers.utils import logging
 
 from mllm_seqpar.cli.launch import launched_ranks
+from mllm_seqpar.cli.outputs import require_writable
 from mllm_seqpar.cli.program_exit import FAILED, run
+from mllm_seqpar.cli.progress import FramesBar, note, peak_memory, say
+from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree, attempt
+from mllm_seqpar.data.chat import DEFAULT_FPS
+from mllm_seqpar.data.chat_family import chat_family
+from mllm_seqpar.data.feature_store import INDEX, FeatureStore, source_meta
+from mllm_seqpar.data.media_files import VIDEO_SUFFIXES
+from mllm_seqpar.data.sources import VideoSource
+from mllm_seqpar.errors import ConfigError, VideoError
+from mllm_seqpar.models.loading import load_processor, model_digest
+from mllm_seqpar.patching import patch_of
 
-from .arguments import parse
+from .arguments import AskArguments, parse
+from .conversation import Conversation
 from .data_set import answer_data_set
-from .run import ask_videos
+from .encoding import PARTS, EncodedVideo, encode_video
+from .evidence import MOMENTS, Evidence
+from .evidence_page import PageEntry, write_evidence_index, write_evidence_page
+from .model_loading import load_patched
+from .rank_groups import tried
+from .report import ENCODE_STAGE, Answered, Report, StageTimes
+from .stored_features import feature_meta, load_video, open_store, require_replaceable, save_video
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,3 +71,277 @@ def ask(argv: Sequence[str]) -> int:
         assert args is not None  # otherwise all ranks have raised
         failures = (ask_videos if args.questions is None else answer_data_set)(args, comm, device)
     return FAILED if failures else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoPaths:
+    """A video file, features on disk, or both, and the output paths of its features and its evidence page."""
+
+    video: str | None = None
+    features: str | None = None
+    save_to: str | None = None
+    page: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.video or self.features or ""
+
+
+@dataclass(frozen=True)
+class VideoInput:
+    """One opened video or feature store, and on rank 0 what features to be saved depend on."""
+
+    paths: VideoPaths
+    source: VideoSource | None
+    store: FeatureStore | None
+    feature_meta: dict[str, Any]
+
+    def facts(self) -> dict[str, Any]:
+        """Return what all ranks must have in common."""
+        facts: dict[str, Any] = {}
+        if self.source is not None:
+            meta = source_meta(self.source.plan)
+            facts |= {"video's size": meta["source_size"], "frames": meta["frames"], "their times": meta["frame_times"]}
+        if self.store is not None:
+            facts |= {"frames of the features": self.store.total_frames, "features": self.store.meta}
+        return facts
+
+
+def ask_videos(args: AskArguments, comm: Communicator, device: torch.device) -> int:
+    """Answer each question about each video on the ranks of `comm`: open, load, encode, answer, report.
+
+    Returns:
+        The number of videos that cannot be used, while others are answered; the same on every rank.
+
+    Raises:
+        VideoError: on all ranks, if no video can be used.
+    """
+    questions = VideoRun(args, comm, device)
+    videos = questions.open()
+    if videos:
+        model = questions.load()
+        for video in videos:
+            questions.ask(video, model)
+        agree(comm, "evidence index", questions.write_index)
+        questions.report(model)
+    return questions.report_faults()
+
+
+class VideoRun:
+    """The videos of a run, the answers so far, and the faults of videos that cannot be used."""
+
+    def __init__(self, args: AskArguments, comm: Communicator, device: torch.device) -> None:
+        self._args, self._comm, self._times = args, comm, StageTimes(device)
+        self._answers: list[Answered] = []
+        self._faults: list[str] = []
+        self._pages: list[PageEntry] = []
+        self._frames = self._visual_tokens = 0
+        self._parts: Counter[str] = Counter()  # seconds; Counter adds them
+
+    def open(self) -> list[VideoInput]:
+        """Open all inputs; of several videos, return those that can be used."""
+        with self._times.measure("open"):
+            inputs = agree(self._comm, "inputs", self._inputs, lambda found: found[-1])
+            self._processor, self._paths, _ = inputs
+            self._family, self._several = chat_family(self._processor), len(self._paths) > 1
+            steps = [partial(self._open_video, paths) for paths in self._paths]
+            opened = [self._tried(partial(agree, self._comm, "inputs", step, VideoInput.facts)) for step in steps]
+        return [video for video in opened if video is not None]
+
+    def _inputs(self) -> tuple[Any, tuple[VideoPaths, ...], dict[str, Any]]:
+        """Return the processor, the videos, and what all ranks must have in common.
+
+        Paths may differ, because each node may have its own copy.
+        """
+        processor, videos = load_processor(self._args.model), _video_paths(self._args)
+        if self._comm.rank == 0:
+            _create_outputs(self._args)
+        names = [os.path.basename(paths.name) for paths in videos]
+        return processor, videos, {"model": model_digest(self._args.model), "videos": names if len(names) > 1 else 1}
+
+    def _open_video(self, paths: VideoPaths) -> VideoInput:
+        args, options = self._args, self._args.frame_options(DEFAULT_FPS)
+        source, store, meta = None, None, {}
+        if paths.video is not None:
+            source = VideoSource.open(paths.video, **options, **args.decoding())
+        if paths.features is not None:
+            store = open_store(paths.features, args.model, self._family, source, args.frame_options())
+        if self._comm.rank == 0 and paths.save_to is not None and source is not None:
+            meta = feature_meta(source, args.model, self._family, options)
+            require_replaceable(paths.save_to, meta)
+        return VideoInput(paths, source, store, meta)
+
+    def load(self) -> nn.Module:
+        with self._times.measure("load"):
+            return load_patched(self._args, self._family, self._comm, self._times.device)
+
+    def ask(self, video: VideoInput, model: nn.Module) -> None:
+        """Encode or read a video, and ask all questions about it."""
+        encoded = self._tried(lambda: self._encoded(video, model))
+        if encoded is None:
+            return
+        self._frames += encoded.frames
+        self._parts.update(encoded.seconds)
+        self._visual_tokens += encoded.visual_tokens
+        name, shown = video.paths.name, self._comm.rank == 0
+        if self._several and shown and self._args.question:
+            say(f"== {name} ==\n")
+        conversation = Conversation.about(model, self._processor, encoded, video.source)
+        found = [(question, self._answer(conversation, name, question, shown)) for question in self._args.question]
+        page, evidence = video.paths.page, [(question, answer) for question, answer in found if answer is not None]
+        if page is not None:
+            agree(self._comm, "evidence page", lambda: self._write_page(name, page, evidence, conversation.sources))
+
+    def _encoded(self, video: VideoInput, model: nn.Module) -> EncodedVideo:
+        args, comm = self._args, self._comm
+        if video.store is not None:
+            place: dict[str, Any] = {"device": self._times.device, "dtype": next(model.parameters()).dtype}
+            place["mapped"] = args.visual_offload is not None
+            with self._times.measure("read features"):
+                return agree(comm, "features", partial(load_video, video.store, self._family, comm, **place))
+        assert video.source is not None  # AskArguments requires --video or --features
+        frames = len(self._family.units(video.source))
+        with self._times.measure(ENCODE_STAGE), FramesBar(args.progress and comm.rank == 0) as bar:
+            options = {**args.encoding(), "progress": lambda done: bar(done, frames)}
+            encoded = encode_video(model, self._processor, video.source, group=comm, **options)
+        if video.paths.save_to is not None:
+            with self._times.measure("save"):
+                save_video(video.paths.save_to, encoded, comm, video.feature_meta)
+        return encoded
+
+    def _answer(self, conversation: Conversation, name: str, question: str, shown: bool) -> Evidence | None:
+        """Answer a question, print the answer if this rank does so, and return the evidence if it was asked for."""
+        if shown and len(self._args.question) > 1:
+            say(f"> {question}\n")
+        moments = self._args.evidence or (0 if self._args.evidence_html is None else MOMENTS)
+        options: dict[str, Any] = {"on_text": say if shown else None, "evidence": moments}
+        answer = conversation.ask(question, self._args.sampling(), **options)
+        self._answers.append(Answered(name, question, answer))
+        if shown:
+            say("\n")
+        evidence = conversation.evidence
+        if shown and self._args.evidence and evidence is not None:
+            note(evidence.describe())
+        return evidence
+
+    def _write_page(self, name: str, page: str, found: Sequence[tuple[str, Evidence]], sources: Sequence[Any]) -> None:
+        if self._comm.rank == 0 and found:
+            write_evidence_page(page, found, sources, name=name, model=self._args.model)
+            self._pages.append(PageEntry.of(name, page, found, sources))
+
+    def write_index(self) -> None:
+        """Write the index of the evidence pages if there are several videos, and print what was written."""
+        path = self._args.evidence_html
+        if path is None or not self._pages:
+            return
+        if self._several:
+            write_evidence_index(path, self._pages, self._faults, self._args.model)
+        also = f", the index of {len(self._pages)} pages" if self._several else ""
+        note(f"evidence page: {path}{also}")
+
+    def report(self, model: nn.Module) -> None:
+        """Write times and memory of all ranks to stderr, and the report to its file."""
+        patch, times = patch_of(model), self._times
+        sent = patch.context.comm.bytes.total if patch else 0
+        microseconds = [round(1e6 * self._parts[part]) for part in PARTS]
+        rows = self._comm.gather_ints([round(peak_memory(times.device) * 1024), sent, *microseconds])
+        parts = [{part: value / 1e6 for part, value in zip(PARTS, row[2:], strict=True)} for row in rows]
+        seconds = {name: round(seconds, 4) for name, seconds in times.seconds.items()}
+        report = Report(
+            self._frames,
+            self._visual_tokens,
+            self._comm.size,
+            seconds,
+            self._answers,
+            [round(row[0] / 1024, 1) for row in rows],
+            [row[1] for row in rows],
+            times.device.type,
+            parts if any(self._parts.values()) else [],
+        )
+        if self._comm.rank == 0:
+            note(report.summary())
+            if self._args.report:
+                report.write(self._args.report)
+
+    def report_faults(self) -> int:
+        """Report the videos that cannot be used, and return their number; raise VideoError if there are no others."""
+        if self._faults:
+            text = f"{len(self._faults)} of {len(self._paths)} videos cannot be used; the first: {self._faults[0]}"
+            if len(self._faults) == len(self._paths):
+                agree(self._comm, "videos", error=VideoError(text))
+            if self._comm.rank == 0:
+                note(f"error: {text}")
+        return len(self._faults)
+
+    def _tried(self, step: Any) -> Any:
+        if not self._several:
+            return step()
+        result, fault = tried(self._comm, "video", step)
+        if fault is not None:
+            self._faults.append(fault)
+            if self._comm.rank == 0:
+                note(f"error: {fault}")
+        return result
+
+
+def _video_paths(args: AskArguments) -> tuple[VideoPaths, ...]:
+    if args.features is not None:
+        stores = [args.features] if Path(args.features, INDEX).exists() else _stores_in(args.features)
+        if len(stores) > 1 and args.video:
+            raise ConfigError(
+                f"--features {args.features} has the features of {len(stores)} videos; give one of its directories to "
+                "compare with --video"
+            )
+        given = [VideoPaths(video=next(iter(args.video), None), features=store) for store in stores]
+        return _with_outputs(args, given)
+    files = [file for name in args.video for file in _video_files(name)]
+    return _with_outputs(args, [VideoPaths(video=file) for file in files])
+
+
+def _with_outputs(args: AskArguments, videos: Sequence[VideoPaths]) -> tuple[VideoPaths, ...]:
+    """Return the videos with the paths of their outputs: of several, each has its own feature directory and page."""
+    if len(videos) == 1:
+        return (replace(videos[0], save_to=args.save_features, page=args.evidence_html),)
+    used: Counter[str] = Counter()
+    found = []
+    for video in videos:
+        name = os.path.basename(video.name)
+        used[name] += 1
+        label = name if used[name] == 1 else f"{name}-{used[name]}"
+        save_to = args.save_features and os.path.join(args.save_features, label)
+        page = args.evidence_html
+        if page is not None:
+            page = str(Path(page).with_name(f"{Path(page).stem}-{label}{Path(page).suffix}"))
+        found.append(replace(video, save_to=save_to, page=page))
+    return tuple(found)
+
+
+def _stores_in(directory: str) -> Sequence[str]:
+    """Return the feature stores in a directory; if there are none, the directory itself, so that opening it raises an
+    error."""
+    return [str(path.parent) for path in sorted(Path(directory).glob(f"*/{INDEX}"))] or [directory]
+
+
+def _video_files(name: str) -> list[str]:
+    if not os.path.isdir(name):
+        return [name]
+    found = sorted(str(path) for path in Path(name).iterdir() if path.suffix.lower() in VIDEO_SUFFIXES)
+    if not found:
+        raise ConfigError(
+            f"--video {name}: no video in this directory (by the names {', '.join(sorted(VIDEO_SUFFIXES))})"
+        )
+    return found
+
+
+def _create_outputs(args: AskArguments) -> None:
+    """Create the output files and directories now, so that errors do not occur after a long encoding."""
+    try:
+        if args.save_features is not None:
+            Path(args.save_features).mkdir(parents=True, exist_ok=True)
+        if args.report is not None:
+            Path(args.report).parent.mkdir(parents=True, exist_ok=True)
+            require_writable("report", args.report)
+        if args.evidence_html is not None:
+            Path(args.evidence_html).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: cannot be written ({error.strerror}); choose another path") from error

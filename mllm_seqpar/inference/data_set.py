@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -74,9 +74,8 @@ class Answerer:
             yield self._line(conversation, question, fault)
 
     def _encoded(self, question: Question) -> Conversation:
-        options: dict[str, Any] = {"on_host": self._args.visual_offload is not None, "batch": self._args.encode_batch}
         sources = partial(self._questions.sources, question)
-        conversation = Conversation.open(self._model, self._processor, sources, **options)
+        conversation = Conversation.open(self._model, self._processor, sources, **self._args.encoding())
         conversation.encode()
         return conversation
 
@@ -135,14 +134,12 @@ def _answer_all(
     answerer: Answerer, videos: Sequence[Sequence[Question]], file: AnswerFile, ranks: RankGroups, progress: bool
 ) -> None:
     total, title = sum(map(len, videos)), "answering" if ranks.count == 1 else f"answering, group 1 of {ranks.count}"
-    show = progress and ranks.world.rank == 0
-    with progress_bar(total, "question", title) if show else nullcontext() as bar:
+    with progress_bar(total, "question", title, progress and ranks.world.rank == 0) as bar:
         for questions in videos:
             for line in answerer.lines(questions):
                 if ranks.group.rank == 0:
                     file.write(line)
-                if bar is not None:
-                    bar.update()
+                bar.update()
 
 
 def _finish(file: AnswerFile, questions: QuestionSet, ranks: RankGroups) -> int:

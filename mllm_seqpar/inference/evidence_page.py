@@ -20,8 +20,7 @@ from mllm_seqpar.data.sources import ImageListSource, VideoSource
 from mllm_seqpar.data.thumbnails import jpeg_of
 from mllm_seqpar.errors import ConfigError, VideoError
 
-from .evidence import Evidence
-from .moments import Moment, clock
+from .evidence import Evidence, Moment, clock
 
 COLUMNS = 400
 """The minimum number of columns of the plot; in longer videos, a column is the sum of several frames."""

@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.errors import ConfigError
 
-from .moments import Moment
+from .evidence import Moment
 
 OnText = Callable[[str], object]
 

@@ -16,7 +16,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +27,7 @@ from mllm_seqpar.cli.launch import use_cuda
 from mllm_seqpar.cli.progress import progress_bar
 from mllm_seqpar.comm import transfer_communicator
 from mllm_seqpar.comm.agreement import agree
+from mllm_seqpar.data.chat import DEFAULT_FPS
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.chat_format import media_parts
 from mllm_seqpar.data.downloads import store_bytes
@@ -36,7 +36,7 @@ from mllm_seqpar.data.sources import FrameSource, VideoSource
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.models.loading import load_processor, model_digest
 
-from .arguments import DEFAULT_FPS, InferenceOptions
+from .arguments import InferenceOptions
 from .choices import continuation
 from .conversation import Conversation
 from .generation import Sampling
@@ -140,11 +140,10 @@ class SimpleSeqParModel(lmms):
         rows = [[_Request(**values) for values in json.loads(text)] for text in texts]
         keyed = [(request.media, rank, number) for rank, row in enumerate(rows) for number, request in enumerate(row)]
         found: dict[tuple[int, int], Any] = {}
-        with progress_bar(len(keyed), "request", "answering") if self._rank == 0 else nullcontext() as bar:
+        with progress_bar(len(keyed), "request", "answering", self._rank == 0) as bar:
             for _, rank, number in sorted(keyed, key=lambda item: item[0]):
                 found[rank, number] = answer(rows[rank][number])
-                if bar is not None:
-                    bar.update()
+                bar.update()
         own = iter(found[self._group.rank, number] for number in range(len(mine)))
         return [next(own) if real else padding for real in wanted]
 
@@ -185,11 +184,9 @@ class SimpleSeqParModel(lmms):
         return conversation, prompt
 
     def _encoded(self, request: _Request) -> Conversation:
-        options: dict[str, Any] = {"on_host": self.options.visual_offload is not None}
-        options["batch"] = self.options.encode_batch
         parts = media_parts(request.messages)
         conversation = Conversation.open(
-            self._model, self.processor, lambda: [self._source(part) for part in parts], **options
+            self._model, self.processor, lambda: [self._source(part) for part in parts], **self.options.encoding()
         )
         conversation.encode()
         return conversation

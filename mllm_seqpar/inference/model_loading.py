@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from mllm_seqpar.comm import Communicator, ProcessGroupCommunicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.chat_family import ChatFamily
-from mllm_seqpar.models.loading import config_files, layer_classes, load_model, model_directories, weight_files
+from mllm_seqpar.models.loading import layer_classes, load_model
 from mllm_seqpar.patching import patch_model
 
 from .encoding import encoder_of
@@ -35,14 +34,6 @@ def load_for_inference(path: str, dtype: str, device: torch.device, *, on_cpu: b
     kind: Any = dtype if dtype == "auto" else getattr(torch, dtype)
     model = load_model(path, dtype=kind).eval().requires_grad_(False)
     return model if on_cpu else model.to(device)
-
-
-def model_files_digest(path: str) -> str:
-    """Return a digest of a model's config and of the names and sizes of its weight files, without reading a tensor."""
-    files = sorted(file for folder in model_directories(path) for file in weight_files(folder))
-    weights = [(file.name, file.stat().st_size) for file in files]
-    configs = b"".join(file.read_bytes() for file in config_files(path))
-    return hashlib.sha256(configs + repr(weights).encode()).hexdigest()[:16]
 
 
 def shard_weights(
@@ -96,4 +87,4 @@ def load_patched(options: ModelOptions, family: ChatFamily, group: Communicator,
     model = agree(group, "model", load)
     if options.shard_weights:
         model = shard_weights(model, group, device, encode=encoder_of(model, family))
-    return agree(group, "options", lambda: patch_model(model, group=group, config=options.seqpar_config()))
+    return agree(group, "options", lambda: patch_model(model, group=group, config=options.config()))

@@ -7,13 +7,13 @@ earlier turns as context.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mllm_seqpar.data.chat import ChatDataset
 from mllm_seqpar.data.chat_family import chat_family
-from mllm_seqpar.data.chat_format import check_record, media_parts
+from mllm_seqpar.data.chat_format import check_record, media_parts, part_files
 from mllm_seqpar.data.formats import MultipleChoice, read_choice, to_chat
 from mllm_seqpar.data.formats.choices import CATEGORY_KEYS, OPTION_KEYS
 from mllm_seqpar.data.sources import FrameSource
@@ -32,7 +32,7 @@ class Question:
 
     Attributes:
         index: the number of the record, from 0.
-        place: FILE:LINE of the record.
+        place: the place of the record, for messages; FILE:LINE of JSONL.
         id: the record's own id, if it has one.
         messages: system, user and earlier assistant messages; the last is the user's.
         reference: the answer of the record, if it has one.
@@ -121,27 +121,17 @@ class QuestionSet:
         found: dict[str, Any] = {"reference": reference, "choice": choice, "categories": categories}
         return Question(index=index, place=place, id=name, messages=tuple(messages), **found)
 
-    def _key(self, question: Question) -> Any:
+    def _key(self, question: Question) -> Hashable:
         """Return a key that is equal for equal files with equal sampling."""
         try:
-            return tuple(
-                (
-                    tuple(self._dataset.records.identify(question.index, name) for name in _names(part)),
-                    tuple(sorted((name, value) for name, value in part.items() if name not in ("path", "images"))),
-                )
-                for part in question.media
-            )
+            return tuple(self._dataset.identify(question.index, part) for part in question.media)
         except SeqParError:  # a file is missing, and `sources` will say so
-            return tuple(name for part in question.media for name in _names(part)), "missing"
+            return tuple(media_names(question)), "missing"
 
 
 def media_names(question: Question) -> list[str]:
     """Return the names of the files that a question asks about, as its record writes them."""
-    return [name for part in question.media for name in _names(part)]
-
-
-def _names(part: Mapping[str, Any]) -> list[str]:
-    return part.get("images") or [part["path"]]
+    return [name for part in question.media for name in part_files(part)]
 
 
 def _text(content: Any) -> str:

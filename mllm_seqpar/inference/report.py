@@ -1,17 +1,16 @@
-"""The times, memory and bytes sent of an inference run, and its progress bar."""
+"""The times, memory and bytes sent of an inference run."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import torch
 
 from mllm_seqpar.cli.outputs import write_text
-from mllm_seqpar.cli.progress import progress_bar
 
 from .generation import Answer
 
@@ -33,13 +32,6 @@ class StageTimes:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
-
-
-@contextmanager
-def frames_bar(total: int, title: str, show: bool) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar of frames on stderr if `show` is True; yield a function that takes the number done so far."""
-    with progress_bar(total, "frame", title) if show else nullcontext() as bar:
-        yield lambda done: bar.update(done - bar.n) if bar is not None else None
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,13 @@ from mllm_seqpar.data.feature_store import (
     source_meta,
 )
 from mllm_seqpar.data.sources import VideoSource
+from mllm_seqpar.data.video import CLIP, SAMPLING
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.sharding import FrameShard, frame_spans
 
 from .encoding import EncodedVideo
 
-FRAME_OPTIONS = ("fps", "num_frames", "max_frames", "start", "end")
+FRAME_OPTIONS = (*SAMPLING, *CLIP)
 """The options that select the frames of a video."""
 
 
@@ -58,23 +59,22 @@ def save_video(directory: str, video: EncodedVideo, comm: Communicator, meta: Ma
     agree(comm, "saving the features", write)
 
 
-def require_replaceable(directory: str, meta: Mapping[str, Any]) -> bool:
+def require_replaceable(directory: str, meta: Mapping[str, Any]) -> None:
     """Raise DataError if `directory` has the features of another video than that of `meta` (see `feature_meta`).
 
     Features of the same video, encoded by another model or at other times, may be replaced. Without a complete store
-    in the directory, or metadata of the video, there is nothing to compare. Otherwise the result is True.
+    in the directory, or metadata of the video, there is nothing to compare.
     """
     try:
         stored = json.loads(Path(directory, INDEX).read_text())["meta"]
     except (OSError, KeyError, TypeError, ValueError):
-        return True
+        return
     identities = [(stored.get(name), meta.get(name)) for name in ("source_digest", "source_size")]
     if any(None not in pair and pair[0] != pair[1] for pair in identities):
         raise DataError(
             f"{directory}: it has the features of another video, {stored.get('source_path')}; give --save_features "
             "another directory, or delete this one"
         )
-    return True
 
 
 def load_video(
@@ -99,7 +99,7 @@ def load_video(
         )
     total, layout = store.total_frames, family.frame_layout
     if mapped and not store.can_map(frame_spans(total, comm.size, layout)):
-        if store.can_map(frame_spans(total, comm.size)):  # a store of an earlier version, or written by one rank
+        if store.can_map(frame_spans(total, comm.size)):  # written by one rank
             layout = "contiguous"
     shard = FrameShard.of(total, comm, layout)
     features = store.map(*shard.spans) if mapped else store.read(*shard.spans, device=device)
@@ -141,8 +141,7 @@ def open_store(
     store.require(**{name: options[name] for name in FRAME_OPTIONS if options[name] is not None})
     if source is not None:
         found = source_meta(source.plan)  # path and time are not compared: a copy on another disk is the same video
-        compared = ["source_size", "frames", "frame_times"]
-        compared += ["source_digest"] * ("source_digest" in store.meta)  # stores of earlier versions have none
+        compared = ("source_size", "source_digest", "frames", "frame_times")
         store.require(**{name: found[name] for name in compared}, pixels=_pixels(source))
     if store.meta.get("model") != model_fingerprint(model, family.feature_weights):
         raise DataError(

@@ -138,7 +138,20 @@ def empty_backward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
     return q.new_zeros(q.shape, dtype=dtype), k.new_zeros(k.shape, dtype=dtype), v.new_zeros(v.shape, dtype=dtype)
 
 
-def fold_groups(x: Tensor, groups: int) -> Tensor:
+def fold_batch(x: Tensor) -> Tensor:
+    """(B, H, S, ...) -> (1, H, B * S, ...), contiguous: the rows of all items become rows of one, item after item.
+
+    Rows are independent, so this is the same attention to keys that the items share.
+    """
+    return x.transpose(0, 1).reshape(1, x.shape[1], x.shape[0] * x.shape[2], *x.shape[3:]).contiguous()
+
+
+def unfold_batch(x: Tensor, batch: int) -> Tensor:
+    """(1, H, B * S, ...) -> (B, H, S, ...), a view: the inverse of `fold_batch`."""
+    return x.reshape(x.shape[1], batch, x.shape[2] // batch, *x.shape[3:]).transpose(0, 1)
+
+
+def fold_heads(x: Tensor, groups: int) -> Tensor:
     """(B, H, S, ...) -> (B, G, H/G * S, ...): the query heads that share a KV head become rows of one head.
 
     Unless the block is causal, rows are independent, so this is the same attention without expanding keys.
@@ -147,8 +160,8 @@ def fold_groups(x: Tensor, groups: int) -> Tensor:
     return x if heads == groups else x.reshape(batch, groups, heads // groups * rows, *x.shape[3:])
 
 
-def unfold_groups(x: Tensor, heads: int) -> Tensor:
-    """(B, G, H/G * S, ...) -> (B, H, S, ...): the inverse of `fold_groups`."""
+def unfold_heads(x: Tensor, heads: int) -> Tensor:
+    """(B, G, H/G * S, ...) -> (B, H, S, ...): the inverse of `fold_heads`."""
     batch, groups, rows = x.shape[:3]
     return x if heads == groups else x.reshape(batch, heads, rows * groups // heads, *x.shape[3:])
 

@@ -68,9 +68,7 @@ class BlockedMatmulKernel:
         lse = base.safe_lse(lse).unsqueeze(-1).to(dq.dtype)
         for rows in _row_chunks(q):
             chunk = _RowChunk.of(q, k, rows, scale)
-            do_rows, lse_rows, delta_rows = (
-                base.fold_groups(x[:, :, rows], groups) for x in (do.to(dtype), lse, delta)
-            )
+            do_rows, lse_rows, delta_rows = (base.fold_heads(x[:, :, rows], groups) for x in (do.to(dtype), lse, delta))
             dq_rows = torch.zeros_like(chunk.q, dtype=dq.dtype)
             for keys in _key_chunks(k, rows, causal):
                 k_chunk, v_chunk = k[:, :, keys].to(dtype), v[:, :, keys].to(dtype)
@@ -93,7 +91,7 @@ class _RowChunk:
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, rows: slice, scale: float) -> _RowChunk:
-        return cls(q=base.fold_groups(q[:, :, rows], k.shape[1]).to(_matmul_dtype(q)), rows=rows, scale=scale)
+        return cls(q=base.fold_heads(q[:, :, rows], k.shape[1]).to(_matmul_dtype(q)), rows=rows, scale=scale)
 
     def scores(self, k_chunk: Tensor, keys: slice, causal: bool, mask: Tensor | None) -> Tensor:
         """Return the scaled scores (B, G, R * rows, keys) in the accumulator dtype, -inf for hidden entries."""

@@ -128,7 +128,7 @@ class FusedKernel:
     ) -> tuple[Tensor, Tensor]:
         groups = k.shape[1]
         args = AttentionArgs(scale, bias=None if mask is None else self._bias(mask, q, groups))
-        rows = q if q.shape[1] == groups else q.reshape(q.shape[0], groups, -1, q.shape[3])  # `base.fold_groups`
+        rows = q if q.shape[1] == groups else q.reshape(q.shape[0], groups, -1, q.shape[3])  # `base.fold_heads`
         o, lse = self._run_forward(rows, k, v, args)
         # The layout of the log-sum-exp differs between operators, so it may not be possible to unfold it as a view.
         lse = lse.contiguous()
@@ -152,7 +152,7 @@ class FusedKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         groups, shape = k.shape[1], q.shape
         args = AttentionArgs(scale, bias=None if mask is None else self._bias(mask, q, groups))
-        do, q, o, lse = (base.fold_groups(x, groups) for x in (do, q, o, lse))
+        do, q, o, lse = (base.fold_heads(x, groups) for x in (do, q, o, lse))
         dq, dk, dv = self._run_backward(do, q, k, v, o, lse.contiguous(), args)
         return dq.reshape(shape), dk, dv
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.errors import MaskError
 from mllm_seqpar.sharding import sequence_positions
 
-from .rectangles import MaskRule, Rectangle, Span, full_rectangle, interval_rectangles, masked_rectangles
+from .rectangles import DenseRule, Rectangle, full_rectangle, interval_rectangles, masked_rectangles
 
 RankGroups = Sequence[tuple[int, ...]]
 """The ranks of each of several groups, in the order of the groups' rows and keys."""
@@ -80,9 +80,14 @@ class BlockMasks(ABC):
         """Return the rectangles of the block that consists of its `visible_rows` only."""
         return self.rectangles(q_shard, kv_shard)
 
-    @abstractmethod
     def folded(self) -> BlockMasks:
-        """Return these masks with the batch folded into the rows, item after item; see `FoldedBlockMasks`."""
+        """Return these masks with the batch folded into the rows, item after item: (B, rows) becomes (1, B * rows).
+
+        The frames of all samples are one flat list, so their keys have a batch of 1 while queries have one of B. Rows
+        are independent, so the queries of all items can be the rows of one item. Kernels then need one call instead of
+        B, and rows are pruned per sample. Items have text of their own, whose masks are not folded.
+        """
+        raise NotImplementedError(f"{type(self).__name__}: the items of a batch do not share keys of text")
 
     def orders(self, groups: RankGroups, device: torch.device) -> Sequence[Tensor] | None:
         """Return for every group of ranks the order of its rows that needs fewer rectangles.
@@ -109,9 +114,6 @@ class GivenBlockMask(BlockMasks):
     def rectangles(self, q_shard: int, kv_shard: int) -> tuple[Rectangle, ...]:
         return tuple(self.given())
 
-    def folded(self) -> GivenBlockMask:
-        raise NotImplementedError("keys of one block with a batch of their own are not folded")
-
     def merged(self, groups: RankGroups, orders: Sequence[Tensor] | None) -> GivenBlockMask:
         return self
 
@@ -136,56 +138,6 @@ class FullBlockMasks(BlockMasks):
     def merged(self, groups: RankGroups, orders: Sequence[Tensor] | None) -> FullBlockMasks:
         lengths = tuple(sum(self.key_lengths[rank] for rank in group) for group in groups)
         return FullBlockMasks(self.batch, self.length * len(groups[0]), lengths)
-
-
-class FoldedBlockMasks(BlockMasks):
-    """Other masks with the batch folded into the rows: (B, rows) becomes (1, B * rows), item after item.
-
-    The frames of all samples are one flat list, so their keys have a batch of 1 while queries have one of B. Rows are
-    independent of each other, so the queries of all items can be the rows of one item. Kernels then need one call
-    instead of B, and rows are pruned per sample.
-
-    Args:
-        blocks: the masks; they prune nothing.
-        rows: rows per batch item and rank.
-    """
-
-    def __init__(self, blocks: BlockMasks, rows: int) -> None:
-        self._blocks, self._rows = blocks, rows
-        self._rectangles: dict[tuple[int, int], tuple[Rectangle, ...]] = {}
-
-    def rectangles(self, q_shard: int, kv_shard: int) -> tuple[Rectangle, ...]:
-        if (q_shard, kv_shard) not in self._rectangles:
-            unfolded = self._blocks.rectangles(q_shard, kv_shard)
-            self._rectangles[q_shard, kv_shard] = tuple(
-                self._fold(rectangle, item) for rectangle in unfolded for item in range(*rectangle.batch)
-            )
-        return self._rectangles[q_shard, kv_shard]
-
-    def _fold(self, rectangle: Rectangle, item: int) -> Rectangle:
-        start = item * self._rows
-        rule = None if rectangle.rule is None else _ItemRule(rectangle.rule, item, start)
-        rows = (start + rectangle.rows[0], start + rectangle.rows[1])
-        return replace(rectangle, batch=(0, 1), rows=rows, rule=rule)
-
-    def folded(self) -> BlockMasks:
-        return self
-
-    def merged(self, groups: RankGroups, orders: Sequence[Tensor] | None) -> BlockMasks:
-        raise NotImplementedError("merge blocks before folding them")
-
-
-@dataclass(frozen=True)
-class _ItemRule:
-    """The rule of batch item `item`, whose rows begin at `start` of the folded rows."""
-
-    rule: MaskRule
-    item: int
-    start: int
-
-    def expand(self, batch: Span, rows: Span, keys: Span, device: torch.device) -> Tensor:
-        item_rows = rows[0] - self.start, rows[1] - self.start
-        return self.rule.expand((self.item, self.item + 1), item_rows, keys, device)
 
 
 class CausalBlockMasks(BlockMasks):
@@ -223,7 +175,6 @@ class CausalBlockMasks(BlockMasks):
         self.first = None if first is None else first.detach().cpu().expand(batch, total)
         self.valid = None if valid is None or bool(valid.all()) else valid.detach().bool().cpu().expand(batch, total)
         self._rectangles: dict[tuple[int, int], tuple[Rectangle, ...]] = {}
-        self._folded: FoldedBlockMasks | None = None
         self._orders: dict[tuple[RankGroups, torch.device], list[Tensor]] = {}
         self._merged: dict[RankGroups, CausalBlockMasks] = {}
 
@@ -234,13 +185,6 @@ class CausalBlockMasks(BlockMasks):
             valid = None if self.valid is None else self.valid[:, keys]
             self._rectangles[q_shard, kv_shard] = causal_rectangles(self.batch, rows, keys, first, valid)
         return self._rectangles[q_shard, kv_shard]
-
-    def folded(self) -> BlockMasks:
-        if self.batch == 1:
-            return self
-        if self._folded is None:
-            self._folded = FoldedBlockMasks(self, self.positions[0].numel())
-        return self._folded
 
     def orders(self, groups: RankGroups, device: torch.device) -> list[Tensor]:
         """Return the permutations that restore the order of the text within every group of ranks."""
@@ -278,15 +222,6 @@ def causal_rectangles(
     return interval_rectangles(low, high, keys.numel(), 1, None if valid is None else valid.expand(batch, -1))
 
 
-@dataclass(frozen=True)
-class _DecoderMask:
-    visible: Tensor  # (B or 1, L, K) bool
-
-    def expand(self, batch: Span, rows: Span, keys: Span, device: torch.device) -> Tensor:
-        part = self.visible if self.visible.shape[0] == 1 else self.visible[slice(*batch)]
-        return part[:, slice(*rows), slice(*keys)].to(device)
-
-
 def decoder_rectangles(mask: Tensor | None, batch: int, rows: int, keys: int) -> Iterator[Rectangle]:
     """Yield the mask rectangles of the last `rows` tokens of a text against its `keys` tokens.
 
@@ -304,5 +239,5 @@ def decoder_rectangles(mask: Tensor | None, batch: int, rows: int, keys: int) ->
             f"attention_mask: expected (B, 1, rows, keys) as transformers prepares it, got {tuple(mask.shape)}"
         )
     visible = mask[:, 0, :, :keys]
-    rule = _DecoderMask(visible if visible.dtype is torch.bool else visible >= 0)
+    rule = DenseRule(visible if visible.dtype is torch.bool else visible >= 0, 1)
     yield from masked_rectangles((0, batch), (0, rows), (0, keys), 1, rule)

@@ -16,8 +16,7 @@ from mllm_seqpar.errors import MaskError
 from mllm_seqpar.sharding import Spans, join_spans, span_length, take_spans
 
 from .block_masks import BlockMasks, RankGroups, RowSubset
-from .dense import dense_rectangles
-from .rectangles import Rectangle, interval_rectangles
+from .rectangles import Rectangle, dense_rectangles, interval_rectangles
 
 
 class FrameMask:

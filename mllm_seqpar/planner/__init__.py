@@ -8,7 +8,7 @@ Python. `calibrate`, which measures the machine at hand, and `auto`, which imple
 from .call_cost import CallCost, VisualProjection, call_cost, overlap_ratios_by_rates
 from .candidates import ParallelSpec
 from .cluster import Cluster, read_cluster, write_cluster
-from .selection import Candidate, Selection, SelectionOptions, select_strategy
+from .selection import Candidate, Selection, select_strategy
 
 __all__ = [
     "CallCost",
@@ -16,7 +16,6 @@ __all__ = [
     "Cluster",
     "ParallelSpec",
     "Selection",
-    "SelectionOptions",
     "VisualProjection",
     "call_cost",
     "overlap_ratios_by_rates",

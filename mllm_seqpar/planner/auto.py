@@ -13,14 +13,15 @@ from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.masks import BlockMasks, FrameBlockMasks
-from mllm_seqpar.runtime.strategy_selector import CROSS, CandidateStrategies, SelectedStrategy
+from mllm_seqpar.runtime.strategy_selector import CandidateStrategies, VisualLayers
 from mllm_seqpar.schedules import OverlapRatios
 from mllm_seqpar.schedules.bytes_sent import Problem
 
 from .calibrate import AttentionShape, Calibrations
 from .call_cost import VisibleFraction, VisualProjection, overlap_ratios_by_rates
+from .candidates import ParallelSpec
 from .cluster import Cluster, read_cluster
-from .selection import Selection, SelectionOptions, select_strategy
+from .selection import Selection, select_strategy
 
 _log = get_logger(__name__)
 
@@ -51,68 +52,37 @@ class ClusterSelector:
         *,
         training: bool,
         mesh_shape: tuple[int, int] | None = None,
-        visual: VisualProjection | None = None,
+        visual: VisualLayers | None = None,
     ) -> Selection:
-        cluster = self._cluster(problem, like)
-        visible: VisibleFraction = _visible_fraction(blocks)
+        cluster, problem, mean = self._cluster(problem, like), _round_lengths(problem), _visible_fraction(blocks)
+        if candidates.causal:
+            mean /= 2
         pruned = blocks if isinstance(blocks, FrameBlockMasks) and blocks.prunes else None
-        problem = _round_lengths(problem)
-        key = problem, training, visual, visible, pruned is not None, candidates, mesh_shape, cluster
+        key = problem, training, visual, mean, pruned is not None, candidates, mesh_shape, cluster
         if key not in self._selections:
+            visible: VisibleFraction = mean
             visible_rows = None
             if pruned is not None and problem.ranks <= 4 * MAX_RANKS_WITH_BLOCK_FRACTIONS:
                 visible_rows = pruned.visible_row_counts()
                 if problem.ranks <= MAX_RANKS_WITH_BLOCK_FRACTIONS:
                     visible = pruned.visible_fractions()
-            options = SelectionOptions(
+            selection = select_strategy(
+                problem,
+                cluster,
                 training=training,
-                visible=visible,
-                visible_rows=visible_rows,
-                visual=visual,
-                strategies=[s for s in candidates.strategies if s != "replicate" or visual is not None],
-                causal=candidates.causal,
+                strategies=[name for name in candidates.strategies if name != "replicate" or visual is not None],
                 mesh_shape=mesh_shape,
+                visible_rows=visible_rows,
+                visible=visible,
+                visual=None if visual is None else VisualProjection(**visual._asdict(), trained=training),
             )
-            selection = self._selections[key] = select_strategy(problem, cluster, options=options)
+            ratios = _overlap_ratios(selection.spec, problem, cluster, mean)
+            self._selections[key] = replace(selection, overlap_ratios=ratios)
             logged = candidates.option, selection.spec
             if logged not in self._logged:
                 self._logged.add(logged)
                 _log.info("%s on %s: %s", candidates.option, cluster.name, selection.reason)
         return self._selections[key]
-
-    def select_for_pass(
-        self,
-        problem: Problem,
-        blocks: BlockMasks,
-        like: torch.Tensor,
-        *,
-        training: bool,
-        visual_dim: int,
-        layers: int,
-        recompute: bool,
-    ) -> Selection:
-        visual = VisualProjection(dim=visual_dim, layers=layers, recompute=recompute, trained=training)
-        return self.select(problem, blocks, CROSS, like, training=training, visual=visual)
-
-    def overlap_ratios(
-        self, selection: SelectedStrategy, problem: Problem, blocks: BlockMasks, *, causal: bool
-    ) -> tuple[OverlapRatios, OverlapRatios] | None:
-        a, b = selection.mesh_shape
-        if a == 1 or b == 1:
-            return None
-        assert isinstance(selection, Selection)
-        forward, backward = (
-            overlap_ratios_by_rates(
-                _round_lengths(problem),
-                (a, b),
-                selection.cluster,
-                backward=backward,
-                head_degree=problem.ranks // (a * b),
-                visible=_visible_fraction(blocks) * (0.5 if causal else 1.0),
-            )
-            for backward in (False, True)
-        )
-        return forward, backward
 
     def _cluster(self, problem: Problem, like: torch.Tensor) -> Cluster:
         """Return the cluster for the queries of a call; on their first use, all ranks measure it."""
@@ -137,6 +107,20 @@ def selector_for(config: SeqParConfig, comm: Communicator) -> ClusterSelector:
     cluster = agree(comm, "patch_model(cluster=...)", lambda: read_cluster(path), lambda found: {"cluster": found})
     cluster.check_ranks(comm.size)
     return ClusterSelector(cluster)
+
+
+def _overlap_ratios(
+    spec: ParallelSpec, problem: Problem, cluster: Cluster, visible: float
+) -> tuple[OverlapRatios, OverlapRatios] | None:
+    """Return the ratios that a mesh orders its steps by, forward and backward; None for any other strategy."""
+    if 1 in spec.mesh_shape:
+        return None
+
+    def ratios(backward: bool) -> OverlapRatios:
+        degree, shape = spec.head_degree, spec.mesh_shape
+        return overlap_ratios_by_rates(problem, shape, cluster, backward=backward, head_degree=degree, visible=visible)
+
+    return ratios(False), ratios(True)
 
 
 def _round_lengths(problem: Problem) -> Problem:

@@ -2,32 +2,53 @@
 
 parameters, gradients, optimizer: the shards of FSDP2. features: the visual features of the rank's frames, and their
 gradient where it is needed; in a decoder-only model, the embeddings of the visual tokens of its rows. activations:
-what autograd saves for backward, and the logits. transfers: receive buffers, which stay allocated, and NCCL's memory
-(`transfer_memory`). buffers: temporary memory, which is a gathered layer, and the larger of two: K and V of the
-current cross-attention layer with their gradients in float32 and its partial results, or the inner activations of the
-current MLP. If the vision tower, which runs earlier, needs more with the pixels of its chunk of frames, that counts
-instead.
+what autograd saves for backward, and the logits. transfers: receive buffers, which stay allocated over calls, and
+NCCL's memory. buffers: temporary memory, which is a gathered layer, and the larger of two: K and V of the current
+cross-attention layer with their gradients in float32 and its partial results, or the inner activations of the current
+MLP. If the vision tower, which runs earlier, needs more with the pixels of its chunk of frames, that counts instead.
+
+A communicator keeps its receive buffers (`comm.receive_buffers`). Tensors take turns in a buffer if they belong to the
+same axis, are both inputs or both results, and have the same dtype and number of dimensions. Of each such kind there
+are as many buffers as the call that uses most of them at one time, each as long as that call needs, so that the size
+is found from the sizes of each call, longest first.
 
 Activations are counted as autograd saves them, each tensor once: `tests/unit/planner/test_memory_measured.py` compares
 the formulas with real, patched models. Dropout and position embeddings are left out. Norms are counted as RMS norms
 that compute in float32, which save most; layer norms, as in OpenFlamingo, save less.
 """
 
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
+from itertools import zip_longest
 
-from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem
+from mllm_seqpar.schedules import Axis, MeshShape, TransferKind
+from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem, mesh_bytes
+from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of, resolve_tile
 
 from . import offload
 from .call_cost import shard_bytes
-from .candidates import ParallelSpec
-from .lora import saved_by_adapters
+from .candidates import ParallelSpec, problem_between_groups
 from .model_sizes import LayerSizes, ResamplerSizes, TextSizes, VisionSizes
-from .transfer_memory import communicator_memory, receive_buffer_memory, shards_at_one_time
 from .workload import FLOAT32, Workload
 
 USABLE = 0.92
 """Fraction of a GPU's memory that a plan may fill. The rest is for the driver, the allocator, and the projection of
 recomputed chunks of features."""
+
+COMMUNICATORS = 2
+"""NCCL communicators of a rank: that of FSDP2, and that of the exchanges."""
+
+COMMUNICATOR_BYTES = 2**30
+"""Assumed device memory of one NCCL communicator; not measured by this project.
+
+NCCL allocates a buffer of NCCL_BUFFSIZE, 4 MiB by default, per channel and connection: 256 MiB for 32 channels and the
+two connections of a ring, without the buffers of its other protocols. Users report up to about 1.6 GB (NVIDIA/nccl
+issue 864). Fewer channels (NCCL_MAX_NCHANNELS) or smaller buffers take less.
+"""
+
+Sizes = dict[Hashable, list[int]]
+"""Bytes of the buffers of each kind, longest first."""
 
 # While an answer is generated, there is also "cache", the K and V of the rank's tokens.
 KINDS = ("parameters", "gradients", "optimizer", "features", "activations", "transfers", "buffers")
@@ -42,7 +63,7 @@ def peak_memory(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
     kinds = memory_after_tower(workload, spec)
     kinds["transfers"] += communicator_memory(workload)
     if workload.training:
-        kinds["activations"] += saved_before_features(workload) + saved_by_adapters(workload)
+        kinds["activations"] += saved_before_features(workload) + _saved_by_adapters(workload)
     if workload.training and workload.trained == "all":  # the first layer of a trained tower saves the pixels
         kinds["activations"] += pixels_on_device(workload, workload.local_frames)
     if (
@@ -75,12 +96,10 @@ def memory_after_tower(workload: Workload, spec: ParallelSpec) -> dict[str, int]
     text, element, tokens = workload.model.text, workload.element, workload.tokens
     if workload.model.decoder_only:
         features = workload.placed_tokens * workload.model.embedding_width
-        attention = _self_attention_buffers(workload, spec)
     else:
         features = _visual_tokens(workload, spec) * workload.model.cross.visual_dim
-        attention = _cross_attention_buffers(workload, spec)
     backward = workload.training and workload.trains_features
-    buffers = max(attention, _mlp_buffers(workload))
+    buffers = max(_attention_buffers(workload, spec), _mlp_buffers(workload))
     if spec.strategy == "replicate" and workload.gpus > 1:
         # The shards before concatenation; in backward, the gradient's shards, float32 sums and whole.
         buffers = max(buffers, features * (element + (2 * FLOAT32 if backward else 0)))
@@ -160,6 +179,12 @@ def saved_before_features(workload: Workload) -> int:
         inside, outputs = _tower_layer(vision, element), vision.layers * vision.width * element
         frame += vision.tokens * (outputs + inside if workload.checkpointing else vision.layers * inside)
     return workload.local_frames * frame
+
+
+def _saved_by_adapters(workload: Workload) -> int:
+    """Return the bytes that adapters save in addition to their layers: r channels of each, for text."""
+    count = sum((1 if workload.checkpointing else x.layers) * len(x.text) for x in workload.adapted())
+    return count * (workload.lora_r or 0) * workload.tokens * workload.element
 
 
 def _tower_layer(vision: VisionSizes, element: int) -> int:
@@ -275,38 +300,32 @@ def frozen_tower_memory(workload: Workload) -> int:
     return frames * vision.tokens * token
 
 
-def _cross_attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
-    """Return the buffer bytes of one cross-attention call, the larger of forward and backward."""
-    problem, cross = workload.cross_problem, workload.model.cross
-    if workload.visual_offload:
-        kv, grads = (_keys_values(workload, spec, size) for size in (problem.element, problem.accumulated))
-        grads = grads if workload.training else 0
-        return kv + grads + offload.rows_memory(workload, backward=workload.training)
-    keys_values = _keys_values(workload, spec, problem.element)  # if they are saved: their gradients in that dtype
-    forward = keys_values + _partial_results(problem, spec, backward=False)
-    if not workload.training:
-        return forward
-    backward = keys_values + _keys_values(workload, spec, problem.accumulated)
-    normalized = cross.kv_heads * cross.head_dim if cross.key_norm != "none" else 0
-    if workload.recompute:  # K before its norm
-        backward += problem.element * _visual_tokens(workload, spec) * normalized
-    else:  # norms run backward over all frames at once, with three tensors in float32
-        normalized += cross.visual_dim if cross.features_norm else 0
-        backward += 3 * FLOAT32 * _visual_tokens(workload, spec) * normalized
-    return max(forward, backward + _partial_results(problem, spec, backward=True))
+def _attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
+    """Return the buffer bytes of one call of the compared attention, the larger of forward and backward.
 
-
-def _self_attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
-    """Return the buffer bytes of one self-attention call of a decoder-only model, the larger of forward and backward.
-
-    Q, K and V are activations; backward holds the gradients of K and V as they are added up.
+    K and V of text are activations; those of frames are projected in each pass, unless backward has kept them. Backward
+    holds the gradients of K and V as they are added up.
     """
-    problem = workload.text_problem
-    forward = _partial_results(problem, spec, backward=False)
+    problem, cross = workload.problem(workload.compared), workload.model.cross
+    if workload.model.decoder_only:
+        kv, grads = 0, 2 * problem.batch * problem.rows * problem.kv_heads * problem.dim * problem.accumulated
+    else:
+        kv, grads = (_keys_values(workload, spec, size) for size in (problem.element, problem.accumulated))
+    if workload.visual_offload:
+        rows = offload.rows_memory(workload, backward=workload.training)
+        return kv + rows + (grads if workload.training else 0)
+    forward = kv + _partial_results(problem, spec, backward=False)
     if not workload.training:
         return forward
-    grads = 2 * problem.batch * problem.rows * problem.kv_heads * problem.dim * problem.accumulated
-    return max(forward, grads + _partial_results(problem, spec, backward=True))
+    backward = kv + grads + _partial_results(problem, spec, backward=True)
+    if not workload.model.decoder_only:
+        normalized = cross.kv_heads * cross.head_dim if cross.key_norm != "none" else 0
+        if workload.recompute:  # K before its norm
+            backward += problem.element * _visual_tokens(workload, spec) * normalized
+        else:  # norms run backward over all frames at once, with three tensors in float32
+            normalized += cross.visual_dim if cross.features_norm else 0
+            backward += 3 * FLOAT32 * _visual_tokens(workload, spec) * normalized
+    return max(forward, backward)
 
 
 def _partial_results(problem: Problem, spec: ParallelSpec, *, backward: bool) -> int:
@@ -338,3 +357,72 @@ def _mlp_buffers(workload: Workload) -> int:
             size += tokens * _mlp_token(element, inner, matrices) + matrices * model.text.hidden * inner * FLOAT32
         largest = max(largest, size)
     return largest
+
+
+def communicator_memory(workload: Workload) -> int:
+    """Return the bytes of NCCL's communicators."""
+    return COMMUNICATORS * COMMUNICATOR_BYTES if workload.gpus > 1 else 0
+
+
+def receive_buffer_memory(workload: Workload, spec: ParallelSpec) -> int:
+    """Return the bytes of the receive buffers that stay allocated in a step with this spec.
+
+    It is that of cross-attention, or of self-attention in a decoder-only model.
+    """
+    text, problem = workload.self_attention, workload.text_problem
+    calls = [(workload.problem(workload.compared), spec)]
+    directions = (False, True) if workload.training else (False,)
+    if text != "local" and not workload.model.decoder_only:
+        shape, degree = resolve_tile("ring" if text == "auto" else text, None, problem.ranks)
+        shape = shape or min(  # of even shards: all ranks send the same, so rank 0 decides
+            mesh_shapes_of(problem.ranks),
+            key=lambda shape: sum(sum(mesh_bytes(problem, shape, backward=b).values()) for b in directions),
+        )
+        calls.append((problem, ParallelSpec(text, shape, degree)))
+    return buffer_bytes(receive_buffers(*call, backward=backward) for call in calls for backward in directions)
+
+
+def buffer_bytes(calls: Iterable[Sizes]) -> int:
+    """Return the bytes of the buffers that serve all of these calls."""
+    merged: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for sizes in calls:
+        for kind, own in sizes.items():
+            merged[kind] = [max(pair) for pair in zip_longest(merged[kind], own, fillvalue=0)]
+    return sum(map(sum, merged.values()))
+
+
+def receive_buffers(problem: Problem, spec: ParallelSpec, *, backward: bool) -> Sizes:
+    """Return the receive buffers that one direction of one call uses at one time."""
+    if spec.strategy == "replicate" or spec.mesh_shape == (1, 1):
+        return {}
+    inner = problem_between_groups(problem, spec.head_degree)
+    row, key = inner.batch * inner.heads * inner.rows, inner.key_batch * inner.kv_heads * max(inner.keys)
+    a, b = spec.mesh_shape
+    element, q_result = inner.element, inner.result_element(a, direct=spec.all_pairs)
+    kv_result = inner.result_element(b)
+    o, kv, rows = row * inner.dim * element, key * inner.dim * element, (row * LSE_BYTES, "lse")
+    result, kv_grad = (row * inner.dim * q_result, q_result), (key * inner.dim * kv_result, kv_result)
+    tensors: dict[tuple[TransferKind, Axis], list[tuple[int, Hashable]]] = {
+        ("input", "q"): [(o, element), rows] * 2 if backward else [(o, element)],
+        ("input", "kv"): [(kv, element)] * 2,
+        ("result", "q"): [result] if backward else [result, rows],
+        ("result", "kv"): [kv_grad] * 2,
+    }
+    # A received result is added to the rank's own before the next one of its axis is received.
+    held_q, held_kv = shards_at_one_time(spec.mesh_shape)
+    counts: dict[tuple[TransferKind, Axis], int] = {("input", "q"): held_q, ("input", "kv"): held_kv}
+    counts |= {("result", "q"): int(a > 1), ("result", "kv"): int(b > 1 and backward)}
+    found: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for kind, count in counts.items():
+        for size, group in tensors[kind]:
+            found[kind, group] += [size] * count
+    return dict(found)
+
+
+def shards_at_one_time(mesh_shape: MeshShape) -> tuple[int, int]:
+    """Return the number of Q shards and of KV shards of other ranks that a rank holds at one time.
+
+    A ring holds the shard that it computes with and the next one, a mesh at most all of its groups.
+    """
+    a, b = mesh_shape
+    return (min(a - 1, 2) if b == 1 else a - 1), (min(b - 1, 2) if a == 1 else b - 1)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isqrt
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.families import family_specs
@@ -98,6 +98,21 @@ class CrossAttentionSizes(LayerSizes):
     key_norm: str = "none"
     gate: str = "none"
     earlier_frames: bool = False
+
+
+@dataclass(frozen=True)
+class LinearLayers:
+    """Equal layers of one kind, as (input, output) channels of their linear layers.
+
+    Attributes:
+        layers: the number of equal layers.
+        text: the linear layers that compute on text tokens.
+        visual: those that compute on visual tokens, `VisionSizes.keys` to a frame.
+    """
+
+    layers: int
+    text: tuple[tuple[int, int], ...] = ()
+    visual: tuple[tuple[int, int], ...] = ()
 
 
 NO_CROSS_ATTENTION = CrossAttentionSizes(layers=0, heads=1, kv_heads=1, head_dim=1, visual_dim=1)
@@ -271,6 +286,25 @@ class ModelSizes:
             + self.connector_parameters
         )
 
+    def linear_layers(self, target: str) -> LinearLayers:
+        """Return the linear layers of one of LoRA's targets: attention, mlp, cross or connector."""
+        text, cross, width = self.text, self.cross, self.text.hidden
+        if target == "attention":
+            q, kv = (width, text.heads * text.head_dim), (width, text.kv_heads * text.head_dim)
+            return LinearLayers(text.layers, text=(q, kv, kv, q[::-1]))
+        if target == "mlp":
+            return LinearLayers(text.layers, text=((width, text.mlp_inner),) * text.mlp_matrices)
+        if target == "cross":
+            own = ((width, cross.heads * cross.head_dim),) * (2 if cross.own_queries else 0)
+            own += ((width, cross.mlp_inner),) * cross.mlp_matrices
+            return LinearLayers(cross.layers, own, ((cross.visual_dim, cross.kv_heads * cross.head_dim),) * 2)
+        layers = tuple(pairwise(self.projector or ())) * (1 + self.vision.deepstack)
+        if self.resampler:
+            r, vision = self.resampler, self.vision.width
+            one = ((vision, r.heads * r.head_dim),) * 4 + (((vision, r.mlp_inner),) * 2 if r.mlp_inner else ())
+            layers += one * r.layers
+        return LinearLayers(1, visual=layers)
+
     @property
     def largest_layer(self) -> int:
         """The most parameters that FSDP2 gathers at once: those of a layer, or the embeddings."""
@@ -310,8 +344,8 @@ def read_model(path: str | Path) -> ModelSizes:
 def _read_hf_config(path: Path) -> ModelSizes:
     """Return the sizes of a model directory, or of its `config.json`; raise ConfigError if they cannot be read.
 
-    The file is read as JSON, so that planning needs no model library. Each family translates its own configuration, in
-    `patches/<family>/planner.py`.
+    The file is read as JSON, so that planning needs no model library. Each family translates its own configuration, by
+    `Family.model_sizes`.
     """
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -321,13 +355,29 @@ def _read_hf_config(path: Path) -> ModelSizes:
     except ValueError as error:
         raise ConfigError(f"model: {file} is not JSON: {error}") from error
     model_type = config.get("model_type") if isinstance(config, dict) else None
-    family = next((spec for spec in family_specs() if model_type in spec.model_types), None)
+    families = _families_with_sizes(model_type)
+    family = next((family for family in families if model_type in family.model_types), None)
     if family is None:
-        known = ", ".join(sorted(name for spec in family_specs() for name in spec.model_types))
+        known = ", ".join(sorted({name for family in families for name in family.model_types}))
         raise ConfigError(f"model: {file} has model_type {model_type!r}; known model types: {known}")
     try:
-        return family.module("planner").model_sizes(config, file.resolve().parent.name)
+        sizes: ModelSizes = family.model_sizes(config, file.resolve().parent.name)
+        return sizes
     except KeyError as error:
         raise ConfigError(f"model: {file} lacks {error}, which a {model_type} model needs") from error
     except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ConfigError(f"model: {file} has values that a {model_type} model cannot have: {error}") from error
+
+
+def _families_with_sizes(model_type: Any) -> list[Any]:
+    """Return the families of this package, and the external ones if none of those has this `model_type`.
+
+    An external family is a class, whose module imports torch.
+    """
+    specs: list[Any] = list(family_specs())
+    if any(model_type in spec.model_types for spec in specs):
+        return specs
+    from mllm_seqpar.patching.registry import external_adapters
+
+    external = external_adapters().values()
+    return [*specs, *(x for x in external if getattr(x, "model_types", ()) and getattr(x, "model_sizes", None))]

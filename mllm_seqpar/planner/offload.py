@@ -5,19 +5,14 @@ takes at least features / `HOST_LINK` seconds. Q, O and the log-sum-exp are exch
 so none of these transfers overlaps with it. All Q shards and their results are on the device during a call.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from mllm_seqpar.schedules import TransferKind
 
 from .call_cost import shard_bytes
 from .candidates import ParallelSpec
 from .costs import Cost, Passes
-
-if TYPE_CHECKING:
-    from .workload import Workload
+from .workload import Workload
 
 CHUNK_BYTES = 64 << 20
 """As `runtime.visual_features.CHUNK_BYTES`, the size of a chunk of features in host memory."""

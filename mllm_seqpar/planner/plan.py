@@ -12,7 +12,7 @@ from .costs import Passes
 from .memory import USABLE, peak_memory
 from .records import Record
 from .selection import MARGIN, Candidate
-from .step_cost import cross_attention_candidates, self_attention_candidates, step_parts
+from .step_cost import attention_candidates, step_parts
 from .workload import SELF, Workload
 
 MAX_FRAMES = 2**27
@@ -73,11 +73,6 @@ class Plan:
         return _preferred_run(self.workload)[1].strategy
 
     @property
-    def attention(self) -> str:
-        """The part of a step that the strategies are about."""
-        return "self-attention" if self.workload.model.decoder_only else "cross-attention"
-
-    @property
     def best(self) -> StrategyPlan:
         """The first row, or the preferred one if that is slower by no more than MARGIN, as in `select_strategy`."""
         first = self.rows[0]
@@ -112,14 +107,11 @@ def make_plan(workload: Workload, cluster: Cluster, strategies: Sequence[str] = 
     """
     cluster.check_ranks(workload.gpus)
     if workload.model.decoder_only:
-        strategies = SELF if workload.self_attention == "auto" else (workload.self_attention,)
-        candidates, text = self_attention_candidates(workload, cluster), None
-        if strategies == ("local",):
-            candidates = [replace(candidate, spec=ParallelSpec("local", (1, 1))) for candidate in candidates]
+        strategies, text = SELF if workload.self_attention == "auto" else (workload.self_attention,), None
     else:
-        possible = ("lv-xattn",) if workload.visual_offload else strategies
-        candidates = cross_attention_candidates(workload, cluster, possible)
-        text = self_attention_candidates(workload, cluster)[0]
+        text = attention_candidates(workload, cluster, "self-attention")[0]
+    possible = ("lv-xattn",) if workload.visual_offload else strategies
+    candidates = attention_candidates(workload, cluster, workload.compared, possible)
     by_strategy: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         by_strategy.setdefault(candidate.spec.strategy, []).append(candidate)
@@ -185,6 +177,5 @@ def _why_illegal(strategy: str, workload: Workload) -> str:
         return "one GPU has no other GPU to share with"
     if strategy == "mesh":
         return f"{workload.gpus} GPUs have no tile (a, b) except (n, 1) and (1, n)"
-    model = workload.model
-    heads = model.text.heads if model.decoder_only else model.cross.heads
+    heads = workload.problem(workload.compared).heads
     return f"no group of the {workload.gpus} GPUs divides {heads} heads"  # Ulysses

@@ -42,7 +42,7 @@ def as_json(plan: Plan, data_set: DataSet | None = None) -> dict[str, Any]:
         "enough_gpus": plan.min_gpus,
         "self_attention": {**_shape_json(text.spec), "call": _call_json(text)},
         "strategies": [
-            _row_json(row, plan.attention) | {"cores_per_gpu": plan.cores_per_gpu(row)} for row in plan.rows
+            _row_json(row, plan.workload.compared) | {"cores_per_gpu": plan.cores_per_gpu(row)} for row in plan.rows
         ],
         "not legal": dict(plan.illegal),
     }
@@ -228,7 +228,7 @@ def reasons(plan: Plan) -> list[str]:
             f"{_bytes(_total(best))} of a GPU."
         )
     for row in slower:
-        more = row.parts[plan.attention].exposed - best.parts[plan.attention].exposed
+        more = row.parts[plan.workload.compared].exposed - best.parts[plan.workload.compared].exposed
         waits = more > (row.seconds - best.seconds) / 2
         cause = f": {duration(more)} more of transfers that computation does not hide" if waits else ""
         said.append(f"{row.spec} takes {row.seconds / best.seconds:.3g} times as long{cause}.")

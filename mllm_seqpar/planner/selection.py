@@ -5,43 +5,19 @@ The result is deterministic: ranks with the same problem and cluster select the 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.schedules import OverlapRatios
 from mllm_seqpar.schedules.bytes_sent import Problem
 
-from .call_cost import CallCost, VisibleFraction, VisualProjection, call_cost
+from .call_cost import CallCost, call_cost
 from .candidates import STRATEGIES, ParallelSpec, candidate_specs
 from .cluster import Cluster
 from .costs import Cost, Passes
 
 MARGIN = 0.02
 """The accuracy of the predictions: a smaller difference does not decide."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SelectionOptions:
-    """Options of a selection.
-
-    Attributes:
-        training: forward and backward; False for forward only.
-        visible: fraction of visible entries, for all blocks or for each.
-        causal: whether a query attends to no later keys, in a balanced layout: half of every block.
-        visible_rows: rows of rank i that see any key of rank j, if the mask reduces what LV-XAttn sends.
-        visual: the projection of K and V; None if every layer computes K and V anyway, as for text.
-        mesh_shape: the only mesh shape to consider; None for any.
-        margin: the fraction by which another candidate must be faster than LV-XAttn (or Ring Attention, if LV-XAttn is
-            not a candidate) to be selected.
-    """
-
-    training: bool = True
-    strategies: Sequence[str] = STRATEGIES
-    visible: VisibleFraction = 1.0
-    causal: bool = False
-    visible_rows: Sequence[Sequence[int]] | None = None
-    visual: VisualProjection | None = None
-    overlap: bool = True
-    mesh_shape: tuple[int, int] | None = None
-    margin: float = MARGIN
 
 
 @dataclass(frozen=True)
@@ -53,12 +29,15 @@ class Candidate(Passes):
 
 @dataclass(frozen=True, kw_only=True)
 class Selection(Candidate):
-    """The selected candidate, a line for the log, all candidates, fastest first, and the cluster whose rates
-    decided."""
+    """The selected candidate, a line for the log, and all candidates, fastest first.
+
+    Attributes:
+        overlap_ratios: the ratios that a mesh orders its steps by, forward and backward, if the caller has added them.
+    """
 
     reason: str
     candidates: tuple[Candidate, ...] = field(repr=False)
-    cluster: Cluster = field(repr=False)
+    overlap_ratios: tuple[OverlapRatios, OverlapRatios] | None = None
 
     @property
     def strategy(self) -> str:
@@ -73,49 +52,58 @@ class Selection(Candidate):
         return self.spec.all_pairs
 
 
-def select_strategy(problem: Problem, cluster: Cluster, *, options: SelectionOptions | None = None) -> Selection:
-    """Return the fastest legal spec; raise ConfigError if none is legal. `problem.rank` is ignored."""
-    options = options or SelectionOptions()
-    visible = options.visible
-    if options.causal:
-        visible = visible / 2 if isinstance(visible, float | int) else [[x / 2 for x in row] for row in visible]
+def select_strategy(
+    problem: Problem,
+    cluster: Cluster,
+    *,
+    training: bool = True,
+    strategies: Sequence[str] = STRATEGIES,
+    mesh_shape: tuple[int, int] | None = None,
+    visible_rows: Sequence[Sequence[int]] | None = None,
+    margin: float = MARGIN,
+    **call: Any,
+) -> Selection:
+    """Return the fastest legal spec.
+
+    Args:
+        problem: the call; `problem.rank` is ignored.
+        cluster: whose rates decide.
+        training: forward and backward; False for forward only.
+        strategies: those to compare.
+        mesh_shape: the only mesh shape to consider; None for any.
+        visible_rows: rows of rank i that see any key of rank j, if the mask reduces what LV-XAttn sends.
+        margin: the fraction by which another candidate must be faster than LV-XAttn (or Ring Attention, if LV-XAttn is
+            not a candidate) to be selected.
+        **call: further arguments of `call_cost`: visible, visual, overlap.
+
+    Raises:
+        ConfigError: no strategy is legal, or one is unknown.
+    """
 
     def cost(spec: ParallelSpec, backward: bool) -> CallCost:
-        return call_cost(
-            problem,
-            spec,
-            cluster,
-            backward=backward,
-            visible=visible,
-            visible_rows=options.visible_rows if spec.strategy == "lv-xattn" else None,
-            visual=options.visual,
-            overlap=options.overlap,
-        )
+        rows = visible_rows if spec.strategy == "lv-xattn" else None
+        return call_cost(problem, spec, cluster, backward=backward, visible_rows=rows, **call)
 
     # A mask that makes (row, rank) pairs empty asks for the direct schedule anyway.
-    all_pairs = options.visible_rows is None and cluster.pairs_exchange(problem.ranks)
+    all_pairs = visible_rows is None and cluster.pairs_exchange(problem.ranks)
     candidates = [
-        Candidate(cost(spec, False), cost(spec, True) if options.training else Cost(), spec=spec)
-        for spec in candidate_specs(problem, options.strategies, all_pairs=all_pairs)
-        if options.mesh_shape in (None, spec.mesh_shape)
+        Candidate(cost(spec, False), cost(spec, True) if training else Cost(), spec=spec)
+        for spec in candidate_specs(problem, strategies, all_pairs=all_pairs)
+        if mesh_shape in (None, spec.mesh_shape)
     ]
     # LV-XAttn among all pairs must be faster than LV-XAttn around the ring, which is the first candidate beside it.
-    candidates = [
-        c for c in candidates if not c.spec.all_pairs or c.seconds * (1 + options.margin) < candidates[0].seconds
-    ]
+    candidates = [c for c in candidates if not c.spec.all_pairs or c.seconds * (1 + margin) < candidates[0].seconds]
     if not candidates:
         raise ConfigError(
-            f"strategies: none of {', '.join(options.strategies)} is legal for {problem.heads} heads on "
+            f"strategies: none of {', '.join(strategies)} is legal for {problem.heads} heads on "
             f"{problem.ranks} ranks; allow lv-xattn or ring, which are always legal"
         )
     by_time = sorted(candidates, key=lambda candidate: candidate.seconds)  # stable: equal ones stay in order
     best, preferred = by_time[0], candidates[0]
-    if preferred.spec.strategy in ("lv-xattn", "ring") and preferred.seconds <= best.seconds * (1 + options.margin):
+    if preferred.spec.strategy in ("lv-xattn", "ring") and preferred.seconds <= best.seconds * (1 + margin):
         best = preferred
     reason = _reason(best, by_time, problem)
-    return Selection(
-        best.forward, best.backward, spec=best.spec, reason=reason, candidates=tuple(by_time), cluster=cluster
-    )
+    return Selection(best.forward, best.backward, spec=best.spec, reason=reason, candidates=tuple(by_time))
 
 
 def _reason(best: Candidate, by_time: Sequence[Candidate], problem: Problem) -> str:

@@ -7,51 +7,48 @@ the same again for the gradient of their weights if these are trained, which LoR
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.schedules.bytes_sent import Problem
 
 from . import offload
 from .call_cost import head_sharding_bytes
-from .candidates import STRATEGIES
+from .candidates import STRATEGIES, ParallelSpec
 from .cluster import Cluster
 from .costs import Cost, Passes, all_gather, all_gather_seconds, all_to_all
-from .lora import adapter_work, frozen_bytes
-from .selection import Candidate, SelectionOptions, select_strategy
-from .workload import FLOAT32, SELF, Workload
+from .selection import Candidate, select_strategy
+from .workload import FLOAT32, Workload
 
 PARTS = ("vision tower", "self-attention", "cross-attention", "MLP", "vocabulary", "parameters")
 _ADAPTED = {"self-attention": "attention", "MLP": "mlp", "cross-attention": "cross", "vision tower": "connector"}
 """The layers with adapters that each part contains."""
 
 
-def cross_attention_candidates(
-    workload: Workload, cluster: Cluster, strategies: Sequence[str] = STRATEGIES
+def attention_candidates(
+    workload: Workload, cluster: Cluster, part: str, strategies: Sequence[str] = STRATEGIES
 ) -> Sequence[Candidate]:
-    """Return the legal candidates of these strategies for one cross-attention call, fastest first."""
-    options = SelectionOptions(
-        training=workload.training,
-        strategies=strategies,
-        visible=workload.visible,
-        visual=workload.visual,
-        overlap=workload.overlap,
-    )
-    return select_strategy(workload.cross_problem, cluster, options=options).candidates
+    """Return the legal candidates for one call of the attention of a part, fastest first; ConfigError if none is legal.
 
-
-def self_attention_candidates(workload: Workload, cluster: Cluster) -> Sequence[Candidate]:
-    """Return the candidates of the configured self-attention, fastest first; raise ConfigError if none is legal."""
-    strategies = SELF if workload.self_attention == "auto" else (workload.self_attention,)
-    if workload.self_attention == "local" or workload.gpus == 1:
-        strategies = ("ring",)
-    options = SelectionOptions(training=workload.training, strategies=strategies, causal=True, overlap=workload.overlap)
+    `strategies` are those of cross-attention; the workload has those of self-attention.
+    """
+    options, problem = workload.call_options(part), workload.problem(part)
+    if part != "self-attention":
+        return select_strategy(
+            problem, cluster, training=workload.training, strategies=strategies, **options
+        ).candidates
     try:
-        return select_strategy(workload.text_problem, cluster, options=options).candidates
+        found = select_strategy(
+            problem, cluster, training=workload.training, strategies=workload.text_strategies, **options
+        ).candidates
     except ConfigError as error:
         raise ConfigError(
             f"self_attention: {workload.self_attention} cannot shard {workload.model.text.heads} heads over "
             f"{workload.gpus} GPUs; choose ring, or another number of GPUs"
         ) from error
+    if workload.self_attention == "local":
+        return [replace(candidate, spec=ParallelSpec("local", (1, 1))) for candidate in found]
+    return found
 
 
 def step_parts(workload: Workload, cluster: Cluster, cross: Candidate | None, text: Candidate) -> Mapping[str, Passes]:
@@ -87,7 +84,11 @@ def _linear(
 
 def _adapters(workload: Workload, cluster: Cluster, target: str) -> Passes:
     """Return the cost of the adapters of one kind of layers, which have both gradients in backward."""
-    once = 2 * adapter_work(workload, target) / cluster.matmul
+    keys, work = workload.local_frames * workload.model.vision.keys, 0
+    for found in workload.adapted((target,)):
+        text, visual = (workload.adapter_channels(layers) for layers in (found.text, found.visual))
+        work += found.layers * (text * workload.tokens + visual * keys)
+    once = 2 * work / cluster.matmul
     return Passes(Cost(once), Cost(once * (2 + workload.checkpointing)))
 
 
@@ -189,7 +190,7 @@ def _parameters(workload: Workload, cluster: Cluster, parts: Mapping[str, Passes
         return Passes()
     parameters = workload.model.parameters * workload.element
     if workload.lora_r is not None:  # frozen weights are gathered as they are stored
-        parameters = frozen_bytes(workload) + workload.trained_parameters * workload.element
+        parameters = workload.frozen_bytes + workload.trained_parameters * workload.element
     gradients = workload.trained_parameters * workload.parameter
     computed = sum(parts.values(), Passes())
 

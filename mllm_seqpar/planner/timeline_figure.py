@@ -54,7 +54,7 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
     compared = [by_name[name] for name in ("lv-xattn", "ring") if name in by_name and by_name[name] is not plan.best]
     workload = plan.workload
     video = f"{workload.frames:,} frames, {workload.text:,} text tokens"
-    title = f"One {plan.attention} layer of {workload.model.name}: {video}"
+    title = f"One {workload.compared} layer of {workload.model.name}: {video}"
     panels = [_panel(plan, row) for row in (plan.best, *compared)]
     figure = timeline_figure(f"{title}, {workload.gpus} GPUs of {plan.cluster.name}", panels)
     try:
@@ -65,18 +65,9 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
 
 def _panel(plan: Plan, row: StrategyPlan) -> Panel:
     workload, passes, calls = plan.workload, [], []
+    problem, options = workload.problem(workload.compared), workload.call_options(workload.compared)
     for name, backward in (("forward", False), ("backward", True))[: 2 if workload.training else 1]:
-        decoder_only = workload.model.decoder_only
-        cost = call_cost(
-            workload.text_problem if decoder_only else workload.cross_problem,
-            row.spec,
-            plan.cluster,
-            backward=backward,
-            visible=0.5 if decoder_only else 1.0,
-            visual=None if decoder_only else workload.visual,
-            overlap=workload.overlap,
-            record=True,
-        )
+        cost = call_cost(problem, row.spec, plan.cluster, backward=backward, record=True, **options)
         passes.append((name, cost.timeline))
         calls.append(f"{name} {duration(cost.timeline.seconds)}")
     return Panel(f"{row.spec}: {', '.join(calls)}", passes)

@@ -1,4 +1,11 @@
-"""The workload of a plan: one training step, or one forward pass, of a model on a video and a text."""
+"""The workload of a plan: one training step, or one forward pass, of a model on a video and a text.
+
+With LoRA, adapters on linear layers are trained, and the weights of the model are frozen. An adapter of rank r on a
+linear layer from n to m channels has r (n + m) parameters. It computes on the same tokens as the layer, forward and in
+backward for both gradients. Frozen weights have no gradient, no optimizer state, and no FLOPs for a gradient of theirs;
+the gradient passes through them to earlier layers all the same. Left out: dropout on the input of an adapter, and
+copies of inputs that an adapter in another dtype makes.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,15 +14,19 @@ from typing import Any, ClassVar
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.schedules.bytes_sent import Problem
 
-from . import lora
 from .call_cost import VisualProjection
-from .model_sizes import LayerSizes, ModelSizes
+from .model_sizes import LayerSizes, LinearLayers, ModelSizes
 from .records import Record
 
 FLOAT32 = 4
 TRAINED = ("all", "no-vision", "language", "connector", "none")
 SELF = ("ring", "mesh", "ulysses")
 SELF_ATTENTION = (*SELF, "local", "auto")
+TARGETS = ("attention", "mlp", "cross", "connector")
+"""attention and mlp of the decoder layers; cross-attention layers; the connector, which is what follows the tower."""
+
+BASE_BYTES = (0.5, 1, 2, 4, 8)
+"""Bytes of a frozen weight; 0.5 is a 4-bit weight of QLoRA, without its scales (0.06 bytes, or less if quantised)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +53,7 @@ class Workload(Record):
         parameter: bytes of an element of a stored parameter and of its gradient (float32: 4).
         optimizer: bytes of optimizer state per trained parameter (AdamW in float32: 8).
         lora_r: the rank of LoRA adapters, which are then all that is trained; None without LoRA.
-        lora_target: the layers that have adapters, of `lora.TARGETS`.
+        lora_target: the layers that have adapters, of `TARGETS`.
         answer: tokens that are generated after a forward pass over the prompt, whose K and V stay on the ranks that
             computed them.
         shard_weights: whether the ranks shard the weights for that too; a forward pass or step without `answer` does.
@@ -87,7 +98,7 @@ class Workload(Record):
         "self_attention": SELF_ATTENTION,
         "visual_offload": (None, "cpu"),
         "element": (1, 2, 4, 8),
-        "base_parameter": (None, *lora.BASE_BYTES),
+        "base_parameter": (None, *BASE_BYTES),
     }
 
     def __post_init__(self) -> None:
@@ -109,7 +120,24 @@ class Workload(Record):
             raise ConfigError(f"answer: {why}, or leave answer out")
         if self.shard_weights and not self.answer:
             raise ConfigError("shard_weights: has no effect without answer, because a step shards the weights anyway")
-        lora.check_lora(self)
+        self._check_lora()
+
+    def _check_lora(self) -> None:
+        """Raise ConfigError if the options of LoRA are invalid, or contradict others."""
+        r, target, base = self.lora_r, self.lora_target, self.base_parameter
+        if r is None:
+            if base is not None:
+                raise ConfigError("base_parameter: has no effect without lora_r; pass both, or neither")
+            return
+        if unknown := [name for name in target if name not in TARGETS]:
+            raise ConfigError(f"lora_target: {unknown[0]!r} is unknown; choose from {', '.join(TARGETS)}")
+        if not target or len(set(target)) < len(target):
+            raise ConfigError(f"lora_target: {list(target)!r}; name one or more of {', '.join(TARGETS)}, each once")
+        if self.trained != "no-vision":
+            raise ConfigError(
+                f"trained: {self.trained!r} has no effect with lora_r, which trains adapters only; leave trained out, "
+                "and name their layers by lora_target"
+            )
 
     @property
     def training(self) -> bool:
@@ -208,6 +236,28 @@ class Workload(Record):
         )
 
     @property
+    def compared(self) -> str:
+        """The part of a step that strategies are compared for."""
+        return "self-attention" if self.model.decoder_only else "cross-attention"
+
+    @property
+    def text_strategies(self) -> Sequence[str]:
+        """The strategies of self-attention to compare."""
+        if self.self_attention == "local" or self.gpus == 1:
+            return ("ring",)
+        return SELF if self.self_attention == "auto" else (self.self_attention,)
+
+    def problem(self, part: str) -> Problem:
+        """Return one call of the attention of a part."""
+        return self.text_problem if part == "self-attention" else self.cross_problem
+
+    def call_options(self, part: str) -> dict[str, Any]:
+        """Return what `call_cost` has to know of such a call besides its problem: a causal mask halves every block."""
+        if part == "self-attention":
+            return {"visible": 0.5, "visual": None, "overlap": self.overlap}
+        return {"visible": self.visible, "visual": self.visual, "overlap": self.overlap}
+
+    @property
     def visual(self) -> VisualProjection:
         cross = self.model.cross
         trained = self.trained == "all" or (self.training and self.model.connector_parameters > 0)
@@ -216,9 +266,14 @@ class Workload(Record):
         options = {"recompute": self.recompute, "trained": trained, "weights_trained": self.lora_r is None}
         return VisualProjection(dim=cross.visual_dim, layers=cross.layers, **options)
 
-    def adapted(self, targets: Sequence[str]) -> list[str]:
-        """Return those of the targets that have LoRA adapters."""
-        return [] if self.lora_r is None else [target for target in targets if target in self.lora_target]
+    def adapted(self, targets: Sequence[str] = TARGETS) -> list[LinearLayers]:
+        """Return the linear layers of those of the targets that have LoRA adapters."""
+        names = () if self.lora_r is None else targets
+        return [self.model.linear_layers(target) for target in names if target in self.lora_target]
+
+    def adapter_channels(self, layers: Sequence[tuple[int, int]]) -> int:
+        """Return the parameters of the adapters on linear layers, which are the multiply-adds of a token."""
+        return (self.lora_r or 0) * sum(inputs + outputs for inputs, outputs in layers)
 
     @property
     def language_trained(self) -> bool:
@@ -235,13 +290,21 @@ class Workload(Record):
         """Bytes of all stored parameters of all ranks."""
         if self.lora_r is None:
             return self.model.parameters * self.parameter
-        return lora.frozen_bytes(self) + self.trained_parameters * self.parameter
+        return self.frozen_bytes + self.trained_parameters * self.parameter
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Bytes of all frozen weights beside adapters. Embeddings and the head are not quantised."""
+        model = self.model
+        stored = self.element if self.base_parameter is None else self.base_parameter
+        embeddings = model.text.vocabulary * model.text.hidden * (1 if model.text.tied_embeddings else 2)
+        return int((model.parameters - embeddings) * stored + embeddings * max(stored, self.element))
 
     @property
     def trained_parameters(self) -> int:
         model = self.model
         if self.lora_r is not None:
-            return lora.adapter_parameters(self)
+            return sum(x.layers * self.adapter_channels((*x.text, *x.visual)) for x in self.adapted())
         return {
             "all": model.parameters,
             "no-vision": model.parameters - model.vision.parameters,

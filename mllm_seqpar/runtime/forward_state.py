@@ -24,9 +24,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from mllm_seqpar.attention.call_spec import CallSpec, Placement, accumulation, call_spec_for, problem_of
 from mllm_seqpar.attention.joint import attend, attend_replicated, eager
-from mllm_seqpar.attention.keys import GivenKeys, Keys, as_attended, attended_dtype
+from mllm_seqpar.attention.keys import (
+    CallSpec,
+    GivenKeys,
+    Keys,
+    Placement,
+    accumulation,
+    as_attended,
+    attended_dtype,
+    call_spec_for,
+    problem_of,
+)
 from mllm_seqpar.masks import BlockMasks, FrameBlockMasks, GivenBlockMask, Rectangle
 from mllm_seqpar.masks.block_masks import decoder_rectangles
 
@@ -34,9 +43,9 @@ from .attention_record import AnyRecorder
 from .context import SeqParContext
 from .frames import Frames
 from .fsdp_units import call_within, units_among
-from .kv_projection import KVProjection, Projection
 from .strategy_selector import CROSS, CROSS_MESH, SELF, SELF_MESH, CandidateStrategies, SelectedStrategy, selected_spec
 from .text import TextShards
+from .visual_features import KVProjection, Projection
 from .visual_tokens import VisualTokens
 
 MAX_TEXT_MASK = 1 << 24
@@ -57,8 +66,9 @@ class ForwardState:
         rows: further facts about the rows of this pass, (B, s) each, by name.
         cached_text: (batch, window) -> the mask rectangles of all rows against the tokens that this rank's cache has,
             in a pass with a cache whose text is sharded.
-        visual_tokens: the embeddings of the visual tokens among this rank's rows, of a decoder-only model, which takes
-            them out before any layer runs.
+        visual_tokens: the embeddings of the visual tokens among this rank's rows, of a decoder-only model: those that
+            replace rows of the text (`embedded`), and then those that layers add. The list becomes empty: what takes
+            them out releases them.
         tokens: the number of text tokens so far, this pass included, in a pass with a cache; a static cache is longer.
         recorder: receives a row of each layer that attends to frames, in a pass whose attention to them is recorded.
 
@@ -75,13 +85,13 @@ class ForwardState:
         frames: Frames | None = None,
         rows: Mapping[str, Tensor] | None = None,
         cached_text: Callable[[int, int | None], Iterable[Rectangle]] | None = None,
-        visual_tokens: VisualTokens | None = None,
+        visual_tokens: list[VisualTokens] | None = None,
         tokens: int | None = None,
         recorder: AnyRecorder | None = None,
     ) -> None:
         self.context, self.text, self.frames, self.rows = context, text, frames, rows or {}
         self.cached_text, self.tokens, self.recorder = cached_text, tokens, recorder
-        self.visual_tokens = visual_tokens
+        self.visual_tokens = [] if visual_tokens is None else visual_tokens
         config = context.config
         self.shards_text = text is not None and config.self_attention != "local"
         self._one_process = context.comm.size == 1 and config.kernel == "auto"
@@ -89,6 +99,10 @@ class ForwardState:
         if text is not None and self.shards_text and self._one_process:
             self.takes_mask = not text.is_plain and text.batch * text.length**2 <= MAX_TEXT_MASK
         self._specs: dict[Hashable, CallSpec] = {}
+
+    def embedded(self, embeds: Tensor) -> Tensor:
+        """Return the rows (B, s, C) with the embeddings of visual tokens among them, which the state then releases."""
+        return self.visual_tokens.pop(0).replace_rows(embeds) if self.visual_tokens else embeds
 
     def attend(self, q: Tensor, keys: Sequence[Keys], scale: float) -> Tensor:
         """q (B, H, s, D) -> o (B, H, s, D): one softmax over all keys on all ranks; 0 for rows that attend to none."""
@@ -244,7 +258,7 @@ class ForwardState:
             selection = selection or selector.select(
                 problem, masks, candidates, like, training=torch.is_grad_enabled(), mesh_shape=mesh_shape
             )
-            return selected_spec(selector, selection, masks, problem, config, like.dtype, causal=candidates.causal)
+            return selected_spec(selection, masks, problem, config, like.dtype)
         accumulate = accumulation(config.accumulate_dtype, like.dtype)
         return call_spec_for(strategy, mesh_shape, masks, problem, accumulate, config.overlap)
 

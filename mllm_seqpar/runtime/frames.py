@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mllm_seqpar._transfers import copy_to_device
-from mllm_seqpar.attention.call_spec import CallSpec, Placement
-from mllm_seqpar.attention.keys import GivenKeys, Keys
+from mllm_seqpar.attention.keys import CallSpec, GivenKeys, Keys, Placement
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.autograd import gather_shards
 from mllm_seqpar.errors import ConfigError
@@ -26,37 +25,18 @@ from mllm_seqpar.masks import FrameBlockMasks, FrameMask
 from mllm_seqpar.masks.rectangles import Span
 from mllm_seqpar.sharding import Spans, frame_spans, in_frame_order, span_length
 
-from .fsdp_units import call_within, units_among
 from .host_copies import HostCopies
-from .kv_projection import Projection
 from .offload import HostFeatures
 from .strategy_selector import SelectedStrategy
 from .text import TextShards
-from .visual_features import VisualFeatures, frame_chunks, project_all, project_chunks
-
-
-class FrameSource(Protocol):
-    """Where the K and V of frames come from: the features of the frames, or a cache."""
-
-    def keys(
-        self, layer: Hashable, spec: CallSpec, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
-    ) -> Keys:
-        """Return the keys of a layer; the arguments are those of `ForwardState.frame_keys`."""
-
-    @property
-    def no_frames(self) -> VisualFeatures:
-        """Features of no frames, on the device that computes."""
-
-    @property
-    def layout(self) -> str:
-        """How the frames map to ranks; see `sharding.frame_spans`."""
+from .visual_features import Projection, VisualFeatures, frame_chunks
 
 
 class Frames:
     """The frames of one pass.
 
     Attributes:
-        source: where K and V come from.
+        source: where K and V come from: the features of the frames, or a cache.
         masks: the mask rectangles of every block; with replicated rows, or replicated frames, those of this rank alone.
         key_lengths: the number of visual keys on every rank that `masks` has.
         placement: whether each rank has its own frames, or all of them.
@@ -65,7 +45,11 @@ class Frames:
     """
 
     def __init__(
-        self, source: FrameSource, masks: FrameBlockMasks, tokens: int, placement: Placement = "sharded"
+        self,
+        source: VisualFeatures | VisualKVCache,
+        masks: FrameBlockMasks,
+        tokens: int,
+        placement: Placement = "sharded",
     ) -> None:
         self.source, self.masks, self.placement = source, masks, placement
         self.key_lengths = tuple(span_length(frames) * tokens for frames in masks.frames)
@@ -73,7 +57,9 @@ class Frames:
         self.specs: dict[Hashable, CallSpec] = {}
 
     @classmethod
-    def of_shards(cls, source: FrameSource, mask: FrameMask, text: TextShards, units_per_frame: int = 1) -> Frames:
+    def of_shards(
+        cls, source: VisualFeatures | VisualKVCache, mask: FrameMask, text: TextShards, units_per_frame: int = 1
+    ) -> Frames:
         """Return the frames of a pass with sharded rows, given the mask of ALL rows (B, L) in order.
 
         Args:
@@ -94,7 +80,9 @@ class Frames:
         return cls(source, FrameBlockMasks(by_rank, units), mask.tokens_per_frame)
 
     @classmethod
-    def of_rows(cls, source: FrameSource, mask: FrameMask, comm: Communicator, units_per_frame: int = 1) -> Frames:
+    def of_rows(
+        cls, source: VisualFeatures | VisualKVCache, mask: FrameMask, comm: Communicator, units_per_frame: int = 1
+    ) -> Frames:
         """Return the frames of a pass with rows that every rank has."""
         own = unit_spans(mask.total_frames, units_per_frame, comm, source.layout)[comm.rank]
         return cls(source, FrameBlockMasks([mask], [own]), mask.tokens_per_frame)
@@ -136,6 +124,7 @@ class VisualKVCache:
         units: the number of mask units on all ranks (frames, or image tiles of frames).
         tokens_per_unit: keys of one unit.
         layout: how the frames map to ranks.
+        states: by layer, k and v (1, G, keys of this rank, D), in the memory that the features were in.
     """
 
     def __init__(self, visual: VisualFeatures, total_frames: int) -> None:
@@ -145,6 +134,9 @@ class VisualKVCache:
         self.states: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self._visual: VisualFeatures | None = visual
         self._last: tuple[FrameMask, Frames] | None = None
+        self._copies: HostCopies | None = None
+        if isinstance(visual, HostFeatures):
+            self._copies, self._chunks = visual.copies, frame_chunks(visual.features)
 
     @classmethod
     def given(cls, states: dict[Hashable, tuple[Tensor, Tensor]], frames: int, tokens: int) -> VisualKVCache:
@@ -155,15 +147,6 @@ class VisualKVCache:
         cache.states = dict(states)
         cache.close()
         return cache
-
-    def keys_values(
-        self, layer: Hashable, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """Return k and v (1, G, keys of this rank, D) of a layer; its first call projects them, with gradients."""
-        if layer not in self.states:
-            assert self._visual is not None, f"layer {layer} has not seen the prompt's first pass"
-            self.states[layer] = project_all(project, modules, self._visual.features, self._visual.index, dtype)
-        return self.states[layer]
 
     def frames_of(self, mask: FrameMask, comm: Communicator) -> Frames:
         """Return the frames of a pass whose rows every rank has; those of the last pass if its mask was equal."""
@@ -180,85 +163,56 @@ class VisualKVCache:
     def keys(
         self, layer: Hashable, spec: CallSpec, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
     ) -> Keys:
-        """Return the keys of a layer; its first call projects them."""
-        return GivenKeys(spec, *self.keys_values(layer, project, modules, dtype))
+        """Return the keys of a layer; its first call projects them, with gradients if they are on the device.
 
-    def key_chunks(self, k: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first unit on this rank, k (1, G, keys, D)) of chunks of the k that `keys_values` returned."""
-        yield 0, k
+        Raises:
+            ConfigError: in grad mode, with K and V in host memory.
+        """
+        if self._copies is not None and torch.is_grad_enabled():
+            raise ConfigError(
+                'visual_offload="cpu": a pass with a cache keeps K and V in host memory and has no backward pass; run '
+                "it under torch.no_grad(), or pass use_cache=False"
+            )
+        if layer not in self.states:
+            assert self._visual is not None, f"layer {layer} has not seen the prompt's first pass"
+            self.states[layer] = self._visual.keys_values(project, modules, dtype)
+        k, v = self.states[layer]
+        return GivenKeys(spec, k, v) if self._copies is None else CachedHostKeys(spec, k, v, self)
+
+    def chunks(self, *states: Tensor) -> Iterator[tuple[Span, Sequence[Tensor]]]:
+        """Yield (start, stop) of units of this rank, and their part of tensors (1, G, keys of this rank, D).
+
+        From host memory the parts are copied to the device, and overwritten later.
+        """
+        tokens, copies = self.tokens_per_unit, self._copies
+        if copies is None:
+            yield (0, states[0].shape[2] // tokens), states
+            return
+        keys = [slice(chunk.start * tokens, chunk.stop * tokens) for chunk in self._chunks]
+        names = ("k", "v")[: len(states)]
+        parts = [copies.to_device(name, x[0].transpose(0, 1), keys) for name, x in zip(names, states, strict=True)]
+        for chunk in self._chunks:
+            yield (chunk.start, chunk.stop), [next(part).transpose(0, 1)[None] for part in parts]
+        for part in parts:
+            assert next(part, None) is None  # which marks the last buffer as free
 
     def close(self) -> None:
         """Release the features after the first pass, in which every layer has projected them."""
+        if self._visual is not None and self._copies is not None:
+            self._copies.release()
         self._visual = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VisualKVCache:
         return self
 
 
-class HostKVCache(VisualKVCache):
-    """K and V of a prompt's frames in host memory; for passes without gradients."""
-
-    def __init__(self, visual: HostFeatures, total_frames: int) -> None:
-        super().__init__(visual, total_frames)
-        self._chunks, self._copies = frame_chunks(visual.features), HostCopies(visual.index.device)
-
-    def keys_values(
-        self, layer: Hashable, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """Return k and v (1, G, keys of this rank, D) of a layer, views of host memory; its first call projects them.
-
-        Raises:
-            ConfigError: in grad mode.
-        """
-        if torch.is_grad_enabled():
-            raise ConfigError(
-                'visual_offload="cpu": a pass with a cache keeps K and V in host memory and has no backward pass; run '
-                "it under torch.no_grad(), or pass use_cache=False"
-            )
-        if layer not in self.states:
-            stored = call_within(units_among(modules), lambda: self._project(project, dtype))
-            self.states[layer] = stored[0].transpose(0, 1)[None], stored[1].transpose(0, 1)[None]
-        return self.states[layer]
-
-    def _project(self, project: Projection, dtype: torch.dtype) -> list[Tensor]:
-        """Return k and v (keys, G, D) in host memory."""
-        visual, tokens = self._visual, self.tokens_per_unit
-        assert isinstance(visual, HostFeatures), "the first pass of a prompt projects the K and V of every layer"
-        stored: list[Tensor] = []
-        chunks = self._copies.to_device("features", visual.features, self._chunks)
-        for features, chunk in zip(chunks, self._chunks, strict=True):
-            for number, x in enumerate(project_chunks(project, features.to(visual.dtype), visual.index[chunk], dtype)):
-                if len(stored) <= number:
-                    shape = visual.features.shape[0] * tokens, x.shape[1], x.shape[3]
-                    stored.append(self._copies.host_empty(shape, dtype))
-                target = stored[number][chunk.start * tokens : chunk.stop * tokens]
-                self._copies.to_host(x[0].transpose(0, 1).contiguous(), target)
-        return stored
-
-    def key_chunks(self, k: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first unit on this rank, k (1, G, keys, D) on the device) of chunks, which are overwritten later."""
-        tokens = self.tokens_per_unit
-        keys = [slice(chunk.start * tokens, chunk.stop * tokens) for chunk in self._chunks]
-        parts = self._copies.to_device("k", k[0].transpose(0, 1), keys)
-        for chunk, part in zip(self._chunks, parts, strict=True):
-            yield chunk.start, part.transpose(0, 1)[None]
-
-    def keys(
-        self, layer: Hashable, spec: CallSpec, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
-    ) -> Keys:
-        """Return the keys of a layer, which are copied to the device chunk by chunk; its first call projects them."""
-        k, v = self.keys_values(layer, project, modules, dtype)
-        return StoredKeys(spec, k, v, self._chunks, self.tokens_per_unit, self._copies)
-
-
 @dataclass(frozen=True)
-class StoredKeys(Keys):
-    """Keys in host memory; they are their own chunks (`KeyChunks`).
+class CachedHostKeys(Keys):
+    """Keys of a cache in host memory, which are copied to the device chunk by chunk.
 
     Attributes:
         k, v: (1, G, keys of this rank, D), in host memory.
-        frames: the chunks, by frames of `tokens` keys.
-        copies: the copies to the device.
+        cache: the cache that they are from.
     """
 
     streamed, modules = True, ()
@@ -266,34 +220,19 @@ class StoredKeys(Keys):
     spec: CallSpec
     k: Tensor
     v: Tensor
-    frames: Sequence[slice]
-    tokens: int
-    copies: HostCopies
+    cache: VisualKVCache
 
     def inputs(self) -> Sequence[Tensor]:
         return ()
 
-    def chunks(self, inputs: Sequence[Tensor], needed: Sequence[bool] | None = None) -> StoredKeys:
-        return self
-
     def __iter__(self) -> Iterator[tuple[Span, Tensor, Tensor]]:
-        keys = [slice(chunk.start * self.tokens, chunk.stop * self.tokens) for chunk in self.frames]
-        parts = [self.copies.to_device(name, x[0].transpose(0, 1), keys) for name, x in (("k", self.k), ("v", self.v))]
-        for chunk in self.frames:
-            k, v = (next(part).transpose(0, 1)[None] for part in parts)
-            yield (chunk.start, chunk.stop), k, v
-        for part in parts:
-            assert next(part, None) is None  # which marks the last buffer as free
+        return ((units, k, v) for units, (k, v) in self.cache.chunks(self.k, self.v))
+
+    def chunks(self, inputs: Sequence[Tensor], needed: Sequence[bool] | None = None) -> CachedHostKeys:
+        return self
 
     def add_gradients(self, dk: Tensor, dv: Tensor) -> None:
         raise NotImplementedError("K and V of a cache in host memory have no gradients")
 
     def input_grads(self, *_: Any) -> Sequence[Tensor | None]:
         return ()
-
-
-def frame_cache(visual: VisualFeatures, total_frames: int) -> VisualKVCache:
-    """Return an empty cache for the K and V of these frames, in the memory that the features are in."""
-    if isinstance(visual, HostFeatures):
-        return HostKVCache(visual, total_frames)
-    return VisualKVCache(visual, total_frames)

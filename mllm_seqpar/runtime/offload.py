@@ -20,13 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from mllm_seqpar._compat import graph_task
-from mllm_seqpar.attention.call_spec import CallSpec
-from mllm_seqpar.attention.keys import Keys
+from mllm_seqpar.attention.keys import CallSpec, Keys
 from mllm_seqpar.masks.rectangles import Span
 
+from .fsdp_units import call_within, units_among
 from .host_copies import HostCopies
-from .kv_projection import GradientSums, Projection
-from .visual_features import RecomputedKeys, VisualFeatures, frame_chunks
+from .visual_features import GradientSums, Projection, RecomputedKeys, VisualFeatures, frame_chunks, project_chunks
 
 
 class HostGradient:
@@ -103,15 +102,33 @@ class HostFeatures(VisualFeatures):
         empty = torch.empty((0, *self.features.shape[1:]), dtype=self.dtype, device=self.index.device)
         return VisualFeatures(empty, self.index[:0], self.total_frames)
 
-    def without_features(self) -> HostFeatures:
-        """Return this object with features of no tokens."""
-        return replace(self, features=self.features.new_empty(self.features.shape[0], 0, 0))
-
     def keys(
         self, layer: Hashable, spec: CallSpec, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
     ) -> Keys:
         """Return the keys of a layer, which are projected chunk by chunk."""
         return OffloadedKeys(spec, self, RecomputedKeys(spec, self.no_frames, project, modules, dtype))
+
+    def keys_values(
+        self, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Return k and v (1, G, frames * tokens, D) of all frames, views of host memory; without gradients.
+
+        They are stored as (keys, G, D), so that a chunk of frames is contiguous.
+        """
+        k, v = call_within(units_among(modules), lambda: self._stored_keys_values(project, dtype))
+        return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+
+    def _stored_keys_values(self, project: Projection, dtype: torch.dtype) -> list[Tensor]:
+        frames, tokens, _ = self.features.shape
+        chunks, stored = frame_chunks(self.features), list[Tensor]()
+        features = self.copies.to_device("features", self.features, chunks)
+        for part, chunk in zip(features, chunks, strict=True):
+            for number, x in enumerate(project_chunks(project, part.to(self.dtype), self.index[chunk], dtype)):
+                if len(stored) <= number:
+                    stored.append(self.copies.host_empty((frames * tokens, x.shape[1], x.shape[3]), dtype))
+                target = stored[number][chunk.start * tokens : chunk.stop * tokens]
+                self.copies.to_host(x[0].transpose(0, 1).contiguous(), target)
+        return stored
 
 
 @dataclass(frozen=True)
@@ -145,7 +162,7 @@ class OffloadedKeys(Keys):
         return *saved, *self.projection.inputs()[1:]
 
     def without_inputs(self) -> OffloadedKeys:
-        return replace(self, visual=self.visual.without_features())
+        return replace(self, visual=self.visual.without_features)
 
     def chunks(self, inputs: Sequence[Tensor], needed: Sequence[bool] | None = None) -> _Pass:
         return _Pass(self, inputs, needed or [False] * len(inputs))

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from mllm_seqpar.attention.call_spec import CallSpec, accumulation, call_spec_for
+from mllm_seqpar.attention.keys import CallSpec, accumulation, call_spec_for
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.masks import BlockMasks
 from mllm_seqpar.schedules import OverlapRatios
@@ -27,6 +27,15 @@ class CrossAttentionShape(NamedTuple):
     kv_heads: int
     dim: int
     layers: int
+
+
+class VisualLayers(NamedTuple):
+    """The cross-attention layers of a pass: channels of their features, their number, and whether backward projects K
+    and V again."""
+
+    dim: int
+    layers: int
+    recompute: bool
 
 
 class CandidateStrategies(NamedTuple):
@@ -53,7 +62,10 @@ SELF_MESH = CandidateStrategies('self_attention="mesh"', _ALL_MESH_SHAPES, causa
 
 
 class SelectedStrategy(Protocol):
-    """The selected strategy, its mesh shape (a, b), and whether all pairs of ranks exchange (`CallSpec.all_pairs`)."""
+    """The selected strategy, its mesh shape (a, b), and whether all pairs of ranks exchange (`CallSpec.all_pairs`).
+
+    `overlap_ratios`, forward and backward, order the steps of a mesh; they are None for any other strategy.
+    """
 
     @property
     def strategy(self) -> str: ...
@@ -63,6 +75,9 @@ class SelectedStrategy(Protocol):
 
     @property
     def all_pairs(self) -> bool: ...
+
+    @property
+    def overlap_ratios(self) -> tuple[OverlapRatios, OverlapRatios] | None: ...
 
 
 class StrategySelector(Protocol):
@@ -77,54 +92,26 @@ class StrategySelector(Protocol):
         *,
         training: bool,
         mesh_shape: tuple[int, int] | None = None,
+        visual: VisualLayers | None = None,
     ) -> SelectedStrategy:
-        """Return the fastest of `candidates` for one attention call; only those of `mesh_shape`, unless it is None.
-
-        `like` is any tensor with the device and dtype of the queries. All ranks must call this at the same point of the
-        forward pass. Replication gathers the features before the first layer runs, so it is not a candidate for a
-        single call.
-        """
-
-    def select_for_pass(
-        self,
-        problem: Problem,
-        blocks: BlockMasks,
-        like: torch.Tensor,
-        *,
-        training: bool,
-        visual_dim: int,
-        layers: int,
-        recompute: bool,
-    ) -> SelectedStrategy:
-        """Return the fastest strategy, replication included, for all cross-attention layers of a forward pass.
+        """Return the fastest of `candidates` for one attention call. All ranks call this at the same point of the pass.
 
         Args:
             problem: the call of one layer.
             blocks: its mask.
+            candidates: the strategies to compare.
             like: any tensor with the device and dtype of the queries.
             training: whether a backward pass follows.
-            visual_dim: channels of the visual features.
-            layers: the number of cross-attention layers.
-            recompute: whether backward projects K and V again.
+            mesh_shape: the only mesh shape to consider; None for any.
+            visual: if the selection is for all cross-attention layers of a pass. Replication gathers the features
+                before the first layer runs, so it is no candidate for a single call.
         """
-
-    def overlap_ratios(
-        self, selection: SelectedStrategy, problem: Problem, blocks: BlockMasks, *, causal: bool
-    ) -> tuple[OverlapRatios, OverlapRatios] | None:
-        """Return the ratios that a mesh orders its steps by, forward and backward; None for any other strategy."""
 
 
 def selected_spec(
-    selector: StrategySelector,
-    selection: SelectedStrategy,
-    blocks: BlockMasks,
-    problem: Problem,
-    config: SeqParConfig,
-    dtype: torch.dtype,
-    *,
-    causal: bool,
+    selection: SelectedStrategy, blocks: BlockMasks, problem: Problem, config: SeqParConfig, dtype: torch.dtype
 ) -> CallSpec:
-    """Return the call spec of a selection; a mesh orders its steps by the rates that the selection was made with."""
+    """Return the call spec of a selection."""
     return call_spec_for(
         selection.strategy,
         selection.mesh_shape if selection.strategy in ("mesh", "ulysses") else None,
@@ -132,6 +119,6 @@ def selected_spec(
         problem,
         accumulation(config.accumulate_dtype, dtype),
         config.overlap,
-        selector.overlap_ratios(selection, problem, blocks, causal=causal),
+        selection.overlap_ratios,
         selection.all_pairs,
     )

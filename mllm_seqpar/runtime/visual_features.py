@@ -1,11 +1,22 @@
-"""The visual features that all layers share, and the K and V that are recomputed from them (`RecomputedKeys`).
+"""The visual features that all layers share, and the K and V that layers project from them.
 
 The K and V of a cross-attention layer are a function of the features y and of the layer's own modules (norms,
 projections, LoRA adapters, quantised weights). They are computed for the forward pass, dropped, and recomputed for the
-backward pass, so a layer saves nothing that grows with the number of visual tokens (arXiv 2502.02406, section 3.2).
+backward pass (`RecomputedKeys`), so a layer saves nothing that grows with the number of visual tokens (arXiv
+2502.02406, section 3.2).
 
 Recomputation runs in chunks of frames: the intermediate results of a projection (a normalised float32 copy of y, for
 example) are at least as large as y, and only one chunk of them is alive at a time.
+
+Most projections consist of norms, linear layers and a rotation. `KVProjection` describes such a projection, and
+computes its gradients for a chunk of frames without repeating the matrix multiplications of its forward pass:
+
+    x = input_norm(y);  raw k, v = x W^T + b;  k = rotate(key_norm(raw k))
+    d raw k = key_norm'(rotate^T dk);  dW = [d raw k, dv]^T x;  db = sum of [d raw k, dv];  dx = [d raw k, dv] W
+
+where x is recomputed, which is an element-wise computation, and raw k is kept from the projection of the same backward
+pass if there is a key_norm. Norms are differentiated by autograd. Every other projection, among them one with adapters
+or quantised weights, is differentiated by autograd as a whole (`autograd_grads`).
 """
 
 from __future__ import annotations
@@ -14,20 +25,24 @@ import copy
 import ctypes
 import functools
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
-from mllm_seqpar._compat import dropout_class
-from mllm_seqpar.attention.call_spec import CallSpec
-from mllm_seqpar.attention.keys import AutocastState, GivenKeys, Keys
+from mllm_seqpar._compat import dropout_class, global_module_hooks
+from mllm_seqpar.attention.keys import AutocastState, CallSpec, GivenKeys, Keys
 from mllm_seqpar.errors import ShapeError
 
 from .fsdp_units import call_within, units_among
-from .kv_projection import GradientSums, Grads, KVProjection, Projection, autograd_grads, parameters_of
+
+Projection = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+Grads = tuple[Tensor | None, list[Tensor | None]]
+"""Gradients of a chunk of features and of the trained parameters; None where there is none."""
 
 CHUNK_BYTES = 64 << 20
 """The size of the features that are projected at once; it bounds the intermediate results of a projection."""
@@ -70,6 +85,11 @@ class VisualFeatures:
         """Features of no frames, on the device that computes."""
         return replace(self, features=self.features[:0], index=self.index[:0])
 
+    @functools.cached_property
+    def without_features(self) -> Self:
+        """This object with features of no tokens, for the graph to hold."""
+        return replace(self, features=self.features.new_empty(self.features.shape[0], 0, 0))
+
     def keys(
         self, layer: Hashable, spec: CallSpec, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
     ) -> Keys:
@@ -79,8 +99,21 @@ class VisualFeatures:
             if torch.is_grad_enabled() or keys.is_random:  # the same random numbers with and without gradients
                 return keys
         if not torch.is_grad_enabled():
-            return GivenKeys(spec, *project_all(project, modules, self.features, self.index, dtype))
-        return GivenKeys(spec, *project_whole(project, modules, self.features, self.index, dtype))
+            return GivenKeys(spec, *self.keys_values(project, modules, dtype))
+        # At once, for autograd to save.
+        project_whole = functools.partial(_projected, project, index=self.index, dtype=dtype)
+        return GivenKeys(spec, *call_within(units_among(modules), project_whole, self.features))
+
+    def keys_values(
+        self, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Return k and v (1, G, frames * tokens, D) of all frames, contiguous; differentiable in grad mode.
+
+        Without grad mode, only one chunk of intermediate results is alive at a time, and k and v exist once. `modules`
+        are those that `project` uses.
+        """
+        within = units_among(modules)
+        return call_within(within, lambda x: project_chunks(project, x, self.index, dtype), self.features)
 
 
 def frame_chunks(features: Tensor) -> list[slice]:
@@ -122,24 +155,6 @@ def fingerprint_of(frames: Tensor, sample: Tensor | None = None) -> tuple[int, .
     `sample` is a copy of the `sampled_bits` on the CPU, if there is one.
     """
     return (*frames.shape, checksum(sampled_bits(frames).cpu() if sample is None else sample))
-
-
-def project_all(
-    project: Projection, modules: Sequence[nn.Module], features: Tensor, index: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return k and v (1, G, frames * tokens, D) of all frames, contiguous; differentiable in grad mode.
-
-    Without grad mode, only one chunk of intermediate results is alive at a time, and k and v exist once. `modules` are
-    those that `project` uses.
-    """
-    return call_within(units_among(modules), lambda x: project_chunks(project, x, index, dtype), features)
-
-
-def project_whole(
-    project: Projection, modules: Sequence[nn.Module], features: Tensor, index: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return what `project_all` returns, projected all at once, for autograd to save."""
-    return call_within(units_among(modules), lambda x: _projected(project, x, index, dtype), features)
 
 
 def _projected(project: Projection, features: Tensor, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -212,9 +227,7 @@ class RecomputedKeys(Keys):
 
     def without_inputs(self) -> RecomputedKeys:
         """Return this source without the features, which only saved tensors hold while the graph is alive."""
-        return self.of_chunk(
-            replace(self.visual, features=self.visual.features.new_empty(self.visual.index.shape[0], 0, 0)), 0
-        )
+        return self.of_chunk(self.visual.without_features, 0)
 
     def of_chunk(self, visual: VisualFeatures, number: int) -> RecomputedKeys:
         """Return the source of a chunk of the frames: with the same projection and autocast mode, and its own seed."""
@@ -310,3 +323,278 @@ class RecomputedKeys(Keys):
                 with torch.cuda.device(device):
                     torch.cuda.manual_seed(seed)
             yield
+
+
+@dataclass(frozen=True)
+class KVProjection:
+    """A `Projection` that is made of linear layers, and optionally of norms and a rotation.
+
+    The modules are called, so that their hooks, adapters and quantised weights take part.
+
+    Attributes:
+        linears: the linear layers of K and of V, or one for both.
+        head_dim: D.
+        interleaved: whether the output channels of one linear layer for both are (KV head, {K, V}, D). They are
+            ({K, V}, KV head, D) otherwise.
+        input_norm: applied to the features before the linear layers.
+        key_norm: applied to each head of K behind its linear layer.
+        rotate: (k (f, tokens, G, D), index (f, ...), transposed) -> k of the same shape and dtype, last of all. It is
+            linear in k, and returns its transpose (the inverse of a rotation) if `transposed` is true.
+    """
+
+    linears: tuple[nn.Module, ...]
+    head_dim: int
+    interleaved: bool = False
+    input_norm: nn.Module | None = None
+    key_norm: nn.Module | None = None
+    rotate: Callable[[Tensor, Tensor, bool], Tensor] | None = None
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules whose parameters the projection uses."""
+        return [part for part in (self.input_norm, *self.linears, self.key_norm) if part is not None]
+
+    def __call__(self, features: Tensor, index: Tensor, raw_keys: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Return k and v (1, G, f * tokens, D) of features (f, tokens, width), frame by frame.
+
+        Args:
+            features: the features of f frames.
+            index: (f, ...), what `rotate` takes of each frame.
+            raw_keys: the output of the linear layer of K, (f, tokens, G, D), is appended to it.
+        """
+        x = self._as_input(features)
+        x = x if self.input_norm is None else self.input_norm(x)
+        k, v = self._split([linear(x) for linear in self.linears])
+        if raw_keys is not None:
+            raw_keys.append(k.contiguous())  # not a view that keeps V alive
+        if self.key_norm is not None:
+            k = self.key_norm(k)
+        if self.rotate is not None:
+            k = self.rotate(k, index, False)
+        v = v.flatten(0, 1).transpose(0, 1)[None]
+        if len(self.linears) == 1 and (self.key_norm is not None or self.rotate is not None):
+            v = v.contiguous()  # a view would keep the unmodified K, which shares its storage, alive
+        return k.flatten(0, 1).transpose(0, 1)[None], v
+
+    def has_direct_grads(self, trained: Sequence[Tensor]) -> bool:
+        """Return whether `direct_grads` computes the gradients of the parameters `trained`: whether every linear layer
+        is exactly torch's with ordinary weights, without hooks, and every parameter belongs to the modules."""
+        known = {id(parameter) for parameter in parameters_of(self.modules)}
+        plain = all(_is_plain_linear(linear) for linear in self.linears) and not _has_foreign_global_hook()
+        return plain and all(id(parameter) in known for parameter in trained)
+
+    def direct_grads(
+        self,
+        features: Tensor,
+        index: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        needs_features: bool,
+        trained: Sequence[Tensor],
+        raw_keys: Tensor | None = None,
+    ) -> Grads:
+        """Return the gradients of features (f, tokens, width) and of the parameters `trained`, without repeating the
+        matrix multiplications of the forward pass.
+
+        Args:
+            features: the features of f frames.
+            index: (f, ...).
+            dk: (1, G, f * tokens, D), the gradient of k, in any dtype.
+            dv: the same for v.
+            needs_features: whether the gradient of the features is returned.
+            trained: the parameters whose gradients are returned.
+            raw_keys: (f, tokens, G, D), what the projection of this chunk stored, if there is a `key_norm`.
+
+        Returns:
+            The gradients, that of the features in their dtype.
+        """
+        of_input, of_key = (_parameters_in(norm, trained) for norm in (self.input_norm, self.key_norm))
+        grads: dict[int, Tensor] = {}
+        needs_x = needs_features or bool(of_input)
+        y = self._as_input(features.detach()).requires_grad_(needs_features)
+        with torch.enable_grad():
+            x = y if self.input_norm is None else self.input_norm(_inner(y))
+        dk, dv = (g[0].transpose(0, 1).unflatten(0, features.shape[:2]) for g in (dk, dv))  # (f, tokens, G, D)
+        if self.rotate is not None:
+            dk = self.rotate(dk, index, True)
+        if self.key_norm is not None:
+            assert raw_keys is not None
+            raw = raw_keys.detach().requires_grad_()
+            with torch.enable_grad():
+                k = self.key_norm(_inner(raw))
+            dk, *found = torch.autograd.grad(k, [raw, *of_key], dk.to(k.dtype).contiguous(), allow_unused=True)
+            _add(grads, of_key, found)
+        dx = self._linear_grads(x.detach().flatten(0, 1), self._join(dk, dv), needs_x, trained, grads)
+        d_features = None
+        if dx is not None:
+            dx = dx.view_as(x)
+            if self.input_norm is None:
+                d_features = dx.to(features.dtype)
+            else:
+                targets = ([y] if needs_features else []) + of_input
+                found = list(torch.autograd.grad(x, targets, dx.to(x.dtype), allow_unused=True))
+                d_features = found.pop(0) if needs_features else None
+                d_features = None if d_features is None else d_features.to(features.dtype)
+                _add(grads, of_input, found)
+        return d_features, [grads.get(id(parameter)) for parameter in trained]
+
+    def _linear_grads(
+        self, x: Tensor, outputs: list[Tensor], needs_x: bool, trained: Sequence[Tensor], grads: dict[int, Tensor]
+    ) -> Tensor | None:
+        """Add the gradients of weights and biases to `grads`, and return that of x (rows, width) if it is needed.
+
+        `outputs` has the gradient (rows, channels) of each linear layer's output. Products are computed in the dtype of
+        the forward pass: autocast casts the operands of `mm` and `addmm` as it does those of `linear`.
+        """
+        ids = {id(parameter) for parameter in trained}
+        dx: Tensor | None = None
+        for linear, g in zip(self.linears, outputs, strict=True):
+            weight, bias = linear.weight, linear.bias
+            assert isinstance(weight, Tensor)
+            if id(weight) in ids:
+                _add(grads, [weight], [torch.mm(g.t(), x)])
+            if isinstance(bias, Tensor) and id(bias) in ids:
+                _add(grads, [bias], [g.sum(0, dtype=torch.promote_types(g.dtype, torch.float32))])
+            if needs_x:
+                dx = torch.mm(g, weight) if dx is None else torch.addmm(dx, g, weight)
+        return dx
+
+    def _as_input(self, features: Tensor) -> Tensor:
+        """Return the features in the dtype of the linear layers' weights, unless autocast or the layers cast them.
+
+        FSDP2's mixed precision gathers the weights of a decoder layer in another dtype than that of the features. It
+        casts the arguments of the layer too, but not the features, which are in the state of the pass.
+        """
+        weight = getattr(self.linears[0], "weight", None)
+        if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.element_size() < 2:  # quantised
+            return features
+        return features if torch.is_autocast_enabled(features.device.type) else features.to(weight.dtype)
+
+    def _split(self, outputs: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return k and v (f, tokens, G, D) from the outputs (f, tokens, channels) of the linear layers."""
+        if len(outputs) == 1 and self.interleaved:
+            k, v = outputs[0].unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
+        else:
+            k, v = (
+                x.unflatten(-1, (-1, self.head_dim))
+                for x in (outputs[0].chunk(2, dim=-1) if len(outputs) == 1 else outputs)
+            )
+        return k, v
+
+    def _join(self, dk: Tensor, dv: Tensor) -> list[Tensor]:
+        """Return the gradients (rows, channels) of the linear layers' outputs, given those of the results of `_split`.
+
+        They are in the dtype of the outputs.
+        """
+        gradients = [g.flatten(0, 1) for g in (dk, dv)]
+        dtypes = [_output_dtype(linear) for linear in self.linears]
+        if len(dtypes) == 1:
+            both = [g.to(dtypes[0]) for g in gradients]
+            return [torch.stack(both, dim=-2 if self.interleaved else -3).flatten(1)]
+        contiguous = torch.contiguous_format
+        return [g.to(x, memory_format=contiguous).flatten(1) for g, x in zip(gradients, dtypes, strict=True)]
+
+
+def autograd_grads(
+    project: Projection,
+    features: Tensor,
+    index: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dtype: torch.dtype,
+    needs_features: bool,
+    trained: Sequence[Tensor],
+) -> Grads:
+    """Return the gradients of features (f, tokens, width) and of the parameters `trained`, by differentiating
+    `project`, the result of which is cast to `dtype`. The arguments are those of `KVProjection.direct_grads`."""
+    with torch.enable_grad():
+        part = features.detach().requires_grad_(needs_features)
+        k, v = (x.to(dtype) for x in project(_inner(part), index))
+    outputs = [(x, g.to(x.dtype)) for x, g in ((k, dk), (v, dv)) if x.requires_grad]
+    if not outputs:
+        return None, [None] * len(trained)
+    targets = ([part] if needs_features else []) + list(trained)
+    found = torch.autograd.grad([x for x, _ in outputs], targets, [g for _, g in outputs], allow_unused=True)
+    grads: list[Tensor | None] = list(found)
+    return grads.pop(0) if needs_features else None, grads
+
+
+class GradientSums:
+    """Sums over chunks of the gradients of parameters, in float32 or wider; None for one that has no gradient.
+
+    A parameter that nothing computes with has no gradient, as in the unpatched model. Zeros would hide that a gradient
+    went elsewhere.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.totals: list[Tensor | None] = [None] * count
+
+    def add(self, grads: Sequence[Tensor | None]) -> None:
+        for index, grad in enumerate(grads):
+            total = self.totals[index]
+            if grad is None:
+                continue
+            if total is None:
+                self.totals[index] = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
+            else:
+                total += grad
+
+
+def _inner(leaf: Tensor) -> Tensor:
+    """Return the tensor as the result of an operation: the hooks of torch's FLOP counter do not accept leaf tensors."""
+    return leaf.view_as(leaf)
+
+
+def parameters_of(modules: Iterable[nn.Module], trained: bool = False) -> list[Tensor]:
+    """Return the parameters of modules, each once; with `trained`, those that require gradients.
+
+    `Module.parameters` takes as long as a small projection.
+    """
+    found: dict[int, Tensor] = {}
+    for module in modules:
+        for parameter in module.parameters() if module._modules else module._parameters.values():
+            if parameter is not None and (parameter.requires_grad or not trained):
+                found.setdefault(id(parameter), parameter)
+    return list(found.values())
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    """Return whether a call of the module is `torch.nn.functional.linear` with ordinary tensors, and nothing else.
+
+    Adapters, quantised layers and parametrizations are other classes; sharded and quantised weights are tensors of
+    other classes. FSDP gathers a sharded weight before backward reads it here.
+    """
+    if type(module) is not nn.Linear or "forward" in vars(module):
+        return False
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    tensors = (module.weight, module.bias)
+    return not any(hooks) and all(x is None or type(x) in (Tensor, nn.Parameter) for x in tensors)
+
+
+def _output_dtype(linear: nn.Module) -> torch.dtype:
+    """Return the dtype of the output of a linear layer, under autocast or without."""
+    weight = linear.weight
+    assert isinstance(weight, Tensor)
+    device = weight.device.type
+    casts = torch.is_autocast_enabled(device) and weight.dtype is not torch.float64
+    return torch.get_autocast_dtype(device) if casts else weight.dtype
+
+
+def _has_foreign_global_hook() -> bool:
+    """Return whether every module calls a hook of another library. Those of torch (its FLOP counter) only observe."""
+    owners = (type(getattr(hook, "__self__", None)) for hook in global_module_hooks())
+    return any(not owner.__module__.startswith("torch.") for owner in owners)
+
+
+def _parameters_in(module: nn.Module | None, trained: Sequence[Tensor]) -> list[Tensor]:
+    """Return those of `trained` that are parameters of the module."""
+    own = set() if module is None else {id(parameter) for parameter in parameters_of([module])}
+    return [parameter for parameter in trained if id(parameter) in own]
+
+
+def _add(grads: dict[int, Tensor], parameters: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
+    """Add gradients to those of the same parameters: modules may share one."""
+    for parameter, grad in zip(parameters, found, strict=True):
+        if grad is not None:
+            known = grads.get(id(parameter))
+            grads[id(parameter)] = grad if known is None else known + grad

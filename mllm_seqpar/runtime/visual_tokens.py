@@ -12,7 +12,7 @@ on this rank; W width of an embedding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,12 @@ from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.base import Recv, Send
 
-from .visual_token_record import FrameTokens
+from .attention_record import FrameTokens
 
 LABEL = "visual tokens"
+
+PIECE_BYTES = 1 << 24
+"""The embeddings that a rank sends to another one at a time: enough to use the whole bandwidth of a link."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,10 @@ class TokenPlaces:
                 local = place[self.positions]
         here = (local >= 0).nonzero().flatten()
         source = torch.searchsorted(self.bounds[1:].contiguous(), self.embeddings[here], right=True)
-        order = source.argsort(stable=True)  # received rank by rank, each in the order of the text
-        index = self.samples[here] * rows[rank].numel() + local[here]
-        return TokenRoutes(sends, source.bincount(minlength=len(rows)).tolist(), index[order])
+        index, order = (self.samples[here] * rows[rank].numel() + local[here]).sort()
+        sorted_places = torch.empty_like(order).index_copy_(0, order, torch.arange(order.numel()))
+        receives = [sorted_places[source == other] for other in range(len(rows))]  # each in the order of the text
+        return TokenRoutes(sends, receives, index)
 
 
 @dataclass(frozen=True)
@@ -88,22 +92,28 @@ class TokenRoutes:
 
     Attributes:
         sends: for each rank, the embeddings that it gets, as indices into those of this rank.
-        receives: the number of embeddings that this rank gets from each rank.
-        index: (m,) int64, the row of the flattened (B, s) rows that each received embedding belongs to.
+        receives: for each rank, which of this rank's m visual tokens the embeddings from it belong to, in the order in
+            which that rank sends them.
+        index: (m,) int64, the rows of these visual tokens in the flattened (B, s), ascending.
     """
 
     sends: Sequence[Tensor]
-    receives: Sequence[int]
+    receives: Sequence[Tensor]
     index: Tensor
 
-    def exchange(self, embeddings: Tensor, comm: Communicator) -> VisualTokens:
-        """This rank's embeddings (x, W) -> the embeddings (m, W) of its rows, in the order of the rows."""
+    def exchange(self, embeddings: Tensor, comm: Communicator, count: int = 1) -> list[VisualTokens]:
+        """Exchange embeddings, `count` of each visual token side by side.
+
+        This rank's (x, count * W) -> `count` times the (m, W) of its rows, each in memory of its own. Beside these, a
+        piece of at most `PIECE_BYTES` for each rank is sent and received at a time.
+        """
         device = embeddings.device
-        sends = list(copy_to_device(torch.cat(list(self.sends)), device).split([x.numel() for x in self.sends]))
-        index, order = self.index.sort()
-        order = copy_to_device(order, device)
-        found: Tensor = _ExchangeRows.apply(embeddings, comm, sends, self.receives, order)
-        return VisualTokens(found, copy_to_device(index, device))
+        sends, receives = ([copy_to_device(x, device) for x in each] for each in (self.sends, self.receives))
+        every = torch.cat(list(self.sends))
+        moves = _Moves(comm, sends, receives, embeddings.shape[0], self.index.numel(), every.unique().numel())
+        found: tuple[Tensor, ...] = _ExchangeRows.apply(embeddings, moves, count)
+        index = copy_to_device(self.index, device)
+        return [VisualTokens(part, index) for part in found]
 
 
 @dataclass(frozen=True)
@@ -112,10 +122,6 @@ class VisualTokens:
 
     embeddings: Tensor
     index: Tensor
-
-    def chunk(self, count: int) -> list[VisualTokens]:
-        """Split each embedding into `count` of width W / count, for the layers that add one each."""
-        return [VisualTokens(part, self.index) for part in self.embeddings.chunk(count, -1)]
 
     def replace_rows(self, rows: Tensor) -> Tensor:
         """(B, s, W) -> (B, s, W) with the embeddings in the rows of visual tokens."""
@@ -127,45 +133,100 @@ class VisualTokens:
         return found.index_fill_(0, self.index, True).view(batch, rows)
 
 
-class _ExchangeRows(torch.autograd.Function):
-    """Local shapes: x (x, W) -> (m, W). Rank r sends ``x[sends[p]]`` to each rank p, and receives likewise.
+@dataclass(frozen=True)
+class _Moves:
+    """What `_ExchangeRows` needs besides the embeddings, with the indices of `TokenRoutes` on their device.
 
-    Forward: out = concat over ranks p of their ``x_p[sends_p[r]]``, in the order `order`.
+    Attributes:
+        own: x, the number of embeddings of this rank.
+        rows: m, the number of visual tokens in its rows.
+        used: how many different ones of the x are sent, to others or to this rank itself.
+    """
+
+    comm: Communicator
+    sends: Sequence[Tensor]
+    receives: Sequence[Tensor]
+    own: int
+    rows: int
+    used: int
+
+
+class _ExchangeRows(torch.autograd.Function):
+    """Local shapes: x (x, c W) -> c times (m, W). Rank r sends ``x[sends[p]]`` to each rank p, and receives likewise.
+
+    Forward: ``out[receives[p]] = x_p[sends_p[r]]`` for all ranks p.
     Backward: dx = sum over ranks p of what they received from this rank, row by row; the gradient of the SUM of the
-    losses of all ranks. Each rank sends (x - its own rows) W elements in forward and (m - its own rows) W in backward.
-    Nothing is saved but indices.
+    losses of all ranks. Each rank sends (x - its own rows) c W elements in forward and (m - its own rows) c W in
+    backward. Nothing is saved but indices.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, comm: Communicator, sends: Sequence[Tensor], receives: Sequence[int], order: Tensor
-    ) -> Tensor:
-        ctx.comm, ctx.sends, ctx.receives, ctx.order, ctx.rows = comm, sends, receives, order, x.shape[0]
-        packed = x.detach().index_select(0, torch.cat(list(sends)))
-        return _all_to_all(packed, [s.numel() for s in sends], receives, comm).index_select(0, order)
+    def forward(ctx: Any, x: Tensor, moves: _Moves, count: int) -> tuple[Tensor, ...]:
+        ctx.moves, x = moves, x.detach()
+        width = x.shape[1] // count
+        out = [x.new_empty((moves.rows, width)) for _ in range(count)]
+
+        def give(index: Tensor) -> Tensor:
+            return x.index_select(0, index)
+
+        def take(index: Tensor, piece: Tensor) -> None:
+            for part, columns in zip(out, piece.split(width, 1), strict=True):
+                part.index_copy_(0, index, columns)
+
+        _move(moves.comm, moves.sends, moves.receives, give, take, x)
+        return tuple(out)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        counts = [s.numel() for s in ctx.sends]
-        packed = torch.empty_like(grad, memory_format=torch.contiguous_format).index_copy_(0, ctx.order, grad)
-        parts = _all_to_all(packed, ctx.receives, counts, ctx.comm).split(counts)
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        dx = grad.new_zeros((ctx.rows, grad.shape[1]), dtype=wide)
-        for index, part in zip(
-            ctx.sends, parts, strict=True
-        ):  # rank by rank, so that the bits are the same in each run
-            dx.index_add_(0, index, part.to(wide))
-        return dx.to(grad.dtype), None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        moves: _Moves = ctx.moves
+        like = grads[0].new_empty(0, sum(grad.shape[1] for grad in grads))
+        # An embedding that several rows have sums their gradients, which is rounded once.
+        repeated = moves.used < sum(index.numel() for index in moves.sends)
+        wide = torch.promote_types(like.dtype, torch.float32) if repeated else like.dtype
+        dx = like.new_zeros((moves.own, like.shape[1]), dtype=wide)
+
+        def give(index: Tensor) -> Tensor:
+            return torch.cat([grad.index_select(0, index) for grad in grads], 1)
+
+        def take(index: Tensor, piece: Tensor) -> None:
+            if repeated:
+                dx.index_add_(0, index, piece.to(wide))
+            else:
+                dx.index_copy_(0, index, piece)
+
+        _move(moves.comm, moves.receives, moves.sends, give, take, like)
+        return dx.to(like.dtype), None, None
 
 
-def _all_to_all(packed: Tensor, counts: Sequence[int], receives: Sequence[int], comm: Communicator) -> Tensor:
-    """Send the first ``counts[0]`` rows to rank 0, and so on; return the rows of all ranks, ``receives[r]`` of r."""
-    out = packed.new_empty((sum(receives), *packed.shape[1:]))
-    sent, received = packed.split(list(counts)), out.split(list(receives))
-    received[comm.rank].copy_(sent[comm.rank])
-    others = [rank for rank in range(comm.size) if rank != comm.rank]
-    sends = [Send(rank, sent[rank], LABEL) for rank in others if counts[rank]]
-    recvs = [Recv(rank, received[rank]) for rank in others if receives[rank]]
-    if sends or recvs:
-        comm.exchange(sends, recvs).wait()
-    return out
+def _move(
+    comm: Communicator,
+    sends: Sequence[Tensor],
+    receives: Sequence[Tensor],
+    give: Callable[[Tensor], Tensor],
+    take: Callable[[Tensor, Tensor], None],
+    like: Tensor,
+) -> None:
+    """Move rows like those of `like` between all ranks, in pieces.
+
+    Args:
+        comm: the group.
+        sends, receives: for each rank, indices of the rows that it gets, and that come from it.
+        give: returns the rows with these indices, contiguous.
+        take: takes the rows that have come for these indices; always called in the same order, rank by rank.
+        like: (any, width).
+    """
+    size = max(1, PIECE_BYTES // max(1, like.shape[1] * like.element_size()))
+    longest = max(index.numel() for index in (*sends, *receives))
+    for start in range(0, longest, size):
+        piece = slice(start, start + size)
+        moved = [rank for rank in range(comm.size) if rank != comm.rank]
+        given = [Send(rank, give(sends[rank][piece]), LABEL) for rank in moved if sends[rank][piece].numel()]
+        taken = {rank: like.new_empty((n, like.shape[1])) for rank in moved if (n := receives[rank][piece].numel())}
+        if given or taken:
+            comm.exchange(given, [Recv(rank, buffer) for rank, buffer in taken.items()]).wait()
+        del given
+        for rank in range(comm.size):
+            if rank == comm.rank and sends[rank][piece].numel():
+                take(receives[rank][piece], give(sends[rank][piece]))
+            elif rank in taken:
+                take(receives[rank][piece], taken.pop(rank))

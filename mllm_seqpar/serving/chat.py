@@ -21,14 +21,14 @@ from transformers.utils import logging
 from mllm_seqpar.cli.options import option, parse_options
 from mllm_seqpar.cli.own_ranks import own_ranks, started_by_launcher
 from mllm_seqpar.cli.program_exit import run
-from mllm_seqpar.cli.progress import note, progress_bar, say
+from mllm_seqpar.cli.progress import FramesBar, note, say
 from mllm_seqpar.data.sources import VideoSource
+from mllm_seqpar.data.video import sampling_fault
 from mllm_seqpar.errors import ConfigError, SeqParError
-from mllm_seqpar.inference.arguments import check_clip
+from mllm_seqpar.inference.arguments import ServingOptions
 from mllm_seqpar.inference.conversation import Interrupted
 from mllm_seqpar.inference.evidence import MOMENTS
 
-from .arguments import ServingOptions
 from .engine import Job, MediaFile
 from .jobs import Impossible, Worker, joined_worker
 from .line_editing import line_editing
@@ -64,7 +64,6 @@ class ChatOptions(ServingOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require("seed", 0 <= self.seed < 2**63, "0 or more, below 2**63")
-        check_clip(self.start, self.end)
         for name in ("start", "end") if self.video is None else ():
             self._refuse_unused(name, "it belongs to --video")
 
@@ -209,7 +208,7 @@ class Terminal:
         content = [*({"type": "video"} for _ in video if not shown), {"type": "text", "text": question}]
         messages = [*self._messages, {"role": "user", "content": content}]
         sampling = self._args.sampling(seed=self._args.seed)
-        with _Progress() as progress:
+        with FramesBar() as progress:
             try:
                 job = Job(messages=messages, media=video, sampling=sampling, evidence=MOMENTS)
                 reply = self._worker.run(
@@ -254,29 +253,6 @@ class Terminal:
                 signal.signal(number, handler)
 
 
-class _Progress:
-    """A progress bar of frames that appears with the first frame."""
-
-    def __init__(self) -> None:
-        self._bar: Any = None
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def __call__(self, done: int, total: int) -> None:
-        if self._bar is None:
-            self._bar = progress_bar(total, "frame", "reading and encoding")
-        self._bar.update(done - self._bar.n)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-        self._bar = None
-
-
 @contextmanager
 def terminal_restored() -> Iterator[Callable[[], None]]:
     """Yield a function that restores the terminal's settings, which line editing changes; call it before `os._exit`."""
@@ -308,5 +284,6 @@ def _clip(value: str) -> tuple[float | None, float | None]:
         start, end = map(float, value.split())
     except ValueError as error:
         raise ConfigError(f"/clip {value}: give two times in seconds, such as /clip 60 90, or none") from error
-    check_clip(start, end)
+    if fault := sampling_fault({"start": start, "end": end}):
+        raise ConfigError(f"/clip {value}: {fault}")
     return start, end

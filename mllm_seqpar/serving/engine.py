@@ -24,13 +24,12 @@ from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.chat_family import ChatText, chat_family
 from mllm_seqpar.data.sources import FrameSource, VideoSource
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.inference.arguments import ServingOptions
 from mllm_seqpar.inference.conversation import Conversation
 from mllm_seqpar.inference.generation import Answer, OnText, Sampling
-from mllm_seqpar.inference.model_loading import load_patched, model_files_digest
+from mllm_seqpar.inference.model_loading import load_patched
 from mllm_seqpar.inference.stored_features import FRAME_OPTIONS
-from mllm_seqpar.models.loading import load_processor
-
-from .arguments import ServingOptions
+from mllm_seqpar.models.loading import load_processor, model_digest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,11 +109,10 @@ class Engine:
 
     def __init__(self, args: ServingOptions, comm: Communicator, device: torch.device, keep: int = 1) -> None:
         self.processor = agree(
-            comm, "processor", lambda: load_processor(args.model), lambda _: {"model": model_files_digest(args.model)}
+            comm, "processor", lambda: load_processor(args.model), lambda _: {"model": model_digest(args.model)}
         )
         self.family = chat_family(self.processor)
-        self.comm, self._batch, self._keep = comm, args.encode_batch, keep
-        self._decoding = args.decoding()
+        self.comm, self._encoding, self._decoding, self._keep = comm, args.encoding(), args.decoding(), keep
         self.model = load_patched(args, self.family, comm, device)
         self._conversations: OrderedDict[tuple[MediaFile, ...], Conversation] = OrderedDict()
         self.computing = False
@@ -146,7 +144,7 @@ class Engine:
                 self.model,
                 self.processor,
                 lambda: [file.open(self.family, **self._decoding) for file in job.media],
-                batch=self._batch,
+                **self._encoding,
             )
         limit = job.sampling.max_new_tokens
         text = agree(self.comm, "prompt", lambda: conversation.prompt(job.messages, limit))

@@ -19,9 +19,9 @@ from mllm_seqpar.cli.job_channel import JobChannel
 from mllm_seqpar.cli.launch import launched_ranks
 from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.errors import DivergedError, TransferError
+from mllm_seqpar.inference.arguments import ServingOptions
 from mllm_seqpar.inference.generation import Answer, OnText
 
-from .arguments import ServingOptions
 from .engine import Engine, Job
 
 

@@ -28,8 +28,7 @@ from mllm_seqpar.data.sources import is_picture
 
 from .download import LONGEST, NotAllowed, open_url
 from .engine import MediaFile
-from .protocol import ApiError
-from .schema import MediaReference
+from .protocol import ApiError, MediaReference
 
 _BLOCK = 1 << 20  # a multiple of four, so that a block of base64 is complete
 

@@ -18,8 +18,7 @@ from mllm_seqpar.errors import ConfigError, VideoError
 
 from .engine import MediaFile
 from .media import MediaStore
-from .protocol import ApiError
-from .schema import MediaReference
+from .protocol import ApiError, MediaReference
 
 WIDTH = 240
 """Pixels of a frame's image."""

@@ -27,8 +27,8 @@ from mllm_seqpar.cli.own_ranks import own_ranks
 from mllm_seqpar.cli.program_exit import run
 from mllm_seqpar.cli.progress import note
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.inference.arguments import ServingOptions
 
-from .arguments import ServingOptions
 from .jobs import Worker, joined_worker
 from .upload_folder import upload_folder
 

@@ -1,19 +1,26 @@
-"""The options of fine-tuning: those of transformers' `TrainingArguments`, and two dataclasses of this package."""
+"""The options of fine-tuning: transformers' `TrainingArguments`, and three dataclasses of this package.
 
+All are checked before the model and the data are loaded.
+"""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
-from transformers import TrainingArguments
+from torch import nn
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import HubStrategy, SchedulerType
 
 from mllm_seqpar._compat import optional_import
-from mllm_seqpar.cli.options import CommandOptions, option, parse_tile
+from mllm_seqpar.cli.options import CommandOptions, option
+from mllm_seqpar.cli.shared_options import StoredFrameOptions, StrategyOptions
 from mllm_seqpar.config import CHOICES, SeqParConfig
 from mllm_seqpar.data.chat import ON_BAD_MEDIA
-from mllm_seqpar.data.decoding import DECODER_HELP, FRAME_STORE_HELP, THREADS_HELP, check_decoding
 from mllm_seqpar.data.formats import DEFAULT_TEMPLATE, check_template
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.kernels.registry import kernel_by_name
 
 SAVE_DTYPES = ("source", "float32", "bfloat16", "float16")
 SELF_ATTENTION = tuple(name for name in CHOICES["self_attention"] if name != "star")
@@ -48,7 +55,7 @@ class FineTuningArguments(TrainingArguments):
     )
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelAndData(CommandOptions):
     """The model, its trained parts, the data, and when to save."""
 
@@ -63,25 +70,20 @@ class ModelAndData(CommandOptions):
         "directory that relative paths of media start from; default: that of the data", None
     )
     template: str = option("text of multiple-choice questions, with {question} and {options}", DEFAULT_TEMPLATE)
-    fps: float | None = option("frames per second to sample from each video; default: that of the data, else 1", None)
-    max_frames: int | None = option("maximum number of frames per video, evenly spaced; default: no limit", None)
     features: str | None = option(
         "directory for the outputs of the frozen vision tower: written in the first epoch, and read later", None
     )
-    decode_threads: int | None = option(THREADS_HELP, None)
-    decoder: str = option(DECODER_HELP, "pyav")
-    frame_store: str | None = option(FRAME_STORE_HELP, None)
     read_ahead_gib: float = option(
         "frames of the following samples that a rank reads ahead, in GiB of host memory", 4.0
     )
     max_length: int | None = option("maximum number of text tokens per sample; longer samples are refused", None)
-    on_bad_media: str = option("fail, or skip: replace a sample with broken media by the next one", "fail")
+    on_bad_media: str = option("skip: replace a sample with broken media by another", "fail", choices=ON_BAD_MEDIA)
     global_batch_size: int | None = option(
         "samples of one optimizer step over all ranks; sets --gradient_accumulation_steps", None
     )
     stop_after: int | None = option("save a checkpoint and stop after this step; the schedule is unchanged", None)
     save_minutes: float = option("save a checkpoint whenever this many minutes have passed; 0: never", 30.0)
-    save_dtype: str = option(f"dtype of the final model: {', '.join(SAVE_DTYPES)}", "source")
+    save_dtype: str = option("dtype of the final model; source: that of --model", "source", choices=SAVE_DTYPES)
     freeze: list[str] | None = option("parts to freeze: vision, projector, language, module paths, or patterns", None)
     train: list[str] | None = option("parts or patterns to train although --freeze matches them", None)
     use_peft: bool = option("train LoRA adapters instead of the weights", False)
@@ -94,17 +96,13 @@ class ModelAndData(CommandOptions):
     )
     load_in_4bit: bool = option("QLoRA: load the frozen weights in 4 bits; needs a GPU and bitsandbytes", False)
 
-    def check(self) -> None:
-        """Raise ConfigError for values that are not allowed or would have no effect."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("model", "data"):
             if not getattr(self, name):
                 raise ConfigError(f"--{name} is missing; --help lists the options")
-        self._require_positive("fps", "max_frames", "max_length", "global_batch_size", "stop_after", "lora_r")
-        self._require_positive("read_ahead_gib")
-        check_decoding(self.decode_threads, self.decoder)
+        self._require_positive("max_length", "global_batch_size", "stop_after", "lora_r", "read_ahead_gib")
         self._require("save_minutes", self.save_minutes >= 0, "0 or more")
-        self._require("on_bad_media", self.on_bad_media in ON_BAD_MEDIA, f"one of {', '.join(ON_BAD_MEDIA)}")
-        self._require("save_dtype", self.save_dtype in SAVE_DTYPES, f"one of {', '.join(SAVE_DTYPES)}")
         check_template(self.template)
         self._require("lora_dropout", 0 <= self.lora_dropout < 1, "at least 0 and below 1")
         if not self.freeze:
@@ -123,42 +121,30 @@ class ModelAndData(CommandOptions):
                     self._refuse_unused(item.name, "it is an option of adapters; give --use_peft")
 
 
-@dataclass(kw_only=True)
-class SequenceParallel(CommandOptions):
+@dataclass(frozen=True, kw_only=True)
+class SequenceParallel(StrategyOptions):
     """How a sample is divided over ranks; see `SeqParConfig`."""
 
     _argument_group_name = "sequence parallelism"
 
-    shard_weights: bool = option("FSDP2: each rank holds a shard of the weights, gradients and optimizer states", False)
     sp: int | None = option(
         "ranks that share a sample; default: cp_size of the launch configuration's parallelism, else all ranks", None
     )
-    strategy: str = option(f"cross-attention: {', '.join(CHOICES['strategy'])}", "lv-xattn")
-    self_attention: str = option(f"self-attention of the text: {', '.join(SELF_ATTENTION)}", "ring")
-    text_layout: str = option("how text tokens are sharded over ranks: zigzag, striped, contiguous", "zigzag")
-    tile: str | None = option("mesh shape AxB of mesh (A * B = ranks) or of hybrid ulysses; default: automatic", None)
+    self_attention: str = option("self-attention of the text", "ring", choices=SELF_ATTENTION)
+    text_layout: str = option("how text tokens are sharded over ranks", "zigzag", choices=CHOICES["text_layout"])
     cluster: str | None = option(
         "cluster file by which auto and mesh choose; by default, auto measures in the first pass, and mesh counts "
         "bytes",
         None,
     )
-    mlp_chunk_size: int | None = option("text tokens per MLP chunk, recomputed in backward; default: all", None)
     vision_chunk_size: int | None = option("frames that the vision tower encodes at once", 32)
-    kernel: str = option("block kernel, which computes attention", "auto")
     recompute_visual: bool = option("recompute K and V of visual tokens in backward instead of storing them", True)
     recompute_attention: bool = option("with --gradient_checkpointing, recompute attention too", False)
-    visual_offload: str | None = option("cpu: keep the visual features in host memory", None)
+    visual_offload: str | None = option("cpu: keep the visual features in host memory", None, choices=("cpu",))
 
-    def config(self) -> SeqParConfig:
-        """Return the options of `patch_model`; ConfigError if they contradict each other."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._require_positive("sp")
-        self._require("self_attention", self.self_attention in SELF_ATTENTION, f"one of {', '.join(SELF_ATTENTION)}")
-        if self.kernel != "auto":
-            kernel_by_name(self.kernel)
-        values = {
-            item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("sp", "shard_weights")
-        }
-        return SeqParConfig(**values | {"tile": parse_tile(self.tile)})
 
 
 @dataclass(frozen=True)
@@ -167,8 +153,84 @@ class FineTuneOptions:
 
     training: FineTuningArguments
     run: ModelAndData
+    frames: StoredFrameOptions
     parallel: SequenceParallel
     seqpar: SeqParConfig
 
 
-KINDS = (ModelAndData, SequenceParallel, FineTuningArguments)
+KINDS = (ModelAndData, StoredFrameOptions, SequenceParallel, FineTuningArguments)
+
+_POSITIVE = (
+    *("learning_rate", "adam_epsilon", "num_train_epochs", "ddp_timeout", "gradient_accumulation_steps"),
+    *("per_device_train_batch_size", "per_device_eval_batch_size"),
+)
+REFUSED = {
+    "fp16": "float16 is not verified with sequence parallelism; use --bf16",
+    "torch_compile": "torch.compile does not compile the forward pass of a patched model",
+    "auto_find_batch_size": "the order of the data is fixed before training; set --per_device_train_batch_size",
+    "dataloader_num_workers": "each rank reads ahead in threads, because the ranks agree on bad media while reading",
+    "dataloader_drop_last": "samples that do not fill a step are always left out of their epoch",
+    "train_sampling_strategy": "samples are shuffled in an order that does not depend on the number of processes",
+    "ignore_data_skip": "a resumed run continues with the samples that follow the checkpoint",
+    "enable_jit_checkpoint": "a run that receives SIGTERM saves a checkpoint on all ranks without it",
+    "label_smoothing_factor": "the loss is the model's own, over the shards of the text",
+    "save_only_model": "a checkpoint has what a resumed run needs; OUTPUT_DIR/model has the weights alone",
+    "deepspeed": "DeepSpeed (ZeRO) is not supported; use FSDP2: --shard_weights",
+    "fsdp": "use --shard_weights, which shards by FSDP2, on CPUs too",
+    "fsdp_config": "use --shard_weights, or a configuration of `accelerate launch` for other settings of FSDP2",
+    "hub_strategy": "--push_to_hub uploads the final model, at the end",
+}
+"""Options of `TrainingArguments` that must keep their default, with the reason."""
+
+
+def check_training(values: Mapping[str, Any], run: ModelAndData) -> None:
+    """Raise ConfigError for invalid options of `TrainingArguments`, before it is created."""
+    if not values["output_dir"]:
+        raise ConfigError("--output_dir is missing; --help lists the options")
+    for name in _POSITIVE:
+        if not (math.isfinite(values[name]) and values[name] > 0):
+            raise ConfigError(f"--{name}: {values[name]} is not allowed; give more than 0")
+    if values["max_steps"] < 1 and values["max_steps"] != -1:
+        raise ConfigError(
+            f"--max_steps: {values['max_steps']} is not allowed; give more than 0, or -1 for --num_train_epochs"
+        )
+    defaults = {item.name: item.default for item in fields(FineTuningArguments)}
+    for name, reason in REFUSED.items():
+        if name in defaults and values[name] != defaults[name]:
+            raise ConfigError(f"--{name} {values[name]} is not supported: {reason}")
+    if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
+        raise ConfigError(f"mixed_precision: fp16 in the launch configuration: {REFUSED['fp16']}")
+    for name, unused in (("eval_strategy", "no"), ("load_best_model_at_end", False), ("eval_on_start", False)):
+        if run.eval_data is None and values[name] != unused:
+            raise ConfigError(f"--{name} {values[name]}: there is nothing to evaluate on; give --eval_data")
+    if values["metric_for_best_model"] not in (None, "loss", "eval_loss"):
+        raise ConfigError(f"--metric_for_best_model {values['metric_for_best_model']}: evaluation has eval_loss only")
+    if run.global_batch_size and values["gradient_accumulation_steps"] != 1:
+        raise ConfigError(
+            "--global_batch_size sets --gradient_accumulation_steps; give one of them, and "
+            "--per_device_train_batch_size for the samples of one forward pass"
+        )
+    _check_trackers(values["report_to"])
+
+
+def _check_trackers(names: Sequence[str]) -> None:
+    from transformers.integrations import get_available_reporting_integrations
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    installed = get_available_reporting_integrations()
+    for name in names:
+        if name in (*installed, "all", "none"):
+            continue
+        if name in INTEGRATION_TO_CALLBACK:
+            raise ConfigError(f"--report_to {name}: its package is not installed: pip install {name}, or leave it out")
+        raise ConfigError(f"--report_to {name}: unknown; give some of {', '.join(sorted(INTEGRATION_TO_CALLBACK))}")
+
+
+def check_optimizer(args: TrainingArguments) -> None:
+    """Raise ConfigError if `Trainer` could not create the optimizer, instead of failing after the model is loaded."""
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(args, nn.Module())
+    except (ImportError, ValueError, TypeError, NotImplementedError) as error:
+        if isinstance(error, ImportError) or args.optim_target_modules is None:  # no module is a target here
+            name = getattr(args.optim, "value", args.optim)
+            raise ConfigError(f"--optim {name}: {' '.join(str(error).split())}") from error

@@ -27,18 +27,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator, as_communicator
 from mllm_seqpar.comm.agreement import agree, attempt
-from mllm_seqpar.data.chat import ChatBatch, MediaError
+from mllm_seqpar.data.chat import ChatBatch, ChatDataset, MediaError
 from mllm_seqpar.data.decoding import decode_threads
 from mllm_seqpar.data.prefetch import ReadAheadLimit
-from mllm_seqpar.errors import ConfigError, DataError, SeqParError
+from mllm_seqpar.errors import DataError, SeqParError
 
-from .data_loader import ShardedDataLoader
-from .sample_order import SampleOrder
+from .data_loader import ShardedBatch
 from .stored_tower import ARGUMENT, StoredTower
 
 _log = get_logger(__name__)
@@ -97,9 +96,9 @@ class BatchReader:
     """Reads micro-batches on all ranks together.
 
     Args:
-        loader: this rank's; its data set has the option `on_bad_media`.
+        dataset: its option `on_bad_media` says whether bad samples are replaced.
+        group: the consecutive ranks that share samples.
         comm: all ranks of the run; `reader_communicator()`.
-        sp: number of consecutive ranks that share samples.
         ahead_bytes: limit on the bytes of frames that are read ahead; one micro-batch is always allowed.
         features: read instead of frames if all ranks have those of a micro-batch.
 
@@ -109,18 +108,18 @@ class BatchReader:
 
     def __init__(
         self,
-        loader: ShardedDataLoader,
+        dataset: ChatDataset,
+        group: Any,
         comm: Communicator,
-        sp: int,
         ahead_bytes: int = READ_AHEAD_BYTES,
         features: StoredTower | None = None,
     ) -> None:
-        self._loader, self._comm, self._ahead_bytes = loader, comm, ahead_bytes
-        self._features = features
+        self._dataset, self._group, self._comm = dataset, as_communicator(group), comm
+        self._ahead_bytes, self._features = ahead_bytes, features
         self._opening = threading.Lock()  # tokenizers and tables are used by one thread at a time
-        first = comm.rank // sp * sp
-        self._members = range(first, first + sp)
-        self._skips = loader.dataset.on_bad_media == "skip"
+        first = comm.rank - self._group.rank
+        self._members = range(first, first + self._group.size)
+        self._skips = dataset.on_bad_media == "skip"
         self.skipped: dict[int, str] = {}
 
     def read_all(self, passes: Iterable[Sequence[int]], ahead: int = 1) -> Generator[LoadedBatch]:
@@ -130,7 +129,7 @@ class BatchReader:
         begun.
         """
         limit, waiting = ReadAheadLimit(self._ahead_bytes), deque[Future[LoadedBatch]]()
-        threads = min(_LOADERS, self._loader.dataset.threads or decode_threads())
+        threads = min(_LOADERS, self._dataset.threads or decode_threads())
         loading = ThreadPoolExecutor(threads, thread_name_prefix="load")
         agreeing = ThreadPoolExecutor(1, thread_name_prefix="agree")
         released = count()
@@ -199,7 +198,7 @@ class BatchReader:
 
     def _replaced(self, sample: int) -> int:
         """Return `sample`, or its first replacement that is not known to be bad; DataError if there is none."""
-        total = len(self._loader)
+        total = len(self._dataset)
         for number in range(min(total, MOST_REPLACEMENTS + 1)):
             if (found := replacement(sample, number, total)) not in self.skipped:
                 return found
@@ -219,7 +218,7 @@ class BatchReader:
         try:
             try:
                 with self._opening:
-                    batch = self._loader.batch(samples)
+                    batch = ShardedBatch.of(self._dataset, samples, self._group)
                     size = batch.frame_bytes
             finally:
                 if admit is not None:
@@ -233,7 +232,7 @@ class BatchReader:
         except SeqParError:
             raise
         except (ValueError, TypeError, LookupError, ArithmeticError) as error:  # of a processor, for this content
-            places = ", ".join(self._loader.dataset.records.place(sample) for sample in samples)
+            places = ", ".join(self._dataset.records.place(sample) for sample in samples)
             raise DataError(f"{places}: {type(error).__name__}: {error}") from error
 
     def _skip(self, sample: int, message: str) -> None:
@@ -241,39 +240,6 @@ class BatchReader:
             self.skipped[sample] = message
             if self._comm.rank == self._members[0]:
                 _log.warning("skipped, %d so far: %s", len(self.skipped), message)
-
-
-class TrainingBatches(IterableDataset[LoadedBatch]):
-    """The micro-batches of this rank's group in training order, beginning with a given step; later ones are read ahead.
-
-    Pass it to a `DataLoader` with `batch_size=None` and no worker processes, or iterate over it. `skipped` of the
-    reader counts what was replaced.
-
-    Args:
-        reader: this rank's.
-        order: the order of the samples.
-        group: number of this rank's data parallel group.
-        first_step: the optimizer step to begin with; a resumed run yields what an uninterrupted one would.
-        steps: the step to end before.
-    """
-
-    def __init__(self, reader: BatchReader, order: SampleOrder, *, group: int, first_step: int = 0, steps: int) -> None:
-        self.reader, self._order, self._group = reader, order, group
-        self._first_step, self._steps = first_step, steps
-
-    def __len__(self) -> int:
-        return (self._steps - self._first_step) * self._order.micro_batches
-
-    def __iter__(self) -> Iterator[LoadedBatch]:
-        if get_worker_info() is not None:
-            raise ConfigError(
-                "TrainingBatches in a worker process of a DataLoader, which cannot communicate with other ranks; use "
-                "num_workers=0 (threads read ahead)"
-            )
-        steps = range(self._first_step, self._steps)
-        passes = (samples for step in steps for samples in self._order.step(step, self._group))
-        with closing(self.reader.read_all(passes, self._order.micro_batches)) as batches:
-            yield from batches
 
 
 class Restarted(IterableDataset[Any]):

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from mllm_seqpar.data.chat import DEFAULT_FPS, ChatBatch, load_local_pictures
 from mllm_seqpar.data.chat_family import chat_family
-from mllm_seqpar.data.chat_format import CLIP, SAMPLING, media_parts
+from mllm_seqpar.data.chat_format import media_parts
 from mllm_seqpar.data.sources import FrameSource, ImageListSource, PictureSource, VideoSource
+from mllm_seqpar.data.video import CLIP, SAMPLING
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.mplug_owl3.image_processing import frame_list, to_tensor
 
@@ -125,7 +126,6 @@ class SeqParDataCollator:
             text=text,
             sources=tuple(source for source, _ in listed),
             frames=sum(len(source) for source, _ in listed),
-            lines=(),
             places=tuple(f"conversation {number} of the batch" for number in range(samples)),
             owners=tuple(number for _, number in listed),
         )

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import HfArgumentParser
 
@@ -18,8 +18,19 @@ from mllm_seqpar._compat import options_of, turns_off
 from mllm_seqpar.cli.options import Parser, canonical_arguments, show_ranks_option
 from mllm_seqpar.errors import ConfigError
 
-from .argument_checks import REFUSED, check_optimizer, check_training
-from .arguments import KINDS, FineTuneOptions, FineTuningArguments, ModelAndData, SequenceParallel
+from .arguments import (
+    KINDS,
+    REFUSED,
+    FineTuneOptions,
+    FineTuningArguments,
+    ModelAndData,
+    SequenceParallel,
+    StoredFrameOptions,
+    check_optimizer,
+    check_training,
+)
+
+Kind = TypeVar("Kind")
 
 _EXAMPLE = """\
 mllm-seqpar finetune --num_processes 2 --model DIR --data train.jsonl --output_dir runs/first --global_batch_size 8
@@ -125,9 +136,11 @@ def make_options(values: Mapping[str, Any]) -> FineTuneOptions:
     Raises:
         ConfigError: a value is not allowed, or would have no effect.
     """
-    run = ModelAndData(**{item.name: values[item.name] for item in fields(ModelAndData)})
-    parallel = SequenceParallel(**{item.name: values[item.name] for item in fields(SequenceParallel)})
-    run.check()
+
+    def given_to(kind: type[Kind]) -> Kind:
+        return kind(**{item.name: values[item.name] for item in fields(kind)})  # type: ignore[arg-type]
+
+    run, frames, parallel = given_to(ModelAndData), given_to(StoredFrameOptions), given_to(SequenceParallel)
     seqpar = parallel.config()
     check_training(values, run)
     if seqpar.recompute_attention and not (values["gradient_checkpointing"] or values.get("activation_checkpointing")):
@@ -144,4 +157,4 @@ def make_options(values: Mapping[str, Any]) -> FineTuneOptions:
     check_optimizer(training)
     if parallel.shard_weights and training.world_size == 1:
         raise ConfigError("--shard_weights: there is one process; start several with --num_processes N, or a launcher")
-    return FineTuneOptions(training, run, parallel, seqpar)
+    return FineTuneOptions(training, run, frames, parallel, seqpar)

@@ -1,5 +1,7 @@
 """Micro-batches of a data set; each rank decodes only its frame shard. `batches` yields them in training order."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +12,8 @@ from torch import Tensor
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.comm.base import fingerprint
 from mllm_seqpar.data.chat import ChatBatch, ChatDataset, load_local_pictures
-from mllm_seqpar.data.chat_family import chat_family
-from mllm_seqpar.data.chat_format import media_parts
+from mllm_seqpar.data.chat_family import ChatFamily, chat_family
+from mllm_seqpar.data.chat_format import media_parts, part_files
 from mllm_seqpar.data.formats.tables import is_embedded
 from mllm_seqpar.data.media_files import is_remote, media_size
 from mllm_seqpar.errors import DataError, VideoError
@@ -24,18 +26,32 @@ class ShardedBatch:
 
     Attributes:
         chat: the text, the locations of the frames, and their numbers over the whole group.
-        processor: the model's; its family defines the arguments of forward.
-        group: the ranks that share the frames, as `as_communicator` takes it.
+        family: that of the model, which defines the arguments of forward.
+        group: the ranks that share the frames: a process group, a one-dimensional mesh, a communicator, or None for
+            all.
     """
 
     chat: ChatBatch
-    processor: Any
+    family: ChatFamily
     group: Any
+
+    @classmethod
+    def of(cls, dataset: ChatDataset, samples: Sequence[int], group: Any = None) -> ShardedBatch:
+        """Return the samples with these numbers as one micro-batch, without decoding frames.
+
+        Raises:
+            DataError: if no sample has a target token, or a sample is too long.
+            MediaError: if a video cannot be opened.
+        """
+        chat = dataset.batch(samples)
+        if chat.targets == 0:
+            raise DataError(f"{', '.join(chat.places)}: no target tokens; add a message of the assistant")
+        return cls(chat, chat_family(dataset.processor), group)
 
     @property
     def frame_bytes(self) -> int:
         """The bytes of this rank's frames, as `inputs` returns them."""
-        family = chat_family(self.processor)
+        family = self.family
         local = len(FrameShard.of(len(self.chat.text.slots), self.group, family.frame_layout))
         return local * sum(x.nbytes for x in family.blank()) if local else 0
 
@@ -44,7 +60,7 @@ class ShardedBatch:
 
         Without `decode`, blank images that take the memory of one stand for the frames.
         """
-        family = chat_family(self.processor)
+        family = self.family
         arguments: dict[str, Any] = family.arguments(self.chat.text)
         total = len(self.chat.text.slots)
         if total:
@@ -60,36 +76,6 @@ class ShardedBatch:
         return moved | {"use_cache": False}
 
 
-class ShardedDataLoader:
-    """The micro-batches of a data set, for one rank.
-
-    Args:
-        dataset: the conversations.
-        processor: that of the model.
-        group: the ranks that share a sample: a process group, a one-dimensional mesh, a communicator, or None for all.
-    """
-
-    def __init__(self, dataset: ChatDataset, processor: Any, group: Any = None) -> None:
-        self.dataset = dataset
-        self._processor = processor
-        self._group = group
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def batch(self, samples: Sequence[int]) -> ShardedBatch:
-        """Return the samples with these numbers as one micro-batch, without decoding frames.
-
-        Raises:
-            DataError: if no sample has a target token, or a sample is too long.
-            MediaError: if a video cannot be opened.
-        """
-        chat = self.dataset.batch(samples)
-        if chat.targets == 0:
-            raise DataError(f"{', '.join(chat.places)}: no target tokens; add a message of the assistant")
-        return ShardedBatch(chat, self._processor, self._group)
-
-
 def data_digest(dataset: ChatDataset) -> str:
     """Return a hash of the records of a data set, and of the names and sizes of their media files."""
     media = (f"{name} {size}" for name, size in media_sizes(dataset))
@@ -103,7 +89,7 @@ def media_sizes(dataset: ChatDataset) -> Iterator[tuple[str, int]]:
     """
     for index in range(len(dataset)):
         for part in media_parts(dataset.messages(index)):
-            for name in part.get("images") or [part["path"]]:
+            for name in part_files(part):
                 if not is_embedded(name):
                     yield name, _size(dataset, index, name)
 

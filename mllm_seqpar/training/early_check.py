@@ -13,10 +13,13 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from mllm_seqpar.cli.options import Parser
+from mllm_seqpar.cli import options
 
-_ARGUMENTS = Path(__file__).with_name("arguments.py")
-_CLASSES = ("TrainingArguments", "FineTuningArguments", "ModelAndData", "SequenceParallel")
+_FILES = (Path(options.__file__).with_name("shared_options.py"), Path(__file__).with_name("arguments.py"))
+_CLASSES = (
+    *("TrainingArguments", "FineTuningArguments", "ModelAndData"),
+    *("FrameOptions", "StoredFrameOptions", "StrategyOptions", "SequenceParallel"),
+)
 _OTHER = {"num_processes": "int", "config": "str"}
 """Options beside the fields of these classes, and their types."""
 
@@ -26,8 +29,9 @@ def check_command_line(argv: Sequence[str]) -> None:
     theirs = _training_arguments()
     if theirs is None or not {"-h", "--help", "--help_all", "--help-all"}.isdisjoint(argv):
         return
-    parser = Parser(add_help=False)
-    for name, annotation in {**_OTHER, **dict(_fields(theirs)), **dict(_fields(_ARGUMENTS))}.items():
+    parser = options.Parser(add_help=False)
+    found = dict(item for file in (theirs, *_FILES) for item in _fields(file))
+    for name, annotation in {**_OTHER, **found}.items():
         first = annotation.split(" | ")[0]
         kind = next((kind for kind in (int, float) if first == kind.__name__), str)
         names = [f"--{name}", f"--no_{name}"] if first == "bool" else [f"--{name}"]

@@ -44,14 +44,13 @@ from mllm_seqpar.models.loading import load_model, load_processor, model_digest
 from .arguments import FineTuneOptions, ModelAndData
 from .command_line import make_options, read_options
 from .data_loader import data_digest
-from .export import export_dtype, export_model, run_on_rank_0
-from .figure import write_figure
+from .export import create_repository, export_dtype, export_model, run_on_rank_0, upload
 from .finetune_trainer import FineTuneData, FineTuneTrainer
-from .hub_upload import create_repository, upload
 from .parameters import choose_parameters
 from .resume import find_checkpoint, require_shared_directory, step_of
 from .sample_order import SampleOrder
 from .summary import model_card, run_summary
+from .terminal_log import write_figure
 from .trainer_checks import find_parallelism
 
 _LAUNCH_SETTINGS = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_", "FSDP_", "PARALLELISM_CONFIG_")
@@ -198,8 +197,8 @@ def _open_data(options: FineTuneOptions) -> tuple[FineTuneData, Path | None, dic
     run, args = options.run, options.training
     refuse_adapter(Path(local_directory(str(run.model))), "training starts from a whole model")
     processor = load_processor(str(run.model))
-    sampling = {name: getattr(run, name) for name in ("fps", "max_frames", "max_length", "media_root", "template")}
-    sampling |= {"threads": run.decode_threads, "decoder": run.decoder, "frame_store": run.frame_store}
+    sampling = {name: getattr(run, name) for name in ("max_length", "media_root", "template")}
+    sampling |= {"fps": options.frames.fps, "max_frames": options.frames.max_frames, **options.frames.decoding()}
     training = ChatDataset(str(run.data), processor, on_bad_media=run.on_bad_media, **sampling)
     evaluation = ChatDataset(run.eval_data, processor, **sampling) if run.eval_data else None
     sp = options.parallel.sp
@@ -244,8 +243,8 @@ def _features(options: FineTuneOptions, processor: Any) -> TowerStore | None:
     bf16 = options.training.bf16 or os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
     settings = {
         "model": model_fingerprint(str(run.model), chat_family(processor).tower_weights),
-        "fps": run.fps,
-        "max_frames": run.max_frames,
+        "fps": options.frames.fps,
+        "max_frames": options.frames.max_frames,
         "precision": ("bf16" if bf16 else "that of the weights") + (", in 4 bits" if run.load_in_4bit else ""),
     }
     return TowerStore(run.features, settings)

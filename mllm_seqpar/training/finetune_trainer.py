@@ -2,7 +2,7 @@
 
 It changes the following of `SeqParTrainer`:
 
-- Batches come from `TrainingBatches`: each rank decodes only its own frames, the order does not depend on the number of
+- Batches come from `BatchReader`: each rank decodes only its own frames, the order does not depend on the number of
   processes, and bad media are replaced or raised on all ranks. `Trainer` counts the tokens of a step before its first
   forward pass, so the frames of all micro-batches of a step are in host memory, and those that are read ahead.
 - The loss is the mean over the target tokens of the step for every family: `Trainer` counts tokens only if a model's
@@ -36,22 +36,13 @@ from mllm_seqpar.errors import DataError, TransferError
 from mllm_seqpar.integrations.accelerate.fsdp2 import reshard
 from mllm_seqpar.patching import patch_of
 
-from .batches import (
-    READ_AHEAD_BYTES,
-    BatchReader,
-    LoadedBatch,
-    Restarted,
-    TrainingBatches,
-    reader_communicator,
-)
+from .batches import READ_AHEAD_BYTES, BatchReader, LoadedBatch, Restarted, reader_communicator
 from .checkpoint_clock import CheckpointClock
-from .data_loader import ShardedDataLoader
-from .host_frames import frame_arguments_of, with_host_frames
 from .resume import RunLayout
 from .sample_order import SampleOrder, eval_order
 from .stored_tower import ARGUMENT, StoredTower
 from .terminal_log import TerminalLog
-from .trainer import SeqParTrainer
+from .trainer import SeqParTrainer, frame_arguments_of, with_host_frames
 
 _log = get_logger(__name__)
 
@@ -104,13 +95,12 @@ class FineTuneTrainer(SeqParTrainer):
         self.add_callback(TerminalLog())
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the repository exists (see `hub_upload`)."""
+        """Do nothing: the repository exists (see `export`)."""
 
     def _reader(self, dataset: ChatDataset, comm: Any) -> BatchReader:
         patch = patch_of(self.model)
         assert patch is not None
-        loader = ShardedDataLoader(dataset, self.data.processor, patch.context.comm)
-        return BatchReader(loader, comm, self.sequence_parallel_size, self.data.ahead_bytes, self._features)
+        return BatchReader(dataset, patch.context.comm, comm, self.data.ahead_bytes, self._features)
 
     @property
     def _sample_group(self) -> int:
@@ -131,8 +121,10 @@ class FineTuneTrainer(SeqParTrainer):
         epoch, done = order.position(start)
         yield from [None] * (done * order.micro_batches)
         end = (epoch + 1) * order.steps_per_epoch
-        for batch in TrainingBatches(reader, order, group=self._sample_group, first_step=start, steps=end):
-            yield batch.arguments
+        passes = order.passes(self._sample_group, start, end)
+        with closing(reader.read_all(passes, order.micro_batches)) as batches:
+            for batch in batches:
+                yield batch.arguments
 
     def _frames_on_host(self, arguments: Any) -> Any:
         return with_host_frames(arguments, frame_arguments_of(self.model))

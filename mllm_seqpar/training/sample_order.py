@@ -7,6 +7,7 @@ g-th `micro_batch` of those.
 """
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -67,6 +68,11 @@ class SampleOrder:
         samples = order[index * self.global_batch : (index + 1) * self.global_batch]
         size = self.micro_batch
         return [samples[start : start + size] for start in range(group * size, self.global_batch, size * self.dp)]
+
+    def passes(self, group: int, first: int, end: int) -> Iterator[list[int]]:
+        """Yield the samples of each micro-batch of `group` from optimizer step `first` to the step before `end`."""
+        for step in range(first, end):
+            yield from self.step(step, group)
 
 
 @lru_cache(maxsize=1)

@@ -93,7 +93,7 @@ def model_card(options: FineTuneOptions, log: Sequence[Mapping[str, Any]], sampl
     base = os.path.abspath(base) if os.path.exists(base) else base
     kind = "LoRA adapters" if run.use_peft else "A model"
     library = "peft" if run.use_peft else "transformers"
-    given = {**vars(options.training), **vars(run), **vars(options.parallel)}
+    given = {**vars(options.training), **vars(run), **vars(options.frames), **vars(options.parallel)}
     names = [name for name in _CARD_OPTIONS if run.use_peft or not name.startswith("lora_")]
     shown = {name: given[name] for name in names if given[name] not in (None, [], False)}
     losses = {name: [row[name] for row in log if name in row] for name in ("loss", "eval_loss")}

@@ -1,4 +1,4 @@
-"""The rows that a run prints: one for each entry of its log, within 80 columns.
+"""The log of a run: the rows that it prints, within 80 columns, and the figure of loss, evaluation and learning rate.
 
 `trainer_state.json` has more, such as the memory of each rank.
 """
@@ -7,15 +7,22 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from transformers.trainer_callback import ProgressCallback
 
+from mllm_seqpar._logging import get_logger
+
 HEADER = f"{'step':>13}{'ETA':>10}{'loss':>9}{'learning rate':>15}{'tokens/s':>10}{'data wait':>11}  peak memory"
 _ROWS = 40
 """Rows from header to header."""
+
+FIGURE = "training.png"
+
+_log = get_logger(__name__)
 
 _PEAK = "peak_memory_mib/rank_"
 
@@ -86,3 +93,37 @@ def _size(mib: float) -> str:
 def _write(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
+
+
+def write_figure(log: Sequence[Mapping[str, Any]], directory: Path) -> Path | None:
+    """Write the figure of a log (`log_history`) and return its path; None without matplotlib, or without steps."""
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError:
+        _log.info("%s is not drawn: matplotlib is not installed", FIGURE)
+        return None
+    steps = [row for row in log if "loss" in row]
+    evaluations = [row for row in log if "eval_loss" in row]
+    if not steps:
+        return None
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    numbers, mark = [row["step"] for row in steps], "." if len(steps) < 50 else ""
+    loss.plot(numbers, [row["loss"] for row in steps], marker=mark, linewidth=1.2, label="training")
+    if evaluations:
+        points = [row["step"] for row in evaluations], [row["eval_loss"] for row in evaluations]
+        loss.plot(*points, "o-", color="tab:orange", label="evaluation")
+        loss.legend()
+    loss.set_ylabel("loss per target token")
+    rate.plot(numbers, [row["learning_rate"] for row in steps], marker=mark, linewidth=1.2, color="tab:green")
+    rate.set_ylabel("learning rate")
+    rate.set_xlabel("step")
+    rate.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
+    rate.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    for axes in (loss, rate):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    path = directory / FIGURE
+    figure.savefig(path, dpi=120)
+    return path

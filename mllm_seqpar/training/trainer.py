@@ -22,6 +22,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,10 +48,10 @@ from mllm_seqpar.integrations.accelerate.fsdp2 import (
 from mllm_seqpar.patching import patch_model, patch_of
 from mllm_seqpar.patching.changes import Patch
 from mllm_seqpar.patching.registry import find_adapter
+from mllm_seqpar.sharding import HostFrames
 
 from .evaluation import count_streamed_samples, gather_once, mask_duplicate_samples
 from .export import export_model
-from .host_frames import HostFramesCollator, frame_arguments_of
 from .resume import FILE, RunLayout
 from .throughput import Throughput
 from .trainer_checks import find_parallelism, patched_degree, refuse_rankwise_arguments, refuse_unsupported
@@ -337,3 +339,26 @@ def _patch_of(model: nn.Module) -> Patch:
     patch = patch_of(model)
     assert patch is not None
     return patch
+
+
+def frame_arguments_of(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the arguments that hold frames and may be `HostFrames`."""
+    return getattr(find_adapter(model)[0], "frame_arguments", ())
+
+
+@dataclass(frozen=True)
+class HostFramesCollator:
+    """Makes `HostFrames` of the frames that a data collator returns, so that `Trainer` does not move all of them."""
+
+    collate: Any
+    names: tuple[str, ...]
+
+    def __call__(self, samples: Any) -> Any:
+        return with_host_frames(self.collate(samples), self.names)
+
+
+def with_host_frames(batch: Any, names: Sequence[str]) -> Any:
+    """Return the batch with `HostFrames` for the tensors with these names."""
+    if not isinstance(batch, Mapping):
+        return batch
+    return {name: HostFrames(x) if name in names and isinstance(x, Tensor) else x for name, x in batch.items()}

@@ -1,7 +1,8 @@
-"""Llama 3.2 Vision (transformers `MllamaForConditionalGeneration`): its sites, visibility, and sharded forward.
+"""Llama 3.2 Vision (transformers `MllamaForConditionalGeneration`): its sites, visibility, sharded forward and chats.
 
-Masks are made of tiles. The vision tower attends across the tiles of an image, so a rank holds whole images; features
-that the caller encoded beforehand are sharded by tiles.
+Images come in two forms. Pixels are sharded by whole images, because the vision tower attends across the tiles of an
+image. The output of the tower and the projector is sharded by tiles, or by images if a rank passes its own. Masks are
+made of tiles. `generate` passes images once, without a batch dimension, and beams share them.
 
 A row without a visible tile attends to all tiles of its sample, and only its MLP part is skipped: transformers sets the
 additive mask of such a row to zeros. It is decided for the whole row, before tiles are sharded.
@@ -16,7 +17,9 @@ reproduced here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,19 +31,23 @@ from mllm_seqpar.adapting import (
     AdapterError,
     ConfigError,
     CrossAttentionShape,
+    DataError,
     ForwardState,
     FrameMask,
     FrameShard,
     KVProjection,
+    MaskError,
     Patch,
     SeqParContext,
+    ShapeError,
     copy_to_device,
     get_logger,
 )
+from mllm_seqpar.adapting.chat import VIDEO_MARK, FrameSource, ImageTokenFamily, StoredFrames, to_pil_images
 from mllm_seqpar.adapting.transformers import (
     Family,
+    ForwardInputs,
     SequenceParallelCacheState,
-    Visibility,
     as_compared_tensors,
     causal_mask,
     decoder_arguments,
@@ -52,10 +59,13 @@ from mllm_seqpar.adapting.transformers import (
     split_heads,
 )
 
-from .generation import patch_image_arguments
-from .inputs import ASPECT_RATIOS, MllamaInputs, flat_images
+from .sizes import model_sizes
 
 _log = get_logger(__name__)
+_ASPECT_RATIOS = ("aspect_ratio_ids", "aspect_ratio_mask")
+_MASK = "cross_attention_mask"
+_VISUAL_ARGUMENTS = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_states", "visual_shard")
+_START, _STOP, _END = "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
 
 
 def _cross_attention(
@@ -69,6 +79,208 @@ def _cross_attention(
     return self.o_proj(merge_heads(o)), None
 
 
+@dataclass(frozen=True, kw_only=True)
+class MllamaInputs(ForwardInputs):
+    """The inputs of one pass, with the mask and sizes of the images: tiles, patches of a tile, width of a patch.
+
+    Attributes:
+        cross_attention_mask: (B, L or all tokens so far, images, tiles) bool, True where a row attends to a tile; None:
+            rows attend to all tiles of their sample.
+        samples: number of samples that the images belong to; `B / samples` rows of the batch are beams of one sample.
+    """
+
+    cross_attention_mask: Tensor | None
+    samples: int
+    tiles: int
+    patches: int
+    width: int
+
+    @property
+    def units_per_frame(self) -> int:
+        """Tiles of a frame, which one rank holds as a whole."""
+        by_images = not self.frames_are_features or (self.frames is not None and self.frames.dim() == 4)
+        return self.tiles if by_images else 1
+
+    def visible_tiles(self, per_sample: int) -> Tensor | None:
+        """Return (B, L, per_sample) bool on the CPU, the mask of the rows of this pass; None without a mask."""
+        return None if self.cross_attention_mask is None else self._rows_of_mask(self.on_host(_MASK), per_sample)
+
+    def _rows_of_mask(self, given: Any, per_sample: int) -> Tensor:
+        mask = given
+        if mask.dim() == 4 and mask.shape[1] != self.length:  # of all tokens so far; this pass has its last rows
+            mask = mask[:, self.past_length : self.past_length + self.length]
+        fits = mask.dim() == 4 and mask.shape[0] in (1, self.batch) and mask.shape[1] in (1, self.length)
+        if not fits or mask.shape[2] * mask.shape[3] != per_sample:
+            raise MaskError(
+                f"cross_attention_mask has shape {tuple(given.shape)}; expected (batch, tokens, images, tiles): "
+                f"{self.batch} samples, {self.length} tokens after the {self.past_length} cached ones, {per_sample} "
+                "tiles in all images of a sample"
+            )
+        return mask.flatten(2).expand(self.batch, self.length, -1)
+
+    def check(self) -> None:
+        """Raise ShapeError or MaskError if the images do not fit together, or do not fit the text."""
+        if self.frames is None:
+            return
+        (self._check_features if self.frames_are_features else self._check_pixels)(self.frames)
+        units = self.total_frames * self.units_per_frame
+        if self.samples < 1 or self.batch % self.samples or units % self.samples:
+            raise ShapeError(
+                f"{units} tiles of {self.samples} samples were passed with a batch of {self.batch}; every sample needs "
+                "as many images as the others, padding images included"
+            )
+        if units and self.cross_attention_mask is not None:
+            self._rows_of_mask(self.cross_attention_mask, units // self.samples)
+
+    def _check_pixels(self, frames: Tensor) -> None:
+        missing = [name for name, x in zip(_ASPECT_RATIOS, self.extras, strict=True) if x is None]
+        if missing:
+            raise ShapeError(f"pixel_values was given without {', '.join(missing)}; pass what the processor returns")
+        found = [tuple(x.shape) for x in (frames, *self.extras)]
+        if frames.dim() != 5 or found[0][1] != self.tiles or found[1:] != [found[0][:1], found[0][:2]]:
+            lead = "images of this rank" if self.visual_shard is not None else "batch, images"
+            raise ShapeError(
+                f"pixel_values, {' and '.join(_ASPECT_RATIOS)} have shapes {found} by images; expected ({lead}, "
+                f"{self.tiles} tiles, channels, height, width), ({lead}) and ({lead}, {self.tiles} tiles)"
+            )
+
+    def _check_features(self, frames: Tensor) -> None:
+        masked = self.cross_attention_mask is not None
+        by_images = frames.dim() == 4 and frames.shape[1] == self.tiles
+        fits = frames.shape[-1] == self.width and (not masked or frames.shape[-2] == self.patches)
+        if not (frames.dim() == 3 or by_images) or not fits:
+            raise ShapeError(
+                f"cross_attention_states has shape {tuple(frames.shape)}; expected (batch x images x tiles, patches, "
+                f"{self.width})" + (f" with {self.patches} patches a tile, as cross_attention_mask has it" * masked)
+            )
+
+
+class MllamaChats(ImageTokenFamily):
+    """`MllamaProcessor` and `MllamaForConditionalGeneration`."""
+
+    marks = ("<|image|>", _START, _STOP, _END, "<|begin_of_text|>", "<|end_of_text|>", VIDEO_MARK)
+    frame_names = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
+    feature_weights = ("model.vision_model.", "model.multi_modal_projector.", "vision_model.", "multi_modal_projector.")
+
+    @property
+    def image_token(self) -> str:
+        return self.processor.image_token
+
+    @property
+    def _max_tiles(self) -> int:
+        return self.processor.image_processor.max_image_tiles
+
+    @property
+    def _side(self) -> int:
+        return int(self.processor.image_processor.size["height"])
+
+    def needs_special_tokens(self, texts: Sequence[str]) -> bool:
+        """Return False if the texts already contain the token that begins a text."""
+        bos = self.tokenizer.bos_token
+        return not (bos and all(bos in text for text in texts))
+
+    def masks(self, ids: Tensor, media: Sequence[Sequence[FrameSource]]) -> dict[str, Tensor]:
+        """Return `cross_attention_mask` (B, L, images of a sample, tiles), 0 or 1; nothing without images."""
+        tiles = [[self.tiles(size) for source in sources for size in _sizes(source)] for sources in media]
+        if not any(tiles):
+            return {}
+        return {"cross_attention_mask": tile_mask(ids, self.processor.image_token_id, tiles, self._max_tiles)}
+
+    def write(self, messages: Sequence[dict[str, Any]], open_answer: bool) -> str:
+        """Apply the chat template of the directory; without one, write the format of Llama 3's instructed models."""
+        from transformers.models.mllama.processing_mllama import build_string_from_input
+
+        image, bos = self.image_token, self.tokenizer.bos_token or ""
+        if template := self.processor.chat_template or self.tokenizer.chat_template:
+            text = self.processor.apply_chat_template(
+                list(messages), chat_template=template, add_generation_prompt=open_answer, tokenize=False
+            )
+        else:
+            if _END not in self.tokenizer.get_vocab():
+                raise DataError(
+                    f"there is no chat template, and the tokenizer has no token {_END}, so chats cannot be written in "
+                    "Llama 3's format; add a chat_template.jinja to the model directory"
+                )
+            text = bos + "".join(
+                f"{_START}{message['role']}{_STOP}\n\n"
+                + "".join(image if part["type"] == "image" else part["text"] for part in message["content"])
+                + _END
+                for message in messages
+            )
+            text += f"{_START}assistant{_STOP}\n\n" if open_answer else ""
+        return build_string_from_input(text, bos, image)
+
+    def tiles(self, size: tuple[int, int]) -> int:
+        """Return the number of tiles of an image of this (height, width)."""
+        from transformers.models.mllama.image_processing_pil_mllama import get_optimal_tiled_canvas
+
+        side = self._side
+        canvas = get_optimal_tiled_canvas(size[0], size[1], self._max_tiles, side)
+        return int(canvas[0] // side) * int(canvas[1] // side)
+
+    def pixels(self, frames: Tensor) -> tuple[Tensor, ...]:
+        """Return tiles (n, tiles, 3, S, S), aspect ratio ids (n,) and aspect ratio mask (n, tiles)."""
+        processed = self.processor.image_processor([to_pil_images(frames)], return_tensors="pt")
+        return tuple(processed[name][0] for name in self.frame_names)
+
+    def blank(self) -> tuple[Tensor, ...]:
+        """Return an image of one tile with aspect ratio id 0, which stands for no image."""
+        tiles, side = self._max_tiles, self._side
+        valid = torch.zeros(1, tiles, dtype=torch.long)
+        valid[:, 0] = 1
+        return torch.zeros(1, tiles, 3, side, side), torch.zeros(1, dtype=torch.long), valid
+
+    def tower_frames(self, pixels: Tensor) -> int:
+        return pixels.shape[1]
+
+    def tower_states(self, output: Any) -> Tensor:
+        """Return (images, tiles, tokens, width)."""
+        return output.last_hidden_state[0]
+
+    def tower_output(self, states: Tensor) -> Any:
+        return super().tower_output(states[None])
+
+    def feature_arguments(self, model: Any, features: Tensor, shard: FrameShard) -> dict[str, Any]:
+        return {"cross_attention_states": features.unflatten(1, (self._max_tiles, -1)), "visual_shard": shard}
+
+    def frame_metadata(self, source: FrameSource) -> dict[str, Any]:
+        """Return the frame size, which determines the number of tiles of each frame."""
+        sizes = set(_sizes(source))
+        if len(sizes) != 1:
+            raise DataError(f"frames of several sizes, {sorted(sizes)}, cannot be stored as the features of one video")
+        return {"frame_size": list(sizes.pop())}
+
+    def stored_frames(self, count: int, metadata: Mapping[str, Any]) -> FrameSource:
+        size = metadata.get("frame_size")
+        return StoredFrames(count, None if size is None else (int(size[0]), int(size[1])))
+
+
+def tile_mask(ids: Tensor, image: int, tiles: Sequence[Sequence[int]], max_tiles: int) -> Tensor:
+    """Return (B, L, images, tiles), 1 where a row attends to a tile: from its image's token until the next image.
+
+    Args:
+        ids: (B, L).
+        image: the id of the image token.
+        tiles: the number of tiles of each image of each sample.
+        max_tiles: the size of the last dimension.
+    """
+    from transformers.models.mllama.processing_mllama import get_cross_attention_token_mask
+
+    length = ids.shape[1]
+    mask = torch.zeros(len(tiles), length, max(map(len, tiles)), max_tiles, dtype=torch.uint8)
+    for sample, (row, counts) in enumerate(zip(ids.tolist(), tiles, strict=True)):
+        spans = get_cross_attention_token_mask(row, image)
+        for picture, ((start, stop), count) in enumerate(zip(spans, counts, strict=True)):
+            mask[sample, start : length if stop == -1 else stop, picture, :count] = 1
+    return mask
+
+
+def _sizes(source: Any) -> list[tuple[int, int]]:
+    if not hasattr(source, "sizes"):
+        raise DataError(f"{type(source).__name__} has no method sizes, which determines the tiles of its frames")
+    return source.sizes()
+
+
 class MllamaFamily(Family[MllamaInputs]):
     """Llama 3.2 Vision. A frame is an image of `max_num_tiles` tiles, and a unit is a tile.
 
@@ -78,6 +290,10 @@ class MllamaFamily(Family[MllamaInputs]):
     name = "Llama 3.2 Vision"
     model_class = "MllamaForConditionalGeneration"
     package = "transformers.models.mllama."
+    processors = ("MllamaProcessor",)
+    chat = MllamaChats
+    model_types = ("mllama",)
+    model_sizes = staticmethod(model_sizes)
     frame_arguments = ("pixel_values", "cross_attention_states")
     frame_layout = "zigzag"
     forward_doc = """
@@ -113,7 +329,7 @@ class MllamaFamily(Family[MllamaInputs]):
         return (layer.mlp for layer in self.model.model.language_model.layers)
 
     def install_more(self, patch: Patch) -> None:
-        patch_image_arguments(self.model, patch)
+        _patch_image_arguments(self.model, patch)
 
     _warned_of_missing_mask = False
 
@@ -135,7 +351,7 @@ class MllamaFamily(Family[MllamaInputs]):
 
         The extras are the aspect ratio ids (f,) and the aspect ratio mask (f, tiles).
         """
-        arguments = zip(("pixel_values", *ASPECT_RATIOS), (frames, *extras), strict=True)
+        arguments = zip(("pixel_values", *_ASPECT_RATIOS), (frames, *extras), strict=True)
         states = self.model.model.vision_model(**{name: x[None] for name, x in arguments}).last_hidden_state
         return self.model.model.multi_modal_projector(states).flatten(0, 2)
 
@@ -150,29 +366,33 @@ class MllamaFamily(Family[MllamaInputs]):
     def placement(self, inputs: MllamaInputs) -> tuple[int, Tensor]:
         return inputs.samples, torch.arange(inputs.batch) // (inputs.batch // inputs.samples)
 
-    def visibility(self, inputs: MllamaInputs, units: int, tokens: int, placement: tuple[int, Tensor]) -> Visibility:
+    def visibility(self, inputs: MllamaInputs, units: int, tokens: int, placement: tuple[int, Tensor]) -> FrameMask:
         samples, sample_of_row = placement
         per_sample, sample = units // samples, sample_of_row[inputs.prompt_rows]
         in_mask = inputs.visible_tiles(per_sample)
         if in_mask is None:
             first = (sample * per_sample)[:, None].expand(-1, inputs.length)
-            return Visibility(FrameMask.from_intervals(first, first + per_sample, tokens, units))
-        any_visible = in_mask.view(torch.uint8).amax(-1).bool()  # `any` takes 30 times as long
-        visible = in_mask | ~any_visible[..., None]
+            return FrameMask.from_intervals(first, first + per_sample, tokens, units)
+        visible = in_mask | ~_any_tile(in_mask)[..., None]
         if samples > 1:
             table = in_mask.new_zeros(inputs.batch, inputs.length, samples, per_sample)
             table[torch.arange(inputs.batch), :, sample] = visible
             visible = table.flatten(2)
-        return Visibility(FrameMask.from_dense(visible, tokens), self._mlp_gate(any_visible))
+        return FrameMask.from_dense(visible, tokens)
 
-    def empty_visibility(self, inputs: MllamaInputs, units: int, tokens: int) -> Visibility:
-        """Return a visibility under which the layers give what the skipped layers of the unpatched model give."""
-        closed = torch.zeros(inputs.batch, inputs.length, dtype=torch.bool)
-        return Visibility(super().empty_visibility(inputs, units, tokens).mask, self._mlp_gate(closed))
+    def row_facts(self, inputs: MllamaInputs, mask: FrameMask, placement: tuple[int, Tensor]) -> dict[str, Tensor]:
+        """Return the row tensor `full_text_row_masked_out_mask` is made of: False skips the MLP of the row.
 
-    def _mlp_gate(self, any_visible: Tensor) -> dict[str, Tensor]:
-        """Return the row tensor `full_text_row_masked_out_mask` is made of: False skips the MLP of the row."""
-        return {"mlp_gate": copy_to_device(any_visible, self.embedding_weight().device)}
+        In a pass without images no row attends, and the layers give what the skipped layers of the unpatched model
+        give.
+        """
+        attends = mask.any_frame_visible()
+        if bool(attends.any()):
+            in_mask = inputs.visible_tiles(mask.total_frames // placement[0])
+            if in_mask is None:
+                return {}
+            attends = _any_tile(in_mask)
+        return {"mlp_gate": copy_to_device(attends, self.embedding_weight().device)}
 
     def adopt_cache(self, cache: Any, cache_state: SequenceParallelCacheState) -> None:
         """Refuse a cache in which the unpatched model stored K and V of tiles, all of them on every rank."""
@@ -240,9 +460,9 @@ class MllamaFamily(Family[MllamaInputs]):
         text, vision = input_ids if input_ids is not None else inputs_embeds, self.model.model.vision_model
         samples = visual_samples or (0 if text is None else text.shape[0])
         images = (pixel_values, (aspect_ratio_ids, aspect_ratio_mask), cross_attention_states)
-        frames, extras = flat_images(*images, visual_shard, samples, vision.num_patches)
+        frames, extras = _flat_images(*images, visual_shard, samples, vision.num_patches)
         mask = None if cross_attention_mask is None else cross_attention_mask == 1
-        ratios = {} if visual_shard is not None else dict(zip(ASPECT_RATIOS, extras, strict=False))
+        ratios = {} if visual_shard is not None else dict(zip(_ASPECT_RATIOS, extras, strict=False))
         inputs = MllamaInputs(
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
@@ -269,11 +489,93 @@ class MllamaFamily(Family[MllamaInputs]):
         return run_pass(self, inputs, logits_to_keep, kwargs)
 
 
+def _any_tile(visible: Tensor) -> Tensor:
+    """(B, L, tiles) -> (B, L): whether a row attends to any tile."""
+    return visible.view(torch.uint8).amax(-1).bool()  # `any` takes 30 times as long
+
+
 def _unpatched_caches(model: Any, past: Cache | None, use_cache: bool | None) -> bool:
     """Return whether the unpatched model would use a cache; it then does not detect packed sequences by positions."""
     decoder = model.model.language_model
     wanted = model.config.get_text_config(decoder=True).use_cache if use_cache is None else use_cache
     return past is not None or (bool(wanted) and not (decoder.gradient_checkpointing and decoder.training))
+
+
+def _flat_images(
+    pixels: Tensor | None,
+    ratios: tuple[Tensor | None, Tensor | None],
+    states: Tensor | None,
+    shard: FrameShard | None,
+    samples: int,
+    patches: int,
+) -> tuple[Tensor | None, tuple[Any, ...]]:
+    """Return the images of all samples in one list, and their aspect ratios. With `shard` they are flat lists already.
+
+    Args:
+        pixels: (B, images, tiles, channels, height, width).
+        ratios: ids (B, images) and mask (B, images, tiles).
+        states: (..., patches, width), or all of a sample in one: (B, images * tiles * patches, width); with `shard` by
+            tiles (t, patches, width), or by images (f, tiles, patches, width).
+    """
+    if pixels is not None:
+        if shard is not None:
+            return pixels, ratios
+        # (B, images, ...) -> (B * images, ...). A tensor with too few dimensions stays, for the check to report.
+        merged = [x.flatten(0, 1) if x is not None and x.dim() > 1 else x for x in (pixels, *ratios)]
+        return merged[0], tuple(merged[1:])
+    if states is None:
+        return None, ()
+    if states.dim() > 3 and shard is None:
+        states = states.flatten(0, -3)
+    whole = shard is None and states.dim() == 3 and states.shape[1] != patches
+    if whole and samples and states[..., 0].numel() % (samples * patches) == 0:
+        states = states.reshape(-1, patches, states.shape[2])
+    return states, ()
+
+
+def _patch_image_arguments(model: Any, patch: Patch) -> None:
+    """Replace the methods of `generate` that handle the arguments by which images are passed."""
+    for replacement in (
+        prepare_inputs_for_generation,
+        _expand_inputs_for_generation,
+        _maybe_initialize_input_ids_for_generation,
+    ):
+        unpatched = getattr(model, replacement.__name__)
+        wrapped = functools.wraps(unpatched)(functools.partial(replacement, unpatched))
+        patch.set(model, replacement.__name__, wrapped)
+
+
+def prepare_inputs_for_generation(unpatched: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Pass images in any form only until their K and V are stored. transformers does so for pixels only."""
+    inputs = unpatched(*args, **kwargs)
+    if kwargs.get("use_cache") and not kwargs.get("is_first_iteration"):
+        inputs |= dict.fromkeys(_VISUAL_ARGUMENTS)
+    return inputs
+
+
+def _expand_inputs_for_generation(
+    unpatched: Any,
+    expand_size: int = 1,
+    is_encoder_decoder: bool = False,
+    input_ids: Tensor | None = None,
+    **model_kwargs: Any,
+) -> tuple[Tensor | None, dict[str, Any]]:
+    """Repeat each sample for its beams, but not its images, which are encoded and stored once."""
+    visual = {name: model_kwargs.pop(name) for name in _VISUAL_ARGUMENTS if name in model_kwargs}
+    embeds = model_kwargs.get("inputs_embeds")
+    prompt = input_ids if embeds is None else embeds
+    if visual and expand_size > 1 and prompt is not None:
+        visual["visual_samples"] = prompt.shape[0]
+    ids, others = unpatched(expand_size, is_encoder_decoder, input_ids, **model_kwargs)
+    return ids, others | visual
+
+
+def _maybe_initialize_input_ids_for_generation(
+    unpatched: Any, inputs: Tensor | None, bos_token_id: Tensor | None, model_kwargs: dict[str, Any]
+) -> Tensor:
+    """Hide images where transformers takes the batch size from the first tensor, if there are embeddings and no ids."""
+    others = {name: x for name, x in model_kwargs.items() if name not in _VISUAL_ARGUMENTS}
+    return unpatched(inputs, bos_token_id, others)
 
 
 adapter = MllamaFamily

@@ -1,4 +1,4 @@
-"""mPLUG-Owl3 (`mllm_seqpar.models.mplug_owl3`): its sites, what its rows may attend to, and its sharded forward.
+"""mPLUG-Owl3 (`mllm_seqpar.models.mplug_owl3`): its sites, what its rows may attend to, its forward and chats.
 
 Sites: the model's forward; the attention of every decoder layer. The attention of hyper layers also attends to frames.
 
@@ -8,8 +8,8 @@ Shape legend: B samples, L text tokens, s of them on this rank, f frames of this
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -21,22 +21,32 @@ from mllm_seqpar.adapting import (
     AdapterError,
     ConfigError,
     CrossAttentionShape,
+    DataError,
     ForwardState,
     FrameMask,
     FrameShard,
-    KVProjection,
     Patch,
     SeqParContext,
     ShapeError,
     VisualKVCache,
     copy_to_device,
 )
+from mllm_seqpar.adapting.chat import (
+    ChatFamily,
+    ChatText,
+    FrameSource,
+    ImageListSource,
+    Messages,
+    PictureSource,
+    check_range,
+    known_processors,
+    media_parts,
+)
 from mllm_seqpar.adapting.transformers import (
     VISUAL_SHARD_DOC,
     Family,
     ForwardInputs,
     SequenceParallelCacheState,
-    Visibility,
     as_compared_tensors,
     cache_state_of,
     causal_mask,
@@ -47,9 +57,13 @@ from mllm_seqpar.adapting.transformers import (
     run_pass,
     text_keys,
 )
-from mllm_seqpar.models.cache_rows import attach, detach
+from mllm_seqpar.models.mplug_owl3.hyper_attention import Attended, HyperAttention
 from mllm_seqpar.models.mplug_owl3.media import MediaLayout, check_layout
-from mllm_seqpar.models.mplug_owl3.visual_inputs import VisualCache, visual_cache
+from mllm_seqpar.models.mplug_owl3.visual_inputs import continued_visual_cache, visual_cache
+
+from .sizes import model_sizes
+
+_ENDS = ("<|im_end|>", "<|endoftext|>")
 
 
 def _count_frames(unpatched: Any, *args: Any, visual_shard: FrameShard | None = None, **kwargs: Any) -> int:
@@ -68,23 +82,18 @@ def _hyper_attention(
     seqpar: ForwardState,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend from the rows of this pass to the text and to the frames of all ranks."""
+    """Compute the layer of the native model, whose rows attend to the text and to the frames of all ranks."""
     refuse_dropout(self._dropout)
-    q, k, v = self.project_text(hidden_states, position_embeddings)
-    if past_key_values is not None:
-        k, v = past_key_values.update(k, v, self.layer_idx)
-    softmaxes = [[text_keys(self, q, k, v, attention_mask, seqpar, self.sliding_window)]]
-    if seqpar.frames is not None:
-        rotate = self.rotate_visual
-        project = KVProjection(
-            (self.v_kv_proj,), self.head_dim, interleaved=True, input_norm=visual_norm, rotate=rotate
-        )
-        frames = seqpar.frame_keys(q, self.layer_idx, project)
-        softmaxes = [[*softmaxes[0], frames]] if self.fused else [*softmaxes, [frames]]
-    mixed, *visual_out = map(merge_heads, seqpar.attend_each(q, softmaxes, self.scaling))
-    if visual_out:
-        mixed = self.mix(mixed, *visual_out, seqpar.rows["attends_to_frames"])
-    return self.o_proj(mixed), None
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Attended:
+        softmaxes = [[text_keys(self, q, k, v, attention_mask, seqpar, self.sliding_window)]]
+        if seqpar.frames is not None:
+            frames = seqpar.frame_keys(q, self.layer_idx, self.visual_projection(visual_norm))
+            softmaxes = [[*softmaxes[0], frames]] if self.fused else [*softmaxes, [frames]]
+        text_out, *visual_out = map(merge_heads, seqpar.attend_each(q, softmaxes, self.scaling))
+        return Attended(text_out, next(iter(visual_out), None), seqpar.rows.get("attends_to_frames"))
+
+    return self.compute(hidden_states, position_embeddings, past_key_values, attend)
 
 
 Placement = tuple[MediaLayout, int]
@@ -127,19 +136,153 @@ class _MPlugOwl3Inputs(ForwardInputs):
         return found
 
 
+@dataclass(frozen=True)
+class CutImageSource:
+    """The tiles of a still image as frames: the grid row by row, then the whole image.
+
+    Attributes:
+        picture: the image.
+        grid: (rows, columns).
+        image_processor: cuts the image into tiles of its own image size, which need no further resizing.
+    """
+
+    picture: ImageListSource | PictureSource
+    grid: tuple[int, int]
+    image_processor: Any = field(compare=False)
+
+    def __len__(self) -> int:
+        return self.grid[0] * self.grid[1] + 1
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """Return (height, width) of each tile."""
+        return [(self.image_processor.image_size,) * 2] * len(self)
+
+    def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
+        """Yield tiles start <= i < stop, as uint8 tensors (at most `batch`, 3, S, S)."""
+        check_range(start, stop, len(self), batch)
+        if size not in (None, self.sizes()[0]):
+            raise ConfigError(f"size is {size}; tiles of an image are {self.sizes()[0]}: leave size out")
+        if start < stop:
+            (picture,) = next(self.picture.read(0, 1))
+            yield from self.image_processor.tiles(picture, self.grid)[start:stop].split(batch)
+
+
+class MPlugOwl3Chats(ChatFamily):
+    """The chat format of processors with `encode`, which tokenizes chats without their frames, and with an
+    `image_processor` for decoded frames; of models with `encode_frames`."""
+
+    marks = ("<|image|>", "<|video|>", "<|im_start|>", "<|im_end|>")
+    feature_weights = ("vision_model.", "vision2text_model.")
+    tower = ("vision_model", "penultimate")
+    always_sharded = False
+
+    def text(
+        self,
+        conversations: Sequence[Messages],
+        media: Sequence[Sequence[FrameSource]],
+        *,
+        add_generation_prompt: bool = False,
+        labels: bool = False,
+        padding_side: str | None = None,
+    ) -> ChatText:
+        """Tokenize conversations by the processor's `encode`; `media_offset` is among the extras."""
+        if not hasattr(self.processor, "encode"):
+            known = ", ".join(known_processors())
+            raise DataError(
+                f"{type(self.processor).__name__} is not the processor of a known model family; expected one of "
+                f"{known} in the model directory (processor_config.json or preprocessor_config.json, and a tokenizer)"
+            )
+        pairs = [
+            (part["type"], source)
+            for messages, sources in zip(conversations, media, strict=True)
+            for part, source in zip(media_parts(messages), sources, strict=False)  # `encode` checks the counts
+        ]
+        grids = [_grid(source) for kind, source in pairs if kind == "image"]
+        encoded = self.processor.encode(
+            conversations,
+            frames_per_video=[len(source) for kind, source in pairs if kind == "video"],
+            **({"image_grids": grids} if grids else {}),
+            add_generation_prompt=add_generation_prompt,
+            return_labels=labels,
+            padding_side=padding_side,
+        )
+        return ChatText(
+            input_ids=encoded["input_ids"],
+            attention_mask=encoded["attention_mask"],
+            labels=encoded["labels"] if labels else None,
+            slots=range(sum(len(source) for sources in media for source in sources)),
+            extras={"media_offset": encoded["media_offset"]},
+        )
+
+    def check(self, model: Any) -> None:
+        """Raise AdapterError for a model that cannot encode frames."""
+        if not hasattr(model, "encode_frames"):
+            raise AdapterError(
+                f"{type(model).__name__} with a {type(self.processor).__name__}: it has no method encode_frames, so "
+                "frames cannot be encoded; if it is of another family, copy the processor files of that family into "
+                "the model directory"
+            )
+
+    def arguments(self, text: ChatText) -> dict[str, Tensor]:
+        """Return the text arguments, without `media_offset` if there are no frames."""
+        arguments = super().arguments(text)
+        if not text.slots:
+            del arguments["media_offset"]
+        return arguments
+
+    def still_frames(self, picture: ImageListSource | PictureSource) -> FrameSource:
+        if not getattr(self.processor, "cut_enable", False):
+            return picture
+        (size,) = picture.sizes()
+        return CutImageSource(picture, self.processor.image_grid(*size), self.processor.image_processor)
+
+    def generation(self, model: Any) -> dict[str, Any]:
+        """Return the tokens that end an answer as published, and the padding token 0."""
+        vocabulary = self.tokenizer.get_vocab()
+        ends = [vocabulary[mark] for mark in _ENDS if mark in vocabulary]
+        return {"eos_token_id": ends, "pad_token_id": 0} if ends else {}
+
+    def pixels(self, frames: Tensor) -> tuple[Tensor, ...]:
+        """Return (n, 3, S, S)."""
+        return (self.processor.image_processor(frames)["pixel_values"],)
+
+    def blank(self) -> tuple[Tensor, ...]:
+        """Return a black image."""
+        return self.pixels(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
+
+    def tower_states(self, output: Tensor) -> Tensor:
+        return output
+
+    def tower_output(self, states: Tensor) -> Tensor:
+        return states
+
+    def feature_arguments(self, model: Any, features: Tensor, shard: FrameShard) -> dict[str, Any]:
+        return {"image_embeds": features, "visual_shard": shard}
+
+
+def _grid(source: FrameSource) -> tuple[int, int] | None:
+    """Return the grid that an image is cut into, or None for an image that is one frame."""
+    grid = getattr(source, "grid", None)
+    if grid is None and len(source) != 1:
+        raise DataError(f"an image was given {len(source)} frames; pass one image, or show several as a video")
+    return grid
+
+
 class MPlugOwl3Family(Family[Any]):
     """The native mPLUG-Owl3, all published generations. SigLIP frames are one list, each with a rotary position."""
 
     name = "mPLUG-Owl3"
     model_class = "MPlugOwl3ForConditionalGeneration"
     package = "mllm_seqpar.models.mplug_owl3."
+    processors = ("MPlugOwl3Processor",)
+    chat = MPlugOwl3Chats
+    model_types = ("mplugowl3",)
+    model_sizes = staticmethod(model_sizes)
     frame_arguments = ("pixel_values", "image_embeds")
     forward_doc = VISUAL_SHARD_DOC.format(frames="`pixel_values` or `image_embeds`")
 
     @classmethod
     def check(cls, model: Any, context: SeqParContext) -> None:
-        from mllm_seqpar.models.mplug_owl3.hyper_attention import HyperAttention
-
         hyper_layers = {number - 1 for number in model.config.hyper_layers}
         for index, layer in enumerate(model.language_model.model.layers):
             # A wrapper that passes on attributes (PEFT's modules_to_save) contains the attention.
@@ -201,18 +344,13 @@ class MPlugOwl3Family(Family[Any]):
         attention = self.model.language_model.model.layers[self.model.config.hyper_layers[0] - 1].self_attn
         return attention.visual_rotation(copy_to_device(index, self.embedding_weight().device))
 
-    def visibility(self, inputs: ForwardInputs, units: int, tokens: int, placement: Placement) -> Visibility:
+    def visibility(self, inputs: ForwardInputs, units: int, tokens: int, placement: Placement) -> FrameMask:
         (layout, row_offset), rows = placement, inputs.prompt_rows
         first, stop = (x[rows] for x in layout.rows(inputs.past_length - row_offset, inputs.length))
-        return self._with_rows(FrameMask.from_intervals(first, stop, tokens, units))
+        return FrameMask.from_intervals(first, stop, tokens, units)
 
-    def empty_visibility(self, inputs: ForwardInputs, units: int, tokens: int) -> Visibility:
-        return self._with_rows(super().empty_visibility(inputs, units, tokens).mask)
-
-    def _with_rows(self, mask: FrameMask) -> Visibility:
-        return Visibility(
-            mask, {"attends_to_frames": copy_to_device(mask.any_frame_visible(), self.embedding_weight().device)}
-        )
+    def row_facts(self, inputs: ForwardInputs, mask: FrameMask, placement: Placement) -> dict[str, Tensor]:
+        return {"attends_to_frames": copy_to_device(mask.any_frame_visible(), self.embedding_weight().device)}
 
     def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
         """Return a causal mask for each kind of layer."""
@@ -310,22 +448,17 @@ def _run_with_native_cache(
     reads. A patched model keeps both up to date, so that on one process each of the two models can continue the caches
     of the other.
     """
-    cache: Any = inputs.past_key_values
-    native = visual_cache(cache)
-    if native is not None and inputs.past_length <= native.row_offset:
-        # The cache was reset, or cropped to before the text that the frames came with.
-        detach(cache, VisualCache)
-        if (state := cache_state_of(cache)) is not None:
-            state.visual = state.placement = None
+    cache = inputs.past_key_values
+    removed = visual_cache(cache) is not None and continued_visual_cache(cache, inputs.past_length) is None
+    if removed and (state := cache_state_of(cache)) is not None:
+        state.visual = state.placement = None
     out = run_pass(family, inputs, logits_to_keep, kwargs)
     cache = out.past_key_values
     state = None if cache is None else cache_state_of(cache)
     if state is not None and state.visual is not None and state.visual.total_frames:
         (layout, row_offset), native = state.placement, visual_cache(cache)
         if native is None:
-            tokens = state.visual.tokens_per_unit
-            native = VisualCache(layout, row_offset=row_offset, tokens_per_frame=tokens, inclusive=family.inclusive)
-            attach(cache, native, family.text_config.num_hidden_layers)
+            native = family.model.new_visual_cache(layout, row_offset, state.visual.tokens_per_unit, cache)
             native.states, native.frame_fingerprints = state.visual.states, state.frame_fingerprints
             native.is_complete = family.context.comm.size == 1
         native.layout = layout

@@ -12,6 +12,14 @@ from torch import Tensor
 from mllm_seqpar.adapting.transformers import causal_mask
 
 from ..qwen_vl import QwenVLFamily
+from ..qwen_vl_chat import QwenVLChats
+from .sizes import model_sizes
+
+
+class Qwen2_5_VLChats(QwenVLChats):
+    """`Qwen2_5_VLProcessor` and `Qwen2_5_VLForConditionalGeneration`."""
+
+    passes_times = True
 
 
 class Qwen2_5_VLFamily(QwenVLFamily):
@@ -20,6 +28,10 @@ class Qwen2_5_VLFamily(QwenVLFamily):
     name = "Qwen2.5-VL"
     model_class = "Qwen2_5_VLForConditionalGeneration"
     package = "transformers.models.qwen2_5_vl."
+    processors = ("Qwen2_5_VLProcessor",)
+    chat = Qwen2_5_VLChats
+    model_types = ("qwen2_5_vl",)
+    model_sizes = staticmethod(model_sizes)
     position_arguments = ("second_per_grid_ts",)
 
     def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:

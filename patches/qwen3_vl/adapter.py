@@ -14,6 +14,14 @@ from torch import Tensor
 from mllm_seqpar.adapting import VisualTokens
 
 from ..qwen_vl import QwenVLFamily
+from ..qwen_vl_chat import QwenVLChats
+from .sizes import model_sizes
+
+
+class Qwen3VLChats(QwenVLChats):
+    """`Qwen3VLProcessor` and `Qwen3VLForConditionalGeneration`."""
+
+    budget_of_video = True
 
 
 class Qwen3VLFamily(QwenVLFamily):
@@ -22,6 +30,10 @@ class Qwen3VLFamily(QwenVLFamily):
     name = "Qwen3-VL (dense)"
     model_class = "Qwen3VLForConditionalGeneration"
     package = "transformers.models.qwen3_vl."
+    processors = ("Qwen3VLProcessor",)
+    chat = Qwen3VLChats
+    model_types = ("qwen3_vl",)
+    model_sizes = staticmethod(model_sizes)
     packs_by_positions = True
 
     @property

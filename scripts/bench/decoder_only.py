@@ -1,28 +1,35 @@
-"""Measure a decoder-only video model on 1, 2 and 4 ranks: the memory of a training step, and the cost of a second
-question.
+"""Measure a decoder-only video model on 1, 2 and 4 ranks: the memory of a training step and of a prompt, and the cost
+of a second question.
 
-    python scripts/bench/decoder_only.py [--family qwen2_5_vl|qwen3_vl] [--ranks 1 2 4] [--frames 512] [--grid 32 32]
-        [--layers 2] [--heads 1] [--device cpu|cuda] [--questions 4] [--real] [--out ROWS.csv]
+    python scripts/bench/decoder_only.py [--family qwen2_5_vl|qwen3_vl] [--ranks 1 2 4] [--frames 2048] [--grid 16 16]
+        [--layers 3] [--mlp-chunk TOKENS] [--device cpu|cuda] [--part memory|questions] [--rounds 3]
+        [--real] [--out ROWS.csv]
 
-The model is the real class with the widths of the tests, on real ranks. "Peak" is the largest number of bytes allocated
-in forward and backward of the rank with most, without weights and their gradients, with a frozen vision tower and
-gradient checkpointing. Its attention blocks return zeros at once unless --real is given: transfers and buffers are the
-same, and 128K tokens take seconds on a CPU. "Gathered" is the same step if each rank gathers the embeddings of all
-frames and takes those of its rows, as frameworks with context parallelism do. "Exchange" is the peak of bringing the
-embeddings to their rows and their gradients back, alone, for both ways.
+The model is the real class with a tiny width, on real ranks; that of Qwen3-VL has the proportions of the published 8B
+model: inner width 3 C, queries C, keys and values C / 4 each, three layers with deepstack. Its vocabulary is tiny.
 
-The first question reads the video and prefills it with its text sharded; later questions continue its cache. They
-compute real attention. The loss and the answers are compared with those of the first number of ranks in the same run.
+"Peak" is the largest number of bytes allocated on the rank with most, without weights and their gradients: in forward
+and backward of a training step with a frozen vision tower and gradient checkpointing, and in the pass over a prompt
+that stores K and V ("prefill"). Attention blocks return zeros at once unless --real is given: transfers and buffers are
+the same, and 128K tokens take seconds on a CPU. "Gathered" is the same pass if each rank gathers the embeddings of all
+frames, puts them into the embeddings of the whole text, and takes its rows, as frameworks with context parallelism do
+(verl's patches of these models, for example). As there, both live until the decoder returns. "Exchange" is the peak of
+bringing the embeddings to their rows and their gradients back, alone, for both ways.
+
+In each round, a first question reads the video and prefills it with its text sharded, and two more questions continue
+its cache. They compute real attention. Times are medians over rounds, of the processor time of all ranks together and
+of the clock. The loss and the answers are compared with those of the first number of ranks in the same run.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -43,6 +50,8 @@ from mllm_seqpar.runtime.visual_tokens import TokenPlaces, VisualTokens
 MIB = 2**20
 WORDS = 32
 """Tokens of text beside the video's."""
+LATER = 2
+"""Questions of a round behind the first."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -53,6 +62,7 @@ def main(argv: list[str] | None = None) -> None:
         for ranks in args.ranks:
             found = run_on_ranks(ranks, args.device, 1, measured, args, frames)
             row = found[0] | {name: max(rank["mib"][name] for rank in found) for name in found[0]["mib"]}
+            row["cpu_seconds"] = [sum(each) for each in zip(*(rank["cpu_seconds"] for rank in found), strict=True)]
             alone = alone or row
             if abs(row["loss"] - alone["loss"]) > 1e-4 * alone["loss"] or row["answers"] != alone["answers"]:
                 raise SystemExit(f"decoder_only.py: {ranks} ranks give another loss or other answers than the first")
@@ -61,17 +71,20 @@ def main(argv: list[str] | None = None) -> None:
 
 def report(args: argparse.Namespace, ranks: int, row: dict[str, Any]) -> None:
     """Print the row of one number of ranks, and append it to the file of rows."""
-    first, *later = row["seconds"]
     line = {
         "family": args.family,
         "tokens": row["tokens"],
         "ranks": ranks,
         "layers": args.layers,
-        "attention": "real" if args.real else "emulated",
+        "attention": "real" if args.real or args.part == "questions" else "emulated",
+        "mlp_chunk": args.mlp_chunk or "",
         **{name: row[name] for name in row["mib"]},
-        "first_s": first,
-        "next_s": median(later),
     }
+    for name in ("cpu_seconds", "seconds") if row["seconds"] else ():
+        firsts = row[name][:: 1 + LATER]
+        later = [value for index, value in enumerate(row[name]) if index % (1 + LATER)]
+        short = name.replace("econds", "")
+        line |= {f"first_{short}": median(firsts), f"next_{short}": median(later)}
     print(", ".join(f"{name} {value}" for name, value in rows.digits(line).items()), flush=True)
     if args.out:
         rows.append(args.out, [rows.digits(line | environment(args.device) | {"threads": 1})])
@@ -81,11 +94,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", default="qwen3_vl", choices=["qwen2_5_vl", "qwen3_vl"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--frames", type=int, nargs="+", default=[512], help="temporal patches of the video")
-    parser.add_argument("--grid", type=int, nargs=2, default=[32, 32], help="height and width of a frame, in patches")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--heads", type=int, default=1, help="of Qwen3-VL; Qwen2.5-VL has 4")
-    parser.add_argument("--questions", type=int, default=4)
+    parser.add_argument("--frames", type=int, nargs="+", default=[2048], help="temporal patches of the video")
+    parser.add_argument("--grid", type=int, nargs=2, default=[16, 16], help="height and width of a frame, in patches")
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--mlp-chunk", type=int, help="tokens of an MLP chunk; default: no chunks")
+    parser.add_argument("--part", choices=["memory", "questions"], help="measure only one of the two; default: both")
+    parser.add_argument("--rounds", type=int, default=3, help="of questions")
     parser.add_argument("--real", action="store_true", help="compute the attention of the training step")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--out", help="CSV file to append the rows to")
@@ -100,42 +114,70 @@ def measured(args: argparse.Namespace, frames: int) -> dict[str, Any]:
     marks = frames * 4 if args.family == "qwen3_vl" else 2
     text: dict[str, Any] = {"num_hidden_layers": args.layers, "max_position_embeddings": 1 << 20}
     if args.family == "qwen3_vl":
-        text |= {"num_attention_heads": args.heads, "num_key_value_heads": 1}
+        text |= {"intermediate_size": 192, "num_key_value_heads": 1, "deepstack": (0, 1, 2)}
     model = testing.tiny_model(**text).to(args.device)
     case = testing.Case(frames=(((frames, *args.grid),),), length=tokens + marks + WORDS)
     inputs = {
         name: x.clone().to(args.device) if isinstance(x, Tensor) else x  # not a view of the pixels of all ranks
         for name, x in testing.local_frames(testing.inputs_of(case, model), None).items()
     }
-    found, loss = memory_of_steps(model, inputs, args)
-    unpatch_model(model)
+    found: dict[str, Any] = {"mib": {}, "loss": 0.0, "answers": [], "cpu_seconds": [], "seconds": []}
+    if args.part != "questions":
+        found |= memory_of_passes(model, inputs, args)
+        unpatch_model(model)
     inputs.pop("labels")
-    patch_model(model.eval(), shard_prompt_from=1)
-    answers, seconds = ask(model, inputs, case.length, args)
-    return {"loss": loss, "mib": found, "answers": answers, "seconds": seconds, "tokens": case.length}
+    if args.part != "memory":
+        patch_model(model.eval(), shard_prompt_from=1)
+        found |= ask(model, inputs, case.length, args)
+    return found | {"tokens": case.length}
 
 
-def memory_of_steps(model: Any, inputs: dict[str, Any], args: argparse.Namespace) -> tuple[dict[str, float], float]:
-    """Return the peaks of a training step and of the exchange alone, both ways, in MiB, and the loss."""
-    model.train().model.visual.requires_grad_(False)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+def memory_of_passes(model: Any, inputs: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Return the peaks of a training step, of a prompt and of the exchange alone, both ways, in MiB, and the loss."""
+    model.model.visual.requires_grad_(False)
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
     kernel = EmulatedKernel(float("inf"))
+    found, losses = dict[str, float](), list[float]()
     with nullcontext() if args.real else kernel.registered():
-        patch_model(model, kernel="auto" if args.real else kernel.name)
-        places: list[Any] = []
-        found, losses = {}, []
-        for name, routes in (("", TokenPlaces.routes), ("gathered_", GatheredRoutes)):
-            with mock.patch.object(TokenPlaces, "routes", lambda *given, r=routes: places.append(given) or r(*given)):
+        options = {"kernel": "auto" if args.real else kernel.name, "mlp_chunk_size": args.mlp_chunk}
+        patch_model(model, shard_prompt_from=1, **options)
+        for name, gathers in (("", False), ("gathered_", True)):
+            with routes_of(model, inputs["input_ids"], gathers) as given:
+                model.train().gradient_checkpointing_enable({"use_reentrant": False})
                 peak, loss = step(model, inputs, args.device)
-            losses.append(loss)
-            found[f"{name}peak_mib"] = peak / MIB
-            width = model.config.text_config.hidden_size * (3 if args.family == "qwen3_vl" else 1)
-            found[f"{name}exchange_mib"] = exchange_peak(routes, places[-1], width) / MIB
+                losses.append(loss)
+                found[f"{name}peak_mib"] = peak / MIB
+                model.eval().gradient_checkpointing_disable()
+                found[f"{name}prefill_mib"] = prefill(model, inputs, args.device) / MIB
+                count = 4 if args.family == "qwen3_vl" else 1
+                found[f"{name}exchange_mib"] = (
+                    exchange_peak(given[-1], model.config.text_config.hidden_size, count) / MIB
+                )
     assert abs(losses[1] - losses[0]) <= 1e-4 * losses[0], losses
     model.zero_grad()
-    return found, losses[0]
+    return {"mib": found, "loss": losses[0]}
+
+
+@contextmanager
+def routes_of(model: Any, ids: Tensor, gathers: bool) -> Iterator[list[Any]]:
+    """Exchange embeddings within the block, or gather them; yield what made the routes, with the function, per pass."""
+    given: list[Any] = []
+    held: list[Tensor] = []
+    routes = (
+        functools.partial(GatheredRoutes, model.get_input_embeddings(), ids, held) if gathers else TokenPlaces.routes
+    )
+    hook = model.model.language_model.register_forward_hook(lambda *_: held.clear())
+
+    def recorded(*arguments: Any) -> Any:
+        given.append((routes, arguments, held))
+        return routes(*arguments)
+
+    try:
+        with mock.patch.object(TokenPlaces, "routes", recorded):
+            yield given
+    finally:
+        hook.remove()
 
 
 def step(model: Any, inputs: dict[str, Any], device: str) -> tuple[int, float]:
@@ -149,32 +191,65 @@ def step(model: Any, inputs: dict[str, Any], device: str) -> tuple[int, float]:
     return peak.bytes, loss.item()
 
 
-def exchange_peak(routes: Any, given: Any, width: int) -> int:
+def prefill(model: Any, inputs: dict[str, Any], device: str) -> int:
+    """Return the peak bytes of the pass over a prompt."""
+    gc.collect()
+    as_communicator(None).kept.buffers.clear()
+    prompt = {name: x for name, x in inputs.items() if name != "labels"}
+    with torch.no_grad(), peak_memory(torch.device(device)) as peak:
+        model(**prompt, use_cache=True, logits_to_keep=1)
+        synchronize(device)
+    return peak.bytes
+
+
+def exchange_peak(given: Any, width: int, count: int) -> int:
     """Return the peak bytes of bringing embeddings of this width to their rows, and their gradients back."""
-    places, _, rank = given
-    count = int(places.bounds[rank + 1] - places.bounds[rank])
-    own = torch.randn(count, width, requires_grad=True)
+    routes, (places, rows, rank), held = given
+    number = int(places.bounds[rank + 1] - places.bounds[rank])
+    own = torch.randn(number, count * width, requires_grad=True)
     with peak_memory(own.device) as peak:
-        routes(*given).exchange(own, as_communicator(None)).embeddings.sum().backward()
+        found = routes(places, rows, rank).exchange(own, as_communicator(None), count)
+        sum(tokens.embeddings.sum() for tokens in found).backward()
+        held.clear()
     return peak.bytes
 
 
 class GatheredRoutes:
-    """In place of `TokenRoutes`: each rank gathers all embeddings, and takes those of its rows."""
+    """In place of `TokenRoutes`: each rank gathers all embeddings, embeds the whole text, and takes its rows.
 
-    def __init__(self, places: TokenPlaces, positions: Sequence[Tensor], rank: int) -> None:
-        own = positions[rank]
+    Args:
+        embed: the token embedding.
+        ids: (1, L) of the whole text.
+        held: where the gathered embeddings and those of the text are held, until the caller clears it.
+        places, positions, rank: those of `TokenPlaces.routes`.
+    """
+
+    def __init__(
+        self,
+        embed: Any,
+        ids: Tensor,
+        held: list[Tensor],
+        places: TokenPlaces,
+        positions: Sequence[Tensor],
+        rank: int,
+    ) -> None:
+        self._embed, self._ids, self._held, self._places, own = embed, ids, held, places, positions[rank]
         place = torch.full((1 + int(max(places.positions.max(), own.max())),), -1)
         place[own] = torch.arange(own.numel())
         row = place[places.positions]
         here = (row >= 0).nonzero().flatten()
-        self._index, order = (places.samples[here] * own.numel() + row[here]).sort()
-        self._numbers = places.embeddings[here][order]
+        self._index, order = row[here].sort()
+        self._tokens = here[order]
         self._counts = places.bounds.diff().tolist()
 
-    def exchange(self, embeddings: Tensor, comm: Communicator) -> VisualTokens:
+    def exchange(self, embeddings: Tensor, comm: Communicator, count: int) -> list[VisualTokens]:
+        places, tokens, index = self._places, self._tokens, self._index.to(embeddings.device)
         whole: Tensor = _GatherRows.apply(embeddings, self._counts, comm)
-        return VisualTokens(whole[self._numbers.to(whole.device)], self._index.to(whole.device))
+        first, *further = whole.chunk(count, 1)
+        text = self._embed(self._ids)[0].index_copy(0, places.positions, first[places.embeddings])
+        self._held += [whole, text]
+        rows = [text[places.positions[tokens]], *(part[places.embeddings[tokens]] for part in further)]
+        return [VisualTokens(part, index) for part in rows]
 
 
 @dataclass
@@ -191,6 +266,8 @@ class _GatherRows(torch.autograd.Function):
         ctx.given = _Gathered(comm, counts)
         padded = torch.nn.functional.pad(own, (0, 0, 0, max(counts) - own.shape[0]))
         parts = comm.all_gather(padded, "gathered embeddings")
+        if min(counts) == max(counts) and len({part.untyped_storage().data_ptr() for part in parts}) == 1:
+            return parts[0].as_strided((sum(counts), own.shape[1]), (own.shape[1], 1), 0)  # without a second copy
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     @staticmethod
@@ -199,25 +276,26 @@ class _GatherRows(torch.autograd.Function):
         return comm.all_reduce(grad, "gathered embeddings").split(counts)[comm.rank].contiguous(), None, None
 
 
-def ask(model: Any, inputs: dict[str, Any], length: int, args: argparse.Namespace) -> tuple[Any, list[float]]:
-    """Return the tokens of the answers and the seconds of each question, the first with the video."""
-    answers, seconds, more = [], [], dict[str, Any]()
-    for number in range(args.questions):
+def ask(model: Any, inputs: dict[str, Any], length: int, args: argparse.Namespace) -> dict[str, list[Any]]:
+    """Return the tokens of the answers, and the times of all questions, those of a round one after another."""
+    times: dict[str, list[Any]] = {"answers": [], "cpu_seconds": [], "seconds": []}
+    for number in range(args.rounds * (1 + LATER)):
+        more: dict[str, Any] = {} if number % (1 + LATER) == 0 else {"past_key_values": cache}  # noqa: F821
         question = torch.full((1, 8), 5 + number, device=args.device)
         kinds = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(question)], 1)
         given = inputs | {"input_ids": torch.cat([inputs["input_ids"], question], 1), "mm_token_type_ids": kinds}
         as_communicator(None).gather_ints([0])
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         out = model.generate(
             **given, **more, max_new_tokens=1, do_sample=False, eos_token_id=None, return_dict_in_generate=True
         )
         synchronize(args.device)
-        seconds.append(time.perf_counter() - start)
-        answers.append(out.sequences[0, -1:].tolist())
+        times["seconds"].append(time.perf_counter() - start)
+        times["cpu_seconds"].append(time.process_time() - cpu_start)
+        times["answers"].append(out.sequences[0, -1:].tolist())
         cache = out.past_key_values
         cache.crop(length - cache.get_seq_length())
-        more = {"past_key_values": cache}
-    return answers, seconds
+    return times
 
 
 if __name__ == "__main__":

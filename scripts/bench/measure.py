@@ -55,12 +55,12 @@ def synchronize(device: torch.device | str) -> None:
         torch.cuda.synchronize()
 
 
-def once_ms(run: Callable[[], object], device: str, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return the milliseconds of one call, by `clock` on a CPU and between two events on CUDA (without launch time)."""
+def once_ms(run: Callable[[], object], device: str) -> float:
+    """Return the milliseconds of one call; on CUDA between two events, without the time of the launch."""
     if device != "cuda":
-        start = clock()
+        start = time.perf_counter()
         run()
-        return (clock() - start) * 1e3
+        return (time.perf_counter() - start) * 1e3
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     first.record()
     run()
@@ -69,9 +69,7 @@ def once_ms(run: Callable[[], object], device: str, clock: Callable[[], float] =
     return first.elapsed_time(last)
 
 
-def medians_ms(
-    runs: dict[str, Callable[[], object]], device: str, repeats: int, clock: Callable[[], float] = time.perf_counter
-) -> dict[str, float]:
+def medians_ms(runs: dict[str, Callable[[], object]], device: str, repeats: int) -> dict[str, float]:
     """Return the median milliseconds of each run, after two warm-up calls each.
 
     The order changes with each repetition: machines drift (clock frequency, other users), and a fixed order would
@@ -84,7 +82,7 @@ def medians_ms(
     for _ in range(repeats):
         shuffler.shuffle(order)
         for name in order:
-            times[name].append(once_ms(runs[name], device, clock))
+            times[name].append(once_ms(runs[name], device))
     return {name: median(values) for name, values in times.items()}
 
 

@@ -14,9 +14,8 @@ import torch
 from network_settings import Setting
 from torch import Tensor
 
-from mllm_seqpar.attention.call_spec import CallSpec, accumulation, call_spec_for, problem_of
 from mllm_seqpar.attention.joint import attend
-from mllm_seqpar.attention.keys import GivenKeys
+from mllm_seqpar.attention.keys import CallSpec, GivenKeys, accumulation, call_spec_for, problem_of
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.masks import FullBlockMasks
 from mllm_seqpar.planner import Cluster, ParallelSpec, call_cost, overlap_ratios_by_rates

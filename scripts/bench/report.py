@@ -263,17 +263,24 @@ def decoding_table(rows: Sequence[Row]) -> str:
 
 def decoder_only(folder: Path) -> str:
     rows = read(folder / "decoder-only.csv")
-    return joined(rows, decoder_only_table(rows))
-
-
-def decoder_only_table(rows: Sequence[Row]) -> str:
-    lines = [row | {"ratio": str(_ratio(row, "first_s", "next_s"))} for row in rows]
     columns = {"family": text("family"), "tokens": number("tokens", ",.0f"), "ranks": text("ranks")}
-    columns |= {"peak of a step, MiB": number("peak_mib", ".1f"), "gathered": number("gathered_peak_mib", ".1f")}
-    columns |= {"peak of the exchange, MiB": number("exchange_mib", ".1f")}
-    columns |= {"gathered ": number("gathered_exchange_mib", ".1f")}
-    columns |= {"first question, s": number("first_s", ".1f"), "next, s": number("next_s", ".2f")}
-    return table(lines, columns | {"first / next": number("ratio", ".0f")})
+    columns |= {"attention": text("attention"), "tokens of an MLP chunk": text("mlp_chunk")}
+    peaks = {"training step": "peak", "prompt": "prefill", "exchange": "exchange"}
+    for place, (title, name) in enumerate(peaks.items()):
+        columns[f"{title}, MiB"] = number(f"{name}_mib", ".1f")
+        columns["gathered" + " " * place] = number(f"gathered_{name}_mib", ".1f")
+    return joined(rows, table(rows, columns))
+
+
+def questions(folder: Path) -> str:
+    rows = read(folder / "decoder-only-questions.csv")
+    lines = [row | {"ratio": str(_ratio(row, "first_cpu_s", "next_cpu_s"))} for row in rows]
+    columns = {"family": text("family"), "tokens": number("tokens", ",.0f"), "ranks": text("ranks")}
+    columns |= {"first question, processor s": number("first_cpu_s", ".1f"), "next": number("next_cpu_s", ".3f")}
+    columns |= {"first / next": number("ratio", ".0f")}
+    return joined(
+        rows, table(lines, columns | {"first, s": number("first_s", ".1f"), "next ": number("next_s", ".3f")})
+    )
 
 
 def video(folder: Path) -> str:
@@ -295,6 +302,7 @@ PARTS: dict[str, Callable[[Path], str]] = {
     "memory": memory,
     "decode": decoding,
     "decoder-only": decoder_only,
+    "decoder-only-questions": questions,
     "video": video,
 }
 

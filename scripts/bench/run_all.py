@@ -27,21 +27,21 @@ RUNS = {
     "network-real": "network.py --suite real --out",
     "end-to-end": "end_to_end.py --out",
     "memory": "memory.py --out",
-    "decoder-only": "decoder_only.py --ranks 2 4 --questions 3 --out",
+    "decoder-only": "decoder_only.py --part memory --out",
+    "decoder-only-questions": "decoder_only.py --part questions --frames 512 --out",
     "decode": "decode.py --images 64 256 --family idefics open_flamingo mllama mplug_owl3 --csv",
     "kernels": "kernels.py",
     "host-path": "host_path.py",
     "wide": "host_path.py --wide --repeats 9",
     "profile": "profile_step.py",
-    "mlp-chunks": "mlp_chunks.py",
-    "offload": "offload.py",
+    "paper-tables": "paper_tables.py",
+    "scale": "scale.py --model mplug-owl3-7b --text 8192 --cluster a100-80g-8xN",
     "video": "video.py --csv",
-    "stored-tower": "stored_tower.py",
 }
 """The command of each run. If it ends with an option, the file of its rows follows; others print a table only."""
 QUICK = {"network.py": "--repeats 1", "memory.py": "--quick", "decode.py": "--images 16 --repeats 1 --tokens 8"}
 QUICK |= {"video.py": "--kinds h264-720p --fps 1 --seconds 10 --repeats 1"}
-QUICK |= {"decoder_only.py": "--frames 16 --ranks 1 2"}
+QUICK |= {"decoder_only.py": "--frames 16 --ranks 1 2 --rounds 1"}
 QUICK |= {"end_to_end.py": "--repeats 1 --suite smallest", "host_path.py": "--repeats 2 --tokens 4"}
 """Options that make a run short; they follow and override those of the command."""
 

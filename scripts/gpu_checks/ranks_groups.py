@@ -18,7 +18,7 @@ from mllm_seqpar.comm import Communicator, Recv, Send
 from mllm_seqpar.comm.group import transfer_communicator
 from mllm_seqpar.comm.process_group import ProcessGroupCommunicator
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.planner.transfer_memory import COMMUNICATOR_BYTES
+from mllm_seqpar.planner.memory import COMMUNICATOR_BYTES
 
 MESSAGES = 300
 """More than NCCL accepts in one group of operations."""

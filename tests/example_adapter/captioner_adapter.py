@@ -3,18 +3,14 @@ from functools import partial
 import torch
 from captioner import Captioner
 
-from mllm_seqpar.adapting import ConfigError, FrameMask, frame_range, sharded_call, sharded_causal_lm_loss, shifted
+from mllm_seqpar.adapting import Adapter, FrameMask, KVProjection, sharded_call, sharded_causal_lm_loss, shifted
 
 
-class CaptionerAdapter:
+class CaptionerAdapter(Adapter):
     name = "Captioner"
 
     def matches(self, model):
         return isinstance(model, Captioner)
-
-    def check(self, model, context):
-        if context.config.self_attention == "local":
-            raise ConfigError('self_attention="local": the text of a Captioner is always sharded')
 
     def install(self, model, context, patch):
         patch.set(model, "forward", partial(forward, model, context))
@@ -25,12 +21,10 @@ class CaptionerAdapter:
 
 def forward(model, context, ids, video, labels=None):
     (batch, length), (_, per_sample, patches, _) = ids.shape, video.shape
-    # The frames of all samples form one list. A rank encodes its shard.
-    # A token attends to the frames of its own sample.
-    local = frame_range(batch * per_sample, context.comm)
+    # The frames of all samples form one list, and a token attends to those of its own sample.
     first = (torch.arange(batch) * per_sample)[:, None].expand(-1, length)
     mask = FrameMask.from_intervals(first, first + per_sample, patches, batch * per_sample)
-    state = sharded_call(context, model.tower(video.flatten(0, 1)[local.start : local.stop]), mask)
+    state = sharded_call(context, video.flatten(0, 1), mask, encode=model.tower)  # a rank encodes its shard
     # Tokens and positions are sharded in the same way. From here on, x is (B, s, C), the tokens of this rank.
     positions = state.text.shard(torch.arange(length, device=ids.device), 0)
     x = model.words(state.text.shard(ids, 1)) + model.places(positions)
@@ -46,16 +40,13 @@ def forward(model, context, ids, video, labels=None):
 
 def read_sharded(self, x, state):
     q, k, v = (self.split(part(x)) for part in (self.q, self.k, self.v))
-    o = state.attend(q, [state.text_keys(q, k, v)], q.shape[-1] ** -0.5)
-    return self.out(o.transpose(1, 2).flatten(2))
+    return attend(self, q, state.text_keys(q, k, v), state)
 
 
 def look_sharded(self, layer, x, state):
-    def project(features, index):  # (f, patches, C) -> k, v (1, H, f * patches, D), called again in backward
-        y = features.flatten(0, 1)[None]
-        return self.split(self.k(y)), self.split(self.v(y))
-
     q = self.split(self.q(x))
-    keys = state.frame_keys(q, layer, project, [self.k, self.v])
-    o = state.attend(q, [keys], q.shape[-1] ** -0.5)
-    return self.out(o.transpose(1, 2).flatten(2))
+    return attend(self, q, state.frame_keys(q, layer, KVProjection((self.k, self.v), q.shape[-1])), state)
+
+
+def attend(self, q, keys, state):
+    return self.out(state.attend(q, [keys], q.shape[-1] ** -0.5).transpose(1, 2).flatten(2))

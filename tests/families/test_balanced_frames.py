@@ -17,16 +17,12 @@ from torch import Tensor
 
 from family_cases import BATCHES, OWL, QWENS
 from family_harness import family_module, on_ranks, patched
-from mllm_seqpar.attention import call_spec
-from mllm_seqpar.attention.call_spec import accumulation, call_spec_for, problem_of
+from mllm_seqpar.attention import keys
 from mllm_seqpar.attention.joint import attend
-from mllm_seqpar.attention.keys import GivenKeys
+from mllm_seqpar.attention.keys import GivenKeys, accumulation, call_spec_for, problem_of
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.comm.agreement import attempt
-from mllm_seqpar.data.chat_family import ChatFamily
 from mllm_seqpar.errors import AgreementError, ShapeError
-from mllm_seqpar.families import family_specs
-from mllm_seqpar.integrations.transformers.family import Family
 from mllm_seqpar.masks import FrameBlockMasks, FrameMask
 from mllm_seqpar.runtime.frames import Frames
 from mllm_seqpar.schedules.bytes_sent import Problem, lv_xattn_bytes
@@ -81,13 +77,13 @@ class CountedKernel:
 @pytest.fixture
 def entries(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, str]]:
     found: Counter[tuple[int, str]] = Counter()
-    choose = call_spec.choose_kernel
+    choose = keys.choose_kernel
 
     def counted(*args: Any, **options: Any) -> Any:
         kernel, reason = choose(*args, **options)
         return CountedKernel(kernel, found), reason
 
-    monkeypatch.setattr(call_spec, "choose_kernel", counted)
+    monkeypatch.setattr(keys, "choose_kernel", counted)
     return found
 
 
@@ -157,22 +153,6 @@ def test_a_model_that_gets_all_frames_balances_them(family: str, monkeypatch: py
         assert masks.frames == [tuple((a * units, b * units) for a, b in spans) for spans in expected]
     if family == "mplug_owl3":
         assert max(over_the_mean(planned_entries(made[0]))) < 1.15  # 40 frames
-
-
-def test_programs_and_models_map_frames_to_ranks_alike() -> None:
-    """A program shards frames before the model is called, so a chat family states the layout of its adapter."""
-    layouts = {}
-    for spec in family_specs():
-        chats = [c for c in vars(spec.module("chat")).values() if isinstance(c, type) and issubclass(c, ChatFamily)]
-        layouts[spec.folder] = {c.frame_layout for c in chats if c.__module__ == spec.module("chat").__name__}
-        try:
-            adapters = vars(spec.module("adapter"))
-        except ImportError:
-            continue
-        families = [c for c in adapters.values() if isinstance(c, type) and issubclass(c, Family)]
-        own = {c.frame_layout for c in families if c.__module__ == spec.module("adapter").__name__}
-        assert not own or own == layouts[spec.folder], spec.folder
-    assert {name for name, layout in layouts.items() if layout == {"zigzag"}} == {"mplug_owl3", "mllama"}
 
 
 def test_ranks_that_pass_frames_in_different_layouts_are_refused() -> None:

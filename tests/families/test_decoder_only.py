@@ -25,6 +25,7 @@ from mllm_seqpar.runtime.visual_tokens import LABEL, TokenPlaces, TokenRoutes
 from outcomes import Outcome, average, error, run_case
 from tolerances import assert_as_near_as_unpatched
 
+PIXEL_NAMES = ("pixel_values", "pixel_values_videos")
 FLOAT64 = 1e-9
 """Rounding is 1e-15; a row that the model rounds to float32 shows at 1e-8."""
 
@@ -123,7 +124,8 @@ def test_routes_send_rows_to_their_owners_and_gradients_back() -> None:
     def run(comm: Any) -> tuple[Tensor, Tensor]:
         local = features[places.bounds[comm.rank] : places.bounds[comm.rank + 1]].clone().requires_grad_()
         text = torch.full((2, 2, 2), -1.0)
-        out = places.routes(rows, comm.rank).exchange(local, comm).replace_rows(text)
+        (tokens,) = places.routes(rows, comm.rank).exchange(local, comm)
+        out = tokens.replace_rows(text)
         (out.sum() * (comm.rank + 1)).backward()
         return out[..., 0].detach(), local.grad[:, 0]
 
@@ -139,7 +141,7 @@ def test_routes_send_rows_to_their_owners_and_gradients_back() -> None:
 def test_empty_routes_keep_the_graph() -> None:
     none = torch.zeros(0, dtype=torch.long)
     local = torch.zeros(0, 4, requires_grad=True)
-    tokens = TokenRoutes([none], [0], none).exchange(local, run_loopback(1, lambda comm: comm)[0])
+    (tokens,) = TokenRoutes([none], [none], none).exchange(local, run_loopback(1, lambda comm: comm)[0])
     tokens.replace_rows(torch.ones(1, 3, 4)).sum().backward()
     assert local.grad is not None
 
@@ -264,6 +266,17 @@ def test_text_that_does_not_match_the_frames_is_refused_on_every_rank(family: st
         return {name: x for name, x in inputs.items() if name != "image_grid_thw"}
 
     refused(family, 2, ShapeError, "image_grid_thw: found None; expected", no_grid)
+
+
+@pytest.mark.parametrize("family", QWENS)
+def test_embeddings_of_another_width_are_refused_on_every_rank(family: str) -> None:
+    """Without the embeddings of deepstack, a pass would compute other results."""
+
+    def only_last(inputs: dict[str, Any], comm: Any) -> dict[str, Any]:
+        embeds = torch.zeros(24, 64 if family == "qwen3_vl" else 32)
+        return {name: x for name, x in inputs.items() if name not in PIXEL_NAMES} | {"visual_embeds": embeds}
+
+    refused(family, 2, ShapeError, r"visual_embeds: has shape \(24, \d+\); expected \(tokens, \d+\)", only_last)
 
 
 def test_ranks_with_other_frames_are_refused() -> None:

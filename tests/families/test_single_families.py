@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from family_cases import BATCHES, INSTRUCT, LANGUAGE_MODELS, RESAMPLER
 from family_harness import TOLERANCE, build, inputs_of, model_of
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.errors import AdapterError, ConfigError, ShapeError
-from mllm_seqpar.patches.open_flamingo.mpt import BIAS_DIMS, bias_dims
+from mllm_seqpar.models.mplug_owl3 import HyperAttention
+from mllm_seqpar.patches.open_flamingo.language_models import BIAS_DIMS, bias_dims
 from outcomes import error
 from tiny_models import mllama
 from tiny_models.idefics import Case as Idefics
+from tiny_models.mplug_owl3 import Case as Owl
 from tolerances import assert_as_near_as_unpatched
 
 ONE = Idefics(frames=(4,), mask="before", labels=None, model=INSTRUCT)
@@ -42,6 +45,31 @@ def test_tuples_and_hidden_states_of_chosen_layers_equal_unpatched() -> None:
     assert isinstance(found, tuple) and error(found[0], expected[0]) < TOLERANCE
     assert [state is None for state in chosen] == [state is None for state in states]
     assert error(chosen[2], states[2]) < TOLERANCE
+
+
+@pytest.mark.parametrize("gate", ["per_head", None])
+def test_change_of_a_native_hyper_layer_changes_the_patched_one(
+    gate: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both compute it by the same methods; only what attends differs."""
+    model, inputs = build("mplug_owl3", Owl(labels=None, model={"gate": gate}))
+    compute, projection = HyperAttention.compute, HyperAttention.visual_projection
+
+    def doubled(self: Any, *args: Any) -> Any:
+        out, weights = compute(self, *args)
+        return 2 * out, weights
+
+    def logits() -> torch.Tensor:
+        return model(**inputs).logits.detach()
+
+    natively = [logits()]
+    monkeypatch.setattr(HyperAttention, "compute", doubled)
+    natively.append(logits())
+    monkeypatch.setattr(HyperAttention, "visual_projection", lambda *given: replace(projection(*given), rotate=None))
+    natively.append(logits())
+    assert error(natively[1], natively[0]) > 1e-2 and error(natively[2], natively[1]) > 1e-4
+    patch_model(model)
+    assert error(logits(), natively[2]) < TOLERANCE
 
 
 @pytest.mark.rounding

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import mllm_seqpar
-from mllm_seqpar.inference.moments import clock
+from mllm_seqpar.inference.evidence import clock
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -20,7 +20,7 @@ pytest.importorskip("openai", reason="openai is not installed (extra test)")
 
 import openai
 
-from browser import CHROMIUM, Browser
+from browser import CHROMIUM, Chromium
 from chat_request_fuzz import fuzz
 from conversation_cases import replies_in_one_process
 from launch import HANG, ROOT
@@ -153,10 +153,9 @@ def test_random_requests_never_end_the_server(server: SimpleNamespace, inference
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 def test_page_plays_asks_and_shows_the_streamed_answer(
-    server: SimpleNamespace, expected: list[Answer], inference_files: Path, tmp_path: Path
+    server: SimpleNamespace, expected: list[Answer], inference_files: Path, chromium: Chromium
 ) -> None:
-    browser = Browser(server.url, tmp_path)
-    try:
+    with chromium.page(server.url) as browser:
         browser.wait("document.getElementById('model')?.textContent === 'gated'")
         browser.choose_file("#file", inference_files / "clip.mp4")
         browser.wait("document.getElementById('details').textContent.startsWith('0:04')")
@@ -175,8 +174,6 @@ def test_page_plays_asks_and_shows_the_streamed_answer(
         assert all(re.fullmatch(r"0:0\d(\.\d)? to 0:0\d(\.\d)?: \d+\.\d%", mark) for mark in marks)
         browser.wait("[...document.querySelectorAll('.moments img')].every(image => image.naturalWidth > 0)")
         assert browser.errors == []
-    finally:
-        browser.close()
 
 
 def test_sigterm_ends_the_server_and_its_ranks(server: SimpleNamespace) -> None:

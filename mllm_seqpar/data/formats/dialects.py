@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mllm_seqpar.data.chat_format import CLIP, SAMPLING
 from mllm_seqpar.data.media_files import VIDEO_SUFFIXES
+from mllm_seqpar.data.video import CLIP, SAMPLING
 from mllm_seqpar.errors import DataError
 
 from .choices import ANSWER_KEYS, DEFAULT_TEMPLATE, OPTION_KEYS, read_choice

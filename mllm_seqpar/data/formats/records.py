@@ -9,18 +9,17 @@ import io
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mllm_seqpar.data.media_files import VIDEO_SUFFIXES, is_remote, local_media
+from mllm_seqpar.data.media_files import VIDEO_SUFFIXES, is_remote, local_media, media_digest
 from mllm_seqpar.errors import DataError, VideoError
 
 VIDEO_ID = "video-id:"
 """The prefix of the name of a video if only the stem of its file is known."""
 
 _VIDEO_FOLDERS = ("", "data", "videos", "video")
-_SAMPLES, _SAMPLE_BYTES = 64, 65_536
 
 
 class Records(ABC):
@@ -45,11 +44,8 @@ class Records(ABC):
 
     @abstractmethod
     def place(self, index: int) -> str:
-        """Return FILE:LINE of a record; for tables, the row counts from 1, and for tar shards the key stands for it."""
-
-    def line(self, index: int) -> int:
-        """Return the number after the colon of `place`, or the record's number from 1."""
-        return index + 1
+        """Return the place of a record, for messages: FILE:LINE of JSONL, FILE:ROW of tables, FILE:KEY of tar shards,
+        each from 1, and the record's number otherwise."""
 
     def locate(self, index: int, name: str) -> str:
         """Return the local name (see `media_files`) of a file that record `index` names; downloads a URL.
@@ -89,62 +85,47 @@ class Records(ABC):
 
 
 class JsonRecords(Records):
-    """A JSONL file, or a JSON file that holds one list."""
+    """The records of a JSONL file, whose places have its lines, or of a JSON file that holds one list."""
 
-    def __init__(self, path: Path, folders: Sequence[Path] = ()) -> None:
-        self.path, self.folders = path, tuple(folders) or (path.parent,)
-        self._content = read_file(path)
-        self.digest = hashlib.blake2b(self._content, digest_size=16).hexdigest()
-        start = self._content.removeprefix(codecs.BOM_UTF8).lstrip()
-        self._rows = list(self._elements() if start[:1] == b"[" else self._lines())
-        if path.suffix == ".json" and start[:1] == b"{" and _is_object(start) and len(self._rows) > 1:
-            raise DataError(
-                f"{path}: contains a single JSON object; expected a list of records, or JSONL with one on each line"
-            )
+    def __init__(self, path: Path) -> None:
+        self.path, self.folders = path, (path.parent,)
+        self._file, content = path, read_file(path)
+        self.digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+        self._rows = list(self._numbered(content))
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def line(self, index: int) -> int:
-        return self._rows[index][0]
-
     def place(self, index: int) -> str:
-        return f"{self.path}:{self.line(index)}"
+        number, row = self._rows[index]
+        return f"{self._file}:{number}" if isinstance(row, bytes) else f"{self._file}, record {number}"
 
     def record(self, index: int) -> Any:
+        row = self._rows[index][1]
         try:
-            return json.loads(self._rows[index][1])
+            return json.loads(row) if isinstance(row, bytes) else row
         except ValueError as error:
-            raise DataError(f"not JSON ({error}); each line holds one conversation") from error
+            raise DataError(f"not JSON ({error}); each line holds one record") from error
 
-    def _lines(self) -> Iterator[tuple[int, str | bytes]]:
-        return ((number, row) for number, row in enumerate(self._content.splitlines(), 1) if row.strip())
-
-    def _elements(self) -> Iterator[tuple[int, str | bytes]]:
-        """Yield (line, text) of each element of the list."""
-        text, decoder = self._content.decode(errors="replace"), json.JSONDecoder()
-        position, line, counted = text.index("[") + 1, 1, 0
-        while True:
-            while text[position : position + 1] in (" ", "\t", "\r", "\n"):
-                position += 1
-            if text[position : position + 1] == "]":
-                return
-            line, counted = line + text.count("\n", counted, position), position
+    def _numbered(self, content: bytes) -> Iterator[tuple[int, Any]]:
+        """Yield (number, record) from 1; the records of JSONL are lines that are parsed on access."""
+        start = content.removeprefix(codecs.BOM_UTF8).lstrip()
+        if start[:1] == b"[":
             try:
-                end = decoder.raw_decode(text, position)[1]
+                yield from enumerate(json.loads(start), 1)
             except ValueError as error:
-                raise DataError(f"{self.path}:{line}: not JSON ({error}); expected one list of records") from error
-            yield line, text[position:end]
-            position = end
-            while text[position : position + 1] in (" ", "\t", "\r", "\n"):
-                position += 1
-            if text[position : position + 1] == ",":
-                position += 1
-            elif text[position : position + 1] != "]":
-                raise DataError(f"{self.path}:{line}: not JSON: after this record, a comma or ] is missing")
+                raise DataError(f"{self._file}: not JSON ({error}); expected one list of records") from error
+            return
+        lines = [(number, row) for number, row in enumerate(content.splitlines(), 1) if row.strip()]
+        if self._file.suffix == ".json" and start[:1] == b"{" and len(lines) > 1 and _is_object(start):
+            raise DataError(
+                f"{self._file}: contains a single JSON object; expected a list of records, or JSONL with one on each "
+                "line"
+            )
+        yield from lines
 
 
-class FolderRecords(Records):
+class FolderRecords(JsonRecords):
     """An image or video folder with `metadata.jsonl` or `metadata.csv`, as Hugging Face datasets defines it.
 
     The column `file_name` (or `file_names`, or `*_file_name`) names a file relative to the metadata. Its kind follows
@@ -152,35 +133,17 @@ class FolderRecords(Records):
     """
 
     def __init__(self, path: Path, metadata: Path) -> None:
-        self.path, self._metadata, self.folders = path, metadata, (metadata.parent,)
-        content = read_file(metadata)
-        self.digest = hashlib.blake2b(content, digest_size=16).hexdigest()
-        self._rows = list(self._csv_rows(content) if metadata.suffix == ".csv" else self._json_rows(content))
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def line(self, index: int) -> int:
-        return self._rows[index][0]
-
-    def place(self, index: int) -> str:
-        return f"{self._metadata}:{self.line(index)}"
+        super().__init__(metadata)
+        self.path = path
 
     def record(self, index: int) -> Any:
-        record = self._rows[index][1]
-        if isinstance(record, bytes):
-            try:
-                record = json.loads(record)
-            except ValueError as error:
-                raise DataError(f"not JSON ({error}); each line describes one file") from error
+        record = super().record(index)
         return with_file_names(record) if isinstance(record, dict) else record
 
-    def _json_rows(self, content: bytes) -> Iterator[tuple[int, Any]]:
-        return ((number, row) for number, row in enumerate(content.splitlines(), 1) if row.strip())
-
-    def _csv_rows(self, content: bytes) -> Iterator[tuple[int, Any]]:
-        reader = csv.DictReader(io.StringIO(content.decode("utf-8-sig")))
-        return ((reader.line_num, row) for row in reader)
+    def _numbered(self, content: bytes) -> Iterator[tuple[int, Any]]:
+        if self._file.suffix == ".csv":
+            return enumerate(csv.DictReader(io.StringIO(content.decode("utf-8-sig"))), 1)
+        return super()._numbered(content)
 
 
 def with_file_names(record: dict[str, Any]) -> dict[str, Any]:
@@ -213,12 +176,5 @@ def read_file(path: Path) -> bytes:
 
 def sampled_digest(files: Iterable[Path]) -> str:
     """Return a digest of names, sizes and evenly spaced samples of large files."""
-    digest = hashlib.blake2b(digest_size=16)
-    for path in files:
-        size = os.path.getsize(path)
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            for sample in range(_SAMPLES if size > _SAMPLES * _SAMPLE_BYTES else 1):
-                file.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES if size > _SAMPLES * _SAMPLE_BYTES else size))
-    return digest.hexdigest()
+    content = "\n".join(f"{path.name} {media_digest(os.fspath(path))}" for path in files)
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()

@@ -46,9 +46,6 @@ class TableRecords(Records):
         part, row = self._find(index)
         return f"{part.file}:{row + 1}"
 
-    def line(self, index: int) -> int:
-        return self._find(index)[1] + 1
-
     def record(self, index: int) -> Any:
         part, row = self._find(index)
         record = {name: value for name, value in part.text(row).items() if value is not None}

@@ -3,8 +3,8 @@
 A patched model's forward converts its arguments to `inputs.ForwardInputs` and calls `passes.run_pass`. In the order of
 a pass:
 
+    inputs          the arguments; they are valid on each rank, and equal on all ranks
     family          the interface to a model family: its frames, masks and decoder
-    input_checks    arguments are valid on each rank, and equal on all ranks
     frames          the vision tower runs on this rank's frames; what rows may attend to
     text            how the text is sharded; the rows of this rank; loss and logits
     attention       the attention function that the decoder's self-attention calls

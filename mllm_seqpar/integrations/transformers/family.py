@@ -1,4 +1,4 @@
-"""The interface between a model family and the forward passes in `passes`, which run it sequence-parallel.
+"""A model family: the interface between its facts and the forward passes in `passes`, which run it sequence-parallel.
 
 Shape legend: B samples, L text tokens of the pass, s of them on this rank, F frames of all samples and ranks (f on this
 rank). A frame is held by one rank as a whole. It consists of `units_per_frame` units; masks are made of units.
@@ -10,8 +10,7 @@ import functools
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,18 +23,19 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.patching import Patch
 from mllm_seqpar.patching.registry import is_instance_by_name
+from mllm_seqpar.runtime.attention_record import FrameTokens
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.fsdp_units import modules_around, refuse_fsdp1
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
-from mllm_seqpar.runtime.visual_token_record import FrameTokens
 from mllm_seqpar.runtime.visual_tokens import TokenPlaces
 from mllm_seqpar.sharding import Spans, frame_spans, tensor_of
 
 from .attention import use_seqpar_attention
 from .cache import SequenceParallelCacheState
 from .generation import patch_generate
-from .input_checks import (
+from .inputs import (
+    ForwardInputs,
     check_star,
     check_text,
     refuse_custom_loss,
@@ -45,7 +45,10 @@ from .input_checks import (
     refuse_unsupported_attention,
     require_same_inputs,
 )
-from .inputs import ForwardInputs
+
+if TYPE_CHECKING:
+    from mllm_seqpar.data.chat_family import ChatFamily
+    from mllm_seqpar.planner.model_sizes import ModelSizes
 
 InputsT = TypeVar("InputsT", bound=ForwardInputs)
 
@@ -71,27 +74,22 @@ def as_forward(model: Any, forward: Callable[..., Any], doc: str = "") -> Any:
     return types.MethodType(torch.compiler.disable(can_return_tuple(with_tensors)), model)
 
 
-@dataclass(frozen=True)
-class Visibility:
-    """The frames that the text rows of a pass may attend to."""
-
-    mask: FrameMask
-    """Which units of all ranks each row (B, L) may attend to."""
-    rows: Mapping[str, Tensor] = field(default_factory=dict)
-    """Further tensors with one entry per row, (B, L) each, on the model's device. They are sharded like tokens."""
-
-
 class Family(ABC, Generic[InputsT]):
-    """A model family: what it needs to be found, patched and run. Each patched model has an instance.
+    """A model family: everything that the package has to know of it. Each patched model has an instance.
 
     The class is the adapter of the family (`mllm_seqpar.patching.registry.Adapter`): its class methods find and patch a
     model. The methods of an instance name the sites of the model, and what the forward passes use. The abstract methods
     are the minimum: the forward, how frames are encoded, what rows may attend to, and how the decoder runs. The other
-    methods have defaults that suit a model with one frame per unit and no state of its own in the cache.
+    methods have defaults that suit a model with one frame per unit and no state of its own in the cache. With a `chat`,
+    programs can also fine-tune and question the model; with `model_sizes`, the planner can plan it.
 
     Attributes:
         name: the family's name in messages.
         model_class, package: the name of the class of its models, and how the name of their package begins.
+        processors: class names of its processors.
+        chat: the chat format of these processors.
+        model_types: values of `model_type` in the `config.json` of its models.
+        model_sizes: (config, name) -> the sizes of the model that such a file describes, for the planner.
         frame_arguments: the arguments of the forward that hold frames or features; they take `HostFrames`.
         unrepeated_arguments: those of them that `generate` must not repeat for beams (`patch_generate`).
         forward_doc: what the docstring of the patched forward adds to that of the unpatched one.
@@ -104,6 +102,10 @@ class Family(ABC, Generic[InputsT]):
     name: str
     model_class: str
     package = "transformers."
+    processors: tuple[str, ...] = ()
+    chat: type[ChatFamily] | None = None
+    model_types: tuple[str, ...] = ()
+    model_sizes: Callable[[dict[str, Any], str], ModelSizes] | None = None
     frame_arguments: tuple[str, ...] = ("pixel_values",)
     unrepeated_arguments: tuple[str, ...] = ()
     forward_doc = ""
@@ -209,13 +211,19 @@ class Family(ABC, Generic[InputsT]):
         return None
 
     @abstractmethod
-    def visibility(self, inputs: InputsT, units: int, tokens: int, placement: Any) -> Visibility:
-        """Return which of `units` units of `tokens` keys each the rows of this pass may attend to."""
+    def visibility(self, inputs: InputsT, units: int, tokens: int, placement: Any) -> FrameMask:
+        """Return which of `units` units of `tokens` keys each the rows (B, L) of this pass may attend to.
 
-    def empty_visibility(self, inputs: InputsT, units: int, tokens: int) -> Visibility:
-        """Return the visibility of a pass without frames, over the empty frame that keeps the ranks of FSDP in step."""
-        none = torch.zeros(inputs.batch, inputs.length, dtype=torch.long)
-        return Visibility(FrameMask.from_intervals(none, none, tokens, units))
+        It is not called in a pass without frames, whose rows attend to none.
+        """
+
+    def row_facts(self, inputs: InputsT, mask: FrameMask, placement: Any) -> Mapping[str, Tensor]:
+        """Return what layers read of the rows as `state.rows`: tensors (B, L) on the model's device, by name.
+
+        They are sharded like tokens. `mask` is that of all rows; without frames, it has the empty frame that keeps the
+        ranks of FSDP in step, and no row attends to it.
+        """
+        return {}
 
     # The language model.
 
@@ -232,6 +240,11 @@ class Family(ABC, Generic[InputsT]):
         that they contain, so the pass gathers their parameters itself.
         """
         return modules_around(self.model, self.called_modules)
+
+    @functools.cached_property
+    def _checkpointed_modules(self) -> list[nn.Module]:
+        """The modules that transformers' gradient checkpointing can be enabled for."""
+        return [module for module in self.model.modules() if hasattr(module, "gradient_checkpointing")]
 
     @property
     def text_config(self) -> Any:
@@ -285,7 +298,7 @@ class Family(ABC, Generic[InputsT]):
         for config in (self.model.config, self.text_config):
             refuse_unsupported_attention(config, kwargs)
         if self.checkpoints_visual_layers and self.model.training and torch.is_grad_enabled():
-            refuse_reentrant_checkpointing(self.model)
+            refuse_reentrant_checkpointing(self._checkpointed_modules)
         shards_text = self.context.comm.size > 1 and self.context.config.self_attention != "local"
         if shards_text and not inputs.use_cache and inputs.target_labels() is not None:
             refuse_custom_loss(self.model)
@@ -335,9 +348,9 @@ class DecoderOnlyFamily(Family[InputsT]):
     def frames_between(self, inputs: InputsT, start: int, stop: int) -> tuple[Tensor, ...]:
         """Return the frames ``start <= f < stop`` of all, which this rank has, as `encode` takes them."""
 
-    def visibility(self, inputs: InputsT, units: int, tokens: int, placement: Any) -> Visibility:
-        """Return an empty visibility: rows attend to frames only through the text."""
-        return self.empty_visibility(inputs, units, tokens)
+    def visibility(self, inputs: InputsT, units: int, tokens: int, placement: Any) -> FrameMask:
+        """Raise AssertionError: rows attend to frames only through the text."""
+        raise AssertionError("a decoder-only model has no cross-attention")
 
     def check_inputs(self, inputs: InputsT, kwargs: Mapping[str, Any]) -> None:
         super().check_inputs(inputs, kwargs)

@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar._transfers import copy_to_device
-from mllm_seqpar.attention.call_spec import problem_of
-from mllm_seqpar.attention.keys import as_attended
+from mllm_seqpar.attention.keys import as_attended, problem_of
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.runtime.frames import Frames, VisualKVCache, unit_spans
 from mllm_seqpar.runtime.offload import HostFeatures, in_host_memory, stored_in_host_memory
+from mllm_seqpar.runtime.strategy_selector import CROSS, VisualLayers
 from mllm_seqpar.runtime.text import TextShards
 from mllm_seqpar.runtime.visual_features import VisualFeatures
 from mllm_seqpar.runtime.visual_tokens import TokenPlaces
 from mllm_seqpar.sharding import frame_bounds, span_length, take_spans
 
 from .data_parallel import agree_on_frames
-from .family import DecoderOnlyFamily, Family, Visibility
+from .family import DecoderOnlyFamily, Family
 from .inputs import ForwardInputs
 
 
@@ -162,12 +162,13 @@ def frame_arguments(
         positions = [text.positions(rank) for rank in range(text.comm.size)]
         return _exchanged_tokens(family, features, placement.between(0, text.length), positions)
     visual = visual_features(family, inputs, features)
-    visibility = visibility_of(family, inputs, visual.total_frames, features.shape[1], inputs.total_frames, placement)
-    frames = Frames.of_shards(visual_cache or visual, visibility.mask, text, family.units_per_frame(inputs))
+    mask = frame_mask(family, inputs, visual.total_frames, features.shape[1], inputs.total_frames, placement)
+    frames = Frames.of_shards(visual_cache or visual, mask, text, family.units_per_frame(inputs))
     if visual_cache is None and family.context.comm.size > 1:
         frames = _select_strategy(family, inputs, text, visual, frames)
     local = family.context.config.self_attention == "local"
-    rows = {name: x if local else text.shard(x, 1) for name, x in visibility.rows.items()}
+    facts = family.row_facts(inputs, mask, placement)
+    rows = {name: x if local else text.shard(x, 1) for name, x in facts.items()}
     return {"frames": frames, "rows": rows}
 
 
@@ -187,8 +188,8 @@ def replicated_tokens(
 def _exchanged_tokens(
     family: Family, features: Tensor, placement: TokenPlaces, rows: Sequence[Tensor]
 ) -> dict[str, Any]:
-    comm = family.context.comm
-    return {"visual_tokens": placement.routes(rows, comm.rank).exchange(features, comm)}
+    comm, width = family.context.comm, family.text_config.hidden_size
+    return {"visual_tokens": placement.routes(rows, comm.rank).exchange(features, comm, features.shape[1] // width)}
 
 
 def _select_strategy(
@@ -201,14 +202,13 @@ def _select_strategy(
         assert context.selector is not None
         (probe,) = as_attended(visual.features[:0])
         q_shape, k_shape = (text.batch, shape.heads, text.local, shape.dim), (1, shape.kv_heads)
-        frames.selection = context.selector.select_for_pass(
+        frames.selection = context.selector.select(
             problem_of(q_shape, k_shape, frames.key_lengths, probe.dtype, config.accumulate_dtype),
             frames.masks,
+            CROSS,
             probe,
             training=torch.is_grad_enabled(),
-            visual_dim=visual.features.shape[2],
-            layers=shape.layers,
-            recompute=config.recompute_visual,
+            visual=VisualLayers(visual.features.shape[2], shape.layers, config.recompute_visual),
         )
     if config.strategy == "replicate" or (frames.selection and frames.selection.strategy == "replicate"):
         frames = frames.gathered(visual, context.comm, family.unit_index(inputs, visual.total_frames))
@@ -228,13 +228,14 @@ def visual_features(family: Family, inputs: ForwardInputs, features: Tensor) -> 
     return HostFeatures.of(features, index, units, dtype, layout)
 
 
-def visibility_of(
+def frame_mask(
     family: Family, inputs: ForwardInputs, units: int, tokens: int, total_frames: int, placement: Any
-) -> Visibility:
-    """Return the family's visibility of all rows, or the empty one if there are no frames."""
+) -> FrameMask:
+    """Return the mask of all rows over the frames; without frames, over the empty one, to which no row attends."""
     if total_frames:
         return family.visibility(inputs, units, tokens, placement)
-    return family.empty_visibility(inputs, units, tokens)
+    none = torch.zeros(inputs.batch, inputs.length, dtype=torch.long)
+    return FrameMask.from_intervals(none, none, tokens, units)
 
 
 def log_shard_sizes(family: Family, inputs: ForwardInputs, local_tokens: int) -> None:

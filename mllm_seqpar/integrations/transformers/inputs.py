@@ -1,4 +1,6 @@
-"""The arguments of one forward pass of a transformers model, and the sizes derived from them.
+"""The arguments of one forward pass of a transformers model, the sizes derived from them, and the checks before it.
+
+Each rank validates its arguments, and all ranks compare their inputs.
 
 Shape legend: B samples, L text tokens, F frames of all samples and ranks, f frames of this rank.
 """
@@ -6,21 +8,31 @@ Shape legend: B samples, L text tokens, F frames of all samples and ranks, f fra
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.utils import TransformersKwargs
 
 from mllm_seqpar._transfers import copy_to_host
-from mllm_seqpar.errors import ShapeError
+from mllm_seqpar.comm import Communicator
+from mllm_seqpar.comm.agreement import agree
+from mllm_seqpar.comm.base import fingerprint
+from mllm_seqpar.config import SeqParConfig
+from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.loss import shifted
-from mllm_seqpar.runtime.visual_features import sampled_bits
-from mllm_seqpar.sharding import FRAME_LAYOUTS, FrameShard
+from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
+from mllm_seqpar.sharding import FRAME_LAYOUTS, FrameShard, describe_spans, frame_spans
 
 from .cache import cache_state_of
+from .generation import random_state_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,3 +200,246 @@ def as_compared_tensors(**values: Any) -> dict[str, Tensor]:
         elif value is not None:
             found[name] = torch.as_tensor(value)
     return found
+
+
+_COMPARED = (
+    *("samples", "text tokens", "frames", "frames given by visual_shard", "layout of the frames (1 zigzag)"),
+    "values per frame",
+    *("kind of frames (1 pixels, 2 features)", "cached tokens", "use_cache", "grad mode"),
+    *("labels given", "attention mask given", "digest of token ids", "digest of labels"),
+    *("digest of the attention mask", "digest of position ids"),
+    *("digest of the placement of frames", "digest of pixels", "digest of weights"),
+    *("num_items_in_batch", "training mode", "autocast (digest of its dtype)", "digest of the inputs' dtypes"),
+    *("digest of further arguments", "gradient checkpointing", "digest of requires_grad of the parameters"),
+)
+_REMEDY = (
+    "Every rank of the group must pass what it would pass to the unpatched model. transformers' Trainer gives each "
+    "rank its "
+    "own samples: use mllm_seqpar.SeqParTrainer instead, or SeqParMixin for a subclass"
+)
+_SAMPLED_WEIGHTS = 16
+"""The number of values of each parameter that are compared."""
+_KNOWN_ARGUMENTS = {*TransformersKwargs.__annotations__, "cache_position", "ignore_index", "logits_to_keep"}
+_PACKED_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_KNOWN_ARGUMENTS |= {"return_dict", "token_type_ids"}  # tokenizers return token_type_ids for all models
+
+
+def require_same_inputs(
+    comm: Communicator,
+    inputs: ForwardInputs,
+    check: Callable[[], None],
+    *,
+    model: nn.Module | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    compare_weights: bool = False,
+) -> bool:
+    """Raise on every rank of the group unless all ranks pass the same text, number of frames and pixels.
+
+    Token ids, masks, positions and labels are compared by digests. Pixels are compared by a sample of them if every
+    rank has all of them. Features may differ in their last bits between devices and are compared by shape.
+
+    `check` is the check of the family; if it raises on one rank, the others raise an AgreementError. If `model` is
+    given, its modes are compared, and with `compare_weights` also a sample of its weights and which of them are
+    trained.
+
+    Returns whether all ranks have the same random state; True without `model`.
+    """
+
+    if comm.size == 1:
+        _check_frames(comm, inputs)
+        check()
+        inputs.read()
+        return True
+
+    def describe() -> dict[str, int]:
+        _check_frames(comm, inputs)
+        check()
+        num_items = None if kwargs is None else kwargs.get("num_items_in_batch")
+        numbers = _input_numbers(comm, inputs, model if compare_weights else None, num_items)
+        if model is not None:
+            numbers += _pass_numbers(model, inputs, kwargs or {})
+            if compare_weights:
+                trained = "".join(str(int(p.requires_grad)) for p in model.parameters())
+                checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+                numbers += [int(checkpointing), fingerprint(trained)]
+        return dict(zip(_COMPARED, numbers, strict=False))
+
+    def random_state(_: Any) -> list[int]:
+        return [] if model is None else [random_state_number(inputs.text.device)]
+
+    _, rows = agree(comm, "forward pass", describe, dict, numbers=random_state, remedy=_REMEDY)
+    return all(row == rows[0] for row in rows)
+
+
+def _input_numbers(
+    comm: Communicator, inputs: ForwardInputs, compared_weights: nn.Module | None, num_items: Any
+) -> list[int]:
+    labels = inputs.shift_labels if inputs.shift_labels is not None else inputs.labels
+    frames, mask = inputs.frames, inputs.attention_mask
+    kind = 0 if frames is None else 1 + inputs.frames_are_features
+    all_have_pixels = kind == 1 and inputs.visual_shard is None and inputs.compare_frames
+    compared = [
+        [inputs.input_ids],
+        [labels],
+        list(mask.values()) if isinstance(mask, Mapping) else [mask],  # one mask for each kind of layer, or one
+        [inputs.position_ids],
+        [sampled_bits(frames) if all_have_pixels and frames is not None else None],
+        [] if compared_weights is None else _sampled_weights(compared_weights),
+        [torch.as_tensor(-1 if num_items is None else num_items)],
+    ]
+    given = [[x for x in tensors if x is not None] for tensors in compared]
+    on_host = iter(inputs.read(list(itertools.chain(*given))))  # one wait for the device, not eight
+    *compared_on_host, (number,) = [list(itertools.islice(on_host, len(tensors))) for tensors in given]
+    values = [checksum(*tensors) for tensors in compared_on_host] + [int(number)]
+    shard = inputs.visual_shard
+    zigzag = shard is not None and shard.layout(comm.rank, comm.size) == "zigzag"
+    counts = [inputs.batch, inputs.length, inputs.total_frames, shard is not None, zigzag]
+    counts += [0 if frames is None else math.prod(frames.shape[1:]), kind, inputs.past_length, inputs.use_cache]
+    counts += [torch.is_grad_enabled(), labels is not None, mask is not None]
+    moved_rows = inputs.prompt_rows if inputs.past_length else None
+    values.insert(4, checksum(*(inputs.on_host(name) for name in inputs.compared_tensors), moved_rows))
+    return [*map(int, counts), *values]
+
+
+def _sampled_weights(model: nn.Module) -> list[Tensor]:
+    """Return the bits of some values of each parameter that every rank has whole, which FSDP does not shard."""
+    whole = [p.detach().reshape(-1) for p in model.parameters() if not isinstance(p, DTensor) and not p.is_meta]
+    return [x[:: max(1, x.numel() // _SAMPLED_WEIGHTS)].float().view(torch.int32) for x in whole if x.numel()]
+
+
+def _pass_numbers(model: nn.Module, inputs: ForwardInputs, kwargs: Mapping[str, Any]) -> list[int]:
+    device = inputs.text.device.type
+    autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
+    frames = inputs.frames if inputs.visual_shard is None else None  # a rank without frames passes any empty tensor
+    tensors = (inputs.input_ids, inputs.inputs_embeds, inputs.labels, inputs.shift_labels, frames)
+    settings = {name: value for name, value in kwargs.items() if isinstance(value, (bool, int, float, str))}
+    return [
+        int(model.training),
+        fingerprint(autocast) if autocast else 0,
+        fingerprint(str([None if x is None else x.dtype for x in tensors])),
+        fingerprint(repr(sorted(settings.items()))),
+    ]
+
+
+def _check_frames(comm: Communicator, inputs: ForwardInputs) -> None:
+    shard, frames = inputs.visual_shard, inputs.frames
+    if inputs.pixels_and_features:
+        raise ShapeError(f"pass either {' or '.join(inputs.frame_names)}, not both")
+    if shard is None or (frames is None and inputs.past_length):  # `generate` passes it on when frames are cached
+        return
+    if not isinstance(shard, FrameShard):
+        raise ShapeError(f"visual_shard: expected a FrameShard(start, stop, total), got {type(shard).__name__}")
+    if shard.layout(comm.rank, comm.size) not in inputs.frame_layouts:
+        own = [describe_spans(frame_spans(shard.total, comm.size, x)[comm.rank]) for x in inputs.frame_layouts]
+        raise ShapeError(
+            f"visual_shard: rank {comm.rank} of {comm.size} holds frames {own[0]} of {shard.total} (frame_range)"
+            + "".join(f', or {zigzag} (frame_ranges with layout="zigzag")' for zigzag in own[1:])
+            + f", but {shard} was given"
+        )
+    if frames is None:
+        raise ShapeError(
+            f"visual_shard: {shard} was given and none of {', '.join(inputs.frame_names)}; a rank without frames "
+            "passes an empty tensor, for example of shape (0, 3, height, width)"
+        )
+    inputs.check_shard(shard)
+
+
+def check_text(inputs: ForwardInputs) -> None:
+    """Raise ShapeError unless text, positions and labels have valid shapes and dtypes."""
+    dims = 2 if inputs.input_ids is not None else 3
+    if inputs.text.dim() != dims:
+        name = "input_ids" if dims == 2 else "inputs_embeds"
+        raise ShapeError(f"{name}: has shape {tuple(inputs.text.shape)}; expected {dims} dimensions, samples first")
+    shape, positions = (inputs.batch, inputs.length), inputs.text_position_ids
+    if positions is not None and tuple(positions.shape) not in (shape, (1, inputs.length)):
+        raise ShapeError(
+            f"position_ids: has shape {tuple(positions.shape)}; expected {shape} or {(1, inputs.length)}, one for each "
+            "token of this call"
+        )
+    for name in ("input_ids", "labels", "shift_labels"):
+        tensor = getattr(inputs, name)
+        if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
+            raise ShapeError(f"{name}: has dtype {tensor.dtype}; expected integers, such as torch.long")
+
+
+def refuse_unknown_arguments(kwargs: Mapping[str, Any]) -> None:
+    """Raise ConfigError for arguments that nothing in the model reads, such as a misspelled name."""
+    unknown = sorted(name for name, value in kwargs.items() if name not in _KNOWN_ARGUMENTS and value is not None)
+    if unknown:
+        raise ConfigError(
+            f"forward: unknown argument {', '.join(unknown)}; the model would ignore it. Check the spelling, or leave "
+            "it out"
+        )
+
+
+def refuse_packed_lengths(inputs: ForwardInputs, kwargs: Mapping[str, Any]) -> None:
+    """Raise ConfigError for lengths of packed sequences that positions do not state too: nothing else reads them."""
+    given = [name for name in _PACKED_LENGTHS if kwargs.get(name) is not None]
+    stated = inputs.attention_mask is None and inputs.detects_packing and inputs.text_position_ids is not None
+    if given and not stated:
+        raise ConfigError(
+            f"{', '.join(given)}: the lengths that FlashAttention's varlen kernels take are not read here; separate "
+            "packed sequences by position_ids that begin at 0 with each of them (of Qwen2.5-VL and Qwen3-VL, the first "
+            "of four components), without an attention mask and with use_cache=False, or pass them as rows of a batch"
+        )
+
+
+def refuse_unsupported_attention(config: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raise ConfigError if attention weights or non-causal attention are requested, here or in `config`."""
+    weights = kwargs.get("output_attentions")
+    if weights or (weights is None and getattr(config, "output_attentions", False)):
+        raise ConfigError(
+            "output_attentions=True: attention weights do not exist in distributed attention, which never computes a "
+            "row's scores in one place; leave it out, or unpatch_model(model) to look at them"
+        )
+    causal = kwargs.get("is_causal")
+    if not (getattr(config, "is_causal", True) if causal is None else causal):
+        raise ConfigError(
+            "is_causal=False: the text of a patched model is causal in every layer; leave it out, or "
+            "unpatch_model(model) to let tokens attend to later tokens"
+        )
+
+
+def refuse_custom_loss(model: Any) -> None:
+    """Raise ConfigError if the model's loss is not the cross-entropy of tokens, the only loss for sharded text."""
+    function = getattr(model, "loss_function", ForCausalLMLoss)
+    if function is not ForCausalLMLoss:
+        raise ConfigError(
+            f"loss_function: {getattr(function, '__name__', function)} is the model's own; for text that is sharded "
+            "over ranks only transformers' causal language-modelling loss can be computed. Patch with "
+            'self_attention="local", or leave the labels out and compute the loss from the logits'
+        )
+
+
+def refuse_reentrant_checkpointing(modules: Iterable[nn.Module]) -> None:
+    """Raise ConfigError if one of the modules uses reentrant gradient checkpointing.
+
+    It runs a backward pass per layer, and the first one frees the graph of the features that all layers share.
+    """
+    for module in modules:
+        function = vars(module).get("_gradient_checkpointing_func")  # `getattr` is slow where there is none
+        if function is None:
+            continue
+        keywords = function.keywords if isinstance(function, functools.partial) else {}
+        if getattr(module, "gradient_checkpointing", False) and keywords.get("use_reentrant"):
+            raise ConfigError(
+                "gradient checkpointing with use_reentrant=True cannot share the visual features between layers; use "
+                'model.gradient_checkpointing_enable({"use_reentrant": False}), which is the default, or '
+                'TrainingArguments(gradient_checkpointing_kwargs={"use_reentrant": False})'
+            )
+
+
+def check_star(config: SeqParConfig, inputs: ForwardInputs) -> None:
+    """Raise ConfigError if `self_attention="star"` is used outside of generation."""
+    if config.self_attention != "star":
+        return
+    if torch.is_grad_enabled():
+        raise ConfigError(
+            'self_attention="star" is an approximation for inference and has no backward pass; generate with it, or '
+            'call the model under torch.no_grad(). To train, patch with self_attention="ring", which is exact'
+        )
+    if not inputs.use_cache:
+        raise ConfigError(
+            'self_attention="star" reads a prompt into a cache, and this pass has none; pass use_cache=True (generate '
+            'does). To evaluate without a cache, patch with self_attention="ring" or "local", which are exact'
+        )

@@ -25,31 +25,30 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mllm_seqpar.errors import ShapeError
+from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.models.cache_rows import attach
-from mllm_seqpar.runtime.attention_record import AnyRecorder
+from mllm_seqpar.runtime.attention_record import AnyRecorder, FrameTokens
 from mllm_seqpar.runtime.forward_state import ForwardState
-from mllm_seqpar.runtime.frames import VisualKVCache, frame_cache
+from mllm_seqpar.runtime.frames import VisualKVCache
 from mllm_seqpar.runtime.fsdp_units import call_within
 from mllm_seqpar.runtime.star import block_length
 from mllm_seqpar.runtime.text import TextShards, select_logit_rows
 from mllm_seqpar.runtime.visual_features import fingerprint_of
-from mllm_seqpar.runtime.visual_token_record import FrameTokens
 from mllm_seqpar.runtime.visual_tokens import TokenPlaces
 
 from .cache import SequenceParallelCacheState, begin_prompt, cache_state_of, shard_cached_text, supports_sharded_text
 from .data_parallel import with_accumulated_gradients
-from .family import DecoderOnlyFamily, Family, Visibility, require_same_pass
+from .family import DecoderOnlyFamily, Family, require_same_pass
 from .frames import (
     frame_arguments,
+    frame_mask,
     local_features,
     log_shard_sizes,
     replicated_tokens,
-    visibility_of,
     visual_features,
 )
 from .generation import share_random_state
-from .input_checks import check_star
-from .inputs import ForwardInputs
+from .inputs import ForwardInputs, check_star
 from .text import (
     dummy_mask,
     embeddings,
@@ -79,12 +78,15 @@ def _uncached_pass(
     text, placement = text_shards(context, inputs), family.placement(inputs)
     features = local_features(family, inputs)
     state = ForwardState(context, text=text, **frame_arguments(family, inputs, text, features, placement))
+    without_frames = features is None
+    if isinstance(family, DecoderOnlyFamily):
+        features = None  # the state has them, and the memory is free for the layers
     log_shard_sizes(family, inputs, text.local if state.shards_text else inputs.length)
     # Without sharding, every rank computes all text, with the same dropout masks.
     if not (state.shards_text or same_random_state) and family.model.training:
         share_random_state(context.comm, inputs.text.device)
     embeds, positions, mask = rows_of_pass(family, inputs, state)
-    if features is None:
+    if without_frames:
         embeds = with_accumulated_gradients(embeds, family.model)
     if state.takes_mask:
         mask = family.text_mask(embeds, mask, positions, None)
@@ -173,7 +175,7 @@ class _CachedPass:
         if isinstance(family, DecoderOnlyFamily):
             self._place_frames(placement)
         elif features is not None:
-            visual_cache = frame_cache(visual_features(family, inputs, features), inputs.total_frames)
+            visual_cache = VisualKVCache(visual_features(family, inputs, features), inputs.total_frames)
             state.store_frames(visual_cache, placement, inputs.batch)
             state.frame_fingerprints = {fingerprint_of(features)}
             if inputs.frames is not None:
@@ -229,7 +231,7 @@ class _CachedPass:
 
     def _replicated(self) -> CausalLMOutputWithPast:
         """Run a pass with all text on every rank and the frames sharded."""
-        decoded = self._run_replicated_rows(self.inputs.positions(), self._visibility())
+        decoded = self._run_replicated_rows(self.inputs.positions(), self._frame_mask())
         hidden = self._broadcast(select_logit_rows(decoded.last_hidden_state, self.logits_to_keep))
         return self._outputs(hidden, decoded.hidden_states)
 
@@ -241,10 +243,12 @@ class _CachedPass:
         family, inputs, state = self.family, self.inputs, self.cache_state
         star = self.context.config.self_attention == "star"
         text = (star_text_shards if star else text_shards)(self.context, inputs)
-        positions, visibility = inputs.positions(), self._visibility()  # of all rows, while the cache is still empty
+        positions, visible = inputs.positions(), self._frame_mask()  # of all rows, while the cache is still empty
         shard_cached_text(self.cache, state, text, self.model_layers)
         frames = frame_arguments(family, inputs, text, self.features, self.placement, state.visual)
-        recorder = None if star else self._recorder(visibility, inputs.length, text)
+        if not star:
+            self._release_embeddings()
+        recorder = None if star else self._recorder(visible, inputs.length, text)
         forward_state = ForwardState(self.context, text=text, recorder=recorder, **frames)
         log_shard_sizes(family, inputs, text.local)
         embeds, local_positions, mask = rows_of_pass(family, inputs, forward_state)
@@ -252,7 +256,7 @@ class _CachedPass:
         states = gather_hidden_states(text, decoded.hidden_states)
         if not star:
             return self._outputs(self._requested_rows(text, decoded.last_hidden_state), states)
-        query = self._run_replicated_rows(positions, visibility, start=text.length)
+        query = self._run_replicated_rows(positions, visible, start=text.length)
         hidden = self._requested_rows(text, decoded.last_hidden_state, query.last_hidden_state)
         later = query.hidden_states
         if states is not None:
@@ -260,18 +264,18 @@ class _CachedPass:
             states = None if pairs is None else tuple(None if x is None else torch.cat([x, y], 1) for x, y in pairs)
         return self._outputs(self._broadcast(hidden), states)
 
-    def _visibility(self) -> Visibility | None:
+    def _frame_mask(self) -> FrameMask | None:
         """Return which of the frames in the cache the rows of this pass may attend to."""
         visual = self.cache_state.visual
         if visual is None:
             return None
         sizes = visual.units, visual.tokens_per_unit, visual.total_frames
-        return visibility_of(self.family, self.inputs, *sizes, self.cache_state.placement)
+        return frame_mask(self.family, self.inputs, *sizes, self.cache_state.placement)
 
-    def _run_replicated_rows(self, positions: Tensor, visibility: Visibility | None, start: int = 0) -> Any:
+    def _run_replicated_rows(self, positions: Tensor, visible: FrameMask | None, start: int = 0) -> Any:
         """Run the decoder on every rank on the rows from `start`, over the K and V in the cache.
 
-        Positions and visibility are those of all rows of the pass, made before any of them was cached.
+        Positions and the frame mask are those of all rows of the pass, made before any of them was cached.
         """
         family, state = self.family, self.cache_state
         embeds = embeddings(family, self.inputs, lambda text: text[:, start:])
@@ -284,22 +288,28 @@ class _CachedPass:
             mask = dummy_mask(embeds)
         mask = family.text_mask(embeds, mask, positions[..., start:], self.cache)
         frames: dict[str, Any] = {}
-        if visual is not None and visibility is not None:
-            frame_mask = visibility.mask.take(torch.arange(start, start + length)) if start else visibility.mask
+        if visual is not None and visible is not None:
+            own_rows = visible.take(torch.arange(start, start + length)) if start else visible
+            facts = family.row_facts(self.inputs, visible, state.placement)
             frames = {
-                "frames": visual.frames_of(frame_mask, self.context.comm),
-                "rows": {name: x[:, start:] for name, x in visibility.rows.items()},
+                "frames": visual.frames_of(own_rows, self.context.comm),
+                "rows": {name: x[:, start:] for name, x in facts.items()},
             }
         if isinstance(family, DecoderOnlyFamily):
             frames = replicated_tokens(family, self.features, self.placement, start, length)
+            self._release_embeddings()
         tokens = int(self.cache.get_seq_length()) + length
-        recorder = self._recorder(visibility, tokens)
+        recorder = self._recorder(visible, tokens)
         forward_state = ForwardState(self.context, cached_text=cached_text, tokens=tokens, recorder=recorder, **frames)
+        embeds = forward_state.embedded(embeds)
         return family.run_decoder(embeds, positions[..., start:], mask, self.cache, forward_state, **self.kwargs)
 
-    def _recorder(
-        self, visibility: Visibility | None, tokens: int, shards: TextShards | None = None
-    ) -> AnyRecorder | None:
+    def _release_embeddings(self) -> None:
+        """Release the features of a decoder-only model, whose rows have them now."""
+        if isinstance(self.family, DecoderOnlyFamily):
+            self.features = None
+
+    def _recorder(self, visible: FrameMask | None, tokens: int, shards: TextShards | None = None) -> AnyRecorder | None:
         """Return what records the attention of the last row to the frames, if it is recorded; None without frames.
 
         `tokens` is the number of tokens so far, those of this pass included; `shards` is the sharding of the rows.
@@ -309,9 +319,9 @@ class _CachedPass:
             return None
         positions = None if shards is None else shards.positions(shards.comm.rank)
         if not isinstance(self.family, DecoderOnlyFamily):
-            if state.visual is None or visibility is None:
+            if state.visual is None or visible is None:
                 return None
-            return records[-1].begin_pass(state.visual, visibility.mask, length, positions)
+            return records[-1].begin_pass(state.visual, visible, length, positions)
         if state.placement is None:
             return None
         keys = None if state.text is None else state.text.positions

@@ -61,15 +61,14 @@ def _padding_and_packing(inputs: ForwardInputs) -> tuple[Tensor | None, Tensor |
 
 
 def rows_of_pass(family: Family, inputs: ForwardInputs, state: ForwardState) -> tuple[Tensor, Tensor, Any]:
-    """Return (embeds, positions, attention mask) of the rows that this rank computes."""
+    """Return (embeds, positions, attention mask) of the rows that this rank computes, visual tokens included."""
     text, mask = state.text, inputs.attention_mask
-    if state.shards_text and text is not None:
-        embeds, positions = embeddings(family, inputs, lambda x: text.shard(x, 1)), text.shard(inputs.positions(), -1)
-        if not state.takes_mask:
-            return embeds, positions, dummy_mask(inputs.text)
+    if state.shards_text and text is not None and not state.takes_mask:
+        embeds = state.embedded(embeddings(family, inputs, lambda x: text.shard(x, 1)))
+        return embeds, text.shard(inputs.positions(), -1), dummy_mask(inputs.text)
     if mask is None and not inputs.detects_packing:  # a mask of ones keeps transformers from looking at positions
         mask = torch.ones(inputs.batch, inputs.length, dtype=torch.long, device=inputs.text.device)
-    return embeddings(family, inputs, lambda x: x), inputs.positions(), mask
+    return state.embedded(embeddings(family, inputs, lambda x: x)), inputs.positions(), mask
 
 
 def embeddings(family: Family, inputs: ForwardInputs, select: Callable[[Tensor], Tensor]) -> Tensor:

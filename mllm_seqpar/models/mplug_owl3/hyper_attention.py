@@ -3,13 +3,14 @@
 Shape legend: B samples, L text tokens, K text keys (cached ones included), F frames of all samples, T tokens per frame,
 H query heads, G KV heads, D head dim, C = H * D channels.
 
-Projections, rotary embedding and mixing are separate methods, from which a distributed forward is composed. `forward`
-composes them for one process: the rows of a sample attend to the frames of that sample only, in blocks of rows
-(`visual_inputs.row_blocks`).
+`HyperAttention.compute` is the layer: projections, cache, mixing. What attends is its argument, because there are two:
+`forward` passes the attention of one process, in which the rows of a sample attend to the frames of that sample only,
+in blocks of rows (`visual_inputs.row_blocks`); the patched forward passes the attention to the text and frames of all
+ranks.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +27,30 @@ from transformers.models.qwen2.modeling_qwen2 import (
     rotate_half,
 )
 
+from mllm_seqpar.runtime.visual_features import KVProjection
+
 from .configuration import MPlugOwl3Config
 from .visual_inputs import RowBlock, VisualInputs, visual_cache
+
+
+class Attended(NamedTuple):
+    """The attention outputs of one layer, each (B, L, C), before the output projection.
+
+    Attributes:
+        text: the attention to text. In a model without a gate it is that to text and frames, in one softmax.
+        frames: the attention to frames, 0 for rows without visible frames; None if there is nothing to mix.
+        has_frames: (B, L) bool, whether a row attends to any frame; needed with `frames`.
+        weights: with eager attention, the weights of the text keys.
+    """
+
+    text: Tensor
+    frames: Tensor | None = None
+    has_frames: Tensor | None = None
+    weights: Tensor | None = None
+
+
+Attend = Callable[[Tensor, Tensor, Tensor], Attended]
+"""The attention of rows q (B, H, L, D) to text k, v (B, G, K, D), and to the frames of the pass."""
 
 
 class HyperAttention(Qwen2Attention):
@@ -61,18 +84,15 @@ class HyperAttention(Qwen2Attention):
         v = self.v_proj(hidden_states).view(heads).transpose(1, 2)
         return *apply_rotary_pos_emb(q, k, *position_embeddings), v
 
-    def project_visual(self, embeds: Tensor, frame_position: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalised frames (F, T, hidden) -> k (rotated) and v, each (1, G, F * T, D).
+    def visual_projection(self, visual_norm: nn.Module) -> KVProjection:
+        """Return the projection of frames (F, T, hidden) to k (rotated) and v, each (1, G, F * T, D).
 
-        All T keys of a frame are rotated by the frame's one position, `frame_position` (F,), in float32.
+        It takes the rotation of each frame (`visual_rotation`). All T keys of a frame are rotated by the frame's one
+        position, in float32. `visual_norm` is the layer's input norm.
         """
-        frames, tokens, _ = embeds.shape
-        kv = self.v_kv_proj(embeds).view(frames, tokens, self.num_kv_heads, 2, self.head_dim)
-        k, v = kv.unbind(-2)
-        k = self.rotate_visual(k, self.visual_rotation(frame_position.to(k.device)))
-        v = v.contiguous()  # A view would keep the unrotated K, which shares its storage, alive.
-        shape = 1, frames * tokens, self.num_kv_heads, self.head_dim
-        return k.reshape(shape).transpose(1, 2), v.reshape(shape).transpose(1, 2)
+        return KVProjection(
+            (self.v_kv_proj,), self.head_dim, interleaved=True, input_norm=visual_norm, rotate=self.rotate_visual
+        )
 
     def visual_rotation(self, frame_position: Tensor) -> Tensor:
         """Return the cosines and sines of frame positions (F,), (F, 2, D) float32; they are the same in all layers."""
@@ -100,17 +120,22 @@ class HyperAttention(Qwen2Attention):
         weight = weight.to(text_out.dtype)
         return torch.where(has_frames[..., None], text_out * (1 - weight) + visual_out * weight, text_out)
 
-    def visual_states(
-        self, visual: VisualInputs, visual_norm: nn.Module, past_key_values: Cache | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return k and v of all frames, (1, G, F * T, D), from the cache; project and cache them on the first call."""
-        cache = visual_cache(past_key_values)
-        if cache is not None and self.layer_idx in cache.states:
-            return cache.states[self.layer_idx]
-        states = self.project_visual(visual_norm(visual.embeds), visual.frame_position)
-        if cache is not None:
-            cache.states[self.layer_idx] = states
-        return states
+    def compute(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        past_key_values: Cache | None,
+        attend: Attend,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Normalised text (B, L, hidden) -> (B, L, hidden), and the weights that `attend` returns."""
+        q, k, v = self.project_text(hidden_states, position_embeddings)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        mixed, visual_out, has_frames, weights = attend(q, k, v)
+        if visual_out is not None:
+            assert has_frames is not None
+            mixed = self.mix(mixed, visual_out, has_frames)
+        return self.o_proj(mixed), weights
 
     def forward(
         self,
@@ -126,25 +151,39 @@ class HyperAttention(Qwen2Attention):
 
         `visual` is None in a pass without frames. `visual_norm` is the layer's input norm, applied to the frames too.
         """
-        q, k, v = self.project_text(hidden_states, position_embeddings)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
-        if visual is None:
-            mixed, weights = self._attend_text(q, k, v, attention_mask, **kwargs)
-            return self.o_proj(mixed), weights
-        if visual_norm is None:
-            raise TypeError("visual_norm is missing: hyper attention normalises the frames with its layer's input norm")
-        visual_k, visual_v = self.visual_states(visual, visual_norm, past_key_values)
-        if self.fused:
-            mixed, weights = self._attend_jointly(q, k, v, visual_k, visual_v, attention_mask, visual)
-        else:
-            text_out, weights = self._attend_text(q, k, v, attention_mask, **kwargs)
-            mixed = self.mix(text_out, self._attend_frames(q, visual_k, visual_v, visual), visual.has_frames)
-        return self.o_proj(mixed), weights
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Attended:
+            if visual is None:
+                out, weights = self._attend_text(q, k, v, attention_mask, **kwargs)
+                return Attended(out, weights=weights)
+            visual_k, visual_v = self._visual_states(visual, visual_norm, past_key_values)
+            if self.fused:
+                out, weights = self._attend_jointly(q, k, v, visual_k, visual_v, attention_mask, visual)
+                return Attended(out, weights=weights)
+            out, weights = self._attend_text(q, k, v, attention_mask, **kwargs)
+            return Attended(out, self._attend_frames(q, visual_k, visual_v, visual), visual.has_frames, weights)
+
+        return self.compute(hidden_states, position_embeddings, past_key_values, attend)
 
     @property
     def _dropout(self) -> float:
         return self.attention_dropout if self.training else 0.0
+
+    def _visual_states(
+        self, visual: VisualInputs, visual_norm: nn.Module | None, past_key_values: Cache | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return k and v of all frames, (1, G, F * T, D), from the cache; project and cache them on the first call."""
+        cache = visual_cache(past_key_values)
+        if cache is not None and self.layer_idx in cache.states:
+            return cache.states[self.layer_idx]
+        if visual_norm is None:
+            raise TypeError("visual_norm is missing: hyper attention normalises the frames with its layer's input norm")
+        assert visual.embeds is not None
+        rotation = self.visual_rotation(visual.frame_position.to(visual.embeds.device))
+        states = self.visual_projection(visual_norm)(visual.embeds, rotation)
+        if cache is not None:
+            cache.states[self.layer_idx] = states
+        return states
 
     def _attend_text(
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **kwargs: Any

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from mllm_seqpar.errors import ConfigError, ShapeError
-from mllm_seqpar.models.cache_rows import attach, detach
+from mllm_seqpar.models.cache_rows import attach
 from mllm_seqpar.runtime.text import select_logit_rows
 from mllm_seqpar.runtime.visual_features import fingerprint_of
 
@@ -21,7 +21,7 @@ from .configuration import AUTO, GATES, MPlugOwl3Config
 from .generation import MPlugOwl3GenerationMixin
 from .media import MediaLayout, MediaOffset, check_layout, media_layout
 from .pretrained import MPlugOwl3PreTrainedModel
-from .visual_inputs import VisualCache, VisualInputs, visual_cache
+from .visual_inputs import VisualCache, VisualInputs, continued_visual_cache
 
 
 class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3GenerationMixin):
@@ -102,15 +102,14 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
             past_key_values = DynamicCache(config=self.config)
         return past_key_values, use_cache
 
-    def _new_visual(
-        self, layout: MediaLayout, row_offset: int, embeds: Tensor, frames: Tensor | None, cache: Cache | None
+    def new_visual_cache(
+        self, layout: MediaLayout, row_offset: int, tokens_per_frame: int, cache: Cache | None
     ) -> VisualCache:
-        """Return the visual KV cache for the frames of this call, attached to the text cache if there is one."""
+        """Return a visual KV cache for the frames of a call, attached to the text cache if there is one."""
         inclusive = self.config.gate is None
-        visual = VisualCache(layout, row_offset=row_offset, tokens_per_frame=embeds.shape[1], inclusive=inclusive)
+        visual = VisualCache(layout, row_offset=row_offset, tokens_per_frame=tokens_per_frame, inclusive=inclusive)
         if cache is not None:
             attach(cache, visual, self.config.num_hidden_layers)
-            visual.frame_fingerprints = set() if frames is None else {fingerprint_of(frames)}
         return visual
 
     def _hidden_states(
@@ -148,7 +147,9 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
             check_layout(layout, batch, total)
             if embeds is not None:
                 frames = pixel_values if image_embeds is None else image_embeds
-                cached = self._new_visual(layout, row_offset, embeds, frames, past_key_values)
+                cached = self.new_visual_cache(layout, row_offset, embeds.shape[1], past_key_values)
+                if past_key_values is not None and frames is not None:
+                    cached.frame_fingerprints = {fingerprint_of(frames)}
                 visual = cached.inputs(past_length, length, batch, embeds)
         text = {"inputs_embeds": inputs_embeds, "attention_mask": attention_mask, "position_ids": position_ids}
         return self.language_model.model(
@@ -239,11 +240,8 @@ class _Headless:
 
 def _cached_visual(cache: Any, past_length: int, inputs_embeds: Tensor, embeds: Tensor | None) -> VisualInputs | None:
     """Return the visual inputs of tokens that continue a cache with visual K and V, or None."""
-    cached = visual_cache(cache)
+    cached = continued_visual_cache(cache, past_length)
     if cached is None:
-        return None
-    if past_length <= cached.row_offset:  # the cache was reset, or cropped to before the text of these frames
-        detach(cache, VisualCache)
         return None
     if embeds is not None:
         raise ShapeError(

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.models.cache_rows import RowsLayer, layer_of
+from mllm_seqpar.models.cache_rows import RowsLayer, detach, layer_of
 
 from .media import MediaLayout
 
@@ -117,6 +117,18 @@ class VisualCache(RowsLayer):
 def visual_cache(past_key_values: Any) -> VisualCache | None:
     """Return the visual KV cache that is kept with a text cache, or None."""
     return layer_of(past_key_values, VisualCache)
+
+
+def continued_visual_cache(past_key_values: Any, past_length: int) -> VisualCache | None:
+    """Return the visual KV cache that a pass after `past_length` cached tokens continues, or None.
+
+    It is removed if the text that its frames came with is no longer in the cache, which was reset or cropped.
+    """
+    cached = visual_cache(past_key_values)
+    if cached is not None and past_length <= cached.row_offset:
+        detach(past_key_values, VisualCache)
+        return None
+    return cached
 
 
 def row_blocks(first: list[int], stop: list[int], tokens_per_frame: int) -> list[RowBlock]:

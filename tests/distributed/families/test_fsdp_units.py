@@ -25,8 +25,9 @@ from torch.distributed.tensor import DTensor
 
 from family_cases import BATCHES, CROSS_ATTENTION, QWENS
 from family_harness import TOLERANCE, family_module, inputs_of, model_of
+from fsdp2_on_cpu import whole
 from mllm_seqpar import patch_model
-from mllm_seqpar.attention.call_spec import CallSpec
+from mllm_seqpar.attention.keys import CallSpec
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.models.mplug_owl3.hyper_attention import HyperAttention
 from mllm_seqpar.runtime import visual_features
@@ -94,13 +95,11 @@ class Wrapping:
 
 def grads_of(model: nn.Module) -> dict[str, Tensor | None]:
     """Return the gradients as FSDP2 reduced them; those that nothing reduces are averaged here."""
-    found: dict[str, Tensor | None] = {}
-    for name, p in model.named_parameters():
+    for p in model.parameters():
         if p.grad is not None and not isinstance(p.grad, DTensor):
             torch.distributed.all_reduce(p.grad)
             p.grad /= torch.distributed.get_world_size()
-        found[name] = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-    return found
+    return whole({name: p.grad for name, p in model.named_parameters()})
 
 
 def step(rank: int, world: int, wrapping: Wrapping, chunk_bytes: int = 1) -> tuple[float, dict[str, Tensor | None]]:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from family_cases import BATCHES
 from family_harness import TOLERANCE, family_module, inputs_of, model_of, reference
+from fsdp2_on_cpu import whole
 from mllm_seqpar import HostFrames, patch_model
 from mllm_seqpar.patching.registry import find_adapter
 from outcomes import worst_gradient
@@ -74,9 +75,7 @@ def loss_and_gradients(rank: int, world: int, family: str, wrapper: str) -> tupl
     wrapped = DistributedDataParallel(model, find_unused_parameters=True) if wrapper == "ddp" else model
     loss = wrapped(**inputs).loss
     loss.backward()
-    grads = {name: None if w.grad is None else w.grad for name, w in model.named_parameters()}
-    full = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in grads.items()}
-    return loss.item(), full
+    return loss.item(), whole({name: weight.grad for name, weight in model.named_parameters()})
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])

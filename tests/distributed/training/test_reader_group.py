@@ -11,8 +11,7 @@ import torch.distributed as dist
 from mllm_seqpar.data import ChatDataset
 from mllm_seqpar.data.needle import make_needle_videos
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
-from mllm_seqpar.training.batches import BatchReader, TrainingBatches, reader_communicator, replacement
-from mllm_seqpar.training.data_loader import ShardedDataLoader
+from mllm_seqpar.training.batches import BatchReader, reader_communicator, replacement
 from mllm_seqpar.training.sample_order import SampleOrder
 from ranks import ranks
 from tiny_models.mplug_owl3 import IMAGE_SIZE, tiny_tokenizer
@@ -22,10 +21,10 @@ def trained(rank: int, world: int, path: str, sp: int) -> tuple[list[tuple[int, 
     """Return the samples of the micro-batches and the skipped ones; the main thread communicates all the time."""
     processor = MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=IMAGE_SIZE), tiny_tokenizer())
     data = ChatDataset(path, processor, on_bad_media="skip")
-    reader = BatchReader(ShardedDataLoader(data, processor), reader_communicator(60.0), sp)
+    reader = BatchReader(data, None, reader_communicator(60.0))
     order = SampleOrder(samples=len(data), global_batch=4, micro_batch=1, dp=world // sp, seed=0)
     found = []
-    for number, batch in enumerate(TrainingBatches(reader, order, group=rank // sp, steps=2)):
+    for number, batch in enumerate(reader.read_all(order.passes(rank // sp, 0, 2), order.micro_batches)):
         for _ in range(20):
             total = torch.tensor([float(number)])
             dist.all_reduce(total)

@@ -21,14 +21,22 @@ from ranks import ranks
 from ranks_worker import reset_global_state
 from training_logs import log_of
 
-STEPS = 10  # two epochs of five steps
+STEPS, VIDEOS = 4, 7  # two epochs of two steps: 8 samples, one without a video
+
+
+@pytest.fixture(scope="module")
+def training_files(training_files: Path) -> Path:
+    """The files of training with `short.jsonl`, the first samples, and an evaluation on some of them."""
+    rows = (training_files / "train.jsonl").read_text().splitlines(keepends=True)
+    (training_files / "short.jsonl").write_text("".join(rows[: VIDEOS + 1]))
+    return training_files
 
 
 def arguments(files: Path, output: Path, *more: object) -> list[str]:
-    options = ["--model", files / "model", "--data", files / "train.jsonl", "--output_dir", output]
+    options = ["--model", files / "model", "--data", files / "short.jsonl", "--output_dir", output]
     options += ["--disable_tqdm", True, "--learning_rate", 1e-3, "--adam_epsilon", 1e-4, "--global_batch_size", 4]
     options += ["--save_strategy", "no", "--max_steps", STEPS, "--eval_data", files / "eval.jsonl"]
-    return [*map(str, [*options, "--eval_strategy", "steps", "--eval_steps", 5, *more])]
+    return [*map(str, [*options, "--eval_strategy", "steps", "--eval_steps", STEPS // 2, *more])]
 
 
 def counted(argv: list[str]) -> tuple[int, int]:
@@ -54,15 +62,14 @@ def test_second_epoch_runs_no_tower_and_trains_the_same(training_files: Path, tm
     first = counted(stored)
     again = arguments(training_files, tmp_path / "again", "--freeze", "vision", "--features", tmp_path / "features")
     second = counted(again)
-    # 18 of 20 samples have a video; the evaluation has 5 samples that are among them.
-    assert plain[1] == 18 + 18 + 2 * 5 - plain_text(training_files) and first[0] < plain[0]
-    assert first[1] == 18 and second == (0, 0)
+    assert plain[1] == 2 * VIDEOS + 2 * 5 - plain_text(training_files) and first[0] < plain[0]
+    assert first[1] == VIDEOS and second == (0, 0)
     assert log_of(tmp_path / "plain") == log_of(tmp_path / "stored") == log_of(tmp_path / "again")
     assert trained(tmp_path / "plain") == trained(tmp_path / "stored") == trained(tmp_path / "again")
 
 
 def test_training_on_a_frame_store_is_training_on_videos(training_files: Path, tmp_path: Path) -> None:
-    store, data = tmp_path / "frames", [str(training_files / f"{name}.jsonl") for name in ("train", "eval")]
+    store, data = tmp_path / "frames", [str(training_files / f"{name}.jsonl") for name in ("short", "eval")]
     assert check([*data, "--store", str(store)]) == 0
     assert fine_tune(arguments(training_files, tmp_path / "videos")) == 0
     reset_global_state()
@@ -82,10 +89,13 @@ def plain_text(files: Path) -> int:
     return 2 * sum(isinstance(row["messages"][0]["content"], str) for row in rows)
 
 
-def on_ranks(rank: int, world: int, files: Path, features: Path, more: list[str]) -> list[tuple[int, int]]:
-    """Train without stored features, then store them, then read them."""
+def on_ranks(
+    rank: int, world: int, files: Path, features: Path, more: list[str], runs: tuple[str, ...]
+) -> list[tuple[int, int]]:
+    """Train once for each run, with stored features except in "plain"; the runs are the names of the outputs."""
     found = []
-    for name, given in (("plain", []), ("stored", ["--features", features]), ("again", ["--features", features])):
+    for name in runs:
+        given = [] if name == "plain" else ["--features", features]
         found.append(counted(arguments(files, features.parent / name, "--freeze", "vision", *more, *given)))
     return found
 
@@ -97,10 +107,11 @@ def on_ranks(rank: int, world: int, files: Path, features: Path, more: list[str]
     ids=["fsdp2", "two-groups", "lora"],
 )
 def test_ranks_store_and_read_their_frames(training_files: Path, tmp_path: Path, world: int, more: list[str]) -> None:
-    results = ranks(world).run(on_ranks, training_files, tmp_path / "features", more)
+    runs = ("plain", "stored", "again")
+    results = ranks(world).run(on_ranks, training_files, tmp_path / "features", more, runs)
     assert all(again == (0, 0) for _, _, again in results)
     assert all(stored[0] < plain[0] and stored[1] < plain[1] for plain, stored, _ in results)
-    plain, stored, again = (log_of(tmp_path / name) for name in ("plain", "stored", "again"))
+    plain, stored, again = (log_of(tmp_path / name) for name in runs)
     assert plain == stored == again and len(plain) == STEPS + 2
 
 
@@ -109,10 +120,9 @@ def test_features_of_one_process_are_read_by_two(training_files: Path, tmp_path:
     features = tmp_path / "features"
     counted(arguments(training_files, tmp_path / "one", "--freeze", "vision", "--features", features))
     results = ranks(2, launch_environment("configs/fsdp2_cpu_2.yaml")).run(
-        on_ranks, training_files, features, ["--sp", "2"]
+        on_ranks, training_files, features, ["--sp", "2"], ("plain", "stored")
     )
-    assert [found[1:] for found in results] == [[(0, 0), (0, 0)]] * 2
-    assert log_of(tmp_path / "stored") == log_of(tmp_path / "again")
+    assert [stored for _, stored in results] == [(0, 0)] * 2
     for row, reference in zip(log_of(tmp_path / "stored"), log_of(tmp_path / "plain"), strict=True):
         assert row == pytest.approx(reference, rel=1e-5)  # another rank encoded a frame beside other frames
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attention_cases import Case, errors, exact, inputs, run_case
-from mllm_seqpar.attention.call_spec import AccumulateDtype, call_spec_for, problem_of
-from mllm_seqpar.attention.executor import BlockMath
+from mllm_seqpar.attention.executor import BlockMath, FinalRows
+from mllm_seqpar.attention.keys import AccumulateDtype, call_spec_for, problem_of
 from mllm_seqpar.attention.ulysses import backward_head_sharded, forward_head_sharded
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.kernels import registry
@@ -128,7 +128,7 @@ def head_sharded_dtypes(comm: Communicator) -> list[torch.dtype]:
     spec = call_spec_for("ulysses", None, FullBlockMasks(1, 4, (4, 4)), problem, torch.float32)
     block_math = BlockMath("auto", 1.0)
     o, lse = forward_head_sharded(comm, spec, block_math, q, k, k)
-    grads = backward_head_sharded(comm, spec, block_math, (q, o.bfloat16(), lse, do), k, k)
+    grads = backward_head_sharded(comm, spec, block_math, FinalRows(q, o.bfloat16(), lse, do), k, k)
     assert comm.bytes.sent["o"] == comm.bytes.sent["dq"] == comm.bytes.sent["q"] // 2, "sent in 16 bits; q twice"
     return [x.dtype for x in (o, *grads)]
 

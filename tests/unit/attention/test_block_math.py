@@ -53,3 +53,24 @@ def test_first_partial_result_is_converted_to_the_accumulation_dtype() -> None:
         total.add(o, lse)
     assert not {"zeros", "zero_", "full", "fill_", "exp"} & set(ran.names)
     assert torch.equal(total.value[0], o.float()) and torch.equal(total.value[1], lse)
+
+
+@pytest.mark.parametrize("rows", [slice(1, 3), torch.tensor([0, 2])], ids=["range", "indices"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_first_partial_result_of_some_rows_is_copied_without_a_merge(dtype: torch.dtype, rows: Any) -> None:
+    like = torch.randn(1, 2, 3, 4).to(dtype)
+    o, lse = torch.randn(1, 2, 2, 4).to(dtype), torch.randn(1, 2, 2)
+    total, expected_o, expected_lse = (
+        PartialResult(like, torch.float32),
+        torch.zeros(1, 2, 3, 4),
+        torch.full((1, 2, 3), -torch.inf),
+    )
+    expected_o[:, :, rows], expected_lse[:, :, rows] = o.float(), lse
+    with Operators() as ran:
+        total.add(o, lse, rows=rows, borrowed=True)
+    assert not {"exp", "logaddexp", "lerp", "lerp_"} & set(ran.names)
+    o.fill_(float("nan"))  # the buffer is reused
+    assert torch.equal(total.value[0], expected_o) and torch.equal(total.value[1], expected_lse)
+    total.add(expected_o[:, :, rows].clone(), expected_lse[:, :, rows].clone(), rows=rows)
+    torch.testing.assert_close(total.value[0], expected_o)
+    torch.testing.assert_close(total.value[1][:, :, rows], expected_lse[:, :, rows] + torch.log(torch.tensor(2.0)))

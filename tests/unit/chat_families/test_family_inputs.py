@@ -15,7 +15,7 @@ from mllm_seqpar.data import ChatDataset, chat_family, load_local_pictures
 from mllm_seqpar.data.chat_format import media_parts
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.loading import load_processor
-from mllm_seqpar.patches.idefics.chat import prompt_items
+from mllm_seqpar.patches.idefics.adapter import prompt_items
 from mllm_seqpar.sharding import frame_bounds, frame_spans, in_frame_order
 
 BATCHES = {"several turns": [2], "text only": [3], "text only first": [3, 0], "all": [0, 1, 2, 3]}

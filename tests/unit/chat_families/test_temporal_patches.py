@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
 from mllm_seqpar.data.sources import PictureSource
-from mllm_seqpar.patches.qwen3_vl.chat import Qwen3VLChats
+from mllm_seqpar.patches.qwen3_vl.adapter import Qwen3VLChats, Qwen3VLFamily
 from mllm_seqpar.patches.qwen_vl_chat import TemporalPatches
 from mllm_seqpar.sharding import frame_bounds
 
@@ -53,7 +53,7 @@ def test_a_rank_reads_the_frames_of_its_own_patches_only(count: int, batch: int)
 def test_rows_of_patches_are_those_of_the_published_processor() -> None:
     videos = Qwen3VLVideoProcessor(**CUT)
     images = SimpleNamespace(**CUT, rescale_factor=1 / 255, image_mean=[0.4, 0.5, 0.6], image_std=[0.2, 0.3, 0.4])
-    family = Qwen3VLChats(SimpleNamespace(video_processor=videos, image_processor=images))
+    family = Qwen3VLChats(SimpleNamespace(video_processor=videos, image_processor=images), Qwen3VLFamily)
     pictures = torch.stack(frames(4)).unflatten(0, (2, 2)).flatten(1, 2)
     (pixels,) = family.pixels(pictures)
     expected, *grid = videos.patchify(pixels.unflatten(1, (2, 3)).flatten(0, 1)[None], 4, 2, 2)
@@ -70,6 +70,6 @@ def test_large_videos_are_resized_within_the_budget_of_all_frames() -> None:
     videos = Qwen3VLVideoProcessor(
         **CUT, size={"shortest_edge": 64, "longest_edge": 4 * 256}, cap_pixels_per_frame=False
     )
-    family = Qwen3VLChats(SimpleNamespace(video_processor=videos))
+    family = Qwen3VLChats(SimpleNamespace(video_processor=videos), Qwen3VLFamily)
     sizes = {count: family.units(PictureSource(frames(count, 64, 64))).size for count in (2, 4, 8)}  # type: ignore
     assert sizes == {2: (16, 16), 4: (16, 16), 8: (8, 8)}

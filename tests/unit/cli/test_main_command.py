@@ -182,12 +182,14 @@ def test_doctor_finds_old_packages_and_wrong_results(
     cpu, alone = torch.device("cpu"), as_communicator("self")
     found = list(doctor.exactness(alone, cpu))
     assert [finding.ok for finding in found] == [None, True, True, True, True, None]
-    lv_xattn, all_to_all = exactness.lv_xattn, visual_tokens._all_to_all
+    lv_xattn, move = exactness.lv_xattn, visual_tokens._move
     monkeypatch.setattr(exactness, "lv_xattn", lambda *args, group: lv_xattn(*args, group=group, scale=0.2))
     wrong = list(doctor.exactness(alone, cpu))[1]
     assert str(wrong).startswith("WRONG exactness    attention lv-xattn, float32: relative error ")
     # One embedding of each rank goes to another row.
-    monkeypatch.setattr(visual_tokens, "_all_to_all", lambda rows, *given: all_to_all(rows.roll(1, 0), *given))
+    monkeypatch.setattr(
+        visual_tokens, "_move", lambda comm, sends, *given: move(comm, [x.roll(1) for x in sends], *given)
+    )
     verdicts = [finding.ok for finding in doctor.exactness(alone, cpu)]
     assert verdicts == [None, False, True, True, False, None]
     monkeypatch.setitem(_compat.MINIMUM, "torch", "99.1")

@@ -77,7 +77,7 @@ def sharded(batch: Any, processor: Any, world: int, at_once: int) -> Tensor:
 def test_frame_counts_need_no_decoding(folder: Path, processor: Any) -> None:
     data = ChatDataset(folder / "train.jsonl", processor)
     assert [data[i].frames for i in range(len(data))] == [3, 7, 4, 0, 1 + 3 + 1]
-    assert [data[i].line for i in range(len(data))] == [1, 2, 3, 4, 5]
+    assert [data[i].place for i in (0, 4)] == [f"{folder / 'train.jsonl'}:{line}" for line in (1, 5)]
     assert ChatDataset(folder / "train.jsonl", processor).digest == data.digest
 
 
@@ -113,7 +113,8 @@ def test_labels_are_the_answers_and_padding_is_right(folder: Path, processor: An
     batch = ChatDataset(folder / "train.jsonl", processor).batch([4, 0, 3])
     tokenizer = processor.tokenizer
     image = tokenizer.convert_tokens_to_ids("<|image|>")
-    assert (batch.input_ids == image).sum(1).tolist() == [5, 3, 0] and batch.frames == 8 and batch.lines == (5, 1, 4)
+    assert (batch.input_ids == image).sum(1).tolist() == [5, 3, 0] and batch.frames == 8
+    assert batch.places == tuple(f"{folder / 'train.jsonl'}:{line}" for line in (5, 1, 4))
     assert [tokenizer.decode(row[row != -100]) for row in batch.labels] == [
         "red<|im_end|><|endoftext|>blue<|im_end|><|endoftext|>",
         "red<|im_end|><|endoftext|>",
@@ -219,14 +220,14 @@ VIDEO = {"type": "video", "path": "clips/a.mp4"}
         (chat({"type": "image"}), 'type image needs "path", a file$'),
         (chat({"type": "video", "images": ["0.png", "9.png"]}), "9.png: no such file"),
         (chat(VIDEO | {"images": ["0.png"]}), 'both "path" and "images"'),
-        (chat(VIDEO | {"fps": "1"}), "fps is '1'; expected a number above 0"),
-        (chat(VIDEO | {"fps": inf}), "fps is inf; expected a number above 0"),
-        (chat(VIDEO | {"num_frames": 2.5}), "num_frames is 2.5; expected a whole number"),
-        (chat(VIDEO | {"fps": 1, "num_frames": 2}), "both fps and num_frames"),
-        (chat(VIDEO | {"start": "soon"}), "start is 'soon'; expected a number of seconds, 0 or more"),
-        (chat(VIDEO | {"end": -1}), "end is -1; expected a number of seconds, 0 or more"),
-        (chat(VIDEO | {"start": 2, "end": 2}), "the clip from 2 to 2 seconds is empty; end must be after start"),
-        (chat({"type": "video", "images": ["0.png"], "end": 1}), "end of a list of images, which has no time"),
+        (chat(VIDEO | {"fps": "1"}), "fps: '1' is not allowed; give a number above 0"),
+        (chat(VIDEO | {"fps": inf}), "fps: inf is not allowed; give a number above 0"),
+        (chat(VIDEO | {"num_frames": 2.5}), "num_frames: 2.5 is not allowed; give a whole number"),
+        (chat(VIDEO | {"fps": 1, "num_frames": 2}), "fps: 1, but num_frames is 2; give one of them"),
+        (chat(VIDEO | {"start": "soon"}), "start: 'soon' is not allowed; give a number of seconds, 0 or more"),
+        (chat(VIDEO | {"end": -1}), "end: -1 is not allowed; give a number of seconds, 0 or more"),
+        (chat(VIDEO | {"start": 2, "end": 2}), "end: 2 is not after the start of the clip, 2"),
+        (chat({"type": "video", "images": ["0.png"], "end": 1}), "end of a list of images, which have no time"),
         (chat(text("<|image|> what?")), r"its text holds <\|image\|>; show media by parts"),
         ({"messages": [{"role": "assistant", "content": [VIDEO]}]}, "only a user message shows media"),
     ],

@@ -63,16 +63,6 @@ def test_store_of_zigzag_shards_is_mapped_by_as_many_ranks_and_read_by_others(tm
     assert not store.can_map([((0, 1), (3, 4))])
 
 
-def test_store_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    embeds = torch.randn(10, 3, 8)
-    write(tmp_path, embeds, 3)
-    index = json.loads((tmp_path / "features.json").read_text())
-    for file in index["files"]:
-        ((file["start"], file["stop"]),) = file.pop("ranges")
-    (tmp_path / "features.json").write_text(json.dumps(index))
-    assert torch.equal(open_features(tmp_path).read((2, 9)), embeds[2:9])
-
-
 def test_unusable_store_is_refused(tmp_path: Path) -> None:
     one, two = torch.zeros(10, 3, 8), torch.ones(10, 3, 8)
     name = "features-0000{}-of-0000{}.safetensors".format

@@ -219,21 +219,18 @@ def test_choices_have_texts_letters_and_categories() -> None:
     assert read_choice({"question": "x", "options": ["one", "two"]}).answer is None
 
 
-def test_elements_of_a_json_list_have_their_lines(tmp_path: Path) -> None:
+def test_elements_of_a_json_list_have_their_numbers(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps([llava("x", "y"), {"b": "]"}, 3], indent=2))
-    lines = (tmp_path / "a.json").read_text().splitlines()
     records = open_records(tmp_path / "a.json")
     assert len(records) == 3 and [records.record(i) for i in range(3)] == [llava("x", "y"), {"b": "]"}, 3]
-    assert [records.place(i) for i in range(3)] == [
-        f"{tmp_path / 'a.json'}:{number}" for number in (2, lines.index('    "b": "]"'), len(lines) - 1)
-    ]
+    assert [records.place(i) for i in (0, 2)] == [f"{tmp_path / 'a.json'}, record {number}" for number in (1, 3)]
     (tmp_path / "dataset_infos.json").write_text("{}")
     assert open_records(tmp_path).place(0) == records.place(0)
     (tmp_path / "a.json").write_text('\ufeff[{"a": 1}]')
     assert open_records(tmp_path / "a.json").record(0) == {"a": 1}
     for text, message in (
-        ('[{"a": 1}\n{"b": 2}]', ":1: not JSON: after this record"),
-        ('[\n{"a": 1},\n{', ":3: not JSON"),
+        ('[{"a": 1}\n{"b": 2}]', r": not JSON \(Expecting ',' delimiter: line 2"),
+        ('[\n{"a": 1},\n{', r": not JSON \(.*line 3"),
     ):
         (tmp_path / "a.json").write_text(text)
         with pytest.raises(DataError, match=f"a.json{message}"):

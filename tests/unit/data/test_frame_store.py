@@ -165,7 +165,7 @@ def test_a_broken_video_is_broken_in_the_store_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--store_size", "32"], "--store_size needs --store DIR"),
+        (["--store_size", "32"], "--store_size 32 would have no effect: it belongs to --store DIR"),
         (["--store", "DIR", "--store_quality", "101"], "--store_quality: 101 is not allowed; give 1 to 100"),
         (["--store", "DIR", "--store_quality", "0"], "--store_quality: 0 is not allowed"),
         (["--store", "DIR", "--store_size", "32"], "has frames as raw pixels in full size, not as raw pixels with a"),

@@ -99,8 +99,8 @@ def test_llava_list_with_paths_from_another_folder(tmp_path: Path, media: Path, 
     ]
     (tmp_path / "llava.json").write_text(json.dumps(rows))
     data = check_equal(tmp_path / "llava.json", processor, expected(media, processor, tmp_path), media_root=media)
-    assert data[1].place == f"{tmp_path / 'llava.json'}:1"
-    with pytest.raises(DataError, match=r"llava.json:1: .*a.mp4: no such file"):
+    assert data[1].place == f"{tmp_path / 'llava.json'}, record 2"
+    with pytest.raises(DataError, match=r"llava.json, record \d: .*a.mp4: no such file"):
         ChatDataset(tmp_path / "llava.json", processor)
 
 
@@ -164,7 +164,7 @@ def test_folder_with_metadata(tmp_path: Path, media: Path, processor: Any, form:
             writer.writerows(rows)
     for path in (folder, folder / form, tmp_path / "train/../train"):
         data = check_equal(path, processor, expected(media, processor, tmp_path))
-    assert data[0].place.endswith(f"{form}:{1 if form.endswith('jsonl') else 2}")
+    assert data[0].place.endswith(f"{form}:1" if form.endswith("jsonl") else f"{form}, record 1")
 
 
 def test_video_of_an_id_is_found_beside_the_table(tmp_path: Path, media: Path, processor: Any) -> None:

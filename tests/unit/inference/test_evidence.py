@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from browser import CHROMIUM, Browser
+from browser import CHROMIUM, Chromium
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.data import VideoSource
@@ -22,10 +22,9 @@ from mllm_seqpar.inference import (
     evidence_page,
     load_for_inference,
 )
-from mllm_seqpar.inference.evidence import FrameTime, evidence_of, find_moments, frame_times
+from mllm_seqpar.inference.evidence import FrameTime, Moment, clock, evidence_of, find_moments, frame_times
 from mllm_seqpar.inference.evidence_page import write_evidence_page
 from mllm_seqpar.inference.frame_attention import FrameAttention
-from mllm_seqpar.inference.moments import Moment, clock
 from mllm_seqpar.models.loading import load_processor
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked=1'>&amp;\u2028"
@@ -154,9 +153,8 @@ def test_page_is_self_contained_and_escapes_text(page: Path, inference_files: Pa
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
-def test_page_shows_the_time_line_of_a_token(page: Path, tmp_path: Path) -> None:
-    browser = Browser(page.as_uri(), tmp_path / "profile")
-    try:
+def test_page_shows_the_time_line_of_a_token(page: Path, chromium: Chromium) -> None:
+    with chromium.page(page.as_uri()) as browser:
         browser.wait("document.querySelectorAll('.answer span').length === 4")
         assert browser.value("document.querySelector('h2').textContent") == HOSTILE
         browser.wait("document.querySelector('svg .mean')?.getAttribute('d').length > 0")
@@ -176,8 +174,6 @@ def test_page_shows_the_time_line_of_a_token(page: Path, tmp_path: Path) -> None
         labels = browser.value("[...document.querySelector('svg').querySelectorAll('text')].map(x => x.textContent)")
         assert {"10%", "0.01%", "0:00.4"} <= set(labels) and "0:02" not in labels
         assert browser.errors == []
-    finally:
-        browser.close()
 
 
 def test_long_videos_are_plotted_in_columns_that_sum_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ def test_options_become_settings() -> None:
     assert args.decoding() == {"threads": None, "decoder": "pyav", "frame_store": None}
     assert parse([*ASK, "--decode_threads", "1"]).decoding() == {"threads": 1, "decoder": "pyav", "frame_store": None}
     assert args.sampling() == Sampling(max_new_tokens=256, temperature=0.0, top_p=1.0, seed=0)
-    assert args.seqpar_config().self_attention == "star"
+    assert args.config().self_attention == "star"
 
 
 @pytest.mark.parametrize(
@@ -32,9 +32,9 @@ def test_options_become_settings() -> None:
         (["--model", "m", "--question", "Why?"], "no video to ask about: give --video FILE, --features DIR"),
         (["--model", "m", "--video", "v.mp4"], "nothing to do: give --question"),
         ([*ASK, "--question", " "], "--question: the question is empty"),
-        ([*ASK, "--fps", "2", "--num_frames", "5"], "--fps 2 and --num_frames 5: give one"),
+        ([*ASK, "--fps", "2", "--num_frames", "5"], "--fps: 2, but num_frames is 5; give one"),
         ([*ASK, "--features", "f", "--save_features", "g"], "not written again"),
-        ([*ASK, "--kernel", "magic"], "--kernel: 'magic' is unknown; choose auto"),
+        ([*ASK, "--kernel", "magic"], "--kernel: 'magic' is not allowed; give one of auto"),
         ([*ASK, "--decode_threads", "0"], "--decode_threads: 0 is not allowed; give 1 or more"),
         ([*ASK, "--decoder", "ffmpeg"], "--decoder: 'ffmpeg' is not allowed; give one of pyav, torchcodec"),
         ([*ASK, "--dtype", "int8"], "--dtype: 'int8' is not allowed; give one of auto"),
@@ -45,7 +45,7 @@ def test_options_become_settings() -> None:
         ([*ENCODE, "--strategy", "ring"], "--strategy ring would have no effect: there is no question"),
         ([*ASK, "--output", "a.jsonl"], "--output a.jsonl would have no effect: it belongs to --questions"),
         ([*ASK, "--start", "-1"], "--start: -1.0 is not allowed; give a number of seconds, 0 or more"),
-        ([*ASK, "--start", "3", "--end", "3"], "--end 3: the clip begins at 3 s; give a later time"),
+        ([*ASK, "--start", "3", "--end", "3"], "--end: 3 is not after the start of the clip, 3; give a later time"),
         ([*SET, "--start", "3"], "--start 3.0 would have no effect: --questions names the videos"),
         ([*SET, "--template", "Letter?"], "it has no {question}"),
         ([*SET, "--video", "v.mp4"], "--questions names the videos"),

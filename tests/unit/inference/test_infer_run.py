@@ -16,8 +16,8 @@ from mllm_seqpar.errors import AgreementError, ConfigError, DataError, VideoErro
 from mllm_seqpar.inference import Sampling, answer, encode_video, load_for_inference
 from mllm_seqpar.inference.arguments import parse
 from mllm_seqpar.inference.ask import ask as ask_command
+from mllm_seqpar.inference.ask import ask_videos
 from mllm_seqpar.inference.encoding import PARTS, EncodedVideo
-from mllm_seqpar.inference.run import ask_videos
 from mllm_seqpar.inference.stored_features import save_video
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration, MPlugOwl3Processor
 from mllm_seqpar.sharding import FrameShard

@@ -45,7 +45,6 @@ def test_every_block_shows_its_part_of_the_causal_mask(name: str, layout: str) -
             rows, keys = (sequence_positions(total, rank, size, layout) for rank in (i, j))
             expected = dense[:, rows][..., keys]
             assert_paints(blocks.rectangles(i, j), expected)
-            assert_paints(blocks.folded().rectangles(i, j), expected.flatten(0, 1)[None])
 
 
 def test_past_blocks_are_full_and_future_blocks_are_empty() -> None:

@@ -10,9 +10,8 @@ from painting import assert_paints, paint
 from torch import Tensor
 
 from mllm_seqpar.errors import MaskError
-from mllm_seqpar.masks import FrameBlockMasks, FrameMask, dense, rectangles
-from mllm_seqpar.masks.dense import dense_rectangles
-from mllm_seqpar.masks.rectangles import interval_rectangles
+from mllm_seqpar.masks import FrameBlockMasks, FrameMask, rectangles
+from mllm_seqpar.masks.rectangles import dense_rectangles, interval_rectangles
 
 WASTE = 1.3
 """Entries computed per visible entry, for masks whose visible entries are whole frames."""
@@ -159,7 +158,7 @@ def test_gathered_frames_with_a_mask_stay_within_both_limits(
     limits: tuple[int, int], batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rectangles, "MAX_MASK", limits[0])
-    monkeypatch.setattr(dense, "MAX_GATHERED", limits[1])
+    monkeypatch.setattr(rectangles, "MAX_GATHERED", limits[1])
     visible = (torch.arange(200) % 3 < 1).repeat(batch, 12, 1)
     visible &= torch.rand(batch, 12, 200) < 0.97
     found = dense_rectangles(visible, 5)  # the limit of a mask may cut through a frame

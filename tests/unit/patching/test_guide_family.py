@@ -1,7 +1,11 @@
-"""Layer: one process, loopback ranks. The family that the guide builds on one page equals the unpatched model."""
+"""Layer: one process, loopback ranks. The family that the guide builds on one page equals the unpatched model.
+
+It is a family of another package: registered, not in the index.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -10,10 +14,22 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from transformers import IdeficsConfig
 
+from family_directories import make_idefics
 from family_harness import check_exact, check_tokens
-from mllm_seqpar import register_adapter
+from mllm_seqpar import patch_model, register_adapter
+from mllm_seqpar.comm import Communicator, run_loopback
+from mllm_seqpar.data import chat_family
+from mllm_seqpar.data.sources import PictureSource
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.families import family_specs
+from mllm_seqpar.inference import Sampling
+from mllm_seqpar.inference.conversation import Conversation
+from mllm_seqpar.models.loading import load_model, load_processor
 from mllm_seqpar.patching import registry
+from mllm_seqpar.planner.model_sizes import read_model
 from tiny_models.idefics import Case
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "add_a_family.md"
@@ -28,8 +44,8 @@ def family(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(registry, "_registered", {})
     exec(compile(code, str(GUIDE), "exec"), vars(module))
-    register_adapter(module.adapter)
-    return module.adapter
+    register_adapter(module.MyFamily)
+    return module.MyFamily
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -46,6 +62,56 @@ def test_family_of_the_guide_generates_the_tokens_of_unpatched(family: Any) -> N
     case = Case(frames=(2, 1), mask="before", labels=None)
     for given in ({}, {"num_beams": 2}):
         check_tokens("idefics", 2, case, given)
+
+
+TEMPLATE = """{%- for message in messages %}{{- message['role'] + ':' }}
+{%- if message['content'] is string %}{{- message['content'] }}{%- else %}{%- for part in message['content'] %}
+{%- if part['type'] == 'image' %}{{- '<image>' }}{%- else %}{{- part['text'] }}{%- endif %}
+{%- endfor %}{%- endif %}{{- '\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- 'assistant:' }}{%- endif %}"""
+
+
+def test_questions_to_the_family_of_the_guide_are_answered_as_by_unpatched(family: Any, tmp_path: Path) -> None:
+    make_idefics(tmp_path)
+    processor: Any = load_processor(str(tmp_path))
+    processor.chat_template = TEMPLATE
+    chats = chat_family(processor)
+    assert type(chats) is family.chat and chats.family is family
+    video = PictureSource(list(torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8)))
+    question = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What is it?"}]}]
+    text = chats.text([question], [[video]], add_generation_prompt=True)
+    assert text.extras["image_attention_mask"].sum(2)[0].tolist() == [0] * 5 + [1] * (text.input_ids.shape[1] - 5)
+    inputs = chats.arguments(text) | chats.unsharded(video)
+    model = load_model(str(tmp_path)).eval()
+    tokens = model.generate(**inputs, do_sample=False, max_new_tokens=6)[0, text.input_ids.shape[1] :].tolist()
+
+    def answer(comm: Communicator) -> list[int]:
+        patched = patch_model(load_model(str(tmp_path)).eval(), group=comm)
+        conversation = Conversation(patched, processor, [video], batch=2)
+        return conversation.answer(conversation.prompt(question), Sampling(max_new_tokens=6)).tokens
+
+    assert run_loopback(1, answer) == [tokens]
+    assert run_loopback(2, answer) == [tokens] * 2
+
+
+def test_planner_takes_the_sizes_of_an_external_family(family: Any, tmp_path: Path) -> None:
+    config = IdeficsConfig(qk_layer_norms=True, use_resampler=False, vision_config={"embed_dim": 96}).to_dict()
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    expected = read_model(tmp_path)
+    assert expected == family.model_sizes(config, tmp_path.name), "the page describes what the package does"
+    file.write_text(json.dumps(config | {"model_type": "mine"}))
+    with pytest.raises(ConfigError, match="model_type 'mine'; known model types: idefics, mllama"):
+        read_model(tmp_path)
+    family.model_types = ("mine",)
+    assert read_model(tmp_path) == expected
+
+
+def test_index_states_the_model_types_of_the_classes() -> None:
+    """Planning reads the index, because it imports no class."""
+    for spec in family_specs():
+        assert spec.adapter().model_types == spec.model_types != (), spec.folder
+        assert spec.adapter().model_sizes.__module__ == f"mllm_seqpar.patches.{spec.folder}.sizes"
 
 
 def test_class_with_instance_methods_is_no_adapter() -> None:

@@ -16,7 +16,7 @@ from mllm_seqpar.masks import FrameBlockMasks, FrameMask, FullBlockMasks
 from mllm_seqpar.planner import Selection, write_cluster
 from mllm_seqpar.planner.auto import ClusterSelector, selector_for
 from mllm_seqpar.planner.calibrate import AttentionShape, calibrate
-from mllm_seqpar.runtime.strategy_selector import CROSS, CROSS_MESH, selected_spec
+from mllm_seqpar.runtime.strategy_selector import CROSS, CROSS_MESH, SELF_MESH, VisualLayers, selected_spec
 from mllm_seqpar.schedules.bytes_sent import Problem
 from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
 from mllm_seqpar.sharding import frame_bounds
@@ -32,8 +32,7 @@ def full(problem: Problem) -> FullBlockMasks:
 
 
 def for_pass(selector: ClusterSelector, problem: Problem, training: bool = True) -> Selection:
-    rest = {"training": training, "visual_dim": 3584, "layers": 4, "recompute": True}
-    return selector.select_for_pass(problem, full(problem), LIKE, **rest)
+    return selector.select(problem, full(problem), CROSS, LIKE, training=training, visual=VisualLayers(3584, 4, True))
 
 
 @pytest.mark.parametrize("dense", [False, True])
@@ -70,7 +69,7 @@ def test_rows_are_sent_among_all_pairs_where_transfers_are_exposed(all_pairs: bo
     found = selector.select(problem, full(problem), CROSS, LIKE, training=True)
     assert (found.strategy, found.all_pairs) == ("lv-xattn", all_pairs)
     config = SeqParConfig(strategy="auto")
-    spec = selected_spec(selector, found, full(problem), problem, config, torch.bfloat16, causal=False)
+    spec = selected_spec(found, full(problem), problem, config, torch.bfloat16)
     assert spec.direct == all_pairs and spec.accumulate_dtype == torch.float32
     assert spec.result_dtype("q", torch.bfloat16) == (torch.bfloat16 if all_pairs else torch.float32)
     fast = ClusterSelector(with_(CLUSTER, node_link=2e11, all_pairs=all_pairs))
@@ -91,16 +90,17 @@ def test_overlap_ratios_depend_on_the_cluster() -> None:
     ratios = []
     for link in (1e9, 1e11):
         selector = ClusterSelector(with_(CLUSTER, node_link=link))
-        mesh = selector.select(problem, full(problem), CROSS_MESH, LIKE, training=True, mesh_shape=(4, 2))
-        found = selector.overlap_ratios(mesh, problem, full(problem), causal=False)
-        causal = selector.overlap_ratios(mesh, problem, full(problem), causal=True)
+        found, causal = (
+            selector.select(problem, full(problem), kind, LIKE, training=True, mesh_shape=(4, 2)).overlap_ratios
+            for kind in (CROSS_MESH, SELF_MESH)
+        )
         assert causal[0].q == pytest.approx(2 * found[0].q, rel=0.1)
         ratios.append(found)
     assert ratios[0][0].kv > 10 * ratios[1][0].kv
     # dQ is as large as O, and a block of the backward pass takes longer
     assert ratios[0][1].o < 0.5 * ratios[0][0].o
     ring = selector.select(problem, full(problem), CROSS_MESH, LIKE, training=True, mesh_shape=(1, 8))
-    assert selector.overlap_ratios(ring, problem, full(problem), causal=False) is None
+    assert ring.overlap_ratios is None
 
 
 def test_pruned_mask_makes_the_links_irrelevant() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from clusters import FAST, all_bytes, with_
@@ -10,7 +11,6 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import (
     Cluster,
     ParallelSpec,
-    SelectionOptions,
     VisualProjection,
     call_cost,
     overlap_ratios_by_rates,
@@ -202,7 +202,7 @@ def test_overlap_ratios_are_transfer_times_over_block_times(rows: int, q_rate: f
 
 
 REAL = with_(FAST, network_link=1e10, node_latency_s=5e-6, block_overhead_s=1e-5)
-RINGS = SelectionOptions(strategies=("lv-xattn", "ring"))
+RINGS = ("lv-xattn", "ring")
 
 
 def problem(rows: int, keys: int, ranks: int = 8, heads: int = 28, kv_heads: int = 4) -> Problem:
@@ -210,24 +210,24 @@ def problem(rows: int, keys: int, ranks: int = 8, heads: int = 28, kv_heads: int
 
 
 def test_the_shorter_of_queries_and_keys_is_moved() -> None:
-    assert select_strategy(problem(64, 100_000), REAL, options=RINGS).strategy == "lv-xattn"
-    assert select_strategy(problem(4096, 512), REAL, options=RINGS).strategy == "ring"
+    assert select_strategy(problem(64, 100_000), REAL, strategies=RINGS).strategy == "lv-xattn"
+    assert select_strategy(problem(4096, 512), REAL, strategies=RINGS).strategy == "ring"
 
 
 def test_mesh_is_selected_for_intermediate_ratios_of_queries_to_keys() -> None:
     cluster = with_(REAL, gpus_per_node=1, network_link=2e9)
-    options = SelectionOptions(strategies=("lv-xattn", "ring", "mesh"))
-    found = select_strategy(problem(2048, 4 * 2048, ranks=16), cluster, options=options)
+    strategies = ("lv-xattn", "ring", "mesh")
+    found = select_strategy(problem(2048, 4 * 2048, ranks=16), cluster, strategies=strategies)
     assert found.strategy == "mesh" and 1 < found.mesh_shape[0] < 16
     assert found.seconds < min(c.seconds for c in found.candidates if c.spec.strategy in ("lv-xattn", "ring"))
 
 
 def test_ulysses_is_selected_for_high_latency_if_it_divides_the_heads() -> None:
     late = with_(REAL, gpus_per_node=8, node_latency_s=1e-3)
-    options = SelectionOptions(strategies=("lv-xattn", "ring", "mesh", "ulysses"))
-    found = select_strategy(problem(256, 256, heads=32), late, options=options)
+    strategies = ("lv-xattn", "ring", "mesh", "ulysses")
+    found = select_strategy(problem(256, 256, heads=32), late, strategies=strategies)
     assert found.spec == ParallelSpec("ulysses", (1, 1), 8)
-    found = select_strategy(problem(256, 256, heads=28), late, options=options)  # 8 does not divide 28
+    found = select_strategy(problem(256, 256, heads=28), late, strategies=strategies)  # 8 does not divide 28
     assert all(candidate.spec.head_degree != 8 for candidate in found.candidates)
 
 
@@ -236,8 +236,8 @@ def test_lv_xattn_is_preferred_within_the_margin() -> None:
     no_transfer_time = with_(REAL, node_link=1e15, network_link=1e15, network_latency_s=0.0)
     assert select_strategy(problem(2048, 2048), no_transfer_time).strategy == "lv-xattn"
     close = problem(1024, 512)
-    assert select_strategy(close, REAL, options=RINGS).strategy == "ring"
-    assert select_strategy(close, REAL, options=replace(RINGS, margin=30.0)).strategy == "lv-xattn"
+    assert select_strategy(close, REAL, strategies=RINGS).strategy == "ring"
+    assert select_strategy(close, REAL, strategies=RINGS, margin=30.0).strategy == "lv-xattn"
 
 
 def test_candidates_are_the_legal_specs() -> None:
@@ -247,29 +247,29 @@ def test_candidates_are_the_legal_specs() -> None:
     hybrids = {(spec.head_degree, spec.mesh_shape) for spec in found if spec.strategy == "ulysses"}
     # 8 does not divide 12 heads
     assert hybrids == {(4, (1, 2)), (4, (2, 1)), (2, (1, 4)), (2, (2, 2)), (2, (4, 1))}
-    only = select_strategy(problem(8, 8), REAL, options=SelectionOptions(mesh_shape=(2, 2)))
+    only = select_strategy(problem(8, 8), REAL, mesh_shape=(2, 2))
     assert [c.spec for c in only.candidates] == [ParallelSpec("ulysses", (2, 2), 2)]
     with pytest.raises(ConfigError, match="cannot plan star; choose from lv-xattn, ring"):
-        select_strategy(problem(8, 8), REAL, options=SelectionOptions(strategies=("lv-xattn", "star")))
+        select_strategy(problem(8, 8), REAL, strategies=("lv-xattn", "star"))
     with pytest.raises(ConfigError, match="none of ulysses is legal for 7 heads on 8 ranks"):
-        select_strategy(problem(8, 8, heads=7, kv_heads=1), REAL, options=SelectionOptions(strategies=("ulysses",)))
+        select_strategy(problem(8, 8, heads=7, kv_heads=1), REAL, strategies=("ulysses",))
 
 
 def test_all_pairs_are_a_candidate_inside_a_node_with_symmetric_links() -> None:
     call = replace(problem(2048, 4096), straight=2)
     slow = with_(REAL, gpus_per_node=8, node_link=1e9)
-    only = SelectionOptions(strategies=("lv-xattn",))
+    only: dict[str, Any] = {"strategies": ("lv-xattn",)}
 
-    def all_pairs(cluster: Cluster, options: SelectionOptions = only) -> list[bool]:
-        return [c.spec.all_pairs for c in select_strategy(call, cluster, options=options).candidates]
+    def all_pairs(cluster: Cluster, **options: Any) -> list[bool]:
+        return [c.spec.all_pairs for c in select_strategy(call, cluster, **only, **options).candidates]
 
     assert all_pairs(with_(slow, all_pairs=True)) == [True, False], "they send fewer bytes, so they are faster"
     assert all_pairs(slow) == [False], "the links may not be symmetric"
     assert all_pairs(with_(slow, all_pairs=True, gpus_per_node=4)) == [False], "two nodes"
-    assert all_pairs(with_(slow, all_pairs=True), replace(only, visible_rows=[[1] * 8] * 8)) == [False], "direct anyway"
+    assert all_pairs(with_(slow, all_pairs=True), visible_rows=[[1] * 8] * 8) == [False], "direct anyway"
     hidden = with_(slow, all_pairs=True, node_link=1e15)
     assert all_pairs(hidden) == [False], "not faster by more than the margin"
-    assert "among all pairs" in select_strategy(call, with_(slow, all_pairs=True), options=only).reason
+    assert "among all pairs" in select_strategy(call, with_(slow, all_pairs=True), **only).reason
 
 
 def test_selection_gives_a_reason_and_all_candidates() -> None:

@@ -13,7 +13,7 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import read_cluster, write_cluster
 from mllm_seqpar.planner.model_sizes import read_model
 from mllm_seqpar.planner.records import CONFIGS, find_file
-from mllm_seqpar.planner.step_cost import cross_attention_candidates
+from mllm_seqpar.planner.step_cost import attention_candidates
 from mllm_seqpar.planner.workload import Workload
 
 
@@ -61,7 +61,7 @@ def test_cluster_files_of_the_package_are_valid() -> None:
 
 
 def test_cost_model_imports_neither_torch_nor_yaml() -> None:
-    modules = "mllm_seqpar.planner, mllm_seqpar.planner.plan, mllm_seqpar.patches.mllama.planner"
+    modules = "mllm_seqpar.planner, mllm_seqpar.planner.plan, mllm_seqpar.patches.mllama.sizes"
     code = f"import sys, {modules}; print([m for m in ('torch', 'yaml') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=CONFIGS.parent).strip() == "[]"
 
@@ -140,7 +140,7 @@ def test_empty_tiles_are_sent_but_not_attended_to() -> None:
     for tiles in (None, 4, 1):
         workload = Workload(model=model, frames=600, text=8192, gpus=8, content_tiles=tiles)
         assert workload.cross_problem.keys[0] == 75 * 6404
-        seconds[tiles] = cross_attention_candidates(workload, cluster, ("lv-xattn",))[0].seconds
+        seconds[tiles] = attention_candidates(workload, cluster, "cross-attention", ("lv-xattn",))[0].seconds
     assert seconds[None] == seconds[4] and 0.25 < seconds[1] / seconds[4] < 0.5
     with pytest.raises(ConfigError, match="content_tiles is 5; a frame of llama-3.2-11b-vision has 4"):
         Workload(model=model, frames=600, text=8192, gpus=8, content_tiles=5)

@@ -8,14 +8,13 @@ import pytest
 from peft import LoraConfig, get_peft_model
 
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.patches.mplug_owl3.planner import model_sizes
+from mllm_seqpar.patches.mplug_owl3.sizes import model_sizes
 from mllm_seqpar.planner import ParallelSpec, read_cluster
-from mllm_seqpar.planner.lora import TARGETS, adapted_layers
 from mllm_seqpar.planner.memory import peak_memory
 from mllm_seqpar.planner.model_sizes import read_model
 from mllm_seqpar.planner.plan import StrategyPlan, make_plan
 from mllm_seqpar.planner.records import find_file
-from mllm_seqpar.planner.workload import Workload
+from mllm_seqpar.planner.workload import TARGETS, Workload
 from tiny_models.mplug_owl3 import tiny_model
 
 OWL = read_model(find_file("model", "mplug-owl3-7b"))
@@ -61,7 +60,7 @@ def test_adapted_layers_have_all_parameters_of_their_part(name: str) -> None:
         "connector": model.connector_parameters,
     }
     for target in TARGETS:
-        found = adapted_layers(model, target)
+        found = model.linear_layers(target)
         assert found.layers * sum(a * b for a, b in (*found.text, *found.visual)) == expected[target], target
 
 

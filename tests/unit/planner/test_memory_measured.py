@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from memory_meters import Peak, saved
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from memory_meters import Peak, saved
 from mllm_seqpar import patch_model
-from mllm_seqpar.patches.mplug_owl3.planner import model_sizes
+from mllm_seqpar.patches.mplug_owl3.sizes import model_sizes
 from mllm_seqpar.planner import ParallelSpec
 from mllm_seqpar.planner.memory import (
     frozen_tower_memory,
@@ -25,7 +25,7 @@ from mllm_seqpar.planner.memory import (
 )
 from mllm_seqpar.planner.model_sizes import CrossAttentionSizes, ModelSizes, ResamplerSizes, TextSizes, VisionSizes
 from mllm_seqpar.planner.workload import Workload
-from mllm_seqpar.runtime.kv_projection import KVProjection
+from mllm_seqpar.runtime.visual_features import KVProjection
 from tiny_models.mplug_owl3 import tiny_frames, tiny_model, tiny_text
 
 pytestmark = pytest.mark.rounding

@@ -11,12 +11,11 @@ from clusters import with_
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.masks import FrameBlockMasks, FrameMask
 from mllm_seqpar.planner import Cluster, ParallelSpec, read_cluster
-from mllm_seqpar.planner.memory import KINDS, USABLE, peak_memory
+from mllm_seqpar.planner.memory import COMMUNICATOR_BYTES, COMMUNICATORS, KINDS, USABLE, peak_memory
 from mllm_seqpar.planner.model_sizes import read_model
 from mllm_seqpar.planner.plan import StrategyPlan, make_plan, max_frames
 from mllm_seqpar.planner.records import find_file
 from mllm_seqpar.planner.step_cost import PARTS
-from mllm_seqpar.planner.transfer_memory import COMMUNICATOR_BYTES, COMMUNICATORS
 from mllm_seqpar.planner.workload import Workload
 from mllm_seqpar.sharding import frame_spans, sequence_positions
 

@@ -18,11 +18,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from family_cases import BATCHES, CROSS_ATTENTION
 from family_harness import inputs_of, model_of
 from mllm_seqpar import patch_model
-from mllm_seqpar.attention.call_spec import CallSpec
+from mllm_seqpar.attention.keys import CallSpec
 from mllm_seqpar.masks import FullBlockMasks
 from mllm_seqpar.runtime import visual_features as visual
-from mllm_seqpar.runtime.kv_projection import KVProjection
-from mllm_seqpar.runtime.visual_features import RecomputedKeys, VisualFeatures
+from mllm_seqpar.runtime.visual_features import KVProjection, RecomputedKeys, VisualFeatures
 from tolerances import AGAINST_UNPATCHED, EXACT, relative_error
 
 HEADS, DIM, WIDTH, FRAMES, TOKENS = 2, 8, 12, 5, 3
@@ -305,3 +304,13 @@ def test_training_step_of_family_projects_keys_and_values_twice(family: str, mon
     # Rotary angles are a small product in some versions of transformers.
     twice = pytest.approx(2 * once, rel=1e-3)
     assert flops["input_grads"] == [twice] * layers, "gradients of weights and of features, no other projection"
+
+
+@pytest.mark.parametrize("layout", ["halves", "interleaved"])
+def test_v_keeps_no_storage_of_the_unmodified_k_alive_and_is_copied_once(layout: str) -> None:
+    """Of one linear layer for K and V. A cache stores what the projection returns."""
+    projection = projection_of(Setting(layout, rotates=True))
+    features = torch.randn(FRAMES, TOKENS, WIDTH, dtype=torch.float64)
+    _, v = projection(features, torch.arange(FRAMES))
+    assert v.untyped_storage().nbytes() == v.numel() * v.element_size()
+    assert v.is_contiguous(), "as attention and transfers need it"

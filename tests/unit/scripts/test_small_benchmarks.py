@@ -49,16 +49,6 @@ def test_example_and_the_checks_of_the_demo(script, tmp_path: Path, capsys) -> N
         assert check.main(given) == status
 
 
-def test_both_layouts_of_frames_are_timed_by_rank(script, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = {"frames": 4, "text": 8, "ranks": 2, "scale": 32, "repeats": 1}
-    script("balanced_frames").main([part for name, value in sizes.items() for part in (f"--{name}", str(value))])
-    rows = [
-        line.split("|")[1:4] for line in capsys.readouterr().out.splitlines() if "contiguous" in line or "zig" in line
-    ]
-    assert [row[0].strip() for row in rows] == ["forward", "forward", "forward and backward", "forward and backward"]
-    assert all(len(row[2].split(",")) == 2 for row in rows)
-
-
 def test_answers_are_compared_by_tokens(script, tmp_path: Path) -> None:
     for name, tokens in (("one", [5, 2]), ("same", [5, 2]), ("other", [5, 3])):
         report = {"ranks": 4, "frames": 9, "answers": [{"text": " red", "tokens": tokens}]}

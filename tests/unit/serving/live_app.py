@@ -14,8 +14,8 @@ import uvicorn
 
 from mllm_seqpar.errors import VideoError
 from mllm_seqpar.inference import Sampling
+from mllm_seqpar.inference.evidence import Moment
 from mllm_seqpar.inference.generation import Answer
-from mllm_seqpar.inference.moments import Moment
 from mllm_seqpar.serving.app import Service, make_app
 from mllm_seqpar.serving.jobs import Impossible, Outcome
 from mllm_seqpar.serving.media import MediaStore

@@ -37,7 +37,7 @@ def test_names_may_have_underscores_or_hyphens() -> None:
         (["--port", "70000"], "--port: 70000"),
         (["--media_root", "nowhere"], "nowhere: no such directory"),
         (["--max_upload_mb", "0"], "--max_upload_mb: 0.0"),
-        (["--kernel", "none"], "--kernel: 'none' is unknown"),
+        (["--kernel", "none"], "--kernel: 'none' is not allowed"),
     ],
 )
 def test_invalid_options_are_refused(argv: list[str], fault: str) -> None:

@@ -20,8 +20,7 @@ from PIL import Image
 
 from mllm_seqpar.serving import download
 from mllm_seqpar.serving.media import MediaStore
-from mllm_seqpar.serving.protocol import ApiError
-from mllm_seqpar.serving.schema import MediaReference
+from mllm_seqpar.serving.protocol import ApiError, MediaReference
 
 
 def store(folder: Path, **options: Any) -> MediaStore:

@@ -14,24 +14,21 @@ pytest.importorskip("fastapi", reason="fastapi is not installed (extra serve)")
 pytest.importorskip("av", reason="PyAV is not installed (extra video)")
 pytest.importorskip("openai", reason="openai is not installed (extra test)")
 
-from browser import CHROMIUM, Browser
+from browser import CHROMIUM, Chromium, Page
 from mllm_seqpar.serving.media import MediaStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")]
 
 
 @pytest.fixture
-def page(service: SimpleNamespace, tmp_path: Path) -> Iterator[Browser]:
+def page(service: SimpleNamespace, chromium: Chromium) -> Iterator[Page]:
     """The page, with the key of the server."""
-    browser = Browser(service.base, tmp_path / "profile")
-    try:
-        browser.wait("document.getElementById('model')?.textContent === 'not connected'", 30)
-        browser.value("settings.open && key.dispatchEvent(new Event('change', void (key.value = 'secret'))); null")
-        browser.wait("document.getElementById('model').textContent === 'tiny'", 30)
-        browser.value("settings.close(); null")
-        yield browser
-    finally:
-        browser.close()
+    with chromium.page(service.base) as page:
+        page.wait("document.getElementById('model')?.textContent === 'not connected'", 30)
+        page.value("settings.open && key.dispatchEvent(new Event('change', void (key.value = 'secret'))); null")
+        page.wait("document.getElementById('model').textContent === 'tiny'", 30)
+        page.value("settings.close(); null")
+        yield page
 
 
 @pytest.fixture
@@ -56,16 +53,16 @@ def large(tmp_path: Path) -> Path:
     return path
 
 
-def submit(page: Browser, text: str) -> None:
+def submit(page: Page, text: str) -> None:
     page.value(f"question.value = {text!r}; form.requestSubmit(); null")
 
 
-def status_is(page: Browser, text: str) -> None:
+def status_is(page: Page, text: str) -> None:
     page.wait(f"document.getElementById('status').textContent.includes({text!r})", 20)
 
 
 def test_question_is_not_sent_while_the_video_is_uploaded(
-    service: SimpleNamespace, page: Browser, arrive: threading.Event, clip: Path
+    service: SimpleNamespace, page: Page, arrive: threading.Event, clip: Path
 ) -> None:
     page.choose_file("#file", clip)
     submit(page, "What is it?")
@@ -80,7 +77,7 @@ def test_question_is_not_sent_while_the_video_is_uploaded(
 
 
 def test_question_is_not_sent_without_the_video_that_was_refused(
-    service: SimpleNamespace, page: Browser, large: Path
+    service: SimpleNamespace, page: Page, large: Path
 ) -> None:
     page.choose_file("#file", large)
     status_is(page, "(--max_upload_mb)")
@@ -90,7 +87,7 @@ def test_question_is_not_sent_without_the_video_that_was_refused(
 
 
 def test_removing_the_refused_file_allows_a_question_without_it(
-    service: SimpleNamespace, page: Browser, large: Path
+    service: SimpleNamespace, page: Page, large: Path
 ) -> None:
     page.choose_file("#file", large)
     status_is(page, "(--max_upload_mb)")
@@ -101,7 +98,7 @@ def test_removing_the_refused_file_allows_a_question_without_it(
 
 
 def test_cancelled_upload_leaves_no_file(
-    service: SimpleNamespace, page: Browser, arrive: threading.Event, clip: Path
+    service: SimpleNamespace, page: Page, arrive: threading.Event, clip: Path
 ) -> None:
     page.choose_file("#file", clip)
     page.wait("!upload.hidden")
@@ -114,7 +111,7 @@ def test_cancelled_upload_leaves_no_file(
     assert service.client.files.list().data == []
 
 
-def test_moments_have_pictures_times_and_a_time_line(service: SimpleNamespace, page: Browser, clip: Path) -> None:
+def test_moments_have_pictures_times_and_a_time_line(service: SimpleNamespace, page: Page, clip: Path) -> None:
     page.choose_file("#file", clip)
     page.wait("document.getElementById('details').textContent.startsWith('0:04')", 30)
     submit(page, "What is it?")
@@ -129,7 +126,7 @@ def test_moments_have_pictures_times_and_a_time_line(service: SimpleNamespace, p
     assert page.errors[1:] == []  # the first one is the missing key
 
 
-def test_progress_of_the_encoding_is_shown_and_a_stopped_answer_stays(service: SimpleNamespace, page: Browser) -> None:
+def test_progress_of_the_encoding_is_shown_and_a_stopped_answer_stays(service: SimpleNamespace, page: Page) -> None:
     watch = "new MutationObserver(() => seen.push(document.querySelector('.wait')?.textContent))"
     page.value(f"window.seen = []; {watch}.observe(messages, {{subtree: true, childList: true}}); null")
     service.worker.go.clear()
@@ -146,7 +143,7 @@ def test_progress_of_the_encoding_is_shown_and_a_stopped_answer_stays(service: S
 
 
 def test_dropped_file_is_uploaded_and_others_are_refused(
-    service: SimpleNamespace, page: Browser, arrive: threading.Event
+    service: SimpleNamespace, page: Page, arrive: threading.Event
 ) -> None:
     def drop(name: str, kind: str) -> None:
         file = f"const d = new DataTransfer(); d.items.add(new File(['x'], {name!r}, {{type: {kind!r}}}));"
@@ -159,7 +156,7 @@ def test_dropped_file_is_uploaded_and_others_are_refused(
     status_is(page, "movie.mkv is being uploaded")
 
 
-def test_settings_are_in_the_request_and_stay_after_a_reload(service: SimpleNamespace, page: Browser) -> None:
+def test_settings_are_in_the_request_and_stay_after_a_reload(service: SimpleNamespace, page: Page) -> None:
     page.value("temperature.value = '0.5'; tokens.value = '7'; tokens.dispatchEvent(new Event('change')); null")
     page.call("Page.reload")
     page.wait("document.getElementById('model')?.textContent === 'tiny'", 30)
@@ -169,7 +166,7 @@ def test_settings_are_in_the_request_and_stay_after_a_reload(service: SimpleName
     assert (job.sampling.temperature, job.sampling.max_new_tokens) == (0.5, 7)
 
 
-def test_failed_answer_can_be_asked_again(service: SimpleNamespace, page: Browser) -> None:
+def test_failed_answer_can_be_asked_again(service: SimpleNamespace, page: Page) -> None:
     submit(page, "broken")
     page.wait("document.querySelector('.failed')?.textContent.includes('is damaged')", 20)
     submit(page, "What is it?")
@@ -203,12 +200,12 @@ HOSTILE = """<img src=x onerror="window.hacked=1"> [x](javascript:window.hacked=
 """
 
 
-def html_of(page: Browser, text: str) -> str:
+def html_of(page: Page, text: str) -> str:
     script = "import('./markdown.js').then(m => { const d = document.createElement('div'); d.append(...m.render(%s));"
     return page.value(script % json.dumps(text) + " document.body.append(d); return d.innerHTML })")
 
 
-def test_markdown_becomes_elements(page: Browser) -> None:
+def test_markdown_becomes_elements(page: Page) -> None:
     assert html_of(page, MARKDOWN) == (
         "<h3>Title</h3><p>A <strong>bold <em>and slanted</em> word</strong>, <code>a*b*c</code> and "
         '<a href="https://example.com/a_b_c" target="_blank" rel="noopener noreferrer">a link</a>.<br>'
@@ -221,7 +218,7 @@ def test_markdown_becomes_elements(page: Browser) -> None:
     )
 
 
-def test_markdown_adds_no_element_of_the_answer(page: Browser) -> None:
+def test_markdown_adds_no_element_of_the_answer(page: Page) -> None:
     for end in range(1, len(HOSTILE) + 1, 5):  # as it is streamed
         html_of(page, HOSTILE[:end])
     assert html_of(page, HOSTILE).count("&lt;") == 3

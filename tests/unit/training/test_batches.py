@@ -21,14 +21,8 @@ from mllm_seqpar.data.needle import make_needle_videos
 from mllm_seqpar.errors import AgreementError, ConfigError, DataError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.training import batches as batches_module
-from mllm_seqpar.training.batches import (
-    READ_AHEAD_BYTES,
-    BatchReader,
-    TrainingBatches,
-    reader_communicator,
-    replacement,
-)
-from mllm_seqpar.training.data_loader import ShardedBatch, ShardedDataLoader
+from mllm_seqpar.training.batches import READ_AHEAD_BYTES, BatchReader, Restarted, reader_communicator, replacement
+from mllm_seqpar.training.data_loader import ShardedBatch
 from mllm_seqpar.training.sample_order import SampleOrder
 from tiny_models.mplug_owl3 import IMAGE_SIZE, tiny_tokenizer
 
@@ -65,11 +59,11 @@ def cut_the_end(path: Path) -> None:
     path.write_bytes(content[: len(content) * 3 // 4])
 
 
-def loader(path: Path, comm: Communicator, sp: int, on_bad_media: str) -> ShardedDataLoader:
+def reader_of(path: Path, comm: Communicator, sp: int, on_bad_media: str, limit: int = READ_AHEAD_BYTES) -> BatchReader:
     processor = MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=IMAGE_SIZE), tiny_tokenizer())
     first = comm.rank // sp * sp
     group = Subgroup(comm, range(first, first + sp))
-    return ShardedDataLoader(ChatDataset(path, processor, on_bad_media=on_bad_media), processor, group)
+    return BatchReader(ChatDataset(path, processor, on_bad_media=on_bad_media), group, comm, limit)
 
 
 def train(
@@ -88,8 +82,8 @@ def train(
 
     def rank(comm: Communicator) -> list[Any]:
         order = SampleOrder(samples=SAMPLES, global_batch=4, micro_batch=micro_batch, dp=world // sp, seed=1)
-        reader = BatchReader(loader(path, comm, sp, on_bad_media), comm, sp, ahead_bytes)
-        batches = TrainingBatches(reader, order, group=comm.rank // sp, first_step=first_step, steps=steps)
+        reader = reader_of(path, comm, sp, on_bad_media, ahead_bytes)
+        batches = reader.read_all(order.passes(comm.rank // sp, first_step, steps), order.micro_batches)
         made, error = attempt(lambda: [then(batch, reader) for batch in batches])
         return made if error is None else [error]
 
@@ -159,10 +153,10 @@ def test_frames_are_decoded_ahead_up_to_the_limit(folder: Path, monkeypatch: pyt
         comm = reader_communicator(60.0)
         good = folder / "good.jsonl"
         good.write_text("".join((folder / "train.jsonl").read_text().splitlines(keepends=True)[:1] * 5))
-        reader = BatchReader(loader(good, comm, 1, "fail"), comm, 1, limit)
+        reader = reader_of(good, comm, 1, "fail", limit)
         received[0] = 0
         ahead.clear()
-        with closing(iter(TrainingBatches(reader, order, group=0, steps=5))) as batches:
+        with closing(reader.read_all(order.passes(0, 0, 5))) as batches:
             for _ in batches:
                 received[0] += 1
                 if limit > 1 and received[0] == 1:
@@ -173,10 +167,10 @@ def test_frames_are_decoded_ahead_up_to_the_limit(folder: Path, monkeypatch: pyt
 def test_ranks_that_stop_early_read_on_later(folder: Path) -> None:
     def rank(comm: Communicator) -> list[Any]:
         order = SampleOrder(samples=SAMPLES, global_batch=4, micro_batch=1, dp=1, seed=1)
-        reader = BatchReader(loader(folder / "train.jsonl", comm, 2, "skip"), comm, 2)
+        reader = reader_of(folder / "train.jsonl", comm, 2, "skip")
         found = []
         for _ in range(4):
-            with closing(iter(TrainingBatches(reader, order, group=0, steps=3))) as batches:
+            with closing(reader.read_all(order.passes(0, 0, 3), order.micro_batches)) as batches:
                 found.append(next(batches).samples)
         return found
 
@@ -219,14 +213,14 @@ def test_search_for_a_replacement_ends(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_other_errors_of_one_rank_are_raised_on_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = ShardedDataLoader.batch
+    load = ShardedBatch.of
 
-    def failing(self: Any, samples: Any) -> Any:
-        if self._group.rank == 1:
+    def failing(dataset: Any, samples: Any, group: Any) -> Any:
+        if group.rank == 1:
             raise MemoryError("no memory")
-        return load(self, samples)
+        return load(dataset, samples, group)
 
-    monkeypatch.setattr(ShardedDataLoader, "batch", failing)
+    monkeypatch.setattr(ShardedBatch, "of", failing)
     first, second = train(folder / "train.jsonl", 2, 2)
     assert isinstance(second[0], MemoryError)
     assert "reading the training data: rank 1: MemoryError: no memory" in str(first[0])
@@ -241,18 +235,17 @@ def test_errors_of_a_processor_name_the_place(folder: Path, monkeypatch: pytest.
         assert "train.jsonl:" in str(error) and "ValueError: unexpected size" in str(error)
 
 
-def test_data_loader_of_torch_yields_the_batches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_loader_of_torch_yields_the_batches(folder: Path) -> None:
     comm = reader_communicator(60.0)
     order = SampleOrder(samples=SAMPLES, global_batch=4, micro_batch=2, dp=1, seed=1)
-    reader = BatchReader(loader(folder / "train.jsonl", comm, 1, "skip"), comm, 1)
-    data = TrainingBatches(reader, order, group=0, steps=2)
+    reader = reader_of(folder / "train.jsonl", comm, 1, "skip")
+    data = Restarted(lambda: reader.read_all(order.passes(0, 0, 2), order.micro_batches), 4)
     found = [batch.samples for batch in DataLoader(data, batch_size=None)]
     assert len(found) == len(data) == 4 and found == [batch.samples for batch in data]
     assert all(x.shape[1] == 3 for x in (batch.arguments["pixel_values"] for batch in data))
-    monkeypatch.setattr(batches_module, "get_worker_info", lambda: "worker 0")
-    with pytest.raises(ConfigError, match="TrainingBatches in a worker process"):
-        next(iter(DataLoader(data, batch_size=None)))
-    monkeypatch.undo()
-    with pytest.raises(ConfigError, match="on_bad_media: 'ignore' is not allowed; give fail or skip"):
-        loader(folder / "train.jsonl", comm, 1, "ignore")
     assert isinstance(found[0], tuple) and torch.is_tensor(next(iter(data)).chat.input_ids)
+
+
+def test_unknown_treatment_of_bad_media_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="on_bad_media: 'ignore' is not allowed; give fail or skip"):
+        reader_of(folder / "train.jsonl", reader_communicator(60.0), 1, "ignore")

@@ -14,7 +14,7 @@ from mllm_seqpar.data.needle import make_needle_videos
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.loading import model_digest
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration, MPlugOwl3ImageProcessor, MPlugOwl3Processor
-from mllm_seqpar.training.data_loader import ShardedDataLoader, data_digest, media_sizes
+from mllm_seqpar.training.data_loader import ShardedBatch, data_digest, media_sizes
 from mllm_seqpar.training.export import export_dtype, export_model, run_on_rank_0
 from tiny_models.mplug_owl3 import IMAGE_SIZE, IMAGE_TOKEN, tiny_model, tiny_tokenizer
 
@@ -29,13 +29,13 @@ def chat_file(tmp_path: Path) -> Path:
     return tmp_path / "chat.jsonl"
 
 
-def opened(path: Path, **options: int) -> ShardedDataLoader:
+def opened(path: Path, **options: int) -> ChatDataset:
     processor = MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=IMAGE_SIZE), tiny_tokenizer())
-    return ShardedDataLoader(ChatDataset(path, processor, **options), processor)
+    return ChatDataset(path, processor, **options)
 
 
 def test_batch_has_all_arguments_of_forward(chat_file: Path) -> None:
-    batch = opened(chat_file).batch([0, 3])
+    batch = ShardedBatch.of(opened(chat_file), [0, 3])
     inputs = batch.inputs(torch.device("cpu"))
     assert inputs["pixel_values"].shape == (batch.chat.frames, 3, IMAGE_SIZE, IMAGE_SIZE)
     assert "visual_shard" not in inputs
@@ -46,12 +46,12 @@ def test_batch_has_all_arguments_of_forward(chat_file: Path) -> None:
 
 def test_digest_covers_text_and_media(chat_file: Path) -> None:
     def digest() -> str:
-        return data_digest(opened(chat_file).dataset)
+        return data_digest(opened(chat_file))
 
     first = digest()
     assert digest() == first
     videos = sorted((chat_file.parent / "videos").iterdir())
-    assert [size for _, size in media_sizes(opened(chat_file).dataset)] == [video.stat().st_size for video in videos]
+    assert [size for _, size in media_sizes(opened(chat_file))] == [video.stat().st_size for video in videos]
     with videos[1].open("ab") as video:
         video.write(b"more")
     second = digest()
@@ -64,7 +64,7 @@ def test_unusable_samples_are_refused(tmp_path: Path) -> None:
         opened(tmp_path / "none.jsonl")
     (tmp_path / "chat.jsonl").write_text(json.dumps(TEXT) + "\n")
     with pytest.raises(DataError, match="max_length = 5"):
-        opened(tmp_path / "chat.jsonl", max_length=5).batch([0])
+        ShardedBatch.of(opened(tmp_path / "chat.jsonl", max_length=5), [0])
 
 
 @pytest.mark.parametrize(("choice", "saved"), [("source", torch.bfloat16), ("float32", torch.float32)])

@@ -9,9 +9,8 @@ import torch
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.training import finetune, terminal_log
-from mllm_seqpar.training.figure import write_figure
-from mllm_seqpar.training.hub_upload import create_repository
-from mllm_seqpar.training.terminal_log import HEADER, TerminalLog, row
+from mllm_seqpar.training.export import create_repository
+from mllm_seqpar.training.terminal_log import HEADER, TerminalLog, row, write_figure
 
 LOG = {
     "loss": 1234.5678,
