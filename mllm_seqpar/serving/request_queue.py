@@ -91,7 +91,7 @@ class RequestQueue:
             self._requests.put(request)
 
     def stop(self) -> None:
-        """Refuse further requests, and end `answer_all`. A signal handler may call this."""
+        """Refuse further requests, and end `answer_all`. A signal handler may call this, so it takes no lock."""
         self.stopping = True
         self._requests.put(None)
 
@@ -109,10 +109,11 @@ class RequestQueue:
                 request.taken = time.perf_counter()
                 self._answer(worker, request)
                 self.running = False
-        while not self._requests.empty():
-            if (request := self._requests.get()) is not None:
-                request.put("error", SHUTTING_DOWN)
-                request.release()
+        with self._lock:  # `put` has added its request before this, or refuses it
+            while not self._requests.empty():
+                if (request := self._requests.get()) is not None:
+                    request.put("error", SHUTTING_DOWN)
+                    request.release()
 
     def _answer(self, worker: Worker, request: Waiting) -> None:
         try:

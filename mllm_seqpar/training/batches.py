@@ -141,8 +141,10 @@ class BatchReader:
 
         try:
             for number, samples in enumerate(passes):
-                loaded = loading.submit(self._load, samples, partial(limit.admit, number))
-                waiting.append(agreeing.submit(self.read, samples, loaded.result))
+                chosen, _ = attempt(partial(self._chosen, samples))  # `read` raises the error, on all ranks
+                chosen = chosen or tuple(samples)
+                begun = loading.submit(self._load, chosen, partial(limit.admit, number))
+                waiting.append(agreeing.submit(self.read, samples, (chosen, begun)))
                 if len(waiting) > max(ahead, _READ_AHEAD):
                     yield following()
             while waiting:
@@ -152,12 +154,14 @@ class BatchReader:
             loading.shutdown(cancel_futures=True)
             agreeing.shutdown()
 
-    def read(self, samples: Sequence[int], begun: Callable[[], LoadedBatch] | None = None) -> LoadedBatch:
+    def read(
+        self, samples: Sequence[int], begun: tuple[tuple[int, ...], Future[LoadedBatch]] | None = None
+    ) -> LoadedBatch:
         """Return these samples as one micro-batch. Every rank of the run must call this the same number of times.
 
         Args:
             samples: of this rank's group.
-            begun: returns the samples that another thread has loaded, or raises its error.
+            begun: the samples, with replacements, that another thread loads, and its result.
 
         Raises:
             SeqParError: on all ranks, if a rank cannot read its part and the sample must not be replaced.
@@ -189,12 +193,20 @@ class BatchReader:
             else:
                 return loaded
 
-    def _usable(self, samples: Sequence[int], begun: Callable[[], LoadedBatch] | None, decode: bool) -> LoadedBatch:
-        """Load these samples, with replacements for those that are known to be bad; `begun` if there are none."""
-        chosen = tuple(map(self._replaced, samples))
-        if begun is not None and not decode and chosen == tuple(samples):
-            return begun()
+    def _usable(
+        self, samples: Sequence[int], begun: tuple[tuple[int, ...], Future[LoadedBatch]] | None, decode: bool
+    ) -> LoadedBatch:
+        """Load these samples, with replacements for those that are known to be bad; `begun` if it has the same."""
+        chosen = self._chosen(samples)
+        if begun is not None:
+            loading, result = begun
+            result.exception()  # waits in any case, because a batch is released only after it was admitted
+            if loading == chosen and not decode:
+                return result.result()
         return self._load(chosen, decode=decode)
+
+    def _chosen(self, samples: Sequence[int]) -> tuple[int, ...]:
+        return tuple(map(self._replaced, samples))
 
     def _replaced(self, sample: int) -> int:
         """Return `sample`, or its first replacement that is not known to be bad; DataError if there is none."""

@@ -164,6 +164,27 @@ def test_frames_are_decoded_ahead_up_to_the_limit(folder: Path, monkeypatch: pyt
         assert len(ahead) == 5 and (limit > 1 or max(ahead) == 1)
 
 
+def test_known_bad_samples_are_loaded_once_and_within_the_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[tuple[int, ...]] = []
+    received, load = threading.Event(), BatchReader._load
+
+    def slow(self: BatchReader, samples: Any, *args: Any, **options: Any) -> Any:
+        if threading.current_thread().name.startswith("load"):
+            received.wait(1)  # a batch that does not wait for the limit is received first
+        loads.append(tuple(samples))
+        return load(self, samples, *args, **options)
+
+    reader = reader_of(folder / "train.jsonl", reader_communicator(60.0), 1, "skip")
+    first = [batch.samples for batch in reader.read_all([(EMPTY,)] * 5)]
+    assert list(reader.skipped) == [EMPTY]
+    monkeypatch.setattr(BatchReader, "_load", slow)
+    again = []
+    for batch in reader.read_all([(EMPTY,)] * 5):
+        received.set()
+        again.append(batch.samples)
+    assert again == first == loads == [(replacement(EMPTY, 1, SAMPLES),)] * 5
+
+
 def test_ranks_that_stop_early_read_on_later(folder: Path) -> None:
     def rank(comm: Communicator) -> list[Any]:
         order = SampleOrder(samples=SAMPLES, global_batch=4, micro_batch=1, dp=1, seed=1)
