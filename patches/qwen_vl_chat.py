@@ -8,7 +8,7 @@ resized as its torchvision backend does it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from mllm_seqpar.adapting.chat import (
     ChatText,
     FrameSource,
     Messages,
+    StoredFrames,
     answer_spans,
     media_parts,
     tokenize,
@@ -120,11 +121,9 @@ class QwenVLChats(ChatFamily):
 
     def _size(self, source: FrameSource) -> tuple[int, int]:
         """Return (height, width) of the frames of a source after they are resized."""
-        sizes = set(source.sizes())  # type: ignore[attr-defined]
-        if len(sizes) != 1:
-            raise DataError(f"a video has frames of several sizes, {sorted(sizes)}; give images of one size")
+        height, width = _size_of(source)
         image = isinstance(source, StillImage)
-        config, (height, width) = self._images if image else self._videos, sizes.pop()
+        config = self._images if image else self._videos
         factor = config.patch_size * config.merge_size
         least, most = config.size["shortest_edge"], config.size["longest_edge"]
         if image:
@@ -263,17 +262,29 @@ class QwenVLChats(ChatFamily):
         return {FEATURES: features.flatten(0, -2), "visual_shard": shard}
 
     def frame_metadata(self, source: FrameSource) -> dict[str, Any]:
-        """Refuse to store features, whose prompts need the times and sizes of all frames."""
-        raise DataError(
-            f"the features of {type(self.processor).__name__}'s models cannot be stored: their prompts need the times "
-            "of the frames; leave --save_features out"
-        )
+        """Return the size and the times of the frames, which determine the placeholders of a prompt."""
+        height, width = _size_of(source)
+        return {"frame_size": [height, width], "frame_seconds": [_seconds(source, i) for i in range(len(source))]}
+
+    def stored_frames(self, count: int, metadata: Mapping[str, Any]) -> FrameSource:
+        height, width = metadata["frame_size"]
+        return StoredFrames(len(metadata["frame_seconds"]), (height, width), metadata["frame_seconds"])
 
 
 def _shown(part: Any) -> dict[str, Any]:
     return {"type": "text", "text": part["text"]} if part["type"] == "text" else {"type": part["type"]}
 
 
+def _size_of(source: FrameSource) -> tuple[int, int]:
+    """Return (height, width) of all frames of a source."""
+    sizes: set[tuple[int, int]] = set(source.sizes())  # type: ignore[attr-defined]
+    if len(sizes) != 1:
+        raise DataError(f"a video has frames of several sizes, {sorted(sizes)}; give images of one size")
+    return sizes.pop()
+
+
 def _seconds(source: FrameSource, index: int) -> float:
+    if isinstance(source, StoredFrames) and source.seconds is not None:
+        return source.seconds[index]
     plan = getattr(source, "plan", None)
     return index / FPS_OF_PICTURES if plan is None else plan.seconds(index)

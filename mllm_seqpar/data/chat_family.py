@@ -226,16 +226,23 @@ class ChatFamily(ABC):
         return {}
 
     def stored_frames(self, count: int, metadata: Mapping[str, Any]) -> FrameSource:
-        """Return a source that stands for `count` frames of a feature store with this `frame_metadata`."""
+        """Return a source that stands for the frames whose `count` units a feature store has, with this metadata."""
         return StoredFrames(count, None)
 
 
 @dataclass(frozen=True)
 class StoredFrames:
-    """The frames of a feature store: a source with a length and perhaps a size, but without pixels."""
+    """The frames of a feature store: a source with a length, and perhaps a size and times, but without pixels.
+
+    Attributes:
+        count: the number of frames.
+        size: (height, width) of all frames, if it is stored.
+        seconds: the time of each frame, if they are stored.
+    """
 
     count: int
     size: tuple[int, int] | None
+    seconds: Sequence[float] | None = None
 
     def __len__(self) -> int:
         return self.count

@@ -1,6 +1,8 @@
 """Frames are read in tensors (up to `batch`, 3, height, width)."""
 
+import math
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -11,14 +13,15 @@ from torch import Tensor
 class FrameBatches:
     """Tensors that several threads fill with images, each of which is copied once.
 
-    The memory comes from NumPy, which asks the kernel for huge pages. Touching new memory in pages of 4 KiB takes
-    longer than the copy.
+    Writing to new memory takes longer than writing to memory that has been used. The memory of a tensor that no longer
+    exists is therefore used again. New memory comes from NumPy, which asks the kernel for huge pages.
     """
 
     def __init__(self, total: int, batch: int) -> None:
         self._total, self._batch = total, batch
         self._arrays: dict[int, np.ndarray] = {}
         self._others: dict[int, np.ndarray] = {}  # images of another size than the first that their batch received
+        self._unused: list[np.ndarray] = []  # the memory of tensors that no longer exist
         self._lock = threading.Lock()
         self._finished = self._next = 0
 
@@ -29,12 +32,21 @@ class FrameBatches:
         with self._lock:
             if number not in self._arrays:
                 length = min(self._batch, self._total - number * self._batch)
-                self._arrays[number] = np.empty((length, *image.shape), np.uint8)
+                self._arrays[number] = self._array((length, *image.shape))
         array = self._arrays[number]
         if image.shape == array.shape[1:]:
             array[row] = image
         else:
             self._others[position] = image.copy()
+
+    def _array(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Return an array whose memory is used again when the tensor that is made from it no longer exists."""
+        memory = self._unused.pop() if self._unused else np.empty(0, np.uint8)
+        if memory.size < math.prod(shape):
+            memory = np.empty(math.prod(shape), np.uint8)
+        array = np.ndarray(shape, np.uint8, memory)
+        weakref.finalize(array, self._unused.append, memory)
+        return array
 
     def finish(self, count: int) -> Iterator[Tensor]:
         """Yield the tensors that are complete now that the next `count` images have been written."""

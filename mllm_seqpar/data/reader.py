@@ -206,8 +206,7 @@ class _Reader:
         except Empty:
             cursor = _Cursor(self._plan, self._resources.enter_context(ExitStack()), self._index)
         try:
-            if not cursor.stream.codec_context.is_open:
-                cursor.use_threads(threads)
+            cursor.threads = threads
             frames = map(cursor.frame, entries, [*entries[1:], None])
             for _, group in groupby(frames, key=itemgetter(0)):
                 found = list(group)
@@ -307,6 +306,7 @@ class _Cursor:
 
     stream: Any
     index: _Index
+    threads: int  # of the decoder, set before the first frame
     _packets: Iterator[Any]  # of the file, from its position on
     _horizon: float  # packets that have not been read have at least this presentation time
     _times: list[int]  # the presentation times of the packets since the keyframe, ascending
@@ -319,7 +319,6 @@ class _Cursor:
 
     def __init__(self, plan: FramePlan, resources: ExitStack, index: _Index | None = None) -> None:
         self._plan, self._resources = plan, resources
-        self._threads = 1
         self._errors = require_av().error.FFmpegError
         self._queue: deque[Any] = deque()  # packets that have been read and not decoded
         self._skips = True  # frames that are neither wanted nor referred to
@@ -329,13 +328,6 @@ class _Cursor:
         self._newest_key: int | None = None
         self._reopen()
         self.index = index or _Index.of(self.stream, self._delay)
-
-    def use_threads(self, threads: int) -> None:
-        """Set the number of threads of the decoder, before it decodes its first frame."""
-        self._threads = threads
-        if threads > 1:
-            self.stream.thread_type = "AUTO"
-        self.stream.codec_context.thread_count = threads
 
     def frame(self, entry: int, following: int | None) -> tuple[int, Any]:
         """Return (presentation time, frame) of an entry of the plan, after which `following` is asked for."""
@@ -418,7 +410,6 @@ class _Cursor:
     def _reopen(self) -> None:
         self._resources.close()
         self._container, self.stream = self._resources.enter_context(open_video(self._plan.path))
-        self.use_threads(self._threads)
         self._find_keyframe(from_start=True)
 
     def _find_keyframe(self, from_start: bool) -> bool:
@@ -440,6 +431,11 @@ class _Cursor:
     def _decode(self) -> Iterator[tuple[int, Any]]:
         """Yield (presentation time, frame) of the frames from the keyframe on, in the order in which they are shown."""
         codec = self.stream.codec_context
+        if not codec.is_open:
+            if self.threads > 1:
+                codec.thread_type = "AUTO"
+            codec.thread_count = self.threads
+            codec.open()  # before `skip_frame` is set, which dav1d reads only here
         while self._queue or self._read():
             packet = self._queue.popleft()
             skip = self._skips and packet.size and not self._is_wanted(packet.pts)

@@ -94,8 +94,8 @@ def pixels_on_device(workload: Workload, frames: int) -> int:
 def memory_after_tower(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
     """Return features, activations, receive buffers and other buffers of the language model and cross-attention."""
     text, element, tokens = workload.model.text, workload.element, workload.tokens
-    if workload.model.decoder_only:
-        features = workload.placed_tokens * workload.model.embedding_width
+    if workload.model.decoder_only:  # those of deepstack are released after the layers, before the logits
+        features = workload.placed_tokens * (text.hidden if workload.training else workload.model.embedding_width)
     else:
         features = _visual_tokens(workload, spec) * workload.model.cross.visual_dim
     backward = workload.training and workload.trains_features

@@ -131,6 +131,7 @@ class TokenRowRecorder:
         self._layers += 1
         self._windows.add(each.window)
         wide = torch.promote_types(torch.float32, q.dtype)
+        self._sum = self._sum.to(q.device, wide)  # also where no layer of this rank adds to it: all ranks are summed
         total: Tensor | None
         if self._sharded:
             assert lse is not None, "sharded rows have a log-sum-exp"
@@ -148,7 +149,7 @@ class TokenRowRecorder:
         total = scores.logsumexp(1, keepdim=True) if total is None else total
         shares = torch.exp(scores - total.masked_fill(total == -torch.inf, 0.0)).mean(0)
         found = shares.new_zeros(self.total_frames + 2).index_add_(0, slots, shares)
-        self._sum = found[: self.total_frames] + self._sum.to(found)
+        self._sum += found[: self.total_frames]
 
     def shares(self) -> Tensor:
         """Return (F,), the mean over layers of the probability on the keys of this rank."""

@@ -28,7 +28,7 @@ from .attention_record import FrameTokens
 LABEL = "visual tokens"
 
 PIECE_BYTES = 1 << 24
-"""The embeddings that a rank sends to another one at a time: enough to use the whole bandwidth of a link."""
+"""The embeddings that a rank sends at a time, to all others together: enough to use the whole bandwidth of a link."""
 
 
 @dataclass(frozen=True)
@@ -105,14 +105,14 @@ class TokenRoutes:
         """Exchange embeddings, `count` of each visual token side by side.
 
         This rank's (x, count * W) -> `count` times the (m, W) of its rows, each in memory of its own. Beside these, a
-        piece of at most `PIECE_BYTES` for each rank is sent and received at a time.
+        piece of at most `PIECE_BYTES` is sent and received at a time.
         """
-        device = embeddings.device
-        sends, receives = ([copy_to_device(x, device) for x in each] for each in (self.sends, self.receives))
-        every = torch.cat(list(self.sends))
-        moves = _Moves(comm, sends, receives, embeddings.shape[0], self.index.numel(), every.unique().numel())
+        indices = [*self.sends, *self.receives, self.index]
+        moved = copy_to_device(torch.cat(indices), embeddings.device).split([x.numel() for x in indices])
+        sends, receives, index = moved[: comm.size], moved[comm.size : -1], moved[-1]
+        used = torch.cat(list(self.sends)).unique().numel()
+        moves = _Moves(comm, sends, receives, embeddings.shape[0], index.numel(), used)
         found: tuple[Tensor, ...] = _ExchangeRows.apply(embeddings, moves, count)
-        index = copy_to_device(self.index, device)
         return [VisualTokens(part, index) for part in found]
 
 
@@ -215,7 +215,8 @@ def _move(
         take: takes the rows that have come for these indices; always called in the same order, rank by rank.
         like: (any, width).
     """
-    size = max(1, PIECE_BYTES // max(1, like.shape[1] * like.element_size()))
+    row = like.shape[1] * like.element_size()
+    size = max(1, PIECE_BYTES // max(1, row * max(1, comm.size - 1)))  # rows for each other rank
     longest = max(index.numel() for index in (*sends, *receives))
     for start in range(0, longest, size):
         piece = slice(start, start + size)

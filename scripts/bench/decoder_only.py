@@ -2,8 +2,8 @@
 of a second question.
 
     python scripts/bench/decoder_only.py [--family qwen2_5_vl|qwen3_vl] [--ranks 1 2 4] [--frames 2048] [--grid 16 16]
-        [--layers 3] [--mlp-chunk TOKENS] [--device cpu|cuda] [--part memory|questions] [--rounds 3]
-        [--real] [--out ROWS.csv]
+        [--layers 3] [--device cpu|cuda] [--part memory|questions] [--rounds 3] [--real]
+        [--out ROWS.csv]
 
 The model is the real class with a tiny width, on real ranks; that of Qwen3-VL has the proportions of the published 8B
 model: inner width 3 C, queries C, keys and values C / 4 each, three layers with deepstack. Its vocabulary is tiny.
@@ -11,10 +11,10 @@ model: inner width 3 C, queries C, keys and values C / 4 each, three layers with
 "Peak" is the largest number of bytes allocated on the rank with most, without weights and their gradients: in forward
 and backward of a training step with a frozen vision tower and gradient checkpointing, and in the pass over a prompt
 that stores K and V ("prefill"). Attention blocks return zeros at once unless --real is given: transfers and buffers are
-the same, and 128K tokens take seconds on a CPU. "Gathered" is the same pass if each rank gathers the embeddings of all
-frames, puts them into the embeddings of the whole text, and takes its rows, as frameworks with context parallelism do
-(verl's patches of these models, for example). As there, both live until the decoder returns. "Exchange" is the peak of
-bringing the embeddings to their rows and their gradients back, alone, for both ways.
+the same, and 128K tokens take seconds on a CPU. A single rank, whose prompt takes torch's own attention, then measures
+the step only. "Gathered" is the same pass if each rank gathers the embeddings of all frames, puts them into the
+embeddings of the whole text, and takes its rows, as frameworks with context parallelism do (verl's patches of these
+models, for example). As there, both live until the decoder returns.
 
 In each round, a first question reads the video and prefills it with its text sharded, and two more questions continue
 its cache. They compute real attention. Times are medians over rounds, of the processor time of all ranks together and
@@ -77,7 +77,6 @@ def report(args: argparse.Namespace, ranks: int, row: dict[str, Any]) -> None:
         "ranks": ranks,
         "layers": args.layers,
         "attention": "real" if args.real or args.part == "questions" else "emulated",
-        "mlp_chunk": args.mlp_chunk or "",
         **{name: row[name] for name in row["mib"]},
     }
     for name in ("cpu_seconds", "seconds") if row["seconds"] else ():
@@ -97,7 +96,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--frames", type=int, nargs="+", default=[2048], help="temporal patches of the video")
     parser.add_argument("--grid", type=int, nargs=2, default=[16, 16], help="height and width of a frame, in patches")
     parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--mlp-chunk", type=int, help="tokens of an MLP chunk; default: no chunks")
     parser.add_argument("--part", choices=["memory", "questions"], help="measure only one of the two; default: both")
     parser.add_argument("--rounds", type=int, default=3, help="of questions")
     parser.add_argument("--real", action="store_true", help="compute the attention of the training step")
@@ -133,49 +131,43 @@ def measured(args: argparse.Namespace, frames: int) -> dict[str, Any]:
 
 
 def memory_of_passes(model: Any, inputs: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Return the peaks of a training step, of a prompt and of the exchange alone, both ways, in MiB, and the loss."""
+    """Return the peaks of a training step and of a prompt, both ways, in MiB, and the loss."""
     model.model.visual.requires_grad_(False)
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
     kernel = EmulatedKernel(float("inf"))
     found, losses = dict[str, float](), list[float]()
     with nullcontext() if args.real else kernel.registered():
-        options = {"kernel": "auto" if args.real else kernel.name, "mlp_chunk_size": args.mlp_chunk}
-        patch_model(model, shard_prompt_from=1, **options)
-        for name, gathers in (("", False), ("gathered_", True)):
-            with routes_of(model, inputs["input_ids"], gathers) as given:
+        patch_model(model, shard_prompt_from=1, kernel="auto" if args.real else kernel.name)
+        alone = (
+            as_communicator(None).size == 1
+        )  # whose prompt takes torch's own attention, and who has nothing to gather
+        for name, gathers in (("", False),) if alone else (("", False), ("gathered_", True)):
+            with routes_of(model, inputs["input_ids"], gathers):
                 model.train().gradient_checkpointing_enable({"use_reentrant": False})
                 peak, loss = step(model, inputs, args.device)
                 losses.append(loss)
                 found[f"{name}peak_mib"] = peak / MIB
                 model.eval().gradient_checkpointing_disable()
-                found[f"{name}prefill_mib"] = prefill(model, inputs, args.device) / MIB
-                count = 4 if args.family == "qwen3_vl" else 1
-                found[f"{name}exchange_mib"] = (
-                    exchange_peak(given[-1], model.config.text_config.hidden_size, count) / MIB
-                )
-    assert abs(losses[1] - losses[0]) <= 1e-4 * losses[0], losses
+                if args.real or not alone:
+                    found[f"{name}prefill_mib"] = prefill(model, inputs, args.device) / MIB
+    assert abs(losses[-1] - losses[0]) <= 1e-4 * losses[0], losses
     model.zero_grad()
     return {"mib": found, "loss": losses[0]}
 
 
 @contextmanager
-def routes_of(model: Any, ids: Tensor, gathers: bool) -> Iterator[list[Any]]:
-    """Exchange embeddings within the block, or gather them; yield what made the routes, with the function, per pass."""
-    given: list[Any] = []
+def routes_of(model: Any, ids: Tensor, gathers: bool) -> Iterator[None]:
+    """Exchange the embeddings of the passes in the block, or gather them."""
+    if not gathers:
+        yield
+        return
     held: list[Tensor] = []
-    routes = (
-        functools.partial(GatheredRoutes, model.get_input_embeddings(), ids, held) if gathers else TokenPlaces.routes
-    )
+    routes = functools.partial(GatheredRoutes, model.get_input_embeddings(), ids, held)
     hook = model.model.language_model.register_forward_hook(lambda *_: held.clear())
-
-    def recorded(*arguments: Any) -> Any:
-        given.append((routes, arguments, held))
-        return routes(*arguments)
-
     try:
-        with mock.patch.object(TokenPlaces, "routes", recorded):
-            yield given
+        with mock.patch.object(TokenPlaces, "routes", lambda *given: routes(*given)):
+            yield
     finally:
         hook.remove()
 
@@ -199,18 +191,6 @@ def prefill(model: Any, inputs: dict[str, Any], device: str) -> int:
     with torch.no_grad(), peak_memory(torch.device(device)) as peak:
         model(**prompt, use_cache=True, logits_to_keep=1)
         synchronize(device)
-    return peak.bytes
-
-
-def exchange_peak(given: Any, width: int, count: int) -> int:
-    """Return the peak bytes of bringing embeddings of this width to their rows, and their gradients back."""
-    routes, (places, rows, rank), held = given
-    number = int(places.bounds[rank + 1] - places.bounds[rank])
-    own = torch.randn(number, count * width, requires_grad=True)
-    with peak_memory(own.device) as peak:
-        found = routes(places, rows, rank).exchange(own, as_communicator(None), count)
-        sum(tokens.embeddings.sum() for tokens in found).backward()
-        held.clear()
     return peak.bytes
 
 

@@ -5,10 +5,14 @@
 
 The files are made by ffmpeg, which must be on PATH: moving test patterns with noise, 30 frames a second. A kind is a
 codec, a height and, after a "k", the number of frames between keyframes (otherwise the encoder's default). Every reader
-decodes to RGB tensors on the CPU with the same number of threads. A peer that is not installed is left out. The
-benchmark fails if torchcodec reads other frames of an H.264 file than this library. decord's frames are compared by
-their number only, because its colours are converted differently. Seconds are medians; `ratio` is the time of this
-library over that of the fastest peer in the same run.
+decodes to RGB tensors on the CPU. The other libraries are timed with the same number of threads as this library, and
+with their default (torchcodec: one; decord: all cores). A library that is not installed, or cannot read a file, is left
+out. The benchmark fails if torchcodec reads other frames of an H.264 file than this library. decord's frames are
+compared by their number only, because its colours are converted differently.
+
+Seconds are medians. `ratio` is the time of this library over that of the fastest other reader with the same number of
+threads, and `default_ratio` over that of the fastest with its default. `cpu_ratio` is the ratio of processor time at
+the same number of threads, which depends little on what else the machine does.
 """
 
 from __future__ import annotations
@@ -16,14 +20,18 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import random
 import subprocess
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
+from math import nan
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
-from measure import environment, medians_ms, print_environment
+from measure import environment, print_environment
 from rows import append, as_text
 
 from mllm_seqpar.data import FramePlan, plan_frames, probe, read_frames
@@ -79,26 +87,56 @@ def make_file(kind: str, seconds: int, folder: Path) -> Path:
 
 def measure(kind: str, path: Path, fps: str, args: argparse.Namespace) -> dict[str, Any]:
     plan = plan_frames(probe(path), fps=None if fps == "all" else float(fps))
-    readers = {"ours": lambda: ours(plan, args.threads), **peers(plan, args.threads)}
-    found = {name: read() for name, read in readers.items()}
+    same, default = peers(plan, args.threads), peers(plan, None)
+    readers = {"ours": lambda: ours(plan, args.threads), **same}
+    readers |= {f"{name}_default": read for name, read in default.items()}
+    found = {}
+    for name, read in list(readers.items()):
+        try:
+            found[name] = read()
+        except Exception as error:
+            if name == "ours":
+                raise
+            print(f"{name} cannot read {path.name}: {str(error).splitlines()[0]}", flush=True)
+            del readers[name]
     if len({frames for frames, _ in found.values()}) > 1:
         raise SystemExit(f"{path.name}: the readers return different numbers of frames: {found}")
     equal = found.get("torchcodec", found["ours"]) == found["ours"]
     if not equal and kind.startswith("h264"):
         raise SystemExit(f"{path.name}: torchcodec reads other frames than this library at fps {fps}")
-    times = medians_ms(readers, "cpu", args.repeats)
-    best = min((time for name, time in times.items() if name != "ours"), default=float("nan"))
+    wall, processor = median_seconds(readers, args.repeats)
     row = {"kind": kind, "seconds": args.seconds, "fps": fps, "frames": len(plan), "threads": args.threads}
-    row |= {f"{name}_s": round(time / 1e3, 3) for name, time in times.items()}
-    return row | {"ratio": round(times["ours"] / best, 3), "equal_frames": equal if "torchcodec" in found else ""}
+    row |= {f"{name}_s": round(seconds, 3) for name, seconds in wall.items()}
+    row |= {"ratio": ratio(wall, same), "default_ratio": ratio(wall, [f"{name}_default" for name in default])}
+    row |= {f"{name}_cpu_s": round(processor[name], 3) for name in ("ours", *same) if name in processor}
+    return row | {"cpu_ratio": ratio(processor, same), "equal_frames": equal if "torchcodec" in found else ""}
+
+
+def median_seconds(readers: dict[str, Callable[[], object]], repeats: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the median seconds and the median seconds of processor time of each reader, in changing order."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in readers}
+    order, shuffler = list(readers), random.Random(0)
+    for _ in range(repeats):
+        shuffler.shuffle(order)
+        for name in order:
+            wall, processor = time.perf_counter(), time.process_time()
+            readers[name]()
+            times[name].append((time.perf_counter() - wall, time.process_time() - processor))
+    first, second = ({name: median(pair[i] for pair in pairs) for name, pairs in times.items()} for i in (0, 1))
+    return first, second
+
+
+def ratio(seconds: dict[str, float], others: Iterable[str]) -> float:
+    """Return the time of this library over that of the fastest of the other readers."""
+    return round(seconds["ours"] / min((seconds[name] for name in others if name in seconds), default=nan), 3)
 
 
 def ours(plan: FramePlan, threads: int) -> tuple[int, str]:
     return _digest(read_frames(plan, threads=threads))
 
 
-def peers(plan: FramePlan, threads: int) -> dict[str, Callable[[], tuple[int, str]]]:
-    """Return the readers of other libraries that are installed."""
+def peers(plan: FramePlan, threads: int | None) -> dict[str, Callable[[], tuple[int, str]]]:
+    """Return the readers of other libraries that are installed; without `threads`, with their default."""
     found: dict[str, Callable[[], tuple[int, str]]] = {}
     times = [float((2 * tick + 1) * plan.time_base / 2) for tick in plan.ticks]
     try:
@@ -108,7 +146,8 @@ def peers(plan: FramePlan, threads: int) -> dict[str, Callable[[], tuple[int, st
     else:
 
         def torchcodec() -> tuple[int, str]:
-            video = VideoDecoder(plan.path, num_ffmpeg_threads=threads, seek_mode="approximate")
+            options = {} if threads is None else {"num_ffmpeg_threads": threads}
+            video = VideoDecoder(plan.path, seek_mode="approximate", **options)
             parts = (times[i : i + 16] for i in range(0, len(times), 16))
             return _digest(video.get_frames_played_at(part).data for part in parts)
 
@@ -119,7 +158,7 @@ def peers(plan: FramePlan, threads: int) -> dict[str, Callable[[], tuple[int, st
         return found
 
     def with_decord() -> tuple[int, str]:
-        video = decord.VideoReader(plan.path, num_threads=threads)
+        video = decord.VideoReader(plan.path, **({} if threads is None else {"num_threads": threads}))
         rate = video.get_avg_fps()
         numbers = [min(int(time * rate), len(video) - 1) for time in times]
         parts = (numbers[i : i + 16] for i in range(0, len(numbers), 16))

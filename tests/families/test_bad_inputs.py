@@ -43,7 +43,7 @@ LONGER = {"input_ids": tiny_text(3, length=14), "labels": tiny_text(3, length=14
 OFFSETS = torch.zeros(1, 12, 2, dtype=torch.long)
 OWL_ERRORS = {
     (AgreementError, DIFFERENT): {
-        "digest of token ids: ranks 0, 2: ": lambda x: {name: x[name].flip(1) for name in ("input_ids", "labels")},
+        "or embeddings: ranks 0, 2: ": lambda x: {name: x[name].flip(1) for name in ("input_ids", "labels")},
         "text tokens: ranks 0, 2: 12; rank 1: 14": LONGER,
         "digest of labels": lambda x: {"labels": x["labels"] + 1},
         "labels given: ranks 0, 2: 1; rank 1: 0": {"labels": None},
@@ -96,6 +96,9 @@ IDEFICS_ERRORS = {
         "pass interpolate_pos_encoding=True": {"pixel_values": torch.zeros(1, 4, 3, 24, 24)},
         "perceiver_embeddings were passed to a model without resampler": LATENTS,
         "output_attentions=True: attention weights do not exist": {"output_attentions": True},
+    },
+    (AgreementError, DIFFERENT, lambda x, comm: {**x, "input_ids": None, "inputs_embeds": torch.ones(1, 11, 32)}): {
+        "digest of token ids or embeddings": {"inputs_embeds": torch.full((1, 11, 32), 2.0)}
     },
     (ConfigError, "", idefics.local_frames): {"use_cache: a pass with a cache has no backward": {"use_cache": True}},
 }

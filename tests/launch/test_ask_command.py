@@ -1,4 +1,4 @@
-"""Layer: real launch. A data set of questions on two groups of two processes: a bad video, a kill, and going on."""
+"""Layer: real launch. A data set of questions on two groups of processes: a bad video, a kill, and going on."""
 
 import json
 import os
@@ -39,9 +39,11 @@ def test_killed_groups_go_on_and_answer_as_one_process(inference_files: Path, tm
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     one, four = tmp_path / "one.jsonl", tmp_path / "four.jsonl"
-    command = [sys.executable, "-m", "mllm_seqpar", "ask", "--num_processes", "4"]
-    ranks = [*command, *arguments(tmp_path, inference_files, four, "--sp", 2)]
-    killed = subprocess.Popen(ranks, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "mllm_seqpar", "ask"]
+    single, ranks = (
+        [*command, *arguments(tmp_path, inference_files, four, "--num_processes", 2 * sp, "--sp", sp)] for sp in (1, 2)
+    )
+    killed = subprocess.Popen(single, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + HANG
     while not (four.exists() and four.read_text().count("\n") >= 2):
         assert killed.poll() is None and time.monotonic() < deadline

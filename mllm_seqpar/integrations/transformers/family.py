@@ -373,11 +373,8 @@ def decoder_arguments(embeds: Tensor, positions: Tensor, mask: Any, cache: Any, 
 
 def require_same_pass(
     family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: Mapping[str, Any]
-) -> bool:
-    """Raise on every rank unless this pass is valid on all ranks and its inputs are the same.
-
-    Returns whether the ranks have the same random state.
-    """
+) -> None:
+    """Raise on every rank unless this pass is valid on all ranks and its inputs are the same."""
     kwargs = {**kwargs, "logits_to_keep": logits_to_keep}
     compare = family.context.compares_weights()
 
@@ -395,4 +392,4 @@ def require_same_pass(
         family.check_inputs(inputs, kwargs)
 
     options = {"model": family.model, "kwargs": kwargs, "compare_weights": compare}
-    return require_same_inputs(family.context.comm, inputs, check, **options)
+    require_same_inputs(family.context.comm, inputs, check, **options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import zlib
 from typing import Any
 
 import torch
@@ -37,7 +36,8 @@ def patch_generate(model: Any, patch: Patch, frame_arguments: tuple[str, ...] = 
             _refuse_unrecorded(config, kwargs)
             record.begin_answer()
         if comm.size > 1:
-            share_random_state(comm, next(model.parameters()).device)
+            device = next(model.parameters()).device
+            share_random_state(comm, comm.device if device.type == "cpu" else device)  # FSDP2 may offload parameters
         return unpatched(*args, **kwargs)
 
     patch.set(model, "generate", generate)
@@ -111,12 +111,6 @@ def _describe_value(value: Any) -> str:
     if value is None or isinstance(value, Tensor):
         return ""
     return repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
-
-
-def random_state_number(device: torch.device) -> int:
-    """Return a digest of the random states of the CPU and of `device`, which are both kept on the host."""
-    number = zlib.crc32(torch.get_rng_state().numpy().data)
-    return zlib.crc32(torch.cuda.get_rng_state(device).numpy().data, number) if device.type == "cuda" else number
 
 
 def share_random_state(comm: Communicator, device: torch.device) -> None:

@@ -32,7 +32,6 @@ from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
 from mllm_seqpar.sharding import FRAME_LAYOUTS, FrameShard, describe_spans, frame_spans
 
 from .cache import cache_state_of
-from .generation import random_state_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +205,7 @@ _COMPARED = (
     *("samples", "text tokens", "frames", "frames given by visual_shard", "layout of the frames (1 zigzag)"),
     "values per frame",
     *("kind of frames (1 pixels, 2 features)", "cached tokens", "use_cache", "grad mode"),
-    *("labels given", "attention mask given", "digest of token ids", "digest of labels"),
+    *("labels given", "attention mask given", "digest of token ids or embeddings", "digest of labels"),
     *("digest of the attention mask", "digest of position ids"),
     *("digest of the placement of frames", "digest of pixels", "digest of weights"),
     *("num_items_in_batch", "training mode", "autocast (digest of its dtype)", "digest of the inputs' dtypes"),
@@ -232,24 +231,23 @@ def require_same_inputs(
     model: nn.Module | None = None,
     kwargs: Mapping[str, Any] | None = None,
     compare_weights: bool = False,
-) -> bool:
+) -> None:
     """Raise on every rank of the group unless all ranks pass the same text, number of frames and pixels.
 
     Token ids, masks, positions and labels are compared by digests. Pixels are compared by a sample of them if every
-    rank has all of them. Features may differ in their last bits between devices and are compared by shape.
+    rank has all of them, and so are embeddings that replace token ids. Features may differ in their last bits between
+    devices and are compared by shape.
 
     `check` is the check of the family; if it raises on one rank, the others raise an AgreementError. If `model` is
     given, its modes are compared, and with `compare_weights` also a sample of its weights and which of them are
     trained.
-
-    Returns whether all ranks have the same random state; True without `model`.
     """
 
     if comm.size == 1:
         _check_frames(comm, inputs)
         check()
         inputs.read()
-        return True
+        return
 
     def describe() -> dict[str, int]:
         _check_frames(comm, inputs)
@@ -264,11 +262,7 @@ def require_same_inputs(
                 numbers += [int(checkpointing), fingerprint(trained)]
         return dict(zip(_COMPARED, numbers, strict=False))
 
-    def random_state(_: Any) -> list[int]:
-        return [] if model is None else [random_state_number(inputs.text.device)]
-
-    _, rows = agree(comm, "forward pass", describe, dict, numbers=random_state, remedy=_REMEDY)
-    return all(row == rows[0] for row in rows)
+    agree(comm, "forward pass", describe, dict, remedy=_REMEDY)
 
 
 def _input_numbers(
@@ -278,8 +272,8 @@ def _input_numbers(
     frames, mask = inputs.frames, inputs.attention_mask
     kind = 0 if frames is None else 1 + inputs.frames_are_features
     all_have_pixels = kind == 1 and inputs.visual_shard is None and inputs.compare_frames
-    compared = [
-        [inputs.input_ids],
+    compared: list[Sequence[Tensor | None]] = [
+        [inputs.input_ids if inputs.input_ids is not None else sampled_bits(inputs.text)],
         [labels],
         list(mask.values()) if isinstance(mask, Mapping) else [mask],  # one mask for each kind of layer, or one
         [inputs.position_ids],

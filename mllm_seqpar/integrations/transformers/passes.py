@@ -74,7 +74,7 @@ def _uncached_pass(
 ) -> Any:
     """Run a pass with text and frames sharded: training, evaluation, generation without a cache."""
     context = family.context
-    same_random_state = require_same_pass(family, inputs, logits_to_keep, kwargs)
+    require_same_pass(family, inputs, logits_to_keep, kwargs)
     text, placement = text_shards(context, inputs), family.placement(inputs)
     features = local_features(family, inputs)
     state = ForwardState(context, text=text, **frame_arguments(family, inputs, text, features, placement))
@@ -82,8 +82,9 @@ def _uncached_pass(
     if isinstance(family, DecoderOnlyFamily):
         features = None  # the state has them, and the memory is free for the layers
     log_shard_sizes(family, inputs, text.local if state.shards_text else inputs.length)
-    # Without sharding, every rank computes all text, with the same dropout masks.
-    if not (state.shards_text or same_random_state) and family.model.training:
+    # Without sharding, every rank computes all text, with the same dropout masks. The vision tower may have drawn other
+    # random numbers on each rank.
+    if not state.shards_text and family.model.training:
         share_random_state(context.comm, inputs.text.device)
     embeds, positions, mask = rows_of_pass(family, inputs, state)
     if without_frames:
@@ -205,6 +206,8 @@ class _CachedPass:
         if inputs.frames is None or not inputs.total_frames:
             return False
         same = self._fingerprint(inputs.frames) in state.frame_fingerprints
+        if inputs.visual_shard is not None:  # the frames of one rank may be the same while those of another are not
+            same = all(number for (number,) in self.context.comm.gather_ints([int(same)]))
         if family.repeats_frames:  # as unpatched: every pass attends to the frames that come with it
             return torch.is_grad_enabled() or not same or not family.rows_match_frames(inputs, state.placement)
         if same:

@@ -29,11 +29,13 @@ from family_harness import (
 )
 from generation_cases import SAMPLING
 from mllm_seqpar import patch_model, unpatch_model
-from mllm_seqpar.errors import AgreementError, ConfigError
+from mllm_seqpar.errors import AgreementError, ConfigError, ShapeError
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.planner import Cluster, write_cluster
 from outcomes import Outcome, run_case
 from ranks import ranks
+from tiny_models import mllama
+from tiny_models.mllama import Case as Mllama
 from tiny_models.mplug_owl3 import Case, tiny_model
 
 CASE = Case(frames=(3, 2))
@@ -148,6 +150,43 @@ def test_replicated_text_uses_same_dropout_mask_on_all_ranks() -> None:
     expected, found = replicated_text(0, 1, patched=False), ranks(2).run(replicated_text)
     assert all(each.loss == pytest.approx(expected.loss, rel=TOLERANCE) for each in found)
     compare_gradients([each.grads for each in found], expected.grads)
+
+
+def losses_behind_random_tower(rank: int, world: int) -> list[float]:
+    """Run passes with random numbers in the vision tower, of which a rank draws as many as its frames need."""
+    case = Mllama(frames=((3, 1, 2),), train=True)
+    model = mllama.tiny_model()
+    dropout, text = torch.nn.Dropout(0.3), model.model.language_model.layers[0].mlp
+    model.model.multi_modal_projector.register_forward_hook(lambda module, inputs, out: dropout(out))
+    text.register_forward_hook(lambda module, inputs, out: dropout(out))
+    inputs = mllama.inputs_of(case, model)
+    model = patch_model(model, self_attention="local").train()
+    torch.manual_seed(0)
+    return [model(**inputs).loss.item() for _ in range(3)]
+
+
+def test_replicated_text_uses_same_dropout_mask_behind_a_random_tower() -> None:
+    first, second = ranks(2).run(losses_behind_random_tower)
+    assert first == pytest.approx(second, rel=TOLERANCE)
+    assert len(set(first)) == 3
+
+
+def replaced_on_one_rank(rank: int, world: int) -> None:
+    """Continue a cache with frames of which only those of rank 1 are new."""
+    model = patch_model(mllama.tiny_model())
+    inputs = mllama.local_frames(mllama.inputs_of(Mllama(frames=((3, 1, 2),), labels=None), model))
+    mask = inputs["cross_attention_mask"]
+    with torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+        more = {**inputs, "input_ids": torch.full((1, 2), 5), "pixel_values": inputs["pixel_values"] + rank}
+        more["cross_attention_mask"] = torch.cat([mask, mask[:, -1:].expand(-1, 2, -1, -1)], 1)
+        more.pop("attention_mask", None)
+        with pytest.raises(ShapeError, match="frames were passed with a cache that holds"):
+            model(**more, past_key_values=cache, use_cache=True)
+
+
+def test_frames_that_one_rank_replaces_in_a_cache_are_refused_on_all_ranks() -> None:
+    ranks(2).run(replaced_on_one_rank)
 
 
 def patch_with_local_cluster_file(rank: int, world: int, folder: str) -> None:

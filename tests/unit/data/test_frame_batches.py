@@ -35,3 +35,23 @@ def test_a_change_of_size_starts_a_new_tensor() -> None:
     assert [tuple(tensor.shape) for tensor in found] == [(2, 3, 4, 6), (1, 3, 6, 4), (2, 3, 4, 6)]
     for image, stored in zip(given, [image for tensor in found for image in tensor], strict=True):
         assert torch.equal(stored, channels_first(image))
+
+
+def test_memory_is_used_again_only_after_its_tensor() -> None:
+    given = images(*[(4, 6)] * 8)
+    batches = FrameBatches(8, batch=2)
+
+    def read(number: int) -> Tensor:
+        for position in (2 * number, 2 * number + 1):
+            batches.write(position, given[position])
+        (tensor,) = batches.finish(2)
+        return tensor
+
+    first = read(0)
+    place = first.data_ptr()
+    kept, other = first[1], read(1)  # a view keeps the memory in use
+    del first
+    assert read(2).data_ptr() not in (place, other.data_ptr())
+    assert torch.equal(kept, channels_first(given[1]))
+    del kept
+    assert read(3).data_ptr() == place

@@ -237,6 +237,16 @@ def test_single_frames_in_any_order(clips: Path) -> None:
         assert torch.equal(read(plan, i, i + 1)[0], decoded[i][1]), i
 
 
+def test_the_first_frame_that_is_read_of_av1_may_be_one_that_no_frame_refers_to(clips: Path) -> None:
+    """The decoder of AV1 (dav1d) reads the frames to skip when it is opened, and never again."""
+    if "libsvtav1" not in av.codec.codecs_available:
+        pytest.skip("this PyAV has no encoder of AV1")
+    path = write_clip(clips / "av1.mp4", codec="libsvtav1", frames=40, options={"preset": "12", "g": "20"})
+    info = scan(path)
+    for number, (time, image) in enumerate(decode_all(path)):
+        assert torch.equal(read(info.plan([time]), threads=1)[0], image), number
+
+
 def test_tick_between_frames_shows_the_earlier_frame(clips: Path) -> None:
     path = write_clip(clips / "between.mkv", times=UNEVEN)
     decoded, info = decode_all(path), scan(path)
