@@ -223,10 +223,7 @@ def reasons(plan: Plan) -> list[str]:
         names = ", ".join(f"{row.spec} ({_bytes(_total(row))})" for row in equal)
         prefers = f", and {_NAMES[plan.preferred]} is preferred among equals"
         prefers = prefers if best.spec.strategy == plan.preferred else ""
-        said.append(
-            f"Equal within {MARGIN:.0%}, the planner's accuracy{prefers}: {names}; {best.spec} needs "
-            f"{_bytes(_total(best))} of a GPU."
-        )
+        said.append(f"Equal within {MARGIN:.0%}{prefers}: {names}; {best.spec} needs {_bytes(_total(best))} of a GPU.")
     for row in slower:
         more = row.parts[plan.workload.compared].exposed - best.parts[plan.workload.compared].exposed
         waits = more > (row.seconds - best.seconds) / 2

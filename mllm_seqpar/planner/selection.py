@@ -17,7 +17,7 @@ from .cluster import Cluster
 from .costs import Cost, Passes
 
 MARGIN = 0.02
-"""The accuracy of the predictions: a smaller difference does not decide."""
+"""A smaller difference of predicted times does not decide."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ the same number of rows of padding, which attend to nothing and are not kept, so
 rows in cross-attention.
 
 Phase 2 (section 2.2): the query and every generated token are on all ranks and attend to everything before them; the
-partial results of the ranks are merged exactly (`text_kv_cache`). The last rank keeps the K and V of these tokens.
+partial results of the ranks are merged exactly (`merge_over_ranks`). The last rank keeps the K and V of these tokens.
 
 A token of the context does not attend to the keys between the anchor and its own block, which makes this the only
 approximate algorithm of the library. With one or two ranks there are no such keys, and it is exact.

@@ -234,7 +234,7 @@ def test_mllama_cache_with_images_is_refused_across_patching() -> None:
         of_patched = conversation.fill()
         with pytest.raises(ConfigError, match="past_key_values holds K and V of images that an unpatched model comp"):
             conversation.resume(unpatched, NEW, [0, 1])
-    with pytest.raises(ConfigError, match="in the form of the patched model that filled it, the frames' K and V among"):
+    with pytest.raises(ConfigError, match="in the form of the patched model that filled it; the K and V of the frames"):
         conversation.resume(of_patched, NEW, [0, 1])
     of_patched.reset()
     if not of_patched.get_seq_length():  # older versions of transformers only fill a dynamic cache with zeros
@@ -260,10 +260,10 @@ def test_cache_of_several_ranks_is_refused_elsewhere(name: str, options: dict[st
             cache = conversation.fill()
             if name == "gated":
                 assert "unpatched model computed, all of them on this rank" in refusal(conversation, native)
-        local = "holds K and V of the frames of one rank only" if name == "gated" else "each rank its own tokens' only"
+        local = "holds K and V of the frames of one rank only" if name == "gated" else "each rank holds only its own"
         assert local in refusal(conversation, cache)
         with patched(conversation.model, group="self"):
-            assert f"rank {comm.rank} of 2 ranks then, rank 0 of 1 now" in refusal(conversation, cache)
+            assert f"rank {comm.rank} of 2 ranks and is rank 0 of 1 now" in refusal(conversation, cache)
 
     run_loopback(2, run)
 

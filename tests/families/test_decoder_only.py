@@ -191,6 +191,24 @@ def test_further_questions_compute_their_own_tokens_only(family: str, size: int)
 
 
 @pytest.mark.parametrize("family", QWENS)
+def test_new_frames_may_follow_those_of_a_filled_cache(family: str) -> None:
+    case = replace(QWENS[family], labels=None)
+
+    @torch.no_grad()
+    def run(model: Any, inputs: dict[str, Any], _: Any = None) -> Tensor:
+        given = {name: x for name, x in inputs.items() if name != "attention_mask"}
+        cache = model(**given, use_cache=True).past_key_values
+        rows, length = given["input_ids"].shape
+        given |= {name: 1 - x for name, x in given.items() if name.startswith("pixel_values")}
+        given["position_ids"] = torch.arange(length, 2 * length).expand(3, rows, length)
+        return model(**given, past_key_values=cache, use_cache=True).logits
+
+    expected = run(*build(family, case))
+    for found in on_ranks(2, family, case, run):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("family", QWENS)
 @pytest.mark.parametrize(("size", "local"), [(1, False), (2, False), (3, True)])
 def test_assistant_drafts_from_the_same_frames(family: str, size: int, local: bool) -> None:
     """With all frames on every rank the assistant need not be patched; otherwise it is, over the same ranks."""

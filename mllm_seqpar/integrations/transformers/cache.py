@@ -19,7 +19,7 @@ from mllm_seqpar.runtime.frames import VisualKVCache
 from mllm_seqpar.runtime.text import TextKVCache, TextShards
 
 _OTHER_MODEL = (
-    "past_key_values holds K and V in the form of the patched model that filled it, {what}; continue it with that "
+    "past_key_values holds K and V in the form of the patched model that filled it; {what}. Continue it with that "
     "model, on the same ranks and while it is patched, or begin with a new cache"
 )
 
@@ -53,7 +53,7 @@ class SequenceParallelCacheState(RowsLayer):
     def check_group(self, comm: Communicator) -> None:
         """Raise ConfigError if K and V are sharded over a group of another size, or belong to another rank."""
         if (self.visual or self.text) and self.group != (comm.rank, comm.size):
-            what = "rank {} of {} ranks then, rank {} of {} now".format(*self.group, comm.rank, comm.size)
+            what = "this was rank {} of {} ranks and is rank {} of {} now".format(*self.group, comm.rank, comm.size)
             raise ConfigError(_OTHER_MODEL.format(what=what))
 
     def reset(self) -> None:
@@ -133,7 +133,7 @@ class VisualLayerPlaceholder(CacheLayerMixin):
         if self._state.visual is None:
             return self._original.keys
         if not self._state.active:
-            raise ConfigError(_OTHER_MODEL.format(what="the frames' K and V among them"))
+            raise ConfigError(_OTHER_MODEL.format(what="the K and V of the frames are among them"))
         return torch.empty(0)
 
     @property
@@ -177,7 +177,7 @@ class ShardedTextLayer(DynamicLayer):
             return super().update(key_states, value_states)
         prompt = self._length == 0
         if not prompt and self._length + key_states.shape[2] != self._text.total:
-            raise ConfigError(_OTHER_MODEL.format(what="each rank its own tokens' only"))
+            raise ConfigError(_OTHER_MODEL.format(what="each rank holds only its own tokens"))
         self._length = self._text.total
         fresh = self._text.fresh
         stored = super().update(key_states[:, :, fresh], value_states[:, :, fresh])
