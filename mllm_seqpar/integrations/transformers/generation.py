@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from typing import Any
 
 import torch
@@ -114,10 +115,15 @@ def _describe_value(value: Any) -> str:
 
 
 def share_random_state(comm: Communicator, device: torch.device) -> None:
-    """Set the random state of every rank, of the CPU and of `device`, to that of rank 0."""
-    if comm.size == 1:
+    """Set the random state of every rank, of the CPU and of `device`, to that of rank 0, unless all are the same.
+
+    Both states are kept on the host. Comparing them does not wait for the device.
+    """
+    states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+    rows = comm.gather_ints([zlib.crc32(state.numpy().data) for state in states])
+    if all(row == rows[0] for row in rows):
         return
-    torch.set_rng_state(comm.broadcast(torch.get_rng_state().to(comm.device), "random state").cpu())
-    if device.type == "cuda":
-        state = torch.cuda.get_rng_state(device).to(comm.device)
-        torch.cuda.set_rng_state(comm.broadcast(state, "random state").cpu(), device)
+    cpu, *cuda = [comm.broadcast(state.to(comm.device), "random state").cpu() for state in states]
+    torch.set_rng_state(cpu)
+    for state in cuda:
+        torch.cuda.set_rng_state(state, device)
