@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Lint, types and tests. Creates .venv on first use. The tests run even if lint or types fail.
 #   bash scripts/test.sh [pytest arguments]            all tests; with arguments in one process: bash scripts/test.sh -k ring
-#   bash scripts/test.sh --quick [pytest arguments]    the tests that are not marked "slow", in under 2 minutes
+#   bash scripts/test.sh --quick [pytest arguments]    the tests that are not marked "slow"; a few minutes
 #   TEST_VERSIONS=oldest bash scripts/test.sh --quick  the same tests with the oldest supported versions of torch,
 #                                                      transformers and accelerate; newest: with the newest ones
 #   bash scripts/test.sh --levels [pytest arguments]   the tests marked "rounding", once per set of vector instructions in
