@@ -138,6 +138,7 @@ def _serve(args: ServeOptions, worker: Worker, listener: socket.socket, folder: 
     )
     server = uvicorn.Server(uvicorn.Config(make_app(service), log_level="warning", lifespan="off"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    listener.listen()  # the address is printed before uvicorn's thread listens itself; a request until then waits
     thread.start()
     host, port = listener.getsockname()[:2]
     note(f"{args.name} on {service.ranks} rank{'s' * (service.ranks > 1)}: http://{host}:{port} (page), /v1 (API)")

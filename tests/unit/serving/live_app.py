@@ -73,6 +73,7 @@ def running_service(tmp_path: Path) -> Iterator[SimpleNamespace]:
     server = uvicorn.Server(uvicorn.Config(make_app(made), log_level="error", lifespan="off"))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
+        listener.listen()  # as the server does, so that a first request before uvicorn's thread runs is not refused
         threads = [
             threading.Thread(target=server.run, kwargs={"sockets": [listener]}),
             threading.Thread(target=queue.answer_all, args=(worker,)),
