@@ -172,7 +172,7 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         grid = torch.cat([times[:, None], units[:, 1:]], 1)
         return torch.cat([x.to(parts[0]) for x in parts]), grid
 
-    def placement(self, inputs: QwenVLInputs) -> TokenPlaces:
+    def media_position(self, inputs: QwenVLInputs) -> TokenPlaces:
         comm, none = self.context.comm, torch.zeros(0, dtype=torch.long)
         if inputs.frames is None or inputs.on_host(TOKENS) is None:
             return TokenPlaces(none, none, none, none, torch.zeros(comm.size + 1, dtype=torch.long))

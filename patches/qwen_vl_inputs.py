@@ -68,7 +68,9 @@ class QwenVLInputs(ForwardInputs):
             sizes.append(found.repeat_interleave(grid[:, 0].long(), 0))
             places = (kinds[::beams] == kind + 1).flatten().nonzero().flatten()
             tokens = self.tokens_of(sizes[-1])
-            first = tokens.cumsum(0) - tokens  # beyond the text if it has too few tokens, which `placement` reports
+            first = (
+                tokens.cumsum(0) - tokens
+            )  # beyond the text if it has too few tokens, which `media_position` reports
             places = torch.cat([places, places.new_full((1,), kinds.numel())])
             starts.append(places[first.clamp(max=places.numel() - 1)])
         return torch.cat(sizes)[torch.cat(starts).argsort(stable=True)]

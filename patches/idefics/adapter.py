@@ -187,7 +187,7 @@ def image_mask(ids: Tensor, image: int, end_of_document: int | None, pictures: i
 class IdeficsFamily(Family[_IdeficsInputs]):
     """IDEFICS. The images of all samples are one flat list; a table says which row attends to which image.
 
-    The placement is the number of rows of the pass that the images came with.
+    The media position is the number of rows of the pass that the images came with.
     """
 
     name = "IDEFICS"
@@ -257,7 +257,7 @@ class IdeficsFamily(Family[_IdeficsInputs]):
                 "pixel_values or image_encoder_embeddings"
             )
 
-    def placement(self, inputs: _IdeficsInputs) -> int:
+    def media_position(self, inputs: _IdeficsInputs) -> int:
         mask, frames = inputs.image_attention_mask, inputs.frames
         if frames is None:
             raise ShapeError(f"IDEFICS needs images: pass one of {', '.join(_FRAME_ARGUMENTS)}")
@@ -274,19 +274,19 @@ class IdeficsFamily(Family[_IdeficsInputs]):
             )
         return inputs.batch
 
-    def rows_match_frames(self, inputs: _IdeficsInputs, placement: int) -> bool:
+    def rows_match_frames(self, inputs: _IdeficsInputs, media_position: int) -> bool:
         """Return whether each row continues a row of the same sample; beams may move within their sample."""
         images = inputs.image_attention_mask.shape[2] or 1
-        beams = max(1, placement * images // inputs.total_frames)
+        beams = max(1, media_position * images // inputs.total_frames)
         rows = torch.arange(inputs.batch)
-        return inputs.batch == placement and torch.equal(inputs.prompt_rows // beams, rows // beams)
+        return inputs.batch == media_position and torch.equal(inputs.prompt_rows // beams, rows // beams)
 
-    def visibility(self, inputs: _IdeficsInputs, units: int, tokens: int, placement: int) -> FrameMask:
+    def visibility(self, inputs: _IdeficsInputs, units: int, tokens: int, media_position: int) -> FrameMask:
         visible = inputs.on_host("image_attention_mask")
         assert visible is not None
-        return mask_over_samples(visible, tokens, units, inputs.prompt_rows, placement)
+        return mask_over_samples(visible, tokens, units, inputs.prompt_rows, media_position)
 
-    def row_facts(self, inputs: _IdeficsInputs, mask: FrameMask, placement: int) -> dict[str, Tensor]:
+    def row_facts(self, inputs: _IdeficsInputs, mask: FrameMask, media_position: int) -> dict[str, Tensor]:
         """Return `cross_attention_gate` (B, L): 0 for rows that attend to no image."""
         attends = copy_to_device(mask.any_frame_visible(), self.embedding_weight().device)
         return {"gate": attends.to(self.model.dtype)}

@@ -284,7 +284,7 @@ def _sizes(source: Any) -> list[tuple[int, int]]:
 class MllamaFamily(Family[MllamaInputs]):
     """Llama 3.2 Vision. A frame is an image of `max_num_tiles` tiles, and a unit is a tile.
 
-    The placement is (number of samples that the images belong to, sample of each row of the images' pass).
+    The media position is (number of samples that the images belong to, sample of each row of the images' pass).
     """
 
     name = "Llama 3.2 Vision"
@@ -363,11 +363,13 @@ class MllamaFamily(Family[MllamaInputs]):
         ratio_mask[:, 0] = 1
         return torch.zeros(shape, device=weight.device, dtype=weight.dtype), ratio_mask.new_zeros(1), ratio_mask
 
-    def placement(self, inputs: MllamaInputs) -> tuple[int, Tensor]:
+    def media_position(self, inputs: MllamaInputs) -> tuple[int, Tensor]:
         return inputs.samples, torch.arange(inputs.batch) // (inputs.batch // inputs.samples)
 
-    def visibility(self, inputs: MllamaInputs, units: int, tokens: int, placement: tuple[int, Tensor]) -> FrameMask:
-        samples, sample_of_row = placement
+    def visibility(
+        self, inputs: MllamaInputs, units: int, tokens: int, media_position: tuple[int, Tensor]
+    ) -> FrameMask:
+        samples, sample_of_row = media_position
         per_sample, sample = units // samples, sample_of_row[inputs.prompt_rows]
         in_mask = inputs.visible_tiles(per_sample)
         if in_mask is None:
@@ -380,7 +382,7 @@ class MllamaFamily(Family[MllamaInputs]):
             visible = table.flatten(2)
         return FrameMask.from_dense(visible, tokens)
 
-    def row_facts(self, inputs: MllamaInputs, mask: FrameMask, placement: tuple[int, Tensor]) -> dict[str, Tensor]:
+    def row_facts(self, inputs: MllamaInputs, mask: FrameMask, media_position: tuple[int, Tensor]) -> dict[str, Tensor]:
         """Return the row tensor `full_text_row_masked_out_mask` is made of: False skips the MLP of the row.
 
         In a pass without images no row attends, and the layers give what the skipped layers of the unpatched model
@@ -388,7 +390,7 @@ class MllamaFamily(Family[MllamaInputs]):
         """
         attends = mask.any_frame_visible()
         if bool(attends.any()):
-            in_mask = inputs.visible_tiles(mask.total_frames // placement[0])
+            in_mask = inputs.visible_tiles(mask.total_frames // media_position[0])
             if in_mask is None:
                 return {}
             attends = _any_tile(in_mask)

@@ -96,7 +96,7 @@ def _hyper_attention(
     return self.compute(hidden_states, position_embeddings, past_key_values, attend)
 
 
-Placement = tuple[MediaLayout, int]
+MediaPosition = tuple[MediaLayout, int]
 """Which frames each row may attend to, on the CPU, and the text token of the cache that its first row is."""
 
 _LAYOUT = tuple(field.name for field in fields(MediaLayout))
@@ -109,8 +109,8 @@ class _MPlugOwl3Inputs(ForwardInputs):
     media_layout: MediaLayout | None
 
     @functools.cached_property
-    def placement(self) -> Placement:
-        """The placement of the frames; raises what the unpatched model raises."""
+    def media_position(self) -> MediaPosition:
+        """Where the frames belong in the text; raises what the unpatched model raises."""
         if self.media_layout is None:
             positions = self.on_host("position_ids")
             if positions is None:
@@ -128,7 +128,7 @@ class _MPlugOwl3Inputs(ForwardInputs):
         return replace(self.media_layout, **on_host), 0
 
     def read_by_host(self) -> dict[str, Tensor]:
-        """Return further what the placement of the frames is made from, in a pass that makes it."""
+        """Return further what `media_position` is made from, in a pass that makes it."""
         found = super().read_by_host()
         if self.media_layout is None and not (self.past_length and self.frames is None):
             given = {"input_ids": self.input_ids, "position_ids": self.position_ids}
@@ -335,21 +335,21 @@ class MPlugOwl3Family(Family[Any]):
         shape = (1, vision.num_channels, vision.image_size, vision.image_size)
         return (torch.zeros(shape, device=weight.device, dtype=weight.dtype),)
 
-    def placement(self, inputs: _MPlugOwl3Inputs) -> Placement:
-        return inputs.placement
+    def media_position(self, inputs: _MPlugOwl3Inputs) -> MediaPosition:
+        return inputs.media_position
 
     def unit_index(self, inputs: _MPlugOwl3Inputs, units: int) -> Tensor:
         """Return the rotations of the frames by their positions, (units, 2, head_dim), for all layers."""
-        index = inputs.placement[0].frame_position if inputs.total_frames else super().unit_index(inputs, units)
+        index = inputs.media_position[0].frame_position if inputs.total_frames else super().unit_index(inputs, units)
         attention = self.model.language_model.model.layers[self.model.config.hyper_layers[0] - 1].self_attn
         return attention.visual_rotation(copy_to_device(index, self.embedding_weight().device))
 
-    def visibility(self, inputs: ForwardInputs, units: int, tokens: int, placement: Placement) -> FrameMask:
-        (layout, row_offset), rows = placement, inputs.prompt_rows
+    def visibility(self, inputs: ForwardInputs, units: int, tokens: int, media_position: MediaPosition) -> FrameMask:
+        (layout, row_offset), rows = media_position, inputs.prompt_rows
         first, stop = (x[rows] for x in layout.rows(inputs.past_length - row_offset, inputs.length))
         return FrameMask.from_intervals(first, stop, tokens, units)
 
-    def row_facts(self, inputs: ForwardInputs, mask: FrameMask, placement: Placement) -> dict[str, Tensor]:
+    def row_facts(self, inputs: ForwardInputs, mask: FrameMask, media_position: MediaPosition) -> dict[str, Tensor]:
         return {"attends_to_frames": copy_to_device(mask.any_frame_visible(), self.embedding_weight().device)}
 
     def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
@@ -372,10 +372,10 @@ class MPlugOwl3Family(Family[Any]):
                 "of all samples one after another"
             )
 
-    def crop_placement(self, placement: Placement | None, past_length: int) -> Placement | None:
-        if placement is None:
+    def crop_media_position(self, media_position: MediaPosition | None, past_length: int) -> MediaPosition | None:
+        if media_position is None:
             return None
-        layout, row_offset = placement
+        layout, row_offset = media_position
         return layout.cropped(past_length - row_offset, self.inclusive), row_offset
 
     def adopt_cache(self, cache: Any, cache_state: SequenceParallelCacheState) -> None:
@@ -451,12 +451,12 @@ def _run_with_native_cache(
     cache = inputs.past_key_values
     removed = visual_cache(cache) is not None and continued_visual_cache(cache, inputs.past_length) is None
     if removed and (state := cache_state_of(cache)) is not None:
-        state.visual = state.placement = None
+        state.visual = state.media_position = None
     out = run_pass(family, inputs, logits_to_keep, kwargs)
     cache = out.past_key_values
     state = None if cache is None else cache_state_of(cache)
     if state is not None and state.visual is not None and state.visual.total_frames:
-        (layout, row_offset), native = state.placement, visual_cache(cache)
+        (layout, row_offset), native = state.media_position, visual_cache(cache)
         if native is None:
             native = family.model.new_visual_cache(layout, row_offset, state.visual.tokens_per_unit, cache)
             native.states, native.frame_fingerprints = state.visual.states, state.frame_fingerprints

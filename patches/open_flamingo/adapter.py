@@ -209,7 +209,8 @@ class OpenFlamingoChats(ImageTokenFamily):
 class OpenFlamingoFamily(Family[MediaInputs]):
     """OpenFlamingo over the language models of `LANGUAGE_MODELS`.
 
-    `model` is its language model, through which every pass goes. The placement is the token of the media in the cache.
+    `model` is its language model, through which every pass goes. The media position is the
+    token of the media in the cache.
     """
 
     name = "OpenFlamingo"
@@ -303,11 +304,11 @@ class OpenFlamingoFamily(Family[MediaInputs]):
         """Raise ShapeError: `check` refuses a pass without media before this is called."""
         raise ShapeError("vision_x: OpenFlamingo has no pass without media")
 
-    def placement(self, inputs: MediaInputs) -> str:
+    def media_position(self, inputs: MediaInputs) -> str:
         assert inputs.media is not None
         return inputs.media.token
 
-    def visibility(self, inputs: MediaInputs, units: int, tokens: int, placement: Any) -> FrameMask:
+    def visibility(self, inputs: MediaInputs, units: int, tokens: int, media_position: Any) -> FrameMask:
         """Return the rule that is tabulated in the module's docstring."""
         assert inputs.media is not None
         samples, time = inputs.media.samples, inputs.on_host("time")
@@ -328,7 +329,7 @@ class OpenFlamingoFamily(Family[MediaInputs]):
         first, stop = torch.where(uniform, base, first), torch.where(uniform, base + per_sample, stop)
         return FrameMask.from_intervals(first, stop, tokens, units)
 
-    def row_facts(self, inputs: MediaInputs, mask: FrameMask, placement: Any) -> dict[str, Tensor]:
+    def row_facts(self, inputs: MediaInputs, mask: FrameMask, media_position: Any) -> dict[str, Tensor]:
         """Return the rows whose scores are all equal, if there are any."""
         time = inputs.on_host("time")
         assert inputs.media is not None and time is not None
@@ -468,7 +469,7 @@ def _in_cache(media: Media | None, cache: Cache | None) -> bool:
     state = None if media is None or cache is None or not cache.get_seq_length() else cache_state_of(cache)
     if media is None or state is None or state.visual is None:
         return False
-    if state.placement != media.token or torch.is_grad_enabled():
+    if state.media_position != media.token or torch.is_grad_enabled():
         state.visual = None
     return state.visual is not None
 

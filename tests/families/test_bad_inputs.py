@@ -50,7 +50,7 @@ OWL_ERRORS = {
         "digest of pixels": {"pixel_values": tiny_frames(3, seed=8)},
         "frames: ranks 0, 2: 3; rank 1: 2": {"pixel_values": tiny_frames(2)},
         "digest of position ids": {"position_ids": torch.arange(1, 13)[None]},
-        "digest of the placement of frames": {"media_offset": OFFSETS},
+        "digest of the positions of frames": {"media_offset": OFFSETS},
         "kind of frames": {"pixel_values": None, "image_embeds": FEATURES},
         "use_cache: ranks 0, 2: 0; rank 1: 1": {"use_cache": True},
         "frames given by visual_shard: ranks 0, 2: 0; rank 1: 1": {

@@ -29,7 +29,7 @@ class SequenceParallelCacheState(RowsLayer):
 
     Attributes:
         visual: K and V of the frames. Copies of the cache share them.
-        placement: what `Family.placement` returned for the text that came with the frames.
+        media_position: what `Family.media_position` returned for the text that came with the frames.
         text: the text tokens whose K and V this rank stores, if the text is sharded.
         replaced_layers: the cache's original layers that were replaced, by index.
         group: (rank, size) of the group that K and V are sharded over.
@@ -39,16 +39,16 @@ class SequenceParallelCacheState(RowsLayer):
     def __init__(self, batch: int, comm: Communicator) -> None:
         super().__init__(batch)
         self.visual: VisualKVCache | None = None
-        self.placement: Any = None
+        self.media_position: Any = None
         self.text: TextKVCache | None = None
         self.replaced_layers: dict[int, Any] = {}
         self.frame_fingerprints: set[tuple[int, ...]] = set()
         self.group = comm.rank, comm.size
         self.active = False
 
-    def store_frames(self, visual: VisualKVCache, placement: Any, batch: int) -> None:
+    def store_frames(self, visual: VisualKVCache, media_position: Any, batch: int) -> None:
         """Store K and V of frames that came with a pass of `batch` rows."""
-        self.visual, self.placement, self.rows = visual, placement, torch.arange(batch)
+        self.visual, self.media_position, self.rows = visual, media_position, torch.arange(batch)
 
     def check_group(self, comm: Communicator) -> None:
         """Raise ConfigError if K and V are sharded over a group of another size, or belong to another rank."""
@@ -58,7 +58,7 @@ class SequenceParallelCacheState(RowsLayer):
 
     def reset(self) -> None:
         super().reset()
-        self.visual = self.placement = self.text = None
+        self.visual = self.media_position = self.text = None
         self.frame_fingerprints = set()
 
 

@@ -203,7 +203,7 @@ class Family(ABC, Generic[InputsT]):
 
     # What rows may attend to.
 
-    def placement(self, inputs: InputsT) -> Any:
+    def media_position(self, inputs: InputsT) -> Any:
         """Return what `visibility` needs about the prompt's frames, in this pass and in later ones over its cache.
 
         It is called once the ranks agree on their inputs. An exception raised here is therefore raised on all ranks.
@@ -211,13 +211,13 @@ class Family(ABC, Generic[InputsT]):
         return None
 
     @abstractmethod
-    def visibility(self, inputs: InputsT, units: int, tokens: int, placement: Any) -> FrameMask:
+    def visibility(self, inputs: InputsT, units: int, tokens: int, media_position: Any) -> FrameMask:
         """Return which of `units` units of `tokens` keys each the rows (B, L) of this pass may attend to.
 
         It is not called in a pass without frames, whose rows attend to none.
         """
 
-    def row_facts(self, inputs: InputsT, mask: FrameMask, placement: Any) -> Mapping[str, Tensor]:
+    def row_facts(self, inputs: InputsT, mask: FrameMask, media_position: Any) -> Mapping[str, Tensor]:
         """Return what layers read of the rows as `state.rows`: tensors (B, L) on the model's device, by name.
 
         They are sharded like tokens. `mask` is that of all rows; without frames, it has the empty frame that keeps the
@@ -317,11 +317,11 @@ class Family(ABC, Generic[InputsT]):
     def mark_cache(self, cache: Any, cache_state: SequenceParallelCacheState) -> None:
         """Make the unpatched model fail on a cache whose K and V of frames are stored in `cache_state`, if needed."""
 
-    def crop_placement(self, placement: Any, past_length: int) -> Any:
-        """Return the placement for a text with `past_length` tokens in the cache, perhaps after a crop."""
-        return placement
+    def crop_media_position(self, media_position: Any, past_length: int) -> Any:
+        """Return the media position for a text with `past_length` tokens in the cache, perhaps after a crop."""
+        return media_position
 
-    def rows_match_frames(self, inputs: InputsT, placement: Any) -> bool:
+    def rows_match_frames(self, inputs: InputsT, media_position: Any) -> bool:
         """Return whether the rows of the cache are still in the order of the samples that the frames came with."""
         return True
 
@@ -337,7 +337,7 @@ class DecoderOnlyFamily(Family[InputsT]):
     checkpoints_visual_layers = False
 
     @abstractmethod
-    def placement(self, inputs: InputsT) -> TokenPlaces:
+    def media_position(self, inputs: InputsT) -> TokenPlaces:
         """Return where the visual tokens of this pass are, and which embedding each has.
 
         Raises:
@@ -348,7 +348,7 @@ class DecoderOnlyFamily(Family[InputsT]):
     def frames_between(self, inputs: InputsT, start: int, stop: int) -> tuple[Tensor, ...]:
         """Return the frames ``start <= f < stop`` of all, which this rank has, as `encode` takes them."""
 
-    def visibility(self, inputs: InputsT, units: int, tokens: int, placement: Any) -> FrameMask:
+    def visibility(self, inputs: InputsT, units: int, tokens: int, media_position: Any) -> FrameMask:
         """Raise AssertionError: rows attend to frames only through the text."""
         raise AssertionError("a decoder-only model has no cross-attention")
 
@@ -361,8 +361,8 @@ class DecoderOnlyFamily(Family[InputsT]):
                 "text to offload; leave it out"
             )
 
-    def crop_placement(self, placement: FrameTokens | None, past_length: int) -> FrameTokens | None:
-        return None if placement is None else placement.before(past_length)
+    def crop_media_position(self, media_position: FrameTokens | None, past_length: int) -> FrameTokens | None:
+        return None if media_position is None else media_position.before(past_length)
 
 
 def decoder_arguments(embeds: Tensor, positions: Tensor, mask: Any, cache: Any, state: ForwardState) -> dict[str, Any]:

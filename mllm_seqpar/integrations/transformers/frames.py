@@ -150,7 +150,7 @@ def frame_arguments(
     inputs: ForwardInputs,
     text: TextShards,
     features: Tensor | None,
-    placement: Any,
+    media_position: Any,
     visual_cache: VisualKVCache | None = None,
 ) -> dict[str, Any]:
     """Return what `ForwardState` takes for the frames of a pass with sharded text."""
@@ -158,22 +158,22 @@ def frame_arguments(
         return {}
     if isinstance(family, DecoderOnlyFamily):
         if family.context.config.self_attention == "local":
-            return replicated_tokens(family, features, placement, 0, text.length)
+            return replicated_tokens(family, features, media_position, 0, text.length)
         positions = [text.positions(rank) for rank in range(text.comm.size)]
-        return _exchanged_tokens(family, features, placement.between(0, text.length), positions)
+        return _exchanged_tokens(family, features, media_position.between(0, text.length), positions)
     visual = visual_features(family, inputs, features)
-    mask = frame_mask(family, inputs, visual.total_frames, features.shape[1], inputs.total_frames, placement)
+    mask = frame_mask(family, inputs, visual.total_frames, features.shape[1], inputs.total_frames, media_position)
     frames = Frames.of_shards(visual_cache or visual, mask, text, family.units_per_frame(inputs))
     if visual_cache is None and family.context.comm.size > 1:
         frames = _select_strategy(family, inputs, text, visual, frames)
     local = family.context.config.self_attention == "local"
-    facts = family.row_facts(inputs, mask, placement)
+    facts = family.row_facts(inputs, mask, media_position)
     rows = {name: x if local else text.shard(x, 1) for name, x in facts.items()}
     return {"frames": frames, "rows": rows}
 
 
 def replicated_tokens(
-    family: Family, features: Tensor | None, placement: TokenPlaces, start: int, length: int
+    family: Family, features: Tensor | None, media_position: TokenPlaces, start: int, length: int
 ) -> dict[str, Any]:
     """Return what `ForwardState` takes for the frames of a decoder-only model, if every rank has all text rows.
 
@@ -182,14 +182,16 @@ def replicated_tokens(
     if features is None:
         return {}
     rows = [torch.arange(length)] * family.context.comm.size
-    return _exchanged_tokens(family, features, placement.between(start, start + length), rows)
+    return _exchanged_tokens(family, features, media_position.between(start, start + length), rows)
 
 
 def _exchanged_tokens(
-    family: Family, features: Tensor, placement: TokenPlaces, rows: Sequence[Tensor]
+    family: Family, features: Tensor, media_position: TokenPlaces, rows: Sequence[Tensor]
 ) -> dict[str, Any]:
     comm, width = family.context.comm, family.text_config.hidden_size
-    return {"visual_tokens": placement.routes(rows, comm.rank).exchange(features, comm, features.shape[1] // width)}
+    return {
+        "visual_tokens": media_position.routes(rows, comm.rank).exchange(features, comm, features.shape[1] // width)
+    }
 
 
 def _select_strategy(
@@ -229,11 +231,11 @@ def visual_features(family: Family, inputs: ForwardInputs, features: Tensor) -> 
 
 
 def frame_mask(
-    family: Family, inputs: ForwardInputs, units: int, tokens: int, total_frames: int, placement: Any
+    family: Family, inputs: ForwardInputs, units: int, tokens: int, total_frames: int, media_position: Any
 ) -> FrameMask:
     """Return the mask of all rows over the frames; without frames, over the empty one, to which no row attends."""
     if total_frames:
-        return family.visibility(inputs, units, tokens, placement)
+        return family.visibility(inputs, units, tokens, media_position)
     none = torch.zeros(inputs.batch, inputs.length, dtype=torch.long)
     return FrameMask.from_intervals(none, none, tokens, units)
 

@@ -207,7 +207,7 @@ _COMPARED = (
     *("kind of frames (1 pixels, 2 features)", "cached tokens", "use_cache", "grad mode"),
     *("labels given", "attention mask given", "digest of token ids or embeddings", "digest of labels"),
     *("digest of the attention mask", "digest of position ids"),
-    *("digest of the placement of frames", "digest of pixels", "digest of weights"),
+    *("digest of the positions of frames", "digest of pixels", "digest of weights"),
     *("num_items_in_batch", "training mode", "autocast (digest of its dtype)", "digest of the inputs' dtypes"),
     *("digest of further arguments", "gradient checkpointing", "digest of requires_grad of the parameters"),
 )

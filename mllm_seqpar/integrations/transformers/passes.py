@@ -75,9 +75,9 @@ def _uncached_pass(
     """Run a pass with text and frames sharded: training, evaluation, generation without a cache."""
     context = family.context
     require_same_pass(family, inputs, logits_to_keep, kwargs)
-    text, placement = text_shards(context, inputs), family.placement(inputs)
+    text, media_position = text_shards(context, inputs), family.media_position(inputs)
     features = local_features(family, inputs)
-    state = ForwardState(context, text=text, **frame_arguments(family, inputs, text, features, placement))
+    state = ForwardState(context, text=text, **frame_arguments(family, inputs, text, features, media_position))
     without_frames = features is None
     if isinstance(family, DecoderOnlyFamily):
         features = None  # the state has them, and the memory is free for the layers
@@ -122,7 +122,7 @@ class _CachedPass:
     Attributes:
         cache_state: what the patched model stores with the transformers cache.
         features: of the frames that came with this pass, on this rank; or None.
-        placement: what `Family.placement` returned for them.
+        media_position: what `Family.media_position` returned for them.
     """
 
     family: Family
@@ -132,7 +132,7 @@ class _CachedPass:
     kwargs: Mapping[str, Any]
     cache_state: SequenceParallelCacheState = field(init=False)
     features: Tensor | None = field(init=False, default=None)
-    placement: Any = field(init=False, default=None)
+    media_position: Any = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.context, self.model_layers = self.family.context, self.family.text_config.num_hidden_layers
@@ -161,7 +161,7 @@ class _CachedPass:
             attach(self.cache, state, self.model_layers)
         state.check_group(comm)
         state.rows_of(self.inputs.batch)
-        state.placement = self.family.crop_placement(state.placement, self.inputs.past_length)
+        state.media_position = self.family.crop_media_position(state.media_position, self.inputs.past_length)
         return state
 
     def _encode_frames(self) -> None:
@@ -171,28 +171,28 @@ class _CachedPass:
             return
         if inputs.past_length and not inputs.total_frames:
             return
-        self.placement = placement = family.placement(inputs)
+        self.media_position = media_position = family.media_position(inputs)
         self.features = features = local_features(family, inputs)  # also without frames, for FSDP
         if isinstance(family, DecoderOnlyFamily):
-            self._place_frames(placement)
+            self._place_frames(media_position)
         elif features is not None:
             visual_cache = VisualKVCache(visual_features(family, inputs, features), inputs.total_frames)
-            state.store_frames(visual_cache, placement, inputs.batch)
+            state.store_frames(visual_cache, media_position, inputs.batch)
             state.frame_fingerprints = {fingerprint_of(features)}
             if inputs.frames is not None:
                 state.frame_fingerprints.add(self._fingerprint(inputs.frames))
             family.mark_cache(self.cache, state)
 
-    def _place_frames(self, placement: TokenPlaces) -> None:
+    def _place_frames(self, media_position: TokenPlaces) -> None:
         """Store which tokens of the text are of the frames that came with this pass, behind those of earlier ones."""
         state, past = self.cache_state, self.inputs.past_length
-        if not placement.frames.numel():
+        if not media_position.frames.numel():
             return
         if not past:
-            state.placement = placement.tokens
+            state.media_position = media_position.tokens
             return
-        earlier = FrameTokens.none() if state.placement is None else state.placement
-        state.placement = earlier.followed_by(placement.tokens, past, state.rows_of(self.inputs.batch))
+        earlier = FrameTokens.none() if state.media_position is None else state.media_position
+        state.media_position = earlier.followed_by(media_position.tokens, past, state.rows_of(self.inputs.batch))
 
     def _fingerprint(self, frames: Tensor) -> tuple[int, ...]:
         return fingerprint_of(frames, self.inputs.on_host("sample of frames"))
@@ -209,7 +209,7 @@ class _CachedPass:
         if inputs.visual_shard is not None:  # the frames of one rank may be the same while those of another are not
             same = all(number for (number,) in self.context.comm.gather_ints([int(same)]))
         if family.repeats_frames:  # as unpatched: every pass attends to the frames that come with it
-            return torch.is_grad_enabled() or not same or not family.rows_match_frames(inputs, state.placement)
+            return torch.is_grad_enabled() or not same or not family.rows_match_frames(inputs, state.media_position)
         if same:
             return False
         raise ShapeError(
@@ -248,7 +248,7 @@ class _CachedPass:
         text = (star_text_shards if star else text_shards)(self.context, inputs)
         positions, visible = inputs.positions(), self._frame_mask()  # of all rows, while the cache is still empty
         shard_cached_text(self.cache, state, text, self.model_layers)
-        frames = frame_arguments(family, inputs, text, self.features, self.placement, state.visual)
+        frames = frame_arguments(family, inputs, text, self.features, self.media_position, state.visual)
         if not star:
             self._release_embeddings()
         recorder = None if star else self._recorder(visible, inputs.length, text)
@@ -273,7 +273,7 @@ class _CachedPass:
         if visual is None:
             return None
         sizes = visual.units, visual.tokens_per_unit, visual.total_frames
-        return frame_mask(self.family, self.inputs, *sizes, self.cache_state.placement)
+        return frame_mask(self.family, self.inputs, *sizes, self.cache_state.media_position)
 
     def _run_replicated_rows(self, positions: Tensor, visible: FrameMask | None, start: int = 0) -> Any:
         """Run the decoder on every rank on the rows from `start`, over the K and V in the cache.
@@ -293,13 +293,13 @@ class _CachedPass:
         frames: dict[str, Any] = {}
         if visual is not None and visible is not None:
             own_rows = visible.take(torch.arange(start, start + length)) if start else visible
-            facts = family.row_facts(self.inputs, visible, state.placement)
+            facts = family.row_facts(self.inputs, visible, state.media_position)
             frames = {
                 "frames": visual.frames_of(own_rows, self.context.comm),
                 "rows": {name: x[:, start:] for name, x in facts.items()},
             }
         if isinstance(family, DecoderOnlyFamily):
-            frames = replicated_tokens(family, self.features, self.placement, start, length)
+            frames = replicated_tokens(family, self.features, self.media_position, start, length)
             self._release_embeddings()
         tokens = int(self.cache.get_seq_length()) + length
         recorder = self._recorder(visible, tokens)
@@ -325,11 +325,11 @@ class _CachedPass:
             if state.visual is None or visible is None:
                 return None
             return records[-1].begin_pass(state.visual, visible, length, positions)
-        if state.placement is None:
+        if state.media_position is None:
             return None
         keys = None if state.text is None else state.text.positions
         return records[-1].begin_token_pass(
-            state.placement,
+            state.media_position,
             state.rows_of(self.inputs.batch),
             length,
             tokens - 1,
