@@ -19,18 +19,18 @@ but no keys that name media or tools outside the messages. Messages and parts ha
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mllm_seqpar.errors import DataError, VideoError
+from mllm_seqpar.errors import ConfigError, DataError, VideoError
 
-from .video import CLIP, SAMPLING, sampling_fault
+from .frame_choice import FRAME_FIELDS, FrameChoice
 
 _Check = Callable[[str], object] | None
 
 _PART_KEYS = {
     "text": {"type", "text"},
-    "image": {"type", "path", "images", *SAMPLING, *CLIP},  # some of them are refused by name
-    "video": {"type", "path", "images", *SAMPLING, *CLIP},
+    "image": {"type", "path", "images", *FRAME_FIELDS},  # some of them are refused by name
+    "video": {"type", "path", "images", *FRAME_FIELDS},
 }
-_REFUSED_KEYS = {"image", "images", "video", "videos", "audio", "audios", "tools", "system", *SAMPLING, *CLIP}
+_REFUSED_KEYS = {"image", "images", "video", "videos", "audio", "audios", "tools", "system", *FRAME_FIELDS}
 """Keys of other formats whose content would be ignored."""
 
 
@@ -124,12 +124,12 @@ def _media_fault(part: Mapping[str, Any], kind: str, check_file: _Check) -> str 
         for name in listed:
             if check_file is not None:
                 check_file(name)
-    except VideoError as error:
+        if kind == "image":
+            given = [name for name in FRAME_FIELDS if part.get(name) is not None]
+            return f"{given[0]} of an image; only a video takes it" if given else None
+        chosen = FrameChoice.of(part)
+        if "images" in part:
+            chosen.sampled(listed)
+    except (ConfigError, VideoError) as error:
         return str(error)
-    given = {name: part[name] for name in (*SAMPLING, *CLIP) if part.get(name) is not None}
-    timed = [name for name in given if name in ("fps", *CLIP)]
-    if given and kind == "image":
-        return f"{next(iter(given))} of an image; only a video takes it"
-    if timed and "images" in part:
-        return f"{timed[0]} of a list of images, which have no time; give num_frames or max_frames"
-    return sampling_fault(given)
+    return None

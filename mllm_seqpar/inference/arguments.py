@@ -9,12 +9,10 @@ from typing import Any
 from mllm_seqpar.cli.launch import DEVICES, DTYPES
 from mllm_seqpar.cli.options import option, parse_options
 from mllm_seqpar.cli.shared_options import FrameOptions, StoredFrameOptions, StrategyOptions
-from mllm_seqpar.data.chat import DEFAULT_FPS
 from mllm_seqpar.data.formats import DEFAULT_TEMPLATE, check_template
 from mllm_seqpar.errors import ConfigError
 
 from .generation import Sampling
-from .stored_features import FRAME_OPTIONS
 
 _OF_A_DATA_SET = ("output", "choices", "template", "media_root", "sp")
 _OF_VIDEOS = ("video", "start", "end", "question", "features", "save_features", "report", "evidence", "evidence_html")
@@ -48,16 +46,6 @@ class ModelOptions(StrategyOptions, FrameOptions):
         """Return the sampling of an answer, with `changes`."""
         given = {item.name: getattr(self, item.name) for item in fields(Sampling) if hasattr(self, item.name)}
         return Sampling(**given | changes)
-
-    def frame_options(self, default_fps: float | None = None) -> dict[str, Any]:
-        """Return the values of `FRAME_OPTIONS`, with `default_fps` if neither fps nor num_frames is given.
-
-        Options that the command does not have are None.
-        """
-        options = {name: getattr(self, name, None) for name in FRAME_OPTIONS}
-        if self.fps is None and self.num_frames is None:
-            options["fps"] = default_fps
-        return options
 
     def encoding(self) -> dict[str, Any]:
         """Return how `encode_video` and `Conversation` encode frames."""
@@ -186,10 +174,6 @@ class ServingOptions(ModelOptions):
     def __post_init__(self) -> None:
         self._require_positive("num_processes")
         super().__post_init__()
-
-    def frame_options(self, default_fps: float | None = DEFAULT_FPS) -> dict[str, Any]:
-        """Return the default sampling of a video."""
-        return super().frame_options(default_fps)
 
 
 def parse(argv: Sequence[str]) -> AskArguments:

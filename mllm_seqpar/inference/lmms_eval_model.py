@@ -27,10 +27,10 @@ from mllm_seqpar.cli.launch import use_cuda
 from mllm_seqpar.cli.progress import progress_bar
 from mllm_seqpar.comm import transfer_communicator
 from mllm_seqpar.comm.agreement import agree
-from mllm_seqpar.data.chat import DEFAULT_FPS
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.chat_format import media_parts
 from mllm_seqpar.data.downloads import store_bytes
+from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES
 from mllm_seqpar.data.media_files import IMAGE_SUFFIXES
 from mllm_seqpar.data.sources import FrameSource, VideoSource
 from mllm_seqpar.errors import ConfigError, DataError
@@ -194,7 +194,8 @@ class SimpleSeqParModel(lmms):
     def _source(self, part: Mapping[str, Any]) -> FrameSource:
         if part["type"] == "image":
             return self._family.image_source(part["path"])
-        return VideoSource.open(part["path"], **self.options.frame_options(DEFAULT_FPS), **self.options.decoding())
+        frames = self.options.frame_choice().over(DEFAULT_FRAMES)
+        return VideoSource.open(part["path"], **vars(frames), **self.options.decoding())
 
     def _generation_request(self, request: Instance) -> _Request:
         context, arguments, visuals, doc_id, task, split = request.args

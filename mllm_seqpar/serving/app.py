@@ -20,6 +20,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response, StreamingRes
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 
+from mllm_seqpar.data.frame_choice import FrameChoice
 from mllm_seqpar.errors import SeqParError
 from mllm_seqpar.inference.generation import Sampling
 
@@ -52,7 +53,7 @@ class Service:
         api_key: required by the routes below /v1 if it is not None.
         max_bytes: of the body of a request.
         sampling: the defaults of an answer.
-        frames: the sampling of a video for which a request states none.
+        frames: of a video, as far as a request states nothing else.
         log: is called with a line for each request.
     """
 
@@ -63,7 +64,7 @@ class Service:
     api_key: str | None
     max_bytes: int
     sampling: Sampling
-    frames: dict[str, Any]
+    frames: FrameChoice
     log: Callable[[str], object] = lambda line: None
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -166,8 +167,7 @@ async def _complete(service: Service, request: Request) -> Response:
 def _waiting(service: Service, asked: ChatRequest, loop: asyncio.AbstractEventLoop) -> Waiting:
     """Return the request with the files of its media, which may have to be downloaded."""
     stack = ExitStack()
-    chosen = {} if asked.frames.keys() & {"fps", "num_frames"} else service.frames
-    files = stack.enter_context(service.store.files(asked.media, chosen | asked.frames))
+    files = stack.enter_context(service.store.files(asked.media, asked.frames.over(service.frames)))
     kinds = iter(files)
     messages = [
         {

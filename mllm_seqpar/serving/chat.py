@@ -22,8 +22,8 @@ from mllm_seqpar.cli.options import option, parse_options
 from mllm_seqpar.cli.own_ranks import own_ranks, started_by_launcher
 from mllm_seqpar.cli.program_exit import run
 from mllm_seqpar.cli.progress import FramesBar, note, say
+from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES, FrameChoice
 from mllm_seqpar.data.sources import VideoSource
-from mllm_seqpar.data.video import sampling_fault
 from mllm_seqpar.errors import ConfigError, SeqParError
 from mllm_seqpar.inference.arguments import ServingOptions
 from mllm_seqpar.inference.conversation import Interrupted
@@ -174,14 +174,14 @@ class Terminal:
             if value:
                 if not (value.isdigit() and int(value)):
                     raise ConfigError(f"/frames {value}: give a number above 0")
-                self._video = replace(self._video, fps=None, max_frames=None, num_frames=int(value))
+                frames = replace(self._video.frames, fps=None, max_frames=None, num_frames=int(value))
+                self._video = replace(self._video, frames=frames)
                 self._reset()
             self._describe_frames()
         elif name == "/clip":
             if self._video is None:
                 raise ConfigError("no video yet: /video PATH chooses one")
-            start, end = _clip(value)
-            video = replace(self._video, start=start, end=end)
+            video = replace(self._video, frames=_clip(value, self._video.frames))
             video.open(self._worker.engine.family)  # raises if the video has no such part
             self._video = video
             self._reset()
@@ -271,19 +271,20 @@ def terminal_restored() -> Iterator[Callable[[], None]]:
 
 def _open_video(args: ChatOptions, name: str) -> MediaFile:
     path = os.path.expanduser(name.strip("'\""))
-    file = MediaFile.of("video", path, **args.frame_options())
+    file = MediaFile.of("video", path, args.frame_choice().over(DEFAULT_FRAMES))
     file.open(None)  # raises if it is not a video, before a model is loaded
     return file
 
 
-def _clip(value: str) -> tuple[float | None, float | None]:
-    """Return the start and the end that /clip gives; None for the whole video."""
+def _clip(value: str, frames: FrameChoice) -> FrameChoice:
+    """Return the frames with the clip that /clip gives; without times, of the whole video."""
     if not value:
-        return None, None
+        return replace(frames, start=None, end=None)
     try:
         start, end = map(float, value.split())
     except ValueError as error:
         raise ConfigError(f"/clip {value}: give two times in seconds, such as /clip 60 90, or none") from error
-    if fault := sampling_fault({"start": start, "end": end}):
-        raise ConfigError(f"/clip {value}: {fault}")
-    return start, end
+    try:
+        return replace(frames, start=start, end=end)
+    except ConfigError as error:
+        raise ConfigError(f"/clip {value}: {error}") from error

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
+from mllm_seqpar.data.frame_choice import FrameChoice
 from mllm_seqpar.data.sources import is_image_file
 
 from .download import LONGEST, NotAllowed, open_url
@@ -150,12 +151,12 @@ class MediaStore:
         self._remove_unused(upload.path)
 
     @contextmanager
-    def files(self, media: Sequence[MediaReference], sampling: dict[str, Any]) -> Iterator[tuple[MediaFile, ...]]:
+    def files(self, media: Sequence[MediaReference], frames: FrameChoice) -> Iterator[tuple[MediaFile, ...]]:
         """Yield the files of a request's media. Files that exist only for this request are removed at the end.
 
         Args:
             media: of the request.
-            sampling: of a video for which the request states neither fps nor num_frames.
+            frames: of a video, as far as its reference states nothing else.
 
         Raises:
             ApiError: a reference that is not allowed, or that cannot be resolved.
@@ -166,7 +167,7 @@ class MediaStore:
             for reference in media:
                 claim = self._claim(reference)
                 claims.append(claim)
-                found.append(_media_file(claim, reference, sampling))
+                found.append(_media_file(claim, reference, frames))
             yield tuple(found)
         finally:
             for claim in claims:
@@ -323,16 +324,13 @@ def _blocks(answer: Any) -> Iterator[bytes]:
         raise OSError(f"it ended {answer.length} bytes early")
 
 
-def _media_file(claim: _Claim, reference: MediaReference, sampling: dict[str, Any]) -> MediaFile:
+def _media_file(claim: _Claim, reference: MediaReference, frames: FrameChoice) -> MediaFile:
     kind = reference.kind or ("image" if is_image_file(str(claim.path)) else "video")
-    if kind == "image":
-        if reference.sampling:
-            raise _refused(reference, f"{next(iter(reference.sampling))} of an image; only a video takes it")
-        return MediaFile.of(kind, str(claim.path), name=claim.name)
-    given = dict(reference.sampling)
-    if not ("fps" in given or "num_frames" in given):
-        given = sampling | given
-    return MediaFile.of(kind, str(claim.path), name=claim.name, **given)
+    if kind == "video":
+        return MediaFile.of(kind, str(claim.path), reference.frames.over(frames), name=claim.name)
+    if given := reference.frames.given():
+        raise _refused(reference, f"{next(iter(given))} of an image; only a video takes it")
+    return MediaFile.of(kind, str(claim.path), name=claim.name)
 
 
 def _safe_suffix(filename: str) -> str:

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mllm_seqpar.data.chat import DEFAULT_FPS, ChatBatch, load_local_images
+from mllm_seqpar.data.chat import ChatBatch, load_local_images
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.chat_format import media_parts
+from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES, FRAME_FIELDS, FrameChoice
 from mllm_seqpar.data.sources import FrameSource, ImageListSource, ImageTensorSource, VideoSource
-from mllm_seqpar.data.video import CLIP, SAMPLING
-from mllm_seqpar.errors import DataError
+from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.models.mplug_owl3.image_processing import frame_list, to_tensor
 
 Example = Mapping[str, Any]
@@ -29,6 +29,8 @@ _NAMES = {"lang_x": "input_ids", "vision_x": "pixel_values"}
 """OpenFlamingo's names of arguments, which trainers would not find, and those that its forward takes too."""
 
 _PAYLOADS = {"image": ("image", "path", "url"), "video": ("video", "path", "url", "images")}
+_PART_KEYS = {"text": {"type", "text"}, "image": {"type", *_PAYLOADS["image"]}}
+_PART_KEYS["video"] = {"type", *_PAYLOADS["video"], *FRAME_FIELDS}
 _COLUMNS = {"image": ("images", "image"), "video": ("videos", "video")}
 
 
@@ -44,8 +46,8 @@ class SeqParDataCollator:
     Each is a list of messages {"role": ..., "content": text or parts}. A part contains its medium, {"type": "image",
     "image": image} or {"type": "video", "video": frames}, or is a placeholder, {"type": "image"}, for the next medium
     of the column "images" (or "image", "videos", "video"). If all contents are texts, the media of these columns
-    come before the first text of the user. A medium is an image or an array, a path, or a URL. Frames of a video file
-    are chosen by `fps`, `num_frames` or `max_frames` of its part, or of the collator.
+    come before the first text of the user. A medium is an image or an array, a path, or a URL; a video may be a list of
+    them. The part of a video may state which frames are used, with the fields of `FrameChoice`.
 
     Every rank returns the whole batch, as an unpatched model takes it; a patched model shards it.
 
@@ -53,7 +55,7 @@ class SeqParDataCollator:
         processor: the model's.
         assistant_only_loss: False trains on all tokens of "messages", as TRL does by default.
         max_length: the largest number of tokens of a conversation; a longer one is refused.
-        fps, num_frames, max_frames: sampling of video files whose part states none; 1 frame per second by default.
+        fps, num_frames, max_frames: the frames of each video, as for `ChatDataset`.
 
     Raises:
         DataError: by a call, for examples of another form; names the example and the problem.
@@ -70,7 +72,7 @@ class SeqParDataCollator:
         max_frames: int | None = None,
     ) -> None:
         self.processor, self.assistant_only_loss, self.max_length = processor, assistant_only_loss, max_length
-        self._sampling = {"fps": fps, "num_frames": num_frames, "max_frames": max_frames}
+        self._frames = FrameChoice(fps=fps, num_frames=num_frames, max_frames=max_frames)
         self._family = chat_family(processor)
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Tensor]:
@@ -142,17 +144,15 @@ class SeqParDataCollator:
         is_file = isinstance(medium, (str, os.PathLike))
         if kind == "image":
             return self._family.still_frames(ImageListSource([medium]) if is_file else _in_memory([medium]))
-        if not is_file:
-            frames = frame_list(medium)
-            named = [isinstance(frame, (str, os.PathLike)) for frame in frames]
-            return ImageListSource(frames) if frames and all(named) else _in_memory(frames)
-        sampling: dict[str, Any] = {name: part.get(name) for name in SAMPLING}
-        if not any(sampling.values()):
-            sampling = dict(self._sampling)
-        if not (sampling["fps"] or sampling["num_frames"]):
-            sampling["fps"] = DEFAULT_FPS
-        sampling |= {name: part.get(name) for name in CLIP}
-        return VideoSource.open(medium, **sampling)
+        try:
+            stated = FrameChoice.of(part)
+            if is_file:
+                return VideoSource.open(medium, **vars(self._frames.over(stated).over(DEFAULT_FRAMES)))
+            frames = self._frames.without_times().over(stated).sampled(frame_list(medium))
+        except ConfigError as error:
+            raise DataError(f"a part {dict(part)!r:.80}: {error}") from error
+        named = [isinstance(frame, (str, os.PathLike)) for frame in frames]
+        return ImageListSource(frames) if frames and all(named) else _in_memory(frames)
 
 
 def _in_memory(frames: Sequence[Any]) -> ImageTensorSource:
@@ -210,4 +210,10 @@ def _parts(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
             raise DataError(f"example {number} has a part of type {kind} in an answer; answers are texts")
     # Tables have a column for each key of a part, which is None in the parts that do not have it.
     kept = [{key: value for key, value in part.items() if value is not None} for part in parts]
+    for part in kept:
+        if unknown := sorted(set(part) - _PART_KEYS[part["type"]]):
+            raise DataError(
+                f"example {number}: unknown key {unknown[0]!r} in {part!r:.80}; a part of type {part['type']} takes "
+                f"{sorted(_PART_KEYS[part['type']])}"
+            )
     return {"role": role, "content": kept}

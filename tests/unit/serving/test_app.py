@@ -16,6 +16,7 @@ pytest.importorskip("openai", reason="openai is not installed (extra test)")
 import openai
 from live_app import PIECES, ask, status_of
 
+from mllm_seqpar.data import FrameChoice
 from mllm_seqpar.serving import app
 from mllm_seqpar.serving.media import MediaStore
 from mllm_seqpar.serving.protocol import ApiError
@@ -189,7 +190,7 @@ def test_uploads_are_listed_used_and_deleted(service: SimpleNamespace) -> None:
     service.client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": content}])
     (job,) = service.worker.jobs
     assert job.messages == [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "?"}]}]
-    assert (job.media[0].kind, job.media[0].num_frames, job.media[0].fps) == ("video", 2, None)
+    assert (job.media[0].kind, job.media[0].frames) == ("video", FrameChoice(num_frames=2))
     assert files.delete(upload.id).deleted and not list(files.list())
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mllm_seqpar.cli.options import parse_options
+from mllm_seqpar.data import FrameChoice
 from mllm_seqpar.errors import ConfigError, VideoError
 from mllm_seqpar.inference import Sampling
 from mllm_seqpar.serving.chat import ChatOptions, chat
@@ -22,9 +23,8 @@ def options(*argv: str) -> ServeOptions:
 def test_names_may_have_underscores_or_hyphens() -> None:
     both = options("--max_new_tokens=7", "--media-root", ".", "--allow_urls", "a_b.example", "--allow-urls", "*")
     assert (both.max_new_tokens, both.media_root, both.allow_urls) == (7, ".", ("a_b.example", "*"))
-    assert both.sampling() == Sampling(max_new_tokens=7) and both.frame_options()["fps"] == 1.0
-    frames = {"fps": None, "num_frames": 4, "max_frames": None, "start": None, "end": None}
-    assert options("--num_frames", "4").frame_options() == frames
+    assert both.sampling() == Sampling(max_new_tokens=7) and both.frame_choice() == FrameChoice()
+    assert options("--num_frames", "4").frame_choice() == FrameChoice(num_frames=4)
     assert parse_options(ChatOptions, [*MODEL, "--seed", "3"], prog="chat", description="").seed == 3
 
 

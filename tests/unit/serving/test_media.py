@@ -18,6 +18,7 @@ pytest.importorskip("fastapi", reason="fastapi is not installed (extra serve)")
 
 from PIL import Image
 
+from mllm_seqpar.data import FrameChoice
 from mllm_seqpar.serving import download
 from mllm_seqpar.serving.media import MediaStore
 from mllm_seqpar.serving.protocol import ApiError, MediaReference
@@ -28,9 +29,9 @@ def store(folder: Path, **options: Any) -> MediaStore:
     return MediaStore(folder / "store", **{"max_bytes": 1000, "max_total": 1500} | options)
 
 
-def resolve(media: MediaStore, url: str, **sampling: Any) -> Any:
-    reference = MediaReference(kind="video", url=url, sampling=sampling, param="part")
-    with media.files([reference], {"fps": 1.0}) as (file,):
+def resolve(media: MediaStore, url: str, **frames: Any) -> Any:
+    reference = MediaReference(kind="video", url=url, frames=FrameChoice(**frames), param="part")
+    with media.files([reference], FrameChoice(fps=1.0, max_frames=8)) as (file,):
         return file, Path(file.path).read_bytes()
 
 
@@ -50,10 +51,23 @@ def test_paths_stay_below_the_media_root(tmp_path: Path) -> None:
         resolve(store(tmp_path), "a/b c.mp4")
 
 
+def test_limit_of_the_server_holds_for_every_video_of_a_request(tmp_path: Path) -> None:
+    (tmp_path / "a.mp4").write_bytes(b"video")
+    media = store(tmp_path, media_root=str(tmp_path))
+    for stated, used in (
+        ({}, FrameChoice(fps=1, max_frames=8)),
+        ({"fps": 5}, FrameChoice(fps=5, max_frames=8)),
+        ({"num_frames": 100}, FrameChoice(num_frames=100, max_frames=8)),
+        ({"max_frames": 2}, FrameChoice(fps=1, max_frames=2)),
+        ({"fps": 5, "max_frames": 100, "start": 1}, FrameChoice(fps=5, max_frames=8, start=1)),
+    ):
+        assert resolve(media, "a.mp4", **stated)[0].frames == used
+
+
 def test_inline_files_are_recognised_again_and_removed(tmp_path: Path) -> None:
     media, url = store(tmp_path), "data:video/mp4;base64," + base64.b64encode(b"video").decode()
     (first, content), (second, _) = resolve(media, url, num_frames=3), resolve(media, url, num_frames=3)
-    assert content == b"video" and first == second and (first.fps, first.num_frames) == (None, 3)
+    assert content == b"video" and first == second and first.frames == FrameChoice(num_frames=3, max_frames=8)
     assert not list((tmp_path / "store").iterdir())
     for wrong, status in (("data:video/mp4;base64,?", 400), ("data:,", 400), ("data:," + "a" * 1001, 413)):
         with pytest.raises(ApiError) as error:
@@ -72,11 +86,11 @@ def test_deleted_upload_stays_until_its_request_ends(tmp_path: Path) -> None:
     with source.open("rb") as file, pytest.raises(ApiError, match="delete files first"):
         media.add(file, "b.mp4", "vision")
     reference = MediaReference(kind=None, file_id=upload.id, param="part")
-    with media.files([reference], {}) as (found,):
+    with media.files([reference], FrameChoice()) as (found,):
         media.delete(upload.id)
         assert found.kind == "image" and Path(found.path).stat().st_size == 900
     assert not list((tmp_path / "store").iterdir())
-    with pytest.raises(ApiError, match="no uploaded file"), media.files([reference], {}):
+    with pytest.raises(ApiError, match="no uploaded file"), media.files([reference], FrameChoice()):
         pass
 
 
@@ -84,7 +98,7 @@ def test_media_of_requests_count_against_the_storage(tmp_path: Path, site: str) 
     media = store(tmp_path, max_total=1000, allowed_hosts=["127.0.0.1"])
 
     def held(url: str) -> Any:
-        return media.files([MediaReference(kind="video", url=url, param="part")], {})
+        return media.files([MediaReference(kind="video", url=url, param="part")], FrameChoice())
 
     with held("data:," + "a" * 600):
         assert media.stored == 600
