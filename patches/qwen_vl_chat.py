@@ -24,9 +24,9 @@ from mllm_seqpar.adapting.chat import (
     VIDEO_MARK,
     ChatFamily,
     ChatText,
+    FeatureFrames,
     FrameSource,
     Messages,
-    StoredFrames,
     answer_spans,
     media_parts,
     tokenize,
@@ -40,7 +40,7 @@ FPS_OF_PICTURES = 2.0
 
 
 @dataclass(frozen=True)
-class StillImage:
+class StillImage(FrameSource):
     """A still image, one temporal patch; a list of images as a video is not one."""
 
     source: FrameSource
@@ -49,16 +49,21 @@ class StillImage:
         return len(self.source)
 
     def sizes(self) -> list[tuple[int, int]]:
-        """Return the (height, width) of the image."""
-        found: list[tuple[int, int]] = self.source.sizes()  # type: ignore[attr-defined]
-        return found
+        return self.source.sizes()
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    def key(self) -> str:
+        return self.source.key()
 
     def read(self, start: int, stop: int, *, size: Any = None, batch: int = 16) -> Iterator[Tensor]:
         return self.source.read(start, stop, size=size, batch=batch)
 
 
 @dataclass(frozen=True)
-class TemporalPatches:
+class TemporalPatches(FrameSource):
     """The temporal patches of a source, each of `frames` frames side by side: (n, frames * 3, height, width).
 
     The last frame is repeated if the number of frames does not divide.
@@ -268,7 +273,7 @@ class QwenVLChats(ChatFamily):
 
     def stored_frames(self, count: int, metadata: Mapping[str, Any]) -> FrameSource:
         height, width = metadata["frame_size"]
-        return StoredFrames(len(metadata["frame_seconds"]), (height, width), metadata["frame_seconds"])
+        return FeatureFrames(len(metadata["frame_seconds"]), (height, width), metadata["frame_seconds"])
 
 
 def _shown(part: Any) -> dict[str, Any]:
@@ -277,14 +282,12 @@ def _shown(part: Any) -> dict[str, Any]:
 
 def _size_of(source: FrameSource) -> tuple[int, int]:
     """Return (height, width) of all frames of a source."""
-    sizes: set[tuple[int, int]] = set(source.sizes())  # type: ignore[attr-defined]
+    sizes = set(source.sizes())
     if len(sizes) != 1:
         raise DataError(f"a video has frames of several sizes, {sorted(sizes)}; give images of one size")
     return sizes.pop()
 
 
 def _seconds(source: FrameSource, index: int) -> float:
-    if isinstance(source, StoredFrames) and source.seconds is not None:
-        return source.seconds[index]
-    plan = getattr(source, "plan", None)
-    return index / FPS_OF_PICTURES if plan is None else plan.seconds(index)
+    found = source.seconds(index)
+    return index / FPS_OF_PICTURES if found is None else found

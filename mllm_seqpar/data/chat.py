@@ -23,7 +23,7 @@ from .chat_format import check_record, media_parts, part_files
 from .formats import DEFAULT_TEMPLATE, check_template, open_records, to_chat
 from .frame_choice import DEFAULT_FRAMES, FrameChoice
 from .frame_store import FrameStore
-from .sources import FrameSource, ImageListSource, VideoSource, ranges_by_source, read_ranges
+from .sources import FrameSource, ImageListSource, VideoSource, ranges_by_source
 
 ON_BAD_MEDIA = ("fail", "skip")
 """What training does if media cannot be read: stop, or use another sample instead."""
@@ -314,6 +314,6 @@ def _decode(batch: ChatBatch, frames: Sequence[range], at_once: int) -> Iterator
     for source, place, ranges in ranges_by_source(batch.sources, frames):
         owner = batch.owners[place]
         try:
-            yield from read_ranges(source, ranges, batch=at_once)
+            yield from source.read_ranges(ranges, batch=at_once)
         except VideoError as error:
             raise MediaError(f"{batch.places[owner]}: {error}", owner) from error

@@ -23,9 +23,9 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
-from mllm_seqpar.data.chat_family import VIDEO_MARK, ChatText, StoredFrames, chat_family
+from mllm_seqpar.data.chat_family import VIDEO_MARK, ChatText, FeatureFrames, chat_family
 from mllm_seqpar.data.chat_format import media_parts
-from mllm_seqpar.data.sources import FrameSource, ranges_by_source, read_ranges
+from mllm_seqpar.data.sources import FrameSource, ranges_by_source
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.sharding import FrameShard
@@ -60,7 +60,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class JoinedSource:
+class JoinedSource(FrameSource):
     """The frames of several sources, one source after another; `interrupted` is called before each batch."""
 
     sources: tuple[FrameSource, ...]
@@ -71,7 +71,7 @@ class JoinedSource:
 
     def sizes(self) -> list[tuple[int, int]]:
         """Return (height, width) of each frame."""
-        return [size for source in self.sources for size in source.sizes()]  # type: ignore[attr-defined]
+        return [size for source in self.sources for size in source.sizes()]
 
     def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
         """Yield frames start <= i < stop; a batch has frames of one source."""
@@ -82,7 +82,7 @@ class JoinedSource:
     ) -> Iterator[Tensor]:
         """Yield the frames of ranges in ascending order; a batch has frames of one source."""
         for source, _, parts in ranges_by_source(self.sources, ranges):
-            for frames in read_ranges(source, parts, size=size, batch=batch):
+            for frames in source.read_ranges(parts, size=size, batch=batch):
                 if self.interrupted is not None and self.interrupted():
                     raise Interrupted("interrupted while the frames were encoded")
                 yield frames
@@ -142,10 +142,9 @@ class Conversation:
         Args:
             model, processor: as for the class.
             video: the features. They are not changed and can be used for further conversations.
-            source: the frames, whose times evidence has; default: those of `video`, which features from a store do not
-                have.
+            source: the frames, whose times evidence has; default: those of `video`.
         """
-        known = source or video.source or StoredFrames(video.frames, None)
+        known = source or video.source or FeatureFrames(video.frames)
         return cls(model, processor, [known], encoded=video)
 
     @property

@@ -25,7 +25,7 @@ from mllm_seqpar.comm import Group, transfer_communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.chat_family import ChatFamily, chat_family
 from mllm_seqpar.data.prefetch import read_ahead
-from mllm_seqpar.data.sources import FrameSource, read_ranges
+from mllm_seqpar.data.sources import FrameSource
 from mllm_seqpar.errors import ConfigError, DivergedError, VideoError
 from mllm_seqpar.runtime.host_copies import HostCopies
 from mllm_seqpar.sharding import FrameShard, frame_spans, span_length
@@ -137,7 +137,7 @@ def _batches(
     source: FrameSource, ranges: Sequence[range], batch: int, family: ChatFamily, encoder: _Encoder
 ) -> Generator[Pixels, None, None]:
     """Yield the preprocessed frames of ranges in batches of at most `batch`, reading one batch ahead."""
-    reader = read_ranges(source, ranges, batch=batch)
+    reader = source.read_ranges(ranges, batch=batch)
 
     def read_next(_: int) -> Pixels | None:
         with encoder.measure("decode frames"):

@@ -23,7 +23,6 @@ from mllm_seqpar.cli.own_ranks import own_ranks, started_by_launcher
 from mllm_seqpar.cli.program_exit import run
 from mllm_seqpar.cli.progress import FramesBar, note, say
 from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES, FrameChoice
-from mllm_seqpar.data.sources import VideoSource
 from mllm_seqpar.errors import ConfigError, SeqParError
 from mllm_seqpar.inference.arguments import ServingOptions
 from mllm_seqpar.inference.conversation import Interrupted
@@ -197,9 +196,9 @@ class Terminal:
     def _describe_frames(self) -> None:
         assert self._video is not None
         source = self._video.open(self._worker.engine.family)
-        assert isinstance(source, VideoSource)
-        count, last = len(source), source.plan.seconds(len(source) - 1)
-        note(f"{self._video.path}: {count} frames, from {source.plan.seconds(0):.2f} s to {last:.2f} s")
+        count = len(source)
+        first, last = (source.seconds(number) or 0.0 for number in (0, count - 1))
+        note(f"{self._video.path}: {count} frames, from {first:.2f} s to {last:.2f} s")
 
     def _ask(self, question: str) -> None:
         """Answer a question and add both to the conversation; without an answer, the question is forgotten."""

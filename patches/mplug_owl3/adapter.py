@@ -137,7 +137,7 @@ class _MPlugOwl3Inputs(ForwardInputs):
 
 
 @dataclass(frozen=True)
-class CutImageSource:
+class CutImageSource(FrameSource):
     """The tiles of a still image as frames: the grid row by row, then the whole image.
 
     Attributes:
@@ -156,6 +156,13 @@ class CutImageSource:
     def sizes(self) -> list[tuple[int, int]]:
         """Return (height, width) of each tile."""
         return [(self.image_processor.image_size,) * 2] * len(self)
+
+    @property
+    def name(self) -> str:
+        return self.image.name
+
+    def key(self) -> str:
+        return f"{self.image.key()} {self.grid}"
 
     def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
         """Yield tiles start <= i < stop, as uint8 tensors (at most `batch`, 3, S, S)."""

@@ -80,8 +80,7 @@ def _is_video(item: Any) -> bool:
 
 def _decoded(path: str | os.PathLike, sampling: Mapping[str, Any]) -> Tensor:
     """Return the frames (n, 3, H, W) of a video file or URL, by the rules of all commands of this package."""
-    from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES, FrameChoice
     from mllm_seqpar.data.sources import VideoSource
 
-    source = VideoSource.open(path, **vars(FrameChoice.of(sampling).over(DEFAULT_FRAMES)))
+    source = VideoSource.open(path, **(sampling or {"fps": 1.0}))
     return torch.cat(list(source.read(0, len(source))))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.comm.agreement import attempt
-from mllm_seqpar.data.chat_family import chat_family
+from mllm_seqpar.data import FrameSource, chat_family
 from mllm_seqpar.errors import AgreementError, ConfigError, VideoError
 from mllm_seqpar.inference import encode_video, encoding
 from mllm_seqpar.inference.rank_groups import tried
@@ -26,7 +26,7 @@ def tiny_processor() -> MPlugOwl3Processor:
 
 
 @dataclass
-class RandomPictures:
+class RandomPictures(FrameSource):
     """A source of random images; image `bad` cannot be read, and from `resize_at` on the size differs."""
 
     count: int
