@@ -91,7 +91,8 @@ class MediaStore:
     @property
     def stored(self) -> int:
         """The bytes that count against `max_total`."""
-        return self._reserved + sum(upload.size for upload in self._uploads.values())
+        with self._lock:
+            return self._stored()
 
     def require_room(self, size: int) -> None:
         """Raise ApiError 413 if `size` further bytes do not fit."""
@@ -121,8 +122,11 @@ class MediaStore:
             path.unlink(missing_ok=True)
         return upload
 
+    def _stored(self) -> int:
+        return self._reserved + sum(upload.size for upload in self._uploads.values())
+
     def _require_room(self, size: int, param: str) -> None:
-        if (stored := self.stored) + size > self._max_total:
+        if (stored := self._stored()) + size > self._max_total:
             raise ApiError(
                 413,
                 f"{param}: {size} bytes, and {stored} of {self._max_total} are in use (--max_stored_mb); delete files "
@@ -206,16 +210,20 @@ class MediaStore:
 
     def _local(self, reference: MediaReference) -> _Claim:
         assert reference.url is not None
-        parts = urlsplit(reference.url)
-        name = unquote(parts.path) if parts.scheme else reference.url
-        if self._root is None or parts.netloc not in ("", "localhost") or "\0" in name:
-            raise _refused(
-                reference, "paths are not allowed; start the server with --media_root DIR, or upload the file"
-            )
-        path = (self._root / name).resolve()  # also of links, so that they cannot lead out of the folder
+        try:
+            parts = urlsplit(reference.url)
+            name = unquote(parts.path) if parts.scheme else reference.url
+            if self._root is None or parts.netloc not in ("", "localhost") or "\0" in name:
+                raise _refused(
+                    reference, "paths are not allowed; start the server with --media_root DIR, or upload the file"
+                )
+            path = (self._root / name).resolve()  # also of links, so that they cannot lead out of the folder
+            is_file = path.is_file()
+        except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, or not a URL
+            raise _refused(reference, "not a valid path") from error
         if not path.is_relative_to(self._root):
             raise _refused(reference, "the path is not below the server's --media_root")
-        if not path.is_file():
+        if not is_file:
             raise _refused(reference, "no such file below the server's --media_root")
         with self._lock:
             self._used[path] += 1

@@ -51,6 +51,17 @@ def test_paths_stay_below_the_media_root(tmp_path: Path) -> None:
         resolve(store(tmp_path), "a/b c.mp4")
 
 
+@pytest.mark.parametrize(
+    "url", ["//[x", "file://[x", "a" * 3000, "a/" * 3000, "loop", "\ud800", "file:%00", "http://[x", "https://[::1"]
+)
+def test_malformed_names_are_refused(tmp_path: Path, url: str) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for options in ({"media_root": str(tmp_path)}, {}, {"allowed_hosts": ["*"]}):
+        with pytest.raises(ApiError) as error:
+            resolve(store(tmp_path, **options), url)
+        assert error.value.status == 400 and str(tmp_path) not in str(error.value)
+
+
 def test_limit_of_the_server_holds_for_every_video_of_a_request(tmp_path: Path) -> None:
     (tmp_path / "a.mp4").write_bytes(b"video")
     media = store(tmp_path, media_root=str(tmp_path))
