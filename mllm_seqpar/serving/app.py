@@ -50,8 +50,8 @@ class Service:
 
     Attributes:
         model: the name of the model in requests and responses.
-        api_key: required by the routes below /v1 if it is not None.
-        max_bytes: of the body of a request.
+        api_key: required by all but the page, /health and /metrics, if it is not None.
+        max_bytes: of the body of a request with media.
         sampling: the defaults of an answer.
         frames: of a video, as far as a request states nothing else.
         log: is called with a line for each request.
@@ -72,7 +72,8 @@ class Service:
 def make_app(service: Service) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     metrics = Metrics()
-    app.add_middleware(Guard, api_key=service.api_key, max_bytes=service.max_bytes)
+    public = {"/health", "/metrics", *_page_files()}
+    app.add_middleware(Guard, api_key=service.api_key, public=public, max_bytes=service.max_bytes)
     app.add_middleware(Monitor, metrics=metrics, log=service.log)  # the last one is the outermost
     for kind in (ApiError, HTTPException, SeqParError, ClientGone, Exception):
         app.add_exception_handler(kind, _as_response)
@@ -99,7 +100,7 @@ def make_app(service: Service) -> FastAPI:
 
 
 def _add_state(app: FastAPI, service: Service, metrics: Metrics) -> None:
-    """Add the routes that report the state of the server; they need no key."""
+    """Add the routes that report the state of the server."""
     queue = service.queue
 
     @app.get("/health")
@@ -311,8 +312,13 @@ def _add_page(app: FastAPI) -> None:
         async def page() -> Response:
             return FileResponse(file, headers={"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"})
 
-    for file in sorted(PAGE.iterdir()):
-        serve("/" if file.name == "index.html" else f"/{file.name}", file)
+    for path, file in _page_files().items():
+        serve(path, file)
+
+
+def _page_files() -> dict[str, Path]:
+    """Return the files of the page by their paths in URLs."""
+    return {"/" if file.name == "index.html" else f"/{file.name}": file for file in sorted(PAGE.iterdir())}
 
 
 def _as_response(request: Request, error: Exception) -> Response:
