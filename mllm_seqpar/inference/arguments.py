@@ -53,10 +53,25 @@ class ModelOptions(StrategyOptions, FrameOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferenceOptions(ModelOptions):
-    """The options of a run: besides `ModelOptions`, the seed, features in host memory, and groups of ranks."""
+class SeedOptions(ModelOptions):
+    """`ModelOptions` and the seed of sampled answers."""
 
     seed: int = option("seed of the sampling", 0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("seed", 0 <= self.seed < 2**63, "0 or more, below 2**63")
+
+    def _require_sampling(self) -> None:
+        """Refuse options of sampling without it, where nothing but the options decides how tokens are chosen."""
+        for name in ("top_p", "seed") if self.temperature == 0 else ():
+            self._refuse_unused(name, "without --temperature above 0 no token is sampled")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceOptions(SeedOptions):
+    """The options of a run: besides `SeedOptions`, features in host memory, and groups of ranks."""
+
     visual_offload: str | None = option(
         "cpu: keep the encoded video, and K and V of its frames, in host memory; what --features names stays in its "
         "file; default: on the device",
@@ -71,10 +86,6 @@ class InferenceOptions(ModelOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require_positive("sp")
-        self._require("seed", 0 <= self.seed < 2**63, "0 or more, below 2**63")
-        if self.temperature == 0:
-            for name in ("top_p", "seed"):
-                self._refuse_unused(name, "without --temperature above 0 no token is sampled")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +125,7 @@ class AskArguments(InferenceOptions, StoredFrameOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._require_sampling()
         if self.questions is None:
             self._check_videos()
         else:

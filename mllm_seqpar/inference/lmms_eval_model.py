@@ -87,7 +87,11 @@ class SimpleSeqParModel(lmms):
         **options: Any,
     ) -> None:
         super().__init__()
-        known = {field.name for field in dataclasses.fields(InferenceOptions)} - {"max_new_tokens", "temperature"}
+        known = {field.name for field in dataclasses.fields(InferenceOptions)} - {
+            "max_new_tokens",
+            "temperature",
+            "top_p",
+        }
         if unknown := sorted(set(options) - known):
             raise ConfigError(f"--model_args: {unknown[0]!r} is unknown; choose from {', '.join(sorted(known))}")
         kind = (device or "auto").partition(":")[0]

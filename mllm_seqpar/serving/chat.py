@@ -24,7 +24,7 @@ from mllm_seqpar.cli.program_exit import run
 from mllm_seqpar.cli.progress import FramesBar, note, say
 from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES, FrameChoice
 from mllm_seqpar.errors import ConfigError, SeqParError
-from mllm_seqpar.inference.arguments import ServingOptions
+from mllm_seqpar.inference.arguments import SeedOptions, ServingOptions
 from mllm_seqpar.inference.conversation import Interrupted
 from mllm_seqpar.inference.evidence import MOMENTS
 
@@ -51,18 +51,17 @@ _NAMES = tuple(sorted({line.split()[0] for line in COMMANDS.splitlines() if line
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatOptions(ServingOptions):
+class ChatOptions(ServingOptions, SeedOptions):
     """The options of a chat."""
 
     video: str | None = option("the video to talk about; /video PATH chooses another", None)
     start: float | None = option("begin --video at this time, in seconds", None)
     end: float | None = option("end --video before this time, in seconds", None)
     system: str | None = option("a text that precedes the conversation, for models that were trained with one", None)
-    seed: int = option("seed of the sampling", 0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require("seed", 0 <= self.seed < 2**63, "0 or more, below 2**63")
+        self._require_sampling()
         for name in ("start", "end") if self.video is None else ():
             self._refuse_unused(name, "it belongs to --video")
 

@@ -25,7 +25,8 @@ def test_names_may_have_underscores_or_hyphens() -> None:
     assert (both.max_new_tokens, both.media_root, both.allow_urls) == (7, ".", ("a_b.example", "*"))
     assert both.sampling() == Sampling(max_new_tokens=7) and both.frame_choice() == FrameChoice()
     assert options("--num_frames", "4").frame_choice() == FrameChoice(num_frames=4)
-    assert parse_options(ChatOptions, [*MODEL, "--seed", "3"], prog="chat", description="").seed == 3
+    sampled = [*MODEL, "--seed", "3", "--temperature", "1"]
+    assert parse_options(ChatOptions, sampled, prog="chat", description="").seed == 3
 
 
 @pytest.mark.parametrize(
@@ -43,6 +44,13 @@ def test_names_may_have_underscores_or_hyphens() -> None:
 def test_invalid_options_are_refused(argv: list[str], fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
         options(*argv)
+
+
+@pytest.mark.parametrize("argv", [["--seed", "5"], ["--top_p", "0.5"], ["--temperature", "0", "--seed", "5"]])
+def test_chat_refuses_options_of_sampling_without_sampling(argv: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"would have no effect: without --temperature above 0 no token is sampled"):
+        parse_options(ChatOptions, [*MODEL, *argv], prog="chat", description="")
+    assert options("--top_p", "0.5").top_p == 0.5  # a default for the requests of a server, which may sample
 
 
 def test_chat_refuses_a_launcher_and_a_file_that_is_no_video(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
