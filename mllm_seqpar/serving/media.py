@@ -1,13 +1,11 @@
 """Files that requests name: uploads, data: URLs, files below a folder, and URLs of hosts that the operator allows.
 
 A request cannot access the file system or the network unless the operator has allowed it: paths are resolved and must
-be below `media_root`, and http(s) URLs need their host in `allowed_hosts` (`download`).
+be below `media_root`, and http(s) URLs need their host in `allowed_hosts` (`data.urls`).
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import http.client
 import os
@@ -22,16 +20,19 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, unquote_to_bytes, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from mllm_seqpar.data.frame_choice import FrameChoice
 from mllm_seqpar.data.sources import is_image_file
+from mllm_seqpar.data.urls import NotAllowed, blocks, data_blocks, open_url
 
-from .download import LONGEST, NotAllowed, open_url
 from .engine import MediaFile
 from .protocol import ApiError, MediaReference
 
-_BLOCK = 1 << 20  # a multiple of four, so that a block of base64 is complete
+LONGEST = 600.0
+"""Seconds that a download may take."""
+
+_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,18 +232,11 @@ class MediaStore:
 
     def _inline(self, reference: MediaReference) -> _Claim:
         assert reference.url is not None
-        start = reference.url.find(",") + 1
-        size = len(reference.url) - start
-        if not start or not size:
-            raise _refused(reference, "the data: URL has no data")
-        base64_encoded = reference.url[:start].endswith(";base64,")
-        if size * 3 // 4 - 2 > self.max_bytes if base64_encoded else size > 3 * self.max_bytes:
-            raise self._too_long(reference)
         # The name depends on the content, so that a later request with the same video finds it.
         try:
-            return self._keep(_decoded(reference.url, start, base64_encoded), reference, "the data: URL")
-        except (binascii.Error, ValueError) as error:
-            raise _refused(reference, f"the data: URL is not base64 ({error})") from error
+            return self._keep(data_blocks(reference.url), reference, "the data: URL")
+        except ValueError as error:
+            raise _refused(reference, f"not a data: URL with a file ({error})") from error
 
     def _download(self, reference: MediaReference) -> _Claim:
         assert reference.url is not None
@@ -254,7 +248,7 @@ class MediaStore:
                     raise self._too_long(reference)
                 version = answer.headers.get("ETag") or os.urandom(8).hex()
                 name = hashlib.sha256(f"{reference.url} {version}".encode()).hexdigest()
-                return self._keep(_blocks(answer), reference, reference.url, name=name, expected=expected)
+                return self._keep(blocks(answer, LONGEST), reference, reference.url, name=name, expected=expected)
         except NotAllowed as error:
             raise _refused(reference, str(error)) from error
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -309,27 +303,6 @@ class MediaStore:
         handle, name = tempfile.mkstemp(dir=self._folder)
         os.close(handle)
         return Path(name)
-
-
-def _decoded(url: str, start: int, base64_encoded: bool) -> Iterator[bytes]:
-    """Yield the bytes of a data: URL; block by block, because the decoder keeps all threads waiting."""
-    if not base64_encoded:
-        yield unquote_to_bytes(url[start:])
-    while base64_encoded and start < len(url):
-        yield base64.b64decode(url[start : start + _BLOCK], validate=True)
-        start += _BLOCK
-
-
-def _blocks(answer: Any) -> Iterator[bytes]:
-    """Yield the bytes that a host sends; raise OSError if that takes too long, or if they end before the stated
-    length."""
-    deadline = time.monotonic() + LONGEST
-    while block := answer.read1(_BLOCK):
-        if time.monotonic() > deadline:
-            raise OSError(f"the download takes more than {LONGEST:.0f} s")
-        yield block
-    if answer.length:
-        raise OSError(f"it ended {answer.length} bytes early")
 
 
 def _media_file(claim: _Claim, reference: MediaReference, frames: FrameChoice) -> MediaFile:
