@@ -71,7 +71,7 @@ class Service:
 
 def make_app(service: Service) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    metrics = Metrics()
+    metrics = Metrics(_gauges(service))
     public = {"/health", "/metrics", *_page_files()}
     app.add_middleware(Guard, api_key=service.api_key, public=public, max_bytes=service.max_bytes)
     app.add_middleware(Monitor, metrics=metrics, log=service.log)  # the last one is the outermost
@@ -99,6 +99,16 @@ def make_app(service: Service) -> FastAPI:
     return app
 
 
+def _gauges(service: Service) -> dict[str, tuple[str, Callable[[], float]]]:
+    queue, store = service.queue, service.store
+    return {
+        "requests_running": ("Requests that the model answers now.", lambda: queue.running),
+        "requests_waiting": ("Requests that wait for the model.", lambda: queue.waiting),
+        "stored_bytes": ("Bytes of uploads, and of the media of requests.", lambda: store.stored),
+        "ranks": ("Ranks of the model.", lambda: service.ranks),
+    }
+
+
 def _add_state(app: FastAPI, service: Service, metrics: Metrics) -> None:
     """Add the routes that report the state of the server."""
     queue = service.queue
@@ -111,13 +121,7 @@ def _add_state(app: FastAPI, service: Service, metrics: Metrics) -> None:
 
     @app.get("/metrics")
     async def text() -> Response:
-        gauges = {
-            "requests_running": ("Requests that the model answers now.", int(queue.running)),
-            "requests_waiting": ("Requests that wait for the model.", queue.waiting),
-            "stored_bytes": ("Bytes of uploads, and of the media of requests.", service.store.stored),
-            "ranks": ("Ranks of the model.", service.ranks),
-        }
-        return Response(metrics.text(gauges), media_type=CONTENT_TYPE)
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
 
     @app.post("/load_model")
     async def load_model(request: Request) -> Response:

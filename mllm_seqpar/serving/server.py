@@ -183,5 +183,5 @@ def _bound_socket(args: ServeOptions) -> Iterator[socket.socket]:
 
 
 def _require_packages() -> None:
-    for module in ("fastapi", "pydantic", "python_multipart", "uvicorn"):
+    for module in ("fastapi", "prometheus_client", "pydantic", "python_multipart", "uvicorn"):
         optional_import(module, extra="serve", needed_for="serve")

@@ -14,6 +14,7 @@ pytest.importorskip("fastapi", reason="fastapi is not installed (extra serve)")
 pytest.importorskip("openai", reason="openai is not installed (extra test)")
 
 from live_app import ask, status_of
+from prometheus_client import parser
 
 from mllm_seqpar.serving.media import MediaStore
 
@@ -45,7 +46,6 @@ def test_log_keeps_one_line_for_what_a_client_sends(service: SimpleNamespace) ->
 
 
 def test_metrics_are_read_by_the_client_of_prometheus(service: SimpleNamespace) -> None:
-    parser = pytest.importorskip("prometheus_client.parser", reason="prometheus-client is not installed (extra test)")
     ask(service.client)
     list(ask(service.client, stream=True))
     status_of(lambda: ask(service.client, "broken"))
