@@ -28,6 +28,7 @@ from mllm_seqpar.adapting.chat import (
     FrameSource,
     Messages,
     answer_spans,
+    media_of,
     media_parts,
     tokenize,
 )
@@ -163,12 +164,7 @@ class QwenVLChats(ChatFamily):
         times: list[float] = []
         texts, spans = [], []
         for messages, sources in zip(conversations, media, strict=True):
-            if (expected := len(media_parts(messages))) != len(sources):
-                found = "more" if expected > len(sources) else "fewer"
-                raise DataError(
-                    f"{len(sources)} videos and images were passed; the conversation has {found} media parts"
-                )
-            shown = [self._placeholder(source, grids, times) for source in sources]
+            shown = [self._placeholder(source, grids, times) for _, source in media_of(messages, sources)]
             write = partial(self._write, [text for text, _ in shown], [text for _, text in shown])
             texts.append(write(list(messages), add_generation_prompt))
             spans.append(answer_spans([dict(message) for message in messages], write) if labels else [])

@@ -24,7 +24,6 @@ from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.chat_family import VIDEO_MARK, ChatText, FeatureFrames, chat_family
-from mllm_seqpar.data.chat_format import media_parts
 from mllm_seqpar.data.sources import FrameSource, ranges_by_source
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError
 from mllm_seqpar.patching import patch_of
@@ -178,11 +177,6 @@ class Conversation:
                 raise DataError(
                     f"a message contains {found[0]}, which is a mark of this model's chat format; remove it"
                 )
-        if (parts := len(media_parts(messages))) != len(self.sources):
-            raise DataError(
-                f"the messages have {parts} media parts, and the conversation {len(self.sources)} media; pass "
-                "one source for each part"
-            )
         return self._family.text([messages], [self.sources], add_generation_prompt=True)
 
     def _too_long(self, text: ChatText, max_new_tokens: int) -> str | None:

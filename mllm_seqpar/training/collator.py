@@ -20,6 +20,7 @@ from mllm_seqpar.data.chat_format import media_parts
 from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES, FRAME_FIELDS, FrameChoice
 from mllm_seqpar.data.sources import FrameSource, ImageListSource, ImageTensorSource, VideoSource
 from mllm_seqpar.errors import ConfigError, DataError
+from mllm_seqpar.models.messages import message_parts
 from mllm_seqpar.models.mplug_owl3.image_processing import frame_list, to_tensor
 
 Example = Mapping[str, Any]
@@ -29,8 +30,7 @@ _NAMES = {"lang_x": "input_ids", "vision_x": "pixel_values"}
 """OpenFlamingo's names of arguments, which trainers would not find, and those that its forward takes too."""
 
 _PAYLOADS = {"image": ("image", "path", "url"), "video": ("video", "path", "url", "images")}
-_PART_KEYS = {"text": {"type", "text"}, "image": {"type", *_PAYLOADS["image"]}}
-_PART_KEYS["video"] = {"type", *_PAYLOADS["video"], *FRAME_FIELDS}
+_PART_KEYS = {"text": ("text",), "image": _PAYLOADS["image"], "video": (*_PAYLOADS["video"], *FRAME_FIELDS)}
 _COLUMNS = {"image": ("images", "image"), "video": ("videos", "video")}
 
 
@@ -173,7 +173,15 @@ def _messages(number: int, example: Example, key: str) -> Messages:
     given = example[key]
     if not isinstance(given, list) or not all(isinstance(message, Mapping) for message in given):
         raise DataError(f"example {number}: {key} is {given!r:.80}; expected messages {{'role': ..., 'content': ...}}")
-    messages = [_parts(number, message) for message in given]
+    messages = []
+    for place, message in enumerate(given):
+        try:
+            parts = message_parts(place, message, _PART_KEYS)
+        except DataError as error:
+            raise DataError(f"example {number}: {error}") from error
+        # Tables have a column for each key of a part, which is None in the parts that do not have it.
+        kept = [{key: value for key, value in part.items() if value is not None} for part in parts]
+        messages.append({"role": message["role"], "content": kept})
     if key in ("completion", "chosen", "rejected"):
         return messages
     for kind, columns in _COLUMNS.items():
@@ -192,28 +200,3 @@ def _messages(number: int, example: Example, key: str) -> Messages:
         for part, medium in zip(empty, media, strict=True):
             part[kind] = medium
     return messages
-
-
-def _parts(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    role, content = message.get("role"), message.get("content")
-    if role not in ("system", "user", "assistant"):
-        raise DataError(f"example {number} has the role {role!r}; expected one of system, user, assistant")
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or [])
-    for part in parts:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in ("text", "image", "video") or (kind == "text" and not isinstance(part.get("text"), str)):
-            raise DataError(
-                f"example {number} holds {part!r:.80}; a part is {{'type': 'text', 'text': ...}}, "
-                "{'type': 'image', 'image': ...} or {'type': 'video', 'video': ...}"
-            )
-        if kind != "text" and role == "assistant":
-            raise DataError(f"example {number} has a part of type {kind} in an answer; answers are texts")
-    # Tables have a column for each key of a part, which is None in the parts that do not have it.
-    kept = [{key: value for key, value in part.items() if value is not None} for part in parts]
-    for part in kept:
-        if unknown := sorted(set(part) - _PART_KEYS[part["type"]]):
-            raise DataError(
-                f"example {number}: unknown key {unknown[0]!r} in {part!r:.80}; a part of type {part['type']} takes "
-                f"{sorted(_PART_KEYS[part['type']])}"
-            )
-    return {"role": role, "content": kept}

@@ -40,7 +40,7 @@ from mllm_seqpar.adapting.chat import (
     Messages,
     check_range,
     known_processors,
-    media_parts,
+    media_of,
 )
 from mllm_seqpar.adapting.transformers import (
     VISUAL_SHARD_DOC,
@@ -200,9 +200,7 @@ class MPlugOwl3Chats(ChatFamily):
                 f"{known} in the model directory (processor_config.json or preprocessor_config.json, and a tokenizer)"
             )
         pairs = [
-            (part["type"], source)
-            for messages, sources in zip(conversations, media, strict=True)
-            for part, source in zip(media_parts(messages), sources, strict=False)  # `encode` checks the counts
+            pair for messages, sources in zip(conversations, media, strict=True) for pair in media_of(messages, sources)
         ]
         grids = [_grid(source) for kind, source in pairs if kind == "image"]
         encoded = self.processor.encode(
