@@ -43,41 +43,13 @@ from mllm_seqpar.adapting.transformers import (
 
 from .qwen_vl_inputs import FEATURES, GRIDS, PIXELS, TOKENS, QwenVLInputs, compared_tensors
 
-_VISUAL_ARGUMENTS = (*PIXELS, FEATURES, *GRIDS, "second_per_grid_ts", "visual_shard")
-
-
-def _prepare_inputs(unpatched: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Pass embeddings only with the prompt, as transformers does with pixels."""
-    inputs: dict[str, Any] = unpatched(*args, **kwargs)
-    if kwargs.get("use_cache") and not kwargs.get("is_first_iteration"):
-        inputs |= dict.fromkeys((FEATURES, "visual_shard"))
-    return inputs
-
-
-def _expand_inputs(
-    unpatched: Any,
-    expand_size: int = 1,
-    is_encoder_decoder: bool = False,
-    input_ids: Tensor | None = None,
-    **model_kwargs: Any,
-) -> tuple[Tensor | None, dict[str, Any]]:
-    """Repeat each sample for its beams, but not its frames, which are encoded once."""
-    visual = {name: model_kwargs.pop(name) for name in _VISUAL_ARGUMENTS if name in model_kwargs}
-    embeds = model_kwargs.get("inputs_embeds")
-    prompt = input_ids if embeds is None else embeds
-    if expand_size > 1 and prompt is not None:
-        visual["visual_samples"] = prompt.shape[0]
-    ids, others = unpatched(
-        expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **model_kwargs
-    )
-    return ids, others | visual
-
 
 class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
     """The model of both families; `deepstack` is how many further embeddings each visual token has."""
 
     has_cross_attention = False
     frame_arguments = (*PIXELS, FEATURES)
+    visual_arguments = (*frame_arguments, *GRIDS, "second_per_grid_ts", "visual_shard")
     forward_doc = """
         Sequence-parallel (patched by mllm_seqpar): `visual_shard` says that `pixel_values` and `pixel_values_videos`
         hold only the rows of this rank's temporal patches, of `visual_shard.total`, those of all images and videos in
@@ -114,14 +86,6 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
 
     def mlps(self) -> Iterable[nn.Module]:
         return (layer.mlp for layer in self.model.model.language_model.layers)
-
-    def install_more(self, patch: Patch) -> None:
-        for name, replacement in (
-            ("_expand_inputs_for_generation", _expand_inputs),
-            ("prepare_inputs_for_generation", _prepare_inputs),
-        ):
-            unpatched = getattr(self.model, name)
-            patch.set(self.model, name, functools.wraps(unpatched)(functools.partial(replacement, unpatched)))
 
     @property
     def called_modules(self) -> Iterable[nn.Module]:

@@ -196,7 +196,7 @@ class IdeficsFamily(Family[_IdeficsInputs]):
     chat = IdeficsChats
     model_types = ("idefics",)
     model_sizes = staticmethod(model_sizes)
-    frame_arguments = unrepeated_arguments = _FRAME_ARGUMENTS
+    frame_arguments = visual_arguments = _FRAME_ARGUMENTS
     forward_doc = VISUAL_SHARD_DOC.format(frames=", ".join(_FRAME_ARGUMENTS))
     repeats_frames = True
 

@@ -91,9 +91,12 @@ class Family(ABC, Generic[InputsT]):
         model_types: values of `model_type` in the `config.json` of its models.
         model_sizes: (config, name) -> the sizes of the model that such a file describes, for the planner.
         frame_arguments: the arguments of the forward that hold frames or features; they take `HostFrames`.
-        unrepeated_arguments: those of them that `generate` must not repeat for beams (`patch_generate`).
+        visual_arguments: the arguments by which `generate` passes frames, if the model's own `generate` would repeat
+            them for beams. The patched one repeats none of them, because the beams of a sample share its frames, and
+            passes them with the prompt only. With beams, a forward that takes `visual_samples` receives the number of
+            samples before they were repeated.
         forward_doc: what the docstring of the patched forward adds to that of the unpatched one.
-        repeats_frames: whether its `generate` passes the frames again with every token.
+        repeats_frames: whether its `generate` passes `visual_arguments` again with every token.
         checkpoints_visual_layers: whether transformers' gradient checkpointing recomputes layers that attend to frames.
         frame_layout: how frames map to ranks if the caller passes all of them: "zigzag" where rows attend to earlier
             frames only, which balances the load.
@@ -107,7 +110,7 @@ class Family(ABC, Generic[InputsT]):
     model_types: tuple[str, ...] = ()
     model_sizes: Callable[[dict[str, Any], str], ModelSizes] | None = None
     frame_arguments: tuple[str, ...] = ("pixel_values",)
-    unrepeated_arguments: tuple[str, ...] = ()
+    visual_arguments: tuple[str, ...] = ()
     forward_doc = ""
     repeats_frames = False
     checkpoints_visual_layers = True
@@ -138,7 +141,7 @@ class Family(ABC, Generic[InputsT]):
         patch.guard(model, [*text, *visual])
         family.install_more(patch)
         patch.set(model, "forward", family._model_forward())
-        patch_generate(model, patch, family.unrepeated_arguments)
+        patch_generate(model, patch, family.visual_arguments, family.repeats_frames)
 
     def _model_forward(self) -> Any:
         method = type(self).forward
