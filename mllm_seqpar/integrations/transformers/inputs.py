@@ -156,8 +156,12 @@ class ForwardInputs:
                     f"visual_shard: {shard} means {local} frames, {shape[0]} were passed, in a tensor of shape {shape}"
                 )
 
+    @functools.cached_property
     def positions(self) -> Tensor:
-        """Return (..., B or 1, L) rotary positions; if none were given, they start at the length of the cache."""
+        """(..., B or 1, L), rotary positions; if none were given, they start at the length of the cache.
+
+        The first use is before the decoder runs, which fills the cache.
+        """
         if self.position_ids is not None:
             return self.position_ids
         return torch.arange(self.length, device=self.text.device)[None] + self.past_length
