@@ -120,10 +120,8 @@ def encode_units(
     with torch.no_grad(), closing(_batches(units, shard.ranges, batch, family, encoder)) as batches:
         while True:
             pixels = encoder.read(batches)
-            rows = comm.gather_ints([encoder.done, int(encoder.error is not None)])
-            if any(failed for _, failed in rows):
-                agree(comm, "reading the video", error=encoder.error)
-            done = [encoded for encoded, _ in rows]
+            _, rows = agree(comm, "reading the video", error=encoder.error, numbers=lambda _: [encoder.done])
+            done = [encoded for (encoded,) in rows]
             if progress is not None:
                 progress(sum(done))
             if done == counts:
