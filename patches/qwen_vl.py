@@ -47,7 +47,6 @@ from .qwen_vl_inputs import FEATURES, GRIDS, PIXELS, TOKENS, QwenVLInputs, compa
 class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
     """The model of both families; `deepstack` is how many further embeddings each visual token has."""
 
-    has_cross_attention = False
     frame_arguments = (*PIXELS, FEATURES)
     visual_arguments = (*frame_arguments, *GRIDS, "second_per_grid_ts", "visual_shard")
     forward_doc = """

@@ -366,6 +366,3 @@ def _positions(mask: Tensor | None, positions: Tensor | None, ids: Tensor | None
         return positions
     counted = mask.long().cumsum(-1) - 1
     return counted.masked_fill(mask == 0, 1)[:, -text.shape[1] :]
-
-
-adapter = IdeficsFamily

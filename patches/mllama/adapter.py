@@ -528,6 +528,3 @@ def _flat_images(
     if whole and samples and states[..., 0].numel() % (samples * patches) == 0:
         states = states.reshape(-1, patches, states.shape[2])
     return states, ()
-
-
-adapter = MllamaFamily

@@ -463,6 +463,3 @@ def _run_with_native_cache(
             native.is_complete = family.context.comm.size == 1
         native.layout = layout
     return out
-
-
-adapter = MPlugOwl3Family

@@ -97,6 +97,7 @@ class Family(ABC, Generic[InputsT]):
             samples before they were repeated.
         forward_doc: what the docstring of the patched forward adds to that of the unpatched one.
         repeats_frames: whether its `generate` passes `visual_arguments` again with every token.
+        has_cross_attention: whether layers attend to frames; otherwise frames are tokens of the text.
         checkpoints_visual_layers: whether transformers' gradient checkpointing recomputes layers that attend to frames.
         frame_layout: how frames map to ranks if the caller passes all of them: "zigzag" where rows attend to earlier
             frames only, which balances the load.
@@ -113,6 +114,7 @@ class Family(ABC, Generic[InputsT]):
     visual_arguments: tuple[str, ...] = ()
     forward_doc = ""
     repeats_frames = False
+    has_cross_attention = True
     checkpoints_visual_layers = True
     frame_layout = "contiguous"
 
@@ -337,6 +339,7 @@ class DecoderOnlyFamily(Family[InputsT]):
     text.
     """
 
+    has_cross_attention = False
     checkpoints_visual_layers = False
 
     @abstractmethod
