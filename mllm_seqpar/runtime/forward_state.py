@@ -75,8 +75,8 @@ class ForwardState:
     Attributes:
         shards_text: whether hidden states hold this rank's tokens only.
         takes_mask: whether the decoder takes an attention mask, by which the model's own attention computes the text.
-        torch_attends: whether torch's own operator may compute a softmax over keys that this rank has whole: on one
-            process, unless a block kernel is named.
+        torch_attends: whether torch's own operator may take the place of schedules and block kernels: on one process,
+            unless a block kernel is named.
     """
 
     def __init__(
