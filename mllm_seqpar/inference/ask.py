@@ -219,10 +219,9 @@ class VideoRun:
         self._answers.append(Answered(name, question, answer))
         if shown:
             say("\n")
-        evidence = conversation.evidence
-        if shown and self._args.evidence and evidence is not None:
-            note(evidence.describe())
-        return evidence
+        if shown and self._args.evidence and answer.evidence is not None:
+            note(answer.evidence.describe())
+        return answer.evidence
 
     def _write_page(self, name: str, page: str, found: Sequence[tuple[str, Evidence]], sources: Sequence[Any]) -> None:
         if self._comm.rank == 0 and found:

@@ -220,7 +220,8 @@ class Terminal:
                 note("\nstopped")
                 return
         say("\n")
-        self._evidence = "\n".join(map(str, reply.evidence)) or reply.evidence_note or self._evidence
+        if reply.evidence is not None:
+            self._evidence = "\n".join(map(str, reply.evidence.moments)) or reply.evidence.note
         if reply.finish_reason != "stop":
             limit = f"the answer has --max_new_tokens {sampling.max_new_tokens} tokens and was cut off"
             note("stopped" if reply.finish_reason == "interrupted" else limit)

@@ -125,12 +125,12 @@ def test_evidence_of_a_turn_is_that_of_its_own_tokens(gated: Case) -> None:
         return conversation.answer(prompt, Sampling(max_new_tokens=4), evidence=9)
 
     for plain, again, later, fresh in converse(gated, 2, body):
-        assert plain.tokens == again.tokens and not plain.evidence
-        assert sum(moment.share for moment in again.evidence) == pytest.approx(1.0, abs=1e-5)
+        assert plain.tokens == again.tokens and plain.evidence is None
+        assert sum(moment.share for moment in again.evidence.moments) == pytest.approx(1.0, abs=1e-5)
         assert again.cached_tokens == again.prompt_tokens - 1 and fresh.cached_tokens == 0
-        for one, other in zip(again.evidence, fresh.evidence, strict=True):
+        for one, other in zip(again.evidence.moments, fresh.evidence.moments, strict=True):
             assert one.share == pytest.approx(other.share, abs=1e-5) and one.peak == other.peak
-        assert later.evidence != again.evidence
+        assert later.evidence.moments != again.evidence.moments
 
 
 @pytest.mark.slow

@@ -107,12 +107,12 @@ def test_evidence_of_a_decoder_only_model_names_the_medium_and_its_frames(name: 
         for reply in on_ranks(world, folder / name, lambda engine: [answer(engine, x) for x in (first, again)])
     ]
     for one, other in found:
-        frames = [(frame, x.medium) for x in one.evidence for frame in range(x.first, x.last + 1)]
+        frames = [(frame, x.medium) for x in one.evidence.moments for frame in range(x.first, x.last + 1)]
         assert sorted(frames) == [(0, 0), (1, 1), (2, 1), (3, 1)]  # the video's frames are two temporal patches
         assert other.cached_tokens > 0
-        for moments, count in ((one.evidence, 9), (other.evidence, 3)):
+        for moments, count in ((one.evidence.moments, 9), (other.evidence.moments, 3)):
             assert [x.share for x in moments] == pytest.approx(
-                [x.share for x in found[0][0].evidence[:count]], rel=1e-4
+                [x.share for x in found[0][0].evidence.moments[:count]], rel=1e-4
             )
 
 
