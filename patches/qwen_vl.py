@@ -37,7 +37,6 @@ from mllm_seqpar.adapting.transformers import (
     DecoderOnlyFamily,
     causal_mask,
     decoder_arguments,
-    makes_cache,
     run_pass,
 )
 
@@ -217,6 +216,7 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         visual_samples: int | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
+        decoder = self.model.model.language_model
         if second_per_grid_ts is not None and "second_per_grid_ts" not in self.position_arguments:
             kwargs["second_per_grid_ts"] = second_per_grid_ts  # refused, as an argument that nothing reads
         pixels = _with_rows(pixel_values, image_grid_thw), _with_rows(pixel_values_videos, video_grid_thw)
@@ -242,8 +242,8 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
             if frames is None
             else compared_tensors(self.model.config, self.embed, text, (*pixels, visual_embeds), visual_shard, given),
             past_key_values=past_key_values,
-            use_cache=makes_cache(self.context, self.model, self.text_config, use_cache, past_key_values, labels),
-            detects_packing=not _unpatched_caches(self.model, past_key_values, use_cache),
+            use_cache=self.makes_cache(past_key_values, use_cache, labels),
+            detects_packing=not self.unpatched_makes_cache(decoder, past_key_values, use_cache),
             frame_names=(*PIXELS, FEATURES),
             pixels=pixels,
             merge=self.merge,
@@ -264,10 +264,3 @@ def _only_cached_frames(config: Any, ids: Tensor | None, past: Cache | None) -> 
     if ids is None or past is None or not past.get_seq_length():
         return False
     return not bool(((ids == config.image_token_id) | (ids == config.video_token_id)).any())
-
-
-def _unpatched_caches(model: Any, past: Cache | None, use_cache: bool | None) -> bool:
-    """Return whether the unpatched model would use a cache; it then does not detect packed sequences by positions."""
-    decoder = model.model.language_model
-    wanted = model.config.get_text_config(decoder=True).use_cache if use_cache is None else use_cache
-    return past is not None or (bool(wanted) and not (decoder.gradient_checkpointing and decoder.training))

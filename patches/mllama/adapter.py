@@ -49,7 +49,6 @@ from mllm_seqpar.adapting.transformers import (
     as_compared_tensors,
     causal_mask,
     decoder_arguments,
-    makes_cache,
     mark_visual_layers,
     merge_heads,
     refuse_dropout,
@@ -454,6 +453,7 @@ class MllamaFamily(Family[MllamaInputs]):
         visual_samples: int | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
+        decoder = self.model.model.language_model
         text, vision = input_ids if input_ids is not None else inputs_embeds, self.model.model.vision_model
         samples = visual_samples or (0 if text is None else text.shape[0])
         images = (pixel_values, (aspect_ratio_ids, aspect_ratio_mask), cross_attention_states)
@@ -473,8 +473,8 @@ class MllamaFamily(Family[MllamaInputs]):
             visual_shard=visual_shard,
             compared_tensors=as_compared_tensors(cross_attention_mask=mask, **ratios),
             past_key_values=past_key_values,
-            use_cache=makes_cache(self.context, self.model, self.text_config, use_cache, past_key_values, labels),
-            detects_packing=not _unpatched_caches(self.model, past_key_values, use_cache),
+            use_cache=self.makes_cache(past_key_values, use_cache, labels),
+            detects_packing=not self.unpatched_makes_cache(decoder, past_key_values, use_cache),
             extras=extras,
             frame_names=("pixel_values", "cross_attention_states"),
             cross_attention_mask=mask,
@@ -489,13 +489,6 @@ class MllamaFamily(Family[MllamaInputs]):
 def _any_tile(visible: Tensor) -> Tensor:
     """(B, L, tiles) -> (B, L): whether a row attends to any tile."""
     return visible.view(torch.uint8).amax(-1).bool()  # `any` takes 30 times as long
-
-
-def _unpatched_caches(model: Any, past: Cache | None, use_cache: bool | None) -> bool:
-    """Return whether the unpatched model would use a cache; it then does not detect packed sequences by positions."""
-    decoder = model.model.language_model
-    wanted = model.config.get_text_config(decoder=True).use_cache if use_cache is None else use_cache
-    return past is not None or (bool(wanted) and not (decoder.gradient_checkpointing and decoder.training))
 
 
 def _flat_images(

@@ -206,6 +206,29 @@ class Family(ABC, Generic[InputsT]):
         """Return (units, ...), what projections may need of each unit of all ranks: its position, or its rotation."""
         return torch.zeros(units, dtype=torch.long)
 
+    # The cache of a pass.
+
+    def makes_cache(self, past: Any, use_cache: bool | None, labels: Tensor | None) -> bool:
+        """Return whether a pass fills or continues a cache: if there is one, or the caller requests one.
+
+        If the caller does not say (`use_cache=None`), one process makes a cache as the unpatched model does, except in
+        training, where the cache would hold K and V that are otherwise recomputed. Several ranks make none, because a
+        cache needs all text on every rank. With gradient checkpointing no new cache is made, as in transformers. With
+        offloaded features none is made in grad mode, because its K and V in host memory have no gradients.
+        """
+        if past is not None or use_cache is False:
+            return past is not None
+        trains = self.model.training and torch.is_grad_enabled()
+        if use_cache:
+            return not (trains and any(module.gradient_checkpointing for module in self._checkpointed_modules))
+        trains |= self.context.config.visual_offload is not None and torch.is_grad_enabled()
+        return self.context.comm.size == 1 and labels is None and not trains and bool(self.text_config.use_cache)
+
+    def unpatched_makes_cache(self, decoder: Any, past: Any, use_cache: bool | None) -> bool:
+        """Return whether a pass of the unpatched model has a cache; it then ignores packed sequences of positions."""
+        wanted = self.text_config.use_cache if use_cache is None else use_cache
+        return past is not None or (bool(wanted) and not (decoder.training and decoder.gradient_checkpointing))
+
     # What rows may attend to.
 
     def media_position(self, inputs: InputsT) -> Any:

@@ -170,6 +170,8 @@ def sharded_tokens(
     """Return what `ForwardState` takes for the frames of a decoder-only model, if the text is sharded."""
     if family.context.config.self_attention == "local":
         return replicated_tokens(family, features, media_position, 0, text.length)
+    if features is None:
+        return {}
     positions = [text.positions(rank) for rank in range(text.comm.size)]
     return _exchanged_tokens(family, features, media_position.between(0, text.length), positions)
 
@@ -181,15 +183,15 @@ def replicated_tokens(
 
     The rows of the pass are `length` from `start` on.
     """
+    if features is None:
+        return {}
     rows = [torch.arange(length)] * family.context.comm.size
     return _exchanged_tokens(family, features, media_position.between(start, start + length), rows)
 
 
 def _exchanged_tokens(
-    family: Family, features: Tensor | None, media_position: TokenPlaces, rows: Sequence[Tensor]
+    family: Family, features: Tensor, media_position: TokenPlaces, rows: Sequence[Tensor]
 ) -> dict[str, Any]:
-    if features is None:
-        return {}
     comm, width = family.context.comm, family.text_config.hidden_size
     return {
         "visual_tokens": media_position.routes(rows, comm.rank).exchange(features, comm, features.shape[1] // width)
