@@ -26,7 +26,7 @@ from mllm_seqpar.data.sources import VideoSource
 from mllm_seqpar.data.video import sampling_fault
 from mllm_seqpar.errors import ConfigError, SeqParError
 from mllm_seqpar.inference.arguments import ServingOptions
-from mllm_seqpar.inference.conversation import Interrupted
+from mllm_seqpar.inference.encoding import Interrupted
 from mllm_seqpar.inference.evidence import MOMENTS
 
 from .engine import Job, MediaFile
