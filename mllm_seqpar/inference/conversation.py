@@ -11,9 +11,9 @@ already, and multiple choice compares the log-likelihoods of letters after a pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,12 +24,12 @@ from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.chat_family import VIDEO_MARK, ChatText, FeatureFrames, chat_family
-from mllm_seqpar.data.sources import FrameSource, ranges_by_source
-from mllm_seqpar.errors import ConfigError, DataError, SeqParError
+from mllm_seqpar.data.sources import FrameSource
+from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.sharding import FrameShard
 
-from .encoding import EncodedVideo, encode_units, encoder_of
+from .encoding import EncodedVideo, encode_video, encoder_of
 from .evidence import evidence_of
 from .frame_attention import record_attention
 from .generation import Answer, AnswerStreamer, ForcedTokens, OnText, Sampling, StopWatch, longest_text
@@ -39,10 +39,6 @@ _log = get_logger(__name__)
 
 class LengthError(DataError):
     """The prompt and its answer are longer than the model's context."""
-
-
-class Interrupted(SeqParError):
-    """The user ended the encoding of the frames."""
 
 
 @dataclass(frozen=True)
@@ -56,35 +52,6 @@ class Score:
 
     log_likelihood: float
     is_greedy: bool
-
-
-@dataclass(frozen=True)
-class JoinedSource(FrameSource):
-    """The frames of several sources, one source after another; `interrupted` is called before each batch."""
-
-    sources: tuple[FrameSource, ...]
-    interrupted: Callable[[], bool] | None = field(default=None, compare=False)
-
-    def __len__(self) -> int:
-        return sum(len(source) for source in self.sources)
-
-    def sizes(self) -> list[tuple[int, int]]:
-        """Return (height, width) of each frame."""
-        return [size for source in self.sources for size in source.sizes()]
-
-    def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
-        """Yield frames start <= i < stop; a batch has frames of one source."""
-        return self.read_ranges([range(start, stop)], size=size, batch=batch)
-
-    def read_ranges(
-        self, ranges: Sequence[range], *, size: tuple[int, int] | None = None, batch: int = 16
-    ) -> Iterator[Tensor]:
-        """Yield the frames of ranges in ascending order; a batch has frames of one source."""
-        for source, _, parts in ranges_by_source(self.sources, ranges):
-            for frames in source.read_ranges(parts, size=size, batch=batch):
-                if self.interrupted is not None and self.interrupted():
-                    raise Interrupted("interrupted while the frames were encoded")
-                yield frames
 
 
 class Conversation:
@@ -206,17 +173,17 @@ class Conversation:
         """
         if self._encoded is not None or not self.sources:
             return
-        joined = JoinedSource(tuple(map(self._family.units, self.sources)), interrupted)
-        total = len(joined)
-        report = None if progress is None else lambda done: progress(done, total)
-        options: dict[str, Any] = {
-            "group": self._comm,
-            "batch": self._batch,
-            "progress": report,
-            "on_host": self._on_host,
-        }
-        self._family.check(self._model)
-        self._encoded = encode_units(self._model, self._family, joined, **options)
+        total = sum(len(self._family.units(source)) for source in self.sources)
+        self._encoded = encode_video(
+            self._model,
+            self._processor,
+            self.sources,
+            group=self._comm,
+            batch=self._batch,
+            progress=None if progress is None else lambda done: progress(done, total),
+            on_host=self._on_host,
+            interrupted=interrupted,
+        )
 
     def answer(
         self,

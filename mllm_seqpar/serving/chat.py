@@ -25,7 +25,7 @@ from mllm_seqpar.cli.progress import FramesBar, note, say
 from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES, FrameChoice
 from mllm_seqpar.errors import ConfigError, SeqParError
 from mllm_seqpar.inference.arguments import SeedOptions, ServingOptions
-from mllm_seqpar.inference.conversation import Interrupted
+from mllm_seqpar.inference.encoding import Interrupted
 from mllm_seqpar.inference.evidence import MOMENTS
 
 from .engine import Job, MediaFile

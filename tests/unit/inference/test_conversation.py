@@ -12,7 +12,7 @@ from torch import Tensor
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import Communicator, LoopbackCommunicator, as_communicator, run_loopback
 from mllm_seqpar.data import VideoSource, chat_family
-from mllm_seqpar.errors import DataError
+from mllm_seqpar.errors import DataError, SeqParError
 from mllm_seqpar.inference import Answer, Sampling
 from mllm_seqpar.inference.conversation import Conversation, LengthError
 from mllm_seqpar.inference.generation import StopWatch
@@ -223,3 +223,21 @@ def test_conversation_without_media(case: Case) -> None:
 
     replies = [reply.tokens for world in (1, 2) for reply in run_loopback(world, body)]
     assert replies[0] and all(tokens == replies[0] for tokens in replies)
+
+
+@pytest.mark.parametrize("batch", [2, 16])
+def test_encoding_that_is_interrupted_ends_after_its_batch_on_all_ranks(gated: Case, batch: int) -> None:
+    """A reader that is ahead has perhaps read the last frame already."""
+    done: list[int] = []
+
+    def body(conversation: Conversation) -> str:
+        conversation._batch = batch
+        first = conversation._comm.rank == 0
+        with pytest.raises(SeqParError) as error:
+            if first:
+                conversation.encode(lambda encoded, total: done.append(encoded), lambda: bool(done))
+            else:
+                conversation.encode()
+        return type(error.value).__name__
+
+    assert converse(gated, 2, body) == ["Interrupted", "AgreementError"] and done == [0]

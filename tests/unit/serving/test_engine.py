@@ -15,10 +15,11 @@ from mllm_seqpar.cli.job_channel import JobChannel
 from mllm_seqpar.cli.options import parse_options
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.comm.agreement import agree
-from mllm_seqpar.data import FrameChoice, VideoSource, chat_family
+from mllm_seqpar.data import FrameChoice, chat_family
 from mllm_seqpar.errors import SeqParError
 from mllm_seqpar.inference import Sampling
-from mllm_seqpar.inference.conversation import Conversation, Interrupted, JoinedSource, LengthError
+from mllm_seqpar.inference.conversation import Conversation, LengthError
+from mllm_seqpar.inference.encoding import Interrupted
 from mllm_seqpar.inference.generation import Answer
 from mllm_seqpar.models.loading import load_model, load_processor
 from mllm_seqpar.serving.chat import ChatOptions
@@ -255,15 +256,6 @@ def test_features_of_an_impossible_job_are_freed_at_once(
         return freed == [True]
 
     assert on_ranks(1, inference_files / "gated", body) == [True]
-
-
-def test_source_that_is_interrupted_reads_no_further(video: MediaFile) -> None:
-    flags = iter((False, True))
-    source = JoinedSource((VideoSource.open(video.path, num_frames=4),), lambda: next(flags))
-    frames = source.read(0, 4, batch=2)
-    next(frames)
-    with pytest.raises(Interrupted):
-        next(frames)
 
 
 def test_ranks_of_an_engine_need_the_same_model(inference_files: Path) -> None:
