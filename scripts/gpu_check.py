@@ -35,6 +35,7 @@ from pathlib import Path
 import torch
 
 sys.path.append(str(Path(__file__).parent / "bench"))  # for measure.py and kernels.py
+sys.path.append(str(Path(__file__).parent / "lib"))  # for tiny_models
 
 from gpu_checks import ranks_lost
 from gpu_checks.processes import refusal, run_ranks

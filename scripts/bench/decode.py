@@ -25,8 +25,8 @@ import report
 import torch
 import transformers
 from measure import environment, run_on_ranks, synchronize
+from models import SUBJECTS, Subject, subject
 from rows import append, as_text, digits
-from small_models import FAMILIES, Subject
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
@@ -52,7 +52,7 @@ def main() -> None:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", nargs="+", default=["idefics", "open_flamingo"], choices=list(FAMILIES))
+    parser.add_argument("--family", nargs="+", default=["idefics", "open_flamingo"], choices=SUBJECTS)
     parser.add_argument("--images", type=int, nargs="+", default=[256])
     parser.add_argument("--tokens", type=int, default=32, help="number of tokens to decode, 5 or more")
     parser.add_argument("--prompt", type=int, default=32, help="number of words before them")
@@ -71,13 +71,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def measure(name: str, images: int, args: argparse.Namespace) -> dict[str, Any]:
     """Return one row. On one rank, patched and unpatched runs alternate; on several, the patched ones come last."""
-    subject = make_subject(name, images, args)
-    generate = subject.unpatched_generate or subject.model.generate
+    made = make_subject(name, images, args)
+    generate = made.unpatched_generate or made.model.generate
     unpatched, patched = [], []
     for _ in range(1 + args.repeats):
-        unpatched.append(decode(generate, subject, args))
+        unpatched.append(decode(generate, made, args))
         if args.ranks == 1:
-            patched.append(decode_patched(subject, args))
+            patched.append(decode_patched(made, args))
     unpatched, patched = unpatched[1:], patched[1:]  # the first ones warm up
     if args.ranks > 1:
         by_rank = run_on_ranks(args.ranks, args.device, args.threads, patched_runs, name, images, args)
@@ -89,15 +89,14 @@ def measure(name: str, images: int, args: argparse.Namespace) -> dict[str, Any]:
     for tokens, _ in [*unpatched, *patched]:
         if not torch.equal(tokens, expected):
             raise SystemExit(f"{name}: tokens {tokens[0].tolist()} differ from the unpatched {expected[0].tolist()}")
-    row = {"family": name, "images": images, "visual_keys": subject.keys, "ranks": args.ranks, "tokens": args.tokens}
+    row = {"family": name, "images": images, "visual_keys": made.keys, "ranks": args.ranks, "tokens": args.tokens}
     return row | {"device": args.device, "dtype": "float32", "tokens_equal": True} | summary(unpatched, patched)
 
 
 def make_subject(name: str, images: int, args: argparse.Namespace) -> Subject:
-    torch.manual_seed(0)  # for weights that `random_weights` does not set
-    subject = FAMILIES[name](images, args.prompt)
-    subject.model.to(args.device)
-    return replace(subject, inputs={key: x.to(args.device) for key, x in subject.inputs.items()})
+    made = subject(name, images, args.prompt)
+    made.model.to(args.device)
+    return replace(made, inputs={key: x.to(args.device) for key, x in made.inputs.items()})
 
 
 class TokenTimes(LogitsProcessor):
@@ -112,26 +111,26 @@ class TokenTimes(LogitsProcessor):
         return scores
 
 
-def decode(generate: Callable[..., Tensor], subject: Subject, args: argparse.Namespace) -> Run:
+def decode(generate: Callable[..., Tensor], made: Subject, args: argparse.Namespace) -> Run:
     """Run one greedy `generate` of exactly `args.tokens` tokens."""
     clock = TokenTimes()
     greedy = {"max_new_tokens": args.tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    tokens = generate(**subject.inputs, **greedy, use_cache=True, logits_processor=LogitsProcessorList([clock]))
+    tokens = generate(**made.inputs, **greedy, use_cache=True, logits_processor=LogitsProcessorList([clock]))
     assert len(clock.times) == 1 + args.tokens
     return tokens[:, -args.tokens :].cpu(), [after - before for before, after in pairwise(clock.times)]
 
 
-def decode_patched(subject: Subject, args: argparse.Namespace) -> Run:
-    patch_model(subject.model)
+def decode_patched(made: Subject, args: argparse.Namespace) -> Run:
+    patch_model(made.model)
     try:
-        return decode(subject.model.generate, subject, args)
+        return decode(made.model.generate, made, args)
     finally:
-        unpatch_model(subject.model)
+        unpatch_model(made.model)
 
 
 def patched_runs(name: str, images: int, args: argparse.Namespace) -> list[Run]:
-    subject = make_subject(name, images, args)
-    return [decode_patched(subject, args) for _ in range(1 + args.repeats)][1:]
+    made = make_subject(name, images, args)
+    return [decode_patched(made, args) for _ in range(1 + args.repeats)][1:]
 
 
 def summary(unpatched: list[Run], patched: list[Run]) -> dict[str, float]:

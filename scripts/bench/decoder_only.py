@@ -26,13 +26,11 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -106,7 +104,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def measured(args: argparse.Namespace, frames: int) -> dict[str, Any]:
     """Return the loss, the peak bytes of both steps, and the answers and seconds of the questions, on this rank."""
-    sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
     testing = import_module(f"tiny_models.{args.family}")
     tokens = frames * args.grid[0] * args.grid[1] // 4
     marks = frames * 4 if args.family == "qwen3_vl" else 2

@@ -47,12 +47,10 @@ class Step:
     """The training step of one mode."""
 
     def __init__(self, case: Case, mode: Mode, comm: Communicator, kernel: str, features: Tensor) -> None:
-        torch.manual_seed(0)
         self.mode, self.comm, self.features, setting = mode, comm, features, case.setting
-        subject = case.build()
-        self.model = subject.model.to(features.dtype).train().requires_grad_(True)
+        self.model = case.model.build().to(features.dtype).train().requires_grad_(True)
         shard = FrameShard(comm.rank, comm.rank + 1, comm.size)
-        self.arguments = subject.arguments(setting.rows * comm.size, features, shard)
+        self.arguments = case.model.arguments(setting.rows * comm.size, features, shard)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=True)
         options: dict[str, Any] = {"kernel": kernel}
         strategy = mode.spec.strategy if mode.spec else {"none": "lv-xattn"}.get(mode.name, mode.name)
@@ -126,7 +124,7 @@ class StepBenchmark:
         self.case, self.comm, self.setting = case, comm, case.setting
         self.network = NetworkBenchmark(case.setting, comm, torch.device("cpu"))
         generator = torch.Generator().manual_seed(comm.rank)
-        frame = torch.randn(1, case.setting.keys, case.sizes.cross.visual_dim, generator=generator)
+        frame = torch.randn(1, case.setting.keys, case.model.sizes.cross.visual_dim, generator=generator)
         self.features = frame.to(getattr(torch, case.setting.dtype)).requires_grad_()
 
     def run(self, repeats: int, seed: int, link: Link) -> Measured:
@@ -184,7 +182,7 @@ class StepBenchmark:
             return
         rates = replace(cluster(self.setting, found.block, found.speed), matmul=steps["auto"].matmul)
         ideal = replace(rates, network_link=1e18, node_link=1e18, network_latency_s=0.0, node_latency_s=0.0)
-        visual = VisualProjection(dim=self.case.sizes.cross.visual_dim, layers=self.case.layers)
+        visual = VisualProjection(dim=self.case.model.sizes.cross.visual_dim, layers=self.case.layers)
 
         def call_s(mode: Mode, spec: ParallelSpec | None, network: Cluster) -> float:
             assert spec is not None

@@ -3,7 +3,7 @@
     python scripts/bench/memory.py [--family mplug_owl3 open_flamingo idefics] [--ranks 1 2 4] [--quick]
         [--device cpu|cuda] [--scale 16] [--frames F --text L] [--repeats 4] [--out rows.csv]
 
-The models are the real classes with every width divided by --scale (see `scaled_models`), in bfloat16, on real ranks. A
+The models are the real classes with every width divided by --scale (see `models`), in bfloat16, on real ranks. A
 step starts at the visual features. Bytes are those of the rank with the most. There are three kinds of rows:
 
     bytes     bytes saved for backward and peak, with F and 2 F frames, beside the planner's estimate of the peak
@@ -29,8 +29,8 @@ import torch
 import transformers
 from measure import environment, run_on_ranks
 from memory_run import MemoryBenchmark, Mode
+from models import PUBLISHED
 from rows import append, as_text, digits
-from scaled_models import FAMILIES
 
 DEFAULTS = {"mplug_owl3": (4, 128), "open_flamingo": (32, 352), "idefics": (8, 128)}
 """Frames and text tokens of the smaller of the two sizes."""
@@ -51,7 +51,7 @@ def main() -> None:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", nargs="+", default=["mplug_owl3", "open_flamingo"], choices=list(FAMILIES))
+    parser.add_argument("--family", nargs="+", default=["mplug_owl3", "open_flamingo"], choices=list(PUBLISHED))
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--scale", type=int, default=16, help="divisor of all widths; use 1 on a GPU")
     parser.add_argument("--frames", type=int, help="frames of the smaller size (default: by family)")

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from measure import SavedBytes, peak_memory, synchronize
-from scaled_models import CONFIGS, FAMILIES, Subject
+from models import ScaledModel, scaled
 from torch import Tensor
 
 from mllm_seqpar import FrameShard, frame_range, patch_model, unpatch_model
@@ -25,6 +25,7 @@ from mllm_seqpar.comm import Communicator, as_communicator
 from mllm_seqpar.planner.candidates import ParallelSpec
 from mllm_seqpar.planner.memory import memory_after_tower
 from mllm_seqpar.planner.model_sizes import read_model
+from mllm_seqpar.planner.records import CONFIGS
 from mllm_seqpar.planner.workload import Workload
 from mllm_seqpar.runtime import visual_features
 
@@ -57,22 +58,22 @@ class MemoryBenchmark:
     device: torch.device
     largest: int  # frames of the larger of the two video lengths that are measured
     comm: Communicator = field(default_factory=lambda: as_communicator(None))
-    subject: Subject = field(init=False)
+    scaled: ScaledModel = field(init=False)
+    model: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        torch.manual_seed(0)
-        self.subject = FAMILIES[self.family](self.scale)
-        self.subject.model.to(self.device, DTYPE).train()
-        for parameter in self.subject.model.parameters():
+        self.scaled = scaled(self.family, self.scale)
+        self.model = self.scaled.build().to(self.device, DTYPE).train()
+        for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
 
     @property
     def chunk_bytes(self) -> int:
         """Bytes of visual features projected at once: the same fraction of the video as at the published sizes."""
-        published, sizes = getattr(visual_features, self._chunk_constant), self.subject.sizes
+        published, sizes = getattr(visual_features, self._chunk_constant), self.scaled.sizes
         if self.scale == 1:
             return published
-        published_width = read_model(CONFIGS / f"{sizes.name}.yaml").cross.visual_dim
+        published_width = read_model(CONFIGS / "models" / f"{sizes.name}.yaml").cross.visual_dim
         return published * self.largest * sizes.cross.visual_dim // (PUBLISHED_FRAMES * published_width)
 
     @property
@@ -80,7 +81,7 @@ class MemoryBenchmark:
         return "CUDA_CHUNK_BYTES" if self.device.type == "cuda" else "CHUNK_BYTES"
 
     def columns(self, mode: Mode) -> dict[str, Any]:
-        sizes = self.subject.sizes
+        sizes = self.scaled.sizes
         row = {"benchmark": "memory", "family": self.family, "model": sizes.name, "ranks": self.comm.size}
         row |= {"scale": self.scale, "text": self.text, "device": self.device.type, "dtype": "bfloat16"}
         row |= {"frame_bytes": sizes.vision.keys * sizes.cross.visual_dim * DTYPE.itemsize}
@@ -92,23 +93,23 @@ class MemoryBenchmark:
         options = {"tile": mode.spec(self.comm.size).mesh_shape} if mode.strategy == "mesh" else {}
         name, before = self._chunk_constant, getattr(visual_features, self._chunk_constant)
         setattr(visual_features, name, self.chunk_bytes)
-        patch_model(self.subject.model, mode.strategy, recompute_visual=mode.recompute, **options)
+        patch_model(self.model, mode.strategy, recompute_visual=mode.recompute, **options)
         try:
             yield
         finally:
-            unpatch_model(self.subject.model)
+            unpatch_model(self.model)
             setattr(visual_features, name, before)
 
     def features(self, frames: int) -> Tensor:
         """Return random visual features of this rank's frames (f, tokens, width), which require a gradient."""
-        sizes = self.subject.sizes
+        sizes = self.scaled.sizes
         shape = len(frame_range(frames)), sizes.vision.keys, sizes.cross.visual_dim
         return torch.randn(shape, device=self.device, dtype=DTYPE, requires_grad=True)
 
     def loss(self, frames: int, features: Tensor) -> Tensor:
         local = frame_range(frames)
-        inputs = self.subject.arguments(self.text, features, FrameShard(local.start, local.stop, frames))
-        return self.subject.model(**inputs).loss
+        inputs = self.scaled.arguments(self.text, features, FrameShard(local.start, local.stop, frames))
+        return self.model(**inputs).loss
 
     def step_bytes(self, mode: Mode, frames: int) -> dict[str, int]:
         """Return the saved and the peak bytes of one step, each of the rank with the most, and the planner's
@@ -121,13 +122,13 @@ class MemoryBenchmark:
             gc.collect()
             with peak_memory(self.device) as peak:
                 features = self.features(frames)
-                saved = SavedBytes([*self.subject.model.parameters(), features])
+                saved = SavedBytes([*self.model.parameters(), features])
                 with saved.counting():
                     loss = self.loss(frames, features)
                 loss.backward()
                 del loss, features
         saved_bytes, peak_bytes = map(max, zip(*self.comm.gather_ints([saved.bytes, peak.bytes]), strict=True))
-        sizes, n = self.subject.sizes, self.comm.size
+        sizes, n = self.scaled.sizes, self.comm.size
         step = Workload(
             model=sizes, frames=frames, text=self.text, gpus=n, recompute=mode.recompute, element=DTYPE.itemsize
         )

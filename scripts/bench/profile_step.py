@@ -3,7 +3,7 @@
     python scripts/bench/profile_step.py [--family mplug_owl3 idefics ...] [--ranks 1 2] [--strategy lv-xattn]
         [--images 32] [--words 128] [--repeats 3] [--top 0] [--device cpu|cuda]
 
-The models are those of `small_models`. A step is forward, backward and the average of gradients over the ranks. The
+The models are those of `models.subject`. A step is forward, backward and the average of gradients over the ranks. The
 unpatched model takes the same step on rank 0; loss and gradient norm must agree in every step, and `ratio` is the time
 of a patched step over an unpatched one, the median of pairs without the profiler. The shares come from `key_averages`
 of one more patched step, as the mean over ranks: on a CPU, computing is the self time of ATen operators, and waiting is
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from measure import print_environment, run_on_ranks
-from small_models import FAMILIES, WORDS
+from models import SUBJECTS, subject
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -30,7 +30,7 @@ from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.comm import Communicator, as_communicator
 from mllm_seqpar.comm.base import Pending
 
-NAMES = [name for name in FAMILIES if name != "open_flamingo_all"]
+NAMES = [name for name in SUBJECTS if name != "open_flamingo_all"]
 STEP, TRANSFER = "training step", "transfer"
 CLOSE = 1e-4
 """Largest relative difference of loss and gradient norm from the unpatched model's, in float32."""
@@ -74,12 +74,10 @@ def profile_family(family: str, args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         SystemExit: if loss or gradient norm of a patched step differs from the unpatched model's.
     """
-    torch.manual_seed(0)  # for weights that `random_weights` does not set
-    subject, comm = FAMILIES[family](args.images, args.words), as_communicator(None)
-    model = subject.model.to(args.device)
-    inputs = {name: x.to(args.device) for name, x in subject.inputs.items()}
-    ids = inputs["lang_x" if "lang_x" in inputs else "input_ids"]
-    inputs |= {"labels": ids.masked_fill(ids >= WORDS - 2, -100), "use_cache": False}
+    made, comm = subject(family, args.images, args.words), as_communicator(None)
+    model = made.model.to(args.device)
+    given = made.inputs | {"labels": made.labels()}
+    inputs: dict[str, Any] = {name: x.to(args.device) for name, x in given.items()} | {"use_cache": False}
     pairs = []
     for repeat in range(1 + args.repeats):  # the first one warms up
         patch_model(model, args.strategy)

@@ -41,18 +41,18 @@ def test_saved_bytes_grow_as_the_planner_estimates(script, family: str) -> None:
         pytest.skip("open_flamingo is installed with --no-deps by scripts/test.sh")
     measure, run = script("measure"), script("memory_run")
     bench = run.MemoryBenchmark(family, 16, 128, torch.device("cpu"), largest=3)
-    bench.subject.model.requires_grad_(True)  # IDEFICS has a frozen language model as constructed
+    bench.model.requires_grad_(True)  # IDEFICS has a frozen language model as constructed
 
     def saved(recompute: bool, frames: int, text: int) -> int:
         bench.text = text
         features = bench.features(frames)
-        counter = measure.SavedBytes([*bench.subject.model.parameters(), features])
+        counter = measure.SavedBytes([*bench.model.parameters(), features])
         with bench.patched(run.Mode("lv-xattn", recompute)), counter.counting():
             bench.loss(frames, features)
         return counter.bytes - text * 1024 * 4  # without the logits, in float32
 
     def planned(recompute: bool, frames: int, text: int) -> int:
-        step = Workload(model=bench.subject.sizes, frames=frames, text=text, gpus=1, recompute=recompute)
+        step = Workload(model=bench.scaled.sizes, frames=frames, text=text, gpus=1, recompute=recompute)
         return saved_by_formula(step, ParallelSpec("lv-xattn", (1, 1)))
 
     assert saved(True, 2, 128) == saved(True, 3, 128)

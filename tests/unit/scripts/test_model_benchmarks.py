@@ -12,7 +12,7 @@ ROWS = Path(__file__).resolve().parents[3] / "docs" / "benchmarks"
 
 @pytest.fixture
 def small(script, monkeypatch: pytest.MonkeyPatch):
-    models = script("small_models")
+    models = script("models")
     monkeypatch.setattr(models, "SMALL", replace(models.SMALL, width=64))
     return script
 
