@@ -34,7 +34,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.append(str(Path(__file__).parent / "bench"))  # for measure.py and kernels.py
+sys.path.append(str(Path(__file__).parent / "bench"))  # for harness.py and kernels.py
 sys.path.append(str(Path(__file__).parent / "lib"))  # for tiny_models
 
 from gpu_checks import ranks_lost
@@ -87,7 +87,7 @@ def main() -> int:
     if problem:
         print(f"gpu_check: {problem}")
         return 2
-    from measure import print_environment
+    from harness import print_environment
 
     print_environment(args.device)
     rows = (

@@ -24,17 +24,15 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-from measure import print_environment
+from harness import print_environment
 from models import HOST, MEDIA, SMALL, Subject, subject
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
 
 import mllm_seqpar
 from mllm_seqpar import patch_model
@@ -43,20 +41,6 @@ from tiny_models import tiny_model
 
 ROOTS = tuple(str(Path(path).resolve()) for path in (*mllm_seqpar.__path__, Path(__file__).parents[2] / "patches"))
 FAMILIES = ("mplug_owl3", "open_flamingo", "idefics", "mllama")
-
-
-class Clock(LogitsProcessor):
-    """Records a time, and a copy of `count`, whenever the scores of a token are computed."""
-
-    def __init__(self, time_of: Callable[[], float] = time.process_time, count: Sequence[int] = (0,)) -> None:
-        self.times: list[float] = []
-        self.counts: list[int] = []
-        self._time_of, self._count = time_of, count
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.times.append(self._time_of())
-        self.counts.append(self._count[0])
-        return scores
 
 
 Run = tuple[float, Tensor]
@@ -81,12 +65,9 @@ def step(made: Subject, **_: Any) -> Run:
 
 
 def token(made: Subject, *, tokens: int, patched: bool) -> Run:
-    model = made.model.eval()
-    generate = None if patched else made.unpatched_generate
-    clock = Clock()
-    greedy = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    ids = (generate or model.generate)(**made.inputs, **greedy, logits_processor=LogitsProcessorList([clock]))
-    return statistics.median(after - before for before, after in pairwise(clock.times)), ids[:, -tokens:]
+    made.model.eval()
+    ids, (_, *times) = made.decode(tokens, time.process_time, patched=patched)
+    return statistics.median(times), ids
 
 
 RUNS: dict[str, Callable[..., Run]] = {"forward": forward, "step": step, "token": token}

@@ -17,11 +17,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from harness import synchronize
 from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "lib"))
 
@@ -74,10 +77,37 @@ class Subject:
     keys: int  # number of visual keys of each cross-attention layer
     unpatched_generate: Callable[..., Tensor] | None = None  # if the unpatched model's does not work as published
 
+    def to(self, device: str) -> Subject:
+        """Return the same subject, its model and inputs on a device."""
+        self.model.to(device)
+        return replace(self, inputs={name: x.to(device) for name, x in self.inputs.items()})
+
+    def decode(self, tokens: int, time_of: Callable[[], float], *, patched: bool) -> tuple[Tensor, list[float]]:
+        """Generate exactly `tokens` greedy tokens; return them, and the seconds of the prompt and of every token but
+        the first."""
+        generate = (None if patched else self.unpatched_generate) or self.model.generate
+        clock = _TokenTimes(time_of)
+        greedy = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        ids = generate(**self.inputs, **greedy, use_cache=True, logits_processor=LogitsProcessorList([clock]))
+        assert len(clock.times) == 1 + tokens
+        return ids[:, -tokens:].cpu(), [after - before for before, after in pairwise(clock.times)]
+
     def labels(self) -> Tensor:
         """Return the labels of a training step: all words."""
         ids = self.inputs["lang_x" if "lang_x" in self.inputs else "input_ids"]
         return ids.masked_fill(ids < WORDS.start, -100)
+
+
+class _TokenTimes(LogitsProcessor):
+    """Records when the scores of each token are computed."""
+
+    def __init__(self, time_of: Callable[[], float]) -> None:
+        self.times, self._time_of = [time_of()], time_of
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        synchronize(scores.device)
+        self.times.append(self._time_of())
+        return scores
 
 
 SUBJECTS = ("idefics", "open_flamingo", "open_flamingo_all", "mllama", "mplug_owl3")

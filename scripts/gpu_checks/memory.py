@@ -18,7 +18,7 @@ GROWTH = 0.02
 
 def check(device: str) -> Iterator[Row]:
     """Yield the bytes saved for a video and for one twice as long, and the time of a step."""
-    from measure import medians_ms
+    from harness import medians_ms
 
     frames, length = SIZES[device]
     model = build(device)
@@ -54,7 +54,7 @@ def saved_bytes(run: Callable[[], torch.Tensor], excluded: list[torch.Tensor]) -
     """Return the bytes that a result's graph holds in addition to `excluded`, from the allocator (CUDA) or autograd
     (CPU).
     """
-    from measure import SavedBytes
+    from harness import SavedBytes
 
     if excluded[0].is_cuda:
         run()  # the first call allocates workspaces that are never freed

@@ -157,7 +157,7 @@ def exact_row(subject: str, found: dict[str, tuple[Tensor, Tensor]], ref: Refere
 
 def overlap(name: str, comm: Communicator, device: torch.device) -> Row:
     """Return the times of a forward and backward pass with and without overlap, and how much of it is hidden."""
-    from measure import medians_ms
+    from harness import medians_ms
 
     attend: Any = {"lv_xattn": lv_xattn, "ring": ring_attention}[name]
     (heads, groups, dim), (rows, keys) = HEADS[device.type], TIMED[device.type]

@@ -1,4 +1,4 @@
-"""The models and settings that `end_to_end.py` measures, in the proportions of rows of the paper's tables 3 and 4.
+"""The training steps that `network.py` measures: models and settings in the proportions of the paper's tables 3 and 4.
 
 The paper (arXiv 2502.02406) reports its largest ratio of whole steps, 5.58, for mPLUG-Owl3-1B with 4,096 text tokens
 and 2,048 frames on 16 A100. Its tables of Llama 3-V are not in `paper/`; Llama's cases have the proportions of the
@@ -13,12 +13,11 @@ from models import ScaledModel, scaled
 from network_settings import Setting, scaled_row
 from paper_tables import PaperRow, read_table
 
-SUITES = {
-    "emulated": "emulated blocks, 8 ranks",
-    "real": "real blocks, 2 ranks",
-    "smallest": "emulated blocks, 2 ranks, to check that the benchmark works",
+STEP_SUITES = {
+    "steps": "training steps, emulated blocks, 8 ranks",
+    "real-steps": "training steps, real blocks, 2 ranks",
+    "smallest-steps": "training steps of two ranks, to check that the benchmark works",
 }
-RANKS = {"emulated": 8, "real": 2, "smallest": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +36,22 @@ class Case:
     layers: int = 1
     rest: float | None = None
 
+    @property
+    def name(self) -> str:
+        return self.setting.name
 
-def cases(suite: str) -> list[Case]:
-    """Return the cases of a suite."""
+    @property
+    def ranks(self) -> int:
+        return self.setting.ranks
+
+
+def step_cases(suite: str) -> list[Case]:
+    """Return the cases of one of STEP_SUITES."""
     owl3, owl3_7b = paper_row("table3", "mPLUG-Owl3-1b", 2), paper_row("table3", "mPLUG-Owl3-7b", 2)
     owl3_a30, flamingo = paper_row("table4", "mPLUG-Owl3-1b", 0), paper_row("table4", "OpenFlamingo-3b", 2)
-    if suite == "smallest":
+    if suite == "smallest-steps":
         return [scaled_case("a100-owl3", owl3, "mplug_owl3", 16, ranks=2, rows=4, block_s=0.002)]
-    if suite == "real":
+    if suite == "real-steps":
         return [
             scaled_case("a100-owl3", owl3, "mplug_owl3", 4, ranks=2, layers=2, rows=32),
             scaled_case("a30-flamingo", flamingo, "open_flamingo", 16, ranks=2, layers=2, rows=128),
