@@ -24,7 +24,7 @@ Span = tuple[int, int]
 class ImageTokenFamily(ChatFamily):
     """A chat format with one special token for each image; every sample is padded to the same number of images."""
 
-    min_pictures = 0
+    min_images = 0
     """The minimum number of images per sample, padding included."""
 
     @property
@@ -65,9 +65,9 @@ class ImageTokenFamily(ChatFamily):
             padding_side=padding_side,
             add_special_tokens=self.needs_special_tokens(texts),
         )
-        counts = picture_counts(media)
+        counts = image_counts(media)
         self._check_image_tokens(ids, counts)
-        most, first, slots = max([self.min_pictures, *counts]), 0, []
+        most, first, slots = max([self.min_images, *counts]), 0, []
         for count in counts:
             slots += [*range(first, first + count), *[-1] * (most - count)]
             first += count
@@ -77,10 +77,10 @@ class ImageTokenFamily(ChatFamily):
         mark = self.image_token
         token = self.tokenizer.convert_tokens_to_ids(mark)
         found = (ids == token).sum(1).tolist() if token is not None else [0] * len(counts)
-        for sample, (tokens, pictures) in enumerate(zip(found, counts, strict=True)):
-            if tokens != pictures:
+        for sample, (tokens, images) in enumerate(zip(found, counts, strict=True)):
+            if tokens != images:
                 raise DataError(
-                    f"sample {sample} has {pictures} images, but {tokens} tokens {mark} (id {token}) in its text; "
+                    f"sample {sample} has {images} images, but {tokens} tokens {mark} (id {token}) in its text; "
                     f"the tokenizer must have {mark} as one special token, and the chat template must write it for "
                     "each image"
                 )
@@ -103,7 +103,7 @@ def expand_media(messages: Messages, media: Sequence[FrameSource]) -> list[dict[
     return expanded
 
 
-def picture_counts(media: Sequence[Sequence[FrameSource]]) -> list[int]:
+def image_counts(media: Sequence[Sequence[FrameSource]]) -> list[int]:
     return [sum(len(source) for source in sources) for sources in media]
 
 

@@ -30,7 +30,7 @@ from mllm_seqpar.errors import ConfigError, DivergedError, VideoError
 from mllm_seqpar.runtime.host_copies import HostCopies
 from mllm_seqpar.sharding import FrameShard, frame_spans, span_length
 
-Pictures = tuple[Tensor, ...]
+Pixels = tuple[Tensor, ...]
 """Preprocessed frames of a family: pixels, and further tensors with one entry per frame."""
 
 
@@ -135,11 +135,11 @@ def encode_units(
 
 def _batches(
     source: FrameSource, ranges: Sequence[range], batch: int, family: ChatFamily, encoder: _Encoder
-) -> Generator[Pictures, None, None]:
+) -> Generator[Pixels, None, None]:
     """Yield the preprocessed frames of ranges in batches of at most `batch`, reading one batch ahead."""
     reader = read_ranges(source, ranges, batch=batch)
 
-    def read_next(_: int) -> Pictures | None:
+    def read_next(_: int) -> Pixels | None:
         with encoder.measure("decode frames"):
             frames = next(reader, None)
             return None if frames is None else encoder.prepared(family.pixels(frames))
@@ -157,7 +157,7 @@ class _Encoder:
     def __init__(self, model: Any, family: ChatFamily, frames: int, on_host: bool) -> None:
         weight = next(model.parameters())
         self._family, self._device, self._dtype = family, weight.device, weight.dtype
-        self._encode_pictures = encoder_of(model, family)
+        self._encode_pixels = encoder_of(model, family)
         # FSDP gathers parameters in each module's forward, so a rank without frames in a round must run it too.
         self._collective = any(isinstance(module, FSDPModule) for module in model.modules())
         self._frames, self._on_host = frames, on_host
@@ -198,17 +198,17 @@ class _Encoder:
         self._events.clear()
         return dict(self._seconds)
 
-    def prepared(self, pixels: Pictures) -> Pictures:
+    def prepared(self, pixels: Pixels) -> Pixels:
         """Return the pixels in the dtype of the model, in memory that the device can copy from while it computes."""
         cast = tuple(x.to(self._dtype) if x.is_floating_point() else x for x in pixels)
         return tuple(x.pin_memory() for x in cast) if self._on_cuda else cast
 
-    def _moved(self, pixels: Pictures) -> Pictures:
+    def _moved(self, pixels: Pixels) -> Pixels:
         """Return the pixels on the device, and start copying them; see `_use`."""
         with torch.cuda.stream(self._copies), self._measure_device("transfer"):
             return tuple(x.to(self._device, non_blocking=self._on_cuda) for x in pixels)
 
-    def _use(self, moved: Pictures) -> None:
+    def _use(self, moved: Pixels) -> None:
         """Make the current stream wait for the copies, and keep their memory until it has used them."""
         if self._copies is not None:
             current = torch.cuda.current_stream(self._device)
@@ -216,7 +216,7 @@ class _Encoder:
             for x in moved:
                 x.record_stream(current)
 
-    def read(self, batches: Iterator[Pictures]) -> Pictures | None:
+    def read(self, batches: Iterator[Pixels]) -> Pixels | None:
         """Return the next batch on the device, or None at the end or on failure, which `error` then holds."""
         if self.error is not None:
             return None
@@ -232,7 +232,7 @@ class _Encoder:
             self.error = error
             return None
 
-    def encode(self, pixels: Pictures | None) -> None:
+    def encode(self, pixels: Pixels | None) -> None:
         """Encode a batch; without one, only join the collectives of the other ranks."""
         try:
             if self._collective or pixels is not None:
@@ -249,11 +249,11 @@ class _Encoder:
         assert self._features is not None and self.done == self._frames
         return torch.cat([self._features, *self._uneven]) if self._uneven else self._features
 
-    def _run(self, pixels: Pictures | None) -> None:
+    def _run(self, pixels: Pixels | None) -> None:
         inputs = self._moved(self.prepared(self._family.blank())) if pixels is None else pixels
         self._use(inputs)
         with self._measure_device("encode"):
-            encoded = self._encode_pictures(*inputs)
+            encoded = self._encode_pixels(*inputs)
         if self._features is None:
             shape = self._frames, *encoded.shape[1:]
             copies = HostCopies(self._device)

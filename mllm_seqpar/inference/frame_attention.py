@@ -38,9 +38,9 @@ class FrameAttention:
     output: Any = None
 
     def split(self, sizes: Sequence[int]) -> FrameAttention:
-        """Return the attention to the pictures that each of the F frames consists of, equal parts of its own.
+        """Return the attention to the images that each of the F frames consists of, equal parts of its own.
 
-        `sizes` (F,) is how many pictures a frame has: two in a temporal patch of a decoder-only model.
+        `sizes` (F,) is how many images a frame has: two in a temporal patch of a decoder-only model.
         """
         if len(sizes) != self.frames.shape[1] or max(sizes, default=1) == 1:
             return self

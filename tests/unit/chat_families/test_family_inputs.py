@@ -11,7 +11,7 @@ from torch import Tensor
 
 from family_cases import QWENS
 from family_directories import CHATS, MAKERS, asks, image, says, text, write_chats
-from mllm_seqpar.data import ChatDataset, chat_family, load_local_pictures
+from mllm_seqpar.data import ChatDataset, chat_family, load_local_images
 from mllm_seqpar.data.chat_format import media_parts
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.loading import load_processor
@@ -100,10 +100,10 @@ def test_inputs_equal_those_of_the_own_processor(folder: Path, name: str, rows: 
     expected = dict(OWN[name](processor, chats if qwen else [with_images(chat) for chat in chats], pictures))
     found = family.arguments(batch.text)
     total = len(batch.text.slots)
-    parts = [load_local_pictures(batch, range(*bounds), family) for bounds in frame_bounds(total, 3)]
+    parts = [load_local_images(batch, range(*bounds), family) for bounds in frame_bounds(total, 3)]
     if not family.ragged:
         zigzag = frame_spans(total, 3, "zigzag")
-        in_two = [load_local_pictures(batch, [range(*span) for span in spans], family) for spans in zigzag]
+        in_two = [load_local_images(batch, [range(*span) for span in spans], family) for spans in zigzag]
         for columns, contiguous in zip(zip(*in_two, strict=True), zip(*parts, strict=True), strict=True):
             assert torch.equal(in_frame_order(columns, zigzag), torch.cat(contiguous))
     if total:
