@@ -41,8 +41,8 @@ RUNS = {
 QUICK = {"network.py": "--repeats 1", "memory.py": "--quick", "decode.py": "--images 16 --repeats 1 --tokens 8"}
 QUICK |= {"video.py": "--kinds h264-720p --fps 1 --seconds 10 --repeats 1"}
 QUICK |= {"decoder_only.py": "--frames 16 --ranks 1 2 --rounds 1"}
-QUICK |= {"host_path.py": "--repeats 2 --tokens 4"}
-"""Options that make a run short; they follow and override those of the command."""
+QUICK |= {"host_path.py": "--repeats 2 --tokens 4", "end-to-end": "--repeats 1 --suite smallest-steps"}
+"""Options that make a run, or all runs of a script, short; they follow and override those of the command."""
 
 
 def main() -> None:
@@ -67,7 +67,8 @@ def run(name: str, folder: Path, quick: bool) -> bool:
     new, start = folder / f"{name}.csv.new", time.monotonic()
     new.unlink(missing_ok=True)
     rows = [str(new)] if writes_rows(name) else []
-    command = [sys.executable, str(HERE / script), *options, *rows, *(QUICK.get(script, "").split() if quick else ())]
+    command = [sys.executable, str(HERE / script), *options, *rows]
+    command += QUICK.get(name, QUICK.get(script, "")).split() if quick else []
     print(f"== {name}: {' '.join(command[1:])}", flush=True)
     done = subprocess.run(command)
     print(f"== {name}: status {done.returncode} after {time.monotonic() - start:.0f} s", flush=True)
