@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.errors import DataError
+from mllm_seqpar.models.processor import target_mask
 
 from .chat_family import ChatFamily, ChatText, Messages
 from .chat_format import media_parts
@@ -169,11 +170,6 @@ def tokenize(
         **({} if padding_side is None else {"padding_side": padding_side}),
     )
     ids, labels = encoded["input_ids"], None
-    if spans is not None:  # the tokens that begin within a span; padding and added tokens have an empty offset range
-        begin, end = encoded["offset_mapping"].unbind(-1)
-        is_target = torch.zeros_like(ids, dtype=torch.bool)
-        for sample, sample_spans in enumerate(spans):
-            for start, stop in sample_spans:
-                is_target[sample] |= (begin[sample] >= start) & (begin[sample] < stop)
-        labels = ids.masked_fill(~(is_target & (end > begin)), -100)
+    if spans is not None:
+        labels = ids.masked_fill(torch.tensor(target_mask(encoded["offset_mapping"], spans)) == 0, -100)
     return ids, encoded["attention_mask"], labels

@@ -12,9 +12,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ from mllm_seqpar.comm import Group, transfer_communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.chat_family import ChatFamily, chat_family
 from mllm_seqpar.data.prefetch import read_ahead
-from mllm_seqpar.data.sources import FrameSource, read_ranges
-from mllm_seqpar.errors import ConfigError, DivergedError, VideoError
+from mllm_seqpar.data.sources import FrameSource, ranges_by_source, read_ranges
+from mllm_seqpar.errors import ConfigError, DivergedError, SeqParError, VideoError
 from mllm_seqpar.runtime.host_copies import HostCopies
 from mllm_seqpar.sharding import FrameShard, frame_spans, span_length
 
@@ -36,6 +36,10 @@ Pixels = tuple[Tensor, ...]
 
 PARTS = ("decode frames", "transfer", "encode", "wait for frames")
 """The parts of the time that a rank takes to encode a video. The first three overlap; in the fourth, encoding waits."""
+
+
+class Interrupted(SeqParError):
+    """The user ended the encoding of the frames."""
 
 
 @dataclass(frozen=True)
@@ -62,19 +66,20 @@ class EncodedVideo:
 
     @property
     def visual_tokens(self) -> int:
-        """The number of visual tokens of the whole video."""
-        return self.frames * self.features.shape[1]
+        """The number of visual tokens of this rank's frames."""
+        return self.features.shape[:-1].numel()
 
 
 def encode_video(
     model: nn.Module,
     processor: Any,
-    source: FrameSource,
+    source: FrameSource | Sequence[FrameSource],
     *,
     group: Group = None,
     batch: int = 8,
     progress: Callable[[int], object] | None = None,
     on_host: bool = False,
+    interrupted: Callable[[], bool] | None = None,
 ) -> EncodedVideo:
     """Read and encode this rank's frames of a video. Every rank of the group calls this with the same source.
 
@@ -82,44 +87,36 @@ def encode_video(
         model: of a supported family, or with a method `encode_frames` as the native mPLUG-Owl3; patched or not. If its
             parameters are sharded (FSDP2), all ranks must be in the group.
         processor: the model's; its family converts uint8 frames (b, 3, H, W) to pixels.
-        source: the frames, a `VideoSource` for example.
+        source: the frames, a `VideoSource` for example; of several sources, one after the other.
         group: the ranks that share the frames, as for `patch_model`.
         batch: number of frames read and encoded at once.
         progress: called after each round with the number of frames that all ranks have encoded so far.
         on_host: collect the features in host memory, for a model with `visual_offload="cpu"`.
+        interrupted: the encoding ends on all ranks when it returns True on this one.
 
     Raises:
         VideoError: if this rank's part of the video cannot be read.
-        AgreementError: if another rank's part cannot be read; its message is quoted.
+        Interrupted: if `interrupted` returned True.
+        AgreementError: if another rank raised one of these; its message is quoted.
     """
     family = chat_family(processor)
     family.check(model)
-    if len(source) == 0:
+    sources = tuple(source) if isinstance(source, Sequence) else (source,)
+    units = [family.units(each) for each in sources]
+    total = sum(map(len, units))
+    if total == 0:
         raise VideoError("encode_video: the source has no frames; give a source with at least one frame")
-    options: dict[str, Any] = {"group": group, "batch": batch, "progress": progress, "on_host": on_host}
-    return replace(encode_units(model, family, family.units(source), **options), source=source)
-
-
-def encode_units(
-    model: nn.Module,
-    family: ChatFamily,
-    units: FrameSource,
-    *,
-    group: Group = None,
-    batch: int = 8,
-    progress: Callable[[int], object] | None = None,
-    on_host: bool = False,
-) -> EncodedVideo:
-    """Read and encode this rank's part of `units`, from `ChatFamily.units`; the other arguments are as above."""
     comm = transfer_communicator(group)
     if batch < 1:
         raise ConfigError(f"batch: {batch} is not allowed; give 1 or more")
-    shard = FrameShard.of(len(units), comm, family.frame_layout)
-    counts = [span_length(spans) for spans in frame_spans(len(units), comm.size, family.frame_layout)]
+    shard = FrameShard.of(total, comm, family.frame_layout)
+    counts = [span_length(spans) for spans in frame_spans(total, comm.size, family.frame_layout)]
     encoder = _Encoder(model, family, len(shard), on_host)
     with torch.no_grad(), closing(_batches(units, shard.ranges, batch, family, encoder)) as batches:
         while True:
             pixels = encoder.read(batches)
+            if interrupted is not None and interrupted():
+                encoder.error = encoder.error or Interrupted("interrupted while the frames were encoded")
             rows = comm.gather_ints([encoder.done, int(encoder.error is not None)])
             if any(failed for _, failed in rows):
                 agree(comm, "reading the video", error=encoder.error)
@@ -130,14 +127,16 @@ def encode_units(
                 break
             encoder.encode(pixels)
             del pixels  # the thread reads a further batch only when this one is freed
-        return EncodedVideo(encoder.features(), shard, seconds=encoder.seconds())
+        return EncodedVideo(encoder.features(), shard, sources[0] if len(sources) == 1 else None, encoder.seconds())
 
 
 def _batches(
-    source: FrameSource, ranges: Sequence[range], batch: int, family: ChatFamily, encoder: _Encoder
+    sources: Sequence[FrameSource], ranges: Sequence[range], batch: int, family: ChatFamily, encoder: _Encoder
 ) -> Generator[Pixels, None, None]:
-    """Yield the preprocessed frames of ranges in batches of at most `batch`, reading one batch ahead."""
-    reader = read_ranges(source, ranges, batch=batch)
+    """Yield the preprocessed frames of ranges, each batch of at most `batch` of one source, reading one batch ahead."""
+    reader = chain.from_iterable(
+        read_ranges(source, parts, batch=batch) for source, _, parts in ranges_by_source(sources, ranges)
+    )
 
     def read_next(_: int) -> Pixels | None:
         with encoder.measure("decode frames"):
