@@ -137,7 +137,7 @@ NO_CROSS_ATTENTION = CrossAttentionSizes(layers=0, heads=1, kv_heads=1, head_dim
 class VisionSizes(Record):
     """The vision tower.
 
-    A frame is what it encodes at once without attending to anything else: `pictures` pictures of a video.
+    A frame is what it encodes at once without attending to anything else: `temporal_patch` images of a video.
 
     Attributes:
         tokens: tokens per frame that its layers compute.
@@ -145,7 +145,7 @@ class VisionSizes(Record):
         outputs_held: layer outputs that are alive at once: 1; 2 with the embeddings (IDEFICS); all (Llama 3.2).
         tiles: image tiles per frame, which `tokens` and `keys` include; the tiles of a frame attend to each other under
             a mask (Llama 3.2).
-        pictures: pictures of a video in one frame: 2 in the temporal patches of Qwen-VL.
+        temporal_patch: images of a video in one frame: 2 in the temporal patches of Qwen-VL.
         patch: pixels of a token along height and width.
         mlp_matrices: 3 for gated MLPs, 2 for others.
         norm: "layer", or "float32" for RMS norms that compute in float32.
@@ -165,7 +165,7 @@ class VisionSizes(Record):
     keys: int
     outputs_held: int = 1
     tiles: int = 1
-    pictures: int = 1
+    temporal_patch: int = 1
     patch: int = 14
     mlp_matrices: int = 2
     norm: str = "layer"
@@ -177,7 +177,7 @@ class VisionSizes(Record):
     @property
     def patch_values(self) -> int:
         """Values of the pixels of a token."""
-        return 3 * self.pictures * self.patch**2
+        return 3 * self.temporal_patch * self.patch**2
 
     @property
     def parameters(self) -> int:
@@ -243,9 +243,9 @@ class ModelSizes:
         return (1 + self.vision.deepstack) * self.text.hidden
 
     def with_frame_tokens(self, count: int) -> ModelSizes:
-        """Return the model with `count` visual tokens per frame, as pictures of another size have.
+        """Return the model with `count` visual tokens per frame, as images of another size have.
 
-        Raise ConfigError if the model encodes all pictures in one size.
+        Raise ConfigError if the model encodes all images in one size.
         """
         if not self.decoder_only:
             raise ConfigError(
@@ -256,8 +256,8 @@ class ModelSizes:
         tokens = count * self.vision.tokens // self.vision.keys
         return replace(self, vision=replace(self.vision, tokens=tokens, keys=count))
 
-    def tokens_of_picture(self, height: int, width: int) -> int:
-        """Return the visual tokens of a picture of a decoder-only model, whose sides are rounded to whole tokens."""
+    def tokens_of_image(self, height: int, width: int) -> int:
+        """Return the visual tokens of an image of a decoder-only model, whose sides are rounded to whole tokens."""
         side = self.vision.patch * isqrt(self.vision.tokens // self.vision.keys)
         return max(1, round(height / side)) * max(1, round(width / side))
 
