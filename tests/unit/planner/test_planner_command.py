@@ -39,7 +39,7 @@ def test_plan_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert not [part for part in words if part not in printed]
 
 
-@pytest.mark.parametrize("changes", [{}, {"model": "llama-3.2-90b-vision", "gpus": "256", "batch": "16"}])
+@pytest.mark.parametrize("changes", [{}, {"model": "llama-3.2-90b-vision", "gpus": "32", "batch": "2"}])
 def test_plan_has_units_in_its_cells_and_fits_100_columns(
     changes: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
