@@ -93,8 +93,8 @@ class StoredFrames:
             return np.frombuffer(content, np.uint8).reshape(*self.size, 3)
         from PIL import Image
 
-        with Image.open(io.BytesIO(content), formats=["JPEG"]) as picture:
-            return np.array(picture)
+        with Image.open(io.BytesIO(content), formats=["JPEG"]) as image:
+            return np.array(image)
 
     def _damaged(self, found: str) -> FrameStoreError:
         return FrameStoreError(f"{self.path}: damaged ({found}); delete the file, and {_AGAIN}")

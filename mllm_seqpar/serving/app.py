@@ -299,8 +299,8 @@ def _add_previews(app: FastAPI, previews: Previews) -> None:
             seconds = min(max(0.0, float(given)), _LONGEST_VIDEO)
         except ValueError as error:
             raise ApiError(400, f"seconds: {given[:80]!r} is not a number", param="seconds") from error
-        picture = await run_in_threadpool(previews.frame, file_id, seconds)
-        return Response(picture, media_type="image/jpeg", headers={"Cache-Control": "private, max-age=3600"})
+        jpeg = await run_in_threadpool(previews.frame, file_id, seconds)
+        return Response(jpeg, media_type="image/jpeg", headers={"Cache-Control": "private, max-age=3600"})
 
 
 def _add_page(app: FastAPI) -> None:

@@ -35,7 +35,7 @@ from mllm_seqpar.adapting import (
     ShapeError,
     copy_to_device,
 )
-from mllm_seqpar.adapting.chat import VIDEO_MARK, FrameSource, ImageTokenFamily, picture_counts, to_pil_images
+from mllm_seqpar.adapting.chat import VIDEO_MARK, FrameSource, ImageTokenFamily, image_counts, to_pil_images
 from mllm_seqpar.adapting.transformers import (
     VISUAL_SHARD_DOC,
     Family,
@@ -109,11 +109,11 @@ class IdeficsChats(ImageTokenFamily):
     marks = (_IMAGE, _AROUND, _END, VIDEO_MARK)
     feature_weights = ("model.vision_model.", "model.perceiver_resampler.", "vision_model.", "perceiver_resampler.")
     image_token = _IMAGE
-    min_pictures = 1  # the model requires images, also for text without any
+    min_images = 1  # the model requires images, also for text without any
 
     def masks(self, ids: Tensor, media: Sequence[Sequence[FrameSource]]) -> dict[str, Tensor]:
         """Return `image_attention_mask` (B, L, images of a sample), bool: a row attends to the last image before it."""
-        image, most = self.tokenizer.convert_tokens_to_ids(_IMAGE), max(1, *picture_counts(media))
+        image, most = self.tokenizer.convert_tokens_to_ids(_IMAGE), max(1, *image_counts(media))
         return {"image_attention_mask": image_mask(ids, image, self.tokenizer.eos_token_id, most)}
 
     def write(self, messages: Sequence[dict[str, Any]], open_answer: bool) -> str:
@@ -173,14 +173,14 @@ def prompt_items(messages: Sequence[dict[str, Any]], open_answer: bool, end: str
     return [*items, "\nAssistant:"] if open_answer else items
 
 
-def image_mask(ids: Tensor, image: int, end_of_document: int | None, pictures: int) -> Tensor:
+def image_mask(ids: Tensor, image: int, end_of_document: int | None, images: int) -> Tensor:
     """Return (B, L, images) bool: a row attends to the last image at or before it, within the same document."""
     position = torch.arange(ids.shape[1])[None].expand_as(ids)
     is_image, is_end = ids.eq(image), ids.eq(-1 if end_of_document is None else end_of_document)
     last_image = position.masked_fill(~is_image, -1).cummax(1).values
     # The end token itself still belongs to its document.
     last_end = F.pad(position.masked_fill(~is_end, -1).cummax(1).values, (1, 0), value=-1)[:, :-1]
-    visible = F.one_hot((is_image.cumsum(1) - 1).clamp(min=0), pictures).bool()
+    visible = F.one_hot((is_image.cumsum(1) - 1).clamp(min=0), images).bool()
     return visible & (last_image > last_end)[..., None]
 
 

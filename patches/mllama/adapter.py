@@ -270,8 +270,8 @@ def tile_mask(ids: Tensor, image: int, tiles: Sequence[Sequence[int]], max_tiles
     mask = torch.zeros(len(tiles), length, max(map(len, tiles)), max_tiles, dtype=torch.uint8)
     for sample, (row, counts) in enumerate(zip(ids.tolist(), tiles, strict=True)):
         spans = get_cross_attention_token_mask(row, image)
-        for picture, ((start, stop), count) in enumerate(zip(spans, counts, strict=True)):
-            mask[sample, start : length if stop == -1 else stop, picture, :count] = 1
+        for number, ((start, stop), count) in enumerate(zip(spans, counts, strict=True)):
+            mask[sample, start : length if stop == -1 else stop, number, :count] = 1
     return mask
 
 

@@ -36,8 +36,8 @@ from mllm_seqpar.adapting.chat import (
     ChatText,
     FrameSource,
     ImageListSource,
+    ImageTensorSource,
     Messages,
-    PictureSource,
     check_range,
     known_processors,
     media_parts,
@@ -141,12 +141,12 @@ class CutImageSource:
     """The tiles of a still image as frames: the grid row by row, then the whole image.
 
     Attributes:
-        picture: the image.
+        image: the image.
         grid: (rows, columns).
         image_processor: cuts the image into tiles of its own image size, which need no further resizing.
     """
 
-    picture: ImageListSource | PictureSource
+    image: ImageListSource | ImageTensorSource
     grid: tuple[int, int]
     image_processor: Any = field(compare=False)
 
@@ -163,8 +163,8 @@ class CutImageSource:
         if size not in (None, self.sizes()[0]):
             raise ConfigError(f"size is {size}; tiles of an image are {self.sizes()[0]}: leave size out")
         if start < stop:
-            (picture,) = next(self.picture.read(0, 1))
-            yield from self.image_processor.tiles(picture, self.grid)[start:stop].split(batch)
+            (image,) = next(self.image.read(0, 1))
+            yield from self.image_processor.tiles(image, self.grid)[start:stop].split(batch)
 
 
 class MPlugOwl3Chats(ChatFamily):
@@ -230,11 +230,11 @@ class MPlugOwl3Chats(ChatFamily):
             del arguments["media_offset"]
         return arguments
 
-    def still_frames(self, picture: ImageListSource | PictureSource) -> FrameSource:
+    def still_frames(self, image: ImageListSource | ImageTensorSource) -> FrameSource:
         if not getattr(self.processor, "cut_enable", False):
-            return picture
-        (size,) = picture.sizes()
-        return CutImageSource(picture, self.processor.image_grid(*size), self.processor.image_processor)
+            return image
+        (size,) = image.sizes()
+        return CutImageSource(image, self.processor.image_grid(*size), self.processor.image_processor)
 
     def generation(self, model: Any) -> dict[str, Any]:
         """Return the tokens that end an answer as published, and the padding token 0."""

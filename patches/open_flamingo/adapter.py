@@ -172,7 +172,7 @@ class OpenFlamingoChats(ImageTokenFamily):
     feature_weights = ("vision_encoder.", "perceiver.")
     tower = ("vision_encoder", "forward")
     image_token = _IMAGE
-    min_pictures = 1
+    min_images = 1
 
     def needs_special_tokens(self, texts: Sequence[str]) -> bool:
         """Return True: the published models were trained with the special tokens that their tokenizers add."""
