@@ -215,7 +215,7 @@ def check_dataset(
 
 
 @dataclass(frozen=True)
-class _Row:
+class _CheckedSample:
     """A sample, and its media that are being checked; or what is wrong with its record."""
 
     index: int
@@ -230,20 +230,20 @@ def _submit(
     pool: ThreadPoolExecutor,
     submitted: dict[Any, Future[_Medium]],
     store: FrameStore | None,
-) -> _Row:
+) -> _CheckedSample:
     try:
         messages = dataset.messages(index)
     except DataError as error:
-        return _Row(index, (), (), str(error))
+        return _CheckedSample(index, (), (), str(error))
     parts = media_parts(messages)
     keys = [_key(dataset, index, part) for part in parts]
     for key, part in zip(keys, parts, strict=True):
         if key not in submitted:
             submitted[key] = pool.submit(_check_medium, dataset, index, part, store)
-    return _Row(index, messages, [(part, submitted[key]) for key, part in zip(keys, parts, strict=True)])
+    return _CheckedSample(index, messages, [(part, submitted[key]) for key, part in zip(keys, parts, strict=True)])
 
 
-def _report(dataset: ChatDataset, row: _Row, totals: Totals, long: float) -> Iterator[str]:
+def _report(dataset: ChatDataset, row: _CheckedSample, totals: Totals, long: float) -> Iterator[str]:
     """Yield the lines of a sample, and count it."""
     place = dataset.records.place(row.index)
     faults, found = [row.fault] if row.fault else [], list[_Medium]()

@@ -41,7 +41,7 @@ def chat_family(processor: Any) -> ChatFamily:
     families: list[Any] = [family for family in adapters().values() if getattr(family, "chat", None) is not None]
     names = [c.__name__ for c in type(processor).__mro__]
     named = (family for name in names for family in families if name in family.processors)
-    family = next(named, None) or family_specs()[0].adapter()
+    family = next(named, None) or family_specs()[0].load()
     found: ChatFamily = family.chat(processor, family)
     return found
 

@@ -19,7 +19,7 @@ from mllm_seqpar._compat import optional_import
 from mllm_seqpar.errors import VideoError
 
 from .frame_batches import stacked
-from .frame_store import FrameStore, StoredFrames
+from .frame_store import FrameFile, FrameStore
 from .media_files import IMAGE_FORMATS, local_media, media_size, open_media
 from .reader import check_range, read_frames
 from .video import FramePlan, plan_frames, probe
@@ -86,7 +86,7 @@ class VideoSource:
     plan: FramePlan
     threads: int | None = field(default=None, compare=False)
     decoder: str = field(default="pyav", compare=False)
-    stored: StoredFrames | None = field(default=None, repr=False)
+    stored: FrameFile | None = field(default=None, repr=False)
 
     @classmethod
     def open(

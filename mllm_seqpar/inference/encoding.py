@@ -117,10 +117,8 @@ def encode_video(
             pixels = encoder.read(batches)
             if interrupted is not None and interrupted():
                 encoder.error = encoder.error or Interrupted("interrupted while the frames were encoded")
-            rows = comm.gather_ints([encoder.done, int(encoder.error is not None)])
-            if any(failed for _, failed in rows):
-                agree(comm, "reading the video", error=encoder.error)
-            done = [encoded for encoded, _ in rows]
+            _, rows = agree(comm, "reading the video", error=encoder.error, numbers=lambda _: [encoder.done])
+            done = [encoded for (encoded,) in rows]
             if progress is not None:
                 progress(sum(done))
             if done == counts:

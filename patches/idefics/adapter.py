@@ -42,7 +42,6 @@ from mllm_seqpar.adapting.transformers import (
     ForwardInputs,
     as_compared_tensors,
     causal_mask,
-    makes_cache,
     mask_over_samples,
     merge_heads,
     refuse_dropout,
@@ -196,7 +195,7 @@ class IdeficsFamily(Family[_IdeficsInputs]):
     chat = IdeficsChats
     model_types = ("idefics",)
     model_sizes = staticmethod(model_sizes)
-    frame_arguments = unrepeated_arguments = _FRAME_ARGUMENTS
+    frame_arguments = visual_arguments = _FRAME_ARGUMENTS
     forward_doc = VISUAL_SHARD_DOC.format(frames=", ".join(_FRAME_ARGUMENTS))
     repeats_frames = True
 
@@ -348,7 +347,7 @@ class IdeficsFamily(Family[_IdeficsInputs]):
                 image_attention_mask=None if image_attention_mask is None else image_attention_mask.bool()
             ),
             past_key_values=past_key_values,
-            use_cache=makes_cache(self.context, self.model, self.model.config, use_cache, past_key_values, labels),
+            use_cache=self.makes_cache(past_key_values, use_cache, labels),
             detects_packing=False,  # the unpatched model makes a mask of ones if none is given
             frame_names=_FRAME_ARGUMENTS,
             compare_frames=pixel_values is not None,
@@ -366,6 +365,3 @@ def _positions(mask: Tensor | None, positions: Tensor | None, ids: Tensor | None
         return positions
     counted = mask.long().cumsum(-1) - 1
     return counted.masked_fill(mask == 0, 1)[:, -text.shape[1] :]
-
-
-adapter = IdeficsFamily

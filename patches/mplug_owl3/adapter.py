@@ -51,7 +51,6 @@ from mllm_seqpar.adapting.transformers import (
     cache_state_of,
     causal_mask,
     decoder_arguments,
-    makes_cache,
     merge_heads,
     refuse_dropout,
     run_pass,
@@ -414,8 +413,9 @@ class MPlugOwl3Family(Family[Any]):
         visual_shard: FrameShard | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        _, unpatched_caches = self.model._cache_for(past_key_values, use_cache)
-        caches = makes_cache(self.context, self.model, self.model.config, use_cache, past_key_values, labels)
+        decoder = self.model.language_model.model
+        unpatched_caches = self.unpatched_makes_cache(decoder, past_key_values, use_cache)
+        caches = self.makes_cache(past_key_values, use_cache, labels)
         layout = {} if media_layout is None else {name: getattr(media_layout, name) for name in _LAYOUT}
         inputs = _MPlugOwl3Inputs(
             input_ids=input_ids,
@@ -430,7 +430,7 @@ class MPlugOwl3Family(Family[Any]):
             visual_shard=visual_shard,
             compared_tensors=as_compared_tensors(media_offset=media_offset, **layout),
             past_key_values=past_key_values,
-            use_cache=past_key_values is not None or bool(caches and unpatched_caches),
+            use_cache=past_key_values is not None or (caches and unpatched_caches),
             detects_packing=not unpatched_caches,
             model=self.model,
             media_offset=media_offset,
@@ -463,6 +463,3 @@ def _run_with_native_cache(
             native.is_complete = family.context.comm.size == 1
         native.layout = layout
     return out
-
-
-adapter = MPlugOwl3Family

@@ -492,6 +492,3 @@ def _conditioning(language_model: Any, input_ids: Tensor) -> tuple[Media | None,
     if uses_cached_media:
         return layers[0].vis_x, earlier.count_nonzero(dim=1)[:, None].expand(-1, input_ids.shape[1])
     return layers[0].vis_x, here.cumsum(dim=-1)
-
-
-adapter = OpenFlamingoFamily

@@ -110,8 +110,8 @@ def test_planner_takes_the_sizes_of_an_external_family(family: Any, tmp_path: Pa
 def test_index_states_the_model_types_of_the_classes() -> None:
     """Planning reads the index, because it imports no class."""
     for spec in family_specs():
-        assert spec.adapter().model_types == spec.model_types != (), spec.folder
-        assert spec.adapter().model_sizes.__module__ == f"mllm_seqpar.patches.{spec.folder}.sizes"
+        assert spec.load().model_types == spec.model_types != (), spec.folder
+        assert spec.load().model_sizes.__module__ == f"mllm_seqpar.patches.{spec.folder}.sizes"
 
 
 def test_class_with_instance_methods_is_no_adapter() -> None:
