@@ -40,8 +40,9 @@ MAX_WORKERS = 8
 PRELOADED = ["ranks_worker", "family_cases", "accelerate", "torch.distributed.fsdp"]
 PRELOADED += ["mllm_seqpar.training.finetune", "transformers.trainer", "matplotlib.figure"]
 """What the server of the workers imports, once for all of them."""
-PATH = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": PATH}
+HERE = Path(__file__).parent
+FOLDERS = [str(HERE), str(HERE.parent / "scripts" / "lib"), *filter(None, [os.environ.get("PYTHONPATH")])]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(FOLDERS)}
 """What the server needs before it loads its OpenMP runtime; it finds the preloaded modules on the path."""
 GRACE = 10.0
 """Seconds for the other ranks after one has failed: enough to fail too, less than a collective's time limit."""

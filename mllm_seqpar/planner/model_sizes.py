@@ -44,6 +44,26 @@ class LayerSizes(Record):
             raise ConfigError(f"{self.kv_heads} kv_heads do not divide {self.heads} heads")
 
 
+@dataclass(frozen=True)
+class LinearLayers:
+    """Equal layers of one kind, as (input, output) channels of their linear layers.
+
+    Attributes:
+        layers: the number of equal layers.
+        text: the linear layers that compute on text tokens.
+        visual: those that compute on visual tokens, `VisionSizes.keys` to a frame.
+    """
+
+    layers: int
+    text: tuple[tuple[int, int], ...] = ()
+    visual: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of one layer."""
+        return sum(inputs * outputs for inputs, outputs in (*self.text, *self.visual))
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextSizes(LayerSizes):
     """The language model; `layers` does not count cross-attention layers that replace a decoder layer.
@@ -62,12 +82,21 @@ class TextSizes(LayerSizes):
     head_norm: bool = False
 
     @property
+    def attention(self) -> LinearLayers:
+        q, kv = (self.hidden, self.heads * self.head_dim), (self.hidden, self.kv_heads * self.head_dim)
+        return LinearLayers(self.layers, text=(q, kv, kv, q[::-1]))
+
+    @property
+    def mlp(self) -> LinearLayers:
+        return LinearLayers(self.layers, text=((self.hidden, self.mlp_inner),) * self.mlp_matrices)
+
+    @property
     def attention_parameters(self) -> int:
-        return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.attention.parameters
 
     @property
     def mlp_parameters(self) -> int:
-        return self.mlp_matrices * self.hidden * self.mlp_inner
+        return self.mlp.parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,21 +127,6 @@ class CrossAttentionSizes(LayerSizes):
     key_norm: str = "none"
     gate: str = "none"
     earlier_frames: bool = False
-
-
-@dataclass(frozen=True)
-class LinearLayers:
-    """Equal layers of one kind, as (input, output) channels of their linear layers.
-
-    Attributes:
-        layers: the number of equal layers.
-        text: the linear layers that compute on text tokens.
-        visual: those that compute on visual tokens, `VisionSizes.keys` to a frame.
-    """
-
-    layers: int
-    text: tuple[tuple[int, int], ...] = ()
-    visual: tuple[tuple[int, int], ...] = ()
 
 
 NO_CROSS_ATTENTION = CrossAttentionSizes(layers=0, heads=1, kv_heads=1, head_dim=1, visual_dim=1)
@@ -249,29 +263,19 @@ class ModelSizes:
 
     @property
     def cross_parameters(self) -> int:
-        hidden, cross = self.text.hidden, self.cross
-        return (
-            2 * cross.visual_dim * cross.kv_heads * cross.head_dim
-            + (2 * hidden * cross.heads * cross.head_dim if cross.own_queries else 0)
-            + cross.mlp_matrices * hidden * cross.mlp_inner
-            + (cross.head_dim**2 if cross.gate == "per_head" else 0)
-        )
+        gate = self.cross.head_dim**2 if self.cross.gate == "per_head" else 0
+        return self.linear_layers("cross").parameters + gate
 
     @property
     def connector_parameters(self) -> int:
-        return self._connector(1, 0)
+        return self.linear_layers("connector").parameters
 
     @property
     def connector_work(self) -> int:
         """Multiply-adds of resampler and projector for one frame: parameters times tokens."""
-        return self._connector(self.vision.keys, self.vision.tokens)
-
-    def _connector(self, latents: int, patches: int) -> int:
-        projector = sum(a * b for a, b in pairwise(self.projector or ()))
-        work, r = latents * projector * (1 + self.vision.deepstack), self.resampler
-        if r:  # K and V are projected from latents and patches
-            attention = (4 * latents + 2 * patches) * r.heads * r.head_dim
-            work += r.layers * self.vision.width * (attention + latents * 2 * r.mlp_inner)
+        work, r = self.vision.keys * self.connector_parameters, self.resampler
+        if r:  # K and V are projected from the patches, too
+            work += r.layers * 2 * self.vision.tokens * self.vision.width * r.heads * r.head_dim
         return work
 
     @property
@@ -289,11 +293,8 @@ class ModelSizes:
     def linear_layers(self, target: str) -> LinearLayers:
         """Return the linear layers of one of LoRA's targets: attention, mlp, cross or connector."""
         text, cross, width = self.text, self.cross, self.text.hidden
-        if target == "attention":
-            q, kv = (width, text.heads * text.head_dim), (width, text.kv_heads * text.head_dim)
-            return LinearLayers(text.layers, text=(q, kv, kv, q[::-1]))
-        if target == "mlp":
-            return LinearLayers(text.layers, text=((width, text.mlp_inner),) * text.mlp_matrices)
+        if target in ("attention", "mlp"):
+            return text.attention if target == "attention" else text.mlp
         if target == "cross":
             own = ((width, cross.heads * cross.head_dim),) * (2 if cross.own_queries else 0)
             own += ((width, cross.mlp_inner),) * cross.mlp_matrices
