@@ -1,6 +1,7 @@
 """Layer: one process. The log, the metrics, and the answer to clients that ask for the state of the server."""
 
 import re
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ def test_log_has_a_line_for_each_request(service: SimpleNamespace) -> None:
     list(ask(service.client, stream=True))
     service.client.models.list()
     while len(service.log) < 4:
-        pass
+        time.sleep(0.01)
     first, bug, refused, stream = [line.split(" ", 3) for line in service.log]
     assert answer.id == f"chatcmpl-{first[1]}" and first[2] == "POST"
     number = r"\d+\.\d{3}"
