@@ -284,6 +284,11 @@ class MllamaFamily(Family[MllamaInputs]):
     processors = ("MllamaProcessor",)
     chat = MllamaChats
     model_types = ("mllama",)
+    parts = {
+        "vision": ("model.vision_model",),
+        "projector": ("model.multi_modal_projector",),
+        "language": ("model.language_model", "lm_head"),
+    }
     model_sizes = staticmethod(model_sizes)
     frame_arguments = ("pixel_values", "cross_attention_states")
     visual_arguments = (*frame_arguments, *_ASPECT_RATIOS, "visual_shard")

@@ -281,6 +281,7 @@ class MPlugOwl3Family(Family[Any]):
     processors = ("MPlugOwl3Processor",)
     chat = MPlugOwl3Chats
     model_types = ("mplugowl3",)
+    parts = {"vision": ("vision_model",), "projector": ("vision2text_model",), "language": ("language_model",)}
     model_sizes = staticmethod(model_sizes)
     frame_arguments = ("pixel_values", "image_embeds")
     forward_doc = VISUAL_SHARD_DOC.format(frames="`pixel_values` or `image_embeds`")

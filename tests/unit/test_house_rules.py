@@ -220,6 +220,11 @@ def test_modules_have_no_global_statement() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_scripts_use_nothing_of_the_tests() -> None:
+    for path in files_in("scripts"):
+        assert '"tests"' not in path.read_text(), f"{name_of(path)}: move what scripts and tests share to scripts/lib"
+
+
 def test_shell_scripts_stop_at_the_first_error() -> None:
     for path in sorted((ROOT / "scripts").glob("*.sh")):
         lines = path.read_text().splitlines()

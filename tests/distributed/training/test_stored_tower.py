@@ -68,6 +68,7 @@ def test_second_epoch_runs_no_tower_and_trains_the_same(training_files: Path, tm
     assert trained(tmp_path / "plain") == trained(tmp_path / "stored") == trained(tmp_path / "again")
 
 
+@pytest.mark.slow
 def test_training_on_a_frame_store_is_training_on_videos(training_files: Path, tmp_path: Path) -> None:
     store, data = tmp_path / "frames", [str(training_files / f"{name}.jsonl") for name in ("short", "eval")]
     assert check([*data, "--store", str(store)]) == 0
@@ -127,6 +128,7 @@ def test_features_of_one_process_are_read_by_two(training_files: Path, tmp_path:
         assert row == pytest.approx(reference, rel=1e-5)  # another rank encoded a frame beside other frames
 
 
+@pytest.mark.slow
 def test_features_that_do_not_fit_are_one_sentence(training_files: Path, tmp_path: Path) -> None:
     features, number = tmp_path / "features", itertools.count()
 

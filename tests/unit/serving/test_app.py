@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -191,7 +192,7 @@ def test_full_queue_refuses_and_a_client_that_leaves_ends_its_answer(service: Si
     waiting = threading.Thread(target=lambda: results.append(ask(client, "Second")))
     waiting.start()
     while service.queue.waiting == 0:
-        pass
+        time.sleep(0.01)
     assert status_of(lambda: ask(client, "Third")) == (429, "rate_limit_exceeded")
     stream.close()
     assert worker.ended.wait(10)  # although `go` is not set

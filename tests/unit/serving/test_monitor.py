@@ -4,6 +4,7 @@ import io
 import re
 import sys
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ def test_log_has_a_line_for_each_request(service: SimpleNamespace) -> None:
     list(ask(service.client, stream=True))
     service.client.models.list()
     while len(service.log) < 4:
-        pass
+        time.sleep(0.01)
     first, bug, refused, stream = [line.split(" ", 3) for line in service.log]
     assert answer.id == f"chatcmpl-{first[1]}" and first[2] == "POST"
     number = r"\d+\.\d{3}"
