@@ -226,6 +226,17 @@ def test_uploads_are_listed_used_and_deleted(service: SimpleNamespace) -> None:
     assert files.delete(upload.id).deleted and not list(files.list())
 
 
+def test_limit_of_a_request_holds_for_each_of_its_videos(service: SimpleNamespace) -> None:
+    upload = service.client.files.create(file=("clip.mp4", b"not an image"), purpose="user_data")
+    parts = [{"type": "file", "file": {"file_id": upload.id, **frames}} for frames in ({"fps": 5}, {})]
+    limits = {"mm_processor_kwargs": {"max_frames": 3}, "media_io_kwargs": {"video": {"num_frames": 7}}}
+    service.client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}], extra_body=limits
+    )
+    found = [file.frames for file in service.worker.jobs[-1].media]
+    assert found == [FrameChoice(fps=5, max_frames=3), FrameChoice(num_frames=7, max_frames=3)]
+
+
 def test_upload_without_room_is_refused_before_it_is_received(
     service: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
