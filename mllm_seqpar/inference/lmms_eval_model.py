@@ -45,6 +45,9 @@ from .rank_groups import divide_ranks
 
 _UNSUPPORTED_REQUEST = "lmms-eval's requests of the kind {} are not supported by this model; choose other tasks"
 
+_OF_REQUESTS = {"max_new_tokens", "temperature", "top_p"}
+"""Options that the requests state instead (`generation_kwargs`)."""
+
 _NEUTRAL = {"num_beams": 1, "top_k": 0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0}
 """Settings of transformers' `generate` that are not supported, with the values that have no effect."""
 
@@ -87,11 +90,7 @@ class SimpleSeqParModel(lmms):
         **options: Any,
     ) -> None:
         super().__init__()
-        known = {field.name for field in dataclasses.fields(InferenceOptions)} - {
-            "max_new_tokens",
-            "temperature",
-            "top_p",
-        }
+        known = {field.name for field in dataclasses.fields(InferenceOptions)} - _OF_REQUESTS
         if unknown := sorted(set(options) - known):
             raise ConfigError(f"--model_args: {unknown[0]!r} is unknown; choose from {', '.join(sorted(known))}")
         kind = (device or "auto").partition(":")[0]

@@ -144,13 +144,15 @@ class SeqParDataCollator:
         is_file = isinstance(medium, (str, os.PathLike))
         if kind == "image":
             return self._family.still_frames(ImageListSource([medium]) if is_file else _in_memory([medium]))
+        frames: Sequence[Any] = ()
         try:
-            stated = FrameChoice.of(part)
-            if is_file:
-                return VideoSource.open(medium, **vars(self._frames.over(stated).over(DEFAULT_FRAMES)))
-            frames = self._frames.without_times().over(stated).sampled(frame_list(medium))
+            chosen = (self._frames if is_file else self._frames.without_times()).over(FrameChoice.of(part))
+            if not is_file:
+                frames = chosen.sampled(frame_list(medium))
         except ConfigError as error:
             raise DataError(f"a part {dict(part)!r:.80}: {error}") from error
+        if is_file:
+            return VideoSource.open(medium, **vars(chosen.over(DEFAULT_FRAMES)))
         named = [isinstance(frame, (str, os.PathLike)) for frame in frames]
         return ImageListSource(frames) if frames and all(named) else _in_memory(frames)
 

@@ -30,10 +30,7 @@ def test_text_is_one_part_and_null_is_an_absent_key() -> None:
         (user("x"), r"message 3 \(user\) holds 'x', which is not a part; a part has the type text, image, video"),
         (user({"type": []}), r"message 3 \(user\) holds {'type': \[\]}"),
         (user({"type": "text", "text": None}), "holds a text part without text"),
-        (
-            user({"type": "image", "url": "a"}),
-            r"unknown key 'url' in .*; a part of type image takes",
-        ),
+        (user({"type": "image", "url": "a"}), r"unknown key 'url' in .*; a part of type image takes"),
         ({"role": "system", "content": [{"type": "video"}]}, r"\(system\) has a part of type video; only a user"),
         ({"role": "assistant", "content": [{"type": "image"}]}, r"\(assistant\) has a part of type image; only a user"),
     ],
