@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from browser import Chromium
-from ranks import close_pool, start_server
+from ranks import close_pool
 from ranks_worker import packages_read_once, reset_global_state
 
 gc.disable()  # until the test modules are imported, see pytest_collection_finish
@@ -45,11 +45,8 @@ def layer_of(item: pytest.Item) -> int:
     return max((index for index, name in enumerate(LAYERS) if name in layer), default=0)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish() -> None:
     gc.enable()
-    ranks_are_used = any(layer_of(item) == LAYERS.index("gloo ranks") for item in session.items)
-    if ranks_are_used and not session.config.option.collectonly:
-        start_server()  # before any test, while this process has no threads of its own
 
 
 @pytest.fixture(autouse=True, scope="module")

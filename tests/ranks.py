@@ -7,26 +7,21 @@
     def test_all_reduce_sums_over_ranks():
         assert all(x == 3 for x in ranks(3).run(all_reduced, torch.ones(1)))
 
-Workers live until the session ends. They are forked from a server process, which `start_server` forks from the test
-process once that has imported torch, transformers and the models, because that takes seconds; `ranks(n)` makes the
-first n of them one group. Each worker uses one thread and seeds torch with 0 before each case. After a case that fails,
-the next case gets a new group. If a case hangs, its workers write their stacks, are killed, and are started again when
-next needed. `ranks_worker.py` is the other side.
+Workers live until the session ends. They are forked from a server process that has imported torch, transformers and the
+models once, because that takes seconds; `ranks(n)` makes the first n of them one group. Each worker uses one thread and
+seeds torch with 0 before each case. After a case that fails, the next case gets a new group. If a case hangs, its
+workers write their stacks, are killed, and are started again when next needed. `ranks_worker.py` is the other side.
 Results are detached and on the CPU.
 """
 
 import atexit
-import multiprocessing.forkserver
-import multiprocessing.resource_tracker
-import multiprocessing.util
+import multiprocessing
 import os
 import signal
 import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -40,10 +35,6 @@ MAX_WORKERS = 8
 PRELOADED = ["ranks_worker", "family_cases", "accelerate", "torch.distributed.fsdp"]
 PRELOADED += ["mllm_seqpar.training.finetune", "transformers.trainer", "matplotlib.figure"]
 """What the server of the workers imports, once for all of them."""
-HERE = Path(__file__).parent
-FOLDERS = [str(HERE), str(HERE.parent / "scripts" / "lib"), *filter(None, [os.environ.get("PYTHONPATH")])]
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(FOLDERS)}
-"""What the server needs before it loads its OpenMP runtime; it finds the preloaded modules on the path."""
 GRACE = 10.0
 """Seconds for the other ranks after one has failed: enough to fail too, less than a collective's time limit."""
 
@@ -127,7 +118,10 @@ class Pool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         process = context.Process(target=work, args=(theirs, str(stacks)), name=f"rank{rank}")
-        with mock.patch.dict(os.environ, ENVIRONMENT):
+        # The server needs these before it loads its OpenMP runtime; it finds the preloaded modules on the path.
+        here = Path(__file__).parent
+        folders = [str(here), str(here.parent / "scripts" / "lib"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(folders)):
             process.start()
         theirs.close()
         return Worker(process, ours, stacks)
@@ -172,39 +166,6 @@ class Pool:
             worker.pipe.close()
             failures[rank] = Failure(RankHang(f"rank {rank} hung: no result {limit}"), worker.stack())
         return failures
-
-
-def start_server() -> None:
-    """Fork the server of the workers from this process. Without this, the first worker starts one that imports anew."""
-    original = multiprocessing.util.spawnv_passfds
-
-    def fork(path: str, args: list[str], fds: Sequence[int]) -> int:
-        pid = os.fork()
-        if pid:
-            return pid
-        try:
-            multiprocessing.util.spawnv_passfds = original
-            _close_other_ends(fds)
-            exec(args[-1], {})  # what a new interpreter would run
-        finally:
-            os._exit(0)
-
-    multiprocessing.resource_tracker.ensure_running()
-    multiprocessing.forkserver.set_forkserver_preload(PRELOADED)
-    with (
-        mock.patch.object(multiprocessing.util, "spawnv_passfds", fork),
-        mock.patch.dict(os.environ, ENVIRONMENT),
-        warnings.catch_warnings(action="ignore"),  # Python 3.12 warns where a process with several threads forks
-    ):
-        multiprocessing.forkserver.ensure_running()
-
-
-def _close_other_ends(pipes: Sequence[int]) -> None:
-    """Close the ends that the test process keeps: the server ends when such an end is closed everywhere."""
-    for fd in map(int, os.listdir("/dev/fd")):
-        with suppress(OSError):
-            if fd not in pipes and any(os.path.sameopenfile(fd, pipe) for pipe in pipes):
-                os.close(fd)
 
 
 @dataclass(frozen=True)
