@@ -145,13 +145,13 @@ def test_errors_that_all_ranks_see_stop_them_together_after_a_checkpoint(trainin
     record["messages"][0]["content"][0]["path"] = "broken.mp4"
     (training_files / "broken.mp4").write_bytes(b"no video")
     bad = training_files / "bad.jsonl"
-    bad.write_text("\n".join([*[row for row in rows if '"video"' in row][:7], json.dumps(record)]))
+    bad.write_text("\n".join([*[row for row in rows if '"video"' in row][:10], json.dumps(record)]))
     environment = launch_environment("configs/fsdp2_cpu_2.yaml")
     found = ranks(2, environment).run(refused_and_stopped, training_files, str(bad))
     for different, broken, skipped in found:
         assert "AgreementError: arguments: " in different and "strategy: rank 0: ring; rank 1: lv-xattn" in different
         assert "FSDP_OFFLOAD_PARAMS: rank 0: 0; rank 1: false" in different
-        assert f"{bad}:8: " in broken and skipped == ""
+        assert f"{bad}:11: " in broken and skipped == ""
     complete = last_checkpoint(training_files / "bad")
     assert complete is not None and not (training_files / "bad" / "model").exists()
 
