@@ -17,15 +17,17 @@ class FamilySpec:
 
     Attributes:
         folder: the family's package in `mllm_seqpar.patches`.
+        family_class: the name of its class (`Family`) in `adapter.py`.
         model_types: `model_types` of the family's class, for the planner, which does not import the class.
     """
 
     folder: str
+    family_class: str
     model_types: tuple[str, ...] = ()
 
-    def adapter(self) -> Any:
+    def load(self) -> Any:
         """Import and return the family's class."""
-        return import_module(f"mllm_seqpar.patches.{self.folder}.adapter").adapter
+        return getattr(import_module(f"mllm_seqpar.patches.{self.folder}.adapter"), self.family_class)
 
     def model_sizes(self, config: dict[str, Any], name: str) -> Any:
         """Return the `ModelSizes` of a configuration, as the family's class does, without importing the class."""

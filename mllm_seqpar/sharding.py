@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .comm import Group, as_communicator
+from .comm import Communicator, Group, as_communicator
+from .comm.agreement import agree
 from .comm.autograd import gather_shards
 from .errors import ConfigError, ShapeError
 
@@ -261,12 +262,30 @@ def unshard_sequence(x: Tensor, dim: int, group: Group = None, layout: str = "zi
     """This rank's (..., s, ...) -> (..., n * s, ...) on every rank, in the original order, by one all-gather.
 
     The inverse of `shard_sequence`. Differentiable: backward sums the ranks' gradients of each token.
+
+    Raises:
+        ShapeError, ConfigError: the shard has a length that the layout does not allow, or the layout is unknown; on the
+            rank that passes them.
+        AgreementError: on every rank if the ranks disagree; on the other ranks if one passes invalid arguments.
     """
     comm = as_communicator(group)
+
+    def check() -> dict[str, object]:
+        if not -x.dim() <= dim < x.dim():
+            raise ShapeError(f"unshard_sequence: dim={dim}; x has {x.dim()} dimensions, shape {tuple(x.shape)}")
+        _spans(x.shape[dim] * comm.size, comm.rank, comm.size, layout)
+        facts = {"shape": tuple(x.shape), "dtype": x.dtype, "dim": dim % x.dim(), "layout": layout}
+        return facts | {"gradients": torch.is_grad_enabled() and x.requires_grad}
+
+    agree(comm, "unshard_sequence", check, dict)
+    return gather_sequence(x, dim, comm, layout)
+
+
+def gather_sequence(x: Tensor, dim: int, comm: Communicator, layout: str) -> Tensor:
+    """Compute `unshard_sequence` of arguments that are valid, and the same on all ranks."""
     if comm.size == 1:
         return x
     length = x.shape[dim]
-    _spans(length * comm.size, comm.rank, comm.size, layout)  # checks the length
     gathered = gather_shards(x, comm)
     if layout == "striped":
         return torch.stack(gathered, dim % x.dim() + 1).flatten(dim % x.dim(), dim % x.dim() + 1)

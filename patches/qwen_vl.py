@@ -37,47 +37,17 @@ from mllm_seqpar.adapting.transformers import (
     DecoderOnlyFamily,
     causal_mask,
     decoder_arguments,
-    makes_cache,
     run_pass,
 )
 
 from .qwen_vl_inputs import FEATURES, GRIDS, PIXELS, TOKENS, QwenVLInputs, compared_tensors
 
-_VISUAL_ARGUMENTS = (*PIXELS, FEATURES, *GRIDS, "second_per_grid_ts", "visual_shard")
-
-
-def _prepare_inputs(unpatched: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Pass embeddings only with the prompt, as transformers does with pixels."""
-    inputs: dict[str, Any] = unpatched(*args, **kwargs)
-    if kwargs.get("use_cache") and not kwargs.get("is_first_iteration"):
-        inputs |= dict.fromkeys((FEATURES, "visual_shard"))
-    return inputs
-
-
-def _expand_inputs(
-    unpatched: Any,
-    expand_size: int = 1,
-    is_encoder_decoder: bool = False,
-    input_ids: Tensor | None = None,
-    **model_kwargs: Any,
-) -> tuple[Tensor | None, dict[str, Any]]:
-    """Repeat each sample for its beams, but not its frames, which are encoded once."""
-    visual = {name: model_kwargs.pop(name) for name in _VISUAL_ARGUMENTS if name in model_kwargs}
-    embeds = model_kwargs.get("inputs_embeds")
-    prompt = input_ids if embeds is None else embeds
-    if expand_size > 1 and prompt is not None:
-        visual["visual_samples"] = prompt.shape[0]
-    ids, others = unpatched(
-        expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **model_kwargs
-    )
-    return ids, others | visual
-
 
 class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
     """The model of both families; `deepstack` is how many further embeddings each visual token has."""
 
-    has_cross_attention = False
     frame_arguments = (*PIXELS, FEATURES)
+    visual_arguments = (*frame_arguments, *GRIDS, "second_per_grid_ts", "visual_shard")
     forward_doc = """
         Sequence-parallel (patched by mllm_seqpar): `visual_shard` says that `pixel_values` and `pixel_values_videos`
         hold only the rows of this rank's temporal patches, of `visual_shard.total`, those of all images and videos in
@@ -114,14 +84,6 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
 
     def mlps(self) -> Iterable[nn.Module]:
         return (layer.mlp for layer in self.model.model.language_model.layers)
-
-    def install_more(self, patch: Patch) -> None:
-        for name, replacement in (
-            ("_expand_inputs_for_generation", _expand_inputs),
-            ("prepare_inputs_for_generation", _prepare_inputs),
-        ):
-            unpatched = getattr(self.model, name)
-            patch.set(self.model, name, functools.wraps(unpatched)(functools.partial(replacement, unpatched)))
 
     @property
     def called_modules(self) -> Iterable[nn.Module]:
@@ -254,6 +216,7 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         visual_samples: int | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
+        decoder = self.model.model.language_model
         if second_per_grid_ts is not None and "second_per_grid_ts" not in self.position_arguments:
             kwargs["second_per_grid_ts"] = second_per_grid_ts  # refused, as an argument that nothing reads
         pixels = _with_rows(pixel_values, image_grid_thw), _with_rows(pixel_values_videos, video_grid_thw)
@@ -279,8 +242,8 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
             if frames is None
             else compared_tensors(self.model.config, self.embed, text, (*pixels, visual_embeds), visual_shard, given),
             past_key_values=past_key_values,
-            use_cache=makes_cache(self.context, self.model, self.text_config, use_cache, past_key_values, labels),
-            detects_packing=not _unpatched_caches(self.model, past_key_values, use_cache),
+            use_cache=self.makes_cache(past_key_values, use_cache, labels),
+            detects_packing=not self.unpatched_makes_cache(decoder, past_key_values, use_cache),
             frame_names=(*PIXELS, FEATURES),
             pixels=pixels,
             merge=self.merge,
@@ -301,10 +264,3 @@ def _only_cached_frames(config: Any, ids: Tensor | None, past: Cache | None) -> 
     if ids is None or past is None or not past.get_seq_length():
         return False
     return not bool(((ids == config.image_token_id) | (ids == config.video_token_id)).any())
-
-
-def _unpatched_caches(model: Any, past: Cache | None, use_cache: bool | None) -> bool:
-    """Return whether the unpatched model would use a cache; it then does not detect packed sequences by positions."""
-    decoder = model.model.language_model
-    wanted = model.config.get_text_config(decoder=True).use_cache if use_cache is None else use_cache
-    return past is not None or (bool(wanted) and not (decoder.gradient_checkpointing and decoder.training))

@@ -104,8 +104,8 @@ class QwenVLChats(ChatFamily):
     budget_of_video = False
     passes_times = False
 
-    def still_frames(self, picture: FrameSource) -> FrameSource:
-        return StillImage(picture)
+    def still_frames(self, image: FrameSource) -> FrameSource:
+        return StillImage(image)
 
     def units(self, source: FrameSource) -> FrameSource:
         frames = 1 if isinstance(source, StillImage) else self._videos.temporal_patch_size

@@ -168,8 +168,9 @@ class QwenVLInputs(ForwardInputs):
                 found = torch.where(here, embeddings[index.clamp(max=embeddings.numel() - 1)], found)
         return found, ends
 
+    @cached_property
     def positions(self) -> Tensor:
-        """Return (4, B, L): positions in the text, and the rotary positions (time, height, width)."""
+        """(4, B, L): positions in the text, and the rotary positions (time, height, width)."""
         counted = torch.arange(self.length, device=self.text.device)[None] + self.past_length
         text = self.text_position_ids
         given = self.position_ids if self.position_ids is not None else self.rotary(self)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import transformers
 from checkpoint_checks.comparison import compare
-from checkpoint_checks.media import drawn_video, picture_file
+from checkpoint_checks.media import drawn_video, image_file
 from checkpoint_checks.weights import describe_files, missing_memory, names_and_shapes
 
 from mllm_seqpar.cli.launch import DTYPES
@@ -79,7 +79,7 @@ def arguments() -> argparse.Namespace:
     dtype = "auto: float32 if it fits into memory, otherwise the checkpoint's"
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help=dtype)
     parser.add_argument("--names-only", action="store_true", help="do not load the weights")
-    parser.add_argument("--picture", type=Path, help="ask about this image instead of a drawn one")
+    parser.add_argument("--image", type=Path, help="ask about this image instead of a drawn one")
     parser.add_argument("--video", type=Path, help="ask about this video instead of a drawn one")
     parser.add_argument("--frames", type=int, default=4, help="frames of the video (default: 4)")
     parser.add_argument("--max-new-tokens", type=int, default=24, help="length of each answer (default: 24)")
@@ -128,7 +128,7 @@ def ask(args: argparse.Namespace, model: torch.nn.Module, processor: Any, kind: 
     family = chat_family(processor)
     media: FrameSource
     if kind == "image":
-        media = family.image_source(picture_file(folder) if args.picture is None else args.picture)
+        media = family.image_source(image_file(folder) if args.image is None else args.image)
     elif args.video is None:
         media = drawn_video(args.frames)
     else:

@@ -2,9 +2,9 @@
 
 from mllm_seqpar.data.chat_family import VIDEO_MARK, ChatFamily, ChatText, Messages, StoredFrames, known_processors
 from mllm_seqpar.data.chat_format import media_parts
-from mllm_seqpar.data.image_tokens import ImageTokenFamily, answer_spans, picture_counts, to_pil_images, tokenize
+from mllm_seqpar.data.image_tokens import ImageTokenFamily, answer_spans, image_counts, to_pil_images, tokenize
 from mllm_seqpar.data.reader import check_range
-from mllm_seqpar.data.sources import FrameSource, ImageListSource, PictureSource
+from mllm_seqpar.data.sources import FrameSource, ImageListSource, ImageTensorSource
 
 __all__ = [
     "ChatFamily",
@@ -13,14 +13,14 @@ __all__ = [
     "ImageListSource",
     "ImageTokenFamily",
     "Messages",
-    "PictureSource",
+    "ImageTensorSource",
     "StoredFrames",
     "VIDEO_MARK",
     "answer_spans",
     "check_range",
     "known_processors",
     "media_parts",
-    "picture_counts",
+    "image_counts",
     "to_pil_images",
     "tokenize",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from mllm_seqpar.patching import Patch
 from mllm_seqpar.patching.registry import Adapter, is_instance_by_name
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
-from mllm_seqpar.runtime.frames import Frames, VisualKVCache
+from mllm_seqpar.runtime.frames import Frames, VisualKVCache, select_strategy
 from mllm_seqpar.runtime.loss import sharded_causal_lm_loss, shifted
 from mllm_seqpar.runtime.star import StarText
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
@@ -104,11 +103,9 @@ def sharded_call(
         ShapeError: the features or `valid` do not match the mask.
         AgreementError: on every rank if the ranks pass text or frames of different shapes.
     """
-    comm, config = context.comm, context.config
-    batch, length = mask.shape
+    comm, config, (batch, length) = context.comm, context.config, mask.shape
 
-    def describe() -> dict[str, Any]:
-        nonlocal features
+    def check() -> tuple[Tensor, Tensor]:
         refused = {"star": "needs the cache of a transformers model", "local": "does not shard the text"}
         if config.self_attention in refused:
             raise ConfigError(
@@ -120,43 +117,32 @@ def sharded_call(
                 f"sharded_call: the mask has {mask.total_frames} units, which is not a multiple of units_per_frame="
                 f"{units_per_frame}"
             )
-        start, stop = _local_units(context, mask, units_per_frame)
+        start, stop = frame_bounds(mask.total_frames // units_per_frame, comm.size)[comm.rank]
+        own = features
         if encode is not None:
             if len(features) * units_per_frame != mask.total_frames:
                 raise ShapeError(
                     f"sharded_call: {len(features)} frames were passed to be encoded, and the mask has "
                     f"{mask.total_frames // units_per_frame}; pass the frames of all ranks"
                 )
-            features = encode(features[start // units_per_frame : stop // units_per_frame])
-        if features.dim() != 3 or features.shape[:2] != (stop - start, mask.tokens_per_frame):
+            own = encode(features[start:stop])
+        units = torch.arange(start * units_per_frame, stop * units_per_frame, device=own.device)
+        if own.dim() != 3 or own.shape[:2] != (len(units), mask.tokens_per_frame):
             raise ShapeError(
-                f"sharded_call: features are {tuple(features.shape)}; rank {comm.rank} of {comm.size} holds "
-                f"{stop - start} of {mask.total_frames} frames (frame_range), so ({stop - start}, "
+                f"sharded_call: features are {tuple(own.shape)}; rank {comm.rank} of {comm.size} holds "
+                f"{len(units)} of {mask.total_frames} frames (frame_range), so ({len(units)}, "
                 f"{mask.tokens_per_frame}, width) is expected, with the mask's tokens per frame"
             )
         if valid is not None and tuple(valid.shape) != (batch, length):
             raise ShapeError(f"sharded_call: valid is {tuple(valid.shape)}, the mask is for {(batch, length)} tokens")
-        return {
-            "samples": batch,
-            "text tokens": length,
-            "frames": mask.total_frames,
-            "tokens per frame": mask.tokens_per_frame,
-            "grad mode": torch.is_grad_enabled(),
-        }
+        return own, units
 
-    agree(comm, "forward pass", describe, dict)
-    start, stop = _local_units(context, mask, units_per_frame)
+    facts = {"samples": batch, "text tokens": length, "frames": mask.total_frames}
+    facts |= {"tokens per frame": mask.tokens_per_frame, "grad mode": torch.is_grad_enabled()}
+    own, units = agree(comm, "forward pass", check, lambda _: facts)
     text = TextShards(batch, length, comm, config.text_layout, valid)
-    index = torch.arange(start, stop, device=features.device)
-    visual = VisualFeatures(features, index, mask.total_frames, config.recompute_visual)
-    context.log_shard_sizes((text.local, length), (stop - start, mask.total_frames))
+    visual = VisualFeatures(own, units, mask.total_frames, config.recompute_visual)
+    context.log_shard_sizes((text.local, length), (len(units), mask.total_frames))
     frames = Frames.of_shards(visual, mask, text, units_per_frame)
-    if config.strategy == "replicate" and comm.size > 1:
-        frames = frames.gathered(visual, comm, torch.arange(mask.total_frames))
+    frames = select_strategy(context, frames, visual, text, lambda: torch.arange(mask.total_frames))
     return ForwardState(context, text=text, frames=frames)
-
-
-def _local_units(context: SeqParContext, mask: FrameMask, units_per_frame: int) -> tuple[int, int]:
-    bounds = frame_bounds(mask.total_frames // units_per_frame, context.comm.size)
-    start, stop = bounds[context.comm.rank]
-    return start * units_per_frame, stop * units_per_frame

@@ -21,7 +21,6 @@ from mllm_seqpar.integrations.transformers.generation import patch_generate
 from mllm_seqpar.integrations.transformers.inputs import (
     ForwardInputs,
     as_compared_tensors,
-    makes_cache,
     require_same_inputs,
 )
 from mllm_seqpar.integrations.transformers.passes import run_pass
@@ -38,7 +37,6 @@ __all__ = [
     "causal_mask",
     "decoder_arguments",
     "local_features",
-    "makes_cache",
     "mark_visual_layers",
     "mask_over_samples",
     "merge_heads",

@@ -62,7 +62,6 @@ class CallSpec:
         all_pairs: whether Q shards are sent point to point even if the mask makes no (row, rank) pair empty; for
             (n, 1) only.
         placement: where the keys are.
-        visible_keys: the keys that all rows attend to, if no row attends to others and torch may choose the kernel.
     """
 
     mesh_shape: tuple[int, int]
@@ -75,7 +74,6 @@ class CallSpec:
     round_results: bool = False
     all_pairs: bool = False
     placement: Placement = "sharded"
-    visible_keys: slice | None = None
 
     @cached_property
     def derived(self) -> dict[Hashable, Any]:
@@ -302,20 +300,16 @@ class Keys(ABC):
         spec: the placement, the mask and the schedule.
         k: (B or 1, G, T, D), if a cache stores it.
         streamed: whether the keys arrive in several chunks.
+        alone: computes o (B, H, s, D) of a softmax over these keys alone, given q and the scale, by torch's own
+            operator. It is differentiable, and has no log-sum-exp. None: the block kernels compute it.
         modules: the modules that compute k, v and their gradients; none if k and v exist.
     """
 
     spec: CallSpec
     k: Tensor
     streamed = False
+    alone: Callable[[Tensor, float], Tensor] | None = None
     modules: Sequence[nn.Module]
-
-    def attend_alone(self, q: Tensor, scale: float) -> Tensor | None:
-        """Return o (B, H, s, D) of the softmax over these keys alone, if torch's own operator can compute it.
-
-        It is differentiable, and has no log-sum-exp. None: the block kernels compute it.
-        """
-        return None
 
     @abstractmethod
     def inputs(self) -> Sequence[Tensor]:
@@ -356,7 +350,6 @@ class GivenKeys(Keys):
     """Keys and values that exist as tensors and are saved for backward.
 
     Attributes:
-        whole: computes `attend_alone` with the unpatched model's own attention, given q and the scale.
         window: the number of keys that a row attends to at most, of a text; None: all before it.
     """
 
@@ -365,20 +358,8 @@ class GivenKeys(Keys):
     spec: CallSpec
     k: Tensor
     v: Tensor
-    whole: Callable[[Tensor, float], Tensor] | None = None
+    alone: Callable[[Tensor, float], Tensor] | None = None
     window: int | None = None
-
-    def attend_alone(self, q: Tensor, scale: float) -> Tensor | None:
-        if self.whole is not None:
-            return self.whole(q, scale)
-        keys = self.spec.visible_keys
-        if keys is None:
-            return None
-        k, v, batch = self.k[:, :, keys], self.v[:, :, keys], q.shape[0]
-        shared = k.shape[0] < batch
-        rows = fold_heads(fold_batch(q) if shared else q, k.shape[1])
-        o = unfold_heads(F.scaled_dot_product_attention(rows, k, v, scale=scale), q.shape[1])
-        return unfold_batch(o, batch) if shared else o
 
     def inputs(self) -> Sequence[Tensor]:
         return self.k, self.v
@@ -396,6 +377,14 @@ class GivenKeys(Keys):
 
     def without_inputs(self) -> GivenKeys:
         return GivenKeys(self.spec, _NOTHING, _NOTHING)
+
+
+def attend_to_all(k: Tensor, v: Tensor, q: Tensor, scale: float) -> Tensor:
+    """Return o (B, H, s, D) of rows that attend to all of k and v (B or 1, G, T, D), by torch's own operator."""
+    shared = k.shape[0] < q.shape[0]
+    rows = fold_heads(fold_batch(q) if shared else q, k.shape[1])
+    o = unfold_heads(F.scaled_dot_product_attention(rows, k, v, scale=scale), q.shape[1])
+    return unfold_batch(o, q.shape[0]) if shared else o
 
 
 def attended_dtype(x: Tensor) -> torch.dtype:

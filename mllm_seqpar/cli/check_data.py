@@ -126,7 +126,7 @@ class Totals:
     broken: int = 0
     long: int = 0
     videos: int = 0
-    pictures: int = 0
+    images: int = 0
     frames: int = 0
     tokens: int = 0
     targets: int = 0
@@ -141,13 +141,13 @@ class Totals:
         self.core_seconds += sum(medium.core_seconds for medium in media)
         self.frames += sample.frames
         videos = sum(part["type"] == "video" for part in media_parts(sample.messages))
-        self.videos, self.pictures = self.videos + videos, self.pictures + len(sample.sources) - videos
+        self.videos, self.images = self.videos + videos, self.images + len(sample.sources) - videos
         self.longest = sorted([*self.longest, (sample.frames, sample.place)], key=lambda row: -row[0])[:_SHOWN]
 
     def text(self, name: str, model: str | None) -> str:
         lines = [
             f"{name}: {self.samples:,} samples, {self.broken:,} broken, {self.long:,} long videos; "
-            f"the good samples have {self.videos:,} videos and {self.pictures:,} images with {self.frames:,} frames"
+            f"the good samples have {self.videos:,} videos and {self.images:,} images with {self.frames:,} frames"
         ]
         if model:
             lines.append(f"text tokens: {self.tokens:,}, of which {self.targets:,} are targets{_visual(self, model)}")
@@ -173,7 +173,7 @@ def _visual(totals: Totals, model: str) -> str:
         sizes = read_model(local_directory(model))
     except SeqParError:  # a family without sizes for the planner
         return ""
-    if sizes.decoder_only:  # their number depends on the size of the pictures
+    if sizes.decoder_only:  # their number depends on the size of the frames
         return ""
     keys = sizes.vision.keys
     return f"; visual tokens: {totals.frames * keys:,}, {keys:,} for each frame"
@@ -215,7 +215,7 @@ def check_dataset(
 
 
 @dataclass(frozen=True)
-class _Row:
+class _CheckedSample:
     """A sample, and its media that are being checked; or what is wrong with its record."""
 
     index: int
@@ -230,20 +230,20 @@ def _submit(
     pool: ThreadPoolExecutor,
     submitted: dict[Any, Future[_Medium]],
     store: FrameStore | None,
-) -> _Row:
+) -> _CheckedSample:
     try:
         messages = dataset.messages(index)
     except DataError as error:
-        return _Row(index, (), (), str(error))
+        return _CheckedSample(index, (), (), str(error))
     parts = media_parts(messages)
     keys = [_key(dataset, index, part) for part in parts]
     for key, part in zip(keys, parts, strict=True):
         if key not in submitted:
             submitted[key] = pool.submit(_check_medium, dataset, index, part, store)
-    return _Row(index, messages, [(part, submitted[key]) for key, part in zip(keys, parts, strict=True)])
+    return _CheckedSample(index, messages, [(part, submitted[key]) for key, part in zip(keys, parts, strict=True)])
 
 
-def _report(dataset: ChatDataset, row: _Row, totals: Totals, long: float) -> Iterator[str]:
+def _report(dataset: ChatDataset, row: _CheckedSample, totals: Totals, long: float) -> Iterator[str]:
     """Yield the lines of a sample, and count it."""
     place = dataset.records.place(row.index)
     faults, found = [row.fault] if row.fault else [], list[_Medium]()

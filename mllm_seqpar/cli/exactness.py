@@ -25,7 +25,7 @@ gives errors above 0.1."""
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
 ROWS, FRAMES_PER_RANK, TOKENS = 16, 3, 8
-IMAGE_TOKEN, PICTURE, PATCH = 63, 28, 4
+IMAGE_TOKEN, IMAGE_SIZE, PATCH = 63, 28, 4
 
 
 def attention_errors(comm: Communicator, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
@@ -94,7 +94,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
 def _tiny_model() -> Any:
     """Return a model of two layers, one of them with cross-attention, whose gates are open."""
     width = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    vision = SiglipVisionConfig(**width, num_attention_heads=2, image_size=PICTURE, patch_size=14)
+    vision = SiglipVisionConfig(**width, num_attention_heads=2, image_size=IMAGE_SIZE, patch_size=14)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "hyper_layers": [1], "gate": "vector"}
     config = MPlugOwl3Config(**width, **heads, vocab_size=64, image_token_id=IMAGE_TOKEN, vision_config=vision)
     return _spread_weights(MPlugOwl3ForConditionalGeneration(config))
@@ -133,12 +133,12 @@ def _inputs(frames: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, IMAGE_TOKEN, (1, 2 * frames + 8), generator=generator)
     ids[:, 1 : 2 * frames : 2] = IMAGE_TOKEN
-    pictures = torch.randn(frames, 3, PICTURE, PICTURE, generator=generator)
-    return {"input_ids": ids, "pixel_values": pictures, "labels": ids.clone()}
+    pixels = torch.randn(frames, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator)
+    return {"input_ids": ids, "pixel_values": pixels, "labels": ids.clone()}
 
 
 def _decoder_only_inputs(frames: int) -> dict[str, Tensor]:
-    """Return one sample with pictures of four placeholders each, some text, and labels for all of it."""
+    """Return one sample with images of four placeholders each, some text, and labels for all of it."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, IMAGE_TOKEN - 1, (1, 6 * frames + 8), generator=generator)
     ids[:, : 6 * frames] = torch.tensor([5, *[IMAGE_TOKEN] * 4, 7]).repeat(frames)

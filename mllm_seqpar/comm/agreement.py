@@ -48,9 +48,10 @@ def agree(
 def agree(
     comm: Communicator,
     what: str,
-    step: Callable[[], T],
-    facts: Callable[[T], Mapping[str, Any] | None],
+    step: Callable[[], T] = ...,
+    facts: Callable[[T], Mapping[str, Any] | None] = ...,
     *,
+    error: Exception | None = ...,
     numbers: Callable[[T], Sequence[int]],
     remedy: str = ...,
 ) -> tuple[T, list[list[int]]]: ...

@@ -280,7 +280,7 @@ def load_local_frames(
     return torch.cat(parts) if parts else image_processor(torch.empty(0, 3, 1, 1))["pixel_values"]
 
 
-def load_local_pictures(
+def load_local_images(
     batch: ChatBatch, slots: range | Sequence[range], family: ChatFamily, *, at_once: int = 32
 ) -> tuple[Tensor, ...]:
     """Decode this rank's images of the model's flat list; return tensors (slots, ...) as `family.pixels` does.
@@ -296,20 +296,20 @@ def load_local_pictures(
     real = torch.tensor([index for index, number in enumerate(numbers) if number >= 0], dtype=torch.long)
     if not len(real):
         return tuple(x.repeat(len(numbers), *[1] * (x.dim() - 1)) for x in family.blank())
-    pictures: tuple[Tensor, ...] = ()
+    pixels: tuple[Tensor, ...] = ()
     done = 0
     for decoded in _decode(batch, frames, at_once):
         part = family.pixels(decoded)
-        if not pictures:
-            pictures = tuple(x.new_empty(len(numbers), *x.shape[1:]) for x in part)
+        if not pixels:
+            pixels = tuple(x.new_empty(len(numbers), *x.shape[1:]) for x in part)
             if len(real) < len(numbers):
-                for target, x in zip(pictures, family.blank(), strict=True):
+                for target, x in zip(pixels, family.blank(), strict=True):
                     target[:] = x
         positions = real[done : done + len(decoded)]
-        for target, x in zip(pictures, part, strict=True):
+        for target, x in zip(pixels, part, strict=True):
             target[positions] = x
         done += len(decoded)
-    return pictures
+    return pixels
 
 
 def _as_ranges(frames: range | Sequence[range]) -> Sequence[range]:

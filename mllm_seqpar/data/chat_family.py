@@ -24,7 +24,7 @@ from mllm_seqpar.families import family_specs
 from mllm_seqpar.patching.registry import adapters
 from mllm_seqpar.sharding import FrameShard
 
-from .sources import FrameSource, ImageListSource, PictureSource
+from .sources import FrameSource, ImageListSource, ImageTensorSource
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -41,7 +41,7 @@ def chat_family(processor: Any) -> ChatFamily:
     families: list[Any] = [family for family in adapters().values() if getattr(family, "chat", None) is not None]
     names = [c.__name__ for c in type(processor).__mro__]
     named = (family for name in names for family in families if name in family.processors)
-    family = next(named, None) or family_specs()[0].adapter()
+    family = next(named, None) or family_specs()[0].load()
     found: ChatFamily = family.chat(processor, family)
     return found
 
@@ -216,9 +216,9 @@ class ChatFamily(ABC):
         """Return the frames of a still image: one, or one per tile if the processor cuts images into tiles."""
         return self.still_frames(ImageListSource([path]))
 
-    def still_frames(self, picture: ImageListSource | PictureSource) -> FrameSource:
+    def still_frames(self, image: ImageListSource | ImageTensorSource) -> FrameSource:
         """Return the frames of a still image, given the image as a source of one frame."""
-        return picture
+        return image
 
     def frame_metadata(self, source: FrameSource) -> dict[str, Any]:
         """Return the metadata that a feature store records about its frames, so that prompts need no access to the

@@ -42,8 +42,8 @@ class FrameStoreError(DataError):
 
 
 @dataclass(frozen=True)
-class StoredFrames:
-    """The frames of one plan in a store.
+class FrameFile:
+    """The file in which a frame store has the frames of one plan.
 
     Attributes:
         path: the file of the frames.
@@ -93,8 +93,8 @@ class StoredFrames:
             return np.frombuffer(content, np.uint8).reshape(*self.size, 3)
         from PIL import Image
 
-        with Image.open(io.BytesIO(content), formats=["JPEG"]) as picture:
-            return np.array(picture)
+        with Image.open(io.BytesIO(content), formats=["JPEG"]) as image:
+            return np.array(image)
 
     def _damaged(self, found: str) -> FrameStoreError:
         return FrameStoreError(f"{self.path}: damaged ({found}); delete the file, and {_AGAIN}")
@@ -180,7 +180,7 @@ class FrameStore:
         """Mark the store as complete."""
         self._write_index(complete=True)
 
-    def find(self, plan: FramePlan) -> StoredFrames:
+    def find(self, plan: FramePlan) -> FrameFile:
         """Return the frames of a plan.
 
         Raises:
@@ -251,10 +251,10 @@ class FrameStore:
         Image.fromarray(image).save(buffer, "JPEG", quality=self.quality)
         return buffer.getvalue()
 
-    def _frames(self, path: Path, header: Mapping[str, Any]) -> StoredFrames:
+    def _frames(self, path: Path, header: Mapping[str, Any]) -> FrameFile:
         height, width = header["size"]
         exact = self.quality is None and self.shorter_side is None
-        return StoredFrames(
+        return FrameFile(
             path.with_suffix(".frames"),
             (height, width),
             self.quality,

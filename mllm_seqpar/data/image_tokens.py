@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.errors import DataError
+from mllm_seqpar.models.processor import target_mask
 
 from .chat_family import ChatFamily, ChatText, Messages
 from .chat_format import media_parts
@@ -24,7 +25,7 @@ Span = tuple[int, int]
 class ImageTokenFamily(ChatFamily):
     """A chat format with one special token for each image; every sample is padded to the same number of images."""
 
-    min_pictures = 0
+    min_images = 0
     """The minimum number of images per sample, padding included."""
 
     @property
@@ -65,9 +66,9 @@ class ImageTokenFamily(ChatFamily):
             padding_side=padding_side,
             add_special_tokens=self.needs_special_tokens(texts),
         )
-        counts = picture_counts(media)
+        counts = image_counts(media)
         self._check_image_tokens(ids, counts)
-        most, first, slots = max([self.min_pictures, *counts]), 0, []
+        most, first, slots = max([self.min_images, *counts]), 0, []
         for count in counts:
             slots += [*range(first, first + count), *[-1] * (most - count)]
             first += count
@@ -77,10 +78,10 @@ class ImageTokenFamily(ChatFamily):
         mark = self.image_token
         token = self.tokenizer.convert_tokens_to_ids(mark)
         found = (ids == token).sum(1).tolist() if token is not None else [0] * len(counts)
-        for sample, (tokens, pictures) in enumerate(zip(found, counts, strict=True)):
-            if tokens != pictures:
+        for sample, (tokens, images) in enumerate(zip(found, counts, strict=True)):
+            if tokens != images:
                 raise DataError(
-                    f"sample {sample} has {pictures} images, but {tokens} tokens {mark} (id {token}) in its text; "
+                    f"sample {sample} has {images} images, but {tokens} tokens {mark} (id {token}) in its text; "
                     f"the tokenizer must have {mark} as one special token, and the chat template must write it for "
                     "each image"
                 )
@@ -103,7 +104,7 @@ def expand_media(messages: Messages, media: Sequence[FrameSource]) -> list[dict[
     return expanded
 
 
-def picture_counts(media: Sequence[Sequence[FrameSource]]) -> list[int]:
+def image_counts(media: Sequence[Sequence[FrameSource]]) -> list[int]:
     return [sum(len(source) for source in sources) for sources in media]
 
 
@@ -169,11 +170,6 @@ def tokenize(
         **({} if padding_side is None else {"padding_side": padding_side}),
     )
     ids, labels = encoded["input_ids"], None
-    if spans is not None:  # the tokens that begin within a span; padding and added tokens have an empty offset range
-        begin, end = encoded["offset_mapping"].unbind(-1)
-        is_target = torch.zeros_like(ids, dtype=torch.bool)
-        for sample, sample_spans in enumerate(spans):
-            for start, stop in sample_spans:
-                is_target[sample] |= (begin[sample] >= start) & (begin[sample] < stop)
-        labels = ids.masked_fill(~(is_target & (end > begin)), -100)
+    if spans is not None:
+        labels = ids.masked_fill(torch.tensor(target_mask(encoded["offset_mapping"], spans)) == 0, -100)
     return ids, encoded["attention_mask"], labels

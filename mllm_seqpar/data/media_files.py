@@ -7,7 +7,7 @@ uncompressed tar shard is decoded in place, with random access, and nothing is e
 
 A media file may come from anyone, so it is opened only if it is self-contained. FFmpeg also reads playlists (HLS, DASH,
 concat, SDP) that name other files and hosts, and Pillow also reads formats that run other programs (EPS).
-`video_options` and `PICTURE_FORMATS` exclude these. The format is determined by the content, never by the name of the
+`video_options` and `IMAGE_FORMATS` exclude these. The format is determined by the content, never by the name of the
 file.
 """
 
@@ -42,7 +42,7 @@ _CONTAINERS = (
 _STREAMS = "h264 hevc av1 obu m4v mpegvideo h263 yuv4mpegpipe"
 _PICTURES = "png_pipe jpeg_pipe webp_pipe bmp_pipe tiff_pipe"
 
-PICTURE_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "BMP", "GIF", "TIFF", "PPM", "TGA", "ICO", "JPEG2000", "AVIF", "HEIF")
+IMAGE_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "BMP", "GIF", "TIFF", "PPM", "TGA", "ICO", "JPEG2000", "AVIF", "HEIF")
 """The image formats that are read, by Pillow's names."""
 
 

@@ -19,8 +19,8 @@ from mllm_seqpar._compat import optional_import
 from mllm_seqpar.errors import VideoError
 
 from .frame_batches import stacked
-from .frame_store import FrameStore, StoredFrames
-from .media_files import PICTURE_FORMATS, local_media, media_size, open_media
+from .frame_store import FrameFile, FrameStore
+from .media_files import IMAGE_FORMATS, local_media, media_size, open_media
 from .reader import check_range, read_frames
 from .video import FramePlan, plan_frames, probe
 
@@ -86,7 +86,7 @@ class VideoSource:
     plan: FramePlan
     threads: int | None = field(default=None, compare=False)
     decoder: str = field(default="pyav", compare=False)
-    stored: StoredFrames | None = field(default=None, repr=False)
+    stored: FrameFile | None = field(default=None, repr=False)
 
     @classmethod
     def open(
@@ -154,40 +154,40 @@ class ImageListSource:
 
     def sizes(self) -> list[tuple[int, int]]:
         """Return (height, width) of each image, from the files' headers."""
-        return [_picture_size(name) for name in self.paths]
+        return [_image_size(name) for name in self.paths]
 
     def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
         """Yield images start <= i < stop; without `size`, a change of size starts a new tensor."""
         check_range(start, stop, len(self), batch)
-        yield from stacked((_read_picture(name, size) for name in self.paths[start:stop]), batch)
+        yield from stacked((_read_image(name, size) for name in self.paths[start:stop]), batch)
 
 
 @dataclass(frozen=True, eq=False)
-class PictureSource:
+class ImageTensorSource:
     """Images in memory, uint8 tensors (3, H, W), as frames."""
 
-    pictures: Sequence[Tensor]
+    images: Sequence[Tensor]
 
     def __len__(self) -> int:
-        return len(self.pictures)
+        return len(self.images)
 
     def sizes(self) -> list[tuple[int, int]]:
         """Return (height, width) of each image."""
-        return [(int(picture.shape[1]), int(picture.shape[2])) for picture in self.pictures]
+        return [(int(image.shape[1]), int(image.shape[2])) for image in self.images]
 
     def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
         """Yield images start <= i < stop, one at a time."""
         check_range(start, stop, len(self), batch)
-        for picture in self.pictures[start:stop]:
-            if size not in (None, tuple(picture.shape[1:])):
-                raise VideoError(f"size is {size}; an image in memory is {tuple(picture.shape[1:])}: leave size out")
-            yield picture[None]
+        for image in self.images[start:stop]:
+            if size not in (None, tuple(image.shape[1:])):
+                raise VideoError(f"size is {size}; an image in memory is {tuple(image.shape[1:])}: leave size out")
+            yield image[None]
 
 
-def is_picture(name: str) -> bool:
+def is_image_file(name: str) -> bool:
     """Return whether a file is one image, by its content; animations count as videos."""
     try:
-        with _open_picture(name) as (file, _):
+        with _open_image(name) as (file, _):
             return getattr(file, "n_frames", 1) == 1 or file.format in ("JPEG", "MPO", "TIFF", "ICO")
     except VideoError:
         return False
@@ -201,22 +201,22 @@ def _first_size(source: VideoSource) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=65_536)
-def _picture_size(name: str) -> tuple[int, int]:
-    with _open_picture(name) as (file, _):
+def _image_size(name: str) -> tuple[int, int]:
+    with _open_image(name) as (file, _):
         width, height = file.size
         turned = file.getexif().get(_ORIENTATION, 1) >= 5
     return (width, height) if turned else (height, width)
 
 
 @contextmanager
-def _open_picture(name: str) -> Iterator[tuple[Any, Any]]:
+def _open_image(name: str) -> Iterator[tuple[Any, Any]]:
     """Open an image file; yield it and the module PIL.ImageOps."""
     image, ops = (
         optional_import(f"PIL.{part}", extra="video", needed_for="reading images") for part in ("Image", "ImageOps")
     )
     image.init()
     try:
-        known = [name for name in PICTURE_FORMATS if name in image.OPEN]
+        known = [name for name in IMAGE_FORMATS if name in image.OPEN]
         with open_media(name) as content, image.open(content, formats=known) as file:
             yield file, ops
     except (OSError, SyntaxError, ValueError) as error:  # Pillow raises any of these for broken files
@@ -226,9 +226,9 @@ def _open_picture(name: str) -> Iterator[tuple[Any, Any]]:
         raise VideoError(f"{name}: not a readable image ({reason}); replace or convert it") from error
 
 
-def _read_picture(name: str, size: tuple[int, int] | None) -> Tensor:
-    with _open_picture(name) as (file, ops):
-        picture: Any = ops.exif_transpose(file).convert("RGB")
+def _read_image(name: str, size: tuple[int, int] | None) -> Tensor:
+    with _open_image(name) as (file, ops):
+        image: Any = ops.exif_transpose(file).convert("RGB")
     if size is not None:
-        picture = picture.resize((size[1], size[0]), resample=3)  # bicubic
-    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+        image = image.resize((size[1], size[0]), resample=3)  # bicubic
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)

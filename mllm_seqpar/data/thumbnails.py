@@ -15,10 +15,10 @@ def jpeg_of(frame: Tensor, width: int = 160) -> bytes:
     Raises:
         ConfigError: Pillow is not installed.
     """
-    image = optional_import("PIL.Image", extra="video", needed_for="writing images")
-    picture = image.fromarray(frame.permute(1, 2, 0).contiguous().cpu().numpy())
-    if picture.width > width:
-        picture = picture.resize((width, max(1, round(picture.height * width / picture.width))))
+    pillow = optional_import("PIL.Image", extra="video", needed_for="writing images")
+    image = pillow.fromarray(frame.permute(1, 2, 0).contiguous().cpu().numpy())
+    if image.width > width:
+        image = image.resize((width, max(1, round(image.height * width / image.width))))
     buffer = io.BytesIO()
-    picture.save(buffer, "JPEG", quality=80)
+    image.save(buffer, "JPEG", quality=80)
     return buffer.getvalue()

@@ -183,8 +183,8 @@ def _source_key(source: Any) -> str:
         facts += [] if source.stored is None or source.stored.pixels is None else [source.stored.pixels]
     elif isinstance(source, ImageListSource):
         facts = [media_digest(path) for path in source.paths]
-    elif hasattr(source, "picture") and hasattr(source, "grid"):  # tiles of an image
-        facts = [source_key(source.picture), list(source.grid)]
+    elif hasattr(source, "image") and hasattr(source, "grid"):  # tiles of an image
+        facts = [source_key(source.image), list(source.grid)]
     else:
         raise ConfigError(f"--features: frames of {type(source).__name__} cannot be recognised; leave it out")
     return _digest(json.dumps(facts))

@@ -10,7 +10,7 @@
 
 from mllm_seqpar.cli.launch import launched_ranks
 
-from .conversation import Conversation, answer, answer_with_evidence
+from .conversation import Conversation, answer
 from .encoding import EncodedVideo, encode_video
 from .evidence import Evidence
 from .evidence_page import write_evidence_page
@@ -26,7 +26,6 @@ __all__ = [
     "Evidence",
     "Sampling",
     "answer",
-    "answer_with_evidence",
     "attention_over_frames",
     "encode_video",
     "launched_ranks",

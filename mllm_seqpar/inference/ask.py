@@ -135,7 +135,7 @@ class VideoRun:
         self._answers: list[Answered] = []
         self._faults: list[str] = []
         self._pages: list[PageEntry] = []
-        self._frames = self._visual_tokens = 0
+        self._frames = self._visual_tokens = 0  # tokens of this rank
         self._parts: Counter[str] = Counter()  # seconds; Counter adds them
 
     def open(self) -> list[VideoInput]:
@@ -219,10 +219,9 @@ class VideoRun:
         self._answers.append(Answered(name, question, answer))
         if shown:
             say("\n")
-        evidence = conversation.evidence
-        if shown and self._args.evidence and evidence is not None:
-            note(evidence.describe())
-        return evidence
+        if shown and self._args.evidence and answer.evidence is not None:
+            note(answer.evidence.describe())
+        return answer.evidence
 
     def _write_page(self, name: str, page: str, found: Sequence[tuple[str, Evidence]], sources: Sequence[Any]) -> None:
         if self._comm.rank == 0 and found:
@@ -244,12 +243,13 @@ class VideoRun:
         patch, times = patch_of(model), self._times
         sent = patch.context.comm.bytes.total if patch else 0
         microseconds = [round(1e6 * self._parts[part]) for part in PARTS]
-        rows = self._comm.gather_ints([round(peak_memory(times.device) * 1024), sent, *microseconds])
-        parts = [{part: value / 1e6 for part, value in zip(PARTS, row[2:], strict=True)} for row in rows]
+        facts = [round(peak_memory(times.device) * 1024), sent, self._visual_tokens, *microseconds]
+        rows = self._comm.gather_ints(facts)
+        parts = [{part: value / 1e6 for part, value in zip(PARTS, row[3:], strict=True)} for row in rows]
         seconds = {name: round(seconds, 4) for name, seconds in times.seconds.items()}
         report = Report(
             self._frames,
-            self._visual_tokens,
+            sum(row[2] for row in rows),
             self._comm.size,
             seconds,
             self._answers,

@@ -11,9 +11,9 @@ already, and multiple choice compares the log-likelihoods of letters after a pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,13 +25,13 @@ from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.chat_family import VIDEO_MARK, ChatText, StoredFrames, chat_family
 from mllm_seqpar.data.chat_format import media_parts
-from mllm_seqpar.data.sources import FrameSource, ranges_by_source, read_ranges
-from mllm_seqpar.errors import ConfigError, DataError, SeqParError
+from mllm_seqpar.data.sources import FrameSource
+from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.sharding import FrameShard
 
-from .encoding import EncodedVideo, encode_units, encoder_of
-from .evidence import MOMENTS, Evidence, evidence_of
+from .encoding import EncodedVideo, encode_video, encoder_of
+from .evidence import evidence_of
 from .frame_attention import record_attention
 from .generation import Answer, AnswerStreamer, ForcedTokens, OnText, Sampling, StopWatch, longest_text
 
@@ -40,10 +40,6 @@ _log = get_logger(__name__)
 
 class LengthError(DataError):
     """The prompt and its answer are longer than the model's context."""
-
-
-class Interrupted(SeqParError):
-    """The user ended the encoding of the frames."""
 
 
 @dataclass(frozen=True)
@@ -59,35 +55,6 @@ class Score:
     is_greedy: bool
 
 
-@dataclass(frozen=True)
-class JoinedSource:
-    """The frames of several sources, one source after another; `interrupted` is called before each batch."""
-
-    sources: tuple[FrameSource, ...]
-    interrupted: Callable[[], bool] | None = field(default=None, compare=False)
-
-    def __len__(self) -> int:
-        return sum(len(source) for source in self.sources)
-
-    def sizes(self) -> list[tuple[int, int]]:
-        """Return (height, width) of each frame."""
-        return [size for source in self.sources for size in source.sizes()]  # type: ignore[attr-defined]
-
-    def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
-        """Yield frames start <= i < stop; a batch has frames of one source."""
-        return self.read_ranges([range(start, stop)], size=size, batch=batch)
-
-    def read_ranges(
-        self, ranges: Sequence[range], *, size: tuple[int, int] | None = None, batch: int = 16
-    ) -> Iterator[Tensor]:
-        """Yield the frames of ranges in ascending order; a batch has frames of one source."""
-        for source, _, parts in ranges_by_source(self.sources, ranges):
-            for frames in read_ranges(source, parts, size=size, batch=batch):
-                if self.interrupted is not None and self.interrupted():
-                    raise Interrupted("interrupted while the frames were encoded")
-                yield frames
-
-
 class Conversation:
     """Answers messages about fixed videos and images, on every rank of the model's group.
 
@@ -98,9 +65,6 @@ class Conversation:
         batch: frames that a rank reads and encodes at once.
         on_host: keep the features in host memory, for a model with `visual_offload="cpu"`.
         encoded: the features of the sources, if they exist already.
-
-    Attributes:
-        evidence: what the last answer attends to, if its moments were asked for.
     """
 
     def __init__(
@@ -118,7 +82,6 @@ class Conversation:
         self._processor, self._family = processor, chat_family(processor)
         self._comm = _comm_of(model)
         self._batch, self._on_host = batch, on_host
-        self.evidence: Evidence | None = None
         self._encoded = encoded
         self._cache: Any = None
         self._cached_ids: list[int] = []
@@ -217,17 +180,17 @@ class Conversation:
         """
         if self._encoded is not None or not self.sources:
             return
-        joined = JoinedSource(tuple(map(self._family.units, self.sources)), interrupted)
-        total = len(joined)
-        report = None if progress is None else lambda done: progress(done, total)
-        options: dict[str, Any] = {
-            "group": self._comm,
-            "batch": self._batch,
-            "progress": report,
-            "on_host": self._on_host,
-        }
-        self._family.check(self._model)
-        self._encoded = encode_units(self._model, self._family, joined, **options)
+        total = sum(len(self._family.units(source)) for source in self.sources)
+        self._encoded = encode_video(
+            self._model,
+            self._processor,
+            self.sources,
+            group=self._comm,
+            batch=self._batch,
+            progress=None if progress is None else lambda done: progress(done, total),
+            on_host=self._on_host,
+            interrupted=interrupted,
+        )
 
     def answer(
         self,
@@ -250,7 +213,6 @@ class Conversation:
             evidence: the number of moments to return that the answer attends to most.
         """
         self.encode()
-        self.evidence = None
         length = text.input_ids.shape[1]
         kept = self._keep_prefix(text)
         watch = StopWatch(self._comm, stop, on_text, interrupted)
@@ -261,11 +223,10 @@ class Conversation:
         with record_attention(self._model) if evidence and self.sources else nullcontext() as recorded:
             output = self._generate(text, streamer=streamer, stopping_criteria=criteria, **options)
             attention = None if recorded is None else recorded.result()
-        tokens, tokenizer = output.sequences[0, length:].tolist(), self._processor.tokenizer
+        tokens, tokenizer, found = output.sequences[0, length:].tolist(), self._processor.tokenizer, None
         if attention is not None:
             sizes = [size for source in self.sources for size in self._family.unit_sizes(source)]
-            self.evidence = evidence_of(attention.split(sizes), tokens, tokenizer, self.sources, evidence)
-        found = self.evidence
+            found = evidence_of(attention.split(sizes), tokens, tokenizer, self.sources, evidence)
         return Answer(
             text=watch.finish(),
             tokens=tokens,
@@ -274,8 +235,7 @@ class Conversation:
             decode_seconds=streamer.decode_seconds,
             finish_reason=self._finish_reason(watch, tokens, sampling, options),
             cached_tokens=kept,
-            evidence=() if found is None else found.moments,
-            evidence_note="" if found is None else found.note,
+            evidence=found,
         )
 
     def ask(self, question: str, sampling: Sampling | None = None, **options: Any) -> Answer:
@@ -408,7 +368,8 @@ def answer(
     video: EncodedVideo,
     sampling: Sampling | None = None,
     *,
-    on_text: OnText | None = None,
+    source: FrameSource | None = None,
+    **options: Any,
 ) -> Answer:
     """Answer a question about a video. Every rank of the model's group calls this with the same question.
 
@@ -418,31 +379,10 @@ def answer(
         question: the user's text. The video precedes it, unless the text contains "<|video|>" where the video belongs.
         video: from `encode_video` or `load_video`; it is not changed and can be used for further questions.
         sampling: the most likely tokens by default.
-        on_text: called with each piece of text as it is generated.
+        source: the frames, whose times evidence has; see `Conversation.about`.
+        **options: those of `Conversation.answer`.
 
     Raises:
         AgreementError: if the ranks have different questions.
     """
-    return Conversation.about(model, processor, video).ask(question, sampling, on_text=on_text)
-
-
-def answer_with_evidence(
-    model: nn.Module,
-    processor: Any,
-    question: str,
-    video: EncodedVideo,
-    sampling: Sampling | None = None,
-    *,
-    count: int = MOMENTS,
-    source: FrameSource | None = None,
-    on_text: OnText | None = None,
-) -> tuple[Answer, Evidence]:
-    """Answer a question as `answer` does, and return with it the `count` moments that the answer attends to most.
-
-    Every rank of the model's group calls this with the same arguments. `source` has the times of the frames; without
-    it, they are those of `video.source`, which features from a store do not have.
-    """
-    conversation = Conversation.about(model, processor, video, source)
-    result = conversation.ask(question, sampling, on_text=on_text, evidence=count)
-    assert conversation.evidence is not None  # `count` is not 0
-    return result, conversation.evidence
+    return Conversation.about(model, processor, video, source).ask(question, sampling, **options)

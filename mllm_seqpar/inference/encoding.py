@@ -12,9 +12,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -25,17 +25,21 @@ from mllm_seqpar.comm import Group, transfer_communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.chat_family import ChatFamily, chat_family
 from mllm_seqpar.data.prefetch import read_ahead
-from mllm_seqpar.data.sources import FrameSource, read_ranges
-from mllm_seqpar.errors import ConfigError, DivergedError, VideoError
+from mllm_seqpar.data.sources import FrameSource, ranges_by_source, read_ranges
+from mllm_seqpar.errors import ConfigError, DivergedError, SeqParError, VideoError
 from mllm_seqpar.runtime.host_copies import HostCopies
 from mllm_seqpar.sharding import FrameShard, frame_spans, span_length
 
-Pictures = tuple[Tensor, ...]
+Pixels = tuple[Tensor, ...]
 """Preprocessed frames of a family: pixels, and further tensors with one entry per frame."""
 
 
 PARTS = ("decode frames", "transfer", "encode", "wait for frames")
 """The parts of the time that a rank takes to encode a video. The first three overlap; in the fourth, encoding waits."""
+
+
+class Interrupted(SeqParError):
+    """The user ended the encoding of the frames."""
 
 
 @dataclass(frozen=True)
@@ -62,19 +66,20 @@ class EncodedVideo:
 
     @property
     def visual_tokens(self) -> int:
-        """The number of visual tokens of the whole video."""
-        return self.frames * self.features.shape[1]
+        """The number of visual tokens of this rank's frames."""
+        return self.features.shape[:-1].numel()
 
 
 def encode_video(
     model: nn.Module,
     processor: Any,
-    source: FrameSource,
+    source: FrameSource | Sequence[FrameSource],
     *,
     group: Group = None,
     batch: int = 8,
     progress: Callable[[int], object] | None = None,
     on_host: bool = False,
+    interrupted: Callable[[], bool] | None = None,
 ) -> EncodedVideo:
     """Read and encode this rank's frames of a video. Every rank of the group calls this with the same source.
 
@@ -82,64 +87,56 @@ def encode_video(
         model: of a supported family, or with a method `encode_frames` as the native mPLUG-Owl3; patched or not. If its
             parameters are sharded (FSDP2), all ranks must be in the group.
         processor: the model's; its family converts uint8 frames (b, 3, H, W) to pixels.
-        source: the frames, a `VideoSource` for example.
+        source: the frames, a `VideoSource` for example; of several sources, one after the other.
         group: the ranks that share the frames, as for `patch_model`.
         batch: number of frames read and encoded at once.
         progress: called after each round with the number of frames that all ranks have encoded so far.
         on_host: collect the features in host memory, for a model with `visual_offload="cpu"`.
+        interrupted: the encoding ends on all ranks when it returns True on this one.
 
     Raises:
         VideoError: if this rank's part of the video cannot be read.
-        AgreementError: if another rank's part cannot be read; its message is quoted.
+        Interrupted: if `interrupted` returned True.
+        AgreementError: if another rank raised one of these; its message is quoted.
     """
     family = chat_family(processor)
     family.check(model)
-    if len(source) == 0:
+    sources = tuple(source) if isinstance(source, Sequence) else (source,)
+    units = [family.units(each) for each in sources]
+    total = sum(map(len, units))
+    if total == 0:
         raise VideoError("encode_video: the source has no frames; give a source with at least one frame")
-    options: dict[str, Any] = {"group": group, "batch": batch, "progress": progress, "on_host": on_host}
-    return replace(encode_units(model, family, family.units(source), **options), source=source)
-
-
-def encode_units(
-    model: nn.Module,
-    family: ChatFamily,
-    units: FrameSource,
-    *,
-    group: Group = None,
-    batch: int = 8,
-    progress: Callable[[int], object] | None = None,
-    on_host: bool = False,
-) -> EncodedVideo:
-    """Read and encode this rank's part of `units`, from `ChatFamily.units`; the other arguments are as above."""
     comm = transfer_communicator(group)
     if batch < 1:
         raise ConfigError(f"batch: {batch} is not allowed; give 1 or more")
-    shard = FrameShard.of(len(units), comm, family.frame_layout)
-    counts = [span_length(spans) for spans in frame_spans(len(units), comm.size, family.frame_layout)]
+    shard = FrameShard.of(total, comm, family.frame_layout)
+    counts = [span_length(spans) for spans in frame_spans(total, comm.size, family.frame_layout)]
     encoder = _Encoder(model, family, len(shard), on_host)
     with torch.no_grad(), closing(_batches(units, shard.ranges, batch, family, encoder)) as batches:
         while True:
             pixels = encoder.read(batches)
-            rows = comm.gather_ints([encoder.done, int(encoder.error is not None)])
-            if any(failed for _, failed in rows):
-                agree(comm, "reading the video", error=encoder.error)
-            done = [encoded for encoded, _ in rows]
+            if interrupted is not None and interrupted():
+                encoder.error = encoder.error or Interrupted("interrupted while the frames were encoded")
+            _, rows = agree(comm, "reading the video", error=encoder.error, numbers=lambda _: [encoder.done])
+            done = [encoded for (encoded,) in rows]
             if progress is not None:
                 progress(sum(done))
             if done == counts:
                 break
             encoder.encode(pixels)
             del pixels  # the thread reads a further batch only when this one is freed
-        return EncodedVideo(encoder.features(), shard, seconds=encoder.seconds())
+        return EncodedVideo(encoder.features(), shard, sources[0] if len(sources) == 1 else None, encoder.seconds())
 
 
 def _batches(
-    source: FrameSource, ranges: Sequence[range], batch: int, family: ChatFamily, encoder: _Encoder
-) -> Generator[Pictures, None, None]:
-    """Yield the preprocessed frames of ranges in batches of at most `batch`, reading one batch ahead."""
-    reader = read_ranges(source, ranges, batch=batch)
+    sources: Sequence[FrameSource], ranges: Sequence[range], batch: int, family: ChatFamily, encoder: _Encoder
+) -> Generator[Pixels, None, None]:
+    """Yield the preprocessed frames of ranges, each batch of at most `batch` of one source, reading one batch ahead."""
+    reader = chain.from_iterable(
+        read_ranges(source, parts, batch=batch) for source, _, parts in ranges_by_source(sources, ranges)
+    )
 
-    def read_next(_: int) -> Pictures | None:
+    def read_next(_: int) -> Pixels | None:
         with encoder.measure("decode frames"):
             frames = next(reader, None)
             return None if frames is None else encoder.prepared(family.pixels(frames))
@@ -157,7 +154,7 @@ class _Encoder:
     def __init__(self, model: Any, family: ChatFamily, frames: int, on_host: bool) -> None:
         weight = next(model.parameters())
         self._family, self._device, self._dtype = family, weight.device, weight.dtype
-        self._encode_pictures = encoder_of(model, family)
+        self._encode_pixels = encoder_of(model, family)
         # FSDP gathers parameters in each module's forward, so a rank without frames in a round must run it too.
         self._collective = any(isinstance(module, FSDPModule) for module in model.modules())
         self._frames, self._on_host = frames, on_host
@@ -198,17 +195,17 @@ class _Encoder:
         self._events.clear()
         return dict(self._seconds)
 
-    def prepared(self, pixels: Pictures) -> Pictures:
+    def prepared(self, pixels: Pixels) -> Pixels:
         """Return the pixels in the dtype of the model, in memory that the device can copy from while it computes."""
         cast = tuple(x.to(self._dtype) if x.is_floating_point() else x for x in pixels)
         return tuple(x.pin_memory() for x in cast) if self._on_cuda else cast
 
-    def _moved(self, pixels: Pictures) -> Pictures:
+    def _moved(self, pixels: Pixels) -> Pixels:
         """Return the pixels on the device, and start copying them; see `_use`."""
         with torch.cuda.stream(self._copies), self._measure_device("transfer"):
             return tuple(x.to(self._device, non_blocking=self._on_cuda) for x in pixels)
 
-    def _use(self, moved: Pictures) -> None:
+    def _use(self, moved: Pixels) -> None:
         """Make the current stream wait for the copies, and keep their memory until it has used them."""
         if self._copies is not None:
             current = torch.cuda.current_stream(self._device)
@@ -216,7 +213,7 @@ class _Encoder:
             for x in moved:
                 x.record_stream(current)
 
-    def read(self, batches: Iterator[Pictures]) -> Pictures | None:
+    def read(self, batches: Iterator[Pixels]) -> Pixels | None:
         """Return the next batch on the device, or None at the end or on failure, which `error` then holds."""
         if self.error is not None:
             return None
@@ -232,7 +229,7 @@ class _Encoder:
             self.error = error
             return None
 
-    def encode(self, pixels: Pictures | None) -> None:
+    def encode(self, pixels: Pixels | None) -> None:
         """Encode a batch; without one, only join the collectives of the other ranks."""
         try:
             if self._collective or pixels is not None:
@@ -249,11 +246,11 @@ class _Encoder:
         assert self._features is not None and self.done == self._frames
         return torch.cat([self._features, *self._uneven]) if self._uneven else self._features
 
-    def _run(self, pixels: Pictures | None) -> None:
+    def _run(self, pixels: Pixels | None) -> None:
         inputs = self._moved(self.prepared(self._family.blank())) if pixels is None else pixels
         self._use(inputs)
         with self._measure_device("encode"):
-            encoded = self._encode_pictures(*inputs)
+            encoded = self._encode_pixels(*inputs)
         if self._features is None:
             shape = self._frames, *encoded.shape[1:]
             copies = HostCopies(self._device)

@@ -165,10 +165,10 @@ def _thumbnail(source: Any, frame: int) -> str:
     if not isinstance(source, (VideoSource, ImageListSource)):
         return ""
     try:
-        picture = jpeg_of(next(iter(source.read(frame, frame + 1, batch=1)))[0])
+        jpeg = jpeg_of(next(iter(source.read(frame, frame + 1, batch=1)))[0])
     except (VideoError, ConfigError):
         return ""
-    return "data:image/jpeg;base64," + base64.b64encode(picture).decode()
+    return "data:image/jpeg;base64," + base64.b64encode(jpeg).decode()
 
 
 @dataclass(frozen=True)

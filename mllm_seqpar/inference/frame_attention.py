@@ -1,78 +1,24 @@
 """The share of attention that each frame receives while a patched model generates an answer.
 
-This module is the interface. `runtime.attention_record` defines and computes the shares.
+`runtime.attention_record` defines and computes the shares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.patching import patch_of
-from mllm_seqpar.runtime.attention_record import AttentionRecord
-
-
-@dataclass(frozen=True, kw_only=True)
-class FrameAttention:
-    """The attention that the T tokens of an answer pay to the F frames of all ranks; the same on every rank.
-
-    Attributes:
-        frames: (T, F), float32 or wider, on the CPU: the softmax probability on the keys of a frame, before any gate,
-            averaged over heads and the layers that attend to frames. 0 for a frame that the mask hides from a token.
-            A frame of a decoder-only model is a temporal patch.
-        text: (T,), the probability on the keys of the text, in models with one softmax over text and frames
-            (decoder-only models, mPLUG-Owl3 without a gate); in other models 0.
-        visible: (T, F) bool, the frames that the mask lets a token attend to.
-        output: what `generate` returned; None from `RecordedAttention.result`.
-    """
-
-    frames: Tensor
-    text: Tensor
-    visible: Tensor
-    output: Any = None
-
-    def split(self, sizes: Sequence[int]) -> FrameAttention:
-        """Return the attention to the pictures that each of the F frames consists of, equal parts of its own.
-
-        `sizes` (F,) is how many pictures a frame has: two in a temporal patch of a decoder-only model.
-        """
-        if len(sizes) != self.frames.shape[1] or max(sizes, default=1) == 1:
-            return self
-        counts = torch.tensor(sizes)
-        index = torch.arange(len(sizes)).repeat_interleave(counts)
-        return replace(self, frames=(self.frames / counts)[:, index], visible=self.visible[:, index])
-
-    @property
-    def ranks_frames(self) -> bool:
-        """Whether the mask lets some token attend to several frames, or there is only one frame."""
-        return bool((self.visible.sum(1) > 1).any()) or self.visible.shape[1] == 1
-
-
-class RecordedAttention:
-    """The attention of the answer that was generated last within `record_attention`."""
-
-    def __init__(self, record: AttentionRecord) -> None:
-        self._record = record
-
-    def result(self) -> FrameAttention:
-        """Return the attention over frames. Every rank of the model's group calls this; it is one gather.
-
-        Raises:
-            ConfigError: no answer about frames was generated.
-        """
-        with torch.no_grad():
-            shares = self._record.shares()
-        return FrameAttention(frames=shares.frames, text=shares.text, visible=shares.visible)
+from mllm_seqpar.runtime.attention_record import AttentionRecord, FrameAttention
 
 
 @contextmanager
-def record_attention(model: nn.Module) -> Iterator[RecordedAttention]:
+def record_attention(model: nn.Module) -> Iterator[AttentionRecord]:
     """Record the attention over frames of each `generate` within this context. Read `result()` within it too.
 
     The generated tokens do not change. Each pass stores the queries of one row, H * D elements for each cross-attention
@@ -94,7 +40,7 @@ def record_attention(model: nn.Module) -> Iterator[RecordedAttention]:
     record = AttentionRecord(patch.context.comm)
     records.append(record)
     try:
-        yield RecordedAttention(record)
+        yield record
     finally:
         records.clear()
         record.begin_answer()  # it refers to K of the frames
@@ -115,5 +61,4 @@ def attention_over_frames(model: nn.Module, *args: Any, **kwargs: Any) -> FrameA
     """
     with record_attention(model) as recorded:
         output = model.generate(*args, **kwargs)  # type: ignore[operator]
-        found = recorded.result()
-    return FrameAttention(frames=found.frames, text=found.text, visible=found.visible, output=output)
+        return replace(recorded.result(), output=output)

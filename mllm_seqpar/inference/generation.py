@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.errors import ConfigError
 
-from .evidence import Moment
+from .evidence import Evidence
 
 OnText = Callable[[str], object]
 
@@ -87,8 +87,7 @@ class Answer:
         decode_seconds: time from the first token to the last.
         finish_reason: "stop" at the model's end token or a stop string, "length" at `max_new_tokens`, or "interrupted".
         cached_tokens: the tokens of the prompt that were in the KV cache.
-        evidence: the moments that the answer attends to most, the largest first, if they were asked for.
-        evidence_note: why there are no moments although they were asked for.
+        evidence: the moments that the answer attends to most, if they were asked for.
     """
 
     text: str
@@ -98,8 +97,7 @@ class Answer:
     decode_seconds: float
     finish_reason: str = "stop"
     cached_tokens: int = 0
-    evidence: tuple[Moment, ...] = ()
-    evidence_note: str = ""
+    evidence: Evidence | None = None
 
 
 def longest_text(model: Any) -> int | None:

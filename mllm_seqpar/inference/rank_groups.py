@@ -81,8 +81,7 @@ def tried(group: Communicator, what: str, step: Callable[[], T]) -> tuple[T | No
     fatal = error is not None and not isinstance(error, _OF_THE_INPUT)
     if error is not None and fatal and not isinstance(error, SeqParError):
         raise error
-    if any(row[0] for row in group.gather_ints([int(fatal)])):
-        agree(group, what, error=error)
+    agree(group, what, error=error if fatal else None)
     try:
         agree(group, what, error=error)
     except _OF_THE_INPUT as found:

@@ -6,7 +6,8 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
@@ -84,11 +85,19 @@ class Report:
         return "; " + ", ".join(f"{part} {seconds:.2f} s" for part, seconds in most.items())
 
     def write(self, path: str) -> None:
-        rows = [{"video": item.video, "question": item.question, **asdict(item.answer)} for item in self.answers]
+        rows = [{"video": item.video, "question": item.question} | _row(item.answer) for item in self.answers]
         answers = [item.answer for item in self.answers]
         seconds = self.seconds | {
             "prefill": round(sum(a.prefill_seconds for a in answers), 4),
             "generate": round(sum(a.decode_seconds for a in answers), 4),
         }
-        values = asdict(self) | {"seconds": seconds, "answers": rows}
+        values = asdict(replace(self, answers=[])) | {"seconds": seconds, "answers": rows}
         write_text(path, json.dumps(values, indent=1) + "\n")
+
+
+def _row(answer: Answer) -> dict[str, Any]:
+    """Return the answer with its moments, without the attention of each token."""
+    found = answer.evidence
+    moments = [] if found is None else [asdict(moment) for moment in found.moments]
+    note = "" if found is None else found.note
+    return asdict(replace(answer, evidence=None)) | {"evidence": moments, "evidence_note": note}

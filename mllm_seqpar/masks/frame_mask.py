@@ -251,6 +251,14 @@ class FrameBlockMasks(BlockMasks):
             self._pruned[q_shard, kv_shard] = pruned.rectangles(self.frames[kv_shard])
         return self._pruned[q_shard, kv_shard]
 
+    @cached_property
+    def common_keys(self) -> slice | None:
+        """The keys that every row of a group of one attends to, if no row attends to others; None otherwise."""
+        folded = self.folded()
+        found, rows = folded.rectangles(0, 0), folded.masks[0].shape[1]
+        whole = [(r.batch, r.rows, r.kind, r.gathered) for r in found] == [((0, 1), (0, rows), "full", None)]
+        return slice(*found[0].keys) if whole else None
+
     def folded(self) -> FrameBlockMasks:
         if self.masks[0].shape[0] == 1:
             return self

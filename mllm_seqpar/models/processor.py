@@ -171,7 +171,7 @@ class NativeProcessor(LocalCode, ProcessorMixin):
                 media[name] = listed
         found = self(text=texts, **{name: value for name, value in media.items() if value is not None}, **options)
         if spans is not None:
-            masks = _masks(found.pop("offset_mapping"), spans)
+            masks = target_mask(found.pop("offset_mapping"), spans)
             if return_labels:
                 found["labels"] = _labels(found[self.ids_name], masks)
             if return_assistant_tokens_mask:
@@ -337,8 +337,13 @@ def _part(part: Any) -> Any:
     return {"type": "image", "url": url.get("url", "") if isinstance(url, Mapping) else url}
 
 
-def _masks(offsets: Any, spans: Sequence[Sequence[Span]]) -> list[list[int]]:
-    """Return 1 for each token whose characters overlap a span; padding has the empty range (0, 0)."""
+def target_mask(offsets: Any, spans: Sequence[Sequence[Span]]) -> list[list[int]]:
+    """Return 1 for each token whose characters overlap a span, as transformers' mask of the assistant's tokens has.
+
+    Args:
+        offsets: (B, L, 2), the range of characters of each token; empty for padding and for added tokens.
+        spans: the character ranges of the answers of each sample.
+    """
     return [
         [int(any(start < last and end > first for first, last in marked)) for start, end in np.asarray(row).tolist()]
         for row, marked in zip(offsets, spans, strict=True)

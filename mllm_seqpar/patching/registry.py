@@ -140,7 +140,7 @@ def adapters() -> dict[str, Adapter]:
     """
     found = external_adapters()
     for spec in family_specs():
-        adapter = _made_by(spec.adapter())
+        adapter = _made_by(spec.load())
         found.setdefault(adapter.name, adapter)
     return found
 

@@ -24,8 +24,8 @@ visual tokens of the text so far, K keys of this rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -275,22 +275,44 @@ def _row_of_last(positions: Tensor | None, length: int) -> int | None:
     return next(iter((positions == length - 1).nonzero().flatten().tolist()), None)
 
 
-class Shares(NamedTuple):
-    """The attention of the tokens of an answer; all tensors are on the CPU and equal on all ranks.
+@dataclass(frozen=True, kw_only=True)
+class FrameAttention:
+    """The attention that the T tokens of an answer pay to the F frames of all ranks; the same on every rank.
 
     Attributes:
-        frames: (T, F), float32 or wider.
-        text: (T,), the share of the text keys if they share the softmax with the frames; else 0.
+        frames: (T, F), float32 or wider, on the CPU: the softmax probability on the keys of a frame, before any gate,
+            averaged over heads and the layers that attend to frames. 0 for a frame that the mask hides from a token.
+            A frame of a decoder-only model is a temporal patch.
+        text: (T,), the probability on the keys of the text, in models with one softmax over text and frames
+            (decoder-only models, mPLUG-Owl3 without a gate); in other models 0.
         visible: (T, F) bool, the frames that the mask lets a token attend to.
+        output: what `generate` returned; None from `AttentionRecord.result`.
     """
 
     frames: Tensor
     text: Tensor
     visible: Tensor
+    output: Any = None
+
+    def split(self, sizes: Sequence[int]) -> FrameAttention:
+        """Return the attention to the images that each of the F frames consists of, equal parts of its own.
+
+        `sizes` (F,) is how many images a frame has: two in a temporal patch of a decoder-only model.
+        """
+        if len(sizes) != self.frames.shape[1] or max(sizes, default=1) == 1:
+            return self
+        counts = torch.tensor(sizes)
+        index = torch.arange(len(sizes)).repeat_interleave(counts)
+        return replace(self, frames=(self.frames / counts)[:, index], visible=self.visible[:, index])
+
+    @property
+    def ranks_frames(self) -> bool:
+        """Whether the mask lets some token attend to several frames, or there is only one frame."""
+        return bool((self.visible.sum(1) > 1).any()) or self.visible.shape[1] == 1
 
 
 class AttentionRecord:
-    """The rows of the answer that is being generated, or was generated last."""
+    """The rows of the answer that is being generated, or was generated last, within `record_attention`."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -360,11 +382,12 @@ class AttentionRecord:
                 "text; ask one question at a time"
             )
 
-    def shares(self) -> Shares:
-        """Return the shares of the last answer. Every rank of the group calls this.
+    @torch.no_grad()
+    def result(self) -> FrameAttention:
+        """Return the attention of the last answer over frames. Every rank of the group calls this; it is one gather.
 
         Raises:
-            ConfigError: nothing was recorded. AgreementError: the ranks recorded different answers.
+            ConfigError: no answer about frames was generated. AgreementError: the ranks recorded different answers.
         """
         prompts = [number for number, one in enumerate(self._passes) if one.length > 1]
         passes = self._passes[prompts[-1] if prompts else 0 :]  # a prompt may be prefilled in several passes
@@ -380,16 +403,16 @@ class AttentionRecord:
             return self._token_shares(of_tokens)
         return self._layer_shares(of_layers)
 
-    def _token_shares(self, passes: Sequence[TokenRowRecorder]) -> Shares:
+    def _token_shares(self, passes: Sequence[TokenRowRecorder]) -> FrameAttention:
         """Return the shares of a decoder-only model, whose passes have added up those of this rank's keys."""
         if len({one.total_frames for one in passes}) > 1:
             raise ConfigError(_CHANGED)
         frames = torch.stack([one.shares() for one in passes])
         frames = (frames if self._comm.size == 1 else self._comm.all_reduce(frames, "evidence")).cpu()
         visible = torch.stack([one.visible_frames() for one in passes])
-        return Shares(frames, (1 - frames.sum(1)).clamp(min=0), visible)
+        return FrameAttention(frames=frames, text=(1 - frames.sum(1)).clamp(min=0), visible=visible)
 
-    def _layer_shares(self, passes: Sequence[RowRecorder]) -> Shares:
+    def _layer_shares(self, passes: Sequence[RowRecorder]) -> FrameAttention:
         """Return the shares of the rows that the passes of a model with cross-attention have stored."""
         cache = passes[0].cache
         if any(one.cache is not cache for one in passes):
@@ -407,7 +430,7 @@ class AttentionRecord:
         units = torch.stack(layers).mean(0)
         frames = self._gather(units, by_rank).unflatten(1, (cache.total_frames, per_frame)).sum(-1)
         text = (1 - frames.sum(1)).clamp(min=0) if rows[0][0].jointly else frames.new_zeros(len(passes))
-        return Shares(frames, text, visible.unflatten(1, (-1, per_frame)).any(-1))
+        return FrameAttention(frames=frames, text=text, visible=visible.unflatten(1, (-1, per_frame)).any(-1))
 
     def _gather(self, local: Tensor, by_rank: Sequence[Spans]) -> Tensor:
         """(T, units of this rank) -> (T, units) of all ranks, in order, on the CPU."""

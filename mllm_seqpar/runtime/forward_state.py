@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +31,12 @@ from mllm_seqpar.attention.keys import (
     Placement,
     accumulation,
     as_attended,
+    attend_to_all,
     attended_dtype,
     call_spec_for,
     problem_of,
 )
-from mllm_seqpar.masks import BlockMasks, FrameBlockMasks, GivenBlockMask, Rectangle
+from mllm_seqpar.masks import BlockMasks, GivenBlockMask, Rectangle
 from mllm_seqpar.masks.block_masks import decoder_rectangles
 
 from .attention_record import AnyRecorder
@@ -75,6 +75,8 @@ class ForwardState:
     Attributes:
         shards_text: whether hidden states hold this rank's tokens only.
         takes_mask: whether the decoder takes an attention mask, by which the model's own attention computes the text.
+        torch_attends: whether torch's own operator may take the place of schedules and block kernels: on one process,
+            unless a block kernel is named.
     """
 
     def __init__(
@@ -94,9 +96,9 @@ class ForwardState:
         self.visual_tokens = [] if visual_tokens is None else visual_tokens
         config = context.config
         self.shards_text = text is not None and config.self_attention != "local"
-        self._one_process = context.comm.size == 1 and config.kernel == "auto"
+        self.torch_attends = context.comm.size == 1 and config.kernel == "auto"
         self.takes_mask = cached_text is None and not self.shards_text
-        if text is not None and self.shards_text and self._one_process:
+        if text is not None and self.shards_text and self.torch_attends:
             self.takes_mask = not text.is_plain and text.batch * text.length**2 <= MAX_TEXT_MASK
         self._specs: dict[Hashable, CallSpec] = {}
 
@@ -126,8 +128,8 @@ class ForwardState:
 
     def _attend(self, q: Tensor, keys: Sequence[Keys], scale: float) -> tuple[Tensor, Tensor | None]:
         """Return (o, lse) of rows that are sharded, or that this rank has alone; no lse from torch's own operator."""
-        if len(keys) == 1 and (o := keys[0].attend_alone(q, scale)) is not None:
-            return o, None
+        if len(keys) == 1 and keys[0].alone is not None:
+            return keys[0].alone(q, scale), None
         comm, config = self.context.comm, self.context.config
         # self_attention="local": every rank has all rows, and they are sharded for this attention only.
         local = None if self.shards_text else self.text
@@ -142,10 +144,13 @@ class ForwardState:
         o, lse = call_within(units, compute, rows) if units else compute(rows)
         return o if local is None else local.unshard(o, 2), lse
 
-    def has_whole_text(self, window: int | None = None) -> bool:
-        """Return whether this rank has all text and no schedule or block kernel is asked for, so that the model's own
-        attention computes the text. It cannot hide the tokens before a `window` without a mask."""
-        if self.takes_mask or not self._one_process:
+    def model_attends(self, window: int | None = None) -> bool:
+        """Return whether the model's own attention computes the text, which this rank has whole.
+
+        It takes the decoder's mask if the pass has one (`takes_mask`), and no mask otherwise. Without a mask it cannot
+        hide the tokens before a `window`.
+        """
+        if self.takes_mask or not self.torch_attends:
             return self.takes_mask
         return self.text is not None and self.text.is_plain and (window is None or window >= self.text.length)
 
@@ -169,16 +174,16 @@ class ForwardState:
             model_attention: the model's own attention, for text that one rank has. None: the block kernels.
         """
         k, v = as_attended(k, v)
-        whole = None
-        if model_attention is not None and self.has_whole_text(window):
-            whole = functools.partial(model_attention, k, v, mask if self.takes_mask else None)
+        alone = None
+        if model_attention is not None and self.model_attends(window):
+            alone = functools.partial(model_attention, k, v, mask if self.takes_mask else None)
         if self.tokens is not None and self.cached_text is None:
             k, v = k[:, :, : self.tokens], v[:, :, : self.tokens]  # the rest of a static cache is empty
         key = "text", q.shape, k.shape, k.dtype, window, torch.is_grad_enabled()
         spec = self._specs.get(key)
         if spec is None:
             spec = self._specs[key] = self._text_spec(q, k, window, mask)
-        return GivenKeys(spec, k, v, whole, window)
+        return GivenKeys(spec, k, v, alone, window)
 
     def frame_keys(
         self, q: Tensor, layer: Hashable, project: Projection, modules: Sequence[nn.Module] | None = None
@@ -201,7 +206,11 @@ class ForwardState:
         spec = frames.specs.get(key)
         if spec is None:
             spec = frames.specs[key] = self._frame_spec(q, dtype, frames, project)
-        return frames.source.keys(layer, spec, project, modules, dtype)
+        keys = frames.source.keys(layer, spec, project, modules, dtype)
+        if self.torch_attends and isinstance(keys, GivenKeys) and (common := frames.masks.common_keys) is not None:
+            alone = functools.partial(attend_to_all, keys.k[:, :, common], keys.v[:, :, common])
+            return GivenKeys(spec, keys.k, keys.v, alone)
+        return keys
 
     def _text_spec(self, q: Tensor, k: Tensor, window: int | None, mask: Tensor | None) -> CallSpec:
         text, batch = self.text, q.shape[0]
@@ -226,8 +235,7 @@ class ForwardState:
         like = q.new_empty(0, dtype=dtype)
         if self.text is None or frames.placement == "replicated" or comm.size == 1:
             accumulate = accumulation("auto" if self.text is None else config.accumulate_dtype, dtype)
-            spec = CallSpec((1, 1), masks, lengths, accumulate, config.overlap, placement=frames.placement)
-            return replace(spec, visible_keys=_visible_keys(masks, q)) if self._one_process else spec
+            return CallSpec((1, 1), masks, lengths, accumulate, config.overlap, placement=frames.placement)
         rows = q.shape[2] if self.shards_text else self.text.local
         candidates, kv_heads = {"auto": CROSS, "mesh": CROSS_MESH}.get(config.strategy), q.shape[1]
         if candidates is not None:
@@ -261,10 +269,3 @@ class ForwardState:
             return selected_spec(selection, masks, problem, config, like.dtype)
         accumulate = accumulation(config.accumulate_dtype, like.dtype)
         return call_spec_for(strategy, mesh_shape, masks, problem, accumulate, config.overlap)
-
-
-def _visible_keys(masks: FrameBlockMasks, q: Tensor) -> slice | None:
-    """Return the keys that all rows attend to, if no row attends to others; None otherwise."""
-    found, rows = masks.folded().rectangles(0, 0), q.shape[0] * q.shape[2]
-    whole = [(r.batch, r.rows, r.kind, r.gathered) for r in found] == [((0, 1), (0, rows), "full", None)]
-    return slice(*found[0].keys) if whole else None

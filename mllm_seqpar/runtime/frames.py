@@ -8,16 +8,16 @@ that a chunk of frames is contiguous. Every pass of a layer brings all chunks to
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mllm_seqpar._transfers import copy_to_device
-from mllm_seqpar.attention.keys import CallSpec, GivenKeys, Keys, Placement
+from mllm_seqpar.attention.keys import CallSpec, GivenKeys, Keys, Placement, as_attended, problem_of
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.autograd import gather_shards
 from mllm_seqpar.errors import ConfigError
@@ -27,9 +27,12 @@ from mllm_seqpar.sharding import Spans, frame_spans, in_frame_order, span_length
 
 from .host_copies import HostCopies
 from .offload import HostFeatures
-from .strategy_selector import SelectedStrategy
+from .strategy_selector import CROSS, CrossAttentionShape, SelectedStrategy, VisualLayers
 from .text import TextShards
 from .visual_features import Projection, VisualFeatures, frame_chunks
+
+if TYPE_CHECKING:
+    from .context import SeqParContext
 
 
 class Frames:
@@ -104,6 +107,42 @@ class Frames:
         every = replace(visual, features=features, index=copy_to_device(index, features.device))
         own = FrameBlockMasks([self.masks.masks[comm.rank]], [((0, total),)])
         return Frames(every, own, features.shape[1], "replicated")
+
+
+def select_strategy(
+    context: SeqParContext,
+    frames: Frames,
+    visual: VisualFeatures,
+    text: TextShards,
+    index: Callable[[], Tensor],
+    shape: CrossAttentionShape | None = None,
+) -> Frames:
+    """Select what `strategy="auto"` uses for a whole pass, and gather the features if the strategy is "replicate".
+
+    Args:
+        frames, text: of a pass with sharded rows.
+        visual: the features that `frames` is of.
+        index: returns the index of all units (`VisualFeatures.index`), (units, ...).
+        shape: of the cross-attention of all layers; None: each layer selects.
+    """
+    config = context.config
+    if context.comm.size == 1:
+        return frames
+    if config.strategy == "auto" and shape is not None:
+        assert context.selector is not None
+        (probe,) = as_attended(visual.features[:0])
+        q_shape, k_shape = (text.batch, shape.heads, text.local, shape.dim), (1, shape.kv_heads)
+        frames.selection = context.selector.select(
+            problem_of(q_shape, k_shape, frames.key_lengths, probe.dtype, config.accumulate_dtype),
+            frames.masks,
+            CROSS,
+            probe,
+            training=torch.is_grad_enabled(),
+            visual=VisualLayers(visual.features.shape[2], shape.layers, config.recompute_visual),
+        )
+    if config.strategy == "replicate" or (frames.selection and frames.selection.strategy == "replicate"):
+        frames = frames.gathered(visual, context.comm, index())
+    return frames
 
 
 def unit_spans(units: int, units_per_frame: int, comm: Communicator, layout: str) -> Sequence[Spans]:

@@ -164,11 +164,11 @@ class OffloadedKeys(Keys):
     def without_inputs(self) -> OffloadedKeys:
         return replace(self, visual=self.visual.without_features)
 
-    def chunks(self, inputs: Sequence[Tensor], needed: Sequence[bool] | None = None) -> _Pass:
-        return _Pass(self, inputs, needed or [False] * len(inputs))
+    def chunks(self, inputs: Sequence[Tensor], needed: Sequence[bool] | None = None) -> _FeatureChunks:
+        return _FeatureChunks(self, inputs, needed or [False] * len(inputs))
 
 
-class _Pass:
+class _FeatureChunks:
     """One pass over the chunks of a layer's features; see `attention.keys.KeyChunks`."""
 
     def __init__(self, source: OffloadedKeys, inputs: Sequence[Tensor], needed: Sequence[bool]) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.masks import CausalBlockMasks
-from mllm_seqpar.sharding import unshard_sequence
+from mllm_seqpar.sharding import gather_sequence
 
 from .text import TextShards
 
@@ -94,7 +94,7 @@ class StarText(TextShards):
 
     def unshard(self, x: Tensor, dim: int) -> Tensor:
         """This rank's (..., 2 b, ...) -> the context's (..., n b, ...) on every rank, from each rank's own block."""
-        return unshard_sequence(x.narrow(dim, self.own.start, self.block), dim, self.comm, self.layout)
+        return gather_sequence(x.narrow(dim, self.own.start, self.block), dim, self.comm, self.layout)
 
     def _blocks_of(self, first: Tensor | None, valid: Tensor | None) -> CausalBlockMasks:
         return StarBlockMasks(self, first, valid)

@@ -21,7 +21,7 @@ from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.masks import CausalBlockMasks, Rectangle
 from mllm_seqpar.masks.block_masks import causal_rectangles
-from mllm_seqpar.sharding import padded_length, sequence_positions, shard_sequence, unshard_sequence
+from mllm_seqpar.sharding import gather_sequence, padded_length, sequence_positions, shard_sequence
 
 
 class TextShards:
@@ -91,7 +91,7 @@ class TextShards:
 
     def unshard(self, x: Tensor, dim: int) -> Tensor:
         """This rank's (..., s, ...) -> (..., L, ...) on every rank, without padding. Differentiable."""
-        return unshard_sequence(x, dim, self.comm, self.layout).narrow(dim, 0, self.length)
+        return gather_sequence(x, dim, self.comm, self.layout).narrow(dim, 0, self.length)
 
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         """This rank's (B, s, C) -> the rows with these positions, (B, r, C) on every rank. Not differentiable."""

@@ -28,7 +28,7 @@ from .engine import Job
 from .guard import Guard
 from .json_body import parse
 from .media import MediaStore
-from .monitor import CLIENT_GONE, CONTENT_TYPE, Metrics, Monitor, Record, error_response, record_of
+from .monitor import CLIENT_GONE, CONTENT_TYPE, Metrics, Monitor, RequestRecord, error_response, record_of
 from .preview import Previews
 from .protocol import ApiError, ChatRequest, read_request
 from .request_queue import RequestQueue, Waiting
@@ -183,7 +183,7 @@ def _waiting(service: Service, asked: ChatRequest, loop: asyncio.AbstractEventLo
 class _Events:
     """The events of a request, which it notes in the record; raises ClientGone when the client disconnects."""
 
-    def __init__(self, request: Request, waiting: Waiting, record: Record) -> None:
+    def __init__(self, request: Request, waiting: Waiting, record: RequestRecord) -> None:
         self._waiting, self._record = waiting, record
         self._gone = asyncio.ensure_future(_disconnect(request))
         self._ended = False
@@ -299,8 +299,8 @@ def _add_previews(app: FastAPI, previews: Previews) -> None:
             seconds = min(max(0.0, float(given)), _LONGEST_VIDEO)
         except ValueError as error:
             raise ApiError(400, f"seconds: {given[:80]!r} is not a number", param="seconds") from error
-        picture = await run_in_threadpool(previews.frame, file_id, seconds)
-        return Response(picture, media_type="image/jpeg", headers={"Cache-Control": "private, max-age=3600"})
+        jpeg = await run_in_threadpool(previews.frame, file_id, seconds)
+        return Response(jpeg, media_type="image/jpeg", headers={"Cache-Control": "private, max-age=3600"})
 
 
 def _add_page(app: FastAPI) -> None:

@@ -26,7 +26,7 @@ from mllm_seqpar.data.sources import VideoSource
 from mllm_seqpar.data.video import sampling_fault
 from mllm_seqpar.errors import ConfigError, SeqParError
 from mllm_seqpar.inference.arguments import ServingOptions
-from mllm_seqpar.inference.conversation import Interrupted
+from mllm_seqpar.inference.encoding import Interrupted
 from mllm_seqpar.inference.evidence import MOMENTS
 
 from .engine import Job, MediaFile
@@ -220,7 +220,8 @@ class Terminal:
                 note("\nstopped")
                 return
         say("\n")
-        self._evidence = "\n".join(map(str, reply.evidence)) or reply.evidence_note or self._evidence
+        if reply.evidence is not None:
+            self._evidence = "\n".join(map(str, reply.evidence.moments)) or reply.evidence.note
         if reply.finish_reason != "stop":
             limit = f"the answer has --max_new_tokens {sampling.max_new_tokens} tokens and was cut off"
             note("stopped" if reply.finish_reason == "interrupted" else limit)

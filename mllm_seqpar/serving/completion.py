@@ -57,9 +57,10 @@ def event(value: Any) -> str:
 def _evidence(reply: Answer) -> dict[str, Any]:
     """Return the fields that `evidence` of the request asked for: the moments, or why there are none."""
     names = ("start", "end", "share", "first", "last", "peak", "medium")
-    moments = [{name: getattr(moment, name) for name in names} for moment in reply.evidence]
-    note = {"evidence_note": reply.evidence_note} if reply.evidence_note else {}
-    return ({"evidence": moments} if moments else {}) | note
+    if reply.evidence is None:
+        return {}
+    moments = [{name: getattr(moment, name) for name in names} for moment in reply.evidence.moments]
+    return {"evidence": moments} if moments else {"evidence_note": reply.evidence.note}
 
 
 def usage_of(reply: Answer) -> dict[str, Any]:

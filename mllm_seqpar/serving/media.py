@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
-from mllm_seqpar.data.sources import is_picture
+from mllm_seqpar.data.sources import is_image_file
 
 from .download import LONGEST, NotAllowed, open_url
 from .engine import MediaFile
@@ -324,7 +324,7 @@ def _blocks(answer: Any) -> Iterator[bytes]:
 
 
 def _media_file(claim: _Claim, reference: MediaReference, sampling: dict[str, Any]) -> MediaFile:
-    kind = reference.kind or ("image" if is_picture(str(claim.path)) else "video")
+    kind = reference.kind or ("image" if is_image_file(str(claim.path)) else "video")
     if kind == "image":
         if reference.sampling:
             raise _refused(reference, f"{next(iter(reference.sampling))} of an image; only a video takes it")

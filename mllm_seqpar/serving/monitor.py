@@ -1,6 +1,6 @@
 """Monitoring of the server: a log line for each request, and metrics for Prometheus.
 
-`Monitor` is the outermost middleware. It gives each request an id, and a `Record` that the routes fill in.
+`Monitor` is the outermost middleware. It gives each request an id, and a `RequestRecord` that the routes fill in.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _KEY = "mllm_seqpar.record"
 
 
 @dataclass(kw_only=True)
-class Record:
+class RequestRecord:
     """The facts of one request.
 
     Attributes:
@@ -73,7 +73,7 @@ class Record:
         return " ".join([time.strftime("%Y-%m-%dT%H:%M:%S%z"), self.id, self.method, path[:200], *shown])
 
 
-def record_of(scope: Any) -> Record:
+def record_of(scope: Any) -> RequestRecord:
     """Return the record of a request, by its ASGI scope."""
     return scope[_KEY]
 
@@ -94,7 +94,7 @@ class Monitor:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = scope[_KEY] = Record(id=secrets.token_hex(12), method=scope["method"], path=scope["path"])
+        record = scope[_KEY] = RequestRecord(id=secrets.token_hex(12), method=scope["method"], path=scope["path"])
 
         async def send_with_id(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -139,7 +139,7 @@ class Metrics:
         self._tokens: Counter[str] = Counter()
         self._seconds = {name: _Histogram() for name in ("request", "queue", "first_token")}
 
-    def add(self, record: Record) -> None:
+    def add(self, record: RequestRecord) -> None:
         """Count a request that has ended."""
         self._requests[record.status] += 1
         if record.reply is not None:

@@ -176,16 +176,20 @@ class BatchReader:
             bad = error.sample if self._skips and isinstance(error, MediaError) else -1
             fatal = error is not None and bad < 0 and not stopped
             has_features = loaded is not None and loaded.has_features
-            rows = self._comm.gather_ints([int(fatal), bad, int(has_features)])
-            if any(row[0] for row in rows):
-                agree(self._comm, "reading the training data", error=error if fatal else None)
-            if any(row[1] >= 0 for row in rows):
+            numbers = bad, has_features
+            _, rows = agree(
+                self._comm,
+                "reading the training data",
+                error=error if fatal else None,
+                numbers=lambda _, numbers=numbers: numbers,
+            )
+            if any(row[0] >= 0 for row in rows):
                 messages = self._comm.gather_texts(str(error) if bad >= 0 else "")
-                faults = {rows[rank][1]: messages[rank] for rank in self._members if rows[rank][1] >= 0}
+                faults = {rows[rank][0]: messages[rank] for rank in self._members if rows[rank][0] >= 0}
                 for sample, message in [(self._replaced(samples[place]), text) for place, text in faults.items()]:
                     self._skip(sample, message)
                     loaded = None
-            elif any(row[2] for row in rows) and not all(row[2] for row in rows):
+            elif any(row[1] for row in rows) and not all(row[1] for row in rows):
                 decode = True  # some rank computes features, so all do
                 loaded = None if has_features else loaded
             elif loaded is None:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mllm_seqpar.data.chat import DEFAULT_FPS, ChatBatch, load_local_pictures
+from mllm_seqpar.data.chat import DEFAULT_FPS, ChatBatch, load_local_images
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.chat_format import media_parts
-from mllm_seqpar.data.sources import FrameSource, ImageListSource, PictureSource, VideoSource
+from mllm_seqpar.data.sources import FrameSource, ImageListSource, ImageTensorSource, VideoSource
 from mllm_seqpar.data.video import CLIP, SAMPLING
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.mplug_owl3.image_processing import frame_list, to_tensor
@@ -105,7 +105,7 @@ class SeqParDataCollator:
             labels = self._without_prompts(labels, prompts, sources)
         elif not self.assistant_only_loss:
             labels = ids.masked_fill(mask == 0, -100)
-        arguments = self._family.arguments(text) | self._pictures(text, sources, len(rows))
+        arguments = self._family.arguments(text) | self._pixels(text, sources, len(rows))
         arguments.pop("labels")
         named = {_NAMES.get(name, name): value for name, value in arguments.items()}
         return named | ({"completion_mask": (labels != -100).long()} if preference else {"labels": labels})
@@ -118,7 +118,7 @@ class SeqParDataCollator:
         earlier = (asked != -100).sum(1, keepdim=True)
         return labels.masked_fill((labels != -100).cumsum(1) <= earlier, -100)
 
-    def _pictures(self, text: Any, sources: Sequence[tuple[FrameSource, ...]], samples: int) -> dict[str, Tensor]:
+    def _pixels(self, text: Any, sources: Sequence[tuple[FrameSource, ...]], samples: int) -> dict[str, Tensor]:
         if not text.slots:
             return {}
         listed = [(self._family.units(source), number) for number, media in enumerate(sources) for source in media]
@@ -129,10 +129,10 @@ class SeqParDataCollator:
             places=tuple(f"conversation {number} of the batch" for number in range(samples)),
             owners=tuple(number for _, number in listed),
         )
-        pictures = load_local_pictures(batch, range(len(text.slots)), self._family)
+        pixels = load_local_images(batch, range(len(text.slots)), self._family)
         if self._family.always_sharded:  # unpatched, these models take the images of each sample
-            pictures = tuple(x.unflatten(0, (samples, -1)) for x in pictures)
-        return {name: x for name, x in zip(self._family.frame_names, pictures, strict=True) if len(x)}
+            pixels = tuple(x.unflatten(0, (samples, -1)) for x in pixels)
+        return {name: x for name, x in zip(self._family.frame_names, pixels, strict=True) if len(x)}
 
     def _source(self, part: Mapping[str, Any]) -> FrameSource:
         kind = part["type"]
@@ -141,11 +141,11 @@ class SeqParDataCollator:
             raise DataError(f"a part {dict(part)!r:.80} has no {kind}, and no column of the example has one for it")
         is_file = isinstance(medium, (str, os.PathLike))
         if kind == "image":
-            return self._family.still_frames(ImageListSource([medium]) if is_file else _pictures([medium]))
+            return self._family.still_frames(ImageListSource([medium]) if is_file else _in_memory([medium]))
         if not is_file:
             frames = frame_list(medium)
             named = [isinstance(frame, (str, os.PathLike)) for frame in frames]
-            return ImageListSource(frames) if frames and all(named) else _pictures(frames)
+            return ImageListSource(frames) if frames and all(named) else _in_memory(frames)
         sampling: dict[str, Any] = {name: part.get(name) for name in SAMPLING}
         if not any(sampling.values()):
             sampling = dict(self._sampling)
@@ -155,13 +155,13 @@ class SeqParDataCollator:
         return VideoSource.open(medium, **sampling)
 
 
-def _pictures(frames: Sequence[Any]) -> PictureSource:
+def _in_memory(frames: Sequence[Any]) -> ImageTensorSource:
     # Tables return arrays as nested lists.
     arrays = (torch.tensor(x, dtype=torch.uint8) if isinstance(x, list) else x for x in frames)
-    pictures = [to_tensor(x, number) for number, x in enumerate(arrays)]
-    if wrong := {str(x.dtype) for x in pictures if x.dtype != torch.uint8}:
+    images = [to_tensor(x, number) for number, x in enumerate(arrays)]
+    if wrong := {str(x.dtype) for x in images if x.dtype != torch.uint8}:
         raise DataError(f"an image is {', '.join(wrong)}; pass PIL images, or arrays of uint8 from 0 to 255")
-    return PictureSource(pictures)
+    return ImageTensorSource(images)
 
 
 def _messages(number: int, example: Example, key: str) -> Messages:

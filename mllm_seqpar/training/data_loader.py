@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.comm.base import fingerprint
-from mllm_seqpar.data.chat import ChatBatch, ChatDataset, load_local_pictures
+from mllm_seqpar.data.chat import ChatBatch, ChatDataset, load_local_images
 from mllm_seqpar.data.chat_family import ChatFamily, chat_family
 from mllm_seqpar.data.chat_format import media_parts, part_files
 from mllm_seqpar.data.formats.tables import is_embedded
@@ -66,10 +66,10 @@ class ShardedBatch:
         if total:
             shard = FrameShard.of(total, self.group, family.frame_layout)
             if decode:
-                pictures = load_local_pictures(self.chat, shard.ranges, family)
+                pixels = load_local_images(self.chat, shard.ranges, family)
             else:
-                pictures = tuple(x.expand(len(shard), *x.shape[1:]) for x in family.blank())
-            arguments |= dict(zip(family.frame_names, pictures, strict=True))
+                pixels = tuple(x.expand(len(shard), *x.shape[1:]) for x in family.blank())
+            arguments |= dict(zip(family.frame_names, pixels, strict=True))
             if as_communicator(self.group).size > 1 or family.always_sharded:
                 arguments["visual_shard"] = shard
         moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments.items()}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import ModelCardData
 from torch import nn
 
 from mllm_seqpar import __version__
@@ -90,22 +91,24 @@ def model_card(options: FineTuneOptions, log: Sequence[Mapping[str, Any]], sampl
     """
     run = options.run
     base = str(run.model)
-    base = os.path.abspath(base) if os.path.exists(base) else base
+    is_directory = os.path.exists(base)
+    base = os.path.abspath(base) if is_directory else base.partition("@")[0]  # without the revision
     kind = "LoRA adapters" if run.use_peft else "A model"
-    library = "peft" if run.use_peft else "transformers"
+    # The Hub refuses an upload whose card has a path as its base model.
+    metadata = ModelCardData(
+        base_model=None if is_directory else base,
+        library_name="peft" if run.use_peft else "transformers",
+        tags=["lora", "mllm-seqpar"] if run.use_peft else ["mllm-seqpar"],
+    )
     given = {**vars(options.training), **vars(run), **vars(options.frames), **vars(options.parallel)}
     names = [name for name in _CARD_OPTIONS if run.use_peft or not name.startswith("lora_")]
     shown = {name: given[name] for name in names if given[name] not in (None, [], False)}
     losses = {name: [row[name] for row in log if name in row] for name in ("loss", "eval_loss")}
     results = [f"- {text}: {losses[name][-1]:.4g}" for name, text in _RESULTS.items() if losses[name]]
     packages = ["torch", "transformers", "accelerate", *(["peft"] if run.use_peft else [])]
-    tags = ["lora", "mllm-seqpar"] if run.use_peft else ["mllm-seqpar"]
     lines = [
         "---",
-        f"base_model: {base}",
-        f"library_name: {library}",
-        "tags:",
-        *(f"- {tag}" for tag in tags),
+        metadata.to_yaml(),
         "---",
         "",
         f"# {Path(str(options.training.output_dir)).absolute().name}",

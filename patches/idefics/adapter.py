@@ -35,14 +35,13 @@ from mllm_seqpar.adapting import (
     ShapeError,
     copy_to_device,
 )
-from mllm_seqpar.adapting.chat import VIDEO_MARK, FrameSource, ImageTokenFamily, picture_counts, to_pil_images
+from mllm_seqpar.adapting.chat import VIDEO_MARK, FrameSource, ImageTokenFamily, image_counts, to_pil_images
 from mllm_seqpar.adapting.transformers import (
     VISUAL_SHARD_DOC,
     Family,
     ForwardInputs,
     as_compared_tensors,
     causal_mask,
-    makes_cache,
     mask_over_samples,
     merge_heads,
     refuse_dropout,
@@ -109,11 +108,11 @@ class IdeficsChats(ImageTokenFamily):
     marks = (_IMAGE, _AROUND, _END, VIDEO_MARK)
     feature_weights = ("model.vision_model.", "model.perceiver_resampler.", "vision_model.", "perceiver_resampler.")
     image_token = _IMAGE
-    min_pictures = 1  # the model requires images, also for text without any
+    min_images = 1  # the model requires images, also for text without any
 
     def masks(self, ids: Tensor, media: Sequence[Sequence[FrameSource]]) -> dict[str, Tensor]:
         """Return `image_attention_mask` (B, L, images of a sample), bool: a row attends to the last image before it."""
-        image, most = self.tokenizer.convert_tokens_to_ids(_IMAGE), max(1, *picture_counts(media))
+        image, most = self.tokenizer.convert_tokens_to_ids(_IMAGE), max(1, *image_counts(media))
         return {"image_attention_mask": image_mask(ids, image, self.tokenizer.eos_token_id, most)}
 
     def write(self, messages: Sequence[dict[str, Any]], open_answer: bool) -> str:
@@ -173,14 +172,14 @@ def prompt_items(messages: Sequence[dict[str, Any]], open_answer: bool, end: str
     return [*items, "\nAssistant:"] if open_answer else items
 
 
-def image_mask(ids: Tensor, image: int, end_of_document: int | None, pictures: int) -> Tensor:
+def image_mask(ids: Tensor, image: int, end_of_document: int | None, images: int) -> Tensor:
     """Return (B, L, images) bool: a row attends to the last image at or before it, within the same document."""
     position = torch.arange(ids.shape[1])[None].expand_as(ids)
     is_image, is_end = ids.eq(image), ids.eq(-1 if end_of_document is None else end_of_document)
     last_image = position.masked_fill(~is_image, -1).cummax(1).values
     # The end token itself still belongs to its document.
     last_end = F.pad(position.masked_fill(~is_end, -1).cummax(1).values, (1, 0), value=-1)[:, :-1]
-    visible = F.one_hot((is_image.cumsum(1) - 1).clamp(min=0), pictures).bool()
+    visible = F.one_hot((is_image.cumsum(1) - 1).clamp(min=0), images).bool()
     return visible & (last_image > last_end)[..., None]
 
 
@@ -196,7 +195,7 @@ class IdeficsFamily(Family[_IdeficsInputs]):
     chat = IdeficsChats
     model_types = ("idefics",)
     model_sizes = staticmethod(model_sizes)
-    frame_arguments = unrepeated_arguments = _FRAME_ARGUMENTS
+    frame_arguments = visual_arguments = _FRAME_ARGUMENTS
     forward_doc = VISUAL_SHARD_DOC.format(frames=", ".join(_FRAME_ARGUMENTS))
     repeats_frames = True
 
@@ -348,7 +347,7 @@ class IdeficsFamily(Family[_IdeficsInputs]):
                 image_attention_mask=None if image_attention_mask is None else image_attention_mask.bool()
             ),
             past_key_values=past_key_values,
-            use_cache=makes_cache(self.context, self.model, self.model.config, use_cache, past_key_values, labels),
+            use_cache=self.makes_cache(past_key_values, use_cache, labels),
             detects_packing=False,  # the unpatched model makes a mask of ones if none is given
             frame_names=_FRAME_ARGUMENTS,
             compare_frames=pixel_values is not None,
@@ -366,6 +365,3 @@ def _positions(mask: Tensor | None, positions: Tensor | None, ids: Tensor | None
         return positions
     counted = mask.long().cumsum(-1) - 1
     return counted.masked_fill(mask == 0, 1)[:, -text.shape[1] :]
-
-
-adapter = IdeficsFamily

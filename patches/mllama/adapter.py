@@ -17,7 +17,6 @@ reproduced here.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +36,6 @@ from mllm_seqpar.adapting import (
     FrameShard,
     KVProjection,
     MaskError,
-    Patch,
     SeqParContext,
     ShapeError,
     copy_to_device,
@@ -51,7 +49,6 @@ from mllm_seqpar.adapting.transformers import (
     as_compared_tensors,
     causal_mask,
     decoder_arguments,
-    makes_cache,
     mark_visual_layers,
     merge_heads,
     refuse_dropout,
@@ -64,7 +61,6 @@ from .sizes import model_sizes
 _log = get_logger(__name__)
 _ASPECT_RATIOS = ("aspect_ratio_ids", "aspect_ratio_mask")
 _MASK = "cross_attention_mask"
-_VISUAL_ARGUMENTS = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_states", "visual_shard")
 _START, _STOP, _END = "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
 
 
@@ -270,8 +266,8 @@ def tile_mask(ids: Tensor, image: int, tiles: Sequence[Sequence[int]], max_tiles
     mask = torch.zeros(len(tiles), length, max(map(len, tiles)), max_tiles, dtype=torch.uint8)
     for sample, (row, counts) in enumerate(zip(ids.tolist(), tiles, strict=True)):
         spans = get_cross_attention_token_mask(row, image)
-        for picture, ((start, stop), count) in enumerate(zip(spans, counts, strict=True)):
-            mask[sample, start : length if stop == -1 else stop, picture, :count] = 1
+        for number, ((start, stop), count) in enumerate(zip(spans, counts, strict=True)):
+            mask[sample, start : length if stop == -1 else stop, number, :count] = 1
     return mask
 
 
@@ -295,6 +291,7 @@ class MllamaFamily(Family[MllamaInputs]):
     model_types = ("mllama",)
     model_sizes = staticmethod(model_sizes)
     frame_arguments = ("pixel_values", "cross_attention_states")
+    visual_arguments = (*frame_arguments, *_ASPECT_RATIOS, "visual_shard")
     frame_layout = "zigzag"
     forward_doc = """
         Sequence-parallel (patched by mllm_seqpar): `visual_shard` says that the images passed are only this rank's of
@@ -327,9 +324,6 @@ class MllamaFamily(Family[MllamaInputs]):
 
     def mlps(self) -> Iterable[nn.Module]:
         return (layer.mlp for layer in self.model.model.language_model.layers)
-
-    def install_more(self, patch: Patch) -> None:
-        _patch_image_arguments(self.model, patch)
 
     _warned_of_missing_mask = False
 
@@ -459,6 +453,7 @@ class MllamaFamily(Family[MllamaInputs]):
         visual_samples: int | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
+        decoder = self.model.model.language_model
         text, vision = input_ids if input_ids is not None else inputs_embeds, self.model.model.vision_model
         samples = visual_samples or (0 if text is None else text.shape[0])
         images = (pixel_values, (aspect_ratio_ids, aspect_ratio_mask), cross_attention_states)
@@ -478,8 +473,8 @@ class MllamaFamily(Family[MllamaInputs]):
             visual_shard=visual_shard,
             compared_tensors=as_compared_tensors(cross_attention_mask=mask, **ratios),
             past_key_values=past_key_values,
-            use_cache=makes_cache(self.context, self.model, self.text_config, use_cache, past_key_values, labels),
-            detects_packing=not _unpatched_caches(self.model, past_key_values, use_cache),
+            use_cache=self.makes_cache(past_key_values, use_cache, labels),
+            detects_packing=not self.unpatched_makes_cache(decoder, past_key_values, use_cache),
             extras=extras,
             frame_names=("pixel_values", "cross_attention_states"),
             cross_attention_mask=mask,
@@ -494,13 +489,6 @@ class MllamaFamily(Family[MllamaInputs]):
 def _any_tile(visible: Tensor) -> Tensor:
     """(B, L, tiles) -> (B, L): whether a row attends to any tile."""
     return visible.view(torch.uint8).amax(-1).bool()  # `any` takes 30 times as long
-
-
-def _unpatched_caches(model: Any, past: Cache | None, use_cache: bool | None) -> bool:
-    """Return whether the unpatched model would use a cache; it then does not detect packed sequences by positions."""
-    decoder = model.model.language_model
-    wanted = model.config.get_text_config(decoder=True).use_cache if use_cache is None else use_cache
-    return past is not None or (bool(wanted) and not (decoder.gradient_checkpointing and decoder.training))
 
 
 def _flat_images(
@@ -533,51 +521,3 @@ def _flat_images(
     if whole and samples and states[..., 0].numel() % (samples * patches) == 0:
         states = states.reshape(-1, patches, states.shape[2])
     return states, ()
-
-
-def _patch_image_arguments(model: Any, patch: Patch) -> None:
-    """Replace the methods of `generate` that handle the arguments by which images are passed."""
-    for replacement in (
-        prepare_inputs_for_generation,
-        _expand_inputs_for_generation,
-        _maybe_initialize_input_ids_for_generation,
-    ):
-        unpatched = getattr(model, replacement.__name__)
-        wrapped = functools.wraps(unpatched)(functools.partial(replacement, unpatched))
-        patch.set(model, replacement.__name__, wrapped)
-
-
-def prepare_inputs_for_generation(unpatched: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Pass images in any form only until their K and V are stored. transformers does so for pixels only."""
-    inputs = unpatched(*args, **kwargs)
-    if kwargs.get("use_cache") and not kwargs.get("is_first_iteration"):
-        inputs |= dict.fromkeys(_VISUAL_ARGUMENTS)
-    return inputs
-
-
-def _expand_inputs_for_generation(
-    unpatched: Any,
-    expand_size: int = 1,
-    is_encoder_decoder: bool = False,
-    input_ids: Tensor | None = None,
-    **model_kwargs: Any,
-) -> tuple[Tensor | None, dict[str, Any]]:
-    """Repeat each sample for its beams, but not its images, which are encoded and stored once."""
-    visual = {name: model_kwargs.pop(name) for name in _VISUAL_ARGUMENTS if name in model_kwargs}
-    embeds = model_kwargs.get("inputs_embeds")
-    prompt = input_ids if embeds is None else embeds
-    if visual and expand_size > 1 and prompt is not None:
-        visual["visual_samples"] = prompt.shape[0]
-    ids, others = unpatched(expand_size, is_encoder_decoder, input_ids, **model_kwargs)
-    return ids, others | visual
-
-
-def _maybe_initialize_input_ids_for_generation(
-    unpatched: Any, inputs: Tensor | None, bos_token_id: Tensor | None, model_kwargs: dict[str, Any]
-) -> Tensor:
-    """Hide images where transformers takes the batch size from the first tensor, if there are embeddings and no ids."""
-    others = {name: x for name, x in model_kwargs.items() if name not in _VISUAL_ARGUMENTS}
-    return unpatched(inputs, bos_token_id, others)
-
-
-adapter = MllamaFamily

@@ -36,8 +36,8 @@ from mllm_seqpar.adapting.chat import (
     ChatText,
     FrameSource,
     ImageListSource,
+    ImageTensorSource,
     Messages,
-    PictureSource,
     check_range,
     known_processors,
     media_parts,
@@ -51,7 +51,6 @@ from mllm_seqpar.adapting.transformers import (
     cache_state_of,
     causal_mask,
     decoder_arguments,
-    makes_cache,
     merge_heads,
     refuse_dropout,
     run_pass,
@@ -141,12 +140,12 @@ class CutImageSource:
     """The tiles of a still image as frames: the grid row by row, then the whole image.
 
     Attributes:
-        picture: the image.
+        image: the image.
         grid: (rows, columns).
         image_processor: cuts the image into tiles of its own image size, which need no further resizing.
     """
 
-    picture: ImageListSource | PictureSource
+    image: ImageListSource | ImageTensorSource
     grid: tuple[int, int]
     image_processor: Any = field(compare=False)
 
@@ -163,8 +162,8 @@ class CutImageSource:
         if size not in (None, self.sizes()[0]):
             raise ConfigError(f"size is {size}; tiles of an image are {self.sizes()[0]}: leave size out")
         if start < stop:
-            (picture,) = next(self.picture.read(0, 1))
-            yield from self.image_processor.tiles(picture, self.grid)[start:stop].split(batch)
+            (image,) = next(self.image.read(0, 1))
+            yield from self.image_processor.tiles(image, self.grid)[start:stop].split(batch)
 
 
 class MPlugOwl3Chats(ChatFamily):
@@ -230,11 +229,11 @@ class MPlugOwl3Chats(ChatFamily):
             del arguments["media_offset"]
         return arguments
 
-    def still_frames(self, picture: ImageListSource | PictureSource) -> FrameSource:
+    def still_frames(self, image: ImageListSource | ImageTensorSource) -> FrameSource:
         if not getattr(self.processor, "cut_enable", False):
-            return picture
-        (size,) = picture.sizes()
-        return CutImageSource(picture, self.processor.image_grid(*size), self.processor.image_processor)
+            return image
+        (size,) = image.sizes()
+        return CutImageSource(image, self.processor.image_grid(*size), self.processor.image_processor)
 
     def generation(self, model: Any) -> dict[str, Any]:
         """Return the tokens that end an answer as published, and the padding token 0."""
@@ -414,8 +413,9 @@ class MPlugOwl3Family(Family[Any]):
         visual_shard: FrameShard | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        _, unpatched_caches = self.model._cache_for(past_key_values, use_cache)
-        caches = makes_cache(self.context, self.model, self.model.config, use_cache, past_key_values, labels)
+        decoder = self.model.language_model.model
+        unpatched_caches = self.unpatched_makes_cache(decoder, past_key_values, use_cache)
+        caches = self.makes_cache(past_key_values, use_cache, labels)
         layout = {} if media_layout is None else {name: getattr(media_layout, name) for name in _LAYOUT}
         inputs = _MPlugOwl3Inputs(
             input_ids=input_ids,
@@ -430,7 +430,7 @@ class MPlugOwl3Family(Family[Any]):
             visual_shard=visual_shard,
             compared_tensors=as_compared_tensors(media_offset=media_offset, **layout),
             past_key_values=past_key_values,
-            use_cache=past_key_values is not None or bool(caches and unpatched_caches),
+            use_cache=past_key_values is not None or (caches and unpatched_caches),
             detects_packing=not unpatched_caches,
             model=self.model,
             media_offset=media_offset,
@@ -463,6 +463,3 @@ def _run_with_native_cache(
             native.is_complete = family.context.comm.size == 1
         native.layout = layout
     return out
-
-
-adapter = MPlugOwl3Family

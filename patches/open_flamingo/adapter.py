@@ -172,7 +172,7 @@ class OpenFlamingoChats(ImageTokenFamily):
     feature_weights = ("vision_encoder.", "perceiver.")
     tower = ("vision_encoder", "forward")
     image_token = _IMAGE
-    min_pictures = 1
+    min_images = 1
 
     def needs_special_tokens(self, texts: Sequence[str]) -> bool:
         """Return True: the published models were trained with the special tokens that their tokenizers add."""
@@ -492,6 +492,3 @@ def _conditioning(language_model: Any, input_ids: Tensor) -> tuple[Media | None,
     if uses_cached_media:
         return layers[0].vis_x, earlier.count_nonzero(dim=1)[:, None].expand(-1, input_ids.shape[1])
     return layers[0].vis_x, here.cumsum(dim=-1)
-
-
-adapter = OpenFlamingoFamily

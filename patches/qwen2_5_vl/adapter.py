@@ -43,6 +43,3 @@ class Qwen2_5_VLFamily(QwenVLFamily):
         return {
             name: causal_mask(config, embeds, mask, positions[0], cache, sliding) for name, sliding in kinds.items()
         }
-
-
-adapter = Qwen2_5_VLFamily

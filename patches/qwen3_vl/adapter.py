@@ -48,6 +48,3 @@ class Qwen3VLFamily(QwenVLFamily):
             return {}
         mask = further[0].mask(*embeds.shape[:2])
         return {"visual_pos_masks": mask, "deepstack_visual_embeds": [tokens.embeddings for tokens in further]}
-
-
-adapter = Qwen3VLFamily

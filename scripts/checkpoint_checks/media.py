@@ -35,11 +35,11 @@ def disc(x: float, y: float, colour: tuple[int, int, int]) -> Tensor:
     height, width = SIZE
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     inside = (columns - x * width) ** 2 + (rows - y * height) ** 2 < (height / 5) ** 2
-    picture = torch.full((3, height, width), 200, dtype=torch.uint8)
-    return torch.where(inside, torch.tensor(colour, dtype=torch.uint8)[:, None, None], picture)
+    image = torch.full((3, height, width), 200, dtype=torch.uint8)
+    return torch.where(inside, torch.tensor(colour, dtype=torch.uint8)[:, None, None], image)
 
 
-def picture_file(folder: Path) -> Path:
+def image_file(folder: Path) -> Path:
     """Write a red disc on grey to a file in `folder`; return its path."""
     from PIL import Image
 

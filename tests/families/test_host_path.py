@@ -199,6 +199,19 @@ def test_questions_about_one_video_share_its_keys(family: str, size: int, monkey
         assert [shared] * QUESTIONS == others, "K and V of the frames grow with the number of questions"
 
 
+def test_questions_about_one_video_are_answered_with_beams() -> None:
+    """Beams do not replace the caller's number of samples, `visual_samples`."""
+    case = replace(BATCHES["mllama"], frames=((2, 3),), labels=None)
+
+    def run(model: Any, inputs: dict[str, Any], _: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        (batch, name), given = questions("mllama", model, inputs), settings(num_beams=2)
+        alone = [model.generate(**inputs | {name: row[None]}, **given) for row in batch[name]]
+        return model.generate(**batch, **given), alone
+
+    for together, alone in on_ranks(2, "mllama", case, run):
+        assert torch.equal(together, torch.cat(alone))
+
+
 def calls_of(size: int, decodes: bool) -> tuple[int, int]:
     """Return how often a pass of 8 layers calls functions of this package on rank 0, and one of its 2 hyper layers."""
     root = Path(mllm_seqpar.__file__).parents[1]

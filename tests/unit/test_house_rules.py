@@ -201,6 +201,16 @@ def test_no_import_cycles() -> None:
     TopologicalSorter(graph).prepare()  # a CycleError names the modules of the cycle
 
 
+def test_no_two_classes_share_a_name() -> None:
+    found: dict[str, list[str]] = {}
+    for path, tree in package().items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(name_of(path))
+    shared = {name: paths for name, paths in found.items() if len(paths) > 1}
+    assert not shared, shared
+
+
 def test_modules_have_no_global_statement() -> None:
     wrong = []
     for path in files_in("mllm_seqpar", "patches", "scripts", "tests"):

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.comm import Communicator, run_loopback
-from mllm_seqpar.errors import ConfigError, ShapeError
+from mllm_seqpar.comm.agreement import attempt
+from mllm_seqpar.errors import AgreementError, ConfigError, ShapeError
 from mllm_seqpar.sharding import (
     FRAME_LAYOUTS,
     LAYOUTS,
@@ -118,6 +119,33 @@ def test_unshard_inverts_shard(dim: int, layout: str) -> None:
             assert torch.equal(whole, expected) and torch.equal(shard, expected.index_select(dim, mine))
             # a token's gradient is the sum over the ranks' losses, on its owner rank
             assert torch.equal(grad, torch.zeros_like(grad).index_fill(dim, mine, n * (n + 1) / 2))
+
+
+ODD_SHARDS: dict[str, tuple[Callable[[Tensor], dict[str, Any]], type[Exception], str]] = {
+    "length": (lambda x: {"x": x[:, :3]}, ShapeError, "a sequence of 6 tokens cannot be sharded over 2 ranks"),
+    "layout": (lambda x: {"layout": "spiral"}, ConfigError, "text_layout: 'spiral' is unknown"),
+    "dim": (lambda x: {"dim": 2}, ShapeError, "dim=2; x has 2 dimensions, shape (3, 4)"),
+    "other length": (lambda x: {"x": x[:, :2]}, AgreementError, "shape: rank 0: (3, 4); rank 1: (3, 2)"),
+    "other dim": (lambda x: {"x": x[:2, :2], "dim": 0}, AgreementError, "dim: rank 0: 1; rank 1: 0"),
+    "other layout": (lambda x: {"layout": "striped"}, AgreementError, "layout: rank 0: zigzag; rank 1: striped"),
+    "dtype": (lambda x: {"x": x.double()}, AgreementError, "dtype: rank 0: torch.float32; rank 1: torch.float64"),
+    "gradients": (lambda x: {"x": x.detach()}, AgreementError, "gradients: rank 0: True; rank 1: False"),
+}
+"""What rank 1 passes to `unshard_sequence` instead of (3, 4) in zigzag along dim 1, and what it raises."""
+
+
+@pytest.mark.parametrize("name", ODD_SHARDS)
+def test_wrong_shard_of_one_rank_is_an_error_on_every_rank(name: str) -> None:
+    change, kind, message = ODD_SHARDS[name]
+
+    def run(comm: Communicator) -> Exception | None:
+        x = torch.zeros(3, 4, requires_grad=True)
+        given = {"x": x, "dim": 1} | (change(x) if comm.rank else {})
+        return attempt(lambda: unshard_sequence(**given, group=comm))[1]
+
+    first, odd = run_loopback(2, run)
+    assert type(first) is AgreementError and message in str(first), first
+    assert type(odd) is kind and message in str(odd), odd
 
 
 @pytest.mark.parametrize(

@@ -38,15 +38,12 @@ def seqpar_attention(
     """query (B, H, s, D), key and value (B, G, s, D) of this rank's tokens -> o (B, s, H, D), and no weights."""
     if seqpar is not None and dropout:
         refuse_dropout(dropout)  # even with all text on every rank, because each rank would drop different weights
-    whole = seqpar is None or seqpar.takes_mask or seqpar.has_whole_text(sliding_window)
-    if seqpar is None or (whole and seqpar.recorder is None):  # what `attend` would do, in fewer steps
+    if seqpar is None or (seqpar.recorder is None and seqpar.model_attends(sliding_window)):
+        # What `attend` would do, in fewer steps.
         mask = attention_mask if seqpar is None or seqpar.takes_mask else None
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if whole:
-        keys = text_keys(module, query, key, value, attention_mask, seqpar, window=sliding_window, **kwargs)
-    else:
-        keys = seqpar.text_keys(query, key, value, window=sliding_window)
+    keys = text_keys(module, query, key, value, attention_mask, seqpar, window=sliding_window, **kwargs)
     return seqpar.attend(query, [keys], scale).transpose(1, 2), None
 
 

@@ -91,9 +91,13 @@ class Family(ABC, Generic[InputsT]):
         model_types: values of `model_type` in the `config.json` of its models.
         model_sizes: (config, name) -> the sizes of the model that such a file describes, for the planner.
         frame_arguments: the arguments of the forward that hold frames or features; they take `HostFrames`.
-        unrepeated_arguments: those of them that `generate` must not repeat for beams (`patch_generate`).
+        visual_arguments: the arguments by which `generate` passes frames, if the model's own `generate` would repeat
+            them for beams. The patched one repeats none of them, because the beams of a sample share its frames, and
+            passes them with the prompt only. With beams, a forward that takes `visual_samples` receives the number of
+            samples before they were repeated.
         forward_doc: what the docstring of the patched forward adds to that of the unpatched one.
-        repeats_frames: whether its `generate` passes the frames again with every token.
+        repeats_frames: whether its `generate` passes `visual_arguments` again with every token.
+        has_cross_attention: whether layers attend to frames; otherwise frames are tokens of the text.
         checkpoints_visual_layers: whether transformers' gradient checkpointing recomputes layers that attend to frames.
         frame_layout: how frames map to ranks if the caller passes all of them: "zigzag" where rows attend to earlier
             frames only, which balances the load.
@@ -107,9 +111,10 @@ class Family(ABC, Generic[InputsT]):
     model_types: tuple[str, ...] = ()
     model_sizes: Callable[[dict[str, Any], str], ModelSizes] | None = None
     frame_arguments: tuple[str, ...] = ("pixel_values",)
-    unrepeated_arguments: tuple[str, ...] = ()
+    visual_arguments: tuple[str, ...] = ()
     forward_doc = ""
     repeats_frames = False
+    has_cross_attention = True
     checkpoints_visual_layers = True
     frame_layout = "contiguous"
 
@@ -138,7 +143,7 @@ class Family(ABC, Generic[InputsT]):
         patch.guard(model, [*text, *visual])
         family.install_more(patch)
         patch.set(model, "forward", family._model_forward())
-        patch_generate(model, patch, family.unrepeated_arguments)
+        patch_generate(model, patch, family.visual_arguments, family.repeats_frames)
 
     def _model_forward(self) -> Any:
         method = type(self).forward
@@ -200,6 +205,29 @@ class Family(ABC, Generic[InputsT]):
     def unit_index(self, inputs: InputsT, units: int) -> Tensor:
         """Return (units, ...), what projections may need of each unit of all ranks: its position, or its rotation."""
         return torch.zeros(units, dtype=torch.long)
+
+    # The cache of a pass.
+
+    def makes_cache(self, past: Any, use_cache: bool | None, labels: Tensor | None) -> bool:
+        """Return whether a pass fills or continues a cache: if there is one, or the caller requests one.
+
+        If the caller does not say (`use_cache=None`), one process makes a cache as the unpatched model does, except in
+        training, where the cache would hold K and V that are otherwise recomputed. Several ranks make none, because a
+        cache needs all text on every rank. With gradient checkpointing no new cache is made, as in transformers. With
+        offloaded features none is made in grad mode, because its K and V in host memory have no gradients.
+        """
+        if past is not None or use_cache is False:
+            return past is not None
+        trains = self.model.training and torch.is_grad_enabled()
+        if use_cache:
+            return not (trains and any(module.gradient_checkpointing for module in self._checkpointed_modules))
+        trains |= self.context.config.visual_offload is not None and torch.is_grad_enabled()
+        return self.context.comm.size == 1 and labels is None and not trains and bool(self.text_config.use_cache)
+
+    def unpatched_makes_cache(self, decoder: Any, past: Any, use_cache: bool | None) -> bool:
+        """Return whether a pass of the unpatched model has a cache; it then ignores packed sequences of positions."""
+        wanted = self.text_config.use_cache if use_cache is None else use_cache
+        return past is not None or (bool(wanted) and not (decoder.training and decoder.gradient_checkpointing))
 
     # What rows may attend to.
 
@@ -334,6 +362,7 @@ class DecoderOnlyFamily(Family[InputsT]):
     text.
     """
 
+    has_cross_attention = False
     checkpoints_visual_layers = False
 
     @abstractmethod

@@ -7,6 +7,7 @@ Shape legend: B samples, L text tokens, U units of a sample, F frames of all sam
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,12 +16,10 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar._transfers import copy_to_device
-from mllm_seqpar.attention.keys import as_attended, problem_of
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.masks import FrameMask
-from mllm_seqpar.runtime.frames import Frames, VisualKVCache, unit_spans
+from mllm_seqpar.runtime.frames import Frames, VisualKVCache, select_strategy, unit_spans
 from mllm_seqpar.runtime.offload import HostFeatures, in_host_memory, stored_in_host_memory
-from mllm_seqpar.runtime.strategy_selector import CROSS, VisualLayers
 from mllm_seqpar.runtime.text import TextShards
 from mllm_seqpar.runtime.visual_features import VisualFeatures
 from mllm_seqpar.runtime.visual_tokens import TokenPlaces
@@ -145,37 +144,42 @@ def _moved(x: Tensor, device: torch.device) -> Tensor:
     return x.to(device) if x.requires_grad else copy_to_device(x, device)  # pinned copies have no gradients
 
 
-def frame_arguments(
+def sharded_frames(
     family: Family,
     inputs: ForwardInputs,
     text: TextShards,
-    features: Tensor | None,
+    source: VisualFeatures | VisualKVCache,
+    mask: FrameMask,
     media_position: Any,
-    visual_cache: VisualKVCache | None = None,
 ) -> dict[str, Any]:
-    """Return what `ForwardState` takes for the frames of a pass with sharded text."""
-    if features is None:
-        return {}
-    if isinstance(family, DecoderOnlyFamily):
-        if family.context.config.self_attention == "local":
-            return replicated_tokens(family, features, media_position, 0, text.length)
-        positions = [text.positions(rank) for rank in range(text.comm.size)]
-        return _exchanged_tokens(family, features, media_position.between(0, text.length), positions)
-    visual = visual_features(family, inputs, features)
-    mask = frame_mask(family, inputs, visual.total_frames, features.shape[1], inputs.total_frames, media_position)
-    frames = Frames.of_shards(visual_cache or visual, mask, text, family.units_per_frame(inputs))
-    if visual_cache is None and family.context.comm.size > 1:
-        frames = _select_strategy(family, inputs, text, visual, frames)
-    local = family.context.config.self_attention == "local"
+    """Return what `ForwardState` takes for the frames of a pass with sharded text; `mask` is that of all rows."""
+    context = family.context
+    frames = Frames.of_shards(source, mask, text, family.units_per_frame(inputs))
+    if isinstance(source, VisualFeatures):
+        index = functools.partial(family.unit_index, inputs, source.total_frames)
+        frames = select_strategy(context, frames, source, text, index, family.cross_attention_shape())
+    local = context.config.self_attention == "local"
     facts = family.row_facts(inputs, mask, media_position)
     rows = {name: x if local else text.shard(x, 1) for name, x in facts.items()}
     return {"frames": frames, "rows": rows}
 
 
+def sharded_tokens(
+    family: Family, features: Tensor | None, media_position: TokenPlaces, text: TextShards
+) -> dict[str, Any]:
+    """Return what `ForwardState` takes for the frames of a decoder-only model, if the text is sharded."""
+    if family.context.config.self_attention == "local":
+        return replicated_tokens(family, features, media_position, 0, text.length)
+    if features is None:
+        return {}
+    positions = [text.positions(rank) for rank in range(text.comm.size)]
+    return _exchanged_tokens(family, features, media_position.between(0, text.length), positions)
+
+
 def replicated_tokens(
     family: Family, features: Tensor | None, media_position: TokenPlaces, start: int, length: int
 ) -> dict[str, Any]:
-    """Return what `ForwardState` takes for the frames of a decoder-only model, if every rank has all text rows.
+    """Return what `ForwardState` takes for these frames, if every rank has all text rows.
 
     The rows of the pass are `length` from `start` on.
     """
@@ -194,29 +198,6 @@ def _exchanged_tokens(
     }
 
 
-def _select_strategy(
-    family: Family, inputs: ForwardInputs, text: TextShards, visual: VisualFeatures, frames: Frames
-) -> Frames:
-    """Select what `strategy="auto"` uses for this pass, and gather the features if that is "replicate"."""
-    context, shape = family.context, family.cross_attention_shape()
-    config = context.config
-    if config.strategy == "auto" and shape is not None:
-        assert context.selector is not None
-        (probe,) = as_attended(visual.features[:0])
-        q_shape, k_shape = (text.batch, shape.heads, text.local, shape.dim), (1, shape.kv_heads)
-        frames.selection = context.selector.select(
-            problem_of(q_shape, k_shape, frames.key_lengths, probe.dtype, config.accumulate_dtype),
-            frames.masks,
-            CROSS,
-            probe,
-            training=torch.is_grad_enabled(),
-            visual=VisualLayers(visual.features.shape[2], shape.layers, config.recompute_visual),
-        )
-    if config.strategy == "replicate" or (frames.selection and frames.selection.strategy == "replicate"):
-        frames = frames.gathered(visual, context.comm, family.unit_index(inputs, visual.total_frames))
-    return frames
-
-
 def visual_features(family: Family, inputs: ForwardInputs, features: Tensor) -> VisualFeatures:
     """Return this rank's features with the index of each unit. Without frames, rank 0 has the empty one."""
     per_frame, comm, config = family.units_per_frame(inputs), family.context.comm, family.context.config
@@ -231,7 +212,7 @@ def visual_features(family: Family, inputs: ForwardInputs, features: Tensor) -> 
 
 
 def frame_mask(
-    family: Family, inputs: ForwardInputs, units: int, tokens: int, total_frames: int, media_position: Any
+    family: Family, inputs: ForwardInputs, units: int, tokens: int, media_position: Any, total_frames: int
 ) -> FrameMask:
     """Return the mask of all rows over the frames; without frames, over the empty one, to which no row attends."""
     if total_frames:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import zlib
 from typing import Any
 
@@ -15,14 +16,13 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.patching import Patch
 
 
-def patch_generate(model: Any, patch: Patch, frame_arguments: tuple[str, ...] = ()) -> None:
+def patch_generate(
+    model: Any, patch: Patch, visual_arguments: tuple[str, ...] = (), repeats_frames: bool = False
+) -> None:
     """Compare the ranks' generation settings at each `generate`, and start it from the random state of rank 0.
 
     If a rank stopped after fewer tokens, the others would hang; if a rank drew different random numbers, it would
-    continue with another text.
-
-    Arguments that hold frames (`frame_arguments`) are not repeated for beams: the beams of a sample share its frames,
-    and the model's mask takes that into account (as `frames.mask_over_samples` does).
+    continue with another text. `visual_arguments` and `repeats_frames` are attributes of `Family`.
     """
     unpatched, comm = model.generate, patch.context.comm
 
@@ -46,9 +46,45 @@ def patch_generate(model: Any, patch: Patch, frame_arguments: tuple[str, ...] = 
     patch.set(model, "_valid_auto_compile_criteria", lambda *args, **kwargs: False)
     if hasattr(model, "set_attn_implementation"):
         patch.set(model, "set_attn_implementation", _refuse_other_attention)
-    if frame_arguments:
-        expand = _without_expanding(model._expand_inputs_for_generation, frame_arguments)
-        patch.set(model, "_expand_inputs_for_generation", expand)
+    if visual_arguments:
+        _patch_visual_arguments(model, patch, visual_arguments, repeats_frames)
+
+
+def _patch_visual_arguments(model: Any, patch: Patch, names: tuple[str, ...], repeats_frames: bool) -> None:
+    """Replace the methods of `generate` that would repeat the arguments `names`, and pass them with every token."""
+    takes_samples = "visual_samples" in inspect.signature(model.forward).parameters
+
+    def prepare_inputs(unpatched: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs: dict[str, Any] = unpatched(*args, **kwargs)
+        if kwargs.get("use_cache") and not kwargs.get("is_first_iteration"):
+            inputs |= dict.fromkeys(names)
+        return inputs
+
+    def expand_inputs(
+        unpatched: Any, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Any = None, **kwargs: Any
+    ) -> tuple[Tensor | None, dict[str, Any]]:
+        visual = {name: kwargs.pop(name) for name in names if name in kwargs}
+        prompt = input_ids if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+        if takes_samples and expand_size > 1 and prompt is not None and kwargs.get("visual_samples") is None:
+            kwargs["visual_samples"] = prompt.shape[0]
+        ids, others = unpatched(
+            expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **kwargs
+        )
+        return ids, others | visual
+
+    def initialize_ids(unpatched: Any, inputs: Any, bos_token_id: Any, model_kwargs: dict[str, Any]) -> Any:
+        """Hide frames where transformers takes the batch size from the first tensor, if there are no token ids."""
+        return unpatched(inputs, bos_token_id, {name: x for name, x in model_kwargs.items() if name not in names})
+
+    replacements: dict[str, Any] = {
+        "_expand_inputs_for_generation": expand_inputs,
+        "_maybe_initialize_input_ids_for_generation": initialize_ids,
+    }
+    if not repeats_frames:
+        replacements["prepare_inputs_for_generation"] = prepare_inputs
+    for name, replacement in replacements.items():
+        unpatched = getattr(model, name)
+        patch.set(model, name, functools.wraps(unpatched)(functools.partial(replacement, unpatched)))
 
 
 _UNRECORDED = {
@@ -80,16 +116,6 @@ def _refuse_other_attention(*args: Any, **kwargs: Any) -> None:
         "patching, or "
         "unpatch_model(model) first (block kernels: patch_model(..., kernel=...))"
     )
-
-
-def _without_expanding(unpatched: Any, frame_arguments: tuple[str, ...]) -> Any:
-    @functools.wraps(unpatched)
-    def expand(*args: Any, **kwargs: Any) -> Any:
-        frames = {name: kwargs.pop(name) for name in frame_arguments if kwargs.get(name) is not None}
-        ids, expanded = unpatched(*args, **kwargs)
-        return ids, expanded | frames
-
-    return expand
 
 
 def _describe_settings(config: Any, kwargs: dict[str, Any]) -> str:

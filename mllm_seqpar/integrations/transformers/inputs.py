@@ -26,7 +26,6 @@ from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.comm.base import fingerprint
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import ConfigError, ShapeError
-from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.loss import shifted
 from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
 from mllm_seqpar.sharding import FRAME_LAYOUTS, FrameShard, describe_spans, frame_spans
@@ -156,8 +155,12 @@ class ForwardInputs:
                     f"visual_shard: {shard} means {local} frames, {shape[0]} were passed, in a tensor of shape {shape}"
                 )
 
+    @functools.cached_property
     def positions(self) -> Tensor:
-        """Return (..., B or 1, L) rotary positions; if none were given, they start at the length of the cache."""
+        """(..., B or 1, L), rotary positions; if none were given, they start at the length of the cache.
+
+        The first use is before the decoder runs, which fills the cache.
+        """
         if self.position_ids is not None:
             return self.position_ids
         return torch.arange(self.length, device=self.text.device)[None] + self.past_length
@@ -167,25 +170,6 @@ class ForwardInputs:
         if self.shift_labels is not None:
             return self.shift_labels
         return None if self.labels is None else shifted(self.labels, ignore_index)
-
-
-def makes_cache(
-    context: SeqParContext, model: nn.Module, config: Any, use_cache: bool | None, past: Any, labels: Tensor | None
-) -> bool:
-    """Return whether a pass fills or continues a cache: if there is one, or the caller requests one.
-
-    If the caller does not say (`use_cache=None`), one process makes a cache as the unpatched model does, except in
-    training, where the cache would hold K and V that are otherwise recomputed. Several ranks make none, because a cache
-    needs all text on every rank. With gradient checkpointing no new cache is made, as in transformers. With offloaded
-    features none is made in grad mode, because its K and V in host memory have no gradients.
-    """
-    if past is not None or use_cache is False:
-        return past is not None
-    trains = model.training and torch.is_grad_enabled()
-    if use_cache:
-        return not (trains and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()))
-    trains |= context.config.visual_offload is not None and torch.is_grad_enabled()
-    return context.comm.size == 1 and labels is None and not trains and bool(config.use_cache)
 
 
 def as_compared_tensors(**values: Any) -> dict[str, Tensor]:

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers.cache_utils import DynamicCache
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.masks import FrameMask
@@ -40,11 +39,12 @@ from .cache import SequenceParallelCacheState, begin_prompt, cache_state_of, sha
 from .data_parallel import with_accumulated_gradients
 from .family import DecoderOnlyFamily, Family, require_same_pass
 from .frames import (
-    frame_arguments,
     frame_mask,
     local_features,
     log_shard_sizes,
     replicated_tokens,
+    sharded_frames,
+    sharded_tokens,
     visual_features,
 )
 from .generation import share_random_state
@@ -64,7 +64,7 @@ from .text import (
 def run_pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: Mapping[str, Any]) -> Any:
     """Run one forward pass of a patched model, and return what the model's `forward` returns."""
     family.context.require_same_world()
-    run = cached_pass if inputs.use_cache else _uncached_pass
+    run = _cached_pass if inputs.use_cache else _uncached_pass
     units = [module for module in family.bypassed_modules if isinstance(module, FSDPModule)]
     return call_within(units, functools.partial(run, family, inputs, logits_to_keep, kwargs))
 
@@ -73,27 +73,46 @@ def _uncached_pass(
     family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: Mapping[str, Any]
 ) -> Any:
     """Run a pass with text and frames sharded: training, evaluation, generation without a cache."""
-    context = family.context
     require_same_pass(family, inputs, logits_to_keep, kwargs)
-    text, media_position = text_shards(context, inputs), family.media_position(inputs)
+    text, media_position = text_shards(family.context, inputs), family.media_position(inputs)
     features = local_features(family, inputs)
-    state = ForwardState(context, text=text, **frame_arguments(family, inputs, text, features, media_position))
-    without_frames = features is None
+    frames: dict[str, Any] = {}
     if isinstance(family, DecoderOnlyFamily):
-        features = None  # the state has them, and the memory is free for the layers
+        frames = sharded_tokens(family, features, media_position, text)
+        features = None  # the rows will have them, and the memory is free for the layers
+    elif features is not None:
+        visual = visual_features(family, inputs, features)
+        sizes = visual.total_frames, visual.features.shape[1]
+        visible = frame_mask(family, inputs, *sizes, media_position, inputs.total_frames)
+        frames = sharded_frames(family, inputs, text, visual, visible, media_position)
+    state, decoded = _run_sharded_rows(family, inputs, text, frames, kwargs)
+    out = uncached_outputs(family, inputs, state, decoded, logits_to_keep, kwargs)
+    return family.model_output(out, features, inputs)
+
+
+def _run_sharded_rows(
+    family: Family,
+    inputs: ForwardInputs,
+    text: TextShards,
+    frames: dict[str, Any],
+    kwargs: Mapping[str, Any],
+    cache: Any = None,
+    recorder: AnyRecorder | None = None,
+) -> tuple[ForwardState, Any]:
+    """Run the decoder on this rank's rows of sharded text; return the state of the pass, and the decoder's output.
+
+    `frames` is what `ForwardState` takes for the frames of the pass, if it has any.
+    """
+    state = ForwardState(family.context, text=text, recorder=recorder, **frames)
     log_shard_sizes(family, inputs, text.local if state.shards_text else inputs.length)
     # Without sharding, every rank computes all text, with the same dropout masks. The vision tower may have drawn other
     # random numbers on each rank.
     if not state.shards_text and family.model.training:
-        share_random_state(context.comm, inputs.text.device)
+        share_random_state(family.context.comm, inputs.text.device)
     embeds, positions, mask = rows_of_pass(family, inputs, state)
-    if without_frames:
+    if not frames:
         embeds = with_accumulated_gradients(embeds, family.model)
-    if state.takes_mask:
-        mask = family.text_mask(embeds, mask, positions, None)
-    decoded = family.run_decoder(embeds, positions, mask, None, state, **kwargs)
-    out = uncached_outputs(family, inputs, state, decoded, logits_to_keep, kwargs)
-    return family.model_output(out, features, inputs)
+    return state, family.run_decoder(embeds, positions, mask, cache, state, **kwargs)
 
 
 BROADCAST_ROWS = 64
@@ -103,7 +122,7 @@ Ranks that choose tokens from logits with different last bits would generate dif
 """
 
 
-def cached_pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: Mapping[str, Any]) -> Any:
+def _cached_pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: Mapping[str, Any]) -> Any:
     """Run a pass that fills or continues a cache, and return the model's output."""
     past, cache = inputs.past_length, inputs.past_key_values
     if cache is None:
@@ -123,6 +142,7 @@ class _CachedPass:
         cache_state: what the patched model stores with the transformers cache.
         features: of the frames that came with this pass, on this rank; or None.
         media_position: what `Family.media_position` returned for them.
+        visible: which of the frames in the cache the rows of this pass attend to; None without any.
     """
 
     family: Family
@@ -133,6 +153,7 @@ class _CachedPass:
     cache_state: SequenceParallelCacheState = field(init=False)
     features: Tensor | None = field(init=False, default=None)
     media_position: Any = field(init=False, default=None)
+    visible: FrameMask | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.context, self.model_layers = self.family.context, self.family.text_config.num_hidden_layers
@@ -142,14 +163,19 @@ class _CachedPass:
             self.cache_state = begin_prompt(self.cache, self.inputs.batch, self.context.comm, self.model_layers)
 
     def run(self) -> Any:
-        self.cache_state.active = True
+        state = self.cache_state
+        state.active = True
         try:
             self._encode_frames()
-            out = self._sharded_prompt() if self._shards_prompt() else self._replicated()
+            if (visual := state.visual) is not None:
+                sizes = visual.units, visual.tokens_per_unit
+                self.visible = frame_mask(self.family, self.inputs, *sizes, state.media_position, visual.total_frames)
+            hidden, hidden_states = self._sharded_prompt() if self._shards_prompt() else self._replicated()
+            out = whole_text_outputs(self.family, self.inputs, hidden, hidden_states, self.kwargs, self.cache)
         finally:
-            self.cache_state.active = False
-        if self.cache_state.visual is not None:
-            self.cache_state.visual.close()
+            state.active = False
+        if state.visual is not None:
+            state.visual.close()
         return self.family.model_output(out, self.features, self.inputs)
 
     def _continue_cache(self) -> SequenceParallelCacheState:
@@ -232,55 +258,49 @@ class _CachedPass:
             and supports_sharded_text(self.cache)
         )
 
-    def _replicated(self) -> CausalLMOutputWithPast:
-        """Run a pass with all text on every rank and the frames sharded."""
-        decoded = self._run_replicated_rows(self.inputs.positions(), self._frame_mask())
-        hidden = self._broadcast(select_logit_rows(decoded.last_hidden_state, self.logits_to_keep))
-        return self._outputs(hidden, decoded.hidden_states)
+    def _replicated(self) -> tuple[Tensor, Any]:
+        """Run a pass with all text on every rank and the frames sharded.
 
-    def _sharded_prompt(self) -> CausalLMOutputWithPast:
+        Returns:
+            The last hidden states (..., r, C) of the requested rows, and the hidden states of every layer or None.
+        """
+        decoded = self._run_replicated_rows()
+        return self._broadcast(select_logit_rows(decoded.last_hidden_state, self.logits_to_keep)), decoded.hidden_states
+
+    def _sharded_prompt(self) -> tuple[Tensor, Any]:
         """Run a long prompt with text and frames sharded; K and V of both stay on the ranks that computed them.
 
-        Star Attention shards only the context. The rows of the query are computed after it, like all later rows.
+        Star Attention shards only the context. The rows of the query are computed after it, like all later rows. The
+        result is that of `_replicated`.
         """
         family, inputs, state = self.family, self.inputs, self.cache_state
         star = self.context.config.self_attention == "star"
         text = (star_text_shards if star else text_shards)(self.context, inputs)
-        positions, visible = inputs.positions(), self._frame_mask()  # of all rows, while the cache is still empty
         shard_cached_text(self.cache, state, text, self.model_layers)
-        frames = frame_arguments(family, inputs, text, self.features, self.media_position, state.visual)
-        if not star:
-            self._release_embeddings()
-        recorder = None if star else self._recorder(visible, inputs.length, text)
-        forward_state = ForwardState(self.context, text=text, recorder=recorder, **frames)
-        log_shard_sizes(family, inputs, text.local)
-        embeds, local_positions, mask = rows_of_pass(family, inputs, forward_state)
-        decoded = family.run_decoder(embeds, local_positions, mask, self.cache, forward_state, **self.kwargs)
+        frames: dict[str, Any] = {}
+        if isinstance(family, DecoderOnlyFamily):
+            frames = sharded_tokens(family, self.features, self.media_position, text)
+            if not star:
+                self.features = None  # the rows have them
+        elif state.visual is not None and self.visible is not None:
+            frames = sharded_frames(family, inputs, text, state.visual, self.visible, self.media_position)
+        recorder = None if star else self._recorder(inputs.length, text)
+        _, decoded = _run_sharded_rows(family, inputs, text, frames, self.kwargs, self.cache, recorder)
         states = gather_hidden_states(text, decoded.hidden_states)
         if not star:
-            return self._outputs(self._requested_rows(text, decoded.last_hidden_state), states)
-        query = self._run_replicated_rows(positions, visible, start=text.length)
+            return self._requested_rows(text, decoded.last_hidden_state), states
+        query = self._run_replicated_rows(start=text.length)
         hidden = self._requested_rows(text, decoded.last_hidden_state, query.last_hidden_state)
         later = query.hidden_states
         if states is not None:
             pairs = None if later is None else zip(states, later, strict=True)
             states = None if pairs is None else tuple(None if x is None else torch.cat([x, y], 1) for x, y in pairs)
-        return self._outputs(self._broadcast(hidden), states)
+        return self._broadcast(hidden), states
 
-    def _frame_mask(self) -> FrameMask | None:
-        """Return which of the frames in the cache the rows of this pass may attend to."""
-        visual = self.cache_state.visual
-        if visual is None:
-            return None
-        sizes = visual.units, visual.tokens_per_unit, visual.total_frames
-        return frame_mask(self.family, self.inputs, *sizes, self.cache_state.media_position)
-
-    def _run_replicated_rows(self, positions: Tensor, visible: FrameMask | None, start: int = 0) -> Any:
-        """Run the decoder on every rank on the rows from `start`, over the K and V in the cache.
-
-        Positions and the frame mask are those of all rows of the pass, made before any of them was cached.
-        """
-        family, state = self.family, self.cache_state
+    def _run_replicated_rows(self, start: int = 0) -> Any:
+        """Run the decoder on every rank on the rows from `start`, over the K and V in the cache."""
+        family, state, visible = self.family, self.cache_state, self.visible
+        positions = self.inputs.positions[..., start:]
         embeds = embeddings(family, self.inputs, lambda text: text[:, start:])
         length, mask, cached_text, visual = embeds.shape[1], self.inputs.attention_mask, None, state.visual
         if state.text is not None:
@@ -289,7 +309,7 @@ class _CachedPass:
             valid = mask if on_host is None else on_host
             cached_text = functools.partial(state.text.rectangles, length, valid)
             mask = dummy_mask(embeds)
-        mask = family.text_mask(embeds, mask, positions[..., start:], self.cache)
+        mask = family.text_mask(embeds, mask, positions, self.cache)
         frames: dict[str, Any] = {}
         if visual is not None and visible is not None:
             own_rows = visible.take(torch.arange(start, start + length)) if start else visible
@@ -300,19 +320,14 @@ class _CachedPass:
             }
         if isinstance(family, DecoderOnlyFamily):
             frames = replicated_tokens(family, self.features, self.media_position, start, length)
-            self._release_embeddings()
+            self.features = None  # the rows have them
         tokens = int(self.cache.get_seq_length()) + length
-        recorder = self._recorder(visible, tokens)
+        recorder = self._recorder(tokens)
         forward_state = ForwardState(self.context, cached_text=cached_text, tokens=tokens, recorder=recorder, **frames)
         embeds = forward_state.embedded(embeds)
-        return family.run_decoder(embeds, positions[..., start:], mask, self.cache, forward_state, **self.kwargs)
+        return family.run_decoder(embeds, positions, mask, self.cache, forward_state, **self.kwargs)
 
-    def _release_embeddings(self) -> None:
-        """Release the features of a decoder-only model, whose rows have them now."""
-        if isinstance(self.family, DecoderOnlyFamily):
-            self.features = None
-
-    def _recorder(self, visible: FrameMask | None, tokens: int, shards: TextShards | None = None) -> AnyRecorder | None:
+    def _recorder(self, tokens: int, shards: TextShards | None = None) -> AnyRecorder | None:
         """Return what records the attention of the last row to the frames, if it is recorded; None without frames.
 
         `tokens` is the number of tokens so far, those of this pass included; `shards` is the sharding of the rows.
@@ -322,9 +337,9 @@ class _CachedPass:
             return None
         positions = None if shards is None else shards.positions(shards.comm.rank)
         if not isinstance(self.family, DecoderOnlyFamily):
-            if state.visual is None or visible is None:
+            if state.visual is None or self.visible is None:
                 return None
-            return records[-1].begin_pass(state.visual, visible, length, positions)
+            return records[-1].begin_pass(state.visual, self.visible, length, positions)
         if state.media_position is None:
             return None
         keys = None if state.text is None else state.text.positions
@@ -371,6 +386,3 @@ class _CachedPass:
         if hidden.shape[-2] <= BROADCAST_ROWS and not hidden.requires_grad:
             return self.context.comm.broadcast(hidden, "hidden")
         return hidden
-
-    def _outputs(self, hidden: Tensor, hidden_states: Any) -> CausalLMOutputWithPast:
-        return whole_text_outputs(self.family, self.inputs, hidden, hidden_states, self.kwargs, self.cache)

@@ -61,14 +61,19 @@ def _padding_and_packing(inputs: ForwardInputs) -> tuple[Tensor | None, Tensor |
 
 
 def rows_of_pass(family: Family, inputs: ForwardInputs, state: ForwardState) -> tuple[Tensor, Tensor, Any]:
-    """Return (embeds, positions, attention mask) of the rows that this rank computes, visual tokens included."""
-    text, mask = state.text, inputs.attention_mask
-    if state.shards_text and text is not None and not state.takes_mask:
+    """Return (embeds, positions, the decoder's attention mask) of the rows of a pass with a sharding of the text.
+
+    These are this rank's rows, or all of them if the text stays whole. Visual tokens are among them.
+    """
+    text, mask, positions = state.text, inputs.attention_mask, inputs.positions
+    assert text is not None
+    if not state.takes_mask:
         embeds = state.embedded(embeddings(family, inputs, lambda x: text.shard(x, 1)))
-        return embeds, text.shard(inputs.positions(), -1), dummy_mask(inputs.text)
+        return embeds, text.shard(positions, -1), dummy_mask(inputs.text)
     if mask is None and not inputs.detects_packing:  # a mask of ones keeps transformers from looking at positions
         mask = torch.ones(inputs.batch, inputs.length, dtype=torch.long, device=inputs.text.device)
-    return state.embedded(embeddings(family, inputs, lambda x: x)), inputs.positions(), mask
+    embeds = state.embedded(embeddings(family, inputs, lambda x: x))
+    return embeds, positions, family.text_mask(embeds, mask, positions, None)
 
 
 def embeddings(family: Family, inputs: ForwardInputs, select: Callable[[Tensor], Tensor]) -> Tensor:

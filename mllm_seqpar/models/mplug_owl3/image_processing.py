@@ -142,20 +142,20 @@ class MPlugOwl3ImageProcessor(SavedWithCode, PilBackend):
         """Return an image as (3, H, W), uint8 or floating; `number` is its index in error messages."""
         image = self.fetch_images(image) if isinstance(image, str) else image
         convert = self.do_convert_rgb if do_convert_rgb is None else do_convert_rgb
-        picture = to_tensor(image, number, convert_rgb=convert, layout=input_data_format)
+        found = to_tensor(image, number, convert_rgb=convert, layout=input_data_format)
         device = device or self.device
-        return picture if device is None else picture.to(device)
+        return found if device is None else found.to(device)
 
     def grid(self, height: int, width: int) -> Grid:
         """Return the (rows, columns) that a still image of that size is cut into."""
         return best_grid(height, width, self.image_size)
 
-    def tiles(self, picture: Frame, grid: Grid | None = None) -> Tensor:
+    def tiles(self, image: Frame, grid: Grid | None = None) -> Tensor:
         """Return the tiles of a still image and then the whole image, (rows * columns + 1, 3, size, size).
 
         The result has the image's dtype, uint8 or floating, and needs no further resizing. None: the best grid.
         """
-        whole, size = to_tensor(picture, 0)[None], self.image_size
+        whole, size = to_tensor(image, 0)[None], self.image_size
         rows, columns = grid or self.grid(*whole.shape[2:])
         cut = resized(whole, rows * size, columns * size).unflatten(2, (rows, size)).unflatten(4, (columns, size))
         return torch.cat([cut[0].permute(1, 3, 0, 2, 4).flatten(0, 1), resized(whole, size, size)])
@@ -228,10 +228,10 @@ def resized(frames: Tensor, height: int, width: int) -> Tensor:
 
 
 def _resized_by_pillow(frame: Tensor, height: int, width: int) -> Tensor:
-    image = _pillow()
-    picture = image.fromarray(frame.permute(1, 2, 0).contiguous().numpy())
-    picture = picture.resize((width, height), image.Resampling.BICUBIC)
-    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+    pillow = _pillow()
+    image = pillow.fromarray(frame.permute(1, 2, 0).contiguous().numpy())
+    image = image.resize((width, height), pillow.Resampling.BICUBIC)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
 @cache

@@ -199,7 +199,7 @@ class MPlugOwl3Processor(NativeProcessor):
         if isinstance(videos, str) or (isinstance(videos, (np.ndarray, Tensor)) and videos.ndim == 4):
             videos = [videos]  # a single video
         clips = [] if videos is None else videos_of(videos, counts[VIDEO], arguments["videos_kwargs"])
-        stills, pictures, grids = self._pictures(images, counts[IMAGE], arguments["images_kwargs"])
+        processor, stills, grids = self._stills(images, counts[IMAGE], arguments["images_kwargs"])
         expanded = self._expand(samples, [len(clip) for clip in clips], grids)
         options, tensors = row_options(arguments["text_kwargs"]), arguments["text_kwargs"].get("return_tensors")
         if options["padding"] or tensors is not None:
@@ -208,8 +208,8 @@ class MPlugOwl3Processor(NativeProcessor):
             rows = [self._tokenized([sample], **options) for sample in expanded]
             encoded = {name: [row[name][0].tolist() for row in rows] for name in rows[0]}
         videos = self.image_processor.with_options(frame_options(arguments["videos_kwargs"]))
-        tiles = ([x] if grid is None else stills.tiles(x, grid) for x, grid in zip(pictures, grids, strict=True))
-        media = {VIDEO: map(videos, clips), IMAGE: map(stills, tiles)}
+        tiles = ([x] if grid is None else processor.tiles(x, grid) for x, grid in zip(stills, grids, strict=True))
+        media = {VIDEO: map(videos, clips), IMAGE: map(processor, tiles)}
         pixels = [next(media[kind])["pixel_values"] for kind in chat.placeholders(samples)]
         if len(sizes := {tuple(x.shape[2:]) for x in pixels if len(x)}) > 1:
             raise DataError(f"the options give frames of the sizes {sorted(sizes)}; pass options that give one size")
@@ -217,20 +217,20 @@ class MPlugOwl3Processor(NativeProcessor):
             encoded["pixel_values"] = torch.cat(pixels)
         return returned(encoded, tensors)
 
-    def _pictures(
+    def _stills(
         self, images: Any, counts: Sequence[int], options: Mapping[str, Any]
     ) -> tuple[MPlugOwl3ImageProcessor, list[Tensor], list[Grid | None]]:
         """Return the image processor of these options, the still images (3, H, W), and their grids."""
         processor, layout = self.image_processor.with_options(frame_options(options)), options.get("input_data_format")
         listed = [] if images is None else flattened(frame_list(images), counts, IMAGE, "images")
-        pictures = [processor.process_image(x, input_data_format=layout, number=n) for n, x in enumerate(listed)]
-        if (wanted := sum(counts)) != len(pictures):
-            raise DataError(f"the text has {wanted} {IMAGE} and {len(pictures)} images were passed; pass one for each")
+        stills = [processor.process_image(x, input_data_format=layout, number=n) for n, x in enumerate(listed)]
+        if (wanted := sum(counts)) != len(stills):
+            raise DataError(f"the text has {wanted} {IMAGE} and {len(stills)} images were passed; pass one for each")
         cut = options.get("cut_enable")
         cut = self.cut_enable if cut is None else cut
-        if cut and pictures and not processor.do_resize:
+        if cut and stills and not processor.do_resize:
             raise DataError("do_resize is False and cut_enable is True, which resizes images; pass cut_enable=False")
-        return processor, pictures, [processor.grid(*picture.shape[1:]) if cut else None for picture in pictures]
+        return processor, stills, [processor.grid(*image.shape[1:]) if cut else None for image in stills]
 
     def _expand(
         self, samples: list[list[Piece]], frames_per_video: Sequence[int], image_grids: Sequence[Grid | None] | None

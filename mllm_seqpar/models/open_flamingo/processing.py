@@ -106,9 +106,9 @@ class OpenFlamingoProcessor(NativeProcessor):
         path = pretrained_model_name_or_path
         parts = {name: kwargs.pop(name, None) for name in ("tokenizer", "image_processor", "chat_template")}
         names = set(ImagesKwargs.__annotations__) & set(kwargs)
-        pictures = {name: kwargs.pop(name) for name in names}
+        image_options = {name: kwargs.pop(name) for name in names}
         tokenizer = parts["tokenizer"] or AutoTokenizer.from_pretrained(path, **kwargs)
-        image_processor = parts["image_processor"] or CLIPImageProcessorPil.from_pretrained(path, **pictures)
+        image_processor = parts["image_processor"] or CLIPImageProcessorPil.from_pretrained(path, **image_options)
         found = cls(image_processor, tokenizer, parts["chat_template"] or cls.saved_chat_template(path))
         if parts["tokenizer"] is None:  # a language model's own chat template has no images
             tokenizer.chat_template = found.chat_template
@@ -142,12 +142,12 @@ class OpenFlamingoProcessor(NativeProcessor):
             raise DataError(f"text is None; pass text with {IMAGE} for each image")
         texts = [text] if isinstance(text, str) else list(text)
         counts = [sample.count(IMAGE) for sample in texts]
-        pictures = _pictures_of_texts(self._fetched(images), counts)
-        passed = [len(sample) for sample in pictures]
+        by_text = _images_of_texts(self._fetched(images), counts)
+        passed = [len(sample) for sample in by_text]
         if counts != passed:
             raise DataError(f"the texts have {counts} {IMAGE}, and {passed} images were passed; pass one for each")
         tokens = self._tokens(texts, counts, arguments["text_kwargs"])
-        vision = self._vision(pictures, arguments["images_kwargs"])
+        vision = self._vision(by_text, arguments["images_kwargs"])
         data = {"lang_x": tokens["input_ids"], "attention_mask": tokens["attention_mask"], "vision_x": vision}
         data |= {"offset_mapping": tokens["offset_mapping"]} if "offset_mapping" in tokens else {}
         return returned(data, arguments["text_kwargs"].get("return_tensors"))
@@ -172,13 +172,13 @@ class OpenFlamingoProcessor(NativeProcessor):
             )
         return tokens
 
-    def _vision(self, pictures: Sequence[Sequence[Any]], arguments: Mapping[str, Any]) -> torch.Tensor:
+    def _vision(self, images: Sequence[Sequence[Any]], arguments: Mapping[str, Any]) -> torch.Tensor:
         """Return (B, media, 1, 3, H, W)."""
         options = {**arguments, "return_tensors": "pt"}
-        pixels = [self.image_processor(list(x), **options)["pixel_values"] if x else None for x in pictures]
+        pixels = [self.image_processor(list(x), **options)["pixel_values"] if x else None for x in images]
         crop = self.image_processor.crop_size
         sizes = [tuple(x.shape[1:]) for x in pixels if x is not None] or [(3, int(crop["height"]), int(crop["width"]))]
-        vision = torch.zeros(len(pictures), max([1, *map(len, pictures)]), 1, *sizes[0])
+        vision = torch.zeros(len(images), max([1, *map(len, images)]), 1, *sizes[0])
         for sample, x in enumerate(pixels):
             if x is not None:
                 vision[sample, : len(x), 0] = x
@@ -189,7 +189,7 @@ class OpenFlamingoProcessor(NativeProcessor):
         return ["lang_x", "attention_mask", "vision_x"]
 
 
-def _pictures_of_texts(images: Any, counts: Sequence[int]) -> list[list[Any]]:
+def _images_of_texts(images: Any, counts: Sequence[int]) -> list[list[Any]]:
     """Return the images of each text; one list of all images is divided by the numbers of placeholders."""
     if images is None or (isinstance(images, (list, tuple)) and not images):
         return [[] for _ in counts]

@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
@@ -172,7 +173,9 @@ def test_adapters_outside_frozen_parts_are_trained_and_saved(training_files: Pat
     assert json.loads((tmp_path / "model" / "adapter_config.json").read_text())["r"] == 4
     MPlugOwl3Processor.from_pretrained(tmp_path / "model")
     card = (tmp_path / "model" / "README.md").read_text()
-    assert f"base_model: {training_files / 'model'}\nlibrary_name: peft\n" in card
+    metadata = ModelCard(card).data  # the Hub refuses a path as the base model
+    assert (metadata.base_model, metadata.library_name, metadata.tags) == (None, "peft", ["lora", "mllm-seqpar"])
+    assert f"fine-tuned from `{training_files / 'model'}`" in card
     assert "| `--lora_r` | 4 |" in card and "(12 samples) for 2 steps" in card and "More Information" not in card
     with pytest.raises(ConfigError, match=r"--lora_target_modules nothing: Target modules .*nothing"):
         fine_tune(arguments(training_files, tmp_path / "2", "--use_peft", "--lora_target_modules", "nothing"))

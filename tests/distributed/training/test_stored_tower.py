@@ -45,7 +45,7 @@ def counted(argv: list[str]) -> tuple[int, int]:
     tower = mock.patch.object(
         MPlugOwl3VisionModel, "penultimate", autospec=True, side_effect=MPlugOwl3VisionModel.penultimate
     )
-    decoding = mock.patch.object(data_loader, "load_local_pictures", side_effect=data_loader.load_local_pictures)
+    decoding = mock.patch.object(data_loader, "load_local_images", side_effect=data_loader.load_local_images)
     with tower as runs, decoding as decoded:
         assert fine_tune(argv) == 0
     reset_global_state()

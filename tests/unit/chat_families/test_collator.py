@@ -10,7 +10,7 @@ from PIL import Image
 
 from family_directories import CHATS, MAKERS, asks, image, says, text
 from mllm_seqpar import SeqParDataCollator
-from mllm_seqpar.data.chat import ChatDataset, load_local_pictures
+from mllm_seqpar.data.chat import ChatDataset, load_local_images
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.loading import load_processor
@@ -47,7 +47,7 @@ def test_batch_equals_that_of_fine_tuning(processor: Any, folder: Path) -> None:
     examples = [{"messages": placed(chat, folder)} for chat in CHATS.values()]
     found = SeqParDataCollator(processor)(examples)
     batch, family = ChatDataset(folder / "train.jsonl", processor).batch(range(len(examples))), chat_family(processor)
-    pictures = load_local_pictures(batch, range(len(batch.text.slots)), family)
+    pictures = load_local_images(batch, range(len(batch.text.slots)), family)
     shaped = [x.unflatten(0, (len(examples), -1)) if family.always_sharded else x for x in pictures]
     expected = family.arguments(batch.text) | dict(zip(family.frame_names, shaped, strict=True))
     assert_same(found, {NAMES.get(name, name): x for name, x in expected.items()})

@@ -7,12 +7,17 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from family_cases import QWENS
 from family_directories import CHATS, MAKERS, asks, image, says, text, write_chats
-from mllm_seqpar.data import ChatDataset, chat_family, load_local_pictures
+from mllm_seqpar.data import ChatDataset, chat_family, load_local_images
 from mllm_seqpar.data.chat_format import media_parts
+from mllm_seqpar.data.image_tokens import tokenize
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.loading import load_processor
 from mllm_seqpar.patches.idefics.adapter import prompt_items
@@ -100,10 +105,10 @@ def test_inputs_equal_those_of_the_own_processor(folder: Path, name: str, rows: 
     expected = dict(OWN[name](processor, chats if qwen else [with_images(chat) for chat in chats], pictures))
     found = family.arguments(batch.text)
     total = len(batch.text.slots)
-    parts = [load_local_pictures(batch, range(*bounds), family) for bounds in frame_bounds(total, 3)]
+    parts = [load_local_images(batch, range(*bounds), family) for bounds in frame_bounds(total, 3)]
     if not family.ragged:
         zigzag = frame_spans(total, 3, "zigzag")
-        in_two = [load_local_pictures(batch, [range(*span) for span in spans], family) for spans in zigzag]
+        in_two = [load_local_images(batch, [range(*span) for span in spans], family) for spans in zigzag]
         for columns, contiguous in zip(zip(*in_two, strict=True), zip(*parts, strict=True), strict=True):
             assert torch.equal(in_frame_order(columns, zigzag), torch.cat(contiguous))
     if total:
@@ -138,3 +143,22 @@ def test_unusable_chats_and_tokenizers_are_refused(folder: Path, name: str) -> N
         message = r"the videos have 18 tokens, but the text has 0 of <\|video_pad"
     with pytest.raises(DataError, match=f"right.jsonl:1: {message}"):
         ChatDataset(folder / "right.jsonl", processor).batch([0])
+
+
+def test_token_that_only_ends_in_an_answer_is_a_target_as_in_transformers() -> None:
+    """A tokenizer may merge the last character of the prompt and the first one of the answer."""
+    words = Tokenizer(
+        WordLevel({word: number for number, word in enumerate(["?", "Answer", ':"', "yes", '"', "."])}, "?")
+    )
+    words.pre_tokenizer = Split(Regex(r':"|\w+|[^\w]'), "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="?")
+    template = 'Answer:{% generation %}"{{ messages[0]["content"] }}"{% endgeneration %}.'
+    own = tokenizer.apply_chat_template(
+        [{"role": "assistant", "content": "yes"}],
+        chat_template=template,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    ids, _, labels = tokenize(tokenizer, ['Answer:"yes".'], [[(7, 12)]], padding_side=None, add_special_tokens=True)
+    assert labels is not None and own["assistant_masks"] == [0, 1, 1, 1, 0]
+    assert (ids[0].tolist(), (labels[0] != -100).long().tolist()) == (own["input_ids"], own["assistant_masks"])

@@ -12,7 +12,7 @@ from torch import Tensor
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import Communicator, LoopbackCommunicator, as_communicator, run_loopback
 from mllm_seqpar.data import VideoSource, chat_family
-from mllm_seqpar.errors import DataError
+from mllm_seqpar.errors import DataError, SeqParError
 from mllm_seqpar.inference import Answer, Sampling
 from mllm_seqpar.inference.conversation import Conversation, LengthError
 from mllm_seqpar.inference.generation import StopWatch
@@ -125,12 +125,12 @@ def test_evidence_of_a_turn_is_that_of_its_own_tokens(gated: Case) -> None:
         return conversation.answer(prompt, Sampling(max_new_tokens=4), evidence=9)
 
     for plain, again, later, fresh in converse(gated, 2, body):
-        assert plain.tokens == again.tokens and not plain.evidence
-        assert sum(moment.share for moment in again.evidence) == pytest.approx(1.0, abs=1e-5)
+        assert plain.tokens == again.tokens and plain.evidence is None
+        assert sum(moment.share for moment in again.evidence.moments) == pytest.approx(1.0, abs=1e-5)
         assert again.cached_tokens == again.prompt_tokens - 1 and fresh.cached_tokens == 0
-        for one, other in zip(again.evidence, fresh.evidence, strict=True):
+        for one, other in zip(again.evidence.moments, fresh.evidence.moments, strict=True):
             assert one.share == pytest.approx(other.share, abs=1e-5) and one.peak == other.peak
-        assert later.evidence != again.evidence
+        assert later.evidence.moments != again.evidence.moments
 
 
 @pytest.mark.slow
@@ -223,3 +223,21 @@ def test_conversation_without_media(case: Case) -> None:
 
     replies = [reply.tokens for world in (1, 2) for reply in run_loopback(world, body)]
     assert replies[0] and all(tokens == replies[0] for tokens in replies)
+
+
+@pytest.mark.parametrize("batch", [2, 16])
+def test_encoding_that_is_interrupted_ends_after_its_batch_on_all_ranks(gated: Case, batch: int) -> None:
+    """A reader that is ahead has perhaps read the last frame already."""
+    done: list[int] = []
+
+    def body(conversation: Conversation) -> str:
+        conversation._batch = batch
+        first = conversation._comm.rank == 0
+        with pytest.raises(SeqParError) as error:
+            if first:
+                conversation.encode(lambda encoded, total: done.append(encoded), lambda: bool(done))
+            else:
+                conversation.encode()
+        return type(error.value).__name__
+
+    assert converse(gated, 2, body) == ["Interrupted", "AgreementError"] and done == [0]

@@ -14,7 +14,7 @@ from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.comm.agreement import attempt
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.errors import AgreementError, ConfigError, VideoError
-from mllm_seqpar.inference import encode_video, encoding
+from mllm_seqpar.inference import EncodedVideo, encode_video, encoding
 from mllm_seqpar.inference.rank_groups import tried
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.sharding import FrameShard, frame_spans, in_frame_order
@@ -81,6 +81,7 @@ def test_at_most_two_batches_of_pixels_exist() -> None:
     assert processor.alive == 0
     assert progress == [*range(0, 30, 4), 30]
     assert video.shard == FrameShard(0, 30, 30) and video.visual_tokens == 30 * TOKENS_PER_FRAME
+    assert EncodedVideo(torch.zeros(7, 5), FrameShard(0, 2, 2)).visual_tokens == 7  # images of different sizes
     assert torch.allclose(video.features, encoded_at_once(RandomPictures(30)), atol=1e-5)
 
 

@@ -17,7 +17,6 @@ from mllm_seqpar.data import VideoSource
 from mllm_seqpar.inference import (
     Sampling,
     answer,
-    answer_with_evidence,
     encode_video,
     evidence_page,
     load_for_inference,
@@ -188,7 +187,7 @@ def test_long_videos_are_plotted_in_columns_that_sum_frames(tmp_path: Path, monk
 
 
 @pytest.mark.slow
-def test_answer_with_evidence_is_the_answer_on_every_rank(inference_files: Path) -> None:
+def test_answer_with_evidence_is_the_same_on_every_rank(inference_files: Path) -> None:
     folder = str(inference_files / "gated")
     models = [load_for_inference(folder, "auto", torch.device("cpu")) for _ in range(2)]
     processor, source = load_processor(folder), VideoSource.open(inference_files / "clip.mp4", fps=2)
@@ -197,12 +196,13 @@ def test_answer_with_evidence_is_the_answer_on_every_rank(inference_files: Path)
         model = patch_model(models[comm.rank], group=comm)
         video, sampling = encode_video(model, processor, source, group=comm), Sampling(max_new_tokens=5)
         plain = answer(model, processor, "What?", video, sampling)
-        result, found = answer_with_evidence(model, processor, "What?", video, sampling, count=2)
-        assert result.tokens == plain.tokens and result.evidence == found.moments and not plain.evidence
+        result = answer(model, processor, "What?", video, sampling, evidence=2)
+        found = result.evidence
+        assert found is not None and result.tokens == plain.tokens and plain.evidence is None
         stored = replace(video, source=None)  # as read from a store
         for given, first in ((None, None), (source, 0.0)):
-            again = answer_with_evidence(model, processor, "What?", stored, sampling, source=given)[1]
-            assert again.times[0].start == first and again.shares == found.shares
+            again = answer(model, processor, "What?", stored, sampling, source=given, evidence=5).evidence
+            assert again is not None and again.times[0].start == first and again.shares == found.shares
         return found
 
     one, two = run_loopback(2, run)

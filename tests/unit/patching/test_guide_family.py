@@ -22,7 +22,7 @@ from family_harness import check_exact, check_tokens
 from mllm_seqpar import patch_model, register_adapter
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.data import chat_family
-from mllm_seqpar.data.sources import PictureSource
+from mllm_seqpar.data.sources import ImageTensorSource
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.families import family_specs
 from mllm_seqpar.inference import Sampling
@@ -77,7 +77,7 @@ def test_questions_to_the_family_of_the_guide_are_answered_as_by_unpatched(famil
     processor.chat_template = TEMPLATE
     chats = chat_family(processor)
     assert type(chats) is family.chat and chats.family is family
-    video = PictureSource(list(torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8)))
+    video = ImageTensorSource(list(torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8)))
     question = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What is it?"}]}]
     text = chats.text([question], [[video]], add_generation_prompt=True)
     assert text.extras["image_attention_mask"].sum(2)[0].tolist() == [0] * 5 + [1] * (text.input_ids.shape[1] - 5)
@@ -110,8 +110,8 @@ def test_planner_takes_the_sizes_of_an_external_family(family: Any, tmp_path: Pa
 def test_index_states_the_model_types_of_the_classes() -> None:
     """Planning reads the index, because it imports no class."""
     for spec in family_specs():
-        assert spec.adapter().model_types == spec.model_types != (), spec.folder
-        assert spec.adapter().model_sizes.__module__ == f"mllm_seqpar.patches.{spec.folder}.sizes"
+        assert spec.load().model_types == spec.model_types != (), spec.folder
+        assert spec.load().model_sizes.__module__ == f"mllm_seqpar.patches.{spec.folder}.sizes"
 
 
 def test_class_with_instance_methods_is_no_adapter() -> None:

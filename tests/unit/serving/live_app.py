@@ -14,7 +14,7 @@ import uvicorn
 
 from mllm_seqpar.errors import VideoError
 from mllm_seqpar.inference import Sampling
-from mllm_seqpar.inference.evidence import Moment
+from mllm_seqpar.inference.evidence import Evidence, Moment
 from mllm_seqpar.inference.generation import Answer
 from mllm_seqpar.serving.app import Service, make_app
 from mllm_seqpar.serving.jobs import Impossible, Outcome
@@ -51,7 +51,9 @@ class FakeWorker:
         self.ended.set()
         text, times = "".join(PIECES), {"prefill_seconds": 0.0, "decode_seconds": 0.0}
         if job.evidence:
-            times["evidence"] = (Moment(share=0.5, first=2, last=3, peak=2, start=2.0, end=4.0),)
+            moments = (Moment(share=0.5, first=2, last=3, peak=2, start=2.0, end=4.0),)
+            unused: dict[str, Any] = {"shares": (), "text": 0.0, "attention": None, "pieces": (), "times": ()}
+            times["evidence"] = Evidence(moments=moments, note="", **unused)
         return Answer(text=text, tokens=[1, 2, 3], prompt_tokens=5, cached_tokens=4, finish_reason=reason, **times)
 
 

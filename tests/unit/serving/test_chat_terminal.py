@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mllm_seqpar.inference.conversation import Interrupted
+from mllm_seqpar.inference.encoding import Interrupted
 from mllm_seqpar.serving.chat import Terminal
 from mllm_seqpar.serving.engine import Job
 from mllm_seqpar.serving.jobs import Impossible

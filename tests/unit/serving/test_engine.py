@@ -15,10 +15,11 @@ from mllm_seqpar.cli.job_channel import JobChannel
 from mllm_seqpar.cli.options import parse_options
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.comm.agreement import agree
-from mllm_seqpar.data import VideoSource, chat_family
+from mllm_seqpar.data import chat_family
 from mllm_seqpar.errors import SeqParError
 from mllm_seqpar.inference import Sampling
-from mllm_seqpar.inference.conversation import Conversation, Interrupted, JoinedSource, LengthError
+from mllm_seqpar.inference.conversation import Conversation, LengthError
+from mllm_seqpar.inference.encoding import Interrupted
 from mllm_seqpar.inference.generation import Answer
 from mllm_seqpar.models.loading import load_model, load_processor
 from mllm_seqpar.serving.chat import ChatOptions
@@ -107,12 +108,12 @@ def test_evidence_of_a_decoder_only_model_names_the_medium_and_its_frames(name: 
         for reply in on_ranks(world, folder / name, lambda engine: [answer(engine, x) for x in (first, again)])
     ]
     for one, other in found:
-        frames = [(frame, x.medium) for x in one.evidence for frame in range(x.first, x.last + 1)]
+        frames = [(frame, x.medium) for x in one.evidence.moments for frame in range(x.first, x.last + 1)]
         assert sorted(frames) == [(0, 0), (1, 1), (2, 1), (3, 1)]  # the video's frames are two temporal patches
         assert other.cached_tokens > 0
-        for moments, count in ((one.evidence, 9), (other.evidence, 3)):
+        for moments, count in ((one.evidence.moments, 9), (other.evidence.moments, 3)):
             assert [x.share for x in moments] == pytest.approx(
-                [x.share for x in found[0][0].evidence[:count]], rel=1e-4
+                [x.share for x in found[0][0].evidence.moments[:count]], rel=1e-4
             )
 
 
@@ -254,15 +255,6 @@ def test_features_of_an_impossible_job_are_freed_at_once(
         return freed == [True]
 
     assert on_ranks(1, inference_files / "gated", body) == [True]
-
-
-def test_source_that_is_interrupted_reads_no_further(video: MediaFile) -> None:
-    flags = iter((False, True))
-    source = JoinedSource((VideoSource.open(video.path, num_frames=4),), lambda: next(flags))
-    frames = source.read(0, 4, batch=2)
-    next(frames)
-    with pytest.raises(Interrupted):
-        next(frames)
 
 
 def test_ranks_of_an_engine_need_the_same_model(inference_files: Path) -> None:

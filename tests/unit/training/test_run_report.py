@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.training import finetune, terminal_log
+from mllm_seqpar.training.command_line import make_options, read_options
 from mllm_seqpar.training.export import create_repository
+from mllm_seqpar.training.summary import model_card
 from mllm_seqpar.training.terminal_log import HEADER, TerminalLog, row, write_figure
 
 LOG = {
@@ -93,3 +96,11 @@ def test_a_launch_configuration_for_gpus_is_refused_without_gpus(monkeypatch: py
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     finetune._options({"use_cpu": False}, cpu=True)
     assert made == [{"use_cpu": True}] * 2
+
+
+@pytest.mark.parametrize(("model", "base"), [("user/name", "user/name"), ("user/name@a1b2", "user/name"), (".", None)])
+def test_base_model_of_the_card_is_an_id_on_the_hub_or_left_out(model: str, base: str | None) -> None:
+    given = ["--model", model, "--data", "d", "--output_dir", "o", "--use_cpu"]
+    card = model_card(make_options(read_options(given)), [{"loss": 0.5}], samples=3, steps=2)
+    assert (ModelCard(card).data.base_model, ModelCard(card).data.library_name) == (base, "transformers")
+    assert "- last training loss: 0.5" in card and "(3 samples) for 2 steps" in card
