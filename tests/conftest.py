@@ -142,12 +142,12 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 
 @pytest.fixture(scope="session")
 def training_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny `model`, `eval.jsonl`, and `train.jsonl` with 18 videos of 1 to 7 frames and two chats without videos."""
+    """A tiny `model`, `eval.jsonl`, and `train.jsonl` with 10 videos of 1 to 7 frames and two chats without videos."""
     from mllm_seqpar.data.needle import make_needle_videos
 
     folder = tmp_path_factory.mktemp("training")
     save_tiny_model(folder / "model", None)
-    rows: list = [video.sample(folder) for video in make_needle_videos(folder / "videos", 18, frames=(1, 7))]
+    rows: list = [video.sample(folder) for video in make_needle_videos(folder / "videos", 10, frames=(1, 7))]
     text = {"messages": [{"role": "user", "content": "Say hello."}, {"role": "assistant", "content": "hello, hello"}]}
     rows[3:3] = rows[8:8] = [text]
     for name, part in (("train", rows), ("eval", rows[:5])):

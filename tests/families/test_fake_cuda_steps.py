@@ -64,9 +64,14 @@ def _read_by_host(inputs: dict[str, Any]) -> dict[str, Tensor]:
     return found
 
 
+STORED: dict[str, Any] = {"strategy": "ring", "recompute_visual": False}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", CROSS_ATTENTION)  # other towers read their grids
-@pytest.mark.parametrize("options", [{}, {"strategy": "ring", "recompute_visual": False}])
+@pytest.mark.parametrize(
+    ("family", "options"),  # towers of other families read their grids
+    [*((family, {}) for family in CROSS_ATTENTION), ("mplug_owl3", STORED)],
+)
 def test_step_reads_the_device_in_one_place_only(
     family: str, options: dict[str, Any], fake_process_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from mllm_seqpar.inference.ask import ask
 
 pytestmark = [pytest.mark.launch, pytest.mark.slow]
 
-VIDEOS = 8
+VIDEOS = 4
 BAD = 3
 
 

@@ -32,6 +32,8 @@ def test_launched_ranks_train_as_one_process_and_end_when_one_fails(training_fil
     assert "1 data parallel x 2 sequence parallel ranks" in failed.output, failed.output
     assert "[rank 1] error: clip.mp4: cannot be decoded" in failed.output, failed.output
     assert "[rank 0] stopped: another rank ended" in failed.output, failed.output
+    last = [line for line in failed.output.splitlines() if line.strip("= ")][-1]  # of the launcher's report
+    assert last == "  traceback : error: clip.mp4: cannot be decoded", failed.output
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
     fine_tune([*map(str, [*argv, tmp_path / "one", "--stop_after", 2])])
     assert_same_trajectory(log_of(tmp_path / "checkpoint-2"), log_of(tmp_path / "one"))

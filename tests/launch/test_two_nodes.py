@@ -20,7 +20,7 @@ from training_logs import assert_same_trajectory, log_of
 
 pytestmark = [pytest.mark.launch, pytest.mark.slow]
 HERE = Path(__file__).resolve().parent
-STEPS = 3
+STEPS = 2
 TIMEOUT = 300
 """Of the process group, in seconds, where a lost rank is to be noticed before."""
 CLOSED = "closed|reset|broken pipe"

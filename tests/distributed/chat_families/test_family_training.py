@@ -45,7 +45,7 @@ def test_training_is_the_same_on_one_and_two_ranks(folder: Path, tmp_path: Path,
     for number, (world, more) in enumerate(layouts):
         output = tmp_path / str(number)
         argv = ["--model", folder / name, "--data", folder / "train.jsonl", "--output_dir", output, "--use_cpu"]
-        argv += ["--max_steps", 3, "--global_batch_size", 4, "--learning_rate", 1e-3, "--adam_epsilon", 1e-4]
+        argv += ["--max_steps", 2, "--global_batch_size", 4, "--learning_rate", 1e-3, "--adam_epsilon", 1e-4]
         argv += ["--per_device_train_batch_size", MICRO_BATCH.get(name, 2), "--freeze", "vision", "--warmup_steps", 0]
         argv += ["--save_strategy", "no", "--disable_tqdm", True, *more]
         ranks(world).run(train, [*map(str, argv)])
@@ -54,7 +54,7 @@ def test_training_is_the_same_on_one_and_two_ranks(folder: Path, tmp_path: Path,
     load_processor(str(output / "model"))
     for other in rows[1:]:
         assert_same_trajectory(other, rows[0])
-    assert rows[0][2]["loss"] < rows[0][0]["loss"]
+    assert rows[0][1]["loss"] < rows[0][0]["loss"]
     before = load_model(str(folder / name)).state_dict()
     assert before.keys() == models[0].keys() == models[1].keys()
     changed = {key for key, value in models[0].items() if not torch.equal(value, before[key])}

@@ -32,8 +32,8 @@ from ranks import ranks
 from ranks_worker import reset_global_state
 from training_logs import assert_same_trajectory, log_of
 
-STEPS = 10  # two epochs
-STOP, RESUMED_STOP = 6, 8  # in the second epoch of five steps
+STEPS = 6  # two epochs
+STOP, RESUMED_STOP = 4, 5  # in the second epoch of three steps
 
 
 def arguments(files: Path, output: Path, *more: object) -> list[str]:
@@ -46,7 +46,7 @@ def arguments(files: Path, output: Path, *more: object) -> list[str]:
 
 def compared(files: Path, output: Path, *more: object) -> list[str]:
     """The arguments of the runs that are compared."""
-    evaluation = ["--eval_data", files / "eval.jsonl", "--eval_strategy", "steps", "--eval_steps", 5]
+    evaluation = ["--eval_data", files / "eval.jsonl", "--eval_strategy", "steps", "--eval_steps", STEPS // 2]
     return arguments(files, output, "--max_steps", STEPS, *evaluation, *more)
 
 
@@ -59,7 +59,7 @@ def one_process(training_files: Path) -> Path:
 
 
 def whole_stopped_and_resumed(rank: int, world: int, files: Path) -> list[int]:
-    """Run without interruption; then again, until rank 3 receives SIGTERM in step 6; then continue to step 8."""
+    """Run without interruption; then again, until rank 3 receives SIGTERM in step 4; then continue to step 5."""
     options = ("--sp", 2, "--per_device_train_batch_size", 2)  # one forward pass per step, not four
     statuses = [fine_tune(compared(files, files / "whole", *options))]
     reset_global_state()
@@ -87,7 +87,7 @@ def test_two_groups_of_two_train_as_one_process_and_resume_bit_for_bit(training_
     whole, parts, expected = (log_of(training_files / name) for name in ("whole", "parts", "one-process"))
     assert_same_trajectory(whole, expected)
     assert [row["step"] for row in expected if "loss" in row] == [*range(1, STEPS + 1)]
-    assert expected[-1]["eval_loss"] < expected[5]["eval_loss"]
+    assert expected[-1]["eval_loss"] < expected[STEPS // 2]["eval_loss"]
     assert parts == [row for row in whole if row["step"] <= RESUMED_STOP] and parts[-1]["step"] == RESUMED_STOP
     assert (training_files / "parts" / f"checkpoint-{STOP}").is_dir()
 
@@ -106,7 +106,7 @@ def refused_and_stopped(rank: int, world: int, files: Path, bad: str) -> list[st
     """Return the errors of a run with different options, of one with broken media, and of one that skips them."""
     errors = []
     for more in ([["--strategy", "ring"], []][rank], [], ["--on_bad_media", "skip"]):
-        argv = arguments(files, files / ("skip" if "skip" in more else "bad"), "--max_steps", 4, "--data", bad, *more)
+        argv = arguments(files, files / ("skip" if "skip" in more else "bad"), "--max_steps", 2, "--data", bad, *more)
         try:
             with mock.patch.dict(os.environ, FSDP_OFFLOAD_PARAMS=str(rank) if more[:1] == ["--strategy"] else "false"):
                 fine_tune(argv)
@@ -118,25 +118,25 @@ def refused_and_stopped(rank: int, world: int, files: Path, bad: str) -> list[st
 
 
 def with_copies(rank: int, world: int, files: Path) -> None:
-    fine_tune(compared(files, files / "copies", "--sp", 2, "--stop_after", 3))
+    fine_tune(compared(files, files / "copies", "--sp", 2, "--stop_after", 2))
 
 
 @pytest.mark.slow
 def test_two_copies_of_the_parameters_train_as_one_process(training_files: Path, one_process: Path) -> None:
     """HSDP: the launch configuration shards the parameters over the two ranks that share a sample."""
     ranks(4, launch_environment("configs/fsdp2_hsdp_cpu_2x2.yaml")).run(with_copies, training_files)
-    assert_same_trajectory(log_of(training_files / "copies"), log_of(one_process)[:3])
+    assert_same_trajectory(log_of(training_files / "copies"), log_of(one_process)[:2])
 
 
 def with_checkpointing(rank: int, world: int, files: Path) -> None:
-    fine_tune(compared(files, files / "ddp", "--sp", 1, "--stop_after", 3, "--gradient_checkpointing"))
+    fine_tune(compared(files, files / "ddp", "--sp", 1, "--stop_after", 2, "--gradient_checkpointing"))
 
 
 @pytest.mark.slow
 def test_ddp_with_gradient_checkpointing_trains_as_one_process(training_files: Path, one_process: Path) -> None:
     """The vision tower has parameters without a gradient, and Trainer does not look for them with checkpointing."""
     ranks(2).run(with_checkpointing, training_files)
-    assert_same_trajectory(log_of(training_files / "ddp"), log_of(one_process)[:3])
+    assert_same_trajectory(log_of(training_files / "ddp"), log_of(one_process)[:2])
 
 
 @pytest.mark.slow
@@ -146,13 +146,13 @@ def test_errors_that_all_ranks_see_stop_them_together_after_a_checkpoint(trainin
     record["messages"][0]["content"][0]["path"] = "broken.mp4"
     (training_files / "broken.mp4").write_bytes(b"no video")
     bad = training_files / "bad.jsonl"
-    bad.write_text("\n".join([*[row for row in rows if '"video"' in row][:11], json.dumps(record)]))
+    bad.write_text("\n".join([*[row for row in rows if '"video"' in row][:10], json.dumps(record)]))
     environment = launch_environment("configs/fsdp2_cpu_2.yaml")
     found = ranks(2, environment).run(refused_and_stopped, training_files, str(bad))
     for different, broken, skipped in found:
         assert "AgreementError: arguments: " in different and "strategy: rank 0: ring; rank 1: lv-xattn" in different
         assert "FSDP_OFFLOAD_PARAMS: rank 0: 0; rank 1: false" in different
-        assert f"{bad}:12: " in broken and skipped == ""
+        assert f"{bad}:11: " in broken and skipped == ""
     complete = last_checkpoint(training_files / "bad")
     assert complete is not None and not (training_files / "bad" / "model").exists()
 
@@ -176,7 +176,7 @@ def test_adapters_outside_frozen_parts_are_trained_and_saved(training_files: Pat
     metadata = ModelCard(card).data  # the Hub refuses a path as the base model
     assert (metadata.base_model, metadata.library_name, metadata.tags) == (None, "peft", ["lora", "mllm-seqpar"])
     assert f"fine-tuned from `{training_files / 'model'}`" in card
-    assert "| `--lora_r` | 4 |" in card and "(20 samples) for 2 steps" in card and "More Information" not in card
+    assert "| `--lora_r` | 4 |" in card and "(12 samples) for 2 steps" in card and "More Information" not in card
     with pytest.raises(ConfigError, match=r"--lora_target_modules nothing: Target modules .*nothing"):
         fine_tune(arguments(training_files, tmp_path / "2", "--use_peft", "--lora_target_modules", "nothing"))
 
@@ -278,13 +278,13 @@ def test_an_error_in_an_evaluation_stops_a_run_after_a_checkpoint(training_files
 
 
 def with_sharded_weights(rank: int, world: int, files: Path) -> list[bool]:
-    """Train for two steps, and resume from a renamed checkpoint; return whether the environment was restored."""
+    """Train for one step, and resume from a renamed checkpoint; return whether the environment was restored."""
     argv = compared(files, files / "sharded", "--shard_weights")
-    fine_tune([*argv, "--stop_after", "2"])
+    fine_tune([*argv, "--stop_after", "1"])
     reset_global_state()
     if rank == 0:
-        (files / "sharded" / "checkpoint-2").rename(files / "sharded" / "best")
-    fine_tune([*argv, "--stop_after", "3", "--resume_from_checkpoint", str(files / "sharded" / "best")])
+        (files / "sharded" / "checkpoint-1").rename(files / "sharded" / "best")
+    fine_tune([*argv, "--stop_after", "2", "--resume_from_checkpoint", str(files / "sharded" / "best")])
     return [name in os.environ for name in ("ACCELERATE_USE_FSDP", "FSDP_VERSION")]
 
 
@@ -292,8 +292,8 @@ def with_sharded_weights(rank: int, world: int, files: Path) -> list[bool]:
 def test_weights_are_sharded_without_a_launch_configuration(training_files: Path, one_process: Path) -> None:
     found = ranks(2).run(with_sharded_weights, training_files)
     assert found == [[False, False]] * 2
-    assert_same_trajectory(log_of(training_files / "sharded"), log_of(one_process)[:3])
-    layout = json.loads((training_files / "sharded" / "checkpoint-3" / "seqpar_layout.json").read_text())
+    assert_same_trajectory(log_of(training_files / "sharded"), log_of(one_process)[:2])
+    layout = json.loads((training_files / "sharded" / "checkpoint-2" / "seqpar_layout.json").read_text())
     assert layout["fsdp"] is True
     assert (training_files / "sharded" / "training.png").is_file()
 
