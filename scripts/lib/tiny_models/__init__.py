@@ -107,7 +107,7 @@ def set_weights(model: Any, rules: Mapping[str, tuple[float, float]], seed: int 
         seed: of the generator.
     """
     device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator("cpu" if device.type == "meta" else device).manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             matching = (rule for pattern, rule in rules.items() if re.search(pattern, name))
