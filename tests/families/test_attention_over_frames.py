@@ -130,8 +130,17 @@ def test_shares_are_those_of_dense_attention(
     check(family, size, case_of(family, **fields).with_options(**options))
 
 
-@pytest.mark.parametrize("size, options", [(1, {}), (1, {"kernel": "blocked_matmul"}), (2, {}), (2, SHARDED)])
-def test_padding_of_a_decoder_only_model_has_no_share(size: int, options: dict[str, Any]) -> None:
+PADDED: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
+    *[(1, {}, {}), (1, {"kernel": "blocked_matmul"}, {}), (2, {}, {}), (2, SHARDED, {})],
+    (1, {}, {"cache_implementation": "static"}),  # `generate` then prepares masks (B, 1, rows, keys)
+    (2, {}, {"cache_implementation": "static"}),
+]
+
+
+@pytest.mark.parametrize("size, options, generating", PADDED)
+def test_padding_of_a_decoder_only_model_has_no_share(
+    size: int, options: dict[str, Any], generating: dict[str, Any]
+) -> None:
     def padded(inputs: dict[str, Any]) -> dict[str, Any]:
         names = ("input_ids", "mm_token_type_ids", "attention_mask")
         given = inputs | {"attention_mask": torch.ones_like(inputs["input_ids"])}
@@ -140,7 +149,7 @@ def test_padding_of_a_decoder_only_model_has_no_share(size: int, options: dict[s
     case = case_of("qwen3_vl")
 
     def record(model: Any, inputs: dict[str, Any], comm: Any) -> Any:
-        return attention_over_frames(model, **padded(inputs), **ANSWER)
+        return attention_over_frames(model, **padded(inputs), **ANSWER, **generating)
 
     found = on_ranks(size, "qwen3_vl", case.with_options(**options), record)
     model, inputs = build("qwen3_vl", case)
