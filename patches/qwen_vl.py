@@ -46,6 +46,11 @@ from .qwen_vl_inputs import FEATURES, GRIDS, PIXELS, TOKENS, QwenVLInputs, compa
 class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
     """The model of both families; `deepstack` is how many further embeddings each visual token has."""
 
+    parts = {
+        "vision": ("model.visual.patch_embed", "model.visual.pos_embed", "model.visual.blocks"),
+        "projector": ("model.visual.merger", "model.visual.deepstack_merger_list"),
+        "language": ("model.language_model", "lm_head"),
+    }
     frame_arguments = (*PIXELS, FEATURES)
     visual_arguments = (*frame_arguments, *GRIDS, "second_per_grid_ts", "visual_shard")
     forward_doc = """

@@ -24,10 +24,11 @@ from mllm_seqpar.adapting.chat import (
     VIDEO_MARK,
     ChatFamily,
     ChatText,
+    FeatureFrames,
     FrameSource,
     Messages,
-    StoredFrames,
     answer_spans,
+    media_of,
     media_parts,
     tokenize,
 )
@@ -40,7 +41,7 @@ FPS_OF_PICTURES = 2.0
 
 
 @dataclass(frozen=True)
-class StillImage:
+class StillImage(FrameSource):
     """A still image, one temporal patch; a list of images as a video is not one."""
 
     source: FrameSource
@@ -49,16 +50,21 @@ class StillImage:
         return len(self.source)
 
     def sizes(self) -> list[tuple[int, int]]:
-        """Return the (height, width) of the image."""
-        found: list[tuple[int, int]] = self.source.sizes()  # type: ignore[attr-defined]
-        return found
+        return self.source.sizes()
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    def key(self) -> str:
+        return self.source.key()
 
     def read(self, start: int, stop: int, *, size: Any = None, batch: int = 16) -> Iterator[Tensor]:
         return self.source.read(start, stop, size=size, batch=batch)
 
 
 @dataclass(frozen=True)
-class TemporalPatches:
+class TemporalPatches(FrameSource):
     """The temporal patches of a source, each of `frames` frames side by side: (n, frames * 3, height, width).
 
     The last frame is repeated if the number of frames does not divide.
@@ -158,12 +164,7 @@ class QwenVLChats(ChatFamily):
         times: list[float] = []
         texts, spans = [], []
         for messages, sources in zip(conversations, media, strict=True):
-            if (expected := len(media_parts(messages))) != len(sources):
-                found = "more" if expected > len(sources) else "fewer"
-                raise DataError(
-                    f"{len(sources)} videos and images were passed; the conversation has {found} media parts"
-                )
-            shown = [self._placeholder(source, grids, times) for source in sources]
+            shown = [self._placeholder(source, grids, times) for _, source in media_of(messages, sources)]
             write = partial(self._write, [text for text, _ in shown], [text for _, text in shown])
             texts.append(write(list(messages), add_generation_prompt))
             spans.append(answer_spans([dict(message) for message in messages], write) if labels else [])
@@ -268,7 +269,7 @@ class QwenVLChats(ChatFamily):
 
     def stored_frames(self, count: int, metadata: Mapping[str, Any]) -> FrameSource:
         height, width = metadata["frame_size"]
-        return StoredFrames(len(metadata["frame_seconds"]), (height, width), metadata["frame_seconds"])
+        return FeatureFrames(len(metadata["frame_seconds"]), (height, width), metadata["frame_seconds"])
 
 
 def _shown(part: Any) -> dict[str, Any]:
@@ -277,14 +278,12 @@ def _shown(part: Any) -> dict[str, Any]:
 
 def _size_of(source: FrameSource) -> tuple[int, int]:
     """Return (height, width) of all frames of a source."""
-    sizes: set[tuple[int, int]] = set(source.sizes())  # type: ignore[attr-defined]
+    sizes = set(source.sizes())
     if len(sizes) != 1:
         raise DataError(f"a video has frames of several sizes, {sorted(sizes)}; give images of one size")
     return sizes.pop()
 
 
 def _seconds(source: FrameSource, index: int) -> float:
-    if isinstance(source, StoredFrames) and source.seconds is not None:
-        return source.seconds[index]
-    plan = getattr(source, "plan", None)
-    return index / FPS_OF_PICTURES if plan is None else plan.seconds(index)
+    found = source.seconds(index)
+    return index / FPS_OF_PICTURES if found is None else found

@@ -5,7 +5,7 @@ from typing import Any
 from mllm_seqpar.adapting.sizes import ModelSizes, TextSizes, VisionSizes
 
 HEIGHT, WIDTH = 360, 640
-"""The size of a picture unless the caller says how many tokens it has."""
+"""The size of an image unless the caller says how many tokens it has."""
 
 
 def model_sizes(config: dict[str, Any], name: str, *, vision: dict[str, Any], head_norm: bool = False) -> ModelSizes:
@@ -38,11 +38,11 @@ def model_sizes(config: dict[str, Any], name: str, *, vision: dict[str, Any], he
             mlp_inner=tower["intermediate_size"],
             tokens=merge**2,
             keys=1,
-            pictures=tower.get("temporal_patch_size", 2),
+            temporal_patch=tower.get("temporal_patch_size", 2),
             patch=patch,
             rotary=True,
             **vision,
         ),
         projector=(width * merge**2, width * merge**2, hidden),
     )
-    return sizes.with_frame_tokens(sizes.tokens_of_picture(HEIGHT, WIDTH))
+    return sizes.with_frame_tokens(sizes.tokens_of_image(HEIGHT, WIDTH))

@@ -25,7 +25,6 @@ import argparse
 import importlib
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,7 +33,8 @@ from pathlib import Path
 
 import torch
 
-sys.path.append(str(Path(__file__).parent / "bench"))  # for measure.py and kernels.py
+sys.path.append(str(Path(__file__).parent / "bench"))  # for harness.py and kernels.py
+sys.path.append(str(Path(__file__).parent / "lib"))  # for tiny_models
 
 from gpu_checks import ranks_lost
 from gpu_checks.processes import refusal, run_ranks
@@ -86,7 +86,7 @@ def main() -> int:
     if problem:
         print(f"gpu_check: {problem}")
         return 2
-    from measure import print_environment
+    from harness import print_environment
 
     print_environment(args.device)
     rows = (
@@ -116,19 +116,18 @@ def run_all(device: str, only: Sequence[str] | None = None) -> list[Row]:
     return rows
 
 
-def run_child(part: str, device: str, limit_s: float) -> list[Row]:
-    """Run one part in a child process; return its rows, and one more if the process failed."""
+def run_child(part: str, device: str, limit_s: float, ranks: int = 0) -> list[Row]:
+    """Run one part in a child process, or one of --ranks in one per rank; return its rows, and one more for each
+    process that failed."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.jsonl"
         command = [sys.executable, __file__, "--device", device, "--part", part, "--json", str(path)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
-            message = ([line for line in done.stderr.splitlines() if line.strip()] or ["no message"])[-1][:200]
-            problem = None if done.returncode == 0 else f"ended with status {done.returncode}: {message}"
-        except subprocess.TimeoutExpired:
-            problem = f"stopped after {limit_s:.0f} s"
+        command += ["--ranks"] if ranks else []
+        if part == "ranks_lost":  # here the ranks must fail, and without help
+            return ranks_lost.rows_of(run_ranks(command, ranks, limit_s, grace_s=limit_s), device)
+        ended = run_ranks(command, ranks or 1, limit_s)
         rows = read(path)
-    return rows + ([Row(part, "", problem, "", False)] if problem else [])
+    return rows + [Row(part, "", rank.problem, "", False) for rank in ended if rank.problem]
 
 
 def run_all_on_ranks(device: str, ranks: int, only: Sequence[str] | None = None) -> list[Row]:
@@ -140,20 +139,8 @@ def run_all_on_ranks(device: str, ranks: int, only: Sequence[str] | None = None)
         if only and part not in only:
             continue
         print(f"[{time.monotonic() - start:4.0f} s] {part}", flush=True)
-        rows += run_child_ranks(part, device, ranks, limit)
+        rows += run_child(part, device, limit, ranks)
     return rows
-
-
-def run_child_ranks(part: str, device: str, ranks: int, limit_s: float) -> list[Row]:
-    """Run one part in one process per rank; return its rows, and one more for each rank that failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "rows.jsonl"
-        command = [sys.executable, __file__, "--device", device, "--ranks", "--part", part, "--json", str(path)]
-        if part == "ranks_lost":  # here the ranks must fail, and without help
-            return ranks_lost.rows_of(run_ranks(command, ranks, limit_s, grace_s=limit_s), device)
-        ended = run_ranks(command, ranks, limit_s)
-        rows = read(path)
-    return rows + [Row(part, "", rank.problem, "", False) for rank in ended if rank.problem]
 
 
 def run_part_on_ranks(part: str, device: str, path: Path) -> None:

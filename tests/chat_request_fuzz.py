@@ -104,7 +104,7 @@ class Bodies:
             "data:video/mp4;base64," + image,
             "\ud800",
             "C:x",
-            "http://[",
+            *("http://[", "//[x", "file://[x", "a" * 3000, "clip.mp4/x"),
             "subfile,,start,0,end,9,,:/etc/passwd",
         ]
 
@@ -161,6 +161,10 @@ class Bodies:
             message[draw.choice(["name", "tool_calls", "refusal", "x"])] = self.value()
         return message if draw.random() < 0.95 else self.value()
 
+    def origin(self) -> str | None:
+        """Return the header Origin, which most requests do not have."""
+        return self._random.choice([*[None] * 30, "http://[", "null"])
+
     def body(self) -> Any:
         draw = self._random
         body: Any = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": LENGTH}
@@ -173,8 +177,9 @@ class Bodies:
         return body if draw.random() < 0.98 else self.value()
 
 
-def status(url: str, body: bytes) -> tuple[int, bytes]:
-    request = urllib.request.Request(f"{url}/v1/chat/completions", body, {"Content-Type": "application/json"})
+def status(url: str, body: bytes, origin: str | None = None) -> tuple[int, bytes]:
+    headers = {"Content-Type": "application/json"} | ({} if origin is None else {"Origin": origin})
+    request = urllib.request.Request(f"{url}/v1/chat/completions", body, headers)
     try:
         with urllib.request.urlopen(request, timeout=HANG) as answer:
             return answer.status, answer.read()
@@ -193,7 +198,7 @@ def fuzz(url: str, folder: Path, seed: int, count: int) -> Counter[int]:
     good = json.dumps({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "temperature": 0}).encode()
     for number in range(count):
         body = bodies.body()
-        code, answer = status(url, json.dumps(body).encode())
+        code, answer = status(url, json.dumps(body).encode(), bodies.origin())
         statuses[code] += 1
         assert code < 500, (number, code, answer, copy.deepcopy(body))
         assert status(url, good)[0] == 200, (number, body)

@@ -64,7 +64,9 @@ def pytest_sessionfinish() -> None:
 @pytest.fixture(autouse=True)
 def _independent_of_earlier_cases() -> Iterator[None]:
     """Seed torch before each case, and reset the state that a case may leave in the process."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed keeps a stack for each device that is not initialized
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
     yield
     reset_global_state()
 

@@ -81,9 +81,12 @@ class Operation:
     number: int = -1
     waited: bool = False
 
+    def __post_init__(self) -> None:
+        self.left = len(self.sends) + len(self.recvs)  # ends that have not moved
+
     @property
     def done(self) -> bool:
-        return all(end.moved for end in self.ends)
+        return not self.left
 
     @property
     def ends(self) -> Iterator[End]:
@@ -204,7 +207,7 @@ class NcclQueues:
 
     def _choose(self, yielding: bool) -> None:
         """Move messages as `timing` says, and choose the rank that runs next."""
-        movable = self._movable()
+        movable = [] if self.timing == "late" else self._movable()
         while movable and (self.timing == "early" or (self.timing == "random" and self._random.random() < 0.5)):
             self._random.choice(movable)()
             movable = self._movable()
@@ -231,16 +234,17 @@ class NcclQueues:
         return self._queues[rank if self.one_resource else (comm, rank)]
 
     def _head(self, comm: Group, rank: int) -> Operation | None:
-        """Return the operation at the head of the queue of `rank` if it is one of `comm`."""
+        """Return the operation at the head of the queue of `rank` if it is one of `comm`; none there is done."""
         queue = self._queue(comm, rank)
-        while queue and queue[0].done:
-            queue.popleft()
         return queue[0] if queue and queue[0].comm == comm else None
 
     def _movable(self, only_awaited: bool = False) -> list[Callable[[], None]]:
         """Return a function for each message, and each collective, that can move now."""
         found: list[Callable[[], None]] = []
-        for comm in dict.fromkeys(op.comm for queue in list(self._queues.values()) for op in queue):
+        for queue in self._queues.values():
+            while queue and queue[0].done:
+                queue.popleft()
+        for comm in dict.fromkeys(queue[0].comm for queue in list(self._queues.values()) if queue):
             heads = {rank: self._head(comm, rank) for rank in comm.members}
             awaited = {rank for rank, op in heads.items() if op is not None and self._waiting.get(rank) is op}
             present = [op for op in heads.values() if op is not None]
@@ -282,6 +286,8 @@ class NcclQueues:
         self._require_unchanged(dst, recv)
         recv.write(send.content)  # of now, not of the post
         send.moved = recv.moved = True
+        src.left -= 1
+        dst.left -= 1
 
     # What is reported.
 

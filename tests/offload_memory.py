@@ -24,7 +24,9 @@ import torch
 from mllm_seqpar import patch_model
 from mllm_seqpar.data.feature_store import open_features, save_features
 from mllm_seqpar.runtime import visual_features
-from tiny_models.mplug_owl3 import tiny_model
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts" / "lib"))
+from tiny_models.mplug_owl3 import tiny_model  # noqa: E402 - found on the path above
 
 TEXT, TOKENS, WIDTH, CHUNK_BYTES, POLL_SECONDS = 32, 8, 64, 2**18, 0.002
 

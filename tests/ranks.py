@@ -119,8 +119,9 @@ class Pool:
         context.set_forkserver_preload(PRELOADED)
         process = context.Process(target=work, args=(theirs, str(stacks)), name=f"rank{rank}")
         # The server needs these before it loads its OpenMP runtime; it finds the preloaded modules on the path.
-        path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", PYTHONPATH=path):
+        here = Path(__file__).parent
+        folders = [str(here), str(here.parent / "scripts" / "lib"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(folders)):
             process.start()
         theirs.close()
         return Worker(process, ours, stacks)

@@ -295,8 +295,9 @@ def _key(dataset: ChatDataset, index: int, part: Mapping[str, Any]) -> Hashable:
 
 def _check_medium(dataset: ChatDataset, index: int, part: Mapping[str, Any], store: FrameStore | None) -> _Medium:
     source = dataset.source(index, part)
-    if store is not None and isinstance(source, VideoSource) and not store.has(source.plan):
-        store.write(source.plan, _frames_for(store, source))
+    plan = source.plan if isinstance(source, VideoSource) else None  # a store has frames of videos
+    if store is not None and plan is not None and not store.has(plan):
+        store.write(plan, _frames_for(store, source))
     last = len(source) - 1
     numbers = sorted({0, last // 2, last})
     begin = time.thread_time()
@@ -304,15 +305,14 @@ def _check_medium(dataset: ChatDataset, index: int, part: Mapping[str, Any], sto
         for _ in source.read(number, number + 1):
             pass
     core_seconds = time.thread_time() - begin
-    if not isinstance(source, VideoSource):
+    if plan is None:
         return _Medium(source, 0.0)
-    plan = source.plan
     decoded = frames_to_decode(plan)
     here = sum(frames_to_decode(replace(plan, ticks=(plan.ticks[number],))) for number in numbers)
     return _Medium(source, probe(plan.path).duration, decoded, core_seconds * decoded / max(1, here))
 
 
-def _frames_for(store: FrameStore, source: VideoSource) -> Iterator[Tensor]:
+def _frames_for(store: FrameStore, source: FrameSource) -> Iterator[Tensor]:
     """Yield all frames of a video in the form of the store; decoding starts with the first one."""
     size = None if store.shorter_side is None else store.frame_size(*source.sizes()[0])
     yield from source.read(0, len(source), size=size)

@@ -36,8 +36,8 @@ def _parser() -> Parser:
     models = "a model directory with its config.json, a model file, or one of " + known_files("model")
     plan.add_argument("--model", required=True, help=models)
     plan.add_argument("--cluster", required=True, help="a cluster file, or one of " + known_files("cluster"))
-    plan.add_argument("--frames", type=int, required=True, help="frames (pictures) of one video")
-    text = "visual tokens of a frame of Qwen-VL (two pictures of a video), or its size, as 1280x720; default: 640x360"
+    plan.add_argument("--frames", type=int, required=True, help="frames of one video")
+    text = "visual tokens of a frame of Qwen-VL (two images of a video), or its size, as 1280x720; default: 640x360"
     plan.add_argument("--frame_tokens", metavar="TOKENS", help=text)
     text = "tokens of one text, one placeholder per frame included; of a decoder-only model without the visual tokens"
     plan.add_argument("--text", type=int, required=True, help=text)
@@ -99,7 +99,7 @@ def _frame_tokens(model: ModelSizes, text: str) -> int:
     numbers = [int(part) if part.isdecimal() else 0 for part in text.split("x")]
     if len(numbers) > 2 or min(numbers) < 1:
         raise ConfigError(f"--frame_tokens {text}: expected a number of tokens, or a size such as 1280x720")
-    return numbers[0] if len(numbers) == 1 else model.tokens_of_picture(numbers[1], numbers[0])
+    return numbers[0] if len(numbers) == 1 else model.tokens_of_image(numbers[1], numbers[0])
 
 
 def plan(argv: Sequence[str]) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from mllm_seqpar.config import CHOICES, SeqParConfig
 from mllm_seqpar.data.decoding import DECODERS, check_decoding
-from mllm_seqpar.data.video import CLIP, SAMPLING, sampling_fault
+from mllm_seqpar.data.frame_choice import FRAME_FIELDS, FrameChoice
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.kernels import kernel_names
 
@@ -21,7 +21,9 @@ class FrameOptions(CommandOptions):
     _argument_group_name = "frames of videos"
 
     fps: float | None = option("frames per second to sample from each video; default: that of the data, else 1", None)
-    max_frames: int | None = option("maximum number of frames per video, evenly spaced; default: no limit", None)
+    max_frames: int | None = option(
+        "maximum number of frames per video, besides that of the data; default: no limit", None
+    )
     decode_threads: int | None = option(
         "decoding threads per rank; default: the cores of its machine divided by the ranks on it", None
     )
@@ -29,9 +31,15 @@ class FrameOptions(CommandOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if fault := sampling_fault({name: getattr(self, name, None) for name in (*SAMPLING, *CLIP)}):
-            raise ConfigError(f"--{fault}")
+        try:
+            self.frame_choice()
+        except ConfigError as error:
+            raise ConfigError(f"--{error}") from error
         check_decoding(self.decode_threads, self.decoder)
+
+    def frame_choice(self) -> FrameChoice:
+        """Return which frames the options state; those that the command does not have are not stated."""
+        return FrameChoice(**{name: getattr(self, name, None) for name in FRAME_FIELDS})
 
     def decoding(self) -> dict[str, Any]:
         """Return how `VideoSource.open` and `ChatDataset` read the frames that they have planned."""

@@ -3,6 +3,7 @@
 from .chat import ChatBatch, ChatDataset, ChatSample, MediaError, collate, load_local_frames, load_local_images
 from .chat_family import ChatFamily, ChatText, chat_family
 from .feature_store import FeatureStore, model_fingerprint, open_features, save_features, source_meta
+from .frame_choice import FrameChoice
 from .reader import read_frames
 from .sources import FrameSource, ImageListSource, VideoSource
 from .video import FramePlan, VideoInfo, plan_frames, probe, scan
@@ -14,6 +15,7 @@ __all__ = [
     "ChatSample",
     "ChatText",
     "FeatureStore",
+    "FrameChoice",
     "FramePlan",
     "FrameSource",
     "ImageListSource",

@@ -21,15 +21,12 @@ from mllm_seqpar.sharding import join_spans
 from .chat_family import ChatFamily, ChatText, chat_family
 from .chat_format import check_record, media_parts, part_files
 from .formats import DEFAULT_TEMPLATE, check_template, open_records, to_chat
+from .frame_choice import DEFAULT_FRAMES, FrameChoice
 from .frame_store import FrameStore
-from .sources import FrameSource, ImageListSource, VideoSource, ranges_by_source, read_ranges
-from .video import CLIP, SAMPLING
+from .sources import FrameSource, ImageListSource, VideoSource, ranges_by_source
 
 ON_BAD_MEDIA = ("fail", "skip")
 """What training does if media cannot be read: stop, or use another sample instead."""
-
-DEFAULT_FPS = 1.0
-"""Frames per second of a video if neither the data nor the caller states a sampling."""
 
 
 class MediaError(VideoError):
@@ -115,8 +112,9 @@ class ChatDataset(Dataset[ChatSample]):
         path: a data set that `formats.open_records` opens.
         processor: the model's processor; its family (`chat_family`) turns conversations into tokens. None reads samples
             without a model, for checks; batches are then not available.
-        fps, num_frames, max_frames: sampling of videos, as for `plan_frames`. `fps` and `num_frames` override what a
-            line states; `max_frames` is an additional limit.
+        fps, num_frames, max_frames: the frames of each video, see `FrameChoice`. `fps` and `num_frames` override what a
+            record states; of several `max_frames`, the smallest applies. Images have no times: of a video that is a
+            list of images, `num_frames` and `max_frames` choose.
         max_length: the largest number of tokens of a sample; a longer sample is refused.
         on_bad_media: "fail" checks here that all local files exist; "skip" leaves missing and damaged files to the
             reader of the samples (`training.data_loader`).
@@ -155,8 +153,7 @@ class ChatDataset(Dataset[ChatSample]):
         self.processor = processor
         self._family = None if processor is None else chat_family(processor)
         self.max_length = max_length
-        self._sampling = {"fps": fps, "num_frames": num_frames}
-        self._max_frames = max_frames
+        self._frames = FrameChoice(fps=fps, num_frames=num_frames, max_frames=max_frames)
         for index in range(len(self.records) if validate else 0):
             self.messages(index, check_files=on_bad_media == "fail")
         # Each video is probed once, not once per epoch.
@@ -213,18 +210,10 @@ class ChatDataset(Dataset[ChatSample]):
             name = locate(part["path"])
             return self._family.image_source(name) if self._family else ImageListSource([name])
         if "images" in part:
-            names = part["images"]
-            count = _least(part.get("num_frames"), part.get("max_frames"), self._max_frames, len(names))
-            # The middle of each of `count` equal parts; all of them if there are no more.
-            chosen = [names[(2 * number + 1) * len(names) // (2 * count)] for number in range(count)]
-            return ImageListSource([locate(name) for name in chosen])
-        sampling = {name: part.get(name) for name in SAMPLING}
-        if any(self._sampling.values()):
-            sampling |= self._sampling
-        if not (sampling["fps"] or sampling["num_frames"]):
-            sampling["fps"] = DEFAULT_FPS
-        sampling["max_frames"] = _least(sampling["max_frames"], self._max_frames)
-        return self._open_video(locate(part["path"]), **sampling, **{name: part.get(name) for name in CLIP})
+            names = self._frames.without_times().over(FrameChoice.of(part)).sampled(part["images"])
+            return ImageListSource([locate(name) for name in names])
+        chosen = self._frames.over(FrameChoice.of(part)).over(DEFAULT_FRAMES)
+        return self._open_video(locate(part["path"]), **vars(chosen))
 
 
 def collate(samples: Sequence[ChatSample], processor: Any, max_length: int | None = None) -> ChatBatch:
@@ -325,10 +314,6 @@ def _decode(batch: ChatBatch, frames: Sequence[range], at_once: int) -> Iterator
     for source, place, ranges in ranges_by_source(batch.sources, frames):
         owner = batch.owners[place]
         try:
-            yield from read_ranges(source, ranges, batch=at_once)
+            yield from source.read_ranges(ranges, batch=at_once)
         except VideoError as error:
             raise MediaError(f"{batch.places[owner]}: {error}", owner) from error
-
-
-def _least(*limits: int | None) -> Any:
-    return min((limit for limit in limits if limit is not None), default=None)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -221,37 +221,40 @@ class ChatFamily(ABC):
         return image
 
     def frame_metadata(self, source: FrameSource) -> dict[str, Any]:
-        """Return the metadata that a feature store records about its frames, so that prompts need no access to the
-        video."""
-        return {}
+        """Return the metadata that a feature store records about its frames, so that prompts and times need no access
+        to the video; by default, the times."""
+        seconds = [source.seconds(number) for number in range(len(source))]
+        return {} if None in seconds else {"frame_seconds": seconds}
 
     def stored_frames(self, count: int, metadata: Mapping[str, Any]) -> FrameSource:
         """Return a source that stands for the frames whose `count` units a feature store has, with this metadata."""
-        return StoredFrames(count, None)
+        return FeatureFrames(count, times=metadata.get("frame_seconds"))
 
 
 @dataclass(frozen=True)
-class StoredFrames:
+class FeatureFrames(FrameSource):
     """The frames of a feature store: a source with a length, and perhaps a size and times, but without pixels.
 
     Attributes:
         count: the number of frames.
         size: (height, width) of all frames, if it is stored.
-        seconds: the time of each frame, if they are stored.
+        times: the seconds of each frame, if they are stored.
     """
 
     count: int
-    size: tuple[int, int] | None
-    seconds: Sequence[float] | None = None
+    size: tuple[int, int] | None = None
+    times: Sequence[float] | None = None
 
     def __len__(self) -> int:
         return self.count
 
     def sizes(self) -> list[tuple[int, int]]:
-        """Return (height, width) of each frame."""
         if self.size is None:
             raise DataError("the feature store has no frame size; encode the video again with --save_features")
         return [self.size] * self.count
 
-    def read(self, start: int, stop: int, *, size: Any = None, batch: int = 16) -> Any:
+    def seconds(self, index: int) -> float | None:
+        return None if self.times is None else self.times[index]
+
+    def read(self, start: int, stop: int, *, size: Any = None, batch: int = 16) -> Iterator[Tensor]:
         raise DataError("these frames are stored only as features; give --video too")

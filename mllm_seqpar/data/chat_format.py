@@ -17,20 +17,19 @@ but no keys that name media or tools outside the messages. Messages and parts ha
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from mllm_seqpar.errors import DataError, VideoError
+from mllm_seqpar.errors import ConfigError, DataError, VideoError
+from mllm_seqpar.models.messages import message_parts
 
-from .video import CLIP, SAMPLING, sampling_fault
+from .frame_choice import FRAME_FIELDS, FrameChoice
 
+_Source = TypeVar("_Source")
 _Check = Callable[[str], object] | None
 
-_PART_KEYS = {
-    "text": {"type", "text"},
-    "image": {"type", "path", "images", *SAMPLING, *CLIP},  # some of them are refused by name
-    "video": {"type", "path", "images", *SAMPLING, *CLIP},
-}
-_REFUSED_KEYS = {"image", "images", "video", "videos", "audio", "audios", "tools", "system", *SAMPLING, *CLIP}
+_PART_KEYS = dict.fromkeys(("image", "video"), ("path", "images", *FRAME_FIELDS))  # some are refused by name
+_PART_KEYS["text"] = ("text",)
+_REFUSED_KEYS = {"image", "images", "video", "videos", "audio", "audios", "tools", "system", *FRAME_FIELDS}
 """Keys of other formats whose content would be ignored."""
 
 
@@ -56,16 +55,12 @@ def check_record(
     if not isinstance(messages, list) or not messages:
         raise DataError('needs "messages", a list of {"role": ..., "content": ...}')
     for number, message in enumerate(messages):
-        role = message.get("role") if isinstance(message, dict) else None
-        if role not in ("system", "user", "assistant"):
-            raise DataError(f"message {number} has the role {role!r}; expected one of system, user, assistant")
-        content, where = message.get("content"), f"message {number} ({role})"
+        parts = message_parts(number, message, _PART_KEYS)
+        where = f"message {number} ({message['role']})"
         if unknown := sorted(set(message) - {"role", "content"}):
             raise DataError(f"{where}: unknown key {unknown[0]!r}; a message has role and content")
-        if not isinstance(content, (str, list)):
-            raise DataError(f"{where}: its content is {content!r:.80}; a text or a list of parts")
-        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or [None]:
-            if fault := _part_fault(part, role, check_file, marks):
+        for part in parts:
+            if fault := _part_fault(part, check_file, marks):
                 raise DataError(f"{where}: {fault}")
     answers = {n: message["content"] for n, message in enumerate(messages) if message["role"] == "assistant"}
     if answered and not answers:
@@ -91,27 +86,32 @@ def media_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
     ]
 
 
+def media_of(messages: Sequence[Mapping[str, Any]], sources: Sequence[_Source]) -> list[tuple[str, _Source]]:
+    """Return the kind and the source of each media part.
+
+    Raises:
+        DataError: unless there is one source for each.
+    """
+    parts = media_parts(messages)
+    if len(parts) != len(sources):
+        raise DataError(
+            f"{len(sources)} videos and images were passed, and the conversation has {len(parts)} media parts; pass "
+            "one for each"
+        )
+    return [(part["type"], source) for part, source in zip(parts, sources, strict=True)]
+
+
 def part_files(part: Mapping[str, Any]) -> list[str]:
     """Return the names of the files of a media part, as its record writes them."""
     return part.get("images") or [part["path"]]
 
 
-def _part_fault(part: Any, role: str, check_file: _Check, marks: Sequence[str]) -> str | None:
-    """Return what is wrong with one part of a message's content, or None."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in ("text", "image", "video"):
-        return f"{part!r:.80} is not a part; a part has the type text, video or image"
-    if unknown := sorted(set(part) - _PART_KEYS[kind]):
-        return f"unknown key {unknown[0]!r} in {part!r:.80}; a part of type {kind} takes {sorted(_PART_KEYS[kind])}"
-    if kind == "text":
-        text = part.get("text")
-        if not isinstance(text, str):
-            return f"a text part without text: {part!r:.80}"
-        found = [mark for mark in marks if mark in text]
-        return f"its text holds {found[0]}; show media by parts, and leave the model's own marks out" if found else None
-    if role != "user":
-        return f"a message of the {role} has a part of type {kind}; only a user message shows media"
-    return _media_fault(part, kind, check_file)
+def _part_fault(part: Mapping[str, Any], check_file: _Check, marks: Sequence[str]) -> str | None:
+    """Return what is wrong with the text or the medium of a part, or None."""
+    if part["type"] != "text":
+        return _media_fault(part, part["type"], check_file)
+    found = [mark for mark in marks if mark in part["text"]]
+    return f"its text holds {found[0]}; show media by parts, and leave the model's own marks out" if found else None
 
 
 def _media_fault(part: Mapping[str, Any], kind: str, check_file: _Check) -> str | None:
@@ -124,12 +124,12 @@ def _media_fault(part: Mapping[str, Any], kind: str, check_file: _Check) -> str 
         for name in listed:
             if check_file is not None:
                 check_file(name)
-    except VideoError as error:
+        if kind == "image":
+            given = [name for name in FRAME_FIELDS if part.get(name) is not None]
+            return f"{given[0]} of an image; only a video takes it" if given else None
+        chosen = FrameChoice.of(part)
+        if "images" in part:
+            chosen.sampled(listed)
+    except (ConfigError, VideoError) as error:
         return str(error)
-    given = {name: part[name] for name in (*SAMPLING, *CLIP) if part.get(name) is not None}
-    timed = [name for name in given if name in ("fps", *CLIP)]
-    if given and kind == "image":
-        return f"{next(iter(given))} of an image; only a video takes it"
-    if timed and "images" in part:
-        return f"{timed[0]} of a list of images, which have no time; give num_frames or max_frames"
-    return sampling_fault(given)
+    return None

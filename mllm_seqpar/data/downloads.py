@@ -11,13 +11,14 @@ import http.client
 import os
 import threading
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import urlparse
+from urllib.parse import urlsplit
 
 from mllm_seqpar.errors import VideoError
+
+from .urls import blocks, open_url
 
 CACHE_VARIABLE = "MLLM_SEQPAR_CACHE"
 """Environment variable with the directory of the cache; default: mllm-seqpar below the user's cache directory."""
@@ -25,9 +26,6 @@ CACHE_VARIABLE = "MLLM_SEQPAR_CACHE"
 SIZE_VARIABLE = "MLLM_SEQPAR_CACHE_GB"
 """Environment variable with the largest size of the whole cache in GB; default: 200. One file may take a tenth of
 it."""
-
-_TIMEOUT = 60.0
-_CHUNK = 1 << 20
 
 
 def media_cache() -> Path:
@@ -49,10 +47,14 @@ def download(url: str) -> Path:
     """Return the file of a URL, from the cache or downloaded into it.
 
     Raises:
-        VideoError: there is no network, the server refuses, the file is a web page, is incomplete, or is too large.
+        VideoError: there is no network, the server refuses or is too slow, the file is a web page, is incomplete, or is
+            too large.
     """
-    suffix = Path(urlparse(url).path).suffix[:8]
-    return _cached(hashlib.sha256(url.encode()).hexdigest()[:40] + suffix, url, lambda: _chunks_of(url))
+    try:
+        suffix = Path(urlsplit(url).path).suffix[:8]
+    except ValueError as error:
+        raise VideoError(f"{url}: not a valid URL ({error})") from error
+    return _cached(hashlib.sha256(url.encode()).hexdigest()[:40] + suffix, url, lambda: _blocks_of(url))
 
 
 def store_bytes(content: bytes, suffix: str) -> Path:
@@ -95,26 +97,20 @@ def _write(path: Path, what: str, chunks: Iterator[bytes]) -> None:
             file.write(chunk)
 
 
-def _chunks_of(url: str) -> Iterator[bytes]:
-    request = urllib.request.Request(url, headers={"User-Agent": "mllm-seqpar"})
+def _blocks_of(url: str) -> Iterator[bytes]:
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:
+        with open_url(url) as answer:
             if answer.headers.get_content_type() == "text/html":
                 raise VideoError(f"{url}: it is a web page, not a media file; give the URL of the file itself")
-            expected, received = answer.headers.get("Content-Length"), 0
-            if expected and int(expected) > cache_limit() / 10:
+            if answer.length and answer.length > cache_limit() / 10:
                 raise VideoError(
-                    f"{url}: it has {int(expected) / 1e9:g} GB; a file of the cache may have {cache_limit() / 1e10:g}, "
+                    f"{url}: it has {answer.length / 1e9:g} GB; a file of the cache may have {cache_limit() / 1e10:g}, "
                     f"a tenth of the whole; download it yourself and give its path, or set {SIZE_VARIABLE}"
                 )
-            while chunk := answer.read(_CHUNK):
-                received += len(chunk)
-                yield chunk
-            if expected and received != int(expected):
-                raise VideoError(f"{url}: the download ended after {received} of {expected} bytes; start again")
+            yield from blocks(answer)
     except urllib.error.HTTPError as error:
         raise VideoError(f"{url}: the server answered {error.code} ({error.reason}); check the URL") from error
-    except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
+    except (OSError, http.client.HTTPException) as error:
         why = getattr(error, "reason", None) or error
         raise VideoError(
             f"{url}: cannot be downloaded ({why}); without a network, download it elsewhere and give its path"

@@ -16,7 +16,7 @@ from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.processor import target_mask
 
 from .chat_family import ChatFamily, ChatText, Messages
-from .chat_format import media_parts
+from .chat_format import media_of
 from .sources import FrameSource
 
 Span = tuple[int, int]
@@ -89,11 +89,7 @@ class ImageTokenFamily(ChatFamily):
 
 def expand_media(messages: Messages, media: Sequence[FrameSource]) -> list[dict[str, Any]]:
     """Return the messages with all contents as parts, and one image part for each frame of a media part."""
-    expected = len(media_parts(messages))
-    if expected != len(media):
-        found = "more" if expected > len(media) else "fewer"
-        raise DataError(f"{len(media)} videos and images were passed; the conversation has {found} media parts")
-    sources, expanded = iter(media), []
+    sources, expanded = iter([source for _, source in media_of(messages, media)]), []
     for message in messages:
         content = message["content"]
         parts: list[dict[str, Any]] = []

@@ -13,19 +13,18 @@ file.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import io
 import os
 import re
 from pathlib import Path
 from typing import BinaryIO
-from urllib.parse import unquote, unquote_to_bytes, urlparse
+from urllib.parse import unquote, urlsplit
 
 from mllm_seqpar.errors import VideoError
 
 from .downloads import download, store_bytes
+from .urls import data_blocks
 
 _SLICE = re.compile(r"^subfile,,start,(\d+),end,(\d+),,:(.+)$", re.DOTALL)
 _SCHEME = re.compile(r"^([a-z][a-z0-9+.-]+):", re.IGNORECASE)  # at least two letters, because C: is a drive
@@ -117,19 +116,19 @@ def local_media(name: str | os.PathLike[str]) -> str:
     if kind == "data":
         return str(_store_data_url(name))
     if kind == "file":
-        return unquote(urlparse(name).path)
+        try:
+            return unquote(urlsplit(name).path)
+        except ValueError as error:
+            raise VideoError(f"{name:.200}: not a valid URL ({error})") from error
     if "://" in name:
         raise VideoError(f"{name:.200}: {kind} URLs cannot be read; give a path, or an http, https or data URL")
     return name
 
 
 def _store_data_url(name: str) -> Path:
-    header, comma, body = name.partition(",")
     try:
-        if not comma:
-            raise ValueError("it has no comma")
-        content = base64.b64decode(body, validate=True) if header.endswith(";base64") else unquote_to_bytes(body)
-    except (binascii.Error, ValueError) as error:
+        content = b"".join(data_blocks(name))
+    except ValueError as error:
         raise VideoError(f"{name:.60}...: not a data URL ({error}); expected data:image/png;base64,...") from error
-    kind = header.removeprefix("data:").partition(";")[0].partition("/")[2]
+    kind = name[:100].partition(",")[0].removeprefix("data:").partition(";")[0].partition("/")[2]
     return store_bytes(content, "." + re.sub(r"\W.*", "", kind) if kind else "")

@@ -3,24 +3,27 @@
 A source only names the files, so it is cheap to create and to pickle. `read` opens them.
 """
 
+import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mllm_seqpar._compat import optional_import
-from mllm_seqpar.errors import VideoError
+from mllm_seqpar.errors import ConfigError, VideoError
 
+from .feature_store import source_meta
 from .frame_batches import stacked
 from .frame_store import FrameFile, FrameStore
-from .media_files import IMAGE_FORMATS, local_media, media_size, open_media
+from .media_files import IMAGE_FORMATS, local_media, media_digest, media_size, open_media
 from .reader import check_range, read_frames
 from .video import FramePlan, plan_frames, probe
 
@@ -28,37 +31,46 @@ _ORIENTATION = 0x0112
 """The EXIF tag; values of 5 and above rotate the image by 90 degrees."""
 
 
-@runtime_checkable
-class FrameSource(Protocol):
-    """Frames 0 to len - 1; any range of them can be read without the others."""
+class FrameSource(ABC):
+    """Frames 0 to len - 1; any range of them can be read without the others.
 
+    A subclass needs `__len__` and `read`. It overrides the other methods as far as it knows more.
+    """
+
+    @abstractmethod
     def __len__(self) -> int: ...
 
+    @abstractmethod
     def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
         """Yield frames start <= i < stop in order, as uint8 tensors (at most `batch`, 3, H, W), each of one size."""
-        ...
-
-
-@runtime_checkable
-class RangedSource(FrameSource, Protocol):
-    """A source that reads several ranges more cheaply than one after another."""
 
     def read_ranges(
         self, ranges: Sequence[range], *, size: tuple[int, int] | None = None, batch: int = 16
     ) -> Iterator[Tensor]:
         """Yield the frames of ranges in ascending order, as `read` does."""
-        ...
-
-
-def read_ranges(
-    source: FrameSource, ranges: Sequence[range], *, size: tuple[int, int] | None = None, batch: int = 16
-) -> Iterator[Tensor]:
-    """Yield the frames of ranges in ascending order, as `FrameSource.read` does. A video is opened once for all."""
-    if isinstance(source, RangedSource):
-        yield from source.read_ranges(ranges, size=size, batch=batch)
-    else:
         for frames in ranges:
-            yield from source.read(frames.start, frames.stop, size=size, batch=batch)
+            yield from self.read(frames.start, frames.stop, size=size, batch=batch)
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """Return (height, width) of each frame. By default, all frames are read to find them."""
+        return [(int(x.shape[2]), int(x.shape[3])) for x in self.read(0, len(self)) for _ in x]
+
+    def seconds(self, index: int) -> float | None:
+        """Return when a frame is shown, in seconds of the video; None if the frames have no times."""
+        return None
+
+    @property
+    def name(self) -> str:
+        """The path of the file, of the first one of a list; empty if the frames are not in a file."""
+        return ""
+
+    def key(self) -> str:
+        """Return a text that is equal for the same frames of equal files.
+
+        Raises:
+            ConfigError: the frames are not in files, so they cannot be recognised.
+        """
+        raise ConfigError(f"frames of {type(self).__name__} are not in files, so they cannot be recognised")
 
 
 def ranges_by_source(
@@ -74,7 +86,7 @@ def ranges_by_source(
 
 
 @dataclass(frozen=True)
-class VideoSource:
+class VideoSource(FrameSource):
     """The planned frames of a video file.
 
     Attributes:
@@ -119,6 +131,20 @@ class VideoSource:
         """Return (height, width) of each frame. A video has one size; its first frame is decoded to find it."""
         return [_first_size(self) if self.stored is None else self.stored.size] * len(self)
 
+    def seconds(self, index: int) -> float:
+        return self.plan.seconds(index)
+
+    @property
+    def name(self) -> str:
+        return self.plan.path
+
+    def key(self) -> str:
+        """Return the digest of the file, the times of the frames, and how stored pixels differ from the file's."""
+        meta = source_meta(self.plan)
+        facts = [meta[name] for name in ("source_size", "source_digest", "frames", "frame_times")]
+        facts += [] if self.stored is None or self.stored.pixels is None else [self.stored.pixels]
+        return json.dumps(facts)
+
     def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
         return self.read_ranges([range(start, stop)], size=size, batch=batch)
 
@@ -135,7 +161,7 @@ class VideoSource:
 
 
 @dataclass(frozen=True)
-class ImageListSource:
+class ImageListSource(FrameSource):
     """A list of image files as a video, one frame each."""
 
     paths: tuple[str, ...]
@@ -156,6 +182,14 @@ class ImageListSource:
         """Return (height, width) of each image, from the files' headers."""
         return [_image_size(name) for name in self.paths]
 
+    @property
+    def name(self) -> str:
+        return self.paths[0]
+
+    def key(self) -> str:
+        """Return the digests of the files."""
+        return json.dumps([media_digest(path) for path in self.paths])
+
     def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
         """Yield images start <= i < stop; without `size`, a change of size starts a new tensor."""
         check_range(start, stop, len(self), batch)
@@ -163,7 +197,7 @@ class ImageListSource:
 
 
 @dataclass(frozen=True, eq=False)
-class ImageTensorSource:
+class ImageTensorSource(FrameSource):
     """Images in memory, uint8 tensors (3, H, W), as frames."""
 
     images: Sequence[Tensor]

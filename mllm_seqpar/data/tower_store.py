@@ -23,9 +23,7 @@ from mllm_seqpar.errors import ConfigError, DataError
 
 from .downloads import atomic_write
 from .feature_store import INDEX as VIDEO_INDEX
-from .feature_store import source_meta
-from .media_files import media_digest
-from .sources import FrameSource, ImageListSource, VideoSource
+from .sources import FrameSource
 
 INDEX = "tower.json"
 _TENSOR = "states"
@@ -166,28 +164,17 @@ class TowerStore:
         return self._files[key]
 
 
+@lru_cache(maxsize=65_536)
 def source_key(source: FrameSource) -> str:
-    """Return a digest of the contents of a video or of images, and of the times of the frames.
+    """Return the name of a source in the store, a digest of its `key`.
 
     Raises:
-        ConfigError: the source is neither, so its frames cannot be identified.
+        ConfigError: the source has none.
     """
-    return _source_key(source)  # type: ignore[arg-type]  # sources are frozen dataclasses
-
-
-@lru_cache(maxsize=65_536)
-def _source_key(source: Any) -> str:
-    if isinstance(source, VideoSource):
-        meta = source_meta(source.plan)
-        facts: Any = [meta[name] for name in ("source_size", "source_digest", "frames", "frame_times")]
-        facts += [] if source.stored is None or source.stored.pixels is None else [source.stored.pixels]
-    elif isinstance(source, ImageListSource):
-        facts = [media_digest(path) for path in source.paths]
-    elif hasattr(source, "image") and hasattr(source, "grid"):  # tiles of an image
-        facts = [source_key(source.image), list(source.grid)]
-    else:
-        raise ConfigError(f"--features: frames of {type(source).__name__} cannot be recognised; leave it out")
-    return _digest(json.dumps(facts))
+    try:
+        return _digest(source.key())
+    except ConfigError as error:
+        raise ConfigError(f"--features: {error}; leave it out") from error
 
 
 def _digest(text: str) -> str:

@@ -9,22 +9,18 @@ not after it, or for the first frame if there is none. `reader.read_frames` deco
 import errno
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
-from numbers import Integral, Real
 from typing import Any
 
 from mllm_seqpar._compat import optional_import
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.errors import ConfigError, VideoError
 
+from .frame_choice import FrameChoice
 from .media_files import media_size, underlying_file, video_options
-
-SAMPLING = ("fps", "num_frames", "max_frames")
-CLIP = ("start", "end")
-"""The options that choose the frames of a video; see `plan_frames`."""
 
 _log = get_logger(__name__)
 
@@ -135,29 +131,6 @@ def scan(path: str | os.PathLike[str]) -> VideoInfo:
         return _scan(path, container, stream)
 
 
-def sampling_fault(given: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with options that choose the frames of a video (SAMPLING and CLIP), or None.
-
-    The text begins with the name of an option. Options that are None are not given.
-    """
-    given = {name: value for name, value in given.items() if value is not None}
-    for name, value in given.items():
-        number = isinstance(value, Real) and not isinstance(value, bool) and value < math.inf
-        if name in CLIP:
-            valid, allowed = number and value >= 0, "a number of seconds, 0 or more"
-        elif name == "fps":
-            valid, allowed = number and value > 0, "a number above 0"
-        else:
-            valid, allowed = number and value > 0 and isinstance(value, Integral), "a whole number above 0"
-        if not valid:
-            return f"{name}: {value!r} is not allowed; give {allowed}"
-    if "fps" in given and "num_frames" in given:
-        return f"fps: {given['fps']:g}, but num_frames is {given['num_frames']}; give one of them"
-    if "end" in given and given["end"] <= given.get("start", 0):
-        return f"end: {given['end']:g} is not after the start of the clip, {given.get('start', 0):g}; give a later time"
-    return None
-
-
 def plan_frames(
     info: VideoInfo,
     *,
@@ -177,12 +150,10 @@ def plan_frames(
             the video, which is not extended by an `end` after its own. Times of the plan remain those of the video.
 
     Raises:
-        ConfigError: see `sampling_fault`.
+        ConfigError: see `FrameChoice`.
         VideoError: the clip begins after the end of the video.
     """
-    given = {"fps": fps, "num_frames": num_frames, "max_frames": max_frames, "start": start, "end": end}
-    if fault := sampling_fault(given):
-        raise ConfigError(fault)
+    FrameChoice(fps=fps, num_frames=num_frames, max_frames=max_frames, start=start, end=end)  # checks them
     first, length = _clip(info, start, end)
     native = Fraction(info.frames) / (info.length * info.time_base)
     if fps is not None and fps < native:

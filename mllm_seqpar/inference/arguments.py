@@ -9,12 +9,10 @@ from typing import Any
 from mllm_seqpar.cli.launch import DEVICES, DTYPES
 from mllm_seqpar.cli.options import option, parse_options
 from mllm_seqpar.cli.shared_options import FrameOptions, StoredFrameOptions, StrategyOptions
-from mllm_seqpar.data.chat import DEFAULT_FPS
 from mllm_seqpar.data.formats import DEFAULT_TEMPLATE, check_template
 from mllm_seqpar.errors import ConfigError
 
 from .generation import Sampling
-from .stored_features import FRAME_OPTIONS
 
 _OF_A_DATA_SET = ("output", "choices", "template", "media_root", "sp")
 _OF_VIDEOS = ("video", "start", "end", "question", "features", "save_features", "report", "evidence", "evidence_html")
@@ -49,26 +47,31 @@ class ModelOptions(StrategyOptions, FrameOptions):
         given = {item.name: getattr(self, item.name) for item in fields(Sampling) if hasattr(self, item.name)}
         return Sampling(**given | changes)
 
-    def frame_options(self, default_fps: float | None = None) -> dict[str, Any]:
-        """Return the values of `FRAME_OPTIONS`, with `default_fps` if neither fps nor num_frames is given.
-
-        Options that the command does not have are None.
-        """
-        options = {name: getattr(self, name, None) for name in FRAME_OPTIONS}
-        if self.fps is None and self.num_frames is None:
-            options["fps"] = default_fps
-        return options
-
     def encoding(self) -> dict[str, Any]:
         """Return how `encode_video` and `Conversation` encode frames."""
         return {"batch": self.encode_batch, "on_host": getattr(self, "visual_offload", None) is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferenceOptions(ModelOptions):
-    """The options of a run: besides `ModelOptions`, the seed, features in host memory, and groups of ranks."""
+class SeedOptions(ModelOptions):
+    """`ModelOptions` and the seed of sampled answers."""
 
     seed: int = option("seed of the sampling", 0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("seed", 0 <= self.seed < 2**63, "0 or more, below 2**63")
+
+    def _require_sampling(self) -> None:
+        """Refuse options of sampling without it, where nothing but the options decides how tokens are chosen."""
+        for name in ("top_p", "seed") if self.temperature == 0 else ():
+            self._refuse_unused(name, "without --temperature above 0 no token is sampled")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceOptions(SeedOptions):
+    """The options of a run: besides `SeedOptions`, features in host memory, and groups of ranks."""
+
     visual_offload: str | None = option(
         "cpu: keep the encoded video, and K and V of its frames, in host memory; what --features names stays in its "
         "file; default: on the device",
@@ -83,10 +86,6 @@ class InferenceOptions(ModelOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require_positive("sp")
-        self._require("seed", 0 <= self.seed < 2**63, "0 or more, below 2**63")
-        if self.temperature == 0:
-            for name in ("top_p", "seed"):
-                self._refuse_unused(name, "without --temperature above 0 no token is sampled")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +125,7 @@ class AskArguments(InferenceOptions, StoredFrameOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._require_sampling()
         if self.questions is None:
             self._check_videos()
         else:
@@ -186,10 +186,6 @@ class ServingOptions(ModelOptions):
     def __post_init__(self) -> None:
         self._require_positive("num_processes")
         super().__post_init__()
-
-    def frame_options(self, default_fps: float | None = DEFAULT_FPS) -> dict[str, Any]:
-        """Return the default sampling of a video."""
-        return super().frame_options(default_fps)
 
 
 def parse(argv: Sequence[str]) -> AskArguments:

@@ -29,9 +29,9 @@ from mllm_seqpar.cli.program_exit import FAILED, run
 from mllm_seqpar.cli.progress import FramesBar, note, peak_memory, say
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree, attempt
-from mllm_seqpar.data.chat import DEFAULT_FPS
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.feature_store import INDEX, FeatureStore, source_meta
+from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES
 from mllm_seqpar.data.media_files import VIDEO_SUFFIXES
 from mllm_seqpar.data.sources import VideoSource
 from mllm_seqpar.errors import ConfigError, VideoError
@@ -160,14 +160,14 @@ class VideoRun:
         return processor, videos, {"model": model_digest(self._args.model), "videos": names if len(names) > 1 else 1}
 
     def _open_video(self, paths: VideoPaths) -> VideoInput:
-        args, options = self._args, self._args.frame_options(DEFAULT_FPS)
+        args, frames = self._args, self._args.frame_choice().over(DEFAULT_FRAMES)
         source, store, meta = None, None, {}
         if paths.video is not None:
-            source = VideoSource.open(paths.video, **options, **args.decoding())
+            source = VideoSource.open(paths.video, **vars(frames), **args.decoding())
         if paths.features is not None:
-            store = open_store(paths.features, args.model, self._family, source, args.frame_options())
+            store = open_store(paths.features, args.model, self._family, source, args.frame_choice())
         if self._comm.rank == 0 and paths.save_to is not None and source is not None:
-            meta = feature_meta(source, args.model, self._family, options)
+            meta = feature_meta(source, args.model, self._family, frames)
             require_replaceable(paths.save_to, meta)
         return VideoInput(paths, source, store, meta)
 

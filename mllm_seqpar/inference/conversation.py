@@ -23,8 +23,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
-from mllm_seqpar.data.chat_family import VIDEO_MARK, ChatText, StoredFrames, chat_family
-from mllm_seqpar.data.chat_format import media_parts
+from mllm_seqpar.data.chat_family import VIDEO_MARK, ChatText, FeatureFrames, chat_family
 from mllm_seqpar.data.sources import FrameSource
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.patching import patch_of
@@ -109,10 +108,9 @@ class Conversation:
         Args:
             model, processor: as for the class.
             video: the features. They are not changed and can be used for further conversations.
-            source: the frames, whose times evidence has; default: those of `video`, which features from a store do not
-                have.
+            source: the frames, whose times evidence has; default: those of `video`.
         """
-        known = source or video.source or StoredFrames(video.frames, None)
+        known = source or video.source or FeatureFrames(video.frames)
         return cls(model, processor, [known], encoded=video)
 
     @property
@@ -146,11 +144,6 @@ class Conversation:
                 raise DataError(
                     f"a message contains {found[0]}, which is a mark of this model's chat format; remove it"
                 )
-        if (parts := len(media_parts(messages))) != len(self.sources):
-            raise DataError(
-                f"the messages have {parts} media parts, and the conversation {len(self.sources)} media; pass "
-                "one source for each part"
-            )
         return self._family.text([messages], [self.sources], add_generation_prompt=True)
 
     def _too_long(self, text: ChatText, max_new_tokens: int) -> str | None:

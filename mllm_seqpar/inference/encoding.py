@@ -25,7 +25,7 @@ from mllm_seqpar.comm import Group, transfer_communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.chat_family import ChatFamily, chat_family
 from mllm_seqpar.data.prefetch import read_ahead
-from mllm_seqpar.data.sources import FrameSource, ranges_by_source, read_ranges
+from mllm_seqpar.data.sources import FrameSource, ranges_by_source
 from mllm_seqpar.errors import ConfigError, DivergedError, SeqParError, VideoError
 from mllm_seqpar.runtime.host_copies import HostCopies
 from mllm_seqpar.sharding import FrameShard, frame_spans, span_length
@@ -133,7 +133,7 @@ def _batches(
 ) -> Generator[Pixels, None, None]:
     """Yield the preprocessed frames of ranges, each batch of at most `batch` of one source, reading one batch ahead."""
     reader = chain.from_iterable(
-        read_ranges(source, parts, batch=batch) for source, _, parts in ranges_by_source(sources, ranges)
+        source.read_ranges(parts, batch=batch) for source, _, parts in ranges_by_source(sources, ranges)
     )
 
     def read_next(_: int) -> Pixels | None:

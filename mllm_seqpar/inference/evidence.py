@@ -15,7 +15,7 @@ from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
-from mllm_seqpar.data.sources import FrameSource, VideoSource
+from mllm_seqpar.data.sources import FrameSource
 
 from .frame_attention import FrameAttention
 
@@ -103,7 +103,7 @@ class Evidence:
 
 
 def evidence_of(
-    attention: FrameAttention, tokens: Sequence[int], tokenizer: Any, sources: Sequence[Any], count: int
+    attention: FrameAttention, tokens: Sequence[int], tokenizer: Any, sources: Sequence[FrameSource], count: int
 ) -> Evidence:
     """Return the evidence of an answer.
 
@@ -149,10 +149,10 @@ def frame_times(sources: Sequence[FrameSource]) -> tuple[FrameTime, ...]:
     """Return when the frames of the sources are shown."""
     times: list[FrameTime] = []
     for medium, source in enumerate(sources):
-        if not isinstance(source, VideoSource):
+        starts = [time for number in range(len(source)) if (time := source.seconds(number)) is not None]
+        if not starts:
             times += [FrameTime(medium)] * len(source)
             continue
-        starts = [source.plan.seconds(number) for number in range(len(source))]
         step = (starts[-1] - starts[0]) / (len(starts) - 1) if len(starts) > 1 else 0.0
         times += map(partial(FrameTime, medium), starts, [*starts[1:], starts[-1] + step])
     return tuple(times)

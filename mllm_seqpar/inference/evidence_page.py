@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from mllm_seqpar.data.sources import ImageListSource, VideoSource
+from mllm_seqpar.data.sources import FrameSource
 from mllm_seqpar.data.thumbnails import jpeg_of
-from mllm_seqpar.errors import ConfigError, VideoError
+from mllm_seqpar.errors import ConfigError, SeqParError
 
 from .evidence import Evidence, Moment, clock
 
@@ -36,7 +36,7 @@ _PLACE = "/* data */"
 def write_evidence_page(
     path: str | os.PathLike[str],
     answers: Sequence[tuple[str, Evidence]],
-    sources: Sequence[Any],
+    sources: Sequence[FrameSource],
     *,
     name: str = "",
     model: str = "",
@@ -75,10 +75,10 @@ def write_page(path: Path, template: Path, data: Any) -> None:
 
 
 def _facts(
-    answers: Sequence[tuple[str, Evidence]], sources: Sequence[Any], name: str, model: str
+    answers: Sequence[tuple[str, Evidence]], sources: Sequence[FrameSource], name: str, model: str
 ) -> list[tuple[str, str]]:
     """Return the contents of the page's header."""
-    names = name or ", ".join(_medium_name(source) for source in sources)
+    names = name or ", ".join(os.path.basename(source.name) for source in sources)
     times = answers[0][1].times if answers else ()
     frames = len(times)
     count = f"{frames:,} frame{'s' * (frames != 1)}"
@@ -92,18 +92,12 @@ def _facts(
     return [(label, text) for label, text in [*facts, ("Written", written)] if text]
 
 
-def _medium(source: Any, page: Path) -> dict[str, str]:
-    href = link(source.plan.path, page) if isinstance(source, VideoSource) else ""
-    return {"name": _medium_name(source), "href": href}
+def _medium(source: FrameSource, page: Path) -> dict[str, str]:
+    playable = bool(source.name) and source.seconds(0) is not None
+    return {"name": os.path.basename(source.name), "href": link(source.name, page) if playable else ""}
 
 
-def _medium_name(source: Any) -> str:
-    if isinstance(source, VideoSource):
-        return os.path.basename(source.plan.path)
-    return os.path.basename(source.paths[0]) if isinstance(source, ImageListSource) else ""
-
-
-def _answer(question: str, evidence: Evidence, sources: Sequence[Any]) -> dict[str, Any]:
+def _answer(question: str, evidence: Evidence, sources: Sequence[FrameSource]) -> dict[str, Any]:
     frames, rows = len(evidence.shares), evidence.attention.frames.tolist()
     columns = min(frames, max(COLUMNS, NUMBERS // max(1, len(rows))))
     edges = [column * frames // columns for column in range(columns + 1)]
@@ -133,7 +127,7 @@ def _short(share: float) -> float:
     return float(f"{share:.4g}")
 
 
-def moment_data(moment: Moment, sources: Sequence[Any], by_time: bool = False) -> dict[str, Any]:
+def moment_data(moment: Moment, sources: Sequence[FrameSource], by_time: bool = False) -> dict[str, Any]:
     """Return a moment for the script of a page; `from` and `to` are its place in the plot."""
     source = sources[moment.medium]
     before = sum(len(other) for other in sources[: moment.medium])
@@ -160,13 +154,11 @@ def link(video: str, page: Path) -> str:
     return quote(Path(os.path.relpath(video, page.resolve().parent)).as_posix())
 
 
-def _thumbnail(source: Any, frame: int) -> str:
+def _thumbnail(source: FrameSource, frame: int) -> str:
     """Return a frame as a data: URI; empty if the source has no pixels or cannot be read."""
-    if not isinstance(source, (VideoSource, ImageListSource)):
-        return ""
     try:
         jpeg = jpeg_of(next(iter(source.read(frame, frame + 1, batch=1)))[0])
-    except (VideoError, ConfigError):
+    except SeqParError:
         return ""
     return "data:image/jpeg;base64," + base64.b64encode(jpeg).decode()
 
@@ -184,7 +176,9 @@ class PageEntry:
     answers: tuple[dict[str, Any], ...]
 
     @classmethod
-    def of(cls, name: str, page: str, answers: Sequence[tuple[str, Evidence]], sources: Sequence[Any]) -> PageEntry:
+    def of(
+        cls, name: str, page: str, answers: Sequence[tuple[str, Evidence]], sources: Sequence[FrameSource]
+    ) -> PageEntry:
         rows = []
         for question, evidence in answers:
             row: dict[str, Any] = {"question": question, "answer": "".join(evidence.pieces).strip()}

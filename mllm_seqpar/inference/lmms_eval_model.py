@@ -27,10 +27,10 @@ from mllm_seqpar.cli.launch import use_cuda
 from mllm_seqpar.cli.progress import progress_bar
 from mllm_seqpar.comm import transfer_communicator
 from mllm_seqpar.comm.agreement import agree
-from mllm_seqpar.data.chat import DEFAULT_FPS
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.chat_format import media_parts
 from mllm_seqpar.data.downloads import store_bytes
+from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES
 from mllm_seqpar.data.media_files import IMAGE_SUFFIXES
 from mllm_seqpar.data.sources import FrameSource, VideoSource
 from mllm_seqpar.errors import ConfigError, DataError
@@ -44,6 +44,9 @@ from .model_loading import load_patched
 from .rank_groups import divide_ranks
 
 _UNSUPPORTED_REQUEST = "lmms-eval's requests of the kind {} are not supported by this model; choose other tasks"
+
+_OF_REQUESTS = {"max_new_tokens", "temperature", "top_p"}
+"""Options that the requests state instead (`generation_kwargs`)."""
 
 _NEUTRAL = {"num_beams": 1, "top_k": 0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0}
 """Settings of transformers' `generate` that are not supported, with the values that have no effect."""
@@ -87,7 +90,7 @@ class SimpleSeqParModel(lmms):
         **options: Any,
     ) -> None:
         super().__init__()
-        known = {field.name for field in dataclasses.fields(InferenceOptions)} - {"max_new_tokens", "temperature"}
+        known = {field.name for field in dataclasses.fields(InferenceOptions)} - _OF_REQUESTS
         if unknown := sorted(set(options) - known):
             raise ConfigError(f"--model_args: {unknown[0]!r} is unknown; choose from {', '.join(sorted(known))}")
         kind = (device or "auto").partition(":")[0]
@@ -194,7 +197,8 @@ class SimpleSeqParModel(lmms):
     def _source(self, part: Mapping[str, Any]) -> FrameSource:
         if part["type"] == "image":
             return self._family.image_source(part["path"])
-        return VideoSource.open(part["path"], **self.options.frame_options(DEFAULT_FPS), **self.options.decoding())
+        frames = self.options.frame_choice().over(DEFAULT_FRAMES)
+        return VideoSource.open(part["path"], **vars(frames), **self.options.decoding())
 
     def _generation_request(self, request: Instance) -> _Request:
         context, arguments, visuals, doc_id, task, split = request.args

@@ -20,15 +20,12 @@ from mllm_seqpar.data.feature_store import (
     save_features,
     source_meta,
 )
+from mllm_seqpar.data.frame_choice import FrameChoice
 from mllm_seqpar.data.sources import VideoSource
-from mllm_seqpar.data.video import CLIP, SAMPLING
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.sharding import FrameShard, frame_spans
 
 from .encoding import EncodedVideo
-
-FRAME_OPTIONS = (*SAMPLING, *CLIP)
-"""The options that select the frames of a video."""
 
 
 def save_video(directory: str, video: EncodedVideo, comm: Communicator, meta: Mapping[str, Any]) -> None:
@@ -106,11 +103,11 @@ def load_video(
     return EncodedVideo(features, shard, family.stored_frames(total, store.meta))
 
 
-def feature_meta(source: VideoSource, model: str, family: ChatFamily, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the features of `source` depend on, for the store: video, frame options, and model directory."""
+def feature_meta(source: VideoSource, model: str, family: ChatFamily, frames: FrameChoice) -> dict[str, Any]:
+    """Return what the features of `source` depend on, for the store: video, choice of frames, and model directory."""
     return {
         **source_meta(source.plan),
-        **{name: options[name] for name in FRAME_OPTIONS},
+        **vars(frames),
         **family.frame_metadata(source),
         **({} if _pixels(source) is None else {"pixels": _pixels(source)}),
         "model": model_fingerprint(model, family.feature_weights),
@@ -123,7 +120,7 @@ def _pixels(source: VideoSource) -> str | None:
 
 
 def open_store(
-    directory: str, model: str, family: ChatFamily, source: VideoSource | None, options: Mapping[str, Any]
+    directory: str, model: str, family: ChatFamily, source: VideoSource | None, frames: FrameChoice
 ) -> FeatureStore:
     """Open a store after checking that its features belong to this model and these frames.
 
@@ -132,13 +129,13 @@ def open_store(
         model: directory of the model.
         family: of the model.
         source: the video to compare with; None compares with no video.
-        options: the values of `FRAME_OPTIONS`; None values are not compared.
+        frames: the choice of frames; what it does not state is not compared.
 
     Raises:
         DataError: if the store is incomplete, or belongs to another model, video or selection of frames.
     """
     store = open_features(directory)
-    store.require(**{name: options[name] for name in FRAME_OPTIONS if options[name] is not None})
+    store.require(**frames.given())
     if source is not None:
         found = source_meta(source.plan)  # path and time are not compared: a copy on another disk is the same video
         compared = ("source_size", "source_digest", "frames", "frame_times")

@@ -5,7 +5,7 @@ Projecting K and V from visual features costs 4 d_vis G D FLOPs per key; backwar
 and once more where K and V are recomputed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -154,6 +154,24 @@ def block_seconds(problem: Problem, cluster: Cluster, keys: int, *, backward: bo
     return flops * entries * problem.heads * problem.dim / rate + cluster.block_overhead_s
 
 
+def sent_tensors(
+    problem: Problem, spec: ParallelSpec, kind: TransferKind, axis: Axis, length: int, *, backward: bool, direct: bool
+) -> list[tuple[int, Hashable]]:
+    """Return bytes and dtype of each tensor of a transfer of `length` rows or keys, those of all samples together.
+
+    `direct` results go straight to their owner.
+    """
+    a, b = spec.mesh_shape
+    if axis == "kv":
+        element = problem.element if kind == "input" else problem.result_element(b)
+        return [(length * problem.kv_heads * problem.dim * element, element)] * 2
+    element = problem.element if kind == "input" else problem.result_element(a, direct=direct)
+    rows, lse = (length * problem.heads * problem.dim * element, element), (length * problem.heads * LSE_BYTES, "lse")
+    if kind == "input":  # Q; with dO, the log-sum-exp and delta
+        return [rows, lse] * 2 if backward else [rows]
+    return [rows] if backward else [rows, lse]
+
+
 def transfer_bytes(
     problem: Problem,
     transfer: Transfer,
@@ -167,20 +185,16 @@ def transfer_bytes(
 
     With `visible_rows`, the argument of `lv_xattn_bytes`, the rank `sender` determines which rows are sent.
     """
-    a, b = spec.mesh_shape
     if transfer.axis == "kv":
-        width = 2 * problem.key_batch * problem.kv_heads * problem.dim * problem.keys[transfer.send_shard]
-        return width * (problem.element if transfer.kind == "input" else problem.result_element(b))
-    rows = problem.batch * problem.rows
-    if visible_rows is not None:
-        receiver = transfer.dst if transfer.kind == "input" else sender
-        rows = problem.key_batch * visible_rows[transfer.send_shard][receiver]
-    if transfer.kind == "input":
-        per_row = 2 * (problem.dim * problem.element + LSE_BYTES) if backward else problem.dim * problem.element
+        length = problem.key_batch * problem.keys[transfer.send_shard]
+    elif visible_rows is None:
+        length = problem.batch * problem.rows
     else:
-        element = problem.result_element(a, direct=spec.all_pairs or visible_rows is not None)
-        per_row = problem.dim * element + (0 if backward else LSE_BYTES)
-    return rows * problem.heads * per_row
+        receiver = transfer.dst if transfer.kind == "input" else sender
+        length = problem.key_batch * visible_rows[transfer.send_shard][receiver]
+    direct = spec.all_pairs or visible_rows is not None
+    tensors = sent_tensors(problem, spec, transfer.kind, transfer.axis, length, backward=backward, direct=direct)
+    return sum(size for size, _ in tensors)
 
 
 def shard_bytes(problem: Problem, spec: ParallelSpec, kind: TransferKind, axis: Axis, *, backward: bool) -> int:

@@ -27,7 +27,7 @@ from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem, mesh_bytes
 from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of, resolve_tile
 
 from . import offload
-from .call_cost import shard_bytes
+from .call_cost import sent_tensors, shard_bytes
 from .candidates import ParallelSpec, problem_between_groups
 from .model_sizes import LayerSizes, ResamplerSizes, TextSizes, VisionSizes
 from .workload import FLOAT32, Workload
@@ -396,26 +396,17 @@ def receive_buffers(problem: Problem, spec: ParallelSpec, *, backward: bool) -> 
     if spec.strategy == "replicate" or spec.mesh_shape == (1, 1):
         return {}
     inner = problem_between_groups(problem, spec.head_degree)
-    row, key = inner.batch * inner.heads * inner.rows, inner.key_batch * inner.kv_heads * max(inner.keys)
-    a, b = spec.mesh_shape
-    element, q_result = inner.element, inner.result_element(a, direct=spec.all_pairs)
-    kv_result = inner.result_element(b)
-    o, kv, rows = row * inner.dim * element, key * inner.dim * element, (row * LSE_BYTES, "lse")
-    result, kv_grad = (row * inner.dim * q_result, q_result), (key * inner.dim * kv_result, kv_result)
-    tensors: dict[tuple[TransferKind, Axis], list[tuple[int, Hashable]]] = {
-        ("input", "q"): [(o, element), rows] * 2 if backward else [(o, element)],
-        ("input", "kv"): [(kv, element)] * 2,
-        ("result", "q"): [result] if backward else [result, rows],
-        ("result", "kv"): [kv_grad] * 2,
-    }
+    lengths = {"q": inner.batch * inner.rows, "kv": inner.key_batch * max(inner.keys)}
     # A received result is added to the rank's own before the next one of its axis is received.
-    held_q, held_kv = shards_at_one_time(spec.mesh_shape)
+    (a, b), (held_q, held_kv) = spec.mesh_shape, shards_at_one_time(spec.mesh_shape)
     counts: dict[tuple[TransferKind, Axis], int] = {("input", "q"): held_q, ("input", "kv"): held_kv}
     counts |= {("result", "q"): int(a > 1), ("result", "kv"): int(b > 1 and backward)}
     found: defaultdict[Hashable, list[int]] = defaultdict(list)
-    for kind, count in counts.items():
-        for size, group in tensors[kind]:
-            found[kind, group] += [size] * count
+    for (kind, axis), count in counts.items():
+        for size, dtype in sent_tensors(
+            inner, spec, kind, axis, lengths[axis], backward=backward, direct=spec.all_pairs
+        ):
+            found[kind, axis, dtype] += [size] * count
     return dict(found)
 
 

@@ -44,6 +44,26 @@ class LayerSizes(Record):
             raise ConfigError(f"{self.kv_heads} kv_heads do not divide {self.heads} heads")
 
 
+@dataclass(frozen=True)
+class LinearLayers:
+    """Equal layers of one kind, as (input, output) channels of their linear layers.
+
+    Attributes:
+        layers: the number of equal layers.
+        text: the linear layers that compute on text tokens.
+        visual: those that compute on visual tokens, `VisionSizes.keys` to a frame.
+    """
+
+    layers: int
+    text: tuple[tuple[int, int], ...] = ()
+    visual: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of one layer."""
+        return sum(inputs * outputs for inputs, outputs in (*self.text, *self.visual))
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextSizes(LayerSizes):
     """The language model; `layers` does not count cross-attention layers that replace a decoder layer.
@@ -62,12 +82,21 @@ class TextSizes(LayerSizes):
     head_norm: bool = False
 
     @property
+    def attention(self) -> LinearLayers:
+        q, kv = (self.hidden, self.heads * self.head_dim), (self.hidden, self.kv_heads * self.head_dim)
+        return LinearLayers(self.layers, text=(q, kv, kv, q[::-1]))
+
+    @property
+    def mlp(self) -> LinearLayers:
+        return LinearLayers(self.layers, text=((self.hidden, self.mlp_inner),) * self.mlp_matrices)
+
+    @property
     def attention_parameters(self) -> int:
-        return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.attention.parameters
 
     @property
     def mlp_parameters(self) -> int:
-        return self.mlp_matrices * self.hidden * self.mlp_inner
+        return self.mlp.parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,21 +129,6 @@ class CrossAttentionSizes(LayerSizes):
     earlier_frames: bool = False
 
 
-@dataclass(frozen=True)
-class LinearLayers:
-    """Equal layers of one kind, as (input, output) channels of their linear layers.
-
-    Attributes:
-        layers: the number of equal layers.
-        text: the linear layers that compute on text tokens.
-        visual: those that compute on visual tokens, `VisionSizes.keys` to a frame.
-    """
-
-    layers: int
-    text: tuple[tuple[int, int], ...] = ()
-    visual: tuple[tuple[int, int], ...] = ()
-
-
 NO_CROSS_ATTENTION = CrossAttentionSizes(layers=0, heads=1, kv_heads=1, head_dim=1, visual_dim=1)
 """Of decoder-only models; the sizes of a layer do not matter."""
 
@@ -123,7 +137,7 @@ NO_CROSS_ATTENTION = CrossAttentionSizes(layers=0, heads=1, kv_heads=1, head_dim
 class VisionSizes(Record):
     """The vision tower.
 
-    A frame is what it encodes at once without attending to anything else: `pictures` pictures of a video.
+    A frame is what it encodes at once without attending to anything else: `temporal_patch` images of a video.
 
     Attributes:
         tokens: tokens per frame that its layers compute.
@@ -131,7 +145,7 @@ class VisionSizes(Record):
         outputs_held: layer outputs that are alive at once: 1; 2 with the embeddings (IDEFICS); all (Llama 3.2).
         tiles: image tiles per frame, which `tokens` and `keys` include; the tiles of a frame attend to each other under
             a mask (Llama 3.2).
-        pictures: pictures of a video in one frame: 2 in the temporal patches of Qwen-VL.
+        temporal_patch: images of a video in one frame: 2 in the temporal patches of Qwen-VL.
         patch: pixels of a token along height and width.
         mlp_matrices: 3 for gated MLPs, 2 for others.
         norm: "layer", or "float32" for RMS norms that compute in float32.
@@ -151,7 +165,7 @@ class VisionSizes(Record):
     keys: int
     outputs_held: int = 1
     tiles: int = 1
-    pictures: int = 1
+    temporal_patch: int = 1
     patch: int = 14
     mlp_matrices: int = 2
     norm: str = "layer"
@@ -163,7 +177,7 @@ class VisionSizes(Record):
     @property
     def patch_values(self) -> int:
         """Values of the pixels of a token."""
-        return 3 * self.pictures * self.patch**2
+        return 3 * self.temporal_patch * self.patch**2
 
     @property
     def parameters(self) -> int:
@@ -229,9 +243,9 @@ class ModelSizes:
         return (1 + self.vision.deepstack) * self.text.hidden
 
     def with_frame_tokens(self, count: int) -> ModelSizes:
-        """Return the model with `count` visual tokens per frame, as pictures of another size have.
+        """Return the model with `count` visual tokens per frame, as images of another size have.
 
-        Raise ConfigError if the model encodes all pictures in one size.
+        Raise ConfigError if the model encodes all images in one size.
         """
         if not self.decoder_only:
             raise ConfigError(
@@ -242,36 +256,26 @@ class ModelSizes:
         tokens = count * self.vision.tokens // self.vision.keys
         return replace(self, vision=replace(self.vision, tokens=tokens, keys=count))
 
-    def tokens_of_picture(self, height: int, width: int) -> int:
-        """Return the visual tokens of a picture of a decoder-only model, whose sides are rounded to whole tokens."""
+    def tokens_of_image(self, height: int, width: int) -> int:
+        """Return the visual tokens of an image of a decoder-only model, whose sides are rounded to whole tokens."""
         side = self.vision.patch * isqrt(self.vision.tokens // self.vision.keys)
         return max(1, round(height / side)) * max(1, round(width / side))
 
     @property
     def cross_parameters(self) -> int:
-        hidden, cross = self.text.hidden, self.cross
-        return (
-            2 * cross.visual_dim * cross.kv_heads * cross.head_dim
-            + (2 * hidden * cross.heads * cross.head_dim if cross.own_queries else 0)
-            + cross.mlp_matrices * hidden * cross.mlp_inner
-            + (cross.head_dim**2 if cross.gate == "per_head" else 0)
-        )
+        gate = self.cross.head_dim**2 if self.cross.gate == "per_head" else 0
+        return self.linear_layers("cross").parameters + gate
 
     @property
     def connector_parameters(self) -> int:
-        return self._connector(1, 0)
+        return self.linear_layers("connector").parameters
 
     @property
     def connector_work(self) -> int:
         """Multiply-adds of resampler and projector for one frame: parameters times tokens."""
-        return self._connector(self.vision.keys, self.vision.tokens)
-
-    def _connector(self, latents: int, patches: int) -> int:
-        projector = sum(a * b for a, b in pairwise(self.projector or ()))
-        work, r = latents * projector * (1 + self.vision.deepstack), self.resampler
-        if r:  # K and V are projected from latents and patches
-            attention = (4 * latents + 2 * patches) * r.heads * r.head_dim
-            work += r.layers * self.vision.width * (attention + latents * 2 * r.mlp_inner)
+        work, r = self.vision.keys * self.connector_parameters, self.resampler
+        if r:  # K and V are projected from the patches, too
+            work += r.layers * 2 * self.vision.tokens * self.vision.width * r.heads * r.head_dim
         return work
 
     @property
@@ -289,11 +293,8 @@ class ModelSizes:
     def linear_layers(self, target: str) -> LinearLayers:
         """Return the linear layers of one of LoRA's targets: attention, mlp, cross or connector."""
         text, cross, width = self.text, self.cross, self.text.hidden
-        if target == "attention":
-            q, kv = (width, text.heads * text.head_dim), (width, text.kv_heads * text.head_dim)
-            return LinearLayers(text.layers, text=(q, kv, kv, q[::-1]))
-        if target == "mlp":
-            return LinearLayers(text.layers, text=((width, text.mlp_inner),) * text.mlp_matrices)
+        if target in ("attention", "mlp"):
+            return text.attention if target == "attention" else text.mlp
         if target == "cross":
             own = ((width, cross.heads * cross.head_dim),) * (2 if cross.own_queries else 0)
             own += ((width, cross.mlp_inner),) * cross.mlp_matrices

@@ -155,9 +155,9 @@ def _targets(workload: Workload) -> list[str]:
 
 def _video(workload: Workload) -> str:
     vision = workload.model.vision
-    if vision.pictures == 1:
+    if vision.temporal_patch == 1:
         return f"{workload.frames:,} frames of {vision.keys} tokens"
-    return f"{workload.frames:,} frames, {vision.keys} tokens for every {vision.pictures} of them"
+    return f"{workload.frames:,} frames, {vision.keys} tokens for every {vision.temporal_patch} of them"
 
 
 def _cells(row: StrategyPlan, usable: float, cores: float, answer: int) -> dict[str, str]:

@@ -34,7 +34,7 @@ class Workload(Record):
     """A step of `model` on `gpus` ranks that share one batch.
 
     Attributes:
-        frames, text: pictures of the video of one sample, and its text tokens; in a decoder-only model without the
+        frames, text: images of the video of one sample, and its text tokens; in a decoder-only model without the
             visual tokens.
         gpus: the number of ranks; FSDP2 shards the parameters over them too.
         trained: "all"; "no-vision": all but the vision tower; "language": all but the tower and what follows it, so
@@ -155,8 +155,8 @@ class Workload(Record):
 
     @property
     def encoded_frames(self) -> int:
-        """Frames of one sample, as the tower encodes them: `VisionSizes.pictures` pictures each."""
-        return -(-self.frames // self.model.vision.pictures)
+        """Frames of one sample, as the tower encodes them: `VisionSizes.temporal_patch` images each."""
+        return -(-self.frames // self.model.vision.temporal_patch)
 
     @property
     def weights_sharded(self) -> bool:

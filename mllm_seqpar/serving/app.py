@@ -20,6 +20,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response, StreamingRes
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 
+from mllm_seqpar.data.frame_choice import FrameChoice
 from mllm_seqpar.errors import SeqParError
 from mllm_seqpar.inference.generation import Sampling
 
@@ -49,10 +50,10 @@ class Service:
 
     Attributes:
         model: the name of the model in requests and responses.
-        api_key: required by the routes below /v1 if it is not None.
-        max_bytes: of the body of a request.
+        api_key: required by all but the page, /health and /metrics, if it is not None.
+        max_bytes: of the body of a request with media.
         sampling: the defaults of an answer.
-        frames: the sampling of a video for which a request states none.
+        frames: of a video, as far as a request states nothing else.
         log: is called with a line for each request.
     """
 
@@ -63,15 +64,16 @@ class Service:
     api_key: str | None
     max_bytes: int
     sampling: Sampling
-    frames: dict[str, Any]
+    frames: FrameChoice
     log: Callable[[str], object] = lambda line: None
     created: int = field(default_factory=lambda: int(time.time()))
 
 
 def make_app(service: Service) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    metrics = Metrics()
-    app.add_middleware(Guard, api_key=service.api_key, max_bytes=service.max_bytes)
+    metrics = Metrics(_gauges(service))
+    public = {"/health", "/metrics", *_page_files()}
+    app.add_middleware(Guard, api_key=service.api_key, public=public, max_bytes=service.max_bytes)
     app.add_middleware(Monitor, metrics=metrics, log=service.log)  # the last one is the outermost
     for kind in (ApiError, HTTPException, SeqParError, ClientGone, Exception):
         app.add_exception_handler(kind, _as_response)
@@ -97,8 +99,18 @@ def make_app(service: Service) -> FastAPI:
     return app
 
 
+def _gauges(service: Service) -> dict[str, tuple[str, Callable[[], float]]]:
+    queue, store = service.queue, service.store
+    return {
+        "requests_running": ("Requests that the model answers now.", lambda: queue.running),
+        "requests_waiting": ("Requests that wait for the model.", lambda: queue.waiting),
+        "stored_bytes": ("Bytes of uploads, and of the media of requests.", lambda: store.stored),
+        "ranks": ("Ranks of the model.", lambda: service.ranks),
+    }
+
+
 def _add_state(app: FastAPI, service: Service, metrics: Metrics) -> None:
-    """Add the routes that report the state of the server; they need no key."""
+    """Add the routes that report the state of the server."""
     queue = service.queue
 
     @app.get("/health")
@@ -109,13 +121,7 @@ def _add_state(app: FastAPI, service: Service, metrics: Metrics) -> None:
 
     @app.get("/metrics")
     async def text() -> Response:
-        gauges = {
-            "requests_running": ("Requests that the model answers now.", int(queue.running)),
-            "requests_waiting": ("Requests that wait for the model.", queue.waiting),
-            "stored_bytes": ("Bytes of uploads, and of the media of requests.", service.store.stored),
-            "ranks": ("Ranks of the model.", service.ranks),
-        }
-        return Response(metrics.text(gauges), media_type=CONTENT_TYPE)
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
 
     @app.post("/load_model")
     async def load_model(request: Request) -> Response:
@@ -166,8 +172,7 @@ async def _complete(service: Service, request: Request) -> Response:
 def _waiting(service: Service, asked: ChatRequest, loop: asyncio.AbstractEventLoop) -> Waiting:
     """Return the request with the files of its media, which may have to be downloaded."""
     stack = ExitStack()
-    chosen = {} if asked.frames.keys() & {"fps", "num_frames"} else service.frames
-    files = stack.enter_context(service.store.files(asked.media, chosen | asked.frames))
+    files = stack.enter_context(service.store.files(asked.media, asked.frames.over(service.frames)))
     kinds = iter(files)
     messages = [
         {
@@ -311,8 +316,13 @@ def _add_page(app: FastAPI) -> None:
         async def page() -> Response:
             return FileResponse(file, headers={"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"})
 
-    for file in sorted(PAGE.iterdir()):
-        serve("/" if file.name == "index.html" else f"/{file.name}", file)
+    for path, file in _page_files().items():
+        serve(path, file)
+
+
+def _page_files() -> dict[str, Path]:
+    """Return the files of the page by their paths in URLs."""
+    return {"/" if file.name == "index.html" else f"/{file.name}": file for file in sorted(PAGE.iterdir())}
 
 
 def _as_response(request: Request, error: Exception) -> Response:

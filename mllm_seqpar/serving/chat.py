@@ -22,10 +22,9 @@ from mllm_seqpar.cli.options import option, parse_options
 from mllm_seqpar.cli.own_ranks import own_ranks, started_by_launcher
 from mllm_seqpar.cli.program_exit import run
 from mllm_seqpar.cli.progress import FramesBar, note, say
-from mllm_seqpar.data.sources import VideoSource
-from mllm_seqpar.data.video import sampling_fault
+from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES, FrameChoice
 from mllm_seqpar.errors import ConfigError, SeqParError
-from mllm_seqpar.inference.arguments import ServingOptions
+from mllm_seqpar.inference.arguments import SeedOptions, ServingOptions
 from mllm_seqpar.inference.encoding import Interrupted
 from mllm_seqpar.inference.evidence import MOMENTS
 
@@ -52,18 +51,17 @@ _NAMES = tuple(sorted({line.split()[0] for line in COMMANDS.splitlines() if line
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatOptions(ServingOptions):
+class ChatOptions(ServingOptions, SeedOptions):
     """The options of a chat."""
 
     video: str | None = option("the video to talk about; /video PATH chooses another", None)
     start: float | None = option("begin --video at this time, in seconds", None)
     end: float | None = option("end --video before this time, in seconds", None)
     system: str | None = option("a text that precedes the conversation, for models that were trained with one", None)
-    seed: int = option("seed of the sampling", 0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require("seed", 0 <= self.seed < 2**63, "0 or more, below 2**63")
+        self._require_sampling()
         for name in ("start", "end") if self.video is None else ():
             self._refuse_unused(name, "it belongs to --video")
 
@@ -174,14 +172,14 @@ class Terminal:
             if value:
                 if not (value.isdigit() and int(value)):
                     raise ConfigError(f"/frames {value}: give a number above 0")
-                self._video = replace(self._video, fps=None, max_frames=None, num_frames=int(value))
+                frames = replace(self._video.frames, fps=None, max_frames=None, num_frames=int(value))
+                self._video = replace(self._video, frames=frames)
                 self._reset()
             self._describe_frames()
         elif name == "/clip":
             if self._video is None:
                 raise ConfigError("no video yet: /video PATH chooses one")
-            start, end = _clip(value)
-            video = replace(self._video, start=start, end=end)
+            video = replace(self._video, frames=_clip(value, self._video.frames))
             video.open(self._worker.engine.family)  # raises if the video has no such part
             self._video = video
             self._reset()
@@ -197,9 +195,9 @@ class Terminal:
     def _describe_frames(self) -> None:
         assert self._video is not None
         source = self._video.open(self._worker.engine.family)
-        assert isinstance(source, VideoSource)
-        count, last = len(source), source.plan.seconds(len(source) - 1)
-        note(f"{self._video.path}: {count} frames, from {source.plan.seconds(0):.2f} s to {last:.2f} s")
+        count = len(source)
+        first, last = (source.seconds(number) or 0.0 for number in (0, count - 1))
+        note(f"{self._video.path}: {count} frames, from {first:.2f} s to {last:.2f} s")
 
     def _ask(self, question: str) -> None:
         """Answer a question and add both to the conversation; without an answer, the question is forgotten."""
@@ -272,19 +270,20 @@ def terminal_restored() -> Iterator[Callable[[], None]]:
 
 def _open_video(args: ChatOptions, name: str) -> MediaFile:
     path = os.path.expanduser(name.strip("'\""))
-    file = MediaFile.of("video", path, **args.frame_options())
+    file = MediaFile.of("video", path, args.frame_choice().over(DEFAULT_FRAMES))
     file.open(None)  # raises if it is not a video, before a model is loaded
     return file
 
 
-def _clip(value: str) -> tuple[float | None, float | None]:
-    """Return the start and the end that /clip gives; None for the whole video."""
+def _clip(value: str, frames: FrameChoice) -> FrameChoice:
+    """Return the frames with the clip that /clip gives; without times, of the whole video."""
     if not value:
-        return None, None
+        return replace(frames, start=None, end=None)
     try:
         start, end = map(float, value.split())
     except ValueError as error:
         raise ConfigError(f"/clip {value}: give two times in seconds, such as /clip 60 90, or none") from error
-    if fault := sampling_fault({"start": start, "end": end}):
-        raise ConfigError(f"/clip {value}: {fault}")
-    return start, end
+    try:
+        return replace(frames, start=start, end=end)
+    except ConfigError as error:
+        raise ConfigError(f"/clip {value}: {error}") from error

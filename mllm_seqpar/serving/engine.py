@@ -22,13 +22,13 @@ import torch
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.chat_family import ChatText, chat_family
+from mllm_seqpar.data.frame_choice import FrameChoice
 from mllm_seqpar.data.sources import FrameSource, VideoSource
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.inference.arguments import ServingOptions
 from mllm_seqpar.inference.conversation import Conversation
 from mllm_seqpar.inference.generation import Answer, OnText, Sampling
 from mllm_seqpar.inference.model_loading import load_patched
-from mllm_seqpar.inference.stored_features import FRAME_OPTIONS
 from mllm_seqpar.models.loading import load_processor, model_digest
 
 
@@ -41,34 +41,31 @@ class MediaFile:
         path: the same file on all ranks.
         version: changes with the contents of the file.
         name: the user's name for it, for messages.
-        fps, num_frames, max_frames, start, end: the sampling of a video; see `plan_frames`.
+        frames: which frames of a video are used.
     """
 
     kind: str
     path: str
     version: str
     name: str = field(default="", compare=False)
-    fps: float | None = None
-    num_frames: int | None = None
-    max_frames: int | None = None
-    start: float | None = None
-    end: float | None = None
+    frames: FrameChoice = FrameChoice()
 
     @classmethod
-    def of(cls, kind: str, path: str, *, name: str = "", **sampling: Any) -> MediaFile:
+    def of(cls, kind: str, path: str, frames: FrameChoice | None = None, *, name: str = "") -> MediaFile:
         """Return the file with its current version; raise ConfigError if there is none."""
         try:
             facts = os.stat(path)
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}; give the path of a file") from error
         version = f"{facts.st_size} {facts.st_mtime_ns}"
-        return cls(kind=kind, path=os.path.abspath(path), version=version, name=name or path, **sampling)
+        place = {"path": os.path.abspath(path), "version": version, "name": name or path}
+        return cls(kind=kind, frames=frames or FrameChoice(), **place)
 
     def open(self, family: Any, **decoding: Any) -> FrameSource:
         """Return the frames of the file; `decoding` are the arguments `threads` and `decoder` of `VideoSource`."""
         if self.kind == "image":
             return family.image_source(self.path)
-        return VideoSource.open(self.path, **{name: getattr(self, name) for name in FRAME_OPTIONS}, **decoding)
+        return VideoSource.open(self.path, **vars(self.frames), **decoding)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +84,8 @@ class Job:
     @classmethod
     def from_json(cls, text: str) -> Job:
         values = json.loads(text)
-        values["media"] = tuple(MediaFile(**item) for item in values["media"])
+        media = (MediaFile(**item | {"frames": FrameChoice(**item["frames"])}) for item in values["media"])
+        values["media"] = tuple(media)
         return cls(**values | {"sampling": Sampling(**values["sampling"]), "stop": tuple(values["stop"])})
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+from collections.abc import Set
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,26 +18,36 @@ from starlette.datastructures import Headers
 from .monitor import error_response
 from .protocol import ApiError
 
+LARGE = ("/v1/chat/completions", "/v1/files")
+"""The paths whose bodies may contain media."""
+
+SMALL = 100_000
+"""The largest number of bytes of another body."""
+
 
 class Guard:
     """ASGI middleware that refuses requests which must not reach a route, and limits their bodies.
 
     Args:
         app: the application.
-        api_key: required by the paths below /v1 if it is not None.
-        max_bytes: of a body.
+        api_key: required by all requests except GET of the public paths, if it is not None.
+        public: paths of the page and of the state of the server.
+        max_bytes: of a body with media.
     """
 
-    def __init__(self, app: Any, *, api_key: str | None, max_bytes: int) -> None:
-        self._app, self._key, self._max_bytes = app, api_key, max_bytes
+    def __init__(self, app: Any, *, api_key: str | None, public: Set[str], max_bytes: int) -> None:
+        self._app, self._key, self._public, self._max_bytes = app, api_key, public, max_bytes
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        limited = _Limited(receive, self._max_bytes)
+        headers, large = Headers(scope=scope), scope["path"] in LARGE
+        limit = self._max_bytes if large else min(SMALL, self._max_bytes)
+        limited = _Limited(receive, limit, " (--max_upload_mb)" if large else "")
         try:
-            self._check(scope, Headers(scope=scope))
+            self._check(scope, headers)
+            limited.require(int(headers.get("content-length", "0")))
         except ApiError as error:
             await limited.drain()
             await error_response(scope, error)(scope, receive, send)
@@ -52,14 +63,20 @@ class Guard:
                 f"requests for the host {host[:80]} are refused; this server is 127.0.0.1 or localhost",
                 code="host",
             )
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and _netloc(origin) != host:
             raise ApiError(403, f"requests from pages of {origin[:80]} are refused", code="origin")
-        if self._key is not None and scope["path"].startswith("/v1"):
+        if self._key is not None and not (scope["method"] == "GET" and scope["path"] in self._public):
             given = headers.get("authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(given.encode(), self._key.encode()):
                 raise ApiError(401, "Incorrect API key provided", code="invalid_api_key")
-        if int(headers.get("content-length", "0")) > self._max_bytes:
-            raise _too_large(self._max_bytes)
+
+
+def _netloc(origin: str) -> str:
+    """Return the host of an Origin header as a Host header states it; empty if it is malformed."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return ""
 
 
 def _hostname(host: str) -> str:
@@ -82,17 +99,23 @@ def _is_loopback(name: str) -> bool:
 
 
 class _Limited:
-    """Receives the messages of a request with at most `limit` bytes."""
+    """Receives the messages of a request with at most `limit` bytes, which the user sets by `option`."""
 
-    def __init__(self, receive: Any, limit: int) -> None:
-        self._receive, self._limit, self._received = receive, limit, 0
+    def __init__(self, receive: Any, limit: int, option: str) -> None:
+        self._receive, self._limit, self._option, self._received = receive, limit, option, 0
+
+    def require(self, size: int) -> None:
+        """Raise ApiError 413 if a body of this size is too large."""
+        if size > self._limit:
+            text = f"the request has more than the allowed {self._limit} bytes{self._option}"
+            raise ApiError(413, text, code="too_large")
 
     async def __call__(self) -> Any:
         message = await self._receive()
         self._received += len(message.get("body", b""))
         if self._received > self._limit:
             await self.drain()
-            raise _too_large(self._limit)
+        self.require(self._received)
         return message
 
     async def drain(self) -> None:
@@ -102,7 +125,3 @@ class _Limited:
             self._received += len(message.get("body", b""))
             if message["type"] != "http.request" or not message.get("more_body"):
                 return
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the request has more than the allowed {limit} bytes (--max_upload_mb)", code="too_large")

@@ -1,13 +1,11 @@
 """Files that requests name: uploads, data: URLs, files below a folder, and URLs of hosts that the operator allows.
 
 A request cannot access the file system or the network unless the operator has allowed it: paths are resolved and must
-be below `media_root`, and http(s) URLs need their host in `allowed_hosts` (`download`).
+be below `media_root`, and http(s) URLs need their host in `allowed_hosts` (`data.urls`).
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import http.client
 import os
@@ -22,15 +20,19 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, unquote_to_bytes, urlsplit
+from urllib.parse import unquote, urlsplit
 
+from mllm_seqpar.data.frame_choice import FrameChoice
 from mllm_seqpar.data.sources import is_image_file
+from mllm_seqpar.data.urls import NotAllowed, blocks, data_blocks, open_url
 
-from .download import LONGEST, NotAllowed, open_url
 from .engine import MediaFile
 from .protocol import ApiError, MediaReference
 
-_BLOCK = 1 << 20  # a multiple of four, so that a block of base64 is complete
+LONGEST = 600.0
+"""Seconds that a download may take."""
+
+_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +92,8 @@ class MediaStore:
     @property
     def stored(self) -> int:
         """The bytes that count against `max_total`."""
-        return self._reserved + sum(upload.size for upload in self._uploads.values())
+        with self._lock:
+            return self._stored()
 
     def require_room(self, size: int) -> None:
         """Raise ApiError 413 if `size` further bytes do not fit."""
@@ -120,8 +123,11 @@ class MediaStore:
             path.unlink(missing_ok=True)
         return upload
 
+    def _stored(self) -> int:
+        return self._reserved + sum(upload.size for upload in self._uploads.values())
+
     def _require_room(self, size: int, param: str) -> None:
-        if (stored := self.stored) + size > self._max_total:
+        if (stored := self._stored()) + size > self._max_total:
             raise ApiError(
                 413,
                 f"{param}: {size} bytes, and {stored} of {self._max_total} are in use (--max_stored_mb); delete files "
@@ -150,12 +156,12 @@ class MediaStore:
         self._remove_unused(upload.path)
 
     @contextmanager
-    def files(self, media: Sequence[MediaReference], sampling: dict[str, Any]) -> Iterator[tuple[MediaFile, ...]]:
+    def files(self, media: Sequence[MediaReference], frames: FrameChoice) -> Iterator[tuple[MediaFile, ...]]:
         """Yield the files of a request's media. Files that exist only for this request are removed at the end.
 
         Args:
             media: of the request.
-            sampling: of a video for which the request states neither fps nor num_frames.
+            frames: of a video, as far as its reference states nothing else.
 
         Raises:
             ApiError: a reference that is not allowed, or that cannot be resolved.
@@ -166,7 +172,7 @@ class MediaStore:
             for reference in media:
                 claim = self._claim(reference)
                 claims.append(claim)
-                found.append(_media_file(claim, reference, sampling))
+                found.append(_media_file(claim, reference, frames))
             yield tuple(found)
         finally:
             for claim in claims:
@@ -205,16 +211,20 @@ class MediaStore:
 
     def _local(self, reference: MediaReference) -> _Claim:
         assert reference.url is not None
-        parts = urlsplit(reference.url)
-        name = unquote(parts.path) if parts.scheme else reference.url
-        if self._root is None or parts.netloc not in ("", "localhost") or "\0" in name:
-            raise _refused(
-                reference, "paths are not allowed; start the server with --media_root DIR, or upload the file"
-            )
-        path = (self._root / name).resolve()  # also of links, so that they cannot lead out of the folder
+        try:
+            parts = urlsplit(reference.url)
+            name = unquote(parts.path) if parts.scheme else reference.url
+            if self._root is None or parts.netloc not in ("", "localhost") or "\0" in name:
+                raise _refused(
+                    reference, "paths are not allowed; start the server with --media_root DIR, or upload the file"
+                )
+            path = (self._root / name).resolve()  # also of links, so that they cannot lead out of the folder
+            is_file = path.is_file()
+        except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, or not a URL
+            raise _refused(reference, "not a valid path") from error
         if not path.is_relative_to(self._root):
             raise _refused(reference, "the path is not below the server's --media_root")
-        if not path.is_file():
+        if not is_file:
             raise _refused(reference, "no such file below the server's --media_root")
         with self._lock:
             self._used[path] += 1
@@ -222,18 +232,11 @@ class MediaStore:
 
     def _inline(self, reference: MediaReference) -> _Claim:
         assert reference.url is not None
-        start = reference.url.find(",") + 1
-        size = len(reference.url) - start
-        if not start or not size:
-            raise _refused(reference, "the data: URL has no data")
-        base64_encoded = reference.url[:start].endswith(";base64,")
-        if size * 3 // 4 - 2 > self.max_bytes if base64_encoded else size > 3 * self.max_bytes:
-            raise self._too_long(reference)
         # The name depends on the content, so that a later request with the same video finds it.
         try:
-            return self._keep(_decoded(reference.url, start, base64_encoded), reference, "the data: URL")
-        except (binascii.Error, ValueError) as error:
-            raise _refused(reference, f"the data: URL is not base64 ({error})") from error
+            return self._keep(data_blocks(reference.url), reference, "the data: URL")
+        except ValueError as error:
+            raise _refused(reference, f"not a data: URL with a file ({error})") from error
 
     def _download(self, reference: MediaReference) -> _Claim:
         assert reference.url is not None
@@ -245,7 +248,7 @@ class MediaStore:
                     raise self._too_long(reference)
                 version = answer.headers.get("ETag") or os.urandom(8).hex()
                 name = hashlib.sha256(f"{reference.url} {version}".encode()).hexdigest()
-                return self._keep(_blocks(answer), reference, reference.url, name=name, expected=expected)
+                return self._keep(blocks(answer, LONGEST), reference, reference.url, name=name, expected=expected)
         except NotAllowed as error:
             raise _refused(reference, str(error)) from error
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -302,37 +305,13 @@ class MediaStore:
         return Path(name)
 
 
-def _decoded(url: str, start: int, base64_encoded: bool) -> Iterator[bytes]:
-    """Yield the bytes of a data: URL; block by block, because the decoder keeps all threads waiting."""
-    if not base64_encoded:
-        yield unquote_to_bytes(url[start:])
-    while base64_encoded and start < len(url):
-        yield base64.b64decode(url[start : start + _BLOCK], validate=True)
-        start += _BLOCK
-
-
-def _blocks(answer: Any) -> Iterator[bytes]:
-    """Yield the bytes that a host sends; raise OSError if that takes too long, or if they end before the stated
-    length."""
-    deadline = time.monotonic() + LONGEST
-    while block := answer.read1(_BLOCK):
-        if time.monotonic() > deadline:
-            raise OSError(f"the download takes more than {LONGEST:.0f} s")
-        yield block
-    if answer.length:
-        raise OSError(f"it ended {answer.length} bytes early")
-
-
-def _media_file(claim: _Claim, reference: MediaReference, sampling: dict[str, Any]) -> MediaFile:
+def _media_file(claim: _Claim, reference: MediaReference, frames: FrameChoice) -> MediaFile:
     kind = reference.kind or ("image" if is_image_file(str(claim.path)) else "video")
-    if kind == "image":
-        if reference.sampling:
-            raise _refused(reference, f"{next(iter(reference.sampling))} of an image; only a video takes it")
-        return MediaFile.of(kind, str(claim.path), name=claim.name)
-    given = dict(reference.sampling)
-    if not ("fps" in given or "num_frames" in given):
-        given = sampling | given
-    return MediaFile.of(kind, str(claim.path), name=claim.name, **given)
+    if kind == "video":
+        return MediaFile.of(kind, str(claim.path), reference.frames.over(frames), name=claim.name)
+    if given := reference.frames.given():
+        raise _refused(reference, f"{next(iter(given))} of an image; only a video takes it")
+    return MediaFile.of(kind, str(claim.path), name=claim.name)
 
 
 def _safe_suffix(filename: str) -> str:

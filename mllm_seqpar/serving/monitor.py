@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi.responses import JSONResponse
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from starlette.exceptions import HTTPException
 
 from mllm_seqpar.errors import SeqParError
@@ -26,7 +25,6 @@ CLIENT_GONE = 499
 """The status, in log and metrics, of a request whose client closes the connection before the answer is complete."""
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_PREFIX = "mllm_seqpar"
 _BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0)
 _KEY = "mllm_seqpar.record"
 
@@ -114,68 +112,52 @@ class Monitor:
                 self._metrics.add(record)
 
 
-class _Histogram:
-    def __init__(self) -> None:
-        self._counts, self._sum = [0] * (len(_BUCKETS) + 1), 0.0
-
-    def add(self, value: float) -> None:
-        self._counts[bisect_left(_BUCKETS, value)] += 1
-        self._sum += value
-
-    def lines(self, name: str) -> Iterator[str]:
-        total = 0
-        for bound, count in zip((*_BUCKETS, "+Inf"), self._counts, strict=True):
-            total += count
-            yield f'{name}_bucket{{le="{bound}"}} {total}'
-        yield f"{name}_sum {self._sum}"
-        yield f"{name}_count {total}"
-
-
 class Metrics:
-    """Counts of the requests for an answer, in the text format of Prometheus."""
+    """Counts of the requests for an answer.
 
-    def __init__(self) -> None:
-        self._requests: Counter[int] = Counter()
-        self._tokens: Counter[str] = Counter()
-        self._seconds = {name: _Histogram() for name in ("request", "queue", "first_token")}
+    Args:
+        gauges: further metrics, (description, function that returns the value) by name.
+    """
+
+    def __init__(self, gauges: Mapping[str, tuple[str, Callable[[], float]]]) -> None:
+        disable_created_metrics()  # of the whole process, which is the server's
+        self._registry = CollectorRegistry()
+        place: dict[str, Any] = {"namespace": "mllm_seqpar", "registry": self._registry}
+        self._requests = Counter("requests", "Requests for an answer that have ended, by status.", ["status"], **place)
+        self._tokens = {
+            name: Counter(f"{name}_tokens", text, **place)
+            for name, text in {
+                "prompt": "Tokens of prompts.",
+                "cached_prompt": "Tokens of prompts that were in the KV cache.",
+                "completion": "Generated tokens.",
+            }.items()
+        }
+        self._seconds = {
+            name: Histogram(f"{name}_seconds", text, buckets=_BUCKETS, **place)
+            for name, text in {
+                "request": "Seconds from the request to the end of its answer.",
+                "queue": "Seconds from the request until the model started to answer it.",
+                "first_token": "Seconds from the request to the first text of its answer.",
+            }.items()
+        }
+        for name, (text, value) in gauges.items():
+            Gauge(name, text, **place).set_function(value)
 
     def add(self, record: RequestRecord) -> None:
         """Count a request that has ended."""
-        self._requests[record.status] += 1
+        self._requests.labels(record.status).inc()
         if record.reply is not None:
-            self._tokens["prompt"] += record.reply.prompt_tokens
-            self._tokens["cached_prompt"] += record.reply.cached_tokens
-            self._tokens["completion"] += len(record.reply.tokens)
-            self._seconds["request"].add(record.seconds)
+            self._tokens["prompt"].inc(record.reply.prompt_tokens)
+            self._tokens["cached_prompt"].inc(record.reply.cached_tokens)
+            self._tokens["completion"].inc(len(record.reply.tokens))
+            self._seconds["request"].observe(record.seconds)
         for name in ("queue", "first_token"):
             if (value := getattr(record, name)) is not None:
-                self._seconds[name].add(value)
+                self._seconds[name].observe(value)
 
-    def text(self, gauges: Mapping[str, tuple[str, float]]) -> str:
-        """Return all metrics; `gauges` are further ones, (description, value) by name."""
-        lines = _head("requests_total", "counter", "Requests for an answer that have ended, by status.")
-        lines += [f'{_PREFIX}_requests_total{{status="{status}"}} {n}' for status, n in sorted(self._requests.items())]
-        for name, text in {
-            "prompt": "Tokens of prompts.",
-            "cached_prompt": "Tokens of prompts that were in the KV cache.",
-            "completion": "Generated tokens.",
-        }.items():
-            lines += _head(f"{name}_tokens_total", "counter", text)
-            lines.append(f"{_PREFIX}_{name}_tokens_total {self._tokens[name]}")
-        for name, text in {
-            "request": "Seconds from the request to the end of its answer.",
-            "queue": "Seconds from the request until the model started to answer it.",
-            "first_token": "Seconds from the request to the first text of its answer.",
-        }.items():
-            lines += _head(f"{name}_seconds", "histogram", text)
-            lines += self._seconds[name].lines(f"{_PREFIX}_{name}_seconds")
-        for name, (text, value) in gauges.items():
-            lines += [*_head(name, "gauge", text), f"{_PREFIX}_{name} {value}"]
-        return "\n".join(lines) + "\n"
-
-
-def _head(name: str, kind: str, text: str) -> list[str]:
-    return [f"# HELP {_PREFIX}_{name} {text}", f"# TYPE {_PREFIX}_{name} {kind}"]
+    def text(self) -> bytes:
+        """Return all metrics in the text format of Prometheus."""
+        return generate_latest(self._registry)
 
 
 def error_response(scope: Any, error: Exception) -> JSONResponse:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
+from mllm_seqpar.data.frame_choice import FrameChoice
 from mllm_seqpar.data.reader import read_frames
 from mllm_seqpar.data.thumbnails import jpeg_of
 from mllm_seqpar.data.video import VideoInfo, probe
@@ -58,7 +59,7 @@ class Previews:
     @contextmanager
     def _file(self, file_id: str) -> Iterator[MediaFile]:
         self._store.upload(file_id)
-        with self._store.files([MediaReference(kind=None, file_id=file_id, param="id")], {}) as (file,):
+        with self._store.files([MediaReference(kind=None, file_id=file_id, param="id")], FrameChoice()) as (file,):
             try:
                 yield file
             except (VideoError, ConfigError) as error:

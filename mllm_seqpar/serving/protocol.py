@@ -12,12 +12,12 @@ import json
 import reprlib
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
-from mllm_seqpar.data.video import sampling_fault
+from mllm_seqpar.data.frame_choice import FrameChoice
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.inference.generation import Sampling
 
@@ -90,14 +90,14 @@ class MediaReference:
         kind: "video", "image", or None for that of the uploaded file.
         url: data:, http(s):, file: or a path.
         file_id: of an uploaded file.
-        sampling: fps, num_frames, max_frames, start, end of a video, as far as they are given.
+        frames: which frames of a video are used, as far as the part states it.
         param: the part of the request, for messages.
     """
 
     kind: str | None
     url: str | None = None
     file_id: str | None = None
-    sampling: dict[str, Any] = field(default_factory=dict)
+    frames: FrameChoice = FrameChoice()
     param: str
 
 
@@ -120,7 +120,7 @@ class _Object(BaseModel):
 
 
 class _Frames(_Object):
-    """The sampling of a video; `start` and `end` are the seconds of a clip."""
+    """Which frames of a video are used (`FrameChoice`)."""
 
     fps: float | None = None
     num_frames: int | None = Field(default=None, le=_MOST)
@@ -130,13 +130,12 @@ class _Frames(_Object):
 
     @model_validator(mode="after")
     def _check(self) -> _Frames:
-        if fault := sampling_fault(self.given()):
-            raise ValueError(fault)
+        _Frames.frames(self)
         return self
 
-    def given(self) -> dict[str, Any]:
-        values = {name: getattr(self, name) for name in _Frames.model_fields}
-        return {name: value for name, value in values.items() if value is not None}
+    def frames(self) -> FrameChoice:
+        """Return the choice; raise ConfigError, which pydantic reports as a fault."""
+        return FrameChoice(**{name: getattr(self, name) for name in _Frames.model_fields})
 
 
 class TextPart(_Object):
@@ -195,13 +194,14 @@ class _Clip(_Media, _Frames):
 
     @model_validator(mode="after")
     def _merge(self) -> _Clip:
-        if twice := sorted(self.given().keys() & self.within().given().keys()):
+        beside, within = (frames.given() for frames in (super().frames(), self.within().frames()))
+        if twice := sorted(beside.keys() & within.keys()):
             raise ValueError(f"{twice[0]} is given twice; give it once")
-        _Frames(**self.sampling())
+        self.frames()
         return self
 
-    def sampling(self) -> dict[str, Any]:
-        return self.given() | self.within().given()
+    def frames(self) -> FrameChoice:
+        return FrameChoice(**super().frames().given(), **self.within().frames().given())
 
 
 class _Video(_Clip):
@@ -212,7 +212,7 @@ class _Video(_Clip):
         return self.video_url
 
     def reference(self, where: str) -> MediaReference:
-        return MediaReference(kind="video", url=self.video_url.url, sampling=self.sampling(), param=where)
+        return MediaReference(kind="video", url=self.video_url.url, frames=self.frames(), param=where)
 
 
 class _File(_Clip):
@@ -223,7 +223,7 @@ class _File(_Clip):
         return self.file
 
     def reference(self, where: str) -> MediaReference:
-        return MediaReference(kind=None, file_id=self.file.file_id, sampling=self.sampling(), param=where)
+        return MediaReference(kind=None, file_id=self.file.file_id, frames=self.frames(), param=where)
 
 
 _Part = Annotated[TextPart | _Image | _Video | _File, Field(discriminator="type")]
@@ -329,7 +329,7 @@ class ChatRequest:
 
     Attributes:
         messages: with parts of type text and {"type": "media"}, in the order of `media`.
-        frames: the sampling of videos whose part states none.
+        frames: which frames of its videos are used, as far as their parts state nothing else.
         ignored: the names of the fields that have no effect.
     """
 
@@ -341,7 +341,7 @@ class ChatRequest:
     stream: bool
     include_usage: bool
     evidence: int = 0
-    frames: dict[str, Any] = field(default_factory=dict)
+    frames: FrameChoice = FrameChoice()
     ignored: tuple[str, ...] = ()
 
 
@@ -390,7 +390,7 @@ def read_request(body: Any, defaults: Sampling) -> ChatRequest:
         stream=asked.stream,
         include_usage=asked.stream_options is not None and asked.stream_options.include_usage,
         evidence=asked.evidence,
-        frames=asked.media_io_kwargs.video.given() | asked.mm_processor_kwargs.given(),
+        frames=asked.mm_processor_kwargs.frames().over(asked.media_io_kwargs.video.frames()),
         ignored=tuple(dict.fromkeys(ignored)),
     )
 

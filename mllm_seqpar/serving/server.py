@@ -26,6 +26,7 @@ from mllm_seqpar.cli.options import option, parse_options
 from mllm_seqpar.cli.own_ranks import own_ranks
 from mllm_seqpar.cli.program_exit import run
 from mllm_seqpar.cli.progress import note
+from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.inference.arguments import ServingOptions
 
@@ -133,7 +134,7 @@ def _serve(args: ServeOptions, worker: Worker, listener: socket.socket, folder: 
         api_key=key,
         max_bytes=limit,
         sampling=args.sampling(),
-        frames=args.frame_options(),
+        frames=args.frame_choice().over(DEFAULT_FRAMES),
         log=note,
     )
     server = uvicorn.Server(uvicorn.Config(make_app(service), log_level="warning", lifespan="off"))
@@ -182,5 +183,5 @@ def _bound_socket(args: ServeOptions) -> Iterator[socket.socket]:
 
 
 def _require_packages() -> None:
-    for module in ("fastapi", "pydantic", "python_multipart", "uvicorn"):
+    for module in ("fastapi", "prometheus_client", "pydantic", "python_multipart", "uvicorn"):
         optional_import(module, extra="serve", needed_for="serve")

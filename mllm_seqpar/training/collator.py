@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mllm_seqpar.data.chat import DEFAULT_FPS, ChatBatch, load_local_images
+from mllm_seqpar.data.chat import ChatBatch, load_local_images
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.chat_format import media_parts
+from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES, FRAME_FIELDS, FrameChoice
 from mllm_seqpar.data.sources import FrameSource, ImageListSource, ImageTensorSource, VideoSource
-from mllm_seqpar.data.video import CLIP, SAMPLING
-from mllm_seqpar.errors import DataError
+from mllm_seqpar.errors import ConfigError, DataError
+from mllm_seqpar.models.messages import message_parts
 from mllm_seqpar.models.mplug_owl3.image_processing import frame_list, to_tensor
 
 Example = Mapping[str, Any]
@@ -29,6 +30,7 @@ _NAMES = {"lang_x": "input_ids", "vision_x": "pixel_values"}
 """OpenFlamingo's names of arguments, which trainers would not find, and those that its forward takes too."""
 
 _PAYLOADS = {"image": ("image", "path", "url"), "video": ("video", "path", "url", "images")}
+_PART_KEYS = {"text": ("text",), "image": _PAYLOADS["image"], "video": (*_PAYLOADS["video"], *FRAME_FIELDS)}
 _COLUMNS = {"image": ("images", "image"), "video": ("videos", "video")}
 
 
@@ -44,8 +46,8 @@ class SeqParDataCollator:
     Each is a list of messages {"role": ..., "content": text or parts}. A part contains its medium, {"type": "image",
     "image": image} or {"type": "video", "video": frames}, or is a placeholder, {"type": "image"}, for the next medium
     of the column "images" (or "image", "videos", "video"). If all contents are texts, the media of these columns
-    come before the first text of the user. A medium is an image or an array, a path, or a URL. Frames of a video file
-    are chosen by `fps`, `num_frames` or `max_frames` of its part, or of the collator.
+    come before the first text of the user. A medium is an image or an array, a path, or a URL; a video may be a list of
+    them. The part of a video may state which frames are used, with the fields of `FrameChoice`.
 
     Every rank returns the whole batch, as an unpatched model takes it; a patched model shards it.
 
@@ -53,7 +55,7 @@ class SeqParDataCollator:
         processor: the model's.
         assistant_only_loss: False trains on all tokens of "messages", as TRL does by default.
         max_length: the largest number of tokens of a conversation; a longer one is refused.
-        fps, num_frames, max_frames: sampling of video files whose part states none; 1 frame per second by default.
+        fps, num_frames, max_frames: the frames of each video, as for `ChatDataset`.
 
     Raises:
         DataError: by a call, for examples of another form; names the example and the problem.
@@ -70,7 +72,7 @@ class SeqParDataCollator:
         max_frames: int | None = None,
     ) -> None:
         self.processor, self.assistant_only_loss, self.max_length = processor, assistant_only_loss, max_length
-        self._sampling = {"fps": fps, "num_frames": num_frames, "max_frames": max_frames}
+        self._frames = FrameChoice(fps=fps, num_frames=num_frames, max_frames=max_frames)
         self._family = chat_family(processor)
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Tensor]:
@@ -142,17 +144,17 @@ class SeqParDataCollator:
         is_file = isinstance(medium, (str, os.PathLike))
         if kind == "image":
             return self._family.still_frames(ImageListSource([medium]) if is_file else _in_memory([medium]))
-        if not is_file:
-            frames = frame_list(medium)
-            named = [isinstance(frame, (str, os.PathLike)) for frame in frames]
-            return ImageListSource(frames) if frames and all(named) else _in_memory(frames)
-        sampling: dict[str, Any] = {name: part.get(name) for name in SAMPLING}
-        if not any(sampling.values()):
-            sampling = dict(self._sampling)
-        if not (sampling["fps"] or sampling["num_frames"]):
-            sampling["fps"] = DEFAULT_FPS
-        sampling |= {name: part.get(name) for name in CLIP}
-        return VideoSource.open(medium, **sampling)
+        frames: Sequence[Any] = ()
+        try:
+            chosen = (self._frames if is_file else self._frames.without_times()).over(FrameChoice.of(part))
+            if not is_file:
+                frames = chosen.sampled(frame_list(medium))
+        except ConfigError as error:
+            raise DataError(f"a part {dict(part)!r:.80}: {error}") from error
+        if is_file:
+            return VideoSource.open(medium, **vars(chosen.over(DEFAULT_FRAMES)))
+        named = [isinstance(frame, (str, os.PathLike)) for frame in frames]
+        return ImageListSource(frames) if frames and all(named) else _in_memory(frames)
 
 
 def _in_memory(frames: Sequence[Any]) -> ImageTensorSource:
@@ -173,7 +175,15 @@ def _messages(number: int, example: Example, key: str) -> Messages:
     given = example[key]
     if not isinstance(given, list) or not all(isinstance(message, Mapping) for message in given):
         raise DataError(f"example {number}: {key} is {given!r:.80}; expected messages {{'role': ..., 'content': ...}}")
-    messages = [_parts(number, message) for message in given]
+    messages = []
+    for place, message in enumerate(given):
+        try:
+            parts = message_parts(place, message, _PART_KEYS)
+        except DataError as error:
+            raise DataError(f"example {number}: {error}") from error
+        # Tables have a column for each key of a part, which is None in the parts that do not have it.
+        kept = [{key: value for key, value in part.items() if value is not None} for part in parts]
+        messages.append({"role": message["role"], "content": kept})
     if key in ("completion", "chosen", "rejected"):
         return messages
     for kind, columns in _COLUMNS.items():
@@ -192,22 +202,3 @@ def _messages(number: int, example: Example, key: str) -> Messages:
         for part, medium in zip(empty, media, strict=True):
             part[kind] = medium
     return messages
-
-
-def _parts(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    role, content = message.get("role"), message.get("content")
-    if role not in ("system", "user", "assistant"):
-        raise DataError(f"example {number} has the role {role!r}; expected one of system, user, assistant")
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or [])
-    for part in parts:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in ("text", "image", "video") or (kind == "text" and not isinstance(part.get("text"), str)):
-            raise DataError(
-                f"example {number} holds {part!r:.80}; a part is {{'type': 'text', 'text': ...}}, "
-                "{'type': 'image', 'image': ...} or {'type': 'video', 'video': ...}"
-            )
-        if kind != "text" and role == "assistant":
-            raise DataError(f"example {number} has a part of type {kind} in an answer; answers are texts")
-    # Tables have a column for each key of a part, which is None in the parts that do not have it.
-    kept = [{key: value for key, value in part.items() if value is not None} for part in parts]
-    return {"role": role, "content": kept}

@@ -40,6 +40,7 @@ from mllm_seqpar.integrations.accelerate.fsdp2 import (
 from mllm_seqpar.models.adapters import add_adapters, refuse_adapter
 from mllm_seqpar.models.hub import local_directory
 from mllm_seqpar.models.loading import load_model, load_processor, model_digest
+from mllm_seqpar.patching.registry import find_adapter
 
 from .arguments import FineTuneOptions, ModelAndData
 from .command_line import make_options, read_options
@@ -259,7 +260,8 @@ def _load(options: FineTuneOptions, processor: Any) -> nn.Module:
     else:
         model = load_model(str(run.model))
     chat_family(processor).check(model)
-    frozen = choose_parameters(model, run.freeze or (), run.train or ())
+    parts = getattr(find_adapter(model)[0], "parts", {})
+    frozen = choose_parameters(model, run.freeze or (), run.train or (), parts)
     if run.use_peft:
         model = _with_adapters(model, run, frozen, options.training.seed)
     return model.train()

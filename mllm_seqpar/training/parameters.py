@@ -1,6 +1,6 @@
 """Selection of the parameters to train."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -8,32 +8,21 @@ from torch import nn
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.errors import ConfigError
 
-PARTS = {
-    "vision": (
-        *("vision_model", "vision_tower", "visual", "model.vision_model", "vision_encoder"),
-        *("model.visual.patch_embed", "model.visual.pos_embed", "model.visual.blocks"),
-    ),
-    "projector": (
-        *("vision2text_model", "multi_modal_projector", "model.multi_modal_projector"),
-        *("model.perceiver_resampler", "perceiver", "model.visual.merger", "model.visual.deepstack_merger_list"),
-    ),
-    "language": (
-        *("language_model", "text_model", "model.language_model", "lang_encoder", "lm_head"),
-        *("model.embed_tokens", "model.layers", "model.gated_cross_attn_layers", "model.norm"),
-    ),
-}
-"""Module names of each part over all model families; a part is all of these modules that the model has."""
-
 _log = get_logger(__name__)
 
 
-def choose_parameters(model: nn.Module, freeze: Sequence[str], train: Sequence[str]) -> list[str]:
+Parts = Mapping[str, Sequence[str]]
+"""Names of the parts of a model, each with its module paths (`Family.parts`)."""
+
+
+def choose_parameters(model: nn.Module, freeze: Sequence[str], train: Sequence[str], parts: Parts) -> list[str]:
     """Set `requires_grad` to False for parameters that `freeze` names and `train` does not, and to True for all others.
 
     Args:
         model: as loaded, before it is sharded.
-        freeze: names of `PARTS`, module paths, or patterns of parameter names with * and ?.
+        freeze: names of `parts`, module paths, or patterns of parameter names with * and ?.
         train: the same; takes precedence over `freeze`.
+        parts: of this model.
 
     Returns:
         The names of the frozen parameters.
@@ -42,7 +31,7 @@ def choose_parameters(model: nn.Module, freeze: Sequence[str], train: Sequence[s
         ConfigError: if a name matches nothing, or no parameter is left to train.
     """
     names = [name for name, _ in model.named_parameters()]
-    frozen, trained = _matched(model, names, freeze, "--freeze"), _matched(model, names, train, "--train")
+    frozen, trained = _matched(model, names, freeze, parts, "--freeze"), _matched(model, names, train, parts, "--train")
     if trained and not trained & frozen:
         raise ConfigError(f"--train {' '.join(train)}: --freeze {' '.join(freeze)} covers none of these; leave it out")
     frozen -= trained
@@ -57,17 +46,18 @@ def choose_parameters(model: nn.Module, freeze: Sequence[str], train: Sequence[s
     return sorted(frozen)
 
 
-def _matched(model: nn.Module, names: list[str], selection: Sequence[str], flag: str) -> set[str]:
+def _matched(model: nn.Module, names: list[str], selection: Sequence[str], parts: Parts, flag: str) -> set[str]:
     matched: set[str] = set()
     for item in (part.strip() for entry in selection for part in entry.split(",")):
-        prefixes = [name for name in PARTS.get(item, (item,)) if item and _has_module(model, name)]
+        prefixes = [name for name in parts.get(item, (item,)) if item and _has_module(model, name)]
         found = {name for name in names if name.startswith(tuple(prefix + "." for prefix in prefixes))}
         found |= {name for name in names if fnmatchcase(name, item)}
         if not found:
             children = ", ".join(name for name, _ in model.named_children())
+            choices = ", ".join([*parts, f"a module path (below {children})"])
             raise ConfigError(
-                f"{flag} {item!r}: no parameter of {type(model).__name__} matches; give {', '.join(PARTS)}, a module "
-                f"path (below {children}) or a pattern such as '*.gate'"
+                f"{flag} {item!r}: no parameter of {type(model).__name__} matches; give {choices} or a pattern such as "
+                "'*.gate'"
             )
         matched |= found
     return matched

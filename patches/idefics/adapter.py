@@ -194,6 +194,14 @@ class IdeficsFamily(Family[_IdeficsInputs]):
     processors = ("IdeficsProcessor",)
     chat = IdeficsChats
     model_types = ("idefics",)
+    parts = {
+        "vision": ("model.vision_model",),
+        "projector": ("model.perceiver_resampler",),
+        "language": (
+            *("model.embed_tokens", "model.layers", "model.gated_cross_attn_layers", "model.norm"),
+            "lm_head",
+        ),
+    }
     model_sizes = staticmethod(model_sizes)
     frame_arguments = visual_arguments = _FRAME_ARGUMENTS
     forward_doc = VISUAL_SHARD_DOC.format(frames=", ".join(_FRAME_ARGUMENTS))

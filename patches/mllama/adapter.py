@@ -41,7 +41,7 @@ from mllm_seqpar.adapting import (
     copy_to_device,
     get_logger,
 )
-from mllm_seqpar.adapting.chat import VIDEO_MARK, FrameSource, ImageTokenFamily, StoredFrames, to_pil_images
+from mllm_seqpar.adapting.chat import VIDEO_MARK, FeatureFrames, FrameSource, ImageTokenFamily, to_pil_images
 from mllm_seqpar.adapting.transformers import (
     Family,
     ForwardInputs,
@@ -177,7 +177,7 @@ class MllamaChats(ImageTokenFamily):
 
     def masks(self, ids: Tensor, media: Sequence[Sequence[FrameSource]]) -> dict[str, Tensor]:
         """Return `cross_attention_mask` (B, L, images of a sample, tiles), 0 or 1; nothing without images."""
-        tiles = [[self.tiles(size) for source in sources for size in _sizes(source)] for sources in media]
+        tiles = [[self.tiles(size) for source in sources for size in source.sizes()] for sources in media]
         if not any(tiles):
             return {}
         return {"cross_attention_mask": tile_mask(ids, self.processor.image_token_id, tiles, self._max_tiles)}
@@ -240,15 +240,16 @@ class MllamaChats(ImageTokenFamily):
         return {"cross_attention_states": features.unflatten(1, (self._max_tiles, -1)), "visual_shard": shard}
 
     def frame_metadata(self, source: FrameSource) -> dict[str, Any]:
-        """Return the frame size, which determines the number of tiles of each frame."""
-        sizes = set(_sizes(source))
+        """Return the times, and the frame size, which determines the number of tiles of each frame."""
+        sizes = set(source.sizes())
         if len(sizes) != 1:
             raise DataError(f"frames of several sizes, {sorted(sizes)}, cannot be stored as the features of one video")
-        return {"frame_size": list(sizes.pop())}
+        return super().frame_metadata(source) | {"frame_size": list(sizes.pop())}
 
     def stored_frames(self, count: int, metadata: Mapping[str, Any]) -> FrameSource:
         size = metadata.get("frame_size")
-        return StoredFrames(count, None if size is None else (int(size[0]), int(size[1])))
+        known = None if size is None else (int(size[0]), int(size[1]))
+        return FeatureFrames(count, known, metadata.get("frame_seconds"))
 
 
 def tile_mask(ids: Tensor, image: int, tiles: Sequence[Sequence[int]], max_tiles: int) -> Tensor:
@@ -271,12 +272,6 @@ def tile_mask(ids: Tensor, image: int, tiles: Sequence[Sequence[int]], max_tiles
     return mask
 
 
-def _sizes(source: Any) -> list[tuple[int, int]]:
-    if not hasattr(source, "sizes"):
-        raise DataError(f"{type(source).__name__} has no method sizes, which determines the tiles of its frames")
-    return source.sizes()
-
-
 class MllamaFamily(Family[MllamaInputs]):
     """Llama 3.2 Vision. A frame is an image of `max_num_tiles` tiles, and a unit is a tile.
 
@@ -289,6 +284,11 @@ class MllamaFamily(Family[MllamaInputs]):
     processors = ("MllamaProcessor",)
     chat = MllamaChats
     model_types = ("mllama",)
+    parts = {
+        "vision": ("model.vision_model",),
+        "projector": ("model.multi_modal_projector",),
+        "language": ("model.language_model", "lm_head"),
+    }
     model_sizes = staticmethod(model_sizes)
     frame_arguments = ("pixel_values", "cross_attention_states")
     visual_arguments = (*frame_arguments, *_ASPECT_RATIOS, "visual_shard")

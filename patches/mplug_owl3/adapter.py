@@ -40,7 +40,7 @@ from mllm_seqpar.adapting.chat import (
     Messages,
     check_range,
     known_processors,
-    media_parts,
+    media_of,
 )
 from mllm_seqpar.adapting.transformers import (
     VISUAL_SHARD_DOC,
@@ -136,7 +136,7 @@ class _MPlugOwl3Inputs(ForwardInputs):
 
 
 @dataclass(frozen=True)
-class CutImageSource:
+class CutImageSource(FrameSource):
     """The tiles of a still image as frames: the grid row by row, then the whole image.
 
     Attributes:
@@ -155,6 +155,13 @@ class CutImageSource:
     def sizes(self) -> list[tuple[int, int]]:
         """Return (height, width) of each tile."""
         return [(self.image_processor.image_size,) * 2] * len(self)
+
+    @property
+    def name(self) -> str:
+        return self.image.name
+
+    def key(self) -> str:
+        return f"{self.image.key()} {self.grid}"
 
     def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
         """Yield tiles start <= i < stop, as uint8 tensors (at most `batch`, 3, S, S)."""
@@ -192,9 +199,7 @@ class MPlugOwl3Chats(ChatFamily):
                 f"{known} in the model directory (processor_config.json or preprocessor_config.json, and a tokenizer)"
             )
         pairs = [
-            (part["type"], source)
-            for messages, sources in zip(conversations, media, strict=True)
-            for part, source in zip(media_parts(messages), sources, strict=False)  # `encode` checks the counts
+            pair for messages, sources in zip(conversations, media, strict=True) for pair in media_of(messages, sources)
         ]
         grids = [_grid(source) for kind, source in pairs if kind == "image"]
         encoded = self.processor.encode(
@@ -276,6 +281,7 @@ class MPlugOwl3Family(Family[Any]):
     processors = ("MPlugOwl3Processor",)
     chat = MPlugOwl3Chats
     model_types = ("mplugowl3",)
+    parts = {"vision": ("vision_model",), "projector": ("vision2text_model",), "language": ("language_model",)}
     model_sizes = staticmethod(model_sizes)
     frame_arguments = ("pixel_values", "image_embeds")
     forward_doc = VISUAL_SHARD_DOC.format(frames="`pixel_values` or `image_embeds`")

@@ -219,6 +219,7 @@ class OpenFlamingoFamily(Family[MediaInputs]):
     processors = ("OpenFlamingoProcessor",)
     chat = OpenFlamingoChats
     model_types = ("open_flamingo",)
+    parts = {"vision": ("vision_encoder",), "projector": ("perceiver",), "language": ("lang_encoder",)}
     model_sizes = staticmethod(model_sizes)
     frame_arguments = ("vision_x", "pixel_values")
     checkpoints_visual_layers = False

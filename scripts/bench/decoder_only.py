@@ -12,9 +12,7 @@ model: inner width 3 C, queries C, keys and values C / 4 each, three layers with
 and backward of a training step with a frozen vision tower and gradient checkpointing, and in the pass over a prompt
 that stores K and V ("prefill"). Attention blocks return zeros at once unless --real is given: transfers and buffers are
 the same, and 128K tokens take seconds on a CPU. A single rank, whose prompt takes torch's own attention, then measures
-the step only. "Gathered" is the same pass if each rank gathers the embeddings of all frames, puts them into the
-embeddings of the whole text, and takes its rows, as frameworks with context parallelism do (verl's patches of these
-models, for example). As there, both live until the decoder returns.
+the step only.
 
 In each round, a first question reads the video and prefills it with its text sharded, and two more questions continue
 its cache. They compute real attention. Times are medians over rounds, of the processor time of all ranks together and
@@ -24,28 +22,22 @@ of the clock. The loss and the answers are compared with those of the first numb
 from __future__ import annotations
 
 import argparse
-import functools
 import gc
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
 from importlib import import_module
-from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest import mock
 
-import rows
+import harness
+import models  # noqa: F401 - it makes tiny_models available
 import torch
-from measure import environment, peak_memory, print_environment, run_on_ranks, synchronize
+from harness import peak_memory, synchronize
 from network_run import EmulatedKernel
 from torch import Tensor
 
 from mllm_seqpar import patch_model, unpatch_model
-from mllm_seqpar.comm import Communicator, as_communicator
-from mllm_seqpar.runtime.visual_tokens import TokenPlaces, VisualTokens
+from mllm_seqpar.comm import as_communicator
 
 MIB = 2**20
 WORDS = 32
@@ -56,11 +48,11 @@ LATER = 2
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    print_environment(args.device)
+    harness.begin(args, max(args.ranks))
     for frames in args.frames:
         alone: dict[str, Any] | None = None
         for ranks in args.ranks:
-            found = run_on_ranks(ranks, args.device, 1, measured, args, frames)
+            found = harness.run_on_ranks(ranks, args.device, args.threads, measured, args, frames)
             row = found[0] | {name: max(rank["mib"][name] for rank in found) for name in found[0]["mib"]}
             row["cpu_seconds"] = [sum(each) for each in zip(*(rank["cpu_seconds"] for rank in found), strict=True)]
             alone = alone or row
@@ -84,13 +76,12 @@ def report(args: argparse.Namespace, ranks: int, row: dict[str, Any]) -> None:
         later = [value for index, value in enumerate(row[name]) if index % (1 + LATER)]
         short = name.replace("econds", "")
         line |= {f"first_{short}": median(firsts), f"next_{short}": median(later)}
-    print(", ".join(f"{name} {value}" for name, value in rows.digits(line).items()), flush=True)
-    if args.out:
-        rows.append(args.out, [rows.digits(line | environment(args.device) | {"threads": 1})])
+    print(", ".join(f"{name} {value}" for name, value in harness.digits(line).items()), flush=True)
+    harness.record(args, [line])
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.options(__doc__)
     parser.add_argument("--family", default="qwen3_vl", choices=["qwen2_5_vl", "qwen3_vl"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--frames", type=int, nargs="+", default=[2048], help="temporal patches of the video")
@@ -99,14 +90,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--part", choices=["memory", "questions"], help="measure only one of the two; default: both")
     parser.add_argument("--rounds", type=int, default=3, help="of questions")
     parser.add_argument("--real", action="store_true", help="compute the attention of the training step")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--out", help="CSV file to append the rows to")
     return parser.parse_args(argv)
 
 
 def measured(args: argparse.Namespace, frames: int) -> dict[str, Any]:
     """Return the loss, the peak bytes of both steps, and the answers and seconds of the questions, on this rank."""
-    sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
     testing = import_module(f"tiny_models.{args.family}")
     tokens = frames * args.grid[0] * args.grid[1] // 4
     marks = frames * 4 if args.family == "qwen3_vl" else 2
@@ -131,45 +119,22 @@ def measured(args: argparse.Namespace, frames: int) -> dict[str, Any]:
 
 
 def memory_of_passes(model: Any, inputs: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Return the peaks of a training step and of a prompt, both ways, in MiB, and the loss."""
+    """Return the peaks of a training step and of a prompt, in MiB, and the loss."""
     model.model.visual.requires_grad_(False)
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
     kernel = EmulatedKernel(float("inf"))
-    found, losses = dict[str, float](), list[float]()
+    found: dict[str, float] = {}
     with nullcontext() if args.real else kernel.registered():
         patch_model(model, shard_prompt_from=1, kernel="auto" if args.real else kernel.name)
-        alone = (
-            as_communicator(None).size == 1
-        )  # whose prompt takes torch's own attention, and who has nothing to gather
-        for name, gathers in (("", False),) if alone else (("", False), ("gathered_", True)):
-            with routes_of(model, inputs["input_ids"], gathers):
-                model.train().gradient_checkpointing_enable({"use_reentrant": False})
-                peak, loss = step(model, inputs, args.device)
-                losses.append(loss)
-                found[f"{name}peak_mib"] = peak / MIB
-                model.eval().gradient_checkpointing_disable()
-                if args.real or not alone:
-                    found[f"{name}prefill_mib"] = prefill(model, inputs, args.device) / MIB
-    assert abs(losses[-1] - losses[0]) <= 1e-4 * losses[0], losses
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+        peak, loss = step(model, inputs, args.device)
+        found["peak_mib"] = peak / MIB
+        model.eval().gradient_checkpointing_disable()
+        if args.real or as_communicator(None).size > 1:  # a single rank's prompt takes torch's own attention
+            found["prefill_mib"] = prefill(model, inputs, args.device) / MIB
     model.zero_grad()
-    return {"mib": found, "loss": losses[0]}
-
-
-@contextmanager
-def routes_of(model: Any, ids: Tensor, gathers: bool) -> Iterator[None]:
-    """Exchange the embeddings of the passes in the block, or gather them."""
-    if not gathers:
-        yield
-        return
-    held: list[Tensor] = []
-    routes = functools.partial(GatheredRoutes, model.get_input_embeddings(), ids, held)
-    hook = model.model.language_model.register_forward_hook(lambda *_: held.clear())
-    try:
-        with mock.patch.object(TokenPlaces, "routes", lambda *given: routes(*given)):
-            yield
-    finally:
-        hook.remove()
+    return {"mib": found, "loss": loss}
 
 
 def step(model: Any, inputs: dict[str, Any], device: str) -> tuple[int, float]:
@@ -192,68 +157,6 @@ def prefill(model: Any, inputs: dict[str, Any], device: str) -> int:
         model(**prompt, use_cache=True, logits_to_keep=1)
         synchronize(device)
     return peak.bytes
-
-
-class GatheredRoutes:
-    """In place of `TokenRoutes`: each rank gathers all embeddings, embeds the whole text, and takes its rows.
-
-    Args:
-        embed: the token embedding.
-        ids: (1, L) of the whole text.
-        held: where the gathered embeddings and those of the text are held, until the caller clears it.
-        places, positions, rank: those of `TokenPlaces.routes`.
-    """
-
-    def __init__(
-        self,
-        embed: Any,
-        ids: Tensor,
-        held: list[Tensor],
-        places: TokenPlaces,
-        positions: Sequence[Tensor],
-        rank: int,
-    ) -> None:
-        self._embed, self._ids, self._held, self._places, own = embed, ids, held, places, positions[rank]
-        place = torch.full((1 + int(max(places.positions.max(), own.max())),), -1)
-        place[own] = torch.arange(own.numel())
-        row = place[places.positions]
-        here = (row >= 0).nonzero().flatten()
-        self._index, order = row[here].sort()
-        self._tokens = here[order]
-        self._counts = places.bounds.diff().tolist()
-
-    def exchange(self, embeddings: Tensor, comm: Communicator, count: int) -> list[VisualTokens]:
-        places, tokens, index = self._places, self._tokens, self._index.to(embeddings.device)
-        whole: Tensor = _GatherRows.apply(embeddings, self._counts, comm)
-        first, *further = whole.chunk(count, 1)
-        text = self._embed(self._ids)[0].index_copy(0, places.positions, first[places.embeddings])
-        self._held += [whole, text]
-        rows = [text[places.positions[tokens]], *(part[places.embeddings[tokens]] for part in further)]
-        return [VisualTokens(part, index) for part in rows]
-
-
-@dataclass
-class _Gathered:
-    comm: Communicator
-    counts: list[int]
-
-
-class _GatherRows(torch.autograd.Function):
-    """(x, W) of this rank -> (N, W) of all ranks; backward sums over ranks, and takes the rows of this rank."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, counts: list[int], comm: Communicator) -> Tensor:
-        ctx.given = _Gathered(comm, counts)
-        padded = torch.nn.functional.pad(own, (0, 0, 0, max(counts) - own.shape[0]))
-        parts = comm.all_gather(padded, "gathered embeddings")
-        if min(counts) == max(counts) and len({part.untyped_storage().data_ptr() for part in parts}) == 1:
-            return parts[0].as_strided((sum(counts), own.shape[1]), (own.shape[1], 1), 0)  # without a second copy
-        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        comm, counts = ctx.given.comm, ctx.given.counts
-        return comm.all_reduce(grad, "gathered embeddings").split(counts)[comm.rank].contiguous(), None, None
 
 
 def ask(model: Any, inputs: dict[str, Any], length: int, args: argparse.Namespace) -> dict[str, list[Any]]:

@@ -4,7 +4,7 @@
     python scripts/bench/host_path.py --wide [--kept]
     python scripts/bench/host_path.py --count [--ranks 2] [--strategy lv-xattn] [--list]
 
-The models are those of `small_models`: with 40 layers of width 64 and a prompt of 16 words after two images of 4
+The models are those of `models.subject`: with 40 layers of width 64 and a prompt of 16 words after two images of 4
 patches, the time is that of the host; with --wide (8 layers of width 512, 128 words after 32 images), computation
 dominates. All options are the defaults of `patch_model`, which recompute K and V of frames in backward; --kept keeps
 them, as unpatched models do. No gradient checkpointing. One thread; patched and unpatched runs alternate, in one
@@ -24,70 +24,50 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import small_models
 import torch
-from measure import print_environment
-from small_models import HOST, MEDIA, SMALL, TEXT, make_owl
+from harness import print_environment
+from models import HOST, MEDIA, SMALL, Subject, subject
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
 
 import mllm_seqpar
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import Communicator, run_loopback
+from tiny_models import tiny_model
 
 ROOTS = tuple(str(Path(path).resolve()) for path in (*mllm_seqpar.__path__, Path(__file__).parents[2] / "patches"))
 FAMILIES = ("mplug_owl3", "open_flamingo", "idefics", "mllama")
-
-
-class Clock(LogitsProcessor):
-    """Records a time, and a copy of `count`, whenever the scores of a token are computed."""
-
-    def __init__(self, time_of: Callable[[], float] = time.process_time, count: Sequence[int] = (0,)) -> None:
-        self.times: list[float] = []
-        self.counts: list[int] = []
-        self._time_of, self._count = time_of, count
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.times.append(self._time_of())
-        self.counts.append(self._count[0])
-        return scores
 
 
 Run = tuple[float, Tensor]
 """CPU seconds, and a result that must agree between patched and unpatched."""
 
 
-def forward(model: Any, inputs: dict[str, Tensor], **_: Any) -> Run:
-    model.eval()
+def forward(made: Subject, **_: Any) -> Run:
+    model = made.model.eval()
     with torch.no_grad():
         start = time.process_time()
-        logits = model(**inputs, use_cache=False).logits
+        logits = model(**made.inputs, use_cache=False).logits
         return time.process_time() - start, logits
 
 
-def step(model: Any, inputs: dict[str, Tensor], **_: Any) -> Run:
-    model.train()
+def step(made: Subject, **_: Any) -> Run:
+    model, labels = made.model.train(), made.labels()
     model.zero_grad(set_to_none=True)
-    ids = inputs["lang_x" if "lang_x" in inputs else "input_ids"]
-    labels = ids.masked_fill(ids >= small_models.WORDS - 2, -100)
     start = time.process_time()
-    loss = model(**inputs, labels=labels, use_cache=False).loss
+    loss = model(**made.inputs, labels=labels, use_cache=False).loss
     loss.backward()
     return time.process_time() - start, loss.detach()
 
 
-def token(model: Any, inputs: dict[str, Tensor], *, tokens: int, generate: Any) -> Run:
-    model.eval()
-    clock = Clock()
-    greedy = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    ids = (generate or model.generate)(**inputs, **greedy, logits_processor=LogitsProcessorList([clock]))
-    return statistics.median(after - before for before, after in pairwise(clock.times)), ids[:, -tokens:]
+def token(made: Subject, *, tokens: int, patched: bool) -> Run:
+    made.model.eval()
+    ids, (_, *times) = made.decode(tokens, time.process_time, patched=patched)
+    return statistics.median(times), ids
 
 
 RUNS: dict[str, Callable[..., Run]] = {"forward": forward, "step": step, "token": token}
@@ -96,20 +76,14 @@ RUNS: dict[str, Callable[..., Run]] = {"forward": forward, "step": step, "token"
 def ratios(family: str, args: argparse.Namespace) -> dict[str, tuple[float, float, float, float]]:
     """Return by run: lower quartile, median and upper quartile of patched to unpatched; extra µs for each layer."""
     sizes, given = (SMALL, (32, 128)) if args.wide else (HOST, (2, 16))
-    subjects = []
-    for _ in range(2):
-        torch.manual_seed(0)  # for weights that `random_weights` does not set
-        subjects.append(small_models.FAMILIES[family](*given, sizes))
-    unpatched, patched = subjects
+    unpatched, patched = (subject(family, *given, sizes) for _ in range(2))
     patch_model(patched.model, recompute_visual=not args.kept)
     found = {}
     for name, run in RUNS.items():
         pairs = []
         for repeat in range(args.repeats + 2):
-            before, expected = run(
-                unpatched.model, unpatched.inputs, tokens=args.tokens, generate=unpatched.unpatched_generate
-            )
-            after, actual = run(patched.model, patched.inputs, tokens=args.tokens, generate=None)
+            before, expected = run(unpatched, tokens=args.tokens, patched=False)
+            after, actual = run(patched, tokens=args.tokens, patched=True)
             torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
             if repeat > 1:
                 pairs.append((after, before))
@@ -128,17 +102,12 @@ def print_ratios(arguments: argparse.Namespace) -> None:
             print(f"{family:>14} {name:>8} {middle:>6.2f} {low:>6.2f} {high:>5.2f} {extra:>18.0f}", flush=True)
 
 
-def tiny_model() -> Any:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
-    tower = sizes | {"image_size": 28, "patch_size": 14, "num_hidden_layers": 2}
-    return make_owl(TEXT | sizes | {"num_hidden_layers": 4}, kv_heads=2, hyper_layers=[1, 3], tower=tower)
-
-
 def count_calls(comm: Communicator, model: Any, options: dict[str, Any]) -> Counter[tuple[str, str]]:
     """Return the calls by (file, function) of the last hyper layer's attention in the second forward pass."""
     patched = patch_model(copy.deepcopy(model), group=comm, **options)
-    ids = torch.randint(3, MEDIA, (1, 24), generator=torch.Generator().manual_seed(0))
-    ids[0, [2, 6, 10, 14]] = MEDIA
+    image = MEDIA["mplug_owl3"]
+    ids = torch.randint(3, image, (1, 24), generator=torch.Generator().manual_seed(0))
+    ids[0, [2, 6, 10, 14]] = image
     frames = torch.randn(4, 3, 28, 28, generator=torch.Generator().manual_seed(0))
     calls: Counter[tuple[str, str]] = Counter()
 
@@ -156,7 +125,7 @@ def count_calls(comm: Communicator, model: Any, options: dict[str, Any]) -> Coun
 
 
 def print_calls(arguments: argparse.Namespace) -> None:
-    found = run_loopback(arguments.ranks, count_calls, tiny_model(), {"strategy": arguments.strategy})
+    found = run_loopback(arguments.ranks, count_calls, tiny_model("mplug_owl3"), {"strategy": arguments.strategy})
     for rank, calls in enumerate(found):
         print(f"rank {rank}: {sum(calls.values())} calls in {len({name for name, _ in calls})} files")
     for (name, function), number in found[0].most_common() if arguments.list else ():

@@ -1,7 +1,7 @@
 """Time the block kernels against `scaled_dot_product_attention` on the same shapes.
 
     python scripts/bench/kernels.py [--device cpu|cuda] [--dtype float32|bfloat16|float16]
-        [--kernels blocked_matmul torch_cpu] [--shape B,H,G,S,T,D ...] [--causal] [--repeats 7] [--json rows.jsonl]
+        [--kernels blocked_matmul torch_cpu] [--shape B,H,G,S,T,D ...] [--causal] [--repeats 7] [--out rows.csv]
 
 For each kernel the table has the medians of forward and backward, their ratios to PyTorch's attention, and the TFLOP/s
 (4 B H S T D in forward, 10 B H S T D in backward, half of it with --causal). Results are compared in the same run: a
@@ -11,13 +11,12 @@ kernel with different results is reported as wrong and not timed.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import harness
 import torch
-from measure import environment, medians_ms
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -38,27 +37,21 @@ Runs = dict[str, Callable[[], Any]]
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    machine = environment(args.device)
-    print(", ".join(f"{key} {value}" for key, value in machine.items()))
+    harness.begin(args)
     print(f"{'B,H,G,S,T,D':>26} {'kernel':>15} {'fwd ms':>9} {'bwd ms':>9} {'/sdpa':>6} {'/sdpa':>6} {'TFLOP/s':>15}")
     for shape in args.shape or SHAPES[args.device]:
         sizes = tuple(map(int, shape.split(",")))
         for row in measure_shape(sizes, args.dtype, args.device, args.kernels, args.causal, args.repeats):
             print(text(row), flush=True)
-            if args.json:
-                with open(args.json, "a") as file:
-                    file.write(json.dumps(row | machine) + "\n")
+            harness.record(args, [row])
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser = harness.options(__doc__, repeats=7)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--kernels", nargs="*", help="default: all available ones but the reference")
     parser.add_argument("--shape", nargs="*", help="B,H,G,S,T,D; default: four shapes of video cross-attention")
     parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", help="append one JSON row per measurement to this file")
     return parser.parse_args(argv)
 
 
@@ -91,7 +84,7 @@ def measure_shape(
         except RuntimeError as error:
             row |= {"problem": first_line(error), "wrong": True}
         result.append(row)
-    times = medians_ms(runs, device, repeats)
+    times = harness.medians_ms(runs, device, repeats)
     entries = batch * heads * rows * keys * dim * (0.5 if causal else 1.0)
     for row in (row for row in result if "problem" not in row):
         for direction, count in FLOPS.items():

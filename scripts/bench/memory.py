@@ -3,7 +3,7 @@
     python scripts/bench/memory.py [--family mplug_owl3 open_flamingo idefics] [--ranks 1 2 4] [--quick]
         [--device cpu|cuda] [--scale 16] [--frames F --text L] [--repeats 4] [--out rows.csv]
 
-The models are the real classes with every width divided by --scale (see `scaled_models`), in bfloat16, on real ranks. A
+The models are the real classes with every width divided by --scale (see `models`), in bfloat16, on real ranks. A
 step starts at the visual features. Bytes are those of the rank with the most. There are three kinds of rows:
 
     bytes     bytes saved for backward and peak, with F and 2 F frames, beside the planner's estimate of the peak
@@ -12,6 +12,10 @@ step starts at the visual features. Bytes are those of the rank with the most. T
     cost      time of a step with recomputation over one without, the median over repetitions that time both; only for
               as many ranks as there are cores
 
+"Saved" bytes are saved by autograd for backward, each storage once, without parameters and visual features. The peak is
+the largest number of bytes allocated at one time. It includes the visual features and their gradient, but neither
+parameters nor their gradients, which exist before the measurement starts.
+
 With recomputation, the features are projected in chunks of a fixed size. Here the chunks have the same fraction of the
 video as the published size has of 1,024 frames at full width.
 """
@@ -19,54 +23,214 @@ video as the published size has of 1,024 frames at full width.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
+import harness
 import report
 import torch
-import transformers
-from measure import environment, run_on_ranks
-from memory_run import MemoryBenchmark, Mode
-from rows import append, as_text, digits
-from scaled_models import FAMILIES
+from models import ScaledModel, scaled
+from torch import Tensor
+
+from mllm_seqpar import FrameShard, frame_range, patch_model, unpatch_model
+from mllm_seqpar.comm import Communicator, as_communicator
+from mllm_seqpar.planner.candidates import ParallelSpec
+from mllm_seqpar.planner.memory import memory_after_tower
+from mllm_seqpar.planner.model_sizes import read_model
+from mllm_seqpar.planner.records import CONFIGS
+from mllm_seqpar.planner.workload import Workload
+from mllm_seqpar.runtime import visual_features
 
 DEFAULTS = {"mplug_owl3": (4, 128), "open_flamingo": (32, 352), "idefics": (8, 128)}
 """Frames and text tokens of the smaller of the two sizes."""
 SLACK = 1.01
 """Budget over the peak it comes from, so that small differences of text buffers do not change the longest video."""
+DTYPE = torch.bfloat16
+PUBLISHED_FRAMES = 1024
+"""Frames of a video at the published sizes, which sets the fraction of a video that is projected at once."""
+WORDS = 8
+"""Minimum number of text tokens in addition to the frame placeholders."""
+ATTEMPTS = 12
+"""Largest number of video lengths that the search for the longest video tries."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A strategy, and whether K and V of the frames are recomputed in backward."""
+
+    strategy: str
+    recompute: bool
+
+    def spec(self, ranks: int) -> ParallelSpec:
+        tile = {"ring": (1, ranks), "mesh": (2, ranks // 2), "ulysses": (1, 1)}.get(self.strategy, (ranks, 1))
+        return ParallelSpec(self.strategy, tile, ranks if self.strategy == "ulysses" else 1)
+
+
+@dataclass
+class MemoryBenchmark:
+    family: str
+    scale: int  # divisor of all widths
+    text: int  # number of text tokens
+    device: torch.device
+    largest: int  # frames of the larger of the two video lengths that are measured
+    comm: Communicator = field(default_factory=lambda: as_communicator(None))
+    scaled: ScaledModel = field(init=False)
+    model: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scaled = scaled(self.family, self.scale)
+        self.model = self.scaled.build().to(self.device, DTYPE).train()
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of visual features projected at once: the same fraction of the video as at the published sizes."""
+        published, sizes = getattr(visual_features, self._chunk_constant), self.scaled.sizes
+        if self.scale == 1:
+            return published
+        published_width = read_model(CONFIGS / "models" / f"{sizes.name}.yaml").cross.visual_dim
+        return published * self.largest * sizes.cross.visual_dim // (PUBLISHED_FRAMES * published_width)
+
+    @property
+    def _chunk_constant(self) -> str:
+        return "CUDA_CHUNK_BYTES" if self.device.type == "cuda" else "CHUNK_BYTES"
+
+    def columns(self, mode: Mode) -> dict[str, Any]:
+        sizes = self.scaled.sizes
+        row = {"benchmark": "memory", "family": self.family, "model": sizes.name, "ranks": self.comm.size}
+        row |= {"scale": self.scale, "text": self.text, "device": self.device.type, "dtype": "bfloat16"}
+        row |= {"frame_bytes": sizes.vision.keys * sizes.cross.visual_dim * DTYPE.itemsize}
+        return row | {"chunk_bytes": self.chunk_bytes, "strategy": mode.strategy, "recompute": mode.recompute}
+
+    @contextmanager
+    def patched(self, mode: Mode) -> Iterator[None]:
+        """Patch the model inside the block; its self-attention uses Ring Attention."""
+        options = {"tile": mode.spec(self.comm.size).mesh_shape} if mode.strategy == "mesh" else {}
+        name, before = self._chunk_constant, getattr(visual_features, self._chunk_constant)
+        setattr(visual_features, name, self.chunk_bytes)
+        patch_model(self.model, mode.strategy, recompute_visual=mode.recompute, **options)
+        try:
+            yield
+        finally:
+            unpatch_model(self.model)
+            setattr(visual_features, name, before)
+
+    def features(self, frames: int) -> Tensor:
+        """Return random visual features of this rank's frames (f, tokens, width), which require a gradient."""
+        sizes = self.scaled.sizes
+        shape = len(frame_range(frames)), sizes.vision.keys, sizes.cross.visual_dim
+        return torch.randn(shape, device=self.device, dtype=DTYPE, requires_grad=True)
+
+    def loss(self, frames: int, features: Tensor) -> Tensor:
+        local = frame_range(frames)
+        inputs = self.scaled.arguments(self.text, features, FrameShard(local.start, local.stop, frames))
+        return self.model(**inputs).loss
+
+    def step_bytes(self, mode: Mode, frames: int) -> dict[str, int]:
+        """Return the saved and the peak bytes of one step, each of the rank with the most, and the planner's
+        estimate."""
+        if frames > self.text - WORDS:
+            raise SystemExit(
+                f"memory.py: {self.text} text tokens cannot hold {frames} placeholders and {WORDS} words; raise --text"
+            )
+        with self.patched(mode):
+            gc.collect()
+            with harness.peak_memory(self.device) as peak:
+                features = self.features(frames)
+                saved = harness.SavedBytes([*self.model.parameters(), features])
+                with saved.counting():
+                    loss = self.loss(frames, features)
+                loss.backward()
+                del loss, features
+        saved_bytes, peak_bytes = map(max, zip(*self.comm.gather_ints([saved.bytes, peak.bytes]), strict=True))
+        sizes, n = self.scaled.sizes, self.comm.size
+        step = Workload(
+            model=sizes, frames=frames, text=self.text, gpus=n, recompute=mode.recompute, element=DTYPE.itemsize
+        )
+        planned = sum(memory_after_tower(step, mode.spec(n)).values())
+        return {"frames": frames, "kept_bytes": saved_bytes, "peak_bytes": peak_bytes, "planned_bytes": planned}
+
+    def largest_in(self, mode: Mode, budget: int, small: dict[str, Any], large: dict[str, Any]) -> dict[str, Any]:
+        """Return the largest number of frames, equal on all ranks, whose peak is at most `budget` bytes.
+
+        `small` and `large` are results of `step_bytes` for two video lengths. The columns are frames, peak_bytes, and
+        the peak with one more frame per rank (next_peak_bytes), or "capped" if the text cannot hold more placeholders.
+        """
+        n = self.comm.size
+        known = {row["frames"] // n: row["peak_bytes"] for row in (small, large)}
+        for attempt in range(ATTEMPTS):
+            below = max((count for count, peak in known.items() if peak <= budget), default=0)
+            above = min((count for count, peak in known.items() if peak > budget), default=None)
+            if above == below + 1:
+                return {"frames": below * n, "peak_bytes": known.get(below, 0), "next_peak_bytes": known[above]}
+            if attempt % 2 and above is not None:
+                count = (below + above) // 2  # bisection, in case the peak is not linear in the number of frames
+            else:
+                count = min(_interpolate(known, budget, below, above), (self.text - WORDS) // n)
+            if count in known:
+                return {"frames": below * n, "peak_bytes": known[below], "capped": True}
+            known[count] = self.step_bytes(mode, count * n)["peak_bytes"]
+        raise SystemExit(f"memory.py: {mode} on {n} ranks: no longest video found for {budget} bytes; tried {known}")
+
+    def recomputation_cost(self, frames: int, repeats: int) -> dict[str, Any]:
+        """Return the seconds of a step with and without recomputation of K and V, by LV-XAttn, and their ratio.
+
+        Each repetition times both, in alternating order, and the ratio is the median of the repetitions' ratios: the
+        speed of a shared machine changes over minutes.
+        """
+        pairs = []
+        for repeat in range(1 + repeats):  # the first one warms up
+            order = (True, False) if repeat % 2 else (False, True)
+            seconds = {recompute: self.step_s(Mode("lv-xattn", recompute), frames) for recompute in order}
+            if repeat:
+                pairs.append(seconds)
+        ratio = median(pair[True] / pair[False] for pair in pairs)
+        times = {"again_s": median(pair[True] for pair in pairs), "kept_s": median(pair[False] for pair in pairs)}
+        return {"frames": frames, "repeats": repeats, **times, "ratio": ratio, "share": 1 - 1 / ratio}
+
+    def step_s(self, mode: Mode, frames: int) -> float:
+        """Return the seconds of forward and backward on the slowest rank."""
+        with self.patched(mode):
+            features = self.features(frames)
+            with harness.slowest_rank(self.comm, self.device) as timer:
+                self.loss(frames, features).backward()
+            return timer.seconds
+
+
+def _interpolate(known: dict[int, int], budget: int, below: int, above: int | None) -> int:
+    """Return where the line through the two peaks nearest to the budget reaches it, between `below` and `above`."""
+    one, other = sorted(sorted(known, key=lambda count: abs(known[count] - budget))[:2])
+    slope = (known[other] - known[one]) / (other - one)
+    count = min(2 * max(known), int(one + (budget - known[one]) / slope)) if slope > 0 else 2 * max(known)
+    count = count + 1 if count <= below else count
+    return max(below + 1, count if above is None else min(count, above - 1))
 
 
 def main() -> None:
     args = parse()
-    torch.set_num_threads(args.threads)
-    machine = environment(args.device) | {"transformers": transformers.__version__}
-    print(", ".join(f"{key} {value}" for key, value in machine.items()))
+    harness.begin(args, max(args.ranks))
     for ranks in args.ranks:
-        rows = run_on_ranks(ranks, args.device, args.threads, rows_of, args)[0]
-        if args.out is not None:
-            append(args.out, [digits(row | machine) for row in rows])
+        harness.record(args, harness.run_on_ranks(ranks, args.device, args.threads, rows_of, args)[0])
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", nargs="+", default=["mplug_owl3", "open_flamingo"], choices=list(FAMILIES))
+    parser = harness.options(__doc__, repeats=4)
+    parser.add_argument("--family", nargs="+", default=["mplug_owl3", "open_flamingo"], choices=list(DEFAULTS))
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--scale", type=int, default=16, help="divisor of all widths; use 1 on a GPU")
     parser.add_argument("--frames", type=int, help="frames of the smaller size (default: by family)")
     parser.add_argument("--text", type=int, help="text tokens (default: by family)")
     parser.add_argument("--cost-text", type=int, default=512, help="text tokens of the timed steps; 0: time none")
-    parser.add_argument("--repeats", type=int, default=4, help="repetitions of the timed steps")
-    parser.add_argument("--threads", type=int, default=1, help="threads of each process, on CPU")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--quick", action="store_true", help="1 and 2 ranks, two strategies, few repetitions")
-    parser.add_argument("--out", type=Path, help="append rows to this CSV file")
     args = parser.parse_args(argv)
     if args.quick:
         args.ranks, args.repeats, args.cost_text = [n for n in args.ranks if n <= 2], 2, 128
-    if args.device == "cuda" and torch.cuda.device_count() < max(args.ranks):
-        parser.error(f"--ranks {max(args.ranks)}: this machine has {torch.cuda.device_count()} GPUs")
     return args
 
 
@@ -88,7 +252,7 @@ def rows_of(args: argparse.Namespace) -> list[dict[str, Any]]:
             cost = bench.recomputation_cost(2 * frames, args.repeats)
             found.append(bench.columns(Mode("lv-xattn", True)) | {"measure": "cost"} | cost)
         if bench.comm.rank == 0:
-            print(f"\n{report.memory_of_family(as_text(found))}", flush=True)
+            print(f"\n{report.memory_of_family(harness.as_text(found))}", flush=True)
         rows += found
     return rows
 

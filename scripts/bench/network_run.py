@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 import torch
-from measure import synchronize
+from harness import rounds, slowest_rank, synchronize
 from namespaces import LINK, cap_device
 from network_modes import Mode, Speed, cluster, modes
 from network_settings import Setting
+from paper_tables import GPUS
 from torch import Tensor
 
 from mllm_seqpar.comm import Communicator, Recv, Send
@@ -96,31 +97,38 @@ def _hop_s(comm: Communicator, device: torch.device, size: int, count: int) -> f
     """Return the seconds of one of `count` consecutive hops of `size` bytes on the slowest rank."""
     out, into = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    comm.gather_ints([0])
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(count):
-        comm.exchange([Send(after, out, "probe")], [Recv(before, into)]).wait()
-    synchronize(device)
-    seconds = (time.perf_counter() - start) / count
-    return max(row[0] for row in comm.gather_ints([int(seconds * 1e9)])) / 1e9
+    with slowest_rank(comm, device) as timer:
+        for _ in range(count):
+            comm.exchange([Send(after, out, "probe")], [Recv(before, into)]).wait()
+    return timer.seconds / count
 
 
 @dataclass
 class Times:
-    """Seconds of one mode on the slowest rank, one entry per repetition, and the bytes this rank sends in each."""
+    """Seconds of one mode on the slowest rank, one entry per repetition."""
 
     forward: list[float] = field(default_factory=list)
     total: list[float] = field(default_factory=list)
-    sent: int = 0
 
 
-@dataclass
-class Measured:
-    times: dict[Mode, Times]
-    block_s: float  # of the forward pass
-    mbit: float | None  # the cap
-    speed: Speed | None  # of the link
+def setting_columns(setting: Setting, block_s: float, mbit: float | None, speed: Speed | None) -> dict[str, Any]:
+    """Return the columns that all modes of a setting share: the seconds of a block in forward, the cap, the speed."""
+    shape = {name: getattr(setting, name) for name in ("ranks", "rows", "keys", "heads", "kv_heads", "dim", "dtype")}
+    common = {"setting": setting.name, "blocks": "emulated" if setting.block_s else "real"}
+    common |= shape | {"block_ms": block_s * 1e3, "cap_mbit": mbit or "", "link_mbit": "", "latency_ms": ""}
+    if speed is not None:
+        common |= {"link_mbit": speed[0] * 8e-6, "latency_ms": speed[1] * 1e3}
+    if (paper := setting.paper) is not None:
+        common |= {"paper_cluster": {"table3": "A100", "table4": "A30"}[paper.table], "paper_model": paper.label}
+        common |= {"paper_gpus": GPUS[paper.table], "paper_rows": paper.rows, "paper_keys": paper.keys}
+        common |= {"paper_ring_s": paper.seconds["ring"], "paper_lv_xattn_s": paper.seconds["lv-xattn"]}
+    return common
+
+
+def mode_columns(mode: str, seconds: Sequence[float], sent: int, predicted: float) -> dict[str, Any]:
+    """Return the columns of one mode."""
+    times = {"seconds": median(seconds), "least_s": min(seconds), "most_s": max(seconds)}
+    return {"mode": mode, "repeats": len(seconds), **times, "sent_bytes": sent, "predicted_s": predicted}
 
 
 class NetworkBenchmark:
@@ -132,9 +140,10 @@ class NetworkBenchmark:
         self.expected: Tensors | None = None  # results of the first mode, which the others must reproduce
         self.network: Cluster | None = None
 
-    def run(self, repeats: int, seed: int, link: Link, only: Sequence[str] | None = None) -> Measured:
-        """Run all modes, or `only` these and `none`: once to warm up and then `repeats` times."""
-        times = {m: Times() for m in modes(self.setting) if only is None or m.spec is None or m.name in only}
+    def run(self, repeats: int, seed: int, link: Link, only: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        """Return a row per mode, of all modes, or `only` these and `none`, after one run of each to warm up."""
+        found = {m.name: m for m in modes(self.setting) if only is None or m.spec is None or m.name in only}
+        times = {name: Times() for name in found}
         with self.kernel.registered() if self.kernel else contextlib.nullcontext():
             block_s = self.setting.block_s
             if block_s is None:  # a real block's, with all ranks computing at once
@@ -143,16 +152,22 @@ class NetworkBenchmark:
             mbit, speed = self.shape_link(link, block_s)
             if speed is not None:
                 self.network = cluster(self.setting, (block_s, BACKWARD * block_s), speed)
-            order, shuffler = list(times), random.Random(seed)
-            for repeat in range(1 + repeats):
-                for mode in order:
-                    forward, total = self.once(mode)
-                    if repeat:
-                        times[mode].forward.append(forward)
-                        times[mode].total.append(total)
-                    times[mode].sent = sum(mode.bytes_sent(self.setting, self.comm.rank).values())
-                shuffler.shuffle(order)
-        return Measured(times, block_s, mbit, speed)
+            for name, timed in rounds(found, repeats, seed=seed):
+                forward, total = self.once(found[name])
+                if timed:
+                    times[name].forward.append(forward)
+                    times[name].total.append(total)
+        common = {"benchmark": "network"} | setting_columns(self.setting, block_s, mbit, speed)
+        forward, none = median(times["none"].forward), median(times["none"].total)
+        block = forward / self.setting.ranks, (none - forward) / self.setting.ranks
+        rows = []
+        for name, mode in found.items():
+            sent = sum(mode.bytes_sent(self.setting, self.comm.rank).values())
+            row = mode_columns(name, times[name].total, sent, mode.predicted_s(self.setting, block, speed))
+            tile = "" if mode.spec is None else "{}x{}".format(*mode.spec.mesh_shape)
+            row |= {"tile": tile, "overlap": mode.overlap, "forward_s": median(times[name].forward)}
+            rows.append(common | row | {"over_none": row["seconds"] / none})
+        return rows
 
     def shape_link(self, link: Link, block_s: float) -> tuple[float | None, Speed | None]:
         """Cap the links for this time of a block, if they can be; return the cap in Mbit/s and the measured speed."""

@@ -1,6 +1,6 @@
 """Check the planner against the LV-XAttn paper's tables 3 and 4 (arXiv 2502.02406): seconds in cross-attention.
 
-    python scripts/bench/paper_tables.py [--json rows.jsonl] [--fitted 0|1|2]
+    python scripts/bench/paper_tables.py [--out rows.csv] [--fitted 0|1|2]
 
 For each cluster, effective rates are fitted to a third of the rows (one row of each model), and the planner's simulator
 predicts the other rows. Fitted per cluster: the rate of attention for each head dim (each has its own kernel) and a
@@ -11,9 +11,7 @@ Attention sends K and V expanded to all query heads; its LV-XAttn sends our sche
 
 from __future__ import annotations
 
-import argparse
 import csv
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from statistics import median
 
+import harness
 import numpy as np
 
 from mllm_seqpar.planner import Cluster, ParallelSpec, call_cost, read_cluster
@@ -177,15 +176,11 @@ def _cluster(table: str) -> Cluster:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.options(__doc__, device=False)
     parser.add_argument("--fitted", type=int, choices=[0, 1, 2], default=1, help="the row of each model that is fitted")
-    parser.add_argument("--json", help="append one JSON row per figure to this file")
     args = parser.parse_args()
     for table in CLUSTERS:
-        rows = _print(check(table, args.fitted))
-        if args.json:
-            with open(args.json, "a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+        harness.record(args, _print(check(table, args.fitted)))
 
 
 def _print(result: Result) -> list[dict[str, object]]:

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from bench_figures import BLUE, GREY, ORANGE, RED, Series, grouped_bars
-from rows import groups, read
+from harness import groups, read
 
 Row = dict[str, str]
 Cell = Callable[[Row], str]
@@ -266,9 +266,7 @@ def decoder_only(folder: Path) -> str:
     columns = {"family": text("family"), "tokens": number("tokens", ",.0f"), "ranks": text("ranks")}
     columns["attention"] = text("attention")
     peaks = {"training step": "peak", "prompt": "prefill"}
-    for place, (title, name) in enumerate(peaks.items()):
-        columns[f"{title}, MiB"] = number(f"{name}_mib", ".1f")
-        columns["gathered" + " " * place] = number(f"gathered_{name}_mib", ".1f")
+    columns |= {f"{title}, MiB": number(f"{name}_mib", ".1f") for title, name in peaks.items()}
     return joined(rows, table(rows, columns))
 
 

@@ -25,25 +25,24 @@ RUNS = {
     "network-paper": "network.py --suite paper --repeats 4 --out",
     "network-tiles": "network.py --suite tiles --out",
     "network-real": "network.py --suite real --out",
-    "end-to-end": "end_to_end.py --out",
+    "end-to-end": "network.py --suite steps real-steps --repeats 3 --out",
     "memory": "memory.py --out",
     "decoder-only": "decoder_only.py --part memory --out",
     "decoder-only-questions": "decoder_only.py --part questions --frames 512 --out",
-    "decode": "decode.py --images 64 256 --family idefics open_flamingo mllama mplug_owl3 --csv",
+    "decode": "decode.py --images 64 256 --family idefics open_flamingo mllama mplug_owl3 --out",
     "kernels": "kernels.py",
     "host-path": "host_path.py",
     "wide": "host_path.py --wide --repeats 9",
-    "profile": "profile_step.py",
     "paper-tables": "paper_tables.py",
     "scale": "scale.py --model mplug-owl3-7b --text 8192 --cluster a100-80g-8xN",
-    "video": "video.py --csv",
+    "video": "video.py --out",
 }
-"""The command of each run. If it ends with an option, the file of its rows follows; others print a table only."""
+"""The command of each run. If it ends with --out, the file of its rows follows; others print a table only."""
 QUICK = {"network.py": "--repeats 1", "memory.py": "--quick", "decode.py": "--images 16 --repeats 1 --tokens 8"}
 QUICK |= {"video.py": "--kinds h264-720p --fps 1 --seconds 10 --repeats 1"}
 QUICK |= {"decoder_only.py": "--frames 16 --ranks 1 2 --rounds 1"}
-QUICK |= {"end_to_end.py": "--repeats 1 --suite smallest", "host_path.py": "--repeats 2 --tokens 4"}
-"""Options that make a run short; they follow and override those of the command."""
+QUICK |= {"host_path.py": "--repeats 2 --tokens 4", "end-to-end": "--repeats 1 --suite smallest-steps"}
+"""Options that make a run, or all runs of a script, short; they follow and override those of the command."""
 
 
 def main() -> None:
@@ -68,7 +67,8 @@ def run(name: str, folder: Path, quick: bool) -> bool:
     new, start = folder / f"{name}.csv.new", time.monotonic()
     new.unlink(missing_ok=True)
     rows = [str(new)] if writes_rows(name) else []
-    command = [sys.executable, str(HERE / script), *options, *rows, *(QUICK.get(script, "").split() if quick else ())]
+    command = [sys.executable, str(HERE / script), *options, *rows]
+    command += QUICK.get(name, QUICK.get(script, "")).split() if quick else []
     print(f"== {name}: {' '.join(command[1:])}", flush=True)
     done = subprocess.run(command)
     print(f"== {name}: status {done.returncode} after {time.monotonic() - start:.0f} s", flush=True)
@@ -81,7 +81,7 @@ def run(name: str, folder: Path, quick: bool) -> bool:
 
 def writes_rows(name: str) -> bool:
     """Return whether a run writes rows, which the page shows; the others print a table."""
-    return RUNS[name].split()[-1] in ("--out", "--csv")
+    return RUNS[name].endswith("--out")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Time reading the sampled frames of a video: this library against torchcodec and decord, in one run.
 
     python scripts/bench/video.py [--kinds h264-720p ...] [--fps 0.5 1 4 all] [--seconds 60] [--threads 2] [--repeats 3]
-        [--folder DIR] [--csv rows.csv]
+        [--folder DIR] [--out rows.csv]
 
 The files are made by ffmpeg, which must be on PATH: moving test patterns with noise, 30 frames a second. A kind is a
 codec, a height and, after a "k", the number of frames between keyframes (otherwise the encoder's default). Every reader
@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-import random
 import subprocess
 import tempfile
 import time
@@ -30,9 +29,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import harness
 import torch
-from measure import environment, print_environment
-from rows import append, as_text
 
 from mllm_seqpar.data import FramePlan, plan_frames, probe, read_frames
 
@@ -48,26 +46,23 @@ KINDS = ["h264-720p", "h264-720p-k30", "h264-1080p", "h264-1080p-k30", "hevc-720
 def main() -> None:
     args = parse()
     torch.set_num_threads(1)
-    print_environment("cpu")
+    harness.print_environment("cpu")
     with tempfile.TemporaryDirectory() as scratch:
         for kind in args.kinds:
             path = make_file(kind, args.seconds, args.folder or Path(scratch))
             for fps in args.fps:
                 row = measure(kind, path, fps, args)
-                print(", ".join(f"{key} {value}" for key, value in as_text([row])[0].items()), flush=True)
-                if args.csv:
-                    append(args.csv, [environment("cpu") | row])
+                print(", ".join(f"{key} {value}" for key, value in harness.as_text([row])[0].items()), flush=True)
+                harness.record(args, [row])
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.options(__doc__, repeats=3, device=False)
     parser.add_argument("--kinds", nargs="+", default=KINDS, metavar="CODEC-HEIGHTp[-kN]")
     parser.add_argument("--fps", nargs="+", default=["0.5", "1", "4", "all"], help='frames per second, or "all"')
     parser.add_argument("--seconds", type=int, default=60, help="length of the files")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of every reader")
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="keep the files here, and use those that are already there")
-    parser.add_argument("--csv", type=Path, help="append one row per file and rate to this file")
     return parser.parse_args()
 
 
@@ -115,13 +110,10 @@ def measure(kind: str, path: Path, fps: str, args: argparse.Namespace) -> dict[s
 def median_seconds(readers: dict[str, Callable[[], object]], repeats: int) -> tuple[dict[str, float], dict[str, float]]:
     """Return the median seconds and the median seconds of processor time of each reader, in changing order."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in readers}
-    order, shuffler = list(readers), random.Random(0)
-    for _ in range(repeats):
-        shuffler.shuffle(order)
-        for name in order:
-            wall, processor = time.perf_counter(), time.process_time()
-            readers[name]()
-            times[name].append((time.perf_counter() - wall, time.process_time() - processor))
+    for name, _ in harness.rounds(readers, repeats, warm_up=0):
+        wall, processor = time.perf_counter(), time.process_time()
+        readers[name]()
+        times[name].append((time.perf_counter() - wall, time.process_time() - processor))
     first, second = ({name: median(pair[i] for pair in pairs) for name, pairs in times.items()} for i in (0, 1))
     return first, second
 

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mllm_seqpar.data.sources import FrameSource
+
 SIZE = (288, 512)
 """Height and width."""
 
 
 @dataclass(frozen=True)
-class Frames:
-    """Frames in memory, (n, 3, H, W) uint8, as a `FrameSource`."""
+class Frames(FrameSource):
+    """Frames in memory, (n, 3, H, W) uint8."""
 
     frames: Tensor
 
@@ -26,7 +28,7 @@ class Frames:
     def sizes(self) -> list[tuple[int, int]]:
         return [(self.frames.shape[2], self.frames.shape[3])] * len(self)
 
-    def read(self, start: int, stop: int, **_: Any) -> Iterator[Tensor]:
+    def read(self, start: int, stop: int, *, size: Any = None, batch: int = 16) -> Iterator[Tensor]:
         yield self.frames[start:stop]
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
-from gpu_checks.model import build, embeds, text
+from gpu_checks.model import build, inputs
 from gpu_checks.rows import Row
 
 from mllm_seqpar import patch_model, unpatch_model
@@ -19,22 +18,21 @@ GROWTH = 0.02
 
 def check(device: str) -> Iterator[Row]:
     """Yield the bytes saved for a video and for one twice as long, and the time of a step."""
-    from measure import medians_ms
+    from harness import medians_ms
 
     frames, length = SIZES[device]
-    model: Any = build(device)
+    model = build(device)
     model.vision_model.requires_grad_(False)
     saved: dict[str, list[int]] = {}
     times = {}
-    inputs = text(frames, length, device) | embeds(frames, device)
+    shorter, longer = (inputs(model, count, length, encoded=True) for count in (frames, 2 * frames))
     for name, recompute in (("recomputed", True), ("stored", False)):
         patch_model(model, recompute_visual=recompute)
         saved[name] = []
-        for count in (frames, 2 * frames):
-            given = text(count, length, device) | embeds(count, device)
+        for given in (shorter, longer):
             excluded = [*model.parameters(), *given.values()]
             saved[name].append(saved_bytes(lambda given=given: model(**given, use_cache=False).loss, excluded))
-        steps = {name: lambda: model(**inputs, use_cache=False).loss.backward()}
+        steps = {name: lambda: model(**shorter, use_cache=False).loss.backward()}
         times |= medians_ms(steps, device, repeats=5)
         unpatch_model(model)
     growth = {name: second - first for name, (first, second) in saved.items()}
@@ -56,7 +54,7 @@ def saved_bytes(run: Callable[[], torch.Tensor], excluded: list[torch.Tensor]) -
     """Return the bytes that a result's graph holds in addition to `excluded`, from the allocator (CUDA) or autograd
     (CPU).
     """
-    from measure import SavedBytes
+    from harness import SavedBytes
 
     if excluded[0].is_cuda:
         run()  # the first call allocates workspaces that are never freed

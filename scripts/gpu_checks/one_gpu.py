@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from gpu_checks.kernels import SIZES
-from gpu_checks.model import build, embeds, text
+from gpu_checks.model import build, inputs
 from gpu_checks.rows import Row
 from gpu_checks.trace import host_synchronisations
 
@@ -25,10 +25,10 @@ VERSION_2 = ("flash_attn", "cuda_flash")
 def check(device: str) -> Iterator[Row]:
     """Yield the kernels of "auto", and the synchronisations of a forward pass."""
     yield from (auto_kernel(device, **kind) for kind in ({}, {"causal": True}, {"masked": True}))
-    model: Any = build(device)
+    model = build(device)
+    given = inputs(model, FRAMES, LENGTH, encoded=True)
     patch_model(model)
-    inputs = text(FRAMES, LENGTH, device) | embeds(FRAMES, device)
-    yield synchronisations(lambda: model(**inputs, use_cache=False), device, "patched model, 1 rank")
+    yield synchronisations(lambda: model(**given, use_cache=False), device, "patched model, 1 rank")
 
 
 def auto_kernel(device: str, causal: bool = False, masked: bool = False) -> Row:

@@ -31,6 +31,10 @@ HIDDEN = 0.5
 """Part of the time of transfers that attention kernels must hide, where computation is long enough."""
 
 
+Results = dict[str, tuple[Tensor, Tensor]]
+"""By name: a tensor of this rank, and its exact values."""
+
+
 @dataclass(frozen=True)
 class Case:
     """An algorithm with the kind of its problem ("cross", "masked" or "causal"), or why it needs other ranks."""
@@ -63,18 +67,27 @@ def cases(ranks: int, heads: int) -> list[Case]:
 
 def check(comm: Communicator, device: torch.device) -> Iterator[Row]:
     """Yield errors of every algorithm forward and backward, of decoding, and the times with and without overlap."""
+    yield from exact_rows("ranks exact", comm.size, device, lambda on_rank: on_rank(comm))
+    yield from (overlap(name, comm, device) for name in ("lv_xattn", "ring"))
+
+
+def exact_rows(
+    check: str, ranks: int, device: torch.device, run: Callable[[Callable[[Communicator], Row]], Row]
+) -> Iterator[Row]:
+    """Yield a row per algorithm and dtype; `run` calls a function on all ranks and returns the row of the first one."""
     for dtype in (torch.bfloat16, torch.float32):
-        problems = {kind: Reference.make(kind, dtype, comm.size, device) for kind in ("cross", "masked", "causal")}
-        subject = f"{comm.size} ranks, {str(dtype).removeprefix('torch.')}"
-        for case in cases(comm.size, HEADS[device.type][0]):
+        problems = {kind: Reference.make(kind, dtype, ranks, device) for kind in ("cross", "masked", "causal")}
+        subject = f"{ranks} ranks, {str(dtype).removeprefix('torch.')}"
+        computed: dict[str, tuple[Reference, Callable[..., Results]]] = {}
+        for case in cases(ranks, HEADS[device.type][0]):
             name = f"{case.name} {case.kind}, {subject}"
             if case.impossible:
-                yield Row("ranks exact", name, f"not run: {case.impossible}")
+                yield Row(check, name, f"not run: {case.impossible}")
                 continue
-            yield exact_row(name, on_rank(case, problems[case.kind], comm), problems[case.kind], comm)
-        for kind in ("cross", "masked"):
-            yield exact_row(f"decode {kind}, {subject}", decoded(problems[kind], comm), problems[kind], comm)
-    yield from (overlap(name, comm, device) for name in ("lv_xattn", "ring"))
+            computed[name] = problems[case.kind], functools.partial(on_rank, case)
+        computed |= {f"decode {kind}, {subject}": (problems[kind], decoded) for kind in ("cross", "masked")}
+        for name, (ref, compute) in computed.items():
+            yield run(functools.partial(exact_row, check, name, ref, compute))
 
 
 @dataclass(frozen=True)
@@ -123,7 +136,7 @@ class Reference:
         return FrameMask.from_intervals(first, stop, self.tokens, self.total)
 
 
-def on_rank(case: Case, ref: Reference, comm: Communicator) -> dict[str, tuple[Tensor, Tensor]]:
+def on_rank(case: Case, ref: Reference, comm: Communicator) -> Results:
     """Return o, dq, dk, dv of this rank's shard, each with the exact values."""
     (rows, keys), p = ref.shard(comm), ref.problem
     leaves = [x.index_select(2, index).requires_grad_() for x, index in ((p.q, rows), (p.k, keys), (p.v, keys))]
@@ -135,7 +148,7 @@ def on_rank(case: Case, ref: Reference, comm: Communicator) -> dict[str, tuple[T
 
 
 @torch.no_grad()
-def decoded(ref: Reference, comm: Communicator) -> dict[str, tuple[Tensor, Tensor]]:
+def decoded(ref: Reference, comm: Communicator) -> Results:
     """Return o of the first rows, which all ranks have, over the sharded keys, with the exact values."""
     (_, keys), p = ref.shard(comm), ref.problem
     rows = torch.arange(4, device=p.q.device)
@@ -144,20 +157,21 @@ def decoded(ref: Reference, comm: Communicator) -> dict[str, tuple[Tensor, Tenso
     return {"o": (o, ref.exact["o"][:, :, :4])}
 
 
-def exact_row(subject: str, found: dict[str, tuple[Tensor, Tensor]], ref: Reference, comm: Communicator) -> Row:
-    """Return the row of the largest error over all ranks."""
+def exact_row(check: str, subject: str, ref: Reference, compute: Callable[..., Results], comm: Communicator) -> Row:
+    """Return the row of the largest error over all ranks of what `compute(ref, comm)` returns."""
+    found = compute(ref, comm)
     squares = [[float((x.double() - e).square().sum()), float(e.square().sum())] for x, e in found.values()]
     total = comm.all_reduce(torch.tensor(squares, dtype=torch.float64, device=comm.device))
     unit = "" if not ref.theirs else " x sdpa's error"
     limit = ROUNDED_PARTIALS if ref.theirs else FLOAT32
     relative = (total[:, 0] / total[:, 1]).sqrt().tolist()
     worst, name = max((x / ref.theirs.get(name, 1.0), name) for x, name in zip(relative, found, strict=True))
-    return Row("ranks exact", subject, f"{worst:.2g}{unit} ({name})", f"{limit:g}{unit}", worst <= limit)
+    return Row(check, subject, f"{worst:.2g}{unit} ({name})", f"{limit:g}{unit}", worst <= limit)
 
 
 def overlap(name: str, comm: Communicator, device: torch.device) -> Row:
     """Return the times of a forward and backward pass with and without overlap, and how much of it is hidden."""
-    from measure import medians_ms
+    from harness import medians_ms
 
     attend: Any = {"lv_xattn": lv_xattn, "ring": ring_attention}[name]
     (heads, groups, dim), (rows, keys) = HEADS[device.type], TIMED[device.type]

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 from accelerate import Accelerator
-from gpu_checks.model import DTYPE, build, pixels, text
+from gpu_checks.model import DTYPE, build, inputs
 from gpu_checks.ranks_training import compare, optimizer_of, sharded, train
 from gpu_checks.rows import Row
 from gpu_checks.training import SIZES
@@ -31,8 +31,9 @@ def check(comm: Communicator, device: torch.device) -> Iterator[Row]:
     """Yield two steps of each setting against one device."""
     frames, length = SIZES[device.type]
     sizes = (frames, length), (frames - 1, length // 2)
-    batches = [text(*size, device.type) | pixels(size[0], device.type) for size in sizes]
-    exact = train(build(device.type), batches[:1])
+    unpatched = build(device.type)
+    batches = [inputs(unpatched, *size) for size in sizes]
+    exact = train(unpatched, batches[:1])
     model, optimizer = prepared(build(device.type).float(), device)
     found = train(model, batches[:1], optimizer)
     yield from compare(f"accelerate, bf16, checkpointing, {comm.size} ranks", found, exact, torch.bfloat16)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpu_checks.memory import mib
-from gpu_checks.model import build, embeds, text
+from gpu_checks.model import build, inputs
 from gpu_checks.rows import Row
 
 from mllm_seqpar import patch_model
@@ -102,13 +102,12 @@ def automatic(own: ProcessGroupCommunicator, device: torch.device, subject: str)
     level = log.level
     log.setLevel(logging.INFO)
     try:
-        model: Any = build("cpu").float()
+        model = build("cpu").float()
         patch_model(model, strategy="auto", group=own)
         refused = device.type == "cpu" or _refuses(model, device)
         model.to(device)
-        inputs = {k: v.float() if v.is_floating_point() else v for k, v in embeds(FRAMES, device.type).items()}
         with torch.no_grad(), torch.autocast(device.type, dtype=torch.bfloat16):
-            model(**text(FRAMES, LENGTH, device.type), **inputs, use_cache=False)
+            model(**inputs(model, FRAMES, LENGTH, encoded=True), use_cache=False)
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
@@ -120,7 +119,7 @@ def automatic(own: ProcessGroupCommunicator, device: torch.device, subject: str)
 
 def _refuses(model: Any, device: torch.device) -> bool:
     try:
-        model(**text(FRAMES, LENGTH, "cpu"), use_cache=False)
+        model(**inputs(model, FRAMES, LENGTH, encoded=True), use_cache=False)
     except ConfigError as error:
         return "is on cpu" in str(error)
     return False

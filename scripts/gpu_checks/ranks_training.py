@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from gpu_checks.kernels import relative
 from gpu_checks.memory import mib
-from gpu_checks.model import DTYPE, build, pixels, text
+from gpu_checks.model import DTYPE, build, inputs
 from gpu_checks.one_gpu import synchronisations
 from gpu_checks.rows import Row
 from gpu_checks.trace import kernels_of, streams
@@ -32,16 +32,17 @@ LATER = 4
 def check(comm: Communicator, device: torch.device) -> Iterator[Row]:
     """Yield two steps of each strategy against one device; streams, synchronisations and memory of LV-XAttn."""
     frames, length = SIZES[device.type]
-    inputs = text(frames, length, device.type) | pixels(frames, device.type)
-    exact = train(build(device.type), [inputs])
+    unpatched = build(device.type)
+    given = inputs(unpatched, frames, length)
+    exact = train(unpatched, [given])
     for strategy in ("replicate", "lv-xattn"):
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         model = sharded(patch_model(build(device.type), strategy=strategy), device)
-        found = train(model, [inputs])
+        found = train(model, [given])
         yield from compare(f"{strategy}, {comm.size} ranks", found, exact, DTYPE[device.type])
-    yield from measure(model, inputs, comm, device)
+    yield from measure(model, given, comm, device)
 
 
 def sharded(model: Any, device: torch.device) -> Any:
@@ -69,7 +70,7 @@ def train(
     """
     optimizer, losses, first = optimizer or optimizer_of(model), [], {}
     for _ in range(2):
-        found = torch.stack([model(**inputs, use_cache=False).loss for inputs in batches])
+        found = torch.stack([model(**batch, use_cache=False).loss for batch in batches])
         found.mean().backward()
         losses.append(found.tolist())
         for name, p in model.named_parameters():
@@ -97,7 +98,7 @@ def compare(subject: str, found: Any, exact: Any, dtype: torch.dtype) -> Iterato
     yield Row("FSDP2 steps", subject, found, f"{gradient_limit:g}", worst <= gradient_limit)
 
 
-def measure(model: Any, inputs: dict[str, Tensor], comm: Communicator, device: torch.device) -> Iterator[Row]:
+def measure(model: Any, given: dict[str, Tensor], comm: Communicator, device: torch.device) -> Iterator[Row]:
     """Yield the memory, the streams and the host synchronisations of a model that has taken two steps."""
     frames, length = SIZES[device.type]
     size = DTYPE[device.type].itemsize
@@ -116,7 +117,7 @@ def measure(model: Any, inputs: dict[str, Tensor], comm: Communicator, device: t
     optimizer = optimizer_of(model)
 
     def step() -> None:
-        model(**inputs, use_cache=False).loss.backward()
+        model(**given, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -134,4 +135,4 @@ def measure(model: Any, inputs: dict[str, Tensor], comm: Communicator, device: t
     exchanges, fsdp = streams(kernels, "SendRecv"), streams(kernels, "ReduceScatter")
     found = f"exchanges on {sorted(exchanges)}, FSDP2's reduce-scatter on {sorted(fsdp)}"
     yield Row("streams", subject, found, "different streams", bool(exchanges and fsdp) and not exchanges & fsdp)
-    yield synchronisations(lambda: model(**inputs, use_cache=False), device.type, subject)
+    yield synchronisations(lambda: model(**given, use_cache=False), device.type, subject)

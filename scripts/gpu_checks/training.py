@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from gpu_checks.kernels import relative
-from gpu_checks.model import DTYPE, build, gradients, pixels, text
+from gpu_checks.model import DTYPE, build, gradients, inputs
 from gpu_checks.rows import Row
 
 from mllm_seqpar import patch_model
@@ -35,11 +35,11 @@ def check(device: str) -> Iterator[Row]:
 
 def check_gate(gate: str | None, device: str) -> Iterator[Row]:
     frames, length = SIZES[device]
-    inputs = text(frames, length, device) | pixels(frames, device)
-    model: Any = build(device, gate)
+    model = build(device, gate)
+    given = inputs(model, frames, length)
     count = sum(p.numel() for p in model.parameters()) / 1e6
     unpatched = copy.deepcopy(model)
-    loss = unpatched(**inputs, use_cache=False).loss
+    loss = unpatched(**given, use_cache=False).loss
     loss.backward()
     exact_loss, exact = float(loss.detach()), gradients(unpatched)
     del unpatched, loss
@@ -47,7 +47,7 @@ def check_gate(gate: str | None, device: str) -> Iterator[Row]:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     models = [model] + [copy.deepcopy(model) for _ in range(RANKS - 1)]
-    steps = run_loopback(RANKS, lambda comm: train(models[comm.rank], inputs, comm))
+    steps = run_loopback(RANKS, lambda comm: train(models[comm.rank], given, comm))
     loss_limit, gradient_limit = ALLOWED[DTYPE[device]]
     subject = f"gate {gate}, {RANKS} ranks, {count:.0f} M parameters"
     losses, found_gradients, seconds = zip(*steps, strict=True)
@@ -64,19 +64,19 @@ def check_gate(gate: str | None, device: str) -> Iterator[Row]:
     found = f"parameters {'equal' if same else 'differ'} on the ranks"
     yield Row("training", f"gate {gate}, after two AdamW steps", found, "", same)
     peak = f", peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB for all ranks" if device == "cuda" else ""
-    tokens = frames * (inputs["pixel_values"].shape[-1] // 14) ** 2
+    tokens = frames * (given["pixel_values"].shape[-1] // 14) ** 2
     found = f"{max(seconds) * 1e3:.0f} ms a step{peak}"
     yield Row("training", f"gate {gate}, {frames} frames, {tokens} visual tokens", found)
 
 
-def train(model: Any, inputs: dict, comm: Communicator) -> tuple[float, dict[str, torch.Tensor], float]:
+def train(model: Any, given: dict, comm: Communicator) -> tuple[float, dict[str, torch.Tensor], float]:
     """Take two steps of AdamW on averaged gradients; return loss and gradients of the first, seconds of the second."""
     patch_model(model, group=comm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
     first: tuple[float, dict[str, torch.Tensor]] | None = None
     for _ in range(2):
         start = time.perf_counter()
-        loss = model(**inputs, use_cache=False).loss
+        loss = model(**given, use_cache=False).loss
         loss.backward()
         for p in model.parameters():
             if p.grad is not None:

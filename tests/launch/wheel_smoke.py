@@ -15,7 +15,7 @@ import mllm_seqpar
 from mllm_seqpar import patch_model, unpatch_model
 
 repository = Path(__file__).resolve().parents[2]
-sys.path.append(str(repository / "tests"))
+sys.path.append(str(repository / "scripts" / "lib"))
 from tiny_models.mplug_owl3 import tiny_frames, tiny_model, tiny_text  # noqa: E402
 
 location = Path(mllm_seqpar.__file__).resolve()

@@ -41,7 +41,7 @@ THIRD_PARTY = {
     "planner": {"yaml", "matplotlib"},
     "cli": {"matplotlib", "safetensors", "tqdm", "transformers", "yaml"},
     "inference": {"lmms_eval", "transformers"},
-    "serving": {"fastapi", "pydantic", "python_multipart", "starlette", "transformers", "uvicorn"},
+    "serving": {"fastapi", "prometheus_client", "pydantic", "python_multipart", "starlette", "transformers", "uvicorn"},
     "training": {"accelerate", "huggingface_hub", "matplotlib", "peft", "transformers", "yaml"},
     "patches": {"numpy", "PIL", "tokenizers", "transformers", "open_flamingo"},
 }
@@ -218,6 +218,11 @@ def test_modules_have_no_global_statement() -> None:
         found = [f"{name_of(path)}:{number}" for number, line in enumerate(lines, 1) if GLOBAL.match(line)]
         wrong += [f"`global` in {place}; pass the state as an argument or keep it in an object" for place in found]
     assert not wrong, "\n".join(wrong)
+
+
+def test_scripts_use_nothing_of_the_tests() -> None:
+    for path in files_in("scripts"):
+        assert '"tests"' not in path.read_text(), f"{name_of(path)}: move what scripts and tests share to scripts/lib"
 
 
 def test_shell_scripts_stop_at_the_first_error() -> None:

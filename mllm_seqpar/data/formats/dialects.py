@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mllm_seqpar.data.frame_choice import FRAME_FIELDS
 from mllm_seqpar.data.media_files import VIDEO_SUFFIXES
-from mllm_seqpar.data.video import CLIP, SAMPLING
 from mllm_seqpar.errors import DataError
 
 from .choices import ANSWER_KEYS, DEFAULT_TEMPLATE, OPTION_KEYS, read_choice
@@ -77,7 +77,7 @@ def _from_messages(record: Mapping[str, Any]) -> Mapping[str, Any]:
     converted = [_message(message) for message in messages]
     media_keys = [key for keys in _MEDIA_KEYS.values() for key in keys if record.get(key)]
     if media_keys and any(_expects_media(message) for message in converted):
-        rest = {key: value for key, value in record.items() if key not in (*media_keys, *SAMPLING, *_ALL_CLIP_KEYS)}
+        rest = {key: value for key, value in record.items() if key not in (*media_keys, *FRAME_FIELDS, *_ALL_CLIP_KEYS)}
         return {**rest, "messages": _fill(converted, record)}
     return {**record, "messages": converted}
 
@@ -148,7 +148,7 @@ def _ask(media: Sequence[dict[str, Any]], question: str, answer: str) -> list[di
 def _media(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the media parts that the keys of a record name, images first."""
     parts: list[dict[str, Any]] = []
-    sampling = {key: record[key] for key in SAMPLING if record.get(key) is not None} | _clip(record)
+    sampling = {key: record[key] for key in FRAME_FIELDS if record.get(key) is not None} | _clip(record)
     for kind, keys in _MEDIA_KEYS.items():
         found = [key for key in keys if record.get(key)]
         if len(found) > 1:
@@ -163,7 +163,7 @@ def _media(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not parts and isinstance(name := record.get("videoID", record.get("video_id")), str):
         parts.append({"type": "video", "path": VIDEO_ID + name, **sampling})
     videos = sum(part["type"] == "video" for part in parts)
-    if videos > 1 and any(name in sampling for name in CLIP):
+    if videos > 1 and sampling.keys() & _CLIP_KEYS.keys():
         raise DataError(f"has the times of a clip and {videos} videos; state start and end in the part of each video")
     return parts
 

@@ -90,6 +90,8 @@ class Family(ABC, Generic[InputsT]):
         chat: the chat format of these processors.
         model_types: values of `model_type` in the `config.json` of its models.
         model_sizes: (config, name) -> the sizes of the model that such a file describes, for the planner.
+        parts: the module paths of the parts of a model that fine-tuning can freeze by name: "vision", "projector",
+            "language".
         frame_arguments: the arguments of the forward that hold frames or features; they take `HostFrames`.
         visual_arguments: the arguments by which `generate` passes frames, if the model's own `generate` would repeat
             them for beams. The patched one repeats none of them, because the beams of a sample share its frames, and
@@ -110,6 +112,7 @@ class Family(ABC, Generic[InputsT]):
     chat: type[ChatFamily] | None = None
     model_types: tuple[str, ...] = ()
     model_sizes: Callable[[dict[str, Any], str], ModelSizes] | None = None
+    parts: Mapping[str, tuple[str, ...]] = {}
     frame_arguments: tuple[str, ...] = ("pixel_values",)
     visual_arguments: tuple[str, ...] = ()
     forward_doc = ""

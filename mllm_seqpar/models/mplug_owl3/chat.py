@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mllm_seqpar.errors import DataError
+from mllm_seqpar.models.messages import message_parts
 
 IMAGE = "<|image|>"
 VIDEO = "<|video|>"
@@ -92,15 +93,14 @@ class Piece:
 
 
 def check_conversation(messages: Sequence[Message]) -> None:
-    """Raise DataError for an unknown role or part type, or for media in a message that is not the user's."""
+    """Raise DataError unless `message_parts` accepts the messages, and only the user's texts have placeholders."""
     for number, message in enumerate(messages):
-        role, content = message.get("role"), _content_text(message.get("content"), number)
-        if role not in ("system", "user", "assistant"):
-            raise DataError(f"message {number} has the role {role!r}; expected one of system, user, assistant")
-        if role != "user" and _MEDIA.search(content):
-            raise DataError(
-                f"message {number} of role {role!r} holds an image or video; only a user message shows media"
-            )
+        for part in message_parts(number, message, {"image": None, "video": None}):
+            if message["role"] != "user" and _MEDIA.search(part["text"]):
+                raise DataError(
+                    f"message {number} ({message['role']}) has the placeholder of an image or video in its text; only "
+                    "a user message shows media"
+                )
 
 
 def text_pieces(text: str, answers: Iterable[tuple[int, int]] = ()) -> list[Piece]:
@@ -118,23 +118,6 @@ def text_pieces(text: str, answers: Iterable[tuple[int, int]] = ()) -> list[Piec
         Piece(text[first:last], first, any(start <= first < stop for start, stop in ranges))
         for first, last in zip(edges, edges[1:], strict=False)
     ]
-
-
-def _content_text(content: Any, number: int) -> str:
-    """Return a message's content as text, with a placeholder for each image and video part."""
-    if isinstance(content, str):
-        return content
-    texts = []
-    for part in content if isinstance(content, Iterable) else [None]:
-        part = part if isinstance(part, Mapping) else {"type": None, "found": part}
-        kind, text = part.get("type"), part.get("text")
-        if kind not in ("text", "image", "video") or (kind == "text" and not isinstance(text, str)):
-            raise DataError(
-                f"message {number} holds {part!r:.80}; content is a text, or a list of parts like "
-                '{"type": "video"}, {"type": "image"}, {"type": "text", "text": "..."}'
-            )
-        texts.append({"image": IMAGE, "video": VIDEO}.get(kind) or str(text))
-    return "".join(texts)
 
 
 def placeholders(samples: Iterable[Iterable[Piece]]) -> list[str]:

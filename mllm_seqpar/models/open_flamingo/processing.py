@@ -10,6 +10,7 @@ from transformers.feature_extraction_utils import BatchFeature
 from transformers.processing_utils import ImagesKwargs, ProcessingKwargs, TextKwargs
 
 from mllm_seqpar.errors import DataError
+from mllm_seqpar.models.messages import message_parts
 from mllm_seqpar.models.processor import NativeProcessor, flattened, returned
 
 from .configuration import OpenFlamingoConfig
@@ -80,16 +81,7 @@ class OpenFlamingoProcessor(NativeProcessor):
 
     def check_conversation(self, messages: Sequence[Mapping[str, Any]]) -> None:
         for number, message in enumerate(messages):
-            role, content = message.get("role"), message.get("content")
-            if role not in ("system", "user", "assistant"):
-                raise DataError(f"message {number} has the role {role!r}; expected one of system, user, assistant")
-            for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or [None]:
-                kind = part.get("type") if isinstance(part, Mapping) else None
-                if kind != "image" and not (kind == "text" and isinstance(part["text"], str)):
-                    raise DataError(
-                        f"message {number} holds {part!r:.80}; content is a text, or a list of parts like "
-                        '{"type": "image"}, {"type": "text", "text": "..."}; show the frames of a video as images'
-                    )
+            message_parts(number, message, {"image": None})  # a video is shown as images of its frames
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> Self:

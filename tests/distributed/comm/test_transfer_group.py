@@ -215,7 +215,7 @@ def groups_of_inference(rank: int, world: int) -> list[bool]:
     public.destroy()
     before = number_of_groups()
     with pytest.raises(ConfigError, match="batch: 0"):
-        encode_video(tiny_model(), None, [None], batch=0)  # type: ignore[arg-type]
+        encode_video(tiny_model(), None, [[None]], batch=0)  # type: ignore[arg-type]
     return [*(x.transfers is not x.group for x in (comm, pair)), number_of_groups() == before + 1]
 
 

@@ -170,7 +170,7 @@ WRAPPINGS |= {
 if "open_flamingo" in BATCHES:
     WRAPPINGS["open_flamingo"] = (2, Wrapping("open_flamingo", KV["open_flamingo"]))
     WRAPPINGS["open_flamingo, offload"] = (2, Wrapping("open_flamingo", KV["open_flamingo"], options=OFFLOAD))
-QUICK = ("size-based", "v_kv_proj and norm, offload, checkpointing", "mllama, the inner model")
+QUICK = ("size-based", "v_kv_proj and norm, offload, checkpointing")
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in WRAPPINGS])

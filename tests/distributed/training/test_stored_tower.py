@@ -70,6 +70,7 @@ def test_second_epoch_runs_no_tower_and_trains_the_same(training_files: Path, tm
     assert trained(tmp_path / "plain") == trained(tmp_path / "stored") == trained(tmp_path / "again")
 
 
+@pytest.mark.slow
 def test_training_on_a_frame_store_is_training_on_videos(training_files: Path, tmp_path: Path) -> None:
     store, data = tmp_path / "frames", [str(training_files / f"{name}.jsonl") for name in ("short", "few")]
     assert check([*data, "--store", str(store)]) == 0
@@ -121,6 +122,7 @@ def test_features_of_one_process_are_read_by_two(training_files: Path, tmp_path:
     assert_same_trajectory(log_of(tmp_path / "stored"), log_of(tmp_path / "one"))
 
 
+@pytest.mark.slow
 def test_features_that_do_not_fit_are_one_sentence(training_files: Path, tmp_path: Path) -> None:
     features, number = tmp_path / "features", itertools.count()
 

@@ -12,6 +12,7 @@ import torch
 from attention_cases import Case, check, run_case, same_bits
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of
+from selections import slow_unless
 
 MASKS = (None, "random", "growing", "one frame", "first frame", "last frame", "nothing", "some rows", "holes")
 KEYS: list[dict[str, Any]] = [
@@ -27,9 +28,13 @@ def slow(*cases: Any) -> list[Any]:
     return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
-@pytest.mark.parametrize("sizes", [(2, 3, 5), *slow(((1, 8, 4),))])
-@pytest.mark.parametrize("op", ["lv", "ring"])
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    ("op", "mask", "sizes"),
+    slow_unless(
+        lambda row: row[2] == (2, 3, 5) and (row[0] == "lv" or row[1] in (None, "random", "holes")),
+        itertools.product(("lv", "ring"), MASKS, ((2, 3, 5), (1, 8, 4))),
+    ),
+)
 def test_cross_attention(op: str, mask: str | None, sizes: tuple[int, ...]) -> None:
     for n, keys in zip(sizes, KEYS, strict=True):
         check(n, op=op, rows=6 * n, mask=mask, layout="contiguous", **keys)
@@ -55,9 +60,9 @@ def test_merge_adds_no_key_to_short_rows(op: str, n: int) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("text", ["plain", "window", "packed", "padded", "padded left"])
 def test_causal_text(text: str, layout: str) -> None:
-    for n, rows, batch in ((1, 17, 2), (2, 24, 1), (3, 17, 2), (4, 32, 2), (5, 17, 2)):
+    for n, rows, batch in ((1, 17, 2), (2, 24, 1), (5, 17, 2)) if layout == "zigzag" else ((3, 17, 2), (4, 32, 2)):
         check(n, op="causal", rows=rows, batch=batch, layout=layout, text=text)
-    for n in (1, 2, 3) if text == "plain" else ():
+    for n in (1, 3) if text == "plain" else ():
         check(n, op="causal", rows=8 * n, batch=3, layout=layout, shared_keys=True)
 
 
@@ -71,8 +76,7 @@ def test_one_softmax_over_text_and_frames(mask: str | None) -> None:
         check(n, op="joint", rows=19, batch=2, mask=mask, layout=layout, text=text, shared_keys=shared)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-@pytest.mark.parametrize("frames", [13, 5, 1])
+@pytest.mark.parametrize(("frames", "n"), [(13, 1), (5, 2), (13, 3), (5, 4), (1, 4)])
 def test_frames_in_two_ranges_of_a_rank(frames: int, n: int) -> None:
     for (mask, table), shared in itertools.product(
         (("growing", False), ("random", True), ("holes", False)), (True, False)

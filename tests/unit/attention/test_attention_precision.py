@@ -79,7 +79,9 @@ CASES = [(kernel, op, n) for kernel in ("torch_cpu", "rounding") for op in ("lv"
 CASES += [("blocked_matmul", "lv", 8)]
 
 
-@pytest.mark.parametrize(("kernel", "op", "n"), slow_unless(lambda row: row[0] == "rounding" and row[2] == 2, CASES))
+@pytest.mark.parametrize(
+    ("kernel", "op", "n"), slow_unless(lambda row: row in (("rounding", "lv", 2), ("rounding", "direct", 2)), CASES)
+)
 def test_bf16_is_as_good_as_one_device_and_does_not_depend_on_the_ring(kernel: str, op: str, n: int) -> None:
     limit = AGAINST_ONE_DEVICE_FLOAT32_PARTIALS if kernel in FLOAT32_PARTIALS else AGAINST_ONE_DEVICE
     case = bf16(op, kernel)

@@ -89,8 +89,7 @@ def test_hybrid_shards_heads_inside_nodes(options: dict[str, Any], nodes: Sequen
     assert with_keys and not {"q", "o", "lse", "do", "delta", "dq"} & {label for *_, label in with_keys}
 
 
-@pytest.mark.parametrize("nodes", [INTERLEAVED, UNEVEN], ids=["interleaved", "uneven"])
-@pytest.mark.parametrize("frames_by", ["lv-xattn", "ulysses"])
+@pytest.mark.parametrize(("frames_by", "nodes"), [("lv-xattn", UNEVEN), ("ulysses", INTERLEAVED)])
 def test_text_and_masked_frames_stay_exact_on_interleaved_nodes(frames_by: str, nodes: Sequence[int]) -> None:
     """With hybrids of both sources, only of one, and with rows that are sent point to point."""
     common: dict[str, Any] = {"op": "joint", "tile": (3, 1), "frames_by": frames_by, "mask": "far frame", "rows": 21}

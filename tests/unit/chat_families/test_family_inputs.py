@@ -1,5 +1,6 @@
 """Layer: one process, real files. A chat's text, masks and images equal those of the family's own processor."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from family_directories import CHATS, MAKERS, asks, image, says, text, write_cha
 from mllm_seqpar.data import ChatDataset, chat_family, load_local_images
 from mllm_seqpar.data.chat_format import media_parts
 from mllm_seqpar.data.image_tokens import tokenize
+from mllm_seqpar.data.sources import ImageTensorSource
 from mllm_seqpar.errors import DataError
+from mllm_seqpar.inference.evidence import frame_times
 from mllm_seqpar.models.loading import load_processor
 from mllm_seqpar.patches.idefics.adapter import prompt_items
 from mllm_seqpar.sharding import frame_bounds, frame_spans, in_frame_order
@@ -162,3 +165,18 @@ def test_token_that_only_ends_in_an_answer_is_a_target_as_in_transformers() -> N
     ids, _, labels = tokenize(tokenizer, ['Answer:"yes".'], [[(7, 12)]], padding_side=None, add_special_tokens=True)
     assert labels is not None and own["assistant_masks"] == [0, 1, 1, 1, 0]
     assert (ids[0].tolist(), (labels[0] != -100).long().tolist()) == (own["input_ids"], own["assistant_masks"])
+
+
+class Timed(ImageTensorSource):
+    def seconds(self, index: int) -> float:
+        return (0.0, 0.5, 2.0)[index]
+
+
+@pytest.mark.parametrize("family", MAKERS)
+def test_stored_features_keep_the_times_of_their_frames(folder: Path, family: str) -> None:
+    chats = chat_family(load_processor(str(folder / family)))
+    video = Timed([torch.zeros(3, 56, 56, dtype=torch.uint8)] * 3)
+    metadata = json.loads(json.dumps(chats.frame_metadata(video)))
+    stored = chats.stored_frames(len(chats.units(video)), metadata)
+    assert frame_times([stored]) == frame_times([video])
+    assert [time.start for time in frame_times([stored])] == [0.0, 0.5, 2.0]

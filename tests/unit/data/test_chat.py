@@ -90,6 +90,18 @@ def test_callers_sampling_overrides_the_data(folder: Path, processor: Any) -> No
     assert frames(max_frames=5) == [3, 5] and frames(fps=5, max_frames=2) == [2, 2]
 
 
+def test_collator_chooses_the_frames_that_a_data_set_chooses(folder: Path, processor: Any) -> None:
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()[:2]]
+    parts = [row["messages"][0]["content"][0] for row in rows]
+    parts.append({"type": "video", "path": "clips/a.mp4", "max_frames": 4})
+    (folder / "choices.jsonl").write_text("".join(json.dumps(chat(part)) + "\n" for part in parts))
+    for options in ({}, {"fps": 5}, {"num_frames": 4}, {"max_frames": 5}, {"fps": 5, "max_frames": 2}):
+        data = ChatDataset(folder / "choices.jsonl", processor, **options)
+        collator = SeqParDataCollator(processor, **options)
+        for index, part in enumerate(parts):
+            assert collator._source(part | {"path": str(folder / part["path"])}) == data[index].sources[0]
+
+
 def test_clips_are_sampled_within_their_times(folder: Path, processor: Any) -> None:
     part = {"type": "video", "path": "clips/a.mp4"}  # 2.4 seconds
     rows = [chat(part | {"fps": 5, "start": 1.0, "end": 2.0}, text("What?")), chat(part | {"start": 9}, text("What?"))]
@@ -133,7 +145,7 @@ def test_frames_follow_the_order_of_the_placeholders(folder: Path, processor: An
     batch = ChatDataset(folder / "train.jsonl", processor, num_frames=2).batch([4, 2])
     pictures = [torch.from_numpy(np.array(Image.open(folder / f"{i}.png"))).permute(2, 0, 1) for i in range(4)]
     clip = [image for _, image in decode_all(folder / "clips/b.mkv")]
-    frames = [pictures[1], clip[15], clip[45], pictures[2], *pictures]
+    frames = [pictures[1], clip[15], clip[45], pictures[2], pictures[0], *pictures[2:]]
     expected = processor.image_processor(frames)["pixel_values"]
     assert torch.equal(load_local_frames(batch, range(batch.frames), processor.image_processor), expected)
 
@@ -204,14 +216,17 @@ VIDEO = {"type": "video", "path": "clips/a.mp4"}
             "has the key 'images' outside the messages",
         ),
         ({"messages": [{"role": "user", "content": "x", "images": ["0.png"]}]}, r"message 0 \(user\): unknown key 'im"),
-        ({"messages": [{"role": "user", "content": [VIDEO | {"fpss": 2}]}]}, "unknown key 'fpss' in"),
+        (
+            {"messages": [{"role": "user", "content": [VIDEO | {"fpss": 2}]}]},
+            "has the unknown key 'fpss' in",
+        ),
         ({"messages": [{"role": "robot", "content": "x"}]}, "message 0 has the role 'robot'"),
         ({"messages": [{"role": "user", "content": "x"}]}, "no message of the assistant"),
         (
             chat(VIDEO, answer=" \n"),
             r"message 1 \(assistant\) is empty, which would only train",
         ),
-        ({"messages": [{"role": "user", "content": 5}]}, "its content is 5; a text or a list of parts"),
+        ({"messages": [{"role": "user", "content": 5}]}, "message 0 holds 5; expected a text or a list of parts"),
         (chat({"type": "sound"}), "is not a part"),
         (chat({"type": "text"}), "a text part without text"),
         (chat({"type": "video"}), 'type video needs "path", a file, or "images"'),
@@ -247,17 +262,34 @@ def test_empty_and_missing_files_are_refused(folder: Path, processor: Any) -> No
             ChatDataset(folder / name, processor)
 
 
-@pytest.mark.parametrize(
-    ("part", "limit", "expected"),
-    [({}, None, 9), ({"num_frames": 3}, None, 3), ({"max_frames": 5}, 2, 2), ({"num_frames": 20}, 10, 9)],
-)
-def test_picture_lists_are_sampled_evenly(
-    tmp_path: Path, processor: Any, part: dict[str, int], limit: int | None, expected: int
-) -> None:
+@pytest.fixture
+def image_list(tmp_path: Path) -> dict[str, Any]:
+    """A video that is a list of nine images."""
     for number in range(9):
         Image.new("RGB", (8, 8)).save(tmp_path / f"{number}.png")
-    media = {"type": "video", "images": [f"{number}.png" for number in range(9)], **part}
-    (tmp_path / "chat.jsonl").write_text(json.dumps(chat(media)))
-    (source,) = ChatDataset(tmp_path / "chat.jsonl", processor, max_frames=limit)[0].sources
+    return {"type": "video", "images": [str(tmp_path / f"{number}.png") for number in range(9)]}
+
+
+@pytest.mark.parametrize(
+    ("part", "options", "expected"),
+    [
+        ({}, {}, 9),
+        ({"num_frames": 3}, {}, 3),
+        ({"max_frames": 5}, {"max_frames": 2}, 2),
+        ({"num_frames": 20}, {"max_frames": 10}, 9),
+        ({}, {"num_frames": 2}, 2),
+        ({"num_frames": 3}, {"num_frames": 4}, 4),
+        ({"max_frames": 3}, {"num_frames": 4}, 3),
+        ({"num_frames": 3}, {"fps": 1}, 3),  # images have no time, so a rate does not choose among them
+    ],
+)
+def test_image_lists_are_sampled_evenly(
+    tmp_path: Path, processor: Any, image_list: Any, part: dict[str, int], options: dict[str, int], expected: int
+) -> None:
+    (tmp_path / "chat.jsonl").write_text(json.dumps(chat(image_list | part)))
+    (source,) = ChatDataset(tmp_path / "chat.jsonl", processor, **options)[0].sources
     names = [int(Path(name).stem) for name in source.paths]
     assert len(names) == expected and names == sorted(8 - number for number in names)  # symmetric: evenly spaced
+    collator, frames = SeqParDataCollator(processor, **options), [Image.open(name) for name in image_list["images"]]
+    assert collator._source(image_list | part) == source
+    assert len(collator._source({"type": "video", "video": frames, **part})) == expected

@@ -11,7 +11,7 @@ import pytest
 from clips import write_clip
 
 from mllm_seqpar.cli.check_data import check
-from mllm_seqpar.data import ChatDataset, VideoSource, decoding, sources
+from mllm_seqpar.data import ChatDataset, FrameChoice, VideoSource, decoding, sources
 from mllm_seqpar.data.decoding_work import frames_to_decode
 from mllm_seqpar.data.needle import make_needle_videos
 from mllm_seqpar.data.video import scan
@@ -65,7 +65,7 @@ def test_options_reach_the_decoder(tmp_path: Path, used: list[Any]) -> None:
     path.write_text(json.dumps(video.sample(tmp_path)) + "\n")
     (source,) = ChatDataset(path, None, threads=2)[0].sources
     assert isinstance(source, VideoSource) and len(list(source.read(0, 2))) == 1
-    list(MediaFile.of("video", str(video.path), fps=1.0).open(None, threads=3, decoder="pyav").read(0, 1))
+    list(MediaFile.of("video", str(video.path), FrameChoice(fps=1.0)).open(None, threads=3, decoder="pyav").read(0, 1))
     assert check([str(path)]) == 0 and check([str(path), "--decode_threads", "2"]) == 0
     assert list(dict.fromkeys(used)) == [(2, "pyav"), (3, "pyav"), (1, "pyav")]
     with pytest.raises(ConfigError, match="--decode_threads: -1 is not allowed"):

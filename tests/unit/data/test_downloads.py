@@ -1,17 +1,19 @@
 """Layer: one process, a server of this machine. URLs of videos become files of the cache, or one clear error."""
 
+import itertools
 import threading
 from collections.abc import Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from clips import write_clip
 
-from mllm_seqpar.data import VideoSource
+from mllm_seqpar.data import VideoSource, urls
 from mllm_seqpar.data.downloads import CACHE_VARIABLE, SIZE_VARIABLE, download
 from mllm_seqpar.data.media_files import local_media
 from mllm_seqpar.errors import VideoError
@@ -81,7 +83,7 @@ def test_video_of_a_url_is_downloaded_once(tmp_path: Path, url: str, requests: l
     [
         ("/none.mp4", r"/none.mp4: the server answered 404 \(Not Found\); check the URL"),
         ("/page", "/page: it is a web page, not a media file; give the URL of the file itself"),
-        ("/short.mp4", r"/short.mp4: .*(the download ended after \d+ of \d+ bytes|cannot be downloaded)"),
+        ("/short.mp4", r"/short.mp4: .*cannot be downloaded \(it ended 9 bytes early\)"),
     ],
 )
 def test_failed_download_leaves_nothing(tmp_path: Path, url: str, name: str, message: str) -> None:
@@ -104,6 +106,56 @@ def test_size_limits_hold_with_and_without_a_stated_size(
     monkeypatch.setenv(SIZE_VARIABLE, "much")
     with pytest.raises(VideoError, match="MLLM_SEQPAR_CACHE_GB='much' is not a number"):
         download(f"{url}/3.mp4")
+
+
+class Answer:
+    """Sends one byte after some seconds each, by the clock of the test."""
+
+    length = None
+
+    def __init__(self, rates: list[tuple[int, float]]) -> None:
+        self.now, self._rates = 0.0, rates
+
+    def read1(self, size: int) -> bytes:
+        count, seconds = self._rates.pop(0) if self._rates else (0, 0.0)
+        self.now += seconds
+        return b"x" * count
+
+
+@pytest.mark.parametrize(
+    ("rates", "longest", "message"),
+    [
+        ([(1, 50.0)] * 100, None, "the host sends 0.02 bytes per second; 10000 are required"),
+        ([(10**6, 1.0)] * 100 + [(1, 50.0)] * 3, None, "bytes per second; 10000 are required"),
+        ([(10**6, 50.0)] * 100, None, None),
+        ([(1, 50.0)], None, None),
+        ([(10**6, 50.0)] * 100, 600.0, "the download takes more than 600 s"),
+    ],
+)
+def test_host_that_sends_too_slowly_ends_the_download(
+    monkeypatch: pytest.MonkeyPatch, rates: list[tuple[int, float]], longest: float | None, message: str | None
+) -> None:
+    answer, expected = Answer(list(rates)), sum(count for count, _ in rates)
+    monkeypatch.setattr(urls, "time", SimpleNamespace(monotonic=lambda: answer.now))
+    if message is None:
+        assert sum(map(len, urls.blocks(answer, longest))) == expected
+    else:
+        with pytest.raises(OSError, match=message):
+            list(urls.blocks(answer, longest))
+
+
+def test_slow_host_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count(step=1000)
+    monkeypatch.setattr(urls, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    with pytest.raises(VideoError, match=f"{url}/a.mp4: cannot be downloaded .the host sends .* are required.*; with"):
+        download(f"{url}/a.mp4")
+
+
+@pytest.mark.parametrize("name", ["http://[x", "file://[x", "data:", "data:,", "data:;base64,?", "data:;base64,a"])
+def test_malformed_url_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    with pytest.raises(VideoError, match="not a (valid|data) URL"):
+        local_media(name)
 
 
 def test_missing_network_and_other_urls_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.comm.agreement import attempt
-from mllm_seqpar.data.chat_family import chat_family
+from mllm_seqpar.data import FrameSource, chat_family
 from mllm_seqpar.errors import AgreementError, ConfigError, VideoError
 from mllm_seqpar.inference import EncodedVideo, encode_video, encoding
 from mllm_seqpar.inference.rank_groups import tried
@@ -26,7 +26,7 @@ def tiny_processor() -> MPlugOwl3Processor:
 
 
 @dataclass
-class RandomPictures:
+class RandomPictures(FrameSource):
     """A source of random images; image `bad` cannot be read, and from `resize_at` on the size differs."""
 
     count: int
@@ -95,9 +95,10 @@ def test_unusable_sources_are_refused() -> None:
             encode_video(tiny_model(), tiny_processor(), source, batch=batch)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("source", [RandomPictures(11, resize_at=5), RandomPictures(2)], ids=["11", "2"])
-def test_each_rank_encodes_its_frames(world: int, source: RandomPictures) -> None:
+@pytest.mark.parametrize(("world", "frames"), [(1, 11), (2, 2), (3, 11), (4, 2)])
+def test_each_rank_encodes_its_frames(world: int, frames: int) -> None:
+    source = RandomPictures(frames, resize_at=5)
+
     def encoded(comm: Communicator) -> tuple[Tensor, FrameShard, list[int]]:
         progress: list[int] = []
         video = encode_video(tiny_model(), tiny_processor(), source, group=comm, batch=3, progress=progress.append)

@@ -14,6 +14,7 @@ from browser import CHROMIUM, Chromium
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.data import VideoSource
+from mllm_seqpar.data.chat_family import FeatureFrames
 from mllm_seqpar.inference import (
     Sampling,
     answer,
@@ -96,17 +97,17 @@ class Words:
 
 
 def test_special_tokens_do_not_count_for_moments() -> None:
-    found = evidence_of(fake_attention(8), [1, 2, 0], Words("a", "b"), [[None] * 8], 3)
+    found = evidence_of(fake_attention(8), [1, 2, 0], Words("a", "b"), [FeatureFrames(8)], 3)
     assert [(m.first, m.share, m.start) for m in found.moments] == [(2, 0.75, None), (0, 0.25, None)]
     assert found.pieces == ("a", "b", "")
     assert found.describe().splitlines()[1:] == ["  1.  75.0%  frame 2", "  2.  25.0%  frame 0"]
 
 
 def test_frames_are_not_ranked_where_the_mask_leaves_one() -> None:
-    found = evidence_of(fake_attention(8, visible=7), [1, 2, 0], Words("a", "b"), [[None] * 8], 3)
+    found = evidence_of(fake_attention(8, visible=7), [1, 2, 0], Words("a", "b"), [FeatureFrames(8)], 3)
     assert found.moments == ()
     assert "single frame only (frame 7)" in found.describe()
-    assert evidence_of(fake_attention(3), [1, 2, 0], Words("a", "b"), [[None] * 3], 1).moments
+    assert evidence_of(fake_attention(3), [1, 2, 0], Words("a", "b"), [FeatureFrames(3)], 1).moments
 
 
 class Elements(html.parser.HTMLParser):
@@ -177,8 +178,8 @@ def test_page_shows_the_time_line_of_a_token(page: Path, chromium: Chromium) -> 
 
 def test_long_videos_are_plotted_in_columns_that_sum_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evidence_page, "NUMBERS", 600)
-    found = evidence_of(fake_attention(1003), [1, 2, 0], Words("a", "b"), [[None] * 1003], 2)
-    write_evidence_page(tmp_path / "page.html", [("?", found)], [None])
+    found = evidence_of(fake_attention(1003), [1, 2, 0], Words("a", "b"), [FeatureFrames(1003)], 2)
+    write_evidence_page(tmp_path / "page.html", [("?", found)], [FeatureFrames(1003)])
     text = (tmp_path / "page.html").read_text()
     data = json.loads(re.search(r'application/json">(.*?)</script>', text, re.S)[1])["answers"][0]  # type: ignore[index]
     assert len(data["mean"]) == len(data["edges"]) - 1 == 400 and data["framesInColumn"] == 3

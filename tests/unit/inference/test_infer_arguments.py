@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from mllm_seqpar.data import FrameChoice
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.inference.arguments import parse
 from mllm_seqpar.inference.generation import AnswerStreamer, Sampling
@@ -17,9 +18,8 @@ SET = ["--model", "m", "--questions", "q.jsonl", "--output", "a.jsonl"]
 def test_options_become_settings() -> None:
     args = parse([*ASK, "--question", "When?", "--no_progress", "--self_attention", "star"])
     assert args.question == ("Why?", "When?") and not args.progress
-    frames = {"fps": 1.0, "num_frames": None, "max_frames": None, "start": None, "end": 2.5}
-    assert parse([*ASK, "--end", "2.5"]).frame_options(default_fps=1.0) == frames
-    assert parse([*ASK, "--num_frames", "9"]).frame_options(default_fps=1.0)["fps"] is None
+    assert parse([*ASK, "--end", "2.5"]).frame_choice() == FrameChoice(end=2.5)
+    assert parse([*ASK, "--num_frames", "9"]).frame_choice() == FrameChoice(num_frames=9)
     assert args.decoding() == {"threads": None, "decoder": "pyav", "frame_store": None}
     assert parse([*ASK, "--decode_threads", "1"]).decoding() == {"threads": 1, "decoder": "pyav", "frame_store": None}
     assert args.sampling() == Sampling(max_new_tokens=256, temperature=0.0, top_p=1.0, seed=0)

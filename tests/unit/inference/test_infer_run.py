@@ -171,6 +171,15 @@ def test_stored_features_give_the_same_answers(inference_files: Path, tmp_path: 
         assert message in str(errors[0])
 
 
+def test_evidence_from_stored_features_has_the_times_of_the_video(inference_files: Path, tmp_path: Path) -> None:
+    options = ["--model", inference_files / "fused", "--evidence", 2]
+    video, features = ["--video", inference_files / "clip.mp4", "--fps", 3], tmp_path / "features"
+    expected = ask(1, tmp_path, *options, *video, "--save_features", features)["answers"]
+    found = ask(1, tmp_path, *options, "--features", features)["answers"]
+    assert [answer["evidence"] for answer in found] == [answer["evidence"] for answer in expected]
+    assert all(moment["start"] is not None for answer in found for moment in answer["evidence"])
+
+
 def test_features_of_another_video_are_not_overwritten(inference_files: Path, tmp_path: Path) -> None:
     options = ["--model", inference_files / "gated", "--save_features", tmp_path / "features"]
     clip = ["--video", inference_files / "clip.mp4"]

@@ -94,10 +94,10 @@ class TestConversations:
         ("chat", "arguments", "message"),
         [
             (user("x") | {"role": "robot"}, {}, "message 0 has the role 'robot'"),
-            (user([{"type": "audio"}]), {}, "message 0 holds .*audio"),
-            (user([{"type": "text"}]), {}, "message 0 holds"),
+            (user([{"type": "audio"}]), {}, "message 0 .user. holds .*audio"),
+            (user([{"type": "text"}]), {}, "message 0 .user. holds a text part without text"),
             (user(None), {}, "message 0 holds"),
-            (user("<|image|>") | {"role": "assistant"}, {}, "message 0 of role 'assistant'"),
+            (user("<|image|>") | {"role": "assistant"}, {}, "message 0 .assistant. has the placeholder"),
             (user("<|image|>"), {}, "cut_enable is True: pass image_grids"),
             (user("<|image|>"), {"image_grids": [(2, 2), None]}, "image_grids has 2 grids and the text has 1"),
             (QUESTION, {"frames_per_video": []}, "video"),

@@ -82,11 +82,12 @@ def test_questions_to_the_family_of_the_guide_are_answered_as_by_unpatched(famil
     text = chats.text([question], [[video]], add_generation_prompt=True)
     assert text.extras["image_attention_mask"].sum(2)[0].tolist() == [0] * 5 + [1] * (text.input_ids.shape[1] - 5)
     inputs = chats.arguments(text) | chats.unsharded(video)
-    model = load_model(str(tmp_path)).eval()
+    # Not loaded by threads: from_pretrained sets global flags and restores what it found.
+    model, *models = (load_model(str(tmp_path)).eval() for _ in range(4))
     tokens = model.generate(**inputs, do_sample=False, max_new_tokens=6)[0, text.input_ids.shape[1] :].tolist()
 
     def answer(comm: Communicator) -> list[int]:
-        patched = patch_model(load_model(str(tmp_path)).eval(), group=comm)
+        patched = patch_model(models.pop(), group=comm)
         conversation = Conversation(patched, processor, [video], batch=2)
         return conversation.answer(conversation.prompt(question), Sampling(max_new_tokens=6)).tokens
 

@@ -87,11 +87,11 @@ def test_model_directory_equals_the_model_file(name: str, nested: bool, tmp_path
     assert _visual(Totals(), str(folder)) == ""  # the number of visual tokens depends on the size of the pictures
 
 
-def test_frames_are_pairs_of_pictures_of_any_size() -> None:
+def test_frames_are_pairs_of_images_of_any_size() -> None:
     assert STEP.encoded_frames == 512 and replace(STEP, frames=1023).encoded_frames == 512
     assert STEP.length == 512 * 299 + 1024 and STEP.rows == STEP.length // 8
-    assert (QWEN.tokens_of_picture(360, 640), QWEN.tokens_of_picture(720, 1280)) == (13 * 23, 26 * 46)
-    assert (QWEN3.tokens_of_picture(360, 640), QWEN3.tokens_of_picture(8, 8)) == (11 * 20, 1)
+    assert (QWEN.tokens_of_image(360, 640), QWEN.tokens_of_image(720, 1280)) == (13 * 23, 26 * 46)
+    assert (QWEN3.tokens_of_image(360, 640), QWEN3.tokens_of_image(8, 8)) == (11 * 20, 1)
     large = QWEN.with_frame_tokens(1196)
     assert large.vision.tokens == 4 * 1196 and large.parameters == QWEN.parameters
     assert large.vision.attended == 4 * 4 * 1196 + 28 * 64

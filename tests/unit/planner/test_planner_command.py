@@ -12,6 +12,7 @@ import pytest
 from mllm_seqpar.__main__ import main
 from mllm_seqpar.cli import calibrate
 from mllm_seqpar.cli.calibrate import measure
+from mllm_seqpar.data import decoding_work
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import read_cluster
 
@@ -38,7 +39,7 @@ def test_plan_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert not [part for part in words if part not in printed]
 
 
-@pytest.mark.parametrize("changes", [{}, {"model": "llama-3.2-90b-vision", "gpus": "256", "batch": "16"}])
+@pytest.mark.parametrize("changes", [{}, {"model": "llama-3.2-90b-vision", "gpus": "32", "batch": "2"}])
 def test_plan_has_units_in_its_cells_and_fits_100_columns(
     changes: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,10 +171,19 @@ def test_invalid_options_end_in_one_line(
     assert message in error and error.count("\n") == 1
 
 
+@pytest.fixture
+def small_video(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `calibrate` measure decoding with a video that is written in milliseconds."""
+    for name, value in (("_HEIGHT", 72), ("_WIDTH", 128), ("_FRAMES", 30)):
+        monkeypatch.setattr(decoding_work, name, value)
+
+
+@pytest.mark.usefixtures("small_video")
 def test_calibrate_appends_to_a_redirected_stream(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibrate, "calibrate", functools.cache(calibrate.calibrate))  # which takes seconds
+    for name in ("calibrate", "kernel_rates"):  # measured once
+        monkeypatch.setattr(calibrate, name, functools.cache(getattr(calibrate, name)))
     for options in ([], ["--output", "/dev/stdout"], ["--output", "/dev/fd/1"]):
         os.write(1, b"first line\n")
         measure(["--device", "cpu", "--heads", "4", "--dim", "32", *options])
@@ -188,6 +198,7 @@ def test_calibrate_finds_a_missing_folder_before_it_measures(tmp_path: Path, mon
         measure(["--device", "cpu", "--output", str(file)])
 
 
+@pytest.mark.usefixtures("small_video")
 def test_calibrate_writes_a_cluster_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "here.yaml"
     assert main(["calibrate", "--device", "cpu", "--heads", "4", "--dim", "32", "--output", str(file)]) == 0
@@ -195,6 +206,7 @@ def test_calibrate_writes_a_cluster_file(tmp_path: Path, capsys: pytest.CaptureF
     printed = capsys.readouterr().err
     assert "measured: 1 ranks on cpu, float32, 4 heads (4 KV heads) of 32" in printed
     assert cluster.decode_rate is not None and "decoding, one core: " in printed
+    assert "kernel torch_cpu: " in printed and "kernel blocked_matmul: " in printed
     assert cluster.gpus_per_node == 1 and "links are not measured" in cluster.source
     assert plan(cluster=str(file)) == 2
     assert "16 ranks need gpus_per_node, node_link and network_link, which one process" in capsys.readouterr().err

@@ -18,5 +18,6 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleTy
     monkeypatch.delitem(sys.modules, "kernels", raising=False)
     yield importlib.import_module
     for name, module in list(sys.modules.items()):
-        if str(SCRIPTS) in (getattr(module, "__file__", None) or ""):
+        file = getattr(module, "__file__", None) or ""
+        if str(SCRIPTS) in file and str(SCRIPTS / "lib") not in file:
             del sys.modules[name]

@@ -1,7 +1,6 @@
 """Layer: one process. The benchmark of whole training steps, small, on loopback ranks: modes, checks and rows."""
 
 import threading
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,38 +16,38 @@ LOCK = threading.Lock()
 @pytest.fixture
 def run(script, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ForwardState, "frame_keys", ForwardState.frame_keys)  # the benchmark wraps it
-    return script("end_to_end_run")
+    return script("step_run")
 
 
 @pytest.fixture
-def small_case(script, run):
+def small_case(script, run, monkeypatch: pytest.MonkeyPatch):
     """mPLUG-Owl3 with blocks of 4 rows and 1,458 keys; the ranks of a process build it one by one."""
-    made = script("end_to_end_cases")
+    made, model = script("step_cases"), script("models").ScaledModel
+    build = model.build
+
+    def one_by_one(scaled):
+        with LOCK:
+            return build(scaled)
+
+    monkeypatch.setattr(model, "build", one_by_one)
 
     def case(**options):
         row = made.paper_row("table3", "mPLUG-Owl3-1b", 2)
-        case = made.scaled_case("a100-owl3", row, made.mplug_owl3, 16, rows=4, **options)
-
-        def build():
-            with LOCK:
-                torch.manual_seed(0)
-                return case.build()
-
-        return replace(case, build=build)
+        return made.scaled_case("a100-owl3", row, "mplug_owl3", 16, rows=4, **options)
 
     return case
 
 
 def test_cases_keep_proportions_of_paper(script) -> None:
-    cases = script("end_to_end_cases").cases
-    for case in cases("emulated"):
+    cases = script("step_cases").step_cases
+    for case in cases("steps"):
         row = case.setting.paper
         if row is None:  # the paper's tables of Llama are not in `paper/`
             assert case.setting.name in ("llama", "short-video")
         else:
             assert case.setting.keys == case.setting.rows * row.keys // row.rows
             assert (1 + case.rest) * row.seconds["lv-xattn"] == pytest.approx(row.step_seconds["lv-xattn"])
-    headline = cases("emulated")[0].setting.paper
+    headline = cases("steps")[0].setting.paper
     assert headline.step_seconds["ring"] / headline.step_seconds["lv-xattn"] == pytest.approx(5.58, abs=0.005)
 
 
@@ -56,9 +55,8 @@ def test_cases_keep_proportions_of_paper(script) -> None:
 def test_all_modes_take_the_same_step_and_give_rows(run, script, small_case) -> None:
     case = small_case(ranks=2)
     link = script("network_run").Link
-    first, second = run_loopback(2, lambda comm: run.StepBenchmark(case, comm).run(2, 0, link()))
-    assert first.seconds == second.seconds
-    rows = script("end_to_end").rows_of(case, first)
+    rows, others = run_loopback(2, lambda comm: run.StepBenchmark(case, comm).run(2, 0, link()))
+    assert [row["seconds"] for row in rows] == [row["seconds"] for row in others]
     by_mode = {row["mode"]: row for row in rows}
     assert list(by_mode) == ["none", "lv-xattn", "ring", "ring, expanded", "ulysses", "auto"]
     sent = {mode: row["sent_bytes"] for mode, row in by_mode.items()}
@@ -69,7 +67,7 @@ def test_all_modes_take_the_same_step_and_give_rows(run, script, small_case) -> 
     for row in rows:
         assert row["predicted_s"] > 0 and row["auto_over_best"] > 0 and row["best"] not in ("none", "auto")
         assert row["paper_ring_s"] / row["paper_lv_xattn_s"] == pytest.approx(5.58, abs=0.005)
-    summary = script("end_to_end").summary(rows)
+    summary = script("network").summary(rows)
     assert "| ring, expanded |" in summary and "auto / best" in summary and "| 5.58 |" in summary
 
 
@@ -90,8 +88,9 @@ def test_step_sleeps_for_the_rest_of_the_papers_step(run, script, small_case, mo
     monkeypatch.setattr(run.Step, "once", once)
     monkeypatch.setattr(run.Step, "spec", property(lambda step: step.mode.spec))
     case = small_case(block_s=0.004, ranks=1)
-    found = run.StepBenchmark(case, as_communicator(None)).run(1, 0, script("network_run").Link())
-    assert found.rest_s == pytest.approx((1 + case.rest) * sum(found.block) - 0.001) and slept[-1] == found.rest_s
+    row = run.StepBenchmark(case, as_communicator(None)).run(1, 0, script("network_run").Link())[0]
+    cross_s = row["cross_share"] * (0.001 + row["rest_s"])
+    assert row["rest_s"] == pytest.approx((1 + case.rest) * cross_s - 0.001) and slept[-1] == row["rest_s"]
     assert case.rest == pytest.approx(5.24 / 1.52 - 1)
 
 

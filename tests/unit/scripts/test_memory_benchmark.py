@@ -16,12 +16,12 @@ ROWS = Path(__file__).resolve().parents[3] / "docs" / "benchmarks"
 
 
 def test_saved_and_peak_bytes_of_known_tensors(script) -> None:
-    measure = script("measure")
+    harness = script("harness")
     weight = torch.ones(512, 512, requires_grad=True)
     weight.grad = torch.zeros_like(weight)
-    with measure.peak_memory(torch.device("cpu")) as peak:
+    with harness.peak_memory(torch.device("cpu")) as peak:
         x = torch.ones(512, 512, requires_grad=True)  # 1 MiB
-        saved = measure.SavedBytes([weight, x])
+        saved = harness.SavedBytes([weight, x])
         with saved.counting():
             squares = (x @ weight).square()  # saves x, which is excluded, and the product, 1 MiB
             torch.empty(4 * MIB, dtype=torch.uint8)  # allocated and freed
@@ -39,20 +39,20 @@ def test_saved_bytes_grow_as_the_planner_estimates(script, family: str) -> None:
     attention on one process, save up to 13% less)."""
     if family == "open_flamingo" and importlib.util.find_spec("open_flamingo") is None:
         pytest.skip("open_flamingo is installed with --no-deps by scripts/test.sh")
-    measure, run = script("measure"), script("memory_run")
-    bench = run.MemoryBenchmark(family, 16, 128, torch.device("cpu"), largest=3)
-    bench.subject.model.requires_grad_(True)  # IDEFICS has a frozen language model as constructed
+    harness, memory = script("harness"), script("memory")
+    bench = memory.MemoryBenchmark(family, 16, 128, torch.device("cpu"), largest=3)
+    bench.model.requires_grad_(True)  # IDEFICS has a frozen language model as constructed
 
     def saved(recompute: bool, frames: int, text: int) -> int:
         bench.text = text
         features = bench.features(frames)
-        counter = measure.SavedBytes([*bench.subject.model.parameters(), features])
-        with bench.patched(run.Mode("lv-xattn", recompute)), counter.counting():
+        counter = harness.SavedBytes([*bench.model.parameters(), features])
+        with bench.patched(memory.Mode("lv-xattn", recompute)), counter.counting():
             bench.loss(frames, features)
         return counter.bytes - text * 1024 * 4  # without the logits, in float32
 
     def planned(recompute: bool, frames: int, text: int) -> int:
-        step = Workload(model=bench.subject.sizes, frames=frames, text=text, gpus=1, recompute=recompute)
+        step = Workload(model=bench.scaled.sizes, frames=frames, text=text, gpus=1, recompute=recompute)
         return saved_by_formula(step, ParallelSpec("lv-xattn", (1, 1)))
 
     assert saved(True, 2, 128) == saved(True, 3, 128)
@@ -64,8 +64,8 @@ def test_saved_bytes_grow_as_the_planner_estimates(script, family: str) -> None:
 
 
 def test_longest_video_is_the_last_that_fits(script, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = script("memory_run")
-    bench = run.MemoryBenchmark("mplug_owl3", 32, 128, torch.device("cpu"), largest=8)
+    memory = script("memory")
+    bench = memory.MemoryBenchmark("mplug_owl3", 32, 128, torch.device("cpu"), largest=8)
 
     def step_bytes(mode: object, frames: int) -> dict[str, int]:  # flat first, then two slopes
         return {"frames": frames, "peak_bytes": max(500, 100 + 7 * frames, 13 * frames - 200)}
@@ -73,10 +73,10 @@ def test_longest_video_is_the_last_that_fits(script, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(bench, "step_bytes", step_bytes)
     row = partial(step_bytes, None)
     for budget in (510, 600, 999):
-        found = bench.largest_in(run.Mode("ring", True), budget, row(4), row(8))
+        found = bench.largest_in(memory.Mode("ring", True), budget, row(4), row(8))
         assert found["peak_bytes"] <= budget < found["next_peak_bytes"]
         assert found["next_peak_bytes"] == row(found["frames"] + 1)["peak_bytes"]
-    capped = bench.largest_in(run.Mode("ring", True), 9999, row(4), row(8))
+    capped = bench.largest_in(memory.Mode("ring", True), 9999, row(4), row(8))
     assert capped["capped"] and capped["frames"] == 120  # 128 tokens without 8 words
 
 
@@ -92,7 +92,7 @@ def test_benchmark_gives_rows_of_all_kinds(script, capsys: pytest.CaptureFixture
     assert recomputed["longer"] == recomputed["frames"] / 2 >= 1.6
     assert all(row["peak_bytes"] > row["kept_bytes"] for row in rows[:4])
     assert cost["share"] == pytest.approx(1 - 1 / cost["ratio"])
-    columns = {name for row in script("rows").read(ROWS / "memory.csv") for name in row}
+    columns = {name for row in script("harness").read(ROWS / "memory.csv") for name in row}
     machine = {"torch", "commit", "hardware", "threads", "transformers"}
     assert {name for row in rows for name in row} - {"capped"} | machine == columns - {"capped"}
     assert "| 1 | lv-xattn | recomputed | 2 |" in capsys.readouterr().out

@@ -38,19 +38,18 @@ def test_all_modes_agree_on_two_ranks_and_give_rows(script) -> None:
     network, run, settings = map(script, ("network", "network_run", "network_settings"))
     paper = settings.suite("real", 2)[0].paper
     setting = replace(settings.SMALLEST, keys=64, block_s=None, dtype="float32", paper=paper)
-    first, second = run_loopback(
+    rows, others = run_loopback(
         2, lambda comm: run.NetworkBenchmark(setting, comm, torch.device("cpu")).run(1, 0, run.Link())
     )
-    assert {mode.name for mode in first.times} == {
+    assert {row["mode"] for row in rows} == {
         *("none", "lv-xattn", "lv-xattn, waiting", "ring", "ring, waiting", "ring, expanded", "ulysses")
     }
-    assert [times.total for times in first.times.values()] == [times.total for times in second.times.values()]
-    rows = network.rows_of(setting, first)
-    committed = script("rows").read(ROWS / "network-real.csv")[1]
+    assert [row["seconds"] for row in rows] == [row["seconds"] for row in others]
+    committed = script("harness").read(ROWS / "network-real.csv")[1]
     assert set(rows[1]) | {"torch", "commit", "hardware", "threads"} == committed.keys()
     assert all(str(rows[1][name]) == text for name, text in committed.items() if name.startswith("paper_"))
     assert rows[0]["sent_bytes"] == 0 < rows[1]["sent_bytes"] < rows[3]["sent_bytes"]
-    summary = network.summary(setting, rows)
+    summary = network.summary(rows)
     assert "| ring, waiting |" in summary and "ring / LV-XAttn" in summary
 
 

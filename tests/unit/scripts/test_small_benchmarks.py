@@ -96,5 +96,5 @@ def test_page_has_the_tables_of_rows_or_says_that_there_are_none(script, tmp_pat
 
 def test_hyper_layer_on_two_ranks_goes_through_few_calls_and_files(script) -> None:
     host_path = script("host_path")
-    for calls in run_loopback(2, host_path.count_calls, host_path.tiny_model(), {"strategy": "lv-xattn"}):
+    for calls in run_loopback(2, host_path.count_calls, host_path.tiny_model("mplug_owl3"), {"strategy": "lv-xattn"}):
         assert 100 < sum(calls.values()) <= 250 and len({file for file, _ in calls}) <= 20

@@ -12,6 +12,7 @@ import openai
 import pytest
 import uvicorn
 
+from mllm_seqpar.data import FrameChoice
 from mllm_seqpar.errors import VideoError
 from mllm_seqpar.inference import Sampling
 from mllm_seqpar.inference.evidence import Evidence, Moment
@@ -69,7 +70,7 @@ def running_service(tmp_path: Path) -> Iterator[SimpleNamespace]:
         api_key="secret",
         max_bytes=5000,
         sampling=Sampling(),
-        frames={"fps": 1.0},
+        frames=FrameChoice(fps=1.0),
         log=log.append,
     )
     server = uvicorn.Server(uvicorn.Config(make_app(made), log_level="error", lifespan="off"))

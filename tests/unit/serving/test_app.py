@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,7 +17,8 @@ pytest.importorskip("openai", reason="openai is not installed (extra test)")
 import openai
 from live_app import PIECES, ask, status_of
 
-from mllm_seqpar.serving import app
+from mllm_seqpar.data import FrameChoice
+from mllm_seqpar.serving import app, guard
 from mllm_seqpar.serving.media import MediaStore
 from mllm_seqpar.serving.protocol import ApiError
 
@@ -79,6 +81,37 @@ def test_name_of_another_machine_is_refused_at_a_loopback_address(service: Simpl
         headers = {"Host": name, **origin}
         assert service.client._client.get(f"{service.base}/health", headers=headers).status_code == 403
         assert status_of(partial(ask, service.client, extra_headers=headers)) == (403, "host")
+
+
+@pytest.mark.parametrize("origin", ["http://[", "null", "http://a/ b", "[", "\xe9"])
+def test_malformed_origin_is_refused(service: SimpleNamespace, origin: str) -> None:
+    headers = {"Origin": origin.encode("latin-1")}
+    for path in ("health", "v1/models"):
+        assert service.client._client.get(f"{service.base}/{path}", headers=headers).status_code == 403
+
+
+def test_without_the_key_only_the_page_and_the_state_are_public(service: SimpleNamespace) -> None:
+    def status(method: str, path: str, **options: Any) -> int:
+        return service.client._client.request(method, service.base + path, **options).status_code
+
+    key = {"Authorization": "Bearer secret"}
+    for path in ("/", "/page.js", "/health", "/metrics"):
+        assert status("GET", path) == 200
+        assert status("POST", path, json={}) == 401 and status("POST", path, json={}, headers=key) == 405
+    assert status("POST", "/load_model", json={"model": "tiny"}) == 401
+    assert status("POST", "/load_model", json={"model": "tiny"}, headers=key) == 200
+    for path in ("/v1/models", "/v1/files", "/v1", "/v1/../load_model", "//health", "/nothing", "/docs"):
+        assert status("GET", path) == 401
+    assert status("GET", "/nothing", headers=key) == 404
+
+
+def test_only_requests_with_media_may_be_large(service: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "SMALL", 1000)
+    key = {"Authorization": "Bearer secret", "Content-Type": "application/json"}
+    for body in (b"x" * 3000, iter([b"x" * 900] * 3)):
+        answer = service.client._client.post(f"{service.base}/load_model", content=body, headers=key)
+        assert answer.status_code == 413 and "more than the allowed 1000 bytes" in answer.json()["error"]["message"]
+    assert ask(service.client, "x" * 3000).choices
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "a.localhost:1", "127.0.0.1", "127.1.2.3:9", "[::1]:80"])
@@ -159,7 +192,7 @@ def test_full_queue_refuses_and_a_client_that_leaves_ends_its_answer(service: Si
     waiting = threading.Thread(target=lambda: results.append(ask(client, "Second")))
     waiting.start()
     while service.queue.waiting == 0:
-        pass
+        time.sleep(0.01)
     assert status_of(lambda: ask(client, "Third")) == (429, "rate_limit_exceeded")
     stream.close()
     assert worker.ended.wait(10)  # although `go` is not set
@@ -189,8 +222,19 @@ def test_uploads_are_listed_used_and_deleted(service: SimpleNamespace) -> None:
     service.client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": content}])
     (job,) = service.worker.jobs
     assert job.messages == [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "?"}]}]
-    assert (job.media[0].kind, job.media[0].num_frames, job.media[0].fps) == ("video", 2, None)
+    assert (job.media[0].kind, job.media[0].frames) == ("video", FrameChoice(num_frames=2))
     assert files.delete(upload.id).deleted and not list(files.list())
+
+
+def test_limit_of_a_request_holds_for_each_of_its_videos(service: SimpleNamespace) -> None:
+    upload = service.client.files.create(file=("clip.mp4", b"not an image"), purpose="user_data")
+    parts = [{"type": "file", "file": {"file_id": upload.id, **frames}} for frames in ({"fps": 5}, {})]
+    limits = {"mm_processor_kwargs": {"max_frames": 3}, "media_io_kwargs": {"video": {"num_frames": 7}}}
+    service.client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}], extra_body=limits
+    )
+    found = [file.frames for file in service.worker.jobs[-1].media]
+    assert found == [FrameChoice(fps=5, max_frames=3), FrameChoice(num_frames=7, max_frames=3)]
 
 
 def test_upload_without_room_is_refused_before_it_is_received(

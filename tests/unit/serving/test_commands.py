@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mllm_seqpar.cli.options import parse_options
+from mllm_seqpar.data import FrameChoice
 from mllm_seqpar.errors import ConfigError, VideoError
 from mllm_seqpar.inference import Sampling
 from mllm_seqpar.serving.chat import ChatOptions, chat
@@ -22,10 +23,10 @@ def options(*argv: str) -> ServeOptions:
 def test_names_may_have_underscores_or_hyphens() -> None:
     both = options("--max_new_tokens=7", "--media-root", ".", "--allow_urls", "a_b.example", "--allow-urls", "*")
     assert (both.max_new_tokens, both.media_root, both.allow_urls) == (7, ".", ("a_b.example", "*"))
-    assert both.sampling() == Sampling(max_new_tokens=7) and both.frame_options()["fps"] == 1.0
-    frames = {"fps": None, "num_frames": 4, "max_frames": None, "start": None, "end": None}
-    assert options("--num_frames", "4").frame_options() == frames
-    assert parse_options(ChatOptions, [*MODEL, "--seed", "3"], prog="chat", description="").seed == 3
+    assert both.sampling() == Sampling(max_new_tokens=7) and both.frame_choice() == FrameChoice()
+    assert options("--num_frames", "4").frame_choice() == FrameChoice(num_frames=4)
+    sampled = [*MODEL, "--seed", "3", "--temperature", "1"]
+    assert parse_options(ChatOptions, sampled, prog="chat", description="").seed == 3
 
 
 @pytest.mark.parametrize(
@@ -43,6 +44,13 @@ def test_names_may_have_underscores_or_hyphens() -> None:
 def test_invalid_options_are_refused(argv: list[str], fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
         options(*argv)
+
+
+@pytest.mark.parametrize("argv", [["--seed", "5"], ["--top_p", "0.5"], ["--temperature", "0", "--seed", "5"]])
+def test_chat_refuses_options_of_sampling_without_sampling(argv: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"would have no effect: without --temperature above 0 no token is sampled"):
+        parse_options(ChatOptions, [*MODEL, *argv], prog="chat", description="")
+    assert options("--top_p", "0.5").top_p == 0.5  # a default for the requests of a server, which may sample
 
 
 def test_chat_refuses_a_launcher_and_a_file_that_is_no_video(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

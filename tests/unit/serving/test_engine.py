@@ -15,7 +15,7 @@ from mllm_seqpar.cli.job_channel import JobChannel
 from mllm_seqpar.cli.options import parse_options
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.comm.agreement import agree
-from mllm_seqpar.data import chat_family
+from mllm_seqpar.data import FrameChoice, chat_family
 from mllm_seqpar.errors import SeqParError
 from mllm_seqpar.inference import Sampling
 from mllm_seqpar.inference.conversation import Conversation, LengthError
@@ -33,7 +33,7 @@ FEW = Sampling(max_new_tokens=5)
 
 @pytest.fixture
 def video(inference_files: Path) -> MediaFile:
-    return MediaFile.of("video", str(inference_files / "clip.mp4"), num_frames=3)
+    return MediaFile.of("video", str(inference_files / "clip.mp4"), FrameChoice(num_frames=3))
 
 
 def on_ranks(world: int, model: Path, body: Callable[[Engine], Any], keep: int = 1) -> list[Any]:
@@ -74,7 +74,7 @@ SAMPLED = Sampling(
 def test_videos_and_images_in_one_message_equal_the_unpatched_model(name: str, sampling: Sampling) -> None:
     folder = family_folder()
     model = folder / name
-    clip = MediaFile.of("video", str(folder / "clip.mp4"), num_frames=3)
+    clip = MediaFile.of("video", str(folder / "clip.mp4"), FrameChoice(num_frames=3))
     images = [MediaFile.of("image", str(folder / f"{number}.png")) for number in (1, 2)]
     asked = job(images[0], clip, images[1], sampling=sampling)
     worlds = (1, 2) if sampling is FEW else (1,)  # ranks that are threads share their random numbers
@@ -99,7 +99,7 @@ def test_videos_and_images_in_one_message_equal_the_unpatched_model(name: str, s
 def test_evidence_of_a_decoder_only_model_names_the_medium_and_its_frames(name: str) -> None:
     """The second job continues the kept conversation."""
     folder = family_folder()
-    clip = MediaFile.of("video", str(folder / "clip.mp4"), num_frames=3)
+    clip = MediaFile.of("video", str(folder / "clip.mp4"), FrameChoice(num_frames=3))
     image = MediaFile.of("image", str(folder / "1.png"))
     first, again = (replace(job(image, clip), evidence=number) for number in (9, 3))
     found = [
@@ -122,7 +122,7 @@ def test_job_that_fails_on_all_ranks_is_followed_by_the_next(
 ) -> None:
     damaged, calls = tmp_path / "cut.mp4", []
     damaged.write_bytes((inference_files / "clip.mp4").read_bytes()[:20_000])
-    broken = MediaFile.of("video", str(damaged), num_frames=3)
+    broken = MediaFile.of("video", str(damaged), FrameChoice(num_frames=3))
 
     def body(engine: Engine) -> tuple[list[type], Answer]:
         first_rank = engine.comm.rank == 0
@@ -137,7 +137,7 @@ def test_job_that_fails_on_all_ranks_is_followed_by_the_next(
                 engine.prepare(asked, interrupted=interrupted)
             found.append(type(error.value))
         again = answer(engine, job(video), progress=lambda *_: calls.append(1))
-        other = job(MediaFile.of("video", video.path, num_frames=4))
+        other = job(MediaFile.of("video", video.path, FrameChoice(num_frames=4)))
         with pytest.raises(SeqParError) as error:
             engine.prepare(other, interrupted=(lambda: True) if first_rank else None)
         found.append(type(error.value))
@@ -180,7 +180,8 @@ def test_failure_of_one_rank_makes_all_ranks_forget(
 
     def body(engine: Engine) -> tuple[str, list[int]]:
         worker = Worker(engine, JobChannel(engine.comm))
-        first, second, failing = (MediaFile.of("video", video.path, num_frames=count) for count in (3, 2, 4))
+        choices = [FrameChoice(num_frames=count) for count in (3, 2, 4)]
+        first, second, failing = (MediaFile.of("video", video.path, frames) for frames in choices)
         cached = [worker.run(job(file)).cached_tokens for file in (first, second, first)]
         with pytest.raises(Impossible) as raised:
             worker.run(job(failing))

@@ -18,7 +18,7 @@ pytest.importorskip("fastapi", reason="fastapi is not installed (extra serve)")
 
 from PIL import Image
 
-from mllm_seqpar.serving import download
+from mllm_seqpar.data import FrameChoice, urls
 from mllm_seqpar.serving.media import MediaStore
 from mllm_seqpar.serving.protocol import ApiError, MediaReference
 
@@ -28,9 +28,9 @@ def store(folder: Path, **options: Any) -> MediaStore:
     return MediaStore(folder / "store", **{"max_bytes": 1000, "max_total": 1500} | options)
 
 
-def resolve(media: MediaStore, url: str, **sampling: Any) -> Any:
-    reference = MediaReference(kind="video", url=url, sampling=sampling, param="part")
-    with media.files([reference], {"fps": 1.0}) as (file,):
+def resolve(media: MediaStore, url: str, **frames: Any) -> Any:
+    reference = MediaReference(kind="video", url=url, frames=FrameChoice(**frames), param="part")
+    with media.files([reference], FrameChoice(fps=1.0, max_frames=8)) as (file,):
         return file, Path(file.path).read_bytes()
 
 
@@ -50,10 +50,34 @@ def test_paths_stay_below_the_media_root(tmp_path: Path) -> None:
         resolve(store(tmp_path), "a/b c.mp4")
 
 
+@pytest.mark.parametrize(
+    "url", ["//[x", "file://[x", "a" * 3000, "a/" * 3000, "loop", "\ud800", "file:%00", "http://[x", "https://[::1"]
+)
+def test_malformed_names_are_refused(tmp_path: Path, url: str) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for options in ({"media_root": str(tmp_path)}, {}, {"allowed_hosts": ["*"]}):
+        with pytest.raises(ApiError) as error:
+            resolve(store(tmp_path, **options), url)
+        assert error.value.status == 400 and str(tmp_path) not in str(error.value)
+
+
+def test_limit_of_the_server_holds_for_every_video_of_a_request(tmp_path: Path) -> None:
+    (tmp_path / "a.mp4").write_bytes(b"video")
+    media = store(tmp_path, media_root=str(tmp_path))
+    for stated, used in (
+        ({}, FrameChoice(fps=1, max_frames=8)),
+        ({"fps": 5}, FrameChoice(fps=5, max_frames=8)),
+        ({"num_frames": 100}, FrameChoice(num_frames=100, max_frames=8)),
+        ({"max_frames": 2}, FrameChoice(fps=1, max_frames=2)),
+        ({"fps": 5, "max_frames": 100, "start": 1}, FrameChoice(fps=5, max_frames=8, start=1)),
+    ):
+        assert resolve(media, "a.mp4", **stated)[0].frames == used
+
+
 def test_inline_files_are_recognised_again_and_removed(tmp_path: Path) -> None:
     media, url = store(tmp_path), "data:video/mp4;base64," + base64.b64encode(b"video").decode()
     (first, content), (second, _) = resolve(media, url, num_frames=3), resolve(media, url, num_frames=3)
-    assert content == b"video" and first == second and (first.fps, first.num_frames) == (None, 3)
+    assert content == b"video" and first == second and first.frames == FrameChoice(num_frames=3, max_frames=8)
     assert not list((tmp_path / "store").iterdir())
     for wrong, status in (("data:video/mp4;base64,?", 400), ("data:,", 400), ("data:," + "a" * 1001, 413)):
         with pytest.raises(ApiError) as error:
@@ -72,11 +96,11 @@ def test_deleted_upload_stays_until_its_request_ends(tmp_path: Path) -> None:
     with source.open("rb") as file, pytest.raises(ApiError, match="delete files first"):
         media.add(file, "b.mp4", "vision")
     reference = MediaReference(kind=None, file_id=upload.id, param="part")
-    with media.files([reference], {}) as (found,):
+    with media.files([reference], FrameChoice()) as (found,):
         media.delete(upload.id)
         assert found.kind == "image" and Path(found.path).stat().st_size == 900
     assert not list((tmp_path / "store").iterdir())
-    with pytest.raises(ApiError, match="no uploaded file"), media.files([reference], {}):
+    with pytest.raises(ApiError, match="no uploaded file"), media.files([reference], FrameChoice()):
         pass
 
 
@@ -84,7 +108,7 @@ def test_media_of_requests_count_against_the_storage(tmp_path: Path, site: str) 
     media = store(tmp_path, max_total=1000, allowed_hosts=["127.0.0.1"])
 
     def held(url: str) -> Any:
-        return media.files([MediaReference(kind="video", url=url, param="part")], {})
+        return media.files([MediaReference(kind="video", url=url, param="part")], FrameChoice())
 
     with held("data:," + "a" * 600):
         assert media.stored == 600
@@ -161,7 +185,7 @@ ff0e::1"""
 
 
 def test_only_addresses_of_the_public_internet_are_public() -> None:
-    assert [address for address in [*PUBLIC, *OTHER.split()] if download.is_public(address)] == PUBLIC
+    assert [address for address in [*PUBLIC, *OTHER.split()] if urls.is_public(address)] == PUBLIC
 
 
 @pytest.fixture
@@ -179,10 +203,10 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
         assert address[0] in ("127.0.0.1", "127.0.0.9"), "an address that was to be refused"
         return connect(address, *rest, **options)
 
-    monkeypatch.setattr(download, "is_public", lambda address: address.startswith("127.0.0."))
-    monkeypatch.setattr(download, "socket", SimpleNamespace(**vars(socket)))
-    monkeypatch.setattr(download.socket, "getaddrinfo", resolved)
-    monkeypatch.setattr(download.socket, "create_connection", connected)
+    monkeypatch.setattr(urls, "is_public", lambda address: address.startswith("127.0.0."))
+    monkeypatch.setattr(urls, "socket", SimpleNamespace(**vars(socket)))
+    monkeypatch.setattr(urls.socket, "getaddrinfo", resolved)
+    monkeypatch.setattr(urls.socket, "create_connection", connected)
     return known
 
 
@@ -216,7 +240,7 @@ def test_certificate_is_checked_for_the_name_of_the_host(
     subprocess.run([*command.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
     names |= {"a.example": ["127.0.0.1"], "b.example": ["127.0.0.1"]}
     trusting = ssl.create_default_context(cafile=certificate)
-    monkeypatch.setattr(download.ssl, "create_default_context", lambda: trusting)
+    monkeypatch.setattr(urls.ssl, "create_default_context", lambda: trusting)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Site) as server:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate, key)

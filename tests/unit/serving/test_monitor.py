@@ -1,6 +1,12 @@
 """Layer: one process. The log, the metrics, and the answer to clients that ask for the state of the server."""
 
+import io
 import re
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +15,9 @@ pytest.importorskip("fastapi", reason="fastapi is not installed (extra serve)")
 pytest.importorskip("openai", reason="openai is not installed (extra test)")
 
 from live_app import ask, status_of
+from prometheus_client import parser
+
+from mllm_seqpar.serving.media import MediaStore
 
 
 def test_log_has_a_line_for_each_request(service: SimpleNamespace) -> None:
@@ -17,7 +26,7 @@ def test_log_has_a_line_for_each_request(service: SimpleNamespace) -> None:
     list(ask(service.client, stream=True))
     service.client.models.list()
     while len(service.log) < 4:
-        pass
+        time.sleep(0.01)
     first, bug, refused, stream = [line.split(" ", 3) for line in service.log]
     assert answer.id == f"chatcmpl-{first[1]}" and first[2] == "POST"
     number = r"\d+\.\d{3}"
@@ -32,13 +41,12 @@ def test_log_has_a_line_for_each_request(service: SimpleNamespace) -> None:
 
 def test_log_keeps_one_line_for_what_a_client_sends(service: SimpleNamespace) -> None:
     ask_for = service.client._client.post
-    ask_for(f"{service.base}/a%0Ab%20status=200", json={})
+    ask_for(f"{service.base}/a%0Ab%20status=200", json={}, headers={"Authorization": "Bearer secret"})
     status_of(lambda: ask(service.client, extra_body={"x\ny": 1}))
     assert all("\n" not in line for line in service.log) and "status=404" in service.log[0]
 
 
 def test_metrics_are_read_by_the_client_of_prometheus(service: SimpleNamespace) -> None:
-    parser = pytest.importorskip("prometheus_client.parser", reason="prometheus-client is not installed (extra test)")
     ask(service.client)
     list(ask(service.client, stream=True))
     status_of(lambda: ask(service.client, "broken"))
@@ -59,8 +67,32 @@ def test_metrics_are_read_by_the_client_of_prometheus(service: SimpleNamespace) 
     assert all(family.documentation.endswith(".") for family in families.values())
 
 
+def test_stored_bytes_are_counted_while_files_come_and_go(tmp_path: Path) -> None:
+    store, stop = MediaStore(tmp_path, max_bytes=10, max_total=10**9), threading.Event()
+    for _ in range(500):
+        store.add(io.BytesIO(b"x"), "a", "vision")
+
+    def churn() -> None:
+        while not stop.is_set():
+            uploads = [store.add(io.BytesIO(b"x"), "a", "vision") for _ in range(20)]
+            for upload in uploads:
+                store.delete(upload.id)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        assert all(500 <= store.stored <= 520 for _ in range(5000))
+    finally:
+        stop.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert store.stored == 500
+
+
 def test_client_of_transformers_finds_the_model_loaded(service: SimpleNamespace) -> None:
-    post = service.client._client.post
+    post = partial(service.client._client.post, headers={"Authorization": "Bearer secret"})
     assert post(f"{service.base}/load_model", json={"model": "tiny"}).text.startswith(
         'data: {"model": "tiny", "status": "ready"'
     )

@@ -8,6 +8,7 @@ pytest.importorskip("pydantic", reason="pydantic is not installed (extra serve)"
 
 from transformers import GenerationConfig
 
+from mllm_seqpar.data import FrameChoice
 from mllm_seqpar.inference import Sampling
 from mllm_seqpar.serving.protocol import ApiError, ChatRequest, read_request
 
@@ -72,13 +73,14 @@ def test_sampling_of_a_video_is_read_in_every_place() -> None:
         return [{"role": "user", "content": [{"type": "video_url", "video_url": url, **beside}]}]
 
     for messages in (video({"url": "x", "fps": 1}), video({"url": "x"}, fps=1), video("x", fps=1.0)):
-        assert read(messages=messages).media[0].sampling == {"fps": 1.0}
-    assert read(messages=video({"url": "x", "fps": 1}, max_frames=8)).media[0].sampling == {"fps": 1, "max_frames": 8}
-    assert read(messages=video({"url": "x", "start": 0, "end": 2.5})).media[0].sampling == {"start": 0, "end": 2.5}
+        assert read(messages=messages).media[0].frames == FrameChoice(fps=1.0)
+    both = read(messages=video({"url": "x", "fps": 1}, max_frames=8)).media[0]
+    assert both.frames == FrameChoice(fps=1, max_frames=8)
+    assert read(messages=video({"url": "x", "start": 0, "end": 2.5})).media[0].frames == FrameChoice(start=0, end=2.5)
     with pytest.raises(ApiError, match="end: 2 is not after the start of the clip, 3"):
         read(messages=video({"url": "x", "start": 3, "end": 2}))
     for fields in ({"mm_processor_kwargs": {"fps": 1}}, {"media_io_kwargs": {"video": {"fps": 1, "num_frames": None}}}):
-        assert read(messages=video("x"), **fields).frames == {"fps": 1.0}
+        assert read(messages=video("x"), **fields).frames == FrameChoice(fps=1.0)
 
 
 @pytest.mark.parametrize(

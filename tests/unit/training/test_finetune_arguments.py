@@ -16,9 +16,12 @@ import pytest
 import torch
 from accelerate.parallelism_config import ParallelismConfig
 
+from family_cases import BATCHES
+from family_harness import model_of
 from launch import ROOT
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.patching.registry import find_adapter
 from mllm_seqpar.training import checkpoint_clock, command_line, early_check
 from mllm_seqpar.training.arguments import FineTuneOptions
 from mllm_seqpar.training.checkpoint_clock import CheckpointClock
@@ -181,13 +184,25 @@ def test_four_bits_without_a_gpu_are_refused() -> None:
         options("--use_peft", "--load_in_4bit")
 
 
+@pytest.mark.parametrize("family", BATCHES)
+def test_each_parameter_of_a_family_belongs_to_one_part(family: str) -> None:
+    model = model_of(family, BATCHES[family])
+    parts: Any = find_adapter(model)[0]
+    for name, _ in model.named_parameters():
+        assert [sum(name.startswith(f"{path}.") for path in paths) for paths in parts.parts.values()].count(1) == 1, (
+            name
+        )
+
+
 def test_parameters_are_frozen_by_name() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="--freeze '': no parameter of Sequential matches"):
-        choose_parameters(model, [",,"], [])
+        choose_parameters(model, [",,"], [], {})
     with pytest.raises(ConfigError, match="--train 1: --freeze 0 covers none of these"):
-        choose_parameters(model, ["0"], ["1"])
-    assert choose_parameters(model, ["0"], ["0.bias"]) == ["0.weight"]
+        choose_parameters(model, ["0"], ["1"], {})
+    assert choose_parameters(model, ["first"], ["0.bias"], {"first": ["0"]}) == ["0.weight"]
+    with pytest.raises(ConfigError, match="--train 'last': .* matches; give first, a module path"):
+        choose_parameters(model, [], ["last"], {"first": ["0"]})
     assert [p.requires_grad for p in model.parameters()] == [False, True, True, True]
 
 
@@ -251,8 +266,12 @@ def test_interrupt_after_the_last_step_takes_effect() -> None:
     clock = CheckpointClock(run_loopback(1, lambda comm: comm)[0], 0, None)
     clock.raise_late_signal()
     clock._on_signal(signal.SIGINT, None)
-    with pytest.raises(KeyboardInterrupt):
-        clock.raise_late_signal()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores SIGINT
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            clock.raise_late_signal()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_only_complete_checkpoints_are_continued(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A tiny Qwen2.5-VL for tests: the real class with random weights. See `tiny_models`.
+"""A tiny Qwen2.5-VL: the real class with random weights. See `tiny_models`.
 
 Qwen3-VL's module has the same batches, with timestamps before each temporal patch.
 """

@@ -1,4 +1,4 @@
-"""A tiny Qwen3-VL for tests: the real class with random weights. See `tiny_models`."""
+"""A tiny Qwen3-VL: the real class with random weights. See `tiny_models`."""
 
 from __future__ import annotations
 

@@ -1,14 +1,21 @@
-"""Helpers that the benchmarks share: a description of the machine, timing, memory, and the ranks of a process group."""
+"""What the benchmarks share: their common options, rows in CSV files, timing, memory, and the ranks of a process group.
+
+A benchmark makes its options with `options`, reads them with `begin`, which prints where it runs, and passes what it
+measures to `record`. Rows go to the file `--out`: one line per measurement, column names in the first line.
+"""
 
 from __future__ import annotations
 
+import argparse
+import csv
 import platform
 import random
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -19,10 +26,76 @@ import torch.distributed as dist
 from torch import Tensor, multiprocessing
 from torch.profiler import ProfilerActivity, profile
 
+from mllm_seqpar.comm import Communicator
+
+Row = Mapping[str, Any]
+Text = dict[str, str]
+"""A row as it stands in a file, without its empty columns."""
+
+
+def options(doc: str | None, *, repeats: int | None = None, device: bool = True) -> argparse.ArgumentParser:
+    """Return a parser with the options that benchmarks have in common; `repeats` is the default of --repeats."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="append a row per measurement to this CSV file")
+    if repeats is not None:
+        parser.add_argument("--repeats", type=int, default=repeats, help="number of timed repetitions")
+    if device:
+        parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+        parser.add_argument("--threads", type=int, default=1, help="threads of each process, on CPU")
+    return parser
+
+
+def begin(args: argparse.Namespace, ranks: int = 1) -> None:
+    """Set the number of threads, and print where the benchmark runs; exit if there are fewer GPUs than ranks."""
+    if args.device == "cuda" and torch.cuda.device_count() < ranks:
+        raise SystemExit(f"--ranks {ranks}: this machine has {torch.cuda.device_count()} GPUs; use --device cpu")
+    torch.set_num_threads(args.threads)
+    print_environment(args.device)
+
+
+def record(args: argparse.Namespace, rows: Sequence[Row]) -> None:
+    """Append rows to the file of --out, if it is given, with the columns of `environment`."""
+    if args.out is not None:
+        append(args.out, [digits({**row, **environment(getattr(args, "device", "cpu"))}) for row in rows])
+
+
+def append(path: str | Path, rows: Sequence[Row]) -> None:
+    """Append rows to a CSV file. Rows may add columns to the file and may lack some of its columns."""
+    everything = [*read(path), *rows]
+    with Path(path).open("w", newline="") as file:
+        writer = csv.DictWriter(file, dict.fromkeys(name for row in everything for name in row), restval="")
+        writer.writeheader()
+        writer.writerows(everything)
+
+
+def read(path: str | Path) -> list[Text]:
+    """Return all rows of a file; an empty list if the file does not exist."""
+    path = Path(path)
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return as_text(list(csv.DictReader(file)))
+
+
+def as_text(rows: Sequence[Row]) -> list[Text]:
+    """Return new rows as `read` returns those of a file."""
+    return [{name: str(value) for name, value in row.items() if value != ""} for row in rows]
+
+
+def digits(row: Row, count: int = 5) -> dict[str, Any]:
+    return {name: float(f"{x:.{count}g}") if isinstance(x, float) else x for name, x in row.items()}
+
+
+def groups(rows: Sequence[Text], *columns: str) -> dict[str, list[Text]]:
+    found: dict[str, list[Text]] = {}
+    for row in rows:
+        found.setdefault(" ".join(row.get(name, "") for name in columns), []).append(row)
+    return found
+
 
 def environment(device: str) -> dict[str, Any]:
     """Return the columns that say where a row was measured: hardware, threads, versions, commit."""
-    row: dict[str, Any] = {"torch": torch.__version__, "commit": commit()}
+    row: dict[str, Any] = {"torch": torch.__version__, "transformers": version("transformers"), "commit": commit()}
     if device == "cuda":
         row |= {"hardware": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
         return row | {"cudnn": torch.backends.cudnn.version()}
@@ -69,21 +142,39 @@ def once_ms(run: Callable[[], object], device: str) -> float:
     return first.elapsed_time(last)
 
 
-def medians_ms(runs: dict[str, Callable[[], object]], device: str, repeats: int) -> dict[str, float]:
-    """Return the median milliseconds of each run, after two warm-up calls each.
+def rounds(names: Iterable[str], repeats: int, *, warm_up: int = 1, seed: int = 0) -> Iterator[tuple[str, bool]]:
+    """Yield each name once per round, and whether the round is timed or one of those that warm up.
 
-    The order changes with each repetition: machines drift (clock frequency, other users), and a fixed order would
-    favour one of the runs.
+    The order changes with each round: machines drift (clock frequency, other users), and a fixed order would favour
+    one of the runs.
     """
-    for run in (*runs.values(), *runs.values()):
-        run()
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    order, shuffler = list(runs), random.Random(0)
-    for _ in range(repeats):
+    order, shuffler = list(names), random.Random(seed)
+    for number in range(warm_up + repeats):
+        yield from ((name, number >= warm_up) for name in order)
         shuffler.shuffle(order)
-        for name in order:
-            times[name].append(once_ms(runs[name], device))
+
+
+def medians_ms(runs: dict[str, Callable[[], object]], device: str, repeats: int) -> dict[str, float]:
+    """Return the median milliseconds of each run, in a changing order, after two warm-up calls each."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for name, timed in rounds(runs, repeats, warm_up=2):
+        ms = once_ms(runs[name], device)
+        if timed:
+            times[name].append(ms)
     return {name: median(values) for name, values in times.items()}
+
+
+@contextmanager
+def slowest_rank(comm: Communicator, device: torch.device | str) -> Iterator[SimpleNamespace]:
+    """Time the block inside on all ranks, which start together; `seconds` are those of the slowest rank."""
+    timer = SimpleNamespace(seconds=0.0)
+    comm.gather_ints([0])
+    synchronize(device)
+    start = time.perf_counter()
+    yield timer
+    synchronize(device)
+    nanoseconds = int((time.perf_counter() - start) * 1e9)
+    timer.seconds = max(row[0] for row in comm.gather_ints([nanoseconds])) / 1e9
 
 
 @contextmanager

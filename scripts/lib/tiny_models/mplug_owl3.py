@@ -1,4 +1,4 @@
-"""A tiny mPLUG-Owl3 for tests: the real classes with random weights. See `tiny_models`."""
+"""A tiny mPLUG-Owl3: the real classes with random weights. See `tiny_models`."""
 
 import json
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast, SiglipVisionConfig
 
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration
 
-from . import SPECIAL_TOKENS, TinyCase, frame_shard, set_weights
+from . import SPECIAL_TOKENS, Sizes, TinyCase, frame_shard, set_weights
 
 GATES = ("per_head", "vector", None)
 IMAGE_TOKEN = 255
@@ -37,9 +37,16 @@ def tiny_model(gate: str | None = "per_head", seed: int = 0, **overrides: Any) -
     return set_weights(MPlugOwl3ForConditionalGeneration(tiny_config(gate, **overrides)).eval(), rules, seed)
 
 
-def tiny_frames(count: int, seed: int = 0) -> Tensor:
-    """Return random frames, (count, 3, 28, 28)."""
-    return torch.randn(count, 3, IMAGE_SIZE, IMAGE_SIZE, generator=torch.Generator().manual_seed(seed))
+def arguments_of(sizes: Sizes) -> dict[str, Any]:
+    """Return the arguments of `tiny_model` for these sizes."""
+    layers = {"num_key_value_heads": sizes.kv_heads, "hyper_layers": [layer + 1 for layer in sizes.cross_layers]}
+    tower = {"hidden_size": sizes.tower_width, "num_attention_heads": sizes.tower_heads}
+    return sizes.text | layers | {"vision": sizes.tower | tower}
+
+
+def tiny_frames(count: int, seed: int = 0, size: int = IMAGE_SIZE) -> Tensor:
+    """Return random frames, (count, 3, size, size)."""
+    return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(seed))
 
 
 def tiny_text(*frames: int, length: int = 12, seed: int = 0) -> Tensor:
@@ -89,10 +96,11 @@ def inputs_of(case: Case, model: Any) -> dict[str, Any]:
     inputs |= case.targets(ids)
     total = sum(case.frames)
     if total and case.features:
-        generator = torch.Generator().manual_seed(3)
-        inputs["image_embeds"] = torch.randn(total, TOKENS_PER_FRAME, model.config.hidden_size, generator=generator)
+        generator, vision = torch.Generator().manual_seed(3), model.config.vision_config
+        tokens = (vision.image_size // vision.patch_size) ** 2
+        inputs["image_embeds"] = torch.randn(total, tokens, model.config.hidden_size, generator=generator)
     elif total:
-        inputs["pixel_values"] = tiny_frames(total)
+        inputs["pixel_values"] = tiny_frames(total, size=model.config.vision_config.image_size)
     if case.offsets or case.embeds:
         inputs["media_offset"] = media_offset(model.config.gate, ids)
     return case.prepared(inputs, model)

@@ -1,9 +1,12 @@
-"""Tiny random models of the real class of each family, and batches for them.
+"""Small random models of the real class of each family, and batches for them.
 
-Each family has a module here, named as its folder in `patches`, with these names:
+Tests, benchmarks and the checks on GPUs use them: `tiny_model("idefics")` has the smallest useful sizes,
+`tiny_model("idefics", Sizes(...))` has others. Each family has a module here, named as its folder in `patches`, with
+these names:
 
 - `Case`: a `TinyCase` with the fields that only this family has.
 - `tiny_model(**overrides)`: a model in eval mode. No weight has a value that could hide a mistake, such as a gate of 0.
+- `arguments_of(sizes)`: the overrides for given `Sizes`; families with cross-attention only.
 - `inputs_of(case, model)`: the arguments of the unpatched model's forward.
 - `local_frames(inputs, group, layout)`: the same arguments for a rank that passes only its frame shard.
 - `shard_units(model)`: the modules that FSDP2 shards as units.
@@ -18,6 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any, Self
 
 import torch
@@ -29,6 +33,70 @@ from mllm_seqpar.sharding import take_spans
 SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes of a model with cross-attention, under the same names for all families.
+
+    Attributes:
+        kv_heads: of families whose language model has grouped queries.
+        cross_layers: the layers with cross-attention, from 0, at equal distances.
+        image: height and width of an image in pixels; a patch has 14.
+        tower_width: channels of the vision tower. OpenFlamingo's is one linear map.
+        cross_heads, cross_head_dim: of the families whose cross-attention has its own; None for its usual ones.
+        resampler_heads, resampler_head_dim: of IDEFICS' resampler.
+    """
+
+    width: int
+    mlp: int
+    layers: int
+    heads: int
+    kv_heads: int
+    cross_layers: tuple[int, ...]
+    vocabulary: int = 1024
+    image: int = 28
+    tower_width: int = 32
+    tower_mlp: int = 48
+    tower_layers: int = 1
+    tower_heads: int = 4
+    cross_heads: int | None = None
+    cross_head_dim: int | None = None
+    resampler_heads: int = 4
+    resampler_head_dim: int = 8
+
+    @property
+    def interval(self) -> int:
+        """How many layers lie from one with cross-attention to the next."""
+        return self.layers // len(self.cross_layers)
+
+    @property
+    def text(self) -> dict[str, int]:
+        """The fields that the configurations of most language models have."""
+        widths = {"hidden_size": self.width, "intermediate_size": self.mlp, "num_hidden_layers": self.layers}
+        return widths | {
+            "num_attention_heads": self.heads,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": 32768,
+        }
+
+    @property
+    def tower(self) -> dict[str, int]:
+        """The fields that the configurations of most vision towers have."""
+        image = {"image_size": self.image, "patch_size": 14}
+        return image | {"intermediate_size": self.tower_mlp, "num_hidden_layers": self.tower_layers}
+
+
+def tiny_model(family: str, sizes: Sizes | None = None, **overrides: Any) -> Any:
+    """Return a model of a family, in eval mode; without `sizes`, the smallest one.
+
+    Args:
+        family: the name of its module here.
+        sizes: those of the model.
+        overrides: further arguments of `tiny_model` of the family's module.
+    """
+    module = import_module(f"{__name__}.{family}")
+    return module.tiny_model(**(module.arguments_of(sizes) if sizes else {}) | overrides)
+
+
 def set_weights(model: Any, rules: Mapping[str, tuple[float, float]], seed: int = 0) -> Any:
     """Draw all weights from normal distributions, and return the model.
 
@@ -38,12 +106,13 @@ def set_weights(model: Any, rules: Mapping[str, tuple[float, float]], seed: int 
             and the standard deviation fan_in ** -0.5.
         seed: of the generator.
     """
-    generator = torch.Generator().manual_seed(seed)
+    device = next(model.parameters()).device
+    generator = torch.Generator("cpu" if device.type == "meta" else device).manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             matching = (rule for pattern, rule in rules.items() if re.search(pattern, name))
             mean, deviation = next(matching, (0.0, weight.shape[1:].numel() ** -0.5))
-            weight.copy_(mean + deviation * torch.randn(weight.shape, generator=generator))
+            weight.copy_(mean + deviation * torch.randn(weight.shape, generator=generator, device=device))
     return model
 
 

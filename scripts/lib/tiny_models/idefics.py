@@ -1,4 +1,4 @@
-"""A tiny IDEFICS for tests: the real class with random weights. See `tiny_models`."""
+"""A tiny IDEFICS: the real class with random weights. See `tiny_models`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import IdeficsConfig, IdeficsForVisionText2Text
 
-from . import SPECIAL_TOKENS, TinyCase, frame_shard, set_weights
+from . import SPECIAL_TOKENS, Sizes, TinyCase, frame_shard, set_weights
 
 VOCABULARY = 128
 LORA_TARGETS = r"model\.(layers\.\d+\.self_attn|gated_cross_attn_layers\.\d+\.cross_attn)\.(q|k|v|o)_proj"
@@ -41,6 +41,20 @@ def tiny_model(**overrides: Any) -> Any:
     model = IdeficsForVisionText2Text(IdeficsConfig(**fields)).eval()
     rules = {"alpha": (0.0, 1.0), "norm.*weight$": (1.0, 0.2), "bias$": (0.0, 0.3), "embed|latents": (0.0, 0.5)}
     return set_weights(model, rules)
+
+
+def arguments_of(sizes: Sizes) -> dict[str, Any]:
+    """Return the arguments of `tiny_model` for these sizes; with a resampler of 64 latents, frozen as published."""
+    resampler = {"resampler_depth": 1, "resampler_n_heads": sizes.resampler_heads}
+    tower = sizes.tower | {"embed_dim": sizes.tower_width, "num_attention_heads": sizes.tower_heads}
+    return sizes.text | {
+        "cross_layer_interval": sizes.interval,
+        "use_resampler": True,
+        "vision_config": tower,
+        "perceiver_config": resampler | {"resampler_head_dim": sizes.resampler_head_dim},
+        "freeze_text_layers": True,
+        "freeze_vision_layers": True,
+    }
 
 
 def image_mask(case: Case) -> Tensor:

@@ -1,4 +1,4 @@
-"""A tiny Llama 3.2 Vision for tests: the real class with random weights. See `tiny_models`.
+"""A tiny Llama 3.2 Vision: the real class with random weights. See `tiny_models`.
 
 Inputs have the form that the real processor gives them: samples are padded to the same number of images, images to the
 same number of tiles, and the mask lets a token before the first image see nothing.
@@ -6,6 +6,7 @@ same number of tiles, and the mask lets a token before the first image see nothi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from transformers import MllamaConfig, MllamaForConditionalGeneration
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig, MllamaVisionConfig
 
-from . import SPECIAL_TOKENS, TinyCase, frame_shard, set_weights
+from . import SPECIAL_TOKENS, Sizes, TinyCase, frame_shard, set_weights
 
 VOCABULARY = 96
 IMAGE = VOCABULARY  # only the embedding has a row for it
@@ -26,7 +27,7 @@ PIXEL_INPUTS = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
 LORA_TARGETS = r"model\.language_model\.layers\.\d+\.(self|cross)_attn\.(q|k|v|o)_proj"
 
 
-def tiny_config(**text: Any) -> MllamaConfig:
+def tiny_config(vision: Mapping[str, Any] | None = None, **text: Any) -> MllamaConfig:
     """Return a config: 5 layers of width 64 (1 and 3 cross-attention), 4 heads, 2 KV heads, 3 tiles of 5 patches."""
     size = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4}
     fields: dict[str, Any] = size | SPECIAL_TOKENS | {"num_key_value_heads": 2, "max_position_embeddings": 512}
@@ -37,14 +38,23 @@ def tiny_config(**text: Any) -> MllamaConfig:
     tower = {"hidden_size": 32, "attention_heads": 2, "intermediate_size": 48, "vision_output_dim": 96}
     layers = {"num_hidden_layers": 3, "num_global_layers": 2, "intermediate_layers_indices": [0, 2]}
     images = {"image_size": 28, "patch_size": 14, "max_num_tiles": TILES, "supported_aspect_ratios": ASPECT_RATIOS}
-    vision = MllamaVisionConfig(**tower, **layers, **images)
-    return MllamaConfig(vision_config=vision, text_config=MllamaTextConfig(**fields), image_token_index=IMAGE)
+    vision_config = MllamaVisionConfig(**tower | layers | images | (vision or {}))
+    return MllamaConfig(vision_config=vision_config, text_config=MllamaTextConfig(**fields), image_token_index=IMAGE)
 
 
-def tiny_model(seed: int = 0, attn_implementation: str = "sdpa", **text: Any) -> Any:
+def arguments_of(sizes: Sizes) -> dict[str, Any]:
+    """Return the arguments of `tiny_model` for these sizes; images have one tile."""
+    tower = {"hidden_size": sizes.tower_width, "attention_heads": sizes.tower_heads}
+    tower |= {"vision_output_dim": 2 * sizes.tower_width, "intermediate_layers_indices": [0], "num_global_layers": 1}
+    vision = sizes.tower | tower | {"max_num_tiles": 1, "supported_aspect_ratios": [[1, 1]]}
+    layers = {"num_key_value_heads": sizes.kv_heads, "cross_attention_layers": sizes.cross_layers}
+    return sizes.text | layers | {"vision": vision}
+
+
+def tiny_model(seed: int = 0, attn_implementation: str = "sdpa", **config: Any) -> Any:
     """Return a model in eval mode; no gate is zero, and attention is far from uniform."""
     torch.manual_seed(seed)
-    model = MllamaForConditionalGeneration(tiny_config(**text)).eval()
+    model = MllamaForConditionalGeneration(tiny_config(**config)).eval()
     model.set_attn_implementation(attn_implementation)
     rules = {r"gate(_attn|_ffn)?$": (0.8, 0.2), "norm.*weight$": (1.0, 0.2), "bias$|class_embedding": (0.0, 0.2)}
     return set_weights(model, rules | {"^(?!.*patch_embedding).*embed": (0.0, 0.5)}, seed)

@@ -1,4 +1,4 @@
-"""The models and settings that `end_to_end.py` measures, in the proportions of rows of the paper's tables 3 and 4.
+"""The training steps that `network.py` measures: models and settings in the proportions of the paper's tables 3 and 4.
 
 The paper (arXiv 2502.02406) reports its largest ratio of whole steps, 5.58, for mPLUG-Owl3-1B with 4,096 text tokens
 and 2,048 frames on 16 A100. Its tables of Llama 3-V are not in `paper/`; Llama's cases have the proportions of the
@@ -7,22 +7,17 @@ mPLUG-Owl3-7B row with the same lengths.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from models import ScaledModel, scaled
 from network_settings import Setting, scaled_row
 from paper_tables import PaperRow, read_table
-from scaled_models import Subject, mllama, mplug_owl3, open_flamingo, scaled
 
-from mllm_seqpar.planner.model_sizes import ModelSizes
-
-SUITES = {
-    "emulated": "emulated blocks, 8 ranks",
-    "real": "real blocks, 2 ranks",
-    "smallest": "emulated blocks, 2 ranks, to check that the benchmark works",
+STEP_SUITES = {
+    "steps": "training steps, emulated blocks, 8 ranks",
+    "real-steps": "training steps, real blocks, 2 ranks",
+    "smallest-steps": "training steps of two ranks, to check that the benchmark works",
 }
-RANKS = {"emulated": 8, "real": 2, "smallest": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,38 +26,43 @@ class Case:
 
     Attributes:
         setting: of one cross-attention call.
-        build: returns the model; the same weights on every rank.
-        sizes: the sizes of the model.
         layers: how many of its layers have cross-attention.
         rest: time of a step outside cross-attention, over that of cross-attention without transfers; None: the model's
             own.
     """
 
     setting: Setting
-    build: Callable[[], Subject]
-    sizes: ModelSizes
+    model: ScaledModel
     layers: int = 1
     rest: float | None = None
 
+    @property
+    def name(self) -> str:
+        return self.setting.name
 
-def cases(suite: str) -> list[Case]:
-    """Return the cases of a suite."""
+    @property
+    def ranks(self) -> int:
+        return self.setting.ranks
+
+
+def step_cases(suite: str) -> list[Case]:
+    """Return the cases of one of STEP_SUITES."""
     owl3, owl3_7b = paper_row("table3", "mPLUG-Owl3-1b", 2), paper_row("table3", "mPLUG-Owl3-7b", 2)
     owl3_a30, flamingo = paper_row("table4", "mPLUG-Owl3-1b", 0), paper_row("table4", "OpenFlamingo-3b", 2)
-    if suite == "smallest":
-        return [scaled_case("a100-owl3", owl3, mplug_owl3, 16, ranks=2, rows=4, block_s=0.002)]
-    if suite == "real":
+    if suite == "smallest-steps":
+        return [scaled_case("a100-owl3", owl3, "mplug_owl3", 16, ranks=2, rows=4, block_s=0.002)]
+    if suite == "real-steps":
         return [
-            scaled_case("a100-owl3", owl3, mplug_owl3, 4, ranks=2, layers=2, rows=32),
-            scaled_case("a30-flamingo", flamingo, open_flamingo, 16, ranks=2, layers=2, rows=128),
-            scaled_case("llama", owl3_7b, mllama, 16, ranks=2, layers=2, rows=32),
+            scaled_case("a100-owl3", owl3, "mplug_owl3", 4, ranks=2, layers=2, rows=32),
+            scaled_case("a30-flamingo", flamingo, "open_flamingo", 16, ranks=2, layers=2, rows=128),
+            scaled_case("llama", owl3_7b, "mllama", 16, ranks=2, layers=2, rows=32),
         ]
     return [
-        scaled_case("a100-owl3", owl3, mplug_owl3, 16, ranks=8, rows=16, block_s=0.016),
-        scaled_case("a30-owl3", owl3_a30, mplug_owl3, 16, ranks=8, rows=16, block_s=0.008),
-        scaled_case("a30-flamingo", flamingo, open_flamingo, 16, ranks=8, rows=64, block_s=0.012),
-        scaled_case("llama", owl3_7b, mllama, 32, ranks=8, rows=16, block_s=0.016),
-        short_video(scaled_case("short-video", owl3, mplug_owl3, 16, ranks=8, rows=256, block_s=0.01)),
+        scaled_case("a100-owl3", owl3, "mplug_owl3", 16, ranks=8, rows=16, block_s=0.016),
+        scaled_case("a30-owl3", owl3_a30, "mplug_owl3", 16, ranks=8, rows=16, block_s=0.008),
+        scaled_case("a30-flamingo", flamingo, "open_flamingo", 16, ranks=8, rows=64, block_s=0.012),
+        scaled_case("llama", owl3_7b, "mllama", 32, ranks=8, rows=16, block_s=0.016),
+        short_video(scaled_case("short-video", owl3, "mplug_owl3", 16, ranks=8, rows=256, block_s=0.01)),
     ]
 
 
@@ -74,7 +74,7 @@ def paper_row(table: str, label: str, number: int) -> PaperRow:
 def scaled_case(
     name: str,
     row: PaperRow,
-    family: Callable[..., Subject],
+    family: str,
     scale: int,
     *,
     ranks: int,
@@ -85,22 +85,20 @@ def scaled_case(
     """Return a case with the proportions of a row of the paper.
 
     Args:
-        family: builds the model. Llama's is not the paper's model of that row.
+        family: that of the model. Llama's is not the paper's model of that row.
         scale: divisor of all widths.
         rows: query rows of a rank.
         layers: layers with cross-attention, every second layer of the model.
         block_s: seconds of an emulated block's forward pass; None: real blocks.
     """
-    config = "llama-3.2-11b-vision" if family is mllama else row.model.name
-    decoder = layers if family is mllama else 2 * layers  # Llama's cross-attention layers are not decoder layers
-    sizes = scaled(config, scale, decoder)
-    heads = {"heads": sizes.cross.heads, "kv_heads": sizes.cross.kv_heads, "dim": sizes.cross.head_dim}
+    llama = family == "mllama"
+    model = scaled(family, scale, "llama-3.2-11b-vision" if llama else row.model.name, 2 * layers, every=2)
+    cross = model.sizes.cross
+    heads = {"heads": cross.heads, "kv_heads": cross.kv_heads, "dim": cross.head_dim}
     setting = replace(scaled_row(name, row, ranks, rows, block_s), **heads, dtype="bfloat16" if block_s else "float32")
-    options = {"every": 2} if family is open_flamingo else {}
     return Case(
-        setting=replace(setting, paper=None) if family is mllama else setting,
-        build=functools.partial(family, scale, config, decoder, **options),
-        sizes=sizes,
+        setting=replace(setting, paper=None) if llama else setting,
+        model=model,
         layers=layers,
         rest=row.step_seconds["lv-xattn"] / row.seconds["lv-xattn"] - 1,
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import random
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,10 +22,11 @@ from statistics import median
 from typing import Any
 
 import torch
-from end_to_end_cases import Case
+from harness import rounds, slowest_rank
 from network_modes import BlockTime, Mode, Speed, cluster, modes
-from network_run import BACKWARD, CLOSE, Link, NetworkBenchmark
+from network_run import BACKWARD, CLOSE, Link, NetworkBenchmark, mode_columns, setting_columns
 from network_settings import Setting
+from step_cases import Case
 from torch import Tensor
 
 from mllm_seqpar import FrameShard, patch_model
@@ -47,12 +48,10 @@ class Step:
     """The training step of one mode."""
 
     def __init__(self, case: Case, mode: Mode, comm: Communicator, kernel: str, features: Tensor) -> None:
-        torch.manual_seed(0)
         self.mode, self.comm, self.features, setting = mode, comm, features, case.setting
-        subject = case.build()
-        self.model = subject.model.to(features.dtype).train().requires_grad_(True)
+        self.model = case.model.build().to(features.dtype).train().requires_grad_(True)
         shard = FrameShard(comm.rank, comm.rank + 1, comm.size)
-        self.arguments = subject.arguments(setting.rows * comm.size, features, shard)
+        self.arguments = case.model.arguments(setting.rows * comm.size, features, shard)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=True)
         options: dict[str, Any] = {"kernel": kernel}
         strategy = mode.spec.strategy if mode.spec else {"none": "lv-xattn"}.get(mode.name, mode.name)
@@ -69,22 +68,20 @@ class Step:
 
     def once(self, rest_s: float) -> tuple[float, float, float, int]:
         """Return the slowest rank's seconds of a step, the loss, the gradient norm, and the bytes this rank sends."""
-        self.comm.gather_ints([0])  # all ranks start together
-        self.comm.bytes.reset()
-        start = time.perf_counter()
-        time.sleep(rest_s)
-        self.features.grad = None
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = self.model(**self.arguments).loss
-        loss.backward()
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        mean = self.comm.all_reduce(torch.cat([grad.flatten() for grad in grads]), "gradients").div_(self.comm.size)
-        for grad, part in zip(grads, mean.split([grad.numel() for grad in grads]), strict=True):
-            grad.copy_(part.view_as(grad))
-        self.optimizer.step()
-        nanoseconds, sent = int((time.perf_counter() - start) * 1e9), self.comm.bytes.total
-        seconds = max(row[0] for row in self.comm.gather_ints([nanoseconds])) / 1e9
-        return seconds, float(loss.detach()), float(mean.float().norm()), sent
+        with slowest_rank(self.comm, "cpu") as timer:
+            self.comm.bytes.reset()
+            time.sleep(rest_s)
+            self.features.grad = None
+            self.optimizer.zero_grad(set_to_none=True)
+            loss = self.model(**self.arguments).loss
+            loss.backward()
+            grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+            mean = self.comm.all_reduce(torch.cat([grad.flatten() for grad in grads]), "gradients").div_(self.comm.size)
+            for grad, part in zip(grads, mean.split([grad.numel() for grad in grads]), strict=True):
+                grad.copy_(part.view_as(grad))
+            self.optimizer.step()
+            sent = self.comm.bytes.total
+        return timer.seconds, float(loss.detach()), float(mean.float().norm()), sent
 
     @property
     def spec(self) -> ParallelSpec | None:
@@ -118,7 +115,6 @@ class Measured:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     sent: dict[str, int] = field(default_factory=dict)
     predicted: dict[str, float] = field(default_factory=dict)
-    selected: str = ""
 
 
 class StepBenchmark:
@@ -126,39 +122,57 @@ class StepBenchmark:
         self.case, self.comm, self.setting = case, comm, case.setting
         self.network = NetworkBenchmark(case.setting, comm, torch.device("cpu"))
         generator = torch.Generator().manual_seed(comm.rank)
-        frame = torch.randn(1, case.setting.keys, case.sizes.cross.visual_dim, generator=generator)
+        frame = torch.randn(1, case.setting.keys, case.model.sizes.cross.visual_dim, generator=generator)
         self.features = frame.to(getattr(torch, case.setting.dtype)).requires_grad_()
 
-    def run(self, repeats: int, seed: int, link: Link) -> Measured:
-        """Measure all modes: once to warm up, then `repeats` times."""
-        kernel = self.network.kernel
+    def run(self, repeats: int, seed: int, link: Link, only: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        """Return a row per mode, of all modes, or `only` these and those that they are compared with."""
+        kernel, load = self.network.kernel, os.getloadavg()[0]
         with kernel.registered() if kernel else contextlib.nullcontext():
             block = self._block()
             mbit, speed = self.network.shape_link(link, sum(block) / (1 + BACKWARD))
             options = self.comm, kernel.name if kernel else "auto", self.features
-            steps = {mode.name: Step(self.case, mode, *options) for mode in step_modes(self.setting)}
+            compared = step_modes(self.setting)
+            if only is not None:
+                compared = [mode for mode in compared if mode.name in (*only, "none", "lv-xattn", "auto")]
+            steps = {mode.name: Step(self.case, mode, *options) for mode in compared}
             steps["none"].once(0.0)
             own_s = median(steps["none"].once(0.0)[0] for _ in range(3))
             cross_s = self.case.layers * self.setting.ranks * sum(block)
             rest_s = 0.0 if self.case.rest is None else max(0.0, (1 + self.case.rest) * cross_s - own_s)
             found = Measured(block, mbit, speed, own_s, rest_s, {name: [] for name in steps})
-            order, shuffler = list(steps), random.Random(seed)
-            expected: tuple[float, float] | None = None
-            for repeat in range(1 + repeats):
+            expected: Sequence[float] | None = None
+            for name, timed in rounds(steps, repeats, seed=seed):
+                known = found.seconds[name]
                 fastest = min(filter(None, found.seconds.values()), key=median, default=None)
-                for name in order:
-                    known = found.seconds[name]
-                    if fastest and len(known) >= FEW and median(known) > SLOW * median(fastest):
-                        continue
-                    seconds, *result, found.sent[name] = steps[name].once(rest_s if repeat else 0.0)
-                    if name != "none" or kernel:  # real blocks of `none` attend to keys of this rank only
-                        expected = self._same(name, result, expected or result)
-                    if repeat:
-                        found.seconds[name].append(seconds)
-                shuffler.shuffle(order)
-        found.selected = str(steps["auto"].spec)
+                if fastest and len(known) >= FEW and median(known) > SLOW * median(fastest):
+                    continue
+                seconds, *result, found.sent[name] = steps[name].once(rest_s if timed else 0.0)
+                if name != "none" or kernel:  # real blocks of `none` attend to keys of this rank only
+                    expected = self._same(name, result, expected or result)
+                if timed:
+                    found.seconds[name].append(seconds)
         self._predict(steps, found)
-        return found
+        return [row | {"selected": str(steps["auto"].spec), "load": load} for row in self._rows(found)]
+
+    def _rows(self, found: Measured) -> list[dict[str, Any]]:
+        """Return one row per mode; times of the ring and of LV-XAttn in the paper are those of whole steps."""
+        case, setting, times = self.case, self.setting, found.seconds
+        cross_s = case.layers * setting.ranks * sum(found.block)
+        common = {"benchmark": "end_to_end"} | setting_columns(setting, found.block[0], found.mbit, found.speed)
+        common |= {"layers": case.layers, "rest_s": found.rest_s, "cross_share": cross_s / (found.own_s + found.rest_s)}
+        if (paper := setting.paper) is not None:
+            common |= {"paper_ring_s": paper.step_seconds["ring"], "paper_lv_xattn_s": paper.step_seconds["lv-xattn"]}
+            common |= {"paper_cross_share": paper.seconds["lv-xattn"] / paper.step_seconds["lv-xattn"]}
+        best = min((name for name in times if name not in ("none", "auto")), key=lambda name: median(times[name]))
+        spread = max((max(times[mode]) - min(times[mode])) / median(times[mode]) for mode in (best, "auto"))
+        common |= {"best": best, "auto_over_best": _ratio(times["auto"], times[best]), "spread": spread}
+        rows = []
+        for mode, seconds in times.items():
+            row = common | mode_columns(mode, seconds, found.sent[mode], found.predicted[mode])
+            ratios = {"over_none": times["none"], "over_lv_xattn": times["lv-xattn"]}
+            rows.append(row | {name: _ratio(seconds, others) for name, others in ratios.items()})
+        return rows
 
     def _block(self) -> BlockTime:
         """Return the seconds of one block's forward and backward, with all ranks computing at once."""
@@ -184,7 +198,7 @@ class StepBenchmark:
             return
         rates = replace(cluster(self.setting, found.block, found.speed), matmul=steps["auto"].matmul)
         ideal = replace(rates, network_link=1e18, node_link=1e18, network_latency_s=0.0, node_latency_s=0.0)
-        visual = VisualProjection(dim=self.case.sizes.cross.visual_dim, layers=self.case.layers)
+        visual = VisualProjection(dim=self.case.model.sizes.cross.visual_dim, layers=self.case.layers)
 
         def call_s(mode: Mode, spec: ParallelSpec | None, network: Cluster) -> float:
             assert spec is not None
@@ -196,6 +210,10 @@ class StepBenchmark:
         for name, step in steps.items():
             of_call = without if name == "none" else call_s(step.mode, step.spec, rates)
             found.predicted[name] = none + self.case.layers * (of_call - without)
+
+
+def _ratio(seconds: list[float], others: list[float]) -> float:
+    return median(x / y for x, y in zip(seconds, others, strict=False))  # slow modes have fewer repetitions
 
 
 class _Done(Pending):

@@ -1,4 +1,4 @@
-"""Tiny OpenFlamingo models for tests: the real class over the supported language models, with random weights.
+"""Tiny OpenFlamingo models: the real class over the supported language models, with random weights.
 
 See `tiny_models`. Importing this module raises ImportError without the package open_flamingo. That package
 imports open_clip, which needs torchvision; the class `Flamingo` needs neither, so an empty module replaces open_clip.
@@ -6,6 +6,7 @@ imports open_clip, which needs torchvision; the class `Flamingo` needs neither, 
 
 import sys
 import types
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +25,12 @@ from transformers import (
 
 from mllm_seqpar.models.open_flamingo.language import QKNormMptForCausalLM
 
-from . import TinyCase, frame_shard
+from . import Sizes, TinyCase, frame_shard
 
 sys.modules.setdefault("open_clip", types.ModuleType("open_clip"))
 from open_flamingo import Flamingo  # noqa: E402
 from open_flamingo.src.flamingo_lm import FlamingoLMMixin  # noqa: E402
+from open_flamingo.src.helpers import MaskedCrossAttention  # noqa: E402
 from open_flamingo.src.utils import extend_instance  # noqa: E402
 
 LANGUAGE_MODELS = ("opt", "llama", "mpt", "gpt_neox")
@@ -49,12 +51,12 @@ LAYERS = {
 
 
 class Tower(nn.Module):
-    """Map pixels (n, 3, 12, 12) to pooled (n, 24) and tokens (n, 9, 24), as open_clip's towers do."""
+    """Map pixels (n, 3, H, W) to pooled (n, width) and tokens (n, patches, width), as open_clip's towers do."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, patch: int) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(3, WIDTH, 4, stride=4)
-        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.patches = nn.Conv2d(3, width, patch, stride=patch)
+        self.mix = nn.Linear(width, width)
 
     def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
         tokens = self.patches(pixels).flatten(2).transpose(1, 2)
@@ -62,7 +64,7 @@ class Tower(nn.Module):
         return tokens.mean(1), tokens
 
 
-def _language_model(name: str) -> nn.Module:
+def _language_model(name: str, **llama: Any) -> nn.Module:
     common: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": 2, "eos_token_id": 3}
     size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 96} | common
     mpt = {"d_model": 36, "n_layers": 2, "max_seq_len": 96} | common
@@ -70,8 +72,8 @@ def _language_model(name: str) -> nn.Module:
         case "opt":
             return OPTForCausalLM(OPTConfig(**size, ffn_dim=48, word_embed_proj_dim=24, dropout=0.0))
         case "llama":
-            size |= {"num_hidden_layers": 3, "num_key_value_heads": 2}
-            return LlamaForCausalLM(LlamaConfig(**size, intermediate_size=48))
+            size |= {"num_hidden_layers": 3, "num_key_value_heads": 2, "intermediate_size": 48} | llama
+            return LlamaForCausalLM(LlamaConfig(**size))
         case "mpt":  # head_dim is no square, so ALiBi biases divided by the scale are no powers of two
             return MptForCausalLM(MptConfig(**mpt, n_heads=3))
         case "gpt_neox":
@@ -81,7 +83,26 @@ def _language_model(name: str) -> nn.Module:
             return QKNormMptForCausalLM(MptConfig(**mpt, n_heads=4, attn_config={"qk_ln": True}))
 
 
-def tiny_model(language_model: str = "mpt", *, every: int = 1, immediate: bool = True, seed: int = 0) -> Any:
+def arguments_of(sizes: Sizes) -> dict[str, Any]:
+    """Return the arguments of `tiny_model` for these sizes: LLaMA, a linear tower, and the published resampler."""
+    llama = sizes.text | {"num_key_value_heads": sizes.heads}
+    cross = {"heads": sizes.cross_heads, "dim_head": sizes.cross_head_dim} if sizes.cross_heads else {}
+    options = {"language_model": "llama", "every": sizes.interval, "resampler_layers": 6}
+    return options | {"cross": cross, "width": sizes.tower_width, "patch": 14} | llama
+
+
+def tiny_model(
+    language_model: str = "mpt",
+    *,
+    every: int = 1,
+    immediate: bool = True,
+    seed: int = 0,
+    width: int = WIDTH,
+    patch: int = 4,
+    resampler_layers: int = 2,
+    cross: Mapping[str, Any] | None = None,
+    **llama: Any,
+) -> Any:
     """Return a `Flamingo` in eval mode.
 
     Args:
@@ -89,14 +110,21 @@ def tiny_model(language_model: str = "mpt", *, every: int = 1, immediate: bool =
         every: a gated cross-attention block precedes every `every`-th layer.
         immediate: `only_attend_immediate_media`.
         seed: of the weights.
+        width: channels of the vision tower.
+        patch: height and width of its patches.
+        resampler_layers: 6 at most, as published; these dominate the float32 rounding error.
+        cross: heads and head dim (`dim_head`) of cross-attention; the model class takes neither.
+        llama: further fields of the config of "llama".
     """
     torch.manual_seed(seed)
-    decoder: Any = _language_model(language_model)
+    decoder: Any = _language_model(language_model, **llama)
     extend_instance(decoder, FlamingoLMMixin)
     decoder.set_decoder_layers_attr_name(LAYERS[language_model])
-    tower = types.SimpleNamespace(visual=Tower())
-    model = Flamingo(tower, decoder, END_OF_CHUNK, MEDIA, WIDTH, cross_attn_every_n_layers=every).eval()
-    del model.perceiver.layers[2:]  # six would dominate the float32 rounding error
+    tower = types.SimpleNamespace(visual=Tower(width, patch))
+    model = Flamingo(tower, decoder, END_OF_CHUNK, MEDIA, width, cross_attn_every_n_layers=every).eval()
+    del model.perceiver.layers[resampler_layers:]
+    for block in filter(None, decoder.gated_cross_attn_layers if cross else ()):
+        block.attn = MaskedCrossAttention(dim=decoder.config.hidden_size, dim_visual=width, **cross)
     generator, tied = torch.Generator().manual_seed(seed), ("decoder.embed_tokens.weight", "wte.weight")
     with torch.no_grad():
         for path, weight in model.named_parameters():
@@ -178,7 +206,7 @@ def unpatched_generate(model: Any, **inputs: Any) -> Tensor:
         if attention_mask is None:
             cache = kwargs.get("past_key_values")
             past = 0 if cache is None else cache.get_seq_length()
-            attention_mask = torch.ones(input_ids.shape[0], past + input_ids.shape[1], dtype=torch.long)
+            attention_mask = input_ids.new_ones(input_ids.shape[0], past + input_ids.shape[1])
         return unpatched(input_ids, attention_mask, **kwargs)
 
     decoder.forward = forward

@@ -1,0 +1,57 @@
+"""The rules of messages that processors, data sets and the collator share: roles, parts, and who shows media."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from mllm_seqpar.errors import DataError
+
+ROLES = ("system", "user", "assistant")
+
+PartKeys = Mapping[str, Collection[str] | None]
+"""The kinds of parts that a message may have, each with the keys by which such a part names its medium and says how to
+read it; None for any keys. Texts are always allowed."""
+
+
+def message_parts(number: int, message: Any, media: PartKeys) -> list[Mapping[str, Any]]:
+    """Return the parts of a message; a text is one part.
+
+    Args:
+        number: of the message in its conversation.
+        message: {"role": ..., "content": text, or a list of parts}.
+        media: what parts the message may have. A key whose value is None counts as absent.
+
+    Raises:
+        DataError: an unknown role, part or key, or media in a message that is not the user's; begins with the message.
+    """
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if role not in ROLES:
+        raise DataError(f"message {number} has the role {role!r}; expected one of {', '.join(ROLES)}")
+    content = message.get("content")
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, (list, tuple)) or not content:
+        raise DataError(f"message {number} holds {content!r:.80}; expected a text or a list of parts")
+    for part in content:
+        if fault := _part_fault(part, role, media):
+            raise DataError(f"message {number} ({role}) {fault}")
+    return list(content)
+
+
+def _part_fault(part: Any, role: str, media: PartKeys) -> str | None:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind != "text" and (not isinstance(kind, str) or kind not in media):
+        return (
+            f"holds {part!r:.80}, which is not a part; a part has the type {', '.join(dict.fromkeys(['text', *media]))}"
+        )
+    if kind == "text" and not isinstance(part.get("text"), str):
+        return f'holds a text part without text, {part!r:.80}; expected {{"type": "text", "text": ...}}'
+    known = media.get(kind)
+    if known is not None:
+        known = {"type", *known}
+        if unknown := sorted(str(key) for key, value in part.items() if value is not None and key not in known):
+            return f"has the unknown key {unknown[0]!r} in {part!r:.80}; a part of type {kind} takes {sorted(known)}"
+    if kind != "text" and role != "user":
+        return f"has a part of type {kind}; only a user message shows media"
+    return None

@@ -1,0 +1,40 @@
+"""Layer: pure Python. The rules of messages that processors, data sets and the collator share."""
+
+from typing import Any
+
+import pytest
+
+from mllm_seqpar.errors import DataError
+from mllm_seqpar.models.messages import message_parts
+
+MEDIA = {"image": ("path",), "video": None}
+
+
+def user(*parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+def test_text_is_one_part_and_null_is_an_absent_key() -> None:
+    assert message_parts(0, {"role": "assistant", "content": "x"}, MEDIA) == [{"type": "text", "text": "x"}]
+    parts = [{"type": "image", "path": "a", "url": None}, {"type": "video", "any": 1}, {"type": "text", "text": ""}]
+    assert message_parts(0, user(*parts), MEDIA) == parts
+
+
+@pytest.mark.parametrize(
+    ("message", "fault"),
+    [
+        ("x", "message 3 has the role None; expected one of system, user, assistant"),
+        ({"role": "tool", "content": "x"}, "message 3 has the role 'tool'"),
+        ({"role": "user"}, "message 3 holds None; expected a text or a list of parts"),
+        (user(), r"message 3 holds \[\]"),
+        (user("x"), r"message 3 \(user\) holds 'x', which is not a part; a part has the type text, image, video"),
+        (user({"type": []}), r"message 3 \(user\) holds {'type': \[\]}"),
+        (user({"type": "text", "text": None}), "holds a text part without text"),
+        (user({"type": "image", "url": "a"}), r"unknown key 'url' in .*; a part of type image takes"),
+        ({"role": "system", "content": [{"type": "video"}]}, r"\(system\) has a part of type video; only a user"),
+        ({"role": "assistant", "content": [{"type": "image"}]}, r"\(assistant\) has a part of type image; only a user"),
+    ],
+)
+def test_malformed_messages_are_refused(message: Any, fault: str) -> None:
+    with pytest.raises(DataError, match=fault):
+        message_parts(3, message, MEDIA)
