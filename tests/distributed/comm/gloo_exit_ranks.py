@@ -58,14 +58,15 @@ def run_rank(case: str, rank: int, rendezvous: str) -> object:
 
 def main(folder: str) -> object:
     """Print the statuses by case; in a forked rank, return its references."""
-    statuses = {}
+    ranks = []
     for number, case in enumerate(EXPECTED):
-        ranks = []
         for rank in range(WORLD):
-            ranks.append(os.fork())
-            if ranks[-1] == 0:
+            ranks.append((case, os.fork()))
+            if ranks[-1][1] == 0:
                 return run_rank(case, rank, f"{folder}/{number}")
-        statuses[case] = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
+    statuses: dict[str, list[int]] = {case: [] for case in EXPECTED}
+    for case, pid in ranks:
+        statuses[case].append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     sys.stdout.write(json.dumps(statuses))
     return None
 

@@ -37,6 +37,7 @@ def arguments(files: Path, output: Path, *more: object) -> list[str]:
     options = ["--model", files / "model", "--data", files / "short.jsonl", "--output_dir", output]
     options += ["--disable_tqdm", True, "--learning_rate", 1e-3, "--adam_epsilon", 1e-4, "--global_batch_size", 2]
     options += ["--save_strategy", "no", "--max_steps", STEPS, "--eval_data", files / "few.jsonl"]
+    options += ["--vision_chunk_size", 2]  # the tower runs several times in a pass
     return [*map(str, [*options, "--eval_strategy", "steps", "--eval_steps", STEPS // 2, *more])]
 
 
