@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -12,7 +13,7 @@ from mllm_seqpar._transfers import copy_to_device, copy_to_host
 from mllm_seqpar.attention.keys import as_attended
 from mllm_seqpar.checkpointing.chunked_mlp import TokenwiseFunction, run_in_chunks
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.comm.agreement import agree
+from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.comm.autograd import gather_shards
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import AdapterError, AgreementError, ConfigError, DataError, MaskError, SeqParError, ShapeError
@@ -105,7 +106,7 @@ def sharded_call(
     """
     comm, config, (batch, length) = context.comm, context.config, mask.shape
 
-    def check() -> tuple[Tensor, Tensor]:
+    def check() -> tuple[Tensor, tuple[int, int]]:
         refused = {"star": "needs the cache of a transformers model", "local": "does not shard the text"}
         if config.self_attention in refused:
             raise ConfigError(
@@ -118,28 +119,35 @@ def sharded_call(
                 f"{units_per_frame}"
             )
         start, stop = frame_bounds(mask.total_frames // units_per_frame, comm.size)[comm.rank]
-        own = features
-        if encode is not None:
+        if encode is None:
+            check_features(features, (stop - start) * units_per_frame)
+        else:
             if len(features) * units_per_frame != mask.total_frames:
                 raise ShapeError(
                     f"sharded_call: {len(features)} frames were passed to be encoded, and the mask has "
                     f"{mask.total_frames // units_per_frame}; pass the frames of all ranks"
                 )
-            own = encode(features[start:stop])
-        units = torch.arange(start * units_per_frame, stop * units_per_frame, device=own.device)
-        if own.dim() != 3 or own.shape[:2] != (len(units), mask.tokens_per_frame):
-            raise ShapeError(
-                f"sharded_call: features are {tuple(own.shape)}; rank {comm.rank} of {comm.size} holds "
-                f"{len(units)} of {mask.total_frames} frames (frame_range), so ({len(units)}, "
-                f"{mask.tokens_per_frame}, width) is expected, with the mask's tokens per frame"
-            )
         if valid is not None and tuple(valid.shape) != (batch, length):
             raise ShapeError(f"sharded_call: valid is {tuple(valid.shape)}, the mask is for {(batch, length)} tokens")
-        return own, units
+        return features[start:stop] if encode is not None else features, (start, stop)
+
+    def check_features(own: Tensor, units: int) -> None:
+        if own.dim() != 3 or own.shape[:2] != (units, mask.tokens_per_frame):
+            raise ShapeError(
+                f"sharded_call: features are {tuple(own.shape)}; rank {comm.rank} of {comm.size} holds "
+                f"{units} of {mask.total_frames} frames (frame_range), so ({units}, {mask.tokens_per_frame}, width) is "
+                "expected, with the mask's tokens per frame"
+            )
 
     facts = {"samples": batch, "text tokens": length, "frames": mask.total_frames}
     facts |= {"tokens per frame": mask.tokens_per_frame, "grad mode": torch.is_grad_enabled()}
-    own, units = agree(comm, "forward pass", check, lambda _: facts)
+    own, (start, stop) = agree(comm, "forward pass", check, lambda _: facts)
+    units = torch.arange(start * units_per_frame, stop * units_per_frame, device=own.device)
+    if encode is not None:  # only now, because an encoder that FSDP shards communicates
+        found, error = attempt(functools.partial(encode, own))
+        agree(comm, "features", lambda: None if found is None else check_features(found, len(units)), error=error)
+        assert found is not None
+        own = found
     text = TextShards(batch, length, comm, config.text_layout, valid)
     visual = VisualFeatures(own, units, mask.total_frames, config.recompute_visual)
     context.log_shard_sizes((text.local, length), (len(units), mask.total_frames))

@@ -58,6 +58,9 @@ OWL_ERRORS = {
             "visual_shard": FrameShard(1, 2, 3),
         },
     },
+    (AgreementError, DIFFERENT, lambda x, comm: {**x, "logits_to_keep": torch.tensor([2])}): {
+        "digest of further arguments": {"logits_to_keep": torch.tensor([3])}
+    },
     (ShapeError, ELSEWHERE): {
         "pass either pixel_values or image_embeds, not both": {"image_embeds": FEATURES},
         "pass either input_ids or inputs_embeds": {"input_ids": None},

@@ -18,7 +18,7 @@ from family_harness import TOLERANCE, inputs_of, model_of, settings, slow_unless
 from generation_cases import SHARDED
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.comm import run_loopback
-from mllm_seqpar.errors import ConfigError, ShapeError
+from mllm_seqpar.errors import AgreementError, ConfigError, ShapeError
 from outcomes import error, worst_gradient
 from tiny_models.idefics import Case as Idefics
 from tiny_models.mllama import Case as Mllama
@@ -304,3 +304,27 @@ def test_configs_keep_their_identity_and_are_saved_unchanged() -> None:
             assert model.config.to_json_string() == saved
             twin = type(model)(model.config)  # of the same config object
             assert twin.config._attn_implementation == "sdpa" and "mllm_seqpar" not in repr(twin.config)
+
+
+def test_ranks_with_different_caches_or_cached_features_raise_together() -> None:
+    """Both decide what a pass communicates, and neither is a tensor that the ranks compare."""
+
+    @torch.no_grad()
+    def run(comm: Any) -> list[str]:
+        model = patch_model(tiny_model("per_head"), group=comm, shard_prompt_from=1)
+        ids, features = tiny_text(3), torch.randn(3, 4, 64, generator=torch.Generator().manual_seed(1))
+        cache = model(ids, image_embeds=features, use_cache=True).past_key_values
+        static = StaticCache(config=model.config, max_cache_len=64) if comm.rank else None
+        given: list[tuple[Tensor, dict[str, Any]]] = [
+            (ids, {"image_embeds": features, "past_key_values": static}),
+            (NEW[:1], {"image_embeds": features + comm.rank, "past_key_values": cache}),
+        ]
+        found = []
+        for text, arguments in given:
+            with pytest.raises((AgreementError, ShapeError)) as raised:
+                model(text, use_cache=True, **arguments)
+            found.append(str(raised.value))
+        return found
+
+    for of_cache, of_features in run_loopback(2, run):
+        assert "digest of further arguments" in of_cache and "with a cache that holds 3 others" in of_features

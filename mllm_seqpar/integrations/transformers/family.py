@@ -32,7 +32,7 @@ from mllm_seqpar.runtime.visual_tokens import TokenPlaces
 from mllm_seqpar.sharding import Spans, frame_spans, tensor_of
 
 from .attention import use_seqpar_attention
-from .cache import SequenceParallelCacheState
+from .cache import SequenceParallelCacheState, supports_sharded_text
 from .generation import patch_generate
 from .inputs import (
     ForwardInputs,
@@ -404,7 +404,11 @@ def decoder_arguments(embeds: Tensor, positions: Tensor, mask: Any, cache: Any, 
 
 
 def require_same_pass(
-    family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: Mapping[str, Any]
+    family: Family,
+    inputs: ForwardInputs,
+    logits_to_keep: int | Tensor,
+    kwargs: Mapping[str, Any],
+    cache: Cache | None = None,
 ) -> None:
     """Raise on every rank unless this pass is valid on all ranks and its inputs are the same."""
     kwargs = {**kwargs, "logits_to_keep": logits_to_keep}
@@ -423,5 +427,7 @@ def require_same_pass(
         check_star(family.context.config, inputs)
         family.check_inputs(inputs, kwargs)
 
-    options = {"model": family.model, "kwargs": kwargs, "compare_weights": compare}
+    # The class of a cache decides whether the text of a prompt is sharded.
+    cached = {} if cache is None else {"past_key_values": supports_sharded_text(cache)}
+    options = {"model": family.model, "kwargs": kwargs | cached, "compare_weights": compare}
     require_same_inputs(family.context.comm, inputs, check, **options)

@@ -290,7 +290,9 @@ def _pass_numbers(model: nn.Module, inputs: ForwardInputs, kwargs: Mapping[str, 
     autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
     frames = inputs.frames if inputs.visual_shard is None else None  # a rank without frames passes any empty tensor
     tensors = (inputs.input_ids, inputs.inputs_embeds, inputs.labels, inputs.shift_labels, frames)
-    settings = {name: value for name, value in kwargs.items() if isinstance(value, (bool, int, float, str))}
+    settings: dict[str, Any] = {n: value for n, value in kwargs.items() if isinstance(value, (bool, int, float, str))}
+    if isinstance(wanted := kwargs.get("logits_to_keep"), Tensor):
+        settings["logits_to_keep"] = (*wanted.shape, checksum(wanted.cpu()))
     return [
         int(model.training),
         fingerprint(autocast) if autocast else 0,

@@ -128,7 +128,7 @@ def _cached_pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Te
     if cache is None:
         cache = DynamicCache(config=family.text_config)
     if past == 0 or inputs.length > 1:  # not in each decoding step
-        require_same_pass(family, inputs, logits_to_keep, kwargs)
+        require_same_pass(family, inputs, logits_to_keep, kwargs, cache)
     else:
         check_star(family.context.config, inputs)
     return _CachedPass(family, inputs, cache, logits_to_keep, kwargs).run()
@@ -232,7 +232,8 @@ class _CachedPass:
         if inputs.frames is None or not inputs.total_frames:
             return False
         same = self._fingerprint(inputs.frames) in state.frame_fingerprints
-        if inputs.visual_shard is not None:  # the frames of one rank may be the same while those of another are not
+        # The frames of one rank may be the same while those of another are not, and features are not compared before.
+        if inputs.visual_shard is not None or inputs.frames_are_features:
             same = all(number for (number,) in self.context.comm.gather_ints([int(same)]))
         if family.repeats_frames:  # as unpatched: every pass attends to the frames that come with it
             return torch.is_grad_enabled() or not same or not family.rows_match_frames(inputs, state.media_position)

@@ -14,7 +14,7 @@ from torch import nn
 
 from captioner_cases import CASES, compare
 from mllm_seqpar import adapting, patch_model, register_adapter
-from mllm_seqpar.comm import as_communicator, run_loopback
+from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
 from mllm_seqpar.errors import AdapterError, AgreementError, ConfigError, ShapeError
 from mllm_seqpar.patching import registry as adapters
 
@@ -151,3 +151,23 @@ def test_object_without_adapter_protocol_is_refused() -> None:
         Half()  # type: ignore[abstract]
     with pytest.raises(AdapterError, match="the class str was given where an instance"):
         register_adapter(str)  # type: ignore[arg-type]
+
+
+def test_wrong_frames_of_one_rank_are_found_before_an_encoder_communicates() -> None:
+    """Parameters that FSDP2 shards are gathered in the encoder's forward."""
+
+    def run(comm: Communicator) -> str:
+        context = adapting.SeqParContext(comm, adapting.SeqParConfig())
+        row = torch.zeros(1, 4, dtype=torch.long)
+        mask = adapting.FrameMask.from_intervals(row, row + 4, 5, 4)
+
+        def encode(frames: torch.Tensor) -> torch.Tensor:
+            comm.all_reduce(torch.ones(1), "parameters")
+            return frames
+
+        with pytest.raises((ShapeError, AgreementError)) as error:
+            adapting.sharded_call(context, torch.zeros(4 - comm.rank, 5, 8), mask, encode=encode)
+        return str(error.value)
+
+    found = run_loopback(2, run)
+    assert all("3 frames were passed to be encoded, and the mask has 4" in text for text in found)
