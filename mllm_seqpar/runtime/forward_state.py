@@ -67,8 +67,8 @@ class ForwardState:
         cached_text: (batch, window) -> the mask rectangles of all rows against the tokens that this rank's cache has,
             in a pass with a cache whose text is sharded.
         visual_tokens: the embeddings of the visual tokens among this rank's rows, of a decoder-only model: those that
-            replace rows of the text (`embedded`), and then those that layers add. The list becomes empty: what takes
-            them out releases them.
+            replace rows of the text (`embedded`), and then those that layers add. Taking an
+            entry out of the list frees its memory.
         tokens: the number of text tokens so far, this pass included, in a pass with a cache; a static cache is longer.
         recorder: receives a row of each layer that attends to frames, in a pass whose attention to them is recorded.
 

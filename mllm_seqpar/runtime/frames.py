@@ -121,7 +121,7 @@ def select_strategy(
 
     Args:
         frames, text: of a pass with sharded rows.
-        visual: the features that `frames` is of.
+        visual: the features behind `frames`.
         index: returns the index of all units (`VisualFeatures.index`), (units, ...).
         shape: of the cross-attention of all layers; None: each layer selects.
     """

@@ -33,7 +33,7 @@ def sharded_causal_lm_loss(
 
     Args:
         logits: (B, s, V), of this rank's tokens.
-        shift_labels: (B, L), shifted, of all tokens, the same on every rank.
+        shift_labels: (B, L), the shifted labels of the whole text, the same on every rank.
         text: the sharding of the tokens.
         num_items_in_batch: the divisor of the sum; None: the number of targets (a mean).
         ignore_index: the label of tokens without a target; None: -100.

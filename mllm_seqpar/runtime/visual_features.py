@@ -337,7 +337,7 @@ class KVProjection:
         interleaved: whether the output channels of one linear layer for both are (KV head, {K, V}, D). They are
             ({K, V}, KV head, D) otherwise.
         input_norm: applied to the features before the linear layers.
-        key_norm: applied to each head of K behind its linear layer.
+        key_norm: applied to each head of K after its linear layer.
         rotate: (k (f, tokens, G, D), index (f, ...), transposed) -> k of the same shape and dtype, last of all. It is
             linear in k, and returns its transpose (the inverse of a rotation) if `transposed` is true.
     """

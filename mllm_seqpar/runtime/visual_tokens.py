@@ -39,7 +39,7 @@ class TokenPlaces:
         samples, positions: (N,) int64, the sample and the position in the text of each visual token, ascending.
         embeddings: (N,) int64, the number of its embedding, in the order in which frames are sharded. Beams of one
             sample share embeddings.
-        frames: (N,) int64, the number of the frame that it is of.
+        frames: (N,) int64, the frame that it belongs to.
         bounds: (n + 1,) int64: rank r encodes the embeddings from ``bounds[r]`` to ``bounds[r + 1]``.
     """
 
@@ -57,7 +57,7 @@ class TokenPlaces:
 
     @property
     def tokens(self) -> FrameTokens:
-        """Return which tokens are of which frame."""
+        """Return the frame of each visual token."""
         return FrameTokens(self.samples, self.positions, self.frames, int(self.frames.max()) + 1)
 
     def routes(self, rows: Sequence[Tensor], rank: int) -> TokenRoutes:

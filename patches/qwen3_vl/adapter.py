@@ -1,7 +1,7 @@
 """Qwen3-VL (transformers `Qwen3VLForConditionalGeneration`): the names of its classes, and deepstack.
 
 The vision tower returns features of several of its layers besides the last one. Each is added to the hidden states of
-the visual tokens behind one of the first decoder layers. They travel with the embeddings, in one exchange.
+the visual tokens after one of the first decoder layers. They travel with the embeddings, in one exchange.
 """
 
 from __future__ import annotations

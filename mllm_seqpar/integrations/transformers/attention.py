@@ -122,7 +122,7 @@ class _ConfigView:
 
 
 def causal_mask(config: Any, embeds: Tensor, mask: Any, positions: Tensor, cache: Any, sliding: bool = False) -> Any:
-    """Return the causal mask that transformers makes for `seqpar_attention`; `sliding`, of layers with a window.
+    """Return the causal mask that transformers makes for `seqpar_attention`; `sliding`: for layers with a window.
 
     `config` is that of an attention module of the patched model. A four-dimensional mask is returned unchanged.
     """

@@ -72,8 +72,8 @@ def local_features(family: Family, inputs: ForwardInputs) -> Tensor | None:
         if family.context.config.visual_offload is not None:
             return in_host_memory(features, weight.device)
         return features.to(device=weight.device, dtype=_features_dtype(family, features))
-    # A discarded run takes a frame of the caller, of any rank, so that a frame of a wrong size fails on every rank and
-    # the caller's tensor has a zero gradient here rather than none.
+    # A run whose result is discarded uses one of the caller's frames, from any rank, so that a frame of a wrong size
+    # fails on every rank, and the caller's tensor has a zero gradient here rather than none.
     spare = local if local[0].shape[0] else tuple(x if x.shape[0] else x.new_zeros((1, *x.shape[1:])) for x in given)
     return _encode_in_runs(family, local, spare, runs, units)
 

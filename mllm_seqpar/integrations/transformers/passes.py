@@ -210,7 +210,7 @@ class _CachedPass:
             family.mark_cache(self.cache, state)
 
     def _place_frames(self, media_position: TokenPlaces) -> None:
-        """Store which tokens of the text are of the frames that came with this pass, behind those of earlier ones."""
+        """Record the text positions of this pass's frames, after those of earlier frames."""
         state, past = self.cache_state, self.inputs.past_length
         if not media_position.frames.numel():
             return

@@ -112,7 +112,7 @@ def uncached_outputs(
     logits_to_keep: int | Tensor,
     kwargs: Mapping[str, Any],
 ) -> CausalLMOutputWithPast:
-    """Return loss, and logits as `config.logits` says, of a pass without a cache.
+    """Return the loss and, as `config.logits` says, the logits of a pass without a cache.
 
     `decoded` has the hidden states (B, s, C) of this rank's tokens; of all tokens if the text is not sharded. If
     `logits_to_keep` asks for some rows of the whole text only, they are returned whatever `config.logits` says.
