@@ -142,12 +142,13 @@ def sharded_call(
     facts = {"samples": batch, "text tokens": length, "frames": mask.total_frames}
     facts |= {"tokens per frame": mask.tokens_per_frame, "grad mode": torch.is_grad_enabled()}
     own, (start, stop) = agree(comm, "forward pass", check, lambda _: facts)
-    units = torch.arange(start * units_per_frame, stop * units_per_frame, device=own.device)
+    first, last = start * units_per_frame, stop * units_per_frame
     if encode is not None:  # only now, because an encoder that FSDP shards communicates
         found, error = attempt(functools.partial(encode, own))
-        agree(comm, "features", lambda: None if found is None else check_features(found, len(units)), error=error)
+        agree(comm, "features", lambda: None if found is None else check_features(found, last - first), error=error)
         assert found is not None
         own = found
+    units = torch.arange(first, last, device=own.device)  # the encoder may move frames to another device
     text = TextShards(batch, length, comm, config.text_layout, valid)
     visual = VisualFeatures(own, units, mask.total_frames, config.recompute_visual)
     context.log_shard_sizes((text.local, length), (len(units), mask.total_frames))

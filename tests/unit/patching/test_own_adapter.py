@@ -171,3 +171,11 @@ def test_wrong_frames_of_one_rank_are_found_before_an_encoder_communicates() -> 
 
     found = run_loopback(2, run)
     assert all("3 frames were passed to be encoded, and the mask has 4" in text for text in found)
+
+
+def test_facts_of_frames_are_where_the_encoder_leaves_the_features() -> None:
+    context = adapting.SeqParContext(as_communicator(), adapting.SeqParConfig())
+    row = torch.zeros(1, 4, dtype=torch.long)
+    mask = adapting.FrameMask.from_intervals(row, row + 3, 5, 3)
+    state = adapting.sharded_call(context, torch.zeros(3, 5, 8), mask, encode=lambda frames: frames.to("meta"))
+    assert state.frames is not None and state.frames.source.index.device.type == "meta"  # type: ignore[union-attr]
