@@ -344,10 +344,14 @@ def target_mask(offsets: Any, spans: Sequence[Sequence[Span]]) -> list[list[int]
         offsets: (B, L, 2), the range of characters of each token; empty for padding and for added tokens.
         spans: the character ranges of the answers of each sample.
     """
-    return [
-        [int(any(start < last and end > first for first, last in marked)) for start, end in np.asarray(row).tolist()]
-        for row, marked in zip(offsets, spans, strict=True)
-    ]
+    rows = []
+    for row, marked in zip(offsets, spans, strict=True):
+        begin, end = np.asarray(row).reshape(-1, 2).T
+        found = np.zeros(len(begin), dtype=bool)
+        for first, last in marked:
+            found |= (begin < last) & (end > first)
+        rows.append(found.astype(int).tolist())
+    return rows
 
 
 def _like(rows: list[list[int]], ids: Any) -> Any:
