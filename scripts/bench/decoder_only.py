@@ -30,14 +30,14 @@ from statistics import median
 from typing import Any
 
 import harness
-import models  # noqa: F401 - it makes tiny_models available
 import torch
-from harness import peak_memory, synchronize
+from harness import synchronize
 from network_run import EmulatedKernel
 from torch import Tensor
 
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.comm import as_communicator
+from peak_memory import peak_memory
 
 MIB = 2**20
 WORDS = 32

@@ -11,6 +11,7 @@ import csv
 import platform
 import random
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,9 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing
-from torch.profiler import ProfilerActivity, profile
 
 from mllm_seqpar.comm import Communicator
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "lib"))  # for tiny_models and peak_memory
 
 Row = Mapping[str, Any]
 Text = dict[str, str]
@@ -175,31 +177,6 @@ def slowest_rank(comm: Communicator, device: torch.device | str) -> Iterator[Sim
     synchronize(device)
     nanoseconds = int((time.perf_counter() - start) * 1e9)
     timer.seconds = max(row[0] for row in comm.gather_ints([nanoseconds])) / 1e9
-
-
-@contextmanager
-def peak_memory(device: torch.device) -> Iterator[SimpleNamespace]:
-    """Measure the most `bytes` allocated at one time in the block inside, above those before; set when the block ends.
-
-    On CUDA it comes from the allocator's statistics. On a CPU it comes from the profiler's memory events, which include
-    the temporary buffers of operators.
-    """
-    peak = SimpleNamespace(bytes=0)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        yield peak
-        torch.cuda.synchronize()
-        peak.bytes = torch.cuda.max_memory_allocated() - before
-        return
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        yield peak
-    results = profiled.profiler.kineto_results  # type: ignore[union-attr]
-    allocated = 0
-    for _, size in sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]"):
-        allocated += size
-        peak.bytes = max(peak.bytes, allocated)
 
 
 class SavedBytes:

@@ -45,6 +45,7 @@ from mllm_seqpar.planner.model_sizes import read_model
 from mllm_seqpar.planner.records import CONFIGS
 from mllm_seqpar.planner.workload import Workload
 from mllm_seqpar.runtime import visual_features
+from peak_memory import peak_memory
 
 DEFAULTS = {"mplug_owl3": (4, 128), "open_flamingo": (32, 352), "idefics": (8, 128)}
 """Frames and text tokens of the smaller of the two sizes."""
@@ -141,7 +142,7 @@ class MemoryBenchmark:
             )
         with self.patched(mode):
             gc.collect()
-            with harness.peak_memory(self.device) as peak:
+            with peak_memory(self.device) as peak:
                 features = self.features(frames)
                 saved = harness.SavedBytes([*self.model.parameters(), features])
                 with saved.counting():

@@ -13,12 +13,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,12 +24,10 @@ from harness import synchronize
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "lib"))
-
-from mllm_seqpar import FrameShard  # noqa: E402
-from mllm_seqpar.planner.model_sizes import ModelSizes, read_model  # noqa: E402
-from mllm_seqpar.planner.records import CONFIGS  # noqa: E402
-from tiny_models import Sizes, tiny_model  # noqa: E402
+from mllm_seqpar import FrameShard
+from mllm_seqpar.planner.model_sizes import ModelSizes, read_model
+from mllm_seqpar.planner.records import CONFIGS
+from tiny_models import Sizes, tiny_model
 
 WORDS = range(256, 1024)
 """Token ids of words; those of images, and other special tokens, are smaller."""
