@@ -254,7 +254,9 @@ def _facts(
     number = torch.as_tensor(-1 if num_items is None else num_items)
     *read, number = inputs.read([*itertools.chain(*given.values()), number])
     on_host = iter(read)
-    facts = {f"digest of {name}": checksum(*itertools.islice(on_host, len(x))) for name, x in given.items()}
+    facts: dict[str, Any] = {
+        f"digest of {name}": checksum(*itertools.islice(on_host, len(x))) for name, x in given.items()
+    }
     moved_rows = inputs.prompt_rows if inputs.past_length else None
     positions = checksum(*(inputs.on_host(name) for name in inputs.compared_tensors), moved_rows)
     facts |= {
