@@ -75,7 +75,8 @@ class SeqParMixin(_Base):
         sequence_parallel_size: number of ranks that share a sample. None: accelerate's `cp_size` (of
             `TrainingArguments.parallelism_config` or of the launch config), else the size of the group that the model
             is patched for, else all ranks.
-        seqpar: how to patch the model, unless it is already patched over such a group; None for the defaults.
+        seqpar: how to patch the model, unless it is already patched over such a group; None for
+            the defaults, with `logits="none"` unless the trainer is one of TRL.
 
     Raises:
         ConfigError: if degrees contradict each other or do not divide the number of processes, or for arguments,
@@ -108,7 +109,7 @@ class SeqParMixin(_Base):
             raise ConfigError("SeqParTrainer: pass model=...; model_init, which creates models later, is not supported")
         self._patched_degree = patched_degree(model, seqpar)
         patched = any(patch_of(x) for x in (*args, *kwargs.values()) if isinstance(x, nn.Module))
-        refuse_unsupported(training, sequence_parallel_size, self._trl, patched)
+        refuse_unsupported(training, sequence_parallel_size, self._trl, patched, seqpar)
         with explain_lacking_ids(self._trl):
             super().__init__(*args, **kwargs)
         refuse_rankwise_arguments(self.args, self.sequence_parallel_size)
@@ -128,7 +129,8 @@ class SeqParMixin(_Base):
         if self._trl is not None:
             remove_fused_head(inner)
         if patch_of(inner) is None:
-            patch_model(model, group=group, config=seqpar)
+            defaults = SeqParConfig(logits="none" if self._trl is None else "auto")
+            patch_model(model, group=group, config=seqpar or defaults)
         if self._trl is not None:
             use_token_scores(inner, _patch_of(inner), autocast or contextlib.nullcontext)
 
@@ -251,10 +253,17 @@ class SeqParMixin(_Base):
     ) -> tuple[Tensor | None, Any, Any]:
         """Exclude duplicate samples from the loss, and return full logits on every rank if logits are wanted."""
         inputs = mask_duplicate_samples(self.accelerator, self.sequence_parallel_size, inputs)
-        takes_logits_to_keep = "logits_to_keep" in inspect.signature(find_adapter(model)[1].forward).parameters
-        if not prediction_loss_only and takes_logits_to_keep:
-            text = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
-            inputs = {**inputs, "logits_to_keep": torch.arange(text.shape[1])}
+        inner = find_adapter(model)[1]
+        if not prediction_loss_only:
+            mode = _patch_of(inner).context.config.logits
+            if "logits_to_keep" in inspect.signature(inner.forward).parameters:
+                text = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
+                inputs = {**inputs, "logits_to_keep": torch.arange(text.shape[1])}
+            elif mode == "none" or (mode != "full" and self.sequence_parallel_size > 1):
+                raise ConfigError(
+                    f"SeqParTrainer: predictions need the logits of whole samples, which {type(inner).__name__} "
+                    'returns with seqpar=SeqParConfig(logits="full"); pass it, or prediction_loss_only=True'
+                )
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
