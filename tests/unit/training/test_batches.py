@@ -28,7 +28,7 @@ from tiny_models.mplug_owl3 import IMAGE_SIZE, tiny_tokenizer
 
 SAMPLES, FRAMES = 9, 12
 HALF, MISSING, EMPTY = 2, 5, 6
-"""Samples whose video is damaged at its end, so that only some ranks see it; missing; and empty."""
+"""Samples whose video is damaged after its first frames, so that not all ranks find it; missing; and empty."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     videos = make_needle_videos(root, SAMPLES, frames=(FRAMES, FRAMES), rate=2)
     rows = [video.sample(root) for video in videos]
     for row in rows:
-        row["messages"][0]["content"][0]["num_frames"] = FRAMES
+        # Fewer than all are chosen by the index of the file, also where frames are missing.
+        row["messages"][0]["content"][0]["num_frames"] = FRAMES - 1
     (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path(videos[MISSING].path).unlink()
     Path(videos[EMPTY].path).write_bytes(b"")
@@ -46,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cut_the_end(path: Path) -> None:
-    """Remove the end of a video whose index comes first, so that it opens and its last frames cannot be decoded."""
+    """Remove more than half of the frames of a video whose index comes first, so that it opens and they are damaged."""
     whole = path.with_suffix(".whole.mp4")
     with av.open(str(path)) as source, av.open(str(whole), "w", options={"movflags": "faststart"}) as target:
         stream = target.add_stream_from_template(source.streams.video[0])
@@ -54,9 +55,10 @@ def cut_the_end(path: Path) -> None:
             if packet.dts is not None:
                 packet.stream = stream
                 target.mux(packet)
-    content = whole.read_bytes()
+    with av.open(str(whole)) as file:
+        first_removed = [packet.pos for packet in file.demux(video=0) if packet.size][FRAMES // 2 - 1]
+    path.write_bytes(whole.read_bytes()[:first_removed])
     whole.unlink()
-    path.write_bytes(content[: len(content) * 3 // 4])
 
 
 def reader_of(path: Path, comm: Communicator, sp: int, on_bad_media: str, limit: int = READ_AHEAD_BYTES) -> BatchReader:
