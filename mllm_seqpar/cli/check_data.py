@@ -264,7 +264,7 @@ def _report(dataset: ChatDataset, row: _CheckedSample, totals: Totals, long: flo
             frames = len(medium.source)
             yield f"{place}: long: {part['path']} has {_clock(medium.seconds)}, {frames:,} frames are used"
     if not faults:
-        sample = ChatSample(place, list(row.messages), tuple(x.source for x in found))
+        sample = ChatSample(place, row.messages, tuple(x.source for x in found))
         faults = _count(dataset, sample, totals, found)
     totals.samples, totals.broken = totals.samples + 1, totals.broken + bool(faults)
     for fault in faults:

@@ -15,14 +15,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from mllm_seqpar.comm.base import fingerprint
 from mllm_seqpar.errors import ConfigError, DataError, VideoError
 from mllm_seqpar.sharding import join_spans
 
 from .chat_family import ChatFamily, ChatText, chat_family
 from .chat_format import check_record, media_parts, part_files
 from .formats import DEFAULT_TEMPLATE, check_template, open_records, to_chat
+from .formats.tables import is_embedded
 from .frame_choice import DEFAULT_FRAMES, FrameChoice
 from .frame_store import FrameStore
+from .media_files import is_remote, media_size
 from .sources import FrameSource, ImageListSource, VideoSource, ranges_by_source
 
 ON_BAD_MEDIA = ("fail", "skip")
@@ -50,7 +53,7 @@ class ChatSample:
     """
 
     place: str
-    messages: list[Mapping[str, Any]]
+    messages: Sequence[Mapping[str, Any]]
     sources: tuple[FrameSource, ...]
 
     @property
@@ -117,7 +120,7 @@ class ChatDataset(Dataset[ChatSample]):
             list of images, `num_frames` and `max_frames` choose.
         max_length: the largest number of tokens of a sample; a longer sample is refused.
         on_bad_media: "fail" checks here that all local files exist; "skip" leaves missing and damaged files to the
-            reader of the samples (`training.data_loader`).
+            reader of the samples (`training.batches`).
         media_root, template: see `formats.open_records` and `formats.to_chat`.
         validate: False validates a record only when it is accessed.
         threads, decoder: how videos are decoded, see `read_frames`.
@@ -193,7 +196,9 @@ class ChatDataset(Dataset[ChatSample]):
     def batch(self, indices: Sequence[int]) -> ChatBatch:
         """Return the samples with these indices as one micro-batch; nothing is decoded.
 
-        A sample longer than `max_length` raises DataError, a video that cannot be opened MediaError.
+        Raises:
+            DataError: a sample is longer than `max_length`, or none has a target token.
+            MediaError: a video cannot be opened.
         """
         samples = []
         for number, index in enumerate(indices):
@@ -201,7 +206,31 @@ class ChatDataset(Dataset[ChatSample]):
                 samples.append(self[index])
             except VideoError as error:
                 raise MediaError(str(error), number) from error
-        return collate(samples, self.processor, self.max_length)
+        batch = collate(samples, self.processor, self.max_length)
+        if batch.targets == 0:
+            raise DataError(f"{', '.join(batch.places)}: no target tokens; add a message of the assistant")
+        return batch
+
+    def content_digest(self) -> str:
+        """Return a hash of the records, and of the names and sizes of the media files that they name.
+
+        Files inside a table are left out: the digest of the records covers them.
+        """
+        files = (
+            (index, name)
+            for index in range(len(self))
+            for part in media_parts(self.messages(index))
+            for name in part_files(part)
+        )
+        media = [f"{name} {self._size(index, name)}" for index, name in files if not is_embedded(name)]
+        return f"{self.digest[:16]}-{fingerprint(chr(10).join(media)):016x}"
+
+    def _size(self, index: int, name: str) -> int:
+        """Return the number of bytes of a file; -1 if it is missing, and -2 for a URL."""
+        try:
+            return -2 if is_remote(name) else media_size(self.records.locate(index, name))
+        except VideoError:
+            return -1
 
     def source(self, index: int, part: Mapping[str, Any]) -> FrameSource:
         """Return the frames of a media part of record `index`; VideoError if the file is missing or unreadable."""

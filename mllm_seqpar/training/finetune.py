@@ -44,7 +44,6 @@ from mllm_seqpar.patching.registry import find_adapter
 
 from .arguments import FineTuneOptions, ModelAndData
 from .command_line import make_options, read_options
-from .data_loader import data_digest
 from .export import create_repository, export_dtype, export_model, run_on_rank_0, upload
 from .finetune_trainer import FineTuneData, FineTuneTrainer
 from .parameters import choose_parameters
@@ -226,8 +225,8 @@ def _open_data(options: FineTuneOptions) -> tuple[FineTuneData, Path | None, dic
     if run.stop_after is not None and not done < run.stop_after <= last:
         raise ConfigError(f"--stop_after {run.stop_after}: the steps of this run are {done + 1} to {last}; give one")
     features, ahead = _features(options, processor), int(run.read_ahead_gib * 2**30)
-    data = FineTuneData(processor, training, evaluation, order, data_digest(training), ahead, features)
-    facts = {"training data": data.digest, "evaluation data": evaluation and data_digest(evaluation)}
+    data = FineTuneData(processor, training, evaluation, order, training.content_digest(), ahead, features)
+    facts = {"training data": data.digest, "evaluation data": evaluation and evaluation.content_digest()}
     return data, checkpoint, facts | {"checkpoint": checkpoint, "model's weights": model_digest(str(run.model))}
 
 

@@ -22,7 +22,6 @@ from mllm_seqpar.errors import AgreementError, ConfigError, DataError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.training import batches as batches_module
 from mllm_seqpar.training.batches import READ_AHEAD_BYTES, BatchReader, Restarted, reader_communicator, replacement
-from mllm_seqpar.training.data_loader import ShardedBatch
 from mllm_seqpar.training.sample_order import SampleOrder
 from tiny_models.mplug_owl3 import IMAGE_SIZE, tiny_tokenizer
 
@@ -141,15 +140,15 @@ def test_limit_of_read_ahead_changes_no_batch(folder: Path) -> None:
 
 def test_frames_are_decoded_ahead_up_to_the_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     received, ahead, several = [0], [], threading.Event()
-    decode = ShardedBatch.inputs
+    decode = BatchReader._arguments
 
-    def counted(self: Any, device: Any, **options: Any) -> Any:
+    def counted(self: Any, *args: Any, **options: Any) -> Any:
         ahead.append(len(ahead) + 1 - received[0])
         if len(ahead) == 3:
             several.set()
-        return decode(self, device, **options)
+        return decode(self, *args, **options)
 
-    monkeypatch.setattr(ShardedBatch, "inputs", counted)
+    monkeypatch.setattr(BatchReader, "_arguments", counted)
     order = SampleOrder(samples=5, global_batch=1, micro_batch=1, dp=1, seed=1)
     for limit in (READ_AHEAD_BYTES, 1):
         comm = reader_communicator(60.0)
@@ -236,14 +235,14 @@ def test_search_for_a_replacement_ends(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_other_errors_of_one_rank_are_raised_on_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = ShardedBatch.of
+    decode = BatchReader._arguments
 
-    def failing(dataset: Any, samples: Any, group: Any) -> Any:
-        if group.rank == 1:
+    def failing(self: Any, *args: Any, **options: Any) -> Any:
+        if self._comm.rank == 1:
             raise MemoryError("no memory")
-        return load(dataset, samples, group)
+        return decode(self, *args, **options)
 
-    monkeypatch.setattr(ShardedBatch, "of", failing)
+    monkeypatch.setattr(BatchReader, "_arguments", failing)
     first, second = train(folder / "train.jsonl", 2, 2)
     assert isinstance(second[0], MemoryError)
     assert "reading the training data: rank 1: MemoryError: no memory" in str(first[0])
