@@ -17,7 +17,6 @@ from mllm_seqpar.planner.cluster import cluster_text
 from .launch import DEVICES, DTYPES, launched_ranks
 from .options import CommandOptions, option, parse_options
 from .outputs import require_writable, write_text
-from .program_exit import run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +38,6 @@ class CalibrateOptions(CommandOptions):
         self._require_positive("heads", "kv_heads", "dim")
         if self.heads % self.kv_heads:
             raise ConfigError(f"--kv_heads {self.kv_heads} do not divide --heads {self.heads}; give a divisor")
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0, or end the process with a message."""
-    return run(measure, argv)
 
 
 def measure(argv: Sequence[str]) -> None:

@@ -28,7 +28,6 @@ from mllm_seqpar.data.video import probe
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError
 
 from .options import option, parse_options
-from .program_exit import run_alone
 from .shared_options import StoredFrameOptions
 
 BROKEN = 1
@@ -76,11 +75,6 @@ class CheckDataOptions(StoredFrameOptions):
             self._refuse_unused("frame_store", "--store writes the frames of the videos; give one of them")
         if self.store_quality is not None:
             self._require("store_quality", self.store_quality <= 100, "1 to 100, or leave it out")
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0, 1 if a sample is broken, or 2 for invalid input."""
-    return run_alone(check, argv)
 
 
 def check(argv: Sequence[str]) -> int:

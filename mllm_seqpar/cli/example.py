@@ -35,7 +35,6 @@ from mllm_seqpar.data.needle import (
 
 from .options import CommandOptions, option, parse_options
 from .outputs import new_directory
-from .program_exit import run_alone
 
 LONGER_FRAMES = 256, 1280
 FRAME_SIZE, PATCH_SIZE = 32, 8  # pixels
@@ -63,11 +62,6 @@ class ExampleOptions(CommandOptions):
         super().__post_init__()
         for name, least in (("short", 1), ("short_frames", 2), ("longer", 0), ("unseen", 1), ("long_frames", 2)):
             self._require(name, getattr(self, name) >= least, f"{least} or more")
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0, or 2 for invalid options."""
-    return run_alone(example, argv)
 
 
 def example(argv: Sequence[str]) -> None:

@@ -20,7 +20,6 @@ from torch import nn
 from transformers import TrainingArguments
 
 from mllm_seqpar._logging import get_logger
-from mllm_seqpar.cli import program_exit
 from mllm_seqpar.cli.launch import require_rendezvous, use_cuda
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.comm.agreement import agree, attempt
@@ -62,7 +61,7 @@ _log = get_logger(__name__)
 def main(argv: Sequence[str]) -> int:
     """Fine-tune with the command line `argv` (without the program's name); return the exit status.
 
-    An error ends the process with a message. The status is 128 + N if signal N stopped the run after a checkpoint.
+    The status is 128 + N if signal N stopped the run after a checkpoint.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -72,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     logger.setLevel(logging.INFO)
     if os.environ.get("RANK", "0") != "0":
         disable_progress_bar()  # only rank 0 shows the progress of loading
-    return program_exit.run(fine_tune, argv)
+    return fine_tune(argv)
 
 
 def fine_tune(argv: Sequence[str]) -> int:
