@@ -9,6 +9,7 @@ import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -68,16 +69,19 @@ class ChatBatch:
     Attributes:
         text: tokens and labels (B, L); labels are -100 except at the answers and their ends.
         sources: the sources of all samples, in the order of the flat list of frames.
-        frames: length of that list.
         places: the places of the samples, for messages; FILE:LINE of JSONL.
         owners: for each source, the number of its sample in the batch.
     """
 
     text: ChatText
     sources: tuple[FrameSource, ...]
-    frames: int
     places: tuple[str, ...]
     owners: tuple[int, ...]
+
+    @property
+    def frames(self) -> int:
+        """Length of the flat list of frames."""
+        return sum(len(source) for source in self.sources)
 
     @property
     def input_ids(self) -> Tensor:
@@ -279,23 +283,10 @@ def collate(samples: Sequence[ChatSample], processor: Any, max_length: int | Non
             )
     return ChatBatch(
         text=text,
-        sources=(sources := tuple(family.units(source) for sample in samples for source in sample.sources)),
-        frames=sum(len(source) for source in sources),
+        sources=tuple(family.units(source) for sample in samples for source in sample.sources),
         places=tuple(sample.place for sample in samples),
         owners=tuple(number for number, sample in enumerate(samples) for _ in sample.sources),
     )
-
-
-def load_local_frames(
-    batch: ChatBatch, frames: range | Sequence[range], image_processor: Any, *, at_once: int = 32
-) -> Tensor:
-    """Decode this rank's frames of a batch; return `pixel_values` (number of frames, 3, S, S).
-
-    `frames` is this rank's range of the flat list, `frame_range(batch.frames, group)`, or its `frame_ranges`. A range
-    may be empty, and may span several samples. `image_processor` takes at most `at_once` uint8 frames (n, 3, H, W).
-    """
-    parts = [image_processor(decoded)["pixel_values"] for decoded in _decode(batch, _as_ranges(frames), at_once)]
-    return torch.cat(parts) if parts else image_processor(torch.empty(0, 3, 1, 1))["pixel_values"]
 
 
 def load_local_images(
@@ -307,7 +298,8 @@ def load_local_images(
     `frame_ranges`. Padding images among them are not decoded; at most `at_once` decoded frames are held in addition
     to the result.
     """
-    numbers = [batch.text.slots[slot] for part in _as_ranges(slots) for slot in part]
+    ranges = [slots] if isinstance(slots, range) else slots
+    numbers = [batch.text.slots[slot] for slot in chain(*ranges)]
     frames = [range(*span) for span in join_spans((number, number + 1) for number in numbers if number >= 0)]
     if family.ragged:  # none of them pads
         return family.joined([family.pixels(decoded) for decoded in _decode(batch, frames, at_once)])
@@ -328,10 +320,6 @@ def load_local_images(
             target[positions] = x
         done += len(decoded)
     return pixels
-
-
-def _as_ranges(frames: range | Sequence[range]) -> Sequence[range]:
-    return [frames] if isinstance(frames, range) else frames
 
 
 def _decode(batch: ChatBatch, frames: Sequence[range], at_once: int) -> Iterator[Tensor]:

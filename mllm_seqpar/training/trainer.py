@@ -23,7 +23,6 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,7 +120,8 @@ class SeqParMixin(_Base):
         set_fsdp_units(self.accelerator, find_adapter(self.model)[1])
         self._throughput = Throughput(_patch_of(self.model), self.args.device)
         if self._trl is None:  # whose trainers change the frames of a batch
-            self.data_collator: Any = HostFramesCollator(self.data_collator, frame_arguments_of(self.model))
+            names = frame_arguments_of(self.model)
+            self.data_collator: Any = functools.partial(_collate_on_host, self.data_collator, names)
 
     def _patch(self, model: nn.Module, group: Any, seqpar: SeqParConfig | None, autocast: Any = None) -> None:
         inner = find_adapter(model)[1]
@@ -346,15 +346,9 @@ def frame_arguments_of(model: nn.Module) -> tuple[str, ...]:
     return getattr(find_adapter(model)[0], "frame_arguments", ())
 
 
-@dataclass(frozen=True)
-class HostFramesCollator:
-    """Makes `HostFrames` of the frames that a data collator returns, so that `Trainer` does not move all of them."""
-
-    collate: Any
-    names: tuple[str, ...]
-
-    def __call__(self, samples: Any) -> Any:
-        return with_host_frames(self.collate(samples), self.names)
+def _collate_on_host(collate: Any, names: Sequence[str], samples: Any) -> Any:
+    """Return the batch of a data collator with `HostFrames`, so that `Trainer` does not move all frames."""
+    return with_host_frames(collate(samples), names)
 
 
 def with_host_frames(batch: Any, names: Sequence[str]) -> Any:
