@@ -46,7 +46,16 @@ def measure(argv: Sequence[str]) -> None:
     Raises:
         SeqParError: on invalid options, a file that cannot be written, or if the ranks disagree.
     """
-    args, problem = attempt(lambda: _parse(argv))
+    args, problem = attempt(
+        lambda: parse_options(
+            CalibrateOptions,
+            argv,
+            prog="mllm-seqpar calibrate",
+            description="Measure this machine, and with --num_processes or a launcher its links, for mllm-seqpar plan.",
+            example="mllm-seqpar calibrate --num_processes 8 --output here.yaml",
+            ranks=True,
+        )
+    )
     with launched_ranks(args.device if args else "auto") as (comm, device):
         agree(comm, "options", lambda: asdict(args) if args else {}, dict, error=problem)
         assert args is not None  # otherwise all ranks have raised
@@ -74,14 +83,3 @@ def _decode_rate() -> float | None:
         return round(decode_rate(), 1)
     except ImportError:
         return None
-
-
-def _parse(argv: Sequence[str]) -> CalibrateOptions:
-    return parse_options(
-        CalibrateOptions,
-        argv,
-        prog="mllm-seqpar calibrate",
-        description="Measure this machine, and with --num_processes or a launcher its links, for mllm-seqpar plan.",
-        example="mllm-seqpar calibrate --num_processes 8 --output here.yaml",
-        ranks=True,
-    )

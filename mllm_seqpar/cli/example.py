@@ -30,7 +30,6 @@ from mllm_seqpar.data.needle import (
     NeedleVideo,
     make_needle_videos,
     make_tokenizer,
-    write_needle_jsonl,
 )
 
 from .options import CommandOptions, option, parse_options
@@ -110,7 +109,7 @@ def write_example(options: ExampleOptions) -> NeedleVideo:
     _write_lines(folder / "eval.jsonl", [_choice(video, folder) for video in videos["unseen"]])
     (long,) = videos["long"]
     long = replace(long, path=str(Path(long.path).rename(folder / "long.mp4")))
-    write_needle_jsonl(folder / "long.jsonl", [long])
+    _write_lines(folder / "long.jsonl", [long.sample(folder)])
     save_model(folder / "model", options.seed)
     return long
 

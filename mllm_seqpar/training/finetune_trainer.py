@@ -147,7 +147,6 @@ class FineTuneTrainer(SeqParTrainer):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list, Tensor]:
         """Return the micro-batches of a step and the number of their target tokens over all groups."""
-        assert self._throughput is not None
         with self._throughput.data_wait():
             batches = list(itertools.islice(self._saving_at_errors(epoch_iterator), num_batches))
         targets = torch.stack([_targets(batch) for batch in batches]).sum()

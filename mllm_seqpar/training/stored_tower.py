@@ -106,7 +106,7 @@ class StoredTower:
             count = self._family.tower_frames(pixels)
             part = states[done : done + count]
             if len(part) < count:  # a call whose result is dropped, on a rank with fewer frames than others
-                part = torch.cat([part, part.new_zeros(count - len(part), *self._shape)])
+                part = torch.cat([part, part.new_zeros(count - len(part), *part.shape[1:])])
             done += count
             moved = copy_to_device(part.to(self.store.dtype), pixels.device)
             ordered = moved.permute(self.store.order).contiguous()
@@ -121,11 +121,6 @@ class StoredTower:
             delattr(self._tower, self._method)
         if found:
             self._save(rows, torch.cat(found), order)
-
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        assert self.store.shape is not None
-        return self.store.shape
 
     def _save(self, rows: TowerRows, states: Tensor, order: list[int]) -> None:
         self.store.create(tuple(states.shape[1:]), states.dtype, order)

@@ -84,7 +84,7 @@ class SeqParMixin(_Base):
     model: Any
     optimizer: Any
     ref_model: Any
-    _throughput: Throughput | None
+    _throughput: Throughput
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -100,7 +100,7 @@ class SeqParMixin(_Base):
         **kwargs: Any,
     ) -> None:
         self._requested_degree = sequence_parallel_size
-        self._trl, self._throughput = trl_trainer(type(self)), None
+        self._trl = trl_trainer(type(self))
         model = kwargs.get("model", args[0] if args else None)
         training = next((x for x in (*args, *kwargs.values()) if isinstance(x, TrainingArguments)), None)
         if model is None or kwargs.get("model_init") is not None:
@@ -209,23 +209,20 @@ class SeqParMixin(_Base):
         return (loss, outputs) if return_outputs else loss
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
-        assert self._throughput is not None
         with self._throughput.step(inputs):
             return super().training_step(model, inputs, *args, **kwargs)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._throughput is not None
         with self._throughput.data_wait():
             return super().get_batch_samples(*args, **kwargs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        assert self._throughput is not None
         with self._throughput.pause():
             super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, beside the loss of training, the speed, the exposed communication and the memory of the ranks."""
-        if self._throughput is not None and {"loss", "learning_rate"} <= logs.keys():
+        if {"loss", "learning_rate"} <= logs.keys():
             logs = logs | self._throughput.report(self.accelerator, self.sequence_parallel_size)
         super().log(logs, start_time)
 
