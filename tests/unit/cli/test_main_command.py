@@ -28,6 +28,7 @@ def test_help_lists_the_commands_and_an_unknown_one_takes_one_line(capsys: pytes
         assert main(argv) == 0
         shown = capsys.readouterr().out
         assert all(f"\n  {name} " in shown and command.text in shown for name, command in COMMANDS.items())
+        assert "finetune, ask, chat, serve, calibrate and doctor start N ranks" in shown
         assert "examples:\n  mllm-seqpar doctor" in shown
     assert main(["--version"]) == 0 and capsys.readouterr().out == f"mllm-seqpar {__version__}\n"
     assert main(["fintune", "--model", "x"]) == 2
