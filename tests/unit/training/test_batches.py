@@ -18,7 +18,7 @@ from mllm_seqpar.comm.agreement import attempt
 from mllm_seqpar.comm.base import Subgroup
 from mllm_seqpar.data import ChatDataset
 from mllm_seqpar.data.needle import make_needle_videos
-from mllm_seqpar.errors import ConfigError, DataError
+from mllm_seqpar.errors import AgreementError, ConfigError, DataError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.training import batches as batches_module
 from mllm_seqpar.training.batches import READ_AHEAD_BYTES, BatchReader, Restarted, reader_communicator, replacement
@@ -162,7 +162,8 @@ def test_frames_are_decoded_ahead_up_to_the_limit(folder: Path, monkeypatch: pyt
                 received[0] += 1
                 if limit > 1 and received[0] == 1:
                     assert several.wait(30)  # two more are decoded while the first one is used
-        assert len(ahead) == 5 and (limit > 1 or max(ahead) == 1)
+        # The next one may begin after a micro-batch is released, and before it is received.
+        assert len(ahead) == 5 and (limit > 1 or max(ahead) <= 2)
 
 
 def test_known_bad_samples_are_loaded_once_and_within_the_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,9 +219,9 @@ def test_bad_media_stop_all_ranks_at_one_micro_batch(folder: Path) -> None:
     (folder / "half.jsonl").write_text("\n".join([*good, good[0], good[0]]))
     results = train(folder / "half.jsonl", 4, 2, on_bad_media="fail")
     message = f"{folder / 'half.jsonl'}:{HALF + 1}: "
-    kinds = [type(rank[0]).__name__ for rank in results]
-    assert kinds.count("MediaError") >= 1  # of ranks that have frames of the missing part
-    assert kinds.count("MediaError") + kinds.count("AgreementError") == 4
+    # Both ranks of the sample's group have frames of the part that is missing.
+    assert [type(rank[0]).__name__ for rank in results].count("MediaError") == 2
+    assert sum(isinstance(rank[0], AgreementError) for rank in results) == 2
     assert all(message in str(rank[0]) and len(rank) == 1 for rank in results)
 
 
