@@ -28,7 +28,7 @@ from mllm_seqpar.adapting import (
     Patch,
     SeqParContext,
     ShapeError,
-    TokenPlaces,
+    VisualTokenLayout,
     VisualTokens,
     copy_to_device,
     frame_bounds,
@@ -139,17 +139,17 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         grid = torch.cat([times[:, None], units[:, 1:]], 1)
         return torch.cat([x.to(parts[0]) for x in parts]), grid
 
-    def media_position(self, inputs: QwenVLInputs) -> TokenPlaces:
+    def media_position(self, inputs: QwenVLInputs) -> VisualTokenLayout:
         comm, none = self.context.comm, torch.zeros(0, dtype=torch.long)
         if inputs.frames is None or inputs.on_host(TOKENS) is None:
-            return TokenPlaces(none, none, none, none, torch.zeros(comm.size + 1, dtype=torch.long))
+            return VisualTokenLayout(none, none, none, none, torch.zeros(comm.size + 1, dtype=torch.long))
         numbers, ends = inputs.placed_tokens()
         samples, positions = (numbers >= 0).nonzero().unbind(1)
         total = inputs.total_frames
         cuts = torch.tensor([first for first, _ in frame_bounds(total, comm.size)] + [total])
         embeddings = numbers[samples, positions]
         frames = torch.searchsorted(ends[1:].contiguous(), embeddings, right=True)
-        return TokenPlaces(samples, positions, embeddings, frames, ends[cuts])
+        return VisualTokenLayout(samples, positions, embeddings, frames, ends[cuts])
 
     def check_inputs(self, inputs: QwenVLInputs, kwargs: Mapping[str, Any]) -> None:
         super().check_inputs(inputs, kwargs)

@@ -24,7 +24,7 @@ def problem(case: Case, n: int, rank: int) -> Problem:
         **{"heads": case.heads, "kv_heads": case.groups, "dim": case.dim, "element": case.dtype.itemsize},
         **{"batch": case.batch, "key_batch": 1 if case.shared_keys else case.batch},
         accumulated=accumulation(case.accumulate, case.dtype).itemsize,
-        straight=case.dtype.itemsize if case.accumulate == "auto" else None,
+        direct_element=case.dtype.itemsize if case.accumulate == "auto" else None,
     )
 
 

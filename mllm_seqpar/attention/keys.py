@@ -91,10 +91,10 @@ class CallSpec:
         Each rank adds its result to the results that pass through it, so many hops would round 16 bits many times.
         Results that go straight to their owner are rounded once, and accumulated there in `accumulate_dtype`.
         """
-        straight = self.mesh_shape[axis == "kv"] == 2 or (axis == "q" and self.direct)
-        return inputs if straight and self.round_results else self.accumulate_dtype
+        goes_directly = self.mesh_shape[axis == "kv"] == 2 or (axis == "q" and self.direct)
+        return inputs if goes_directly and self.round_results else self.accumulate_dtype
 
-    def straight_dtype(self, inputs: torch.dtype) -> torch.dtype:
+    def direct_result_dtype(self, inputs: torch.dtype) -> torch.dtype:
         """Return the dtype in which results that go straight to their owner are sent, for inputs of a dtype."""
         return inputs if self.round_results else self.accumulate_dtype
 
@@ -196,7 +196,7 @@ def problem_of(
         key_batch=k_shape[0],
         element=dtype.itemsize,
         accumulated=accumulation(accumulate_dtype, dtype).itemsize,
-        straight=dtype.itemsize if accumulate_dtype == "auto" else None,
+        direct_element=dtype.itemsize if accumulate_dtype == "auto" else None,
     )
 
 
@@ -228,7 +228,7 @@ def call_spec_for(
         forward, backward = (overlap_ratios_by_bytes(problem, backward=b) for b in (False, True))
         overlap_ratios = forward, backward
     ratios = overlap_ratios or (OverlapRatios(), OverlapRatios())
-    rounded = problem.straight is not None and problem.straight < accumulate_dtype.itemsize
+    rounded = problem.direct_element is not None and problem.direct_element < accumulate_dtype.itemsize
     return CallSpec(shape, masks, problem.keys, accumulate_dtype, overlap, head_degree, ratios, rounded, all_pairs)
 
 
@@ -379,7 +379,7 @@ class GivenKeys(Keys):
         return GivenKeys(self.spec, _NOTHING, _NOTHING)
 
 
-def attend_to_all(k: Tensor, v: Tensor, q: Tensor, scale: float) -> Tensor:
+def attend_unmasked(k: Tensor, v: Tensor, q: Tensor, scale: float) -> Tensor:
     """Return o (B, H, s, D) of rows that attend to all of k and v (B or 1, G, T, D), by torch's own operator."""
     shared = k.shape[0] < q.shape[0]
     rows = fold_heads(fold_batch(q) if shared else q, k.shape[1])

@@ -8,8 +8,8 @@ is plain Ulysses. A KV head is sent only to the ranks whose query heads use it (
 
 Forward sends Q, K, V and O, backward dO, dQ, dK and dV. These are complete and therefore sent in the inputs' dtype,
 except dK and dV of a KV head that several ranks use: those are partial sums, sent in the dtype of the inputs too or in
-the accumulation dtype (`CallSpec.straight_dtype`). The tensors saved for backward are head-sharded too, and as large as
-row-sharded ones. Causal rows are put in the order of the text, in which their mask is few and large rectangles.
+the accumulation dtype (`CallSpec.direct_result_dtype`). The tensors saved for backward are head-sharded too, and as
+large as row-sharded ones. Causal rows are put in the order of the text, in which their mask is few and large rectangles.
 
 `attend_head_sharded` is for softmaxes whose keys all have the same degree, and `forward_head_sharded` for keys that
 share a softmax with others: its final (o, lse) are row-sharded, after the merge, so the first way would have to save
@@ -201,13 +201,13 @@ class HeadLayout:
     ) -> tuple[Tensor, Tensor]:
         """Return row-sharded dk and dv with `kv_heads` heads: the adjoint of `shard_kv`.
 
-        They are sent in `dtype`, that of the inputs, or in `CallSpec.straight_dtype` if they are not complete or
+        They are sent in `dtype`, that of the inputs, or in `CallSpec.direct_result_dtype` if they are not complete or
         several ranks hold a KV head.
         """
         shards = HeadShards(self._heads, kv_heads, self.inside.size)
         several = sum(len(shards.kv_heads_of(rank)) for rank in range(self.inside.size)) > kv_heads
         if several or not complete:
-            dtype = self.spec.straight_dtype(dtype)
+            dtype = self.spec.direct_result_dtype(dtype)
         places = shards.kv_head_index(self.inside.rank)
         grads = [(x if places is None else _add_heads(x, places)).to(dtype) for x in (dk, dv)]
         dk, dv = gather_heads(grads, self._keys(("dk", "dv"), shards), self.inside)
@@ -320,7 +320,7 @@ def forward_head_sharded(
     (q,) = shard_heads([q], [layout.rows("q")], layout.inside)
     k, v = layout.shard_kv(k, v)
     o, lse = distributed_forward(layout.across, layout.spec, block_math, q, k, v)
-    o = o.to(spec.straight_dtype(q.dtype))
+    o = o.to(spec.direct_result_dtype(q.dtype))
     o, lse = gather_heads([o, lse.unsqueeze(-1)], [layout.rows("o"), layout.rows("lse")], layout.inside)
     return o.to(spec.accumulate_dtype), lse.squeeze(-1)
 
@@ -344,6 +344,6 @@ def backward_head_sharded(
     k, v = layout.shard_kv(k, v)
     final = FinalRows(q, None, lse.squeeze(-1), do, delta.squeeze(-1))
     dq, dk, dv = distributed_backward(layout.across, layout.spec, block_math, final, k, v)
-    (dq,) = gather_heads([dq.to(spec.straight_dtype(q.dtype))], [layout.rows("dq")], layout.inside)
+    (dq,) = gather_heads([dq.to(spec.direct_result_dtype(q.dtype))], [layout.rows("dq")], layout.inside)
     kv_grads = layout.gather_kv_grads(dk, dv, kv_heads, q.dtype, complete=False)
     return dq.to(spec.accumulate_dtype), *kv_grads

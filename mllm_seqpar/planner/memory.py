@@ -333,7 +333,7 @@ def _partial_results(problem: Problem, spec: ParallelSpec, *, backward: bool) ->
 
     A ring holds two of each kind, a mesh those of all other ranks of its groups. Ulysses holds all its heads once more.
     """
-    held = replace(problem, straight=None)  # results are rounded, if at all, when they are sent
+    held = replace(problem, direct_element=None)  # results are rounded, if at all, when they are sent
     q, o = (shard_bytes(held, spec, kind, "q", backward=backward) for kind in ("input", "result"))
     kv, dkv = (shard_bytes(held, spec, kind, "kv", backward=backward) for kind in ("input", "result"))
     dkv = dkv if backward else 0

@@ -235,7 +235,7 @@ class Workload(Record):
             batch=self.batch,
             key_batch=self.batch,
             element=self.element,
-            straight=self.element,
+            direct_element=self.element,
         )
 
     @property

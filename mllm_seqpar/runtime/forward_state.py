@@ -31,7 +31,7 @@ from mllm_seqpar.attention.keys import (
     Placement,
     accumulation,
     as_attended,
-    attend_to_all,
+    attend_unmasked,
     attended_dtype,
     call_spec_for,
     problem_of,
@@ -208,7 +208,7 @@ class ForwardState:
             spec = frames.specs[key] = self._frame_spec(q, dtype, frames, project)
         keys = frames.source.keys(layer, spec, project, modules, dtype)
         if self.torch_attends and isinstance(keys, GivenKeys) and (common := frames.masks.common_keys) is not None:
-            alone = functools.partial(attend_to_all, keys.k[:, :, common], keys.v[:, :, common])
+            alone = functools.partial(attend_unmasked, keys.k[:, :, common], keys.v[:, :, common])
             return GivenKeys(spec, keys.k, keys.v, alone)
         return keys
 

@@ -32,7 +32,7 @@ PIECE_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
-class TokenPlaces:
+class VisualTokenLayout:
     """Where the visual tokens of a text are, and which embedding each of them has; on the CPU.
 
     Attributes:
@@ -49,11 +49,11 @@ class TokenPlaces:
     frames: Tensor
     bounds: Tensor
 
-    def between(self, start: int, stop: int) -> TokenPlaces:
+    def between(self, start: int, stop: int) -> VisualTokenLayout:
         """Return the visual tokens at the positions ``start <= l < stop``, counted from `start`."""
         kept = ((self.positions >= start) & (self.positions < stop)).nonzero().flatten()
         rows = self.samples[kept], self.positions[kept] - start, self.embeddings[kept], self.frames[kept]
-        return TokenPlaces(*rows, self.bounds)
+        return VisualTokenLayout(*rows, self.bounds)
 
     @property
     def tokens(self) -> FrameTokens:

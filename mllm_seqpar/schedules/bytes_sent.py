@@ -19,7 +19,8 @@ With fewer KV heads than ranks, Ulysses sends each rank the one head that it nee
 that go straight to their owner.
 
 Results are sent in the dtype of the accumulator where they pass through other ranks, which add their own. Where they go
-straight to their owner (point to point, among two ranks, and in Ulysses), `Problem.straight` is the size of an element.
+straight to their owner (point to point, among two ranks, and in Ulysses), `Problem.direct_element` is the size of an
+element.
 
 If a mask hides all keys of some rank from some rows, LV-XAttn sends rows point to point, and only to ranks with a
 visible key. With r(i, j) the number of rows of rank i that attend to any key of rank j, rank i then sends
@@ -57,7 +58,7 @@ class Problem:
         rank: the rank that sends; ranks differ only if their numbers of keys do.
         element: bytes per element of q, k, v, o and do.
         accumulated: bytes per element of what is summed over ranks: O forward; dQ, dK, dV backward.
-        straight: the same for results that go straight to their owner; None: `accumulated`.
+        direct_element: the same for results that go straight to their owner; None: `accumulated`.
     """
 
     rows: int
@@ -70,7 +71,7 @@ class Problem:
     rank: int = 0
     element: int = 2
     accumulated: int = 4
-    straight: int | None = None
+    direct_element: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -78,7 +79,7 @@ class Problem:
 
     def result_element(self, ranks: int, *, direct: bool = False) -> int:
         """Return the bytes per element of results among `ranks` ranks, sent point to point (`direct`) or in a ring."""
-        return self.accumulated if self.straight is None or not (direct or ranks == 2) else self.straight
+        return self.accumulated if self.direct_element is None or not (direct or ranks == 2) else self.direct_element
 
 
 def lv_xattn_bytes(

@@ -22,8 +22,8 @@ from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of
 RANKS = 8
 WIDTH, LAYERS = 3584, 4
 """Of mPLUG-Owl3-7B: channels of the visual features, and the cross-attention layers that share them."""
-VIDEO = replace(video_mme(RANKS), straight=2)
-TEXT = Problem(rows=4096, keys=(4096,) * RANKS, heads=32, kv_heads=8, dim=128, straight=2)
+VIDEO = replace(video_mme(RANKS), direct_element=2)
+TEXT = Problem(rows=4096, keys=(4096,) * RANKS, heads=32, kv_heads=8, dim=128, direct_element=2)
 CASES = {"video": VIDEO, "text": TEXT}
 
 

@@ -116,7 +116,7 @@ def test_every_rank_computes_the_same_for_4096_frames_and_256_tokens(entries: Co
     assert sum(one["forward"] for one in found) <= 1.01 * sum(one["forward"] for one in before)
     rows = masks.masks[0].shape[1]
     problem = {"rows": rows, "keys": (FRAMES // RANKS,) * RANKS, "heads": 2, "kv_heads": 1, "dim": 2, "batch": 1}
-    sizes: dict[str, Any] = problem | {"key_batch": 1, "element": 4, "accumulated": 4, "straight": 4}
+    sizes: dict[str, Any] = problem | {"key_batch": 1, "element": 4, "accumulated": 4, "direct_element": 4}
     for rank, backward in ((rank, backward) for rank in range(RANKS) for backward in (False, True)):
         sent = found[rank]["backward bytes" if backward else "forward bytes"]
         sent.pop("agreement", None)

@@ -21,7 +21,7 @@ from family_harness import build, check_tokens, model_of, on_ranks, outcome, ref
 from mllm_seqpar import FrameShard, frame_range, patch_model
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import AdapterError, ConfigError, ShapeError
-from mllm_seqpar.runtime.visual_tokens import LABEL, TokenPlaces, TokenRoutes
+from mllm_seqpar.runtime.visual_tokens import LABEL, TokenRoutes, VisualTokenLayout
 from outcomes import Outcome, average, error, run_case
 from tolerances import assert_as_near_as_unpatched
 
@@ -107,7 +107,7 @@ def test_each_embedding_travels_once_and_only_to_the_rank_of_its_row(family: str
 
 def test_routes_send_rows_to_their_owners_and_gradients_back() -> None:
     """Every rank has its share of ten embeddings, which eight placeholders in two samples refer to, some twice."""
-    places = TokenPlaces(
+    places = VisualTokenLayout(
         torch.tensor([0, 0, 0, 1, 1, 1, 1, 1]),
         torch.tensor([1, 2, 5, 0, 1, 2, 3, 4]),
         torch.tensor([0, 1, 9, 0, 5, 6, 7, 8]),

@@ -14,7 +14,7 @@ from family_harness import family_module, on_ranks
 from memory_meters import Peak
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.runtime import visual_tokens
-from mllm_seqpar.runtime.visual_tokens import TokenPlaces
+from mllm_seqpar.runtime.visual_tokens import VisualTokenLayout
 from mllm_seqpar.sharding import sequence_positions
 
 INDEX = 8
@@ -28,7 +28,7 @@ def test_exchange_allocates_its_results_and_a_piece(size: int, layout: str, monk
     monkeypatch.setattr(visual_tokens, "PIECE_BYTES", piece)
     numbers = torch.arange(tokens)
     bounds = torch.arange(size + 1) * (tokens // size)
-    places = TokenPlaces(torch.zeros_like(numbers), numbers, numbers, numbers // 16, bounds)
+    places = VisualTokenLayout(torch.zeros_like(numbers), numbers, numbers, numbers // 16, bounds)
     rows = [sequence_positions(tokens, rank, size, layout) for rank in range(size)]
     own = tokens // size * width * count * 4
 

@@ -28,7 +28,7 @@ from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.fsdp_units import modules_around, refuse_fsdp1
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
-from mllm_seqpar.runtime.visual_tokens import TokenPlaces
+from mllm_seqpar.runtime.visual_tokens import VisualTokenLayout
 from mllm_seqpar.sharding import Spans, frame_spans, tensor_of
 
 from .attention import use_seqpar_attention
@@ -370,7 +370,7 @@ class DecoderOnlyFamily(Family[InputsT]):
     checkpoints_visual_layers = False
 
     @abstractmethod
-    def media_position(self, inputs: InputsT) -> TokenPlaces:
+    def media_position(self, inputs: InputsT) -> VisualTokenLayout:
         """Return where the visual tokens of this pass are, and which embedding each has.
 
         Raises:

@@ -65,7 +65,7 @@ def test_similar_lengths_share_one_selection() -> None:
 def test_rows_are_sent_among_all_pairs_where_transfers_are_exposed(all_pairs: bool) -> None:
     """The planner decides; calls of the patched model then have the direct schedule and 16-bit results."""
     selector = ClusterSelector(with_(CLUSTER, node_link=5e8, all_pairs=all_pairs))
-    problem = replace(PROBLEM, keys=(200_000,) * 8, straight=2)
+    problem = replace(PROBLEM, keys=(200_000,) * 8, direct_element=2)
     found = selector.select(problem, full(problem), CROSS, LIKE, training=True)
     assert (found.strategy, found.all_pairs) == ("lv-xattn", all_pairs)
     config = SeqParConfig(strategy="auto")

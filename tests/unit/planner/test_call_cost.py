@@ -85,19 +85,19 @@ def test_pruned_mask_reduces_bytes_as_in_the_formula(backward: bool) -> None:
 
 
 @PASSES
-@pytest.mark.parametrize("straight", [None, 2])
-def test_bytes_among_all_pairs_match_the_formula(straight: int | None, backward: bool) -> None:
-    problem, spec = replace(EVEN, straight=straight), ParallelSpec("lv-xattn", (8, 1), all_pairs=True)
+@pytest.mark.parametrize("direct_element", [None, 2])
+def test_bytes_among_all_pairs_match_the_formula(direct_element: int | None, backward: bool) -> None:
+    problem, spec = replace(EVEN, direct_element=direct_element), ParallelSpec("lv-xattn", (8, 1), all_pairs=True)
     found = call_cost(problem, spec, ONE_NODE, backward=backward)
     assert found.node_bytes == sum(lv_xattn_bytes(problem, backward=backward, direct=True).values())
     ring = call_cost(problem, LV, ONE_NODE, backward=backward).node_bytes
-    assert found.node_bytes == ring if straight is None else found.node_bytes < 0.8 * ring
+    assert found.node_bytes == ring if direct_element is None else found.node_bytes < 0.8 * ring
 
 
 @PASSES
 @pytest.mark.parametrize("mesh_shape", [(2, 4), (1, 1), (2, 2), (4, 1), (1, 2)])
 def test_bytes_of_rounded_results_match_the_formulas(mesh_shape: tuple[int, int], backward: bool) -> None:
-    problem = replace(EVEN, straight=2, kv_heads=1)
+    problem = replace(EVEN, direct_element=2, kv_heads=1)
     degree = 8 // (mesh_shape[0] * mesh_shape[1])
     name, formula = ("ulysses", ulysses_bytes) if degree > 1 else ("mesh", mesh_bytes)
     found = call_cost(problem, ParallelSpec(name, mesh_shape, degree), ONE_NODE, backward=backward)
@@ -256,7 +256,7 @@ def test_candidates_are_the_legal_specs() -> None:
 
 
 def test_all_pairs_are_a_candidate_inside_a_node_with_symmetric_links() -> None:
-    call = replace(problem(2048, 4096), straight=2)
+    call = replace(problem(2048, 4096), direct_element=2)
     slow = with_(REAL, gpus_per_node=8, node_link=1e9)
     only: dict[str, Any] = {"strategies": ("lv-xattn",)}
 
