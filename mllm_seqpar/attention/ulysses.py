@@ -9,7 +9,8 @@ is plain Ulysses. A KV head is sent only to the ranks whose query heads use it (
 Forward sends Q, K, V and O, backward dO, dQ, dK and dV. These are complete and therefore sent in the inputs' dtype,
 except dK and dV of a KV head that several ranks use: those are partial sums, sent in the dtype of the inputs too or in
 the accumulation dtype (`CallSpec.direct_result_dtype`). The tensors saved for backward are head-sharded too, and as
-large as row-sharded ones. Causal rows are put in the order of the text, in which their mask is few and large rectangles.
+large as row-sharded ones. Causal rows are put in the order of the text, in which their mask has few and large
+rectangles.
 
 `attend_head_sharded` is for softmaxes whose keys all have the same degree, and `forward_head_sharded` for keys that
 share a softmax with others: its final (o, lse) are row-sharded, after the merge, so the first way would have to save
