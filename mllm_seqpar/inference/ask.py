@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.utils import logging
 
 from mllm_seqpar.cli.launch import launched_ranks
@@ -29,22 +28,20 @@ from mllm_seqpar.cli.program_exit import FAILED, run
 from mllm_seqpar.cli.progress import FramesBar, note, peak_memory, say
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree, attempt
-from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.feature_store import INDEX, FeatureStore, source_meta
 from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES
 from mllm_seqpar.data.media_files import VIDEO_SUFFIXES
 from mllm_seqpar.data.sources import VideoSource
 from mllm_seqpar.errors import ConfigError, VideoError
-from mllm_seqpar.models.loading import load_processor, model_digest
 from mllm_seqpar.patching import patch_of
 
 from .arguments import AskArguments, parse
 from .conversation import Conversation
 from .data_set import answer_data_set
 from .encoding import PARTS, EncodedVideo, encode_video
+from .engine import Engine
 from .evidence import MOMENTS, Evidence
 from .evidence_page import PageEntry, write_evidence_index, write_evidence_page
-from .model_loading import load_patched
 from .rank_groups import tried
 from .report import ENCODE_STAGE, Answered, Report, StageTimes
 from .stored_features import feature_meta, load_video, open_store, require_replaceable, save_video
@@ -119,11 +116,11 @@ def ask_videos(args: AskArguments, comm: Communicator, device: torch.device) -> 
     questions = VideoRun(args, comm, device)
     videos = questions.open()
     if videos:
-        model = questions.load()
+        questions.load()
         for video in videos:
-            questions.ask(video, model)
+            questions.ask(video)
         agree(comm, "evidence index", questions.write_index)
-        questions.report(model)
+        questions.report()
     return questions.report_faults()
 
 
@@ -141,23 +138,20 @@ class VideoRun:
     def open(self) -> list[VideoInput]:
         """Open all inputs; of several videos, return those that can be used."""
         with self._times.measure("open"):
-            inputs = agree(self._comm, "inputs", self._inputs, lambda found: found[-1])
-            self._processor, self._paths, _ = inputs
-            self._family, self._several = chat_family(self._processor), len(self._paths) > 1
+            self._engine = Engine(self._args, self._comm, self._times.device)
+            self._paths, _ = agree(self._comm, "inputs", self._inputs, lambda found: found[1])
+            self._several = len(self._paths) > 1
             steps = [partial(self._open_video, paths) for paths in self._paths]
             opened = [self._tried(partial(agree, self._comm, "inputs", step, VideoInput.facts)) for step in steps]
         return [video for video in opened if video is not None]
 
-    def _inputs(self) -> tuple[Any, tuple[VideoPaths, ...], dict[str, Any]]:
-        """Return the processor, the videos, and what all ranks must have in common.
-
-        Paths may differ, because each node may have its own copy.
-        """
-        processor, videos = load_processor(self._args.model), _video_paths(self._args)
+    def _inputs(self) -> tuple[tuple[VideoPaths, ...], dict[str, Any]]:
+        """Return the videos, and what all ranks must have in common; paths may differ if each node has its own copy."""
+        videos = _video_paths(self._args)
         if self._comm.rank == 0:
             _create_outputs(self._args)
         names = [os.path.basename(paths.name) for paths in videos]
-        return processor, videos, {"model": model_digest(self._args.model), "videos": names if len(names) > 1 else 1}
+        return videos, {"videos": names if len(names) > 1 else 1}
 
     def _open_video(self, paths: VideoPaths) -> VideoInput:
         args, frames = self._args, self._args.frame_choice().over(DEFAULT_FRAMES)
@@ -165,19 +159,19 @@ class VideoRun:
         if paths.video is not None:
             source = VideoSource.open(paths.video, **vars(frames), **args.decoding())
         if paths.features is not None:
-            store = open_store(paths.features, args.model, self._family, source, args.frame_choice())
+            store = open_store(paths.features, args.model, self._engine.family, source, args.frame_choice())
         if self._comm.rank == 0 and paths.save_to is not None and source is not None:
-            meta = feature_meta(source, args.model, self._family, frames)
+            meta = feature_meta(source, args.model, self._engine.family, frames)
             require_replaceable(paths.save_to, meta)
         return VideoInput(paths, source, store, meta)
 
-    def load(self) -> nn.Module:
+    def load(self) -> None:
         with self._times.measure("load"):
-            return load_patched(self._args, self._family, self._comm, self._times.device)
+            self._engine.load()
 
-    def ask(self, video: VideoInput, model: nn.Module) -> None:
+    def ask(self, video: VideoInput) -> None:
         """Encode or read a video, and ask all questions about it."""
-        encoded = self._tried(lambda: self._encoded(video, model))
+        encoded = self._tried(lambda: self._encoded(video))
         if encoded is None:
             return
         self._frames += encoded.frames
@@ -186,24 +180,24 @@ class VideoRun:
         name, shown = video.paths.name, self._comm.rank == 0
         if self._several and shown and self._args.question:
             say(f"== {name} ==\n")
-        conversation = Conversation.about(model, self._processor, encoded, video.source)
+        conversation = Conversation.about(self._engine.model, self._engine.processor, encoded, video.source)
         found = [(question, self._answer(conversation, name, question, shown)) for question in self._args.question]
         page, evidence = video.paths.page, [(question, answer) for question, answer in found if answer is not None]
         if page is not None:
             agree(self._comm, "evidence page", lambda: self._write_page(name, page, evidence, conversation.sources))
 
-    def _encoded(self, video: VideoInput, model: nn.Module) -> EncodedVideo:
-        args, comm = self._args, self._comm
+    def _encoded(self, video: VideoInput) -> EncodedVideo:
+        args, comm, engine = self._args, self._comm, self._engine
         if video.store is not None:
-            place: dict[str, Any] = {"device": self._times.device, "dtype": next(model.parameters()).dtype}
+            place: dict[str, Any] = {"device": engine.device, "dtype": next(engine.model.parameters()).dtype}
             place["mapped"] = args.visual_offload is not None
             with self._times.measure("read features"):
-                return agree(comm, "features", partial(load_video, video.store, self._family, comm, **place))
+                return agree(comm, "features", partial(load_video, video.store, engine.family, comm, **place))
         assert video.source is not None  # AskArguments requires --video or --features
-        frames = len(self._family.units(video.source))
+        frames = len(engine.family.units(video.source))
         with self._times.measure(ENCODE_STAGE), FramesBar(args.progress and comm.rank == 0) as bar:
             options = {**args.encoding(), "progress": lambda done: bar(done, frames)}
-            encoded = encode_video(model, self._processor, video.source, group=comm, **options)
+            encoded = encode_video(engine.model, engine.processor, video.source, group=comm, **options)
         if video.paths.save_to is not None:
             with self._times.measure("save"):
                 save_video(video.paths.save_to, encoded, comm, video.feature_meta)
@@ -238,9 +232,9 @@ class VideoRun:
         also = f", the index of {len(self._pages)} pages" if self._several else ""
         note(f"evidence page: {path}{also}")
 
-    def report(self, model: nn.Module) -> None:
+    def report(self) -> None:
         """Write times and memory of all ranks to stderr, and the report to its file."""
-        patch, times = patch_of(model), self._times
+        patch, times = patch_of(self._engine.model), self._times
         sent = patch.context.comm.bytes.total if patch else 0
         microseconds = [round(1e6 * self._parts[part]) for part in PARTS]
         facts = [round(peak_memory(times.device) * 1024), sent, self._visual_tokens, *microseconds]

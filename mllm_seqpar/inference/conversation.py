@@ -22,7 +22,6 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.chat_family import VIDEO_MARK, ChatText, FeatureFrames, chat_family
 from mllm_seqpar.data.sources import FrameSource
 from mllm_seqpar.errors import ConfigError, DataError
@@ -84,20 +83,6 @@ class Conversation:
         self._encoded = encoded
         self._cache: Any = None
         self._cached_ids: list[int] = []
-
-    @classmethod
-    def open(
-        cls, model: nn.Module, processor: Any, sources: Callable[[], Sequence[FrameSource]], **options: Any
-    ) -> Conversation:
-        """Return a conversation about the media that `sources` opens. Every rank of the model's group calls this.
-
-        The other arguments are those of the class.
-
-        Raises:
-            SeqParError: on all ranks, if one of them cannot open the media or has other numbers of frames.
-        """
-        opened = agree(_comm_of(model), "media", sources, lambda found: {"frames": [len(source) for source in found]})
-        return cls(model, processor, opened, **options)
 
     @classmethod
     def about(

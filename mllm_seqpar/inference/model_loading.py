@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mllm_seqpar.comm import Communicator, ProcessGroupCommunicator
-from mllm_seqpar.comm.agreement import agree
-from mllm_seqpar.data.chat_family import ChatFamily
 from mllm_seqpar.models.loading import layer_classes, load_model
-from mllm_seqpar.patching import patch_model
-
-from .encoding import encoder_of
-
-if TYPE_CHECKING:
-    from .arguments import ModelOptions
 
 
 def load_for_inference(path: str, dtype: str, device: torch.device, *, on_cpu: bool = False) -> nn.Module:
@@ -70,21 +62,3 @@ def shard_weights(
     # encode_frames reads the root's parameters outside of the root's forward
     register_fsdp_forward_method(model, "encode_frames")
     return model
-
-
-def load_patched(options: ModelOptions, family: ChatFamily, group: Communicator, device: torch.device) -> nn.Module:
-    """Load the model that `options` name and patch it over `group`. Every rank of the group calls this.
-
-    Raises:
-        SeqParError: on all ranks of the group, if one of them cannot load it or it is not of this family.
-    """
-
-    def load() -> nn.Module:
-        model = load_for_inference(options.model, options.dtype, device, on_cpu=options.shard_weights)
-        family.check(model)
-        return model
-
-    model = agree(group, "model", load)
-    if options.shard_weights:
-        model = shard_weights(model, group, device, encode=encoder_of(model, family))
-    return agree(group, "options", lambda: patch_model(model, group=group, config=options.config()))

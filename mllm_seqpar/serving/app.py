@@ -22,10 +22,10 @@ from starlette.exceptions import HTTPException
 
 from mllm_seqpar.data.frame_choice import FrameChoice
 from mllm_seqpar.errors import SeqParError
+from mllm_seqpar.inference.engine import Job
 from mllm_seqpar.inference.generation import Sampling
 
 from .completion import Completion, event
-from .engine import Job
 from .guard import Guard
 from .json_body import parse
 from .media import MediaStore

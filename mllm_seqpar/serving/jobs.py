@@ -1,9 +1,9 @@
 """A job on all ranks: rank 0 runs it with a user, the others follow.
 
 An error of one job must not end the program, and afterwards all ranks must keep the same conversations. All ranks
-therefore agree on the outcome of `Engine.prepare`, and on an error that `Engine.answer` raises before its first forward
-pass (an option that `generate` refuses, for example). An error within a pass ends the program if there are other ranks,
-because they wait for this one in a collective.
+therefore agree on the outcome of `Engine.prepare`, and on an error that `Conversation.answer` raises before its first
+forward pass (an option that `generate` refuses, for example). An error within a pass ends the program if there are
+other ranks, because they wait for this one in a collective.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from typing import Any
 
 import torch
 
@@ -20,9 +21,8 @@ from mllm_seqpar.cli.launch import launched_ranks
 from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.errors import DivergedError, TransferError
 from mllm_seqpar.inference.arguments import ServingOptions
+from mllm_seqpar.inference.engine import Engine, Job
 from mllm_seqpar.inference.generation import Answer, OnText
-
-from .engine import Engine, Job
 
 
 class Outcome(IntEnum):
@@ -67,6 +67,8 @@ class Worker:
 
     def __init__(self, engine: Engine, channel: JobChannel) -> None:
         self.engine, self.channel = engine, channel
+        self._computing = False  # whether a pass has begun, so that other ranks may wait for this one
+        engine.model.register_forward_pre_hook(lambda *_: setattr(self, "_computing", True))
 
     def run(
         self,
@@ -88,13 +90,17 @@ class Worker:
         self._require_success(error)
         assert prepared is not None
         on_start()
+        conversation, text = prepared
+        options: dict[str, Any] = {"stop": job.stop, "on_text": on_text, "evidence": job.evidence}
+        options["interrupted"] = interrupted or (lambda: False)  # rank 0 alone has one
+        self._computing = False
         try:
-            return self.engine.answer(job, prepared, on_text, interrupted)
+            return conversation.answer(text, job.sampling, **options)
         except Exception as raised:
-            if self.engine.computing and self.engine.comm.size > 1:
+            if self._computing and self.engine.comm.size > 1:
                 raise
             error = raised
-        del prepared
+        del prepared, conversation
         self._require_success(error)
         raise AssertionError("an answer without a result or an error")
 
@@ -107,7 +113,7 @@ class Worker:
         comm, mine = self.engine.comm, Outcome.of(error)
         _, rows = agree(comm, "answering", lambda: mine, lambda _: {}, numbers=lambda found: [found])
         outcome = Outcome(max(row[0] for row in rows))
-        if outcome >= Outcome.FAILED:
+        if outcome and any(row[0] != Outcome.REFUSED for row in rows):  # ranks may have kept different conversations
             self.engine.forget()
         if outcome:
             try:
@@ -128,7 +134,9 @@ class Worker:
 def joined_worker(args: ServingOptions, keep: int) -> Iterator[Worker]:
     """Join the ranks, load the model, and yield this rank's worker; at the end, rank 0 releases the others."""
     with launched_ranks(args.device, args.timeout) as (comm, device):
-        worker = Worker(Engine(args, comm, device, keep), JobChannel(comm))
+        engine = Engine(args, comm, device, keep)
+        engine.load()
+        worker = Worker(engine, JobChannel(comm))
         yield worker
         if comm.rank == 0:
             worker.channel.close()

@@ -3,12 +3,13 @@
 import importlib
 import sys
 from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from mllm_seqpar.errors import ConfigError, DataError
+from mllm_seqpar.inference import Sampling
 
 
 @pytest.fixture
@@ -43,18 +44,16 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 )
 def test_settings_of_generation_that_would_be_ignored_are_refused(model: Any, given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(given))):
-        model._generation([], given)
+        model._generation(given)
 
 
 def test_settings_without_effect_are_accepted(model: Any) -> None:
     neutral = {"num_beams": 1, "top_k": 50, "top_p": None, "temperature": 0, "do_sample": False, "until": "\n\n"}
-    request = model._generation([], neutral)
-    assert request.sampling == {"max_new_tokens": 128} and request.stop == ("\n\n",)
-    sampled = model._generation([], {"temperature": 0.7, "top_p": 0.9, "top_k": 0, "max_new_tokens": 5})
-    assert sampled.sampling == {"max_new_tokens": 5, "temperature": 0.7, "top_p": 0.9}
+    assert model._generation(neutral) == {"sampling": Sampling(max_new_tokens=128), "stop": ("\n\n",)}
+    sampled = model._generation({"temperature": 0.7, "top_p": 0.9, "top_k": 0, "max_new_tokens": 5})
+    assert sampled["sampling"] == Sampling(max_new_tokens=5, temperature=0.7, top_p=0.9)
 
 
 def test_likelihood_of_an_empty_text_is_refused(model: Any) -> None:
-    given = SimpleNamespace(processor=SimpleNamespace(tokenizer=None))
     with pytest.raises(DataError, match="empty text"):
-        model.SimpleSeqParModel._scored(given, model._Request([], target=""))
+        model.SimpleSeqParModel._scored(None, model._Request(messages=[], sampling=Sampling(), target=""))

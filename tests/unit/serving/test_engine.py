@@ -20,10 +20,10 @@ from mllm_seqpar.errors import SeqParError
 from mllm_seqpar.inference import Sampling
 from mllm_seqpar.inference.conversation import Conversation, LengthError
 from mllm_seqpar.inference.encoding import Interrupted
+from mllm_seqpar.inference.engine import Engine, Job, MediaFile
 from mllm_seqpar.inference.generation import Answer
 from mllm_seqpar.models.loading import load_model, load_processor
 from mllm_seqpar.serving.chat import ChatOptions
-from mllm_seqpar.serving.engine import Engine, Job, MediaFile
 from mllm_seqpar.serving.jobs import Impossible, Outcome, Worker
 
 pytestmark = pytest.mark.usefixtures("load_one_model_at_a_time")
@@ -38,7 +38,13 @@ def video(inference_files: Path) -> MediaFile:
 
 def on_ranks(world: int, model: Path, body: Callable[[Engine], Any], keep: int = 1) -> list[Any]:
     args = parse_options(ChatOptions, ["--model", str(model), "--encode-batch", "2"], prog="chat", description="")
-    return run_loopback(world, lambda comm: body(Engine(args, comm, CPU, keep)))
+
+    def run(comm: Communicator) -> Any:
+        engine = Engine(args, comm, CPU, keep)
+        engine.load()
+        return body(engine)
+
+    return run_loopback(world, run)
 
 
 def job(*media: MediaFile, question: str = "What is it?", sampling: Sampling = FEW) -> Job:
@@ -47,7 +53,8 @@ def job(*media: MediaFile, question: str = "What is it?", sampling: Sampling = F
 
 
 def answer(engine: Engine, asked: Job, **options: Any) -> Answer:
-    return engine.answer(asked, engine.prepare(asked, **options))
+    conversation, text = engine.prepare(asked, **options)
+    return conversation.answer(text, asked.sampling, evidence=asked.evidence)
 
 
 def test_job_survives_its_way_to_the_other_ranks(video: MediaFile) -> None:
@@ -158,7 +165,7 @@ def test_out_of_memory_is_an_impossible_job_on_one_rank_only(
     def body(engine: Engine) -> str:
         worker = Worker(engine, JobChannel(engine.comm))
         with monkeypatch.context() as patch:
-            patch.setattr(Engine, "answer", fail)
+            patch.setattr(Conversation, "answer", fail)
             with pytest.raises(Impossible, match="use fewer frames, or start more ranks") as error:
                 worker.run(job(video))
         assert worker.run(job(video)).tokens

@@ -1,11 +1,10 @@
-"""The model on all ranks, and the jobs that it runs: an answer to messages about videos and images.
+"""The model on all ranks, and the jobs that it answers: messages about videos and images.
 
-Rank 0 creates a job, checks it and sends it to the others. All ranks then prepare it and generate (`jobs.Worker`).
+Every command that answers has an engine: `ask`, for videos and for data sets, `chat`, `serve` and lmms-eval. It reads
+the processor, which is cheap, when it is created, and the model when `load` is called, after the inputs are checked.
 
 The conversations of the last jobs are kept, with the features of their media and the K and V of their text. A job about
-the same media continues such a conversation, whoever sent it: only the tokens that differ are computed. Conversations
-are added and dropped only when all ranks have prepared a job, or on all ranks together, so that all ranks keep the same
-ones.
+the same media continues such a conversation, whoever sent it: only the tokens that differ are computed.
 """
 
 from __future__ import annotations
@@ -13,11 +12,12 @@ from __future__ import annotations
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
+from torch import nn
 
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
@@ -25,11 +25,15 @@ from mllm_seqpar.data.chat_family import ChatText, chat_family
 from mllm_seqpar.data.frame_choice import FrameChoice
 from mllm_seqpar.data.sources import FrameSource, VideoSource
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.inference.arguments import ServingOptions
-from mllm_seqpar.inference.conversation import Conversation
-from mllm_seqpar.inference.generation import Answer, OnText, Sampling
-from mllm_seqpar.inference.model_loading import load_patched
 from mllm_seqpar.models.loading import load_processor, model_digest
+from mllm_seqpar.patching import patch_model
+
+from .arguments import ModelOptions
+from .conversation import Conversation
+from .encoding import encoder_of
+from .generation import Sampling
+from .model_loading import load_for_inference, shard_weights
+from .rank_groups import divide_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +43,14 @@ class MediaFile:
     Attributes:
         kind: "video" or "image".
         path: the same file on all ranks.
-        version: changes with the contents of the file.
+        version: changes with the contents of the file, if they may change between jobs.
         name: the user's name for it, for messages.
         frames: which frames of a video are used.
     """
 
     kind: str
     path: str
-    version: str
+    version: str = ""
     name: str = field(default="", compare=False)
     frames: FrameChoice = FrameChoice()
 
@@ -82,7 +86,7 @@ class Job:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Job:
+    def from_json(cls, text: str) -> Self:
         values = json.loads(text)
         media = (MediaFile(**item | {"frames": FrameChoice(**item["frames"])}) for item in values["media"])
         values["media"] = tuple(media)
@@ -90,31 +94,63 @@ class Job:
 
 
 class Engine:
-    """A patched model that answers jobs, on every rank of `comm`.
+    """The model of some options, on the ranks of a group, and the conversations with it. Every rank creates it.
 
     Args:
-        args: the model and its options.
-        comm: the ranks.
+        options: the model, how it computes, and with `sp` how many ranks are a group; by default all are one.
+        world: all ranks.
         device: of this rank.
         keep: conversations to keep, 1 or more.
 
     Attributes:
-        computing: whether the first forward pass of the answer has begun, so that other ranks may wait for this one.
+        ranks: all ranks, and the groups of them, each with a model of its own.
+        comm: the group of this rank.
+        digest: of the model's files.
+        processor, family: of the model.
+        model: patched over the group; after `load`.
 
     Raises:
-        SeqParError: on all ranks, if the model cannot be loaded on one of them.
+        SeqParError: on all ranks, if the processor cannot be read on one of them, or they have different models.
     """
 
-    def __init__(self, args: ServingOptions, comm: Communicator, device: torch.device, keep: int = 1) -> None:
-        self.processor = agree(
-            comm, "processor", lambda: load_processor(args.model), lambda _: {"model": model_digest(args.model)}
+    model: nn.Module
+
+    def __init__(self, options: ModelOptions, world: Communicator, device: torch.device, keep: int = 1) -> None:
+        self.options, self.device, self._keep = options, device, keep
+        self.ranks = divide_ranks(world, getattr(options, "sp", None), options.timeout)
+        self.comm, name = self.ranks.group, options.model
+        self.processor, self.digest = agree(
+            world, "model", lambda: (load_processor(name), model_digest(name)), lambda found: {"model": found[1]}
         )
         self.family = chat_family(self.processor)
-        self.comm, self._encoding, self._decoding, self._keep = comm, args.encoding(), args.decoding(), keep
-        self.model = load_patched(args, self.family, comm, device)
         self._conversations: OrderedDict[tuple[MediaFile, ...], Conversation] = OrderedDict()
-        self.computing = False
-        self.model.register_forward_pre_hook(lambda *_: setattr(self, "computing", True))
+
+    def load(self) -> None:
+        """Load the model and patch it. Every rank of the group calls this.
+
+        Raises:
+            SeqParError: on all ranks of the group, if one of them cannot load it, or it is not of this family.
+        """
+        options = self.options
+
+        def load() -> nn.Module:
+            model = load_for_inference(options.model, options.dtype, self.device, on_cpu=options.shard_weights)
+            self.family.check(model)
+            return model
+
+        model = agree(self.comm, "model", load)
+        if options.shard_weights:
+            model = shard_weights(model, self.comm, self.device, encode=encoder_of(model, self.family))
+        self.model = agree(self.comm, "options", lambda: patch_model(model, group=self.comm, config=options.config()))
+
+    def open(self, sources: Callable[[], Sequence[FrameSource]]) -> Conversation:
+        """Return a new conversation about the media that `sources` opens. Every rank of the group calls this.
+
+        Raises:
+            SeqParError: on all ranks, if one of them cannot open the media or has other numbers of frames.
+        """
+        opened = agree(self.comm, "media", sources, lambda found: {"frames": [len(source) for source in found]})
+        return Conversation(self.model, self.processor, opened, **self.options.encoding())
 
     def prepare(
         self,
@@ -122,9 +158,10 @@ class Engine:
         progress: Callable[[int, int], object] | None = None,
         interrupted: Callable[[], bool] | None = None,
     ) -> tuple[Conversation, ChatText]:
-        """Open and encode the media of a job that no kept conversation has, and tokenize its messages.
+        """Return the conversation about the media of a job, which are opened and encoded unless it was kept, and the
+        prompt, so that `Conversation.answer` can follow. The conversation is kept.
 
-        The caller makes sure that all ranks have succeeded before it calls `answer`, which keeps the conversation.
+        After an exception on some of the ranks only, call `forget` on all, because they keep different conversations.
 
         Args:
             job: the same on all ranks.
@@ -136,39 +173,16 @@ class Engine:
             DivergedError: the other ranks wait for this one.
             Exception: of this rank only, such as OutOfMemoryError; AgreementError on the other ranks.
         """
-        conversation = kept = self._conversations.get(job.media)
-        if conversation is None:
-            conversation = Conversation.open(
-                self.model,
-                self.processor,
-                lambda: [file.open(self.family, **self._decoding) for file in job.media],
-                **self._encoding,
-            )
+        kept, decoding = self._conversations.get(job.media), self.options.decoding()
+        conversation = kept or self.open(lambda: [file.open(self.family, **decoding) for file in job.media])
         limit = job.sampling.max_new_tokens
         text = agree(self.comm, "prompt", lambda: conversation.prompt(job.messages, limit))
         while kept is None and len(self._conversations) >= self._keep:  # free memory before the new one needs it
             self._conversations.popitem(last=False)
         conversation.encode(progress, interrupted)
-        return conversation, text
-
-    def answer(
-        self,
-        job: Job,
-        prepared: tuple[Conversation, ChatText],
-        on_text: OnText | None = None,
-        interrupted: Callable[[], bool] | None = None,
-    ) -> Answer:
-        """Generate the answer to a job that all ranks have prepared, and keep its conversation.
-
-        `on_text` and `interrupted` are those of `Conversation.answer`.
-        """
-        conversation, text = prepared
-        self.computing = False
         self._conversations[job.media] = conversation
         self._conversations.move_to_end(job.media)
-        options: dict[str, Any] = {"stop": job.stop, "evidence": job.evidence}
-        options["interrupted"] = interrupted or (lambda: False)  # rank 0 alone has one
-        return conversation.answer(text, job.sampling, on_text=on_text, **options)
+        return conversation, text
 
     def forget(self) -> None:
         """Drop all kept conversations and free their memory."""
