@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,27 +71,25 @@ def ask(argv: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VideoPaths:
-    """A video file, features on disk, or both, and the output paths of its features and its evidence page."""
+class VideoInput:
+    """A video file, features on disk, or both, and the output paths of its features and its evidence page.
+
+    Attributes:
+        source, store: the video and the features, after `VideoRun.open`.
+        feature_meta: on rank 0, what features to be saved depend on.
+    """
 
     video: str | None = None
     features: str | None = None
     save_to: str | None = None
     page: str | None = None
+    source: VideoSource | None = None
+    store: FeatureStore | None = None
+    feature_meta: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         return self.video or self.features or ""
-
-
-@dataclass(frozen=True)
-class VideoInput:
-    """One opened video or feature store, and on rank 0 what features to be saved depend on."""
-
-    paths: VideoPaths
-    source: VideoSource | None
-    store: FeatureStore | None
-    feature_meta: dict[str, Any]
 
     def facts(self) -> dict[str, Any]:
         """Return what all ranks must have in common."""
@@ -139,31 +137,29 @@ class VideoRun:
         """Open all inputs; of several videos, return those that can be used."""
         with self._times.measure("open"):
             self._engine = Engine(self._args, self._comm, self._times.device)
-            self._paths, _ = agree(self._comm, "inputs", self._inputs, lambda found: found[1])
-            self._several = len(self._paths) > 1
-            steps = [partial(self._open_video, paths) for paths in self._paths]
+            self._videos = agree(self._comm, "inputs", self._inputs, _common_names)
+            self._several = len(self._videos) > 1
+            steps = [partial(self._open_video, video) for video in self._videos]
             opened = [self._tried(partial(agree, self._comm, "inputs", step, VideoInput.facts)) for step in steps]
         return [video for video in opened if video is not None]
 
-    def _inputs(self) -> tuple[tuple[VideoPaths, ...], dict[str, Any]]:
-        """Return the videos, and what all ranks must have in common; paths may differ if each node has its own copy."""
-        videos = _video_paths(self._args)
+    def _inputs(self) -> Sequence[VideoInput]:
+        videos = _video_inputs(self._args)
         if self._comm.rank == 0:
             _create_outputs(self._args)
-        names = [os.path.basename(paths.name) for paths in videos]
-        return videos, {"videos": names if len(names) > 1 else 1}
+        return videos
 
-    def _open_video(self, paths: VideoPaths) -> VideoInput:
-        args, frames = self._args, self._args.frame_choice().over(DEFAULT_FRAMES)
+    def _open_video(self, video: VideoInput) -> VideoInput:
+        args, family, frames = self._args, self._engine.family, self._args.frame_choice().over(DEFAULT_FRAMES)
         source, store, meta = None, None, {}
-        if paths.video is not None:
-            source = VideoSource.open(paths.video, **vars(frames), **args.decoding())
-        if paths.features is not None:
-            store = open_store(paths.features, args.model, self._engine.family, source, args.frame_choice())
-        if self._comm.rank == 0 and paths.save_to is not None and source is not None:
-            meta = feature_meta(source, args.model, self._engine.family, frames)
-            require_replaceable(paths.save_to, meta)
-        return VideoInput(paths, source, store, meta)
+        if video.video is not None:
+            source = VideoSource.open(video.video, **vars(frames), **args.decoding())
+        if video.features is not None:
+            store = open_store(video.features, args.model, family, source, args.frame_choice())
+        if self._comm.rank == 0 and video.save_to is not None and source is not None:
+            meta = feature_meta(source, args.model, family, frames)
+            require_replaceable(video.save_to, meta)
+        return replace(video, source=source, store=store, feature_meta=meta)
 
     def load(self) -> None:
         with self._times.measure("load"):
@@ -177,12 +173,12 @@ class VideoRun:
         self._frames += encoded.frames
         self._parts.update(encoded.seconds)
         self._visual_tokens += encoded.visual_tokens
-        name, shown = video.paths.name, self._comm.rank == 0
+        name, shown = video.name, self._comm.rank == 0
         if self._several and shown and self._args.question:
             say(f"== {name} ==\n")
         conversation = Conversation.about(self._engine.model, self._engine.processor, encoded, video.source)
         found = [(question, self._answer(conversation, name, question, shown)) for question in self._args.question]
-        page, evidence = video.paths.page, [(question, answer) for question, answer in found if answer is not None]
+        page, evidence = video.page, [(question, answer) for question, answer in found if answer is not None]
         if page is not None:
             agree(self._comm, "evidence page", lambda: self._write_page(name, page, evidence, conversation.sources))
 
@@ -198,9 +194,9 @@ class VideoRun:
         with self._times.measure(ENCODE_STAGE), FramesBar(args.progress and comm.rank == 0) as bar:
             options = {**args.encoding(), "progress": lambda done: bar(done, frames)}
             encoded = encode_video(engine.model, engine.processor, video.source, group=comm, **options)
-        if video.paths.save_to is not None:
+        if video.save_to is not None:
             with self._times.measure("save"):
-                save_video(video.paths.save_to, encoded, comm, video.feature_meta)
+                save_video(video.save_to, encoded, comm, video.feature_meta)
         return encoded
 
     def _answer(self, conversation: Conversation, name: str, question: str, shown: bool) -> Evidence | None:
@@ -260,8 +256,8 @@ class VideoRun:
     def report_faults(self) -> int:
         """Report the videos that cannot be used, and return their number; raise VideoError if there are no others."""
         if self._faults:
-            text = f"{len(self._faults)} of {len(self._paths)} videos cannot be used; the first: {self._faults[0]}"
-            if len(self._faults) == len(self._paths):
+            text = f"{len(self._faults)} of {len(self._videos)} videos cannot be used; the first: {self._faults[0]}"
+            if len(self._faults) == len(self._videos):
                 agree(self._comm, "videos", error=VideoError(text))
             if self._comm.rank == 0:
                 note(f"error: {text}")
@@ -278,7 +274,12 @@ class VideoRun:
         return result
 
 
-def _video_paths(args: AskArguments) -> tuple[VideoPaths, ...]:
+def _common_names(videos: Sequence[VideoInput]) -> dict[str, Any]:
+    """Return what all ranks must have in common. Directories may differ, because each node may have its own copy."""
+    return {"videos": [os.path.basename(video.name) for video in videos] if len(videos) > 1 else 1}
+
+
+def _video_inputs(args: AskArguments) -> Sequence[VideoInput]:
     if args.features is not None:
         stores = [args.features] if Path(args.features, INDEX).exists() else _stores_in(args.features)
         if len(stores) > 1 and args.video:
@@ -286,16 +287,16 @@ def _video_paths(args: AskArguments) -> tuple[VideoPaths, ...]:
                 f"--features {args.features} has the features of {len(stores)} videos; give one of its directories to "
                 "compare with --video"
             )
-        given = [VideoPaths(video=next(iter(args.video), None), features=store) for store in stores]
+        given = [VideoInput(video=next(iter(args.video), None), features=store) for store in stores]
         return _with_outputs(args, given)
     files = [file for name in args.video for file in _video_files(name)]
-    return _with_outputs(args, [VideoPaths(video=file) for file in files])
+    return _with_outputs(args, [VideoInput(video=file) for file in files])
 
 
-def _with_outputs(args: AskArguments, videos: Sequence[VideoPaths]) -> tuple[VideoPaths, ...]:
+def _with_outputs(args: AskArguments, videos: Sequence[VideoInput]) -> Sequence[VideoInput]:
     """Return the videos with the paths of their outputs: of several, each has its own feature directory and page."""
     if len(videos) == 1:
-        return (replace(videos[0], save_to=args.save_features, page=args.evidence_html),)
+        return [replace(videos[0], save_to=args.save_features, page=args.evidence_html)]
     used: Counter[str] = Counter()
     found = []
     for video in videos:
@@ -307,7 +308,7 @@ def _with_outputs(args: AskArguments, videos: Sequence[VideoPaths]) -> tuple[Vid
         if page is not None:
             page = str(Path(page).with_name(f"{Path(page).stem}-{label}{Path(page).suffix}"))
         found.append(replace(video, save_to=save_to, page=page))
-    return tuple(found)
+    return found
 
 
 def _stores_in(directory: str) -> Sequence[str]:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from family_directories import MAKERS, family_folder
-from mllm_seqpar.cli.job_channel import JobChannel
 from mllm_seqpar.cli.options import parse_options
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.comm.agreement import agree
@@ -163,7 +162,7 @@ def test_out_of_memory_is_an_impossible_job_on_one_rank_only(
         raise torch.OutOfMemoryError("no memory")
 
     def body(engine: Engine) -> str:
-        worker = Worker(engine, JobChannel(engine.comm))
+        worker = Worker(engine)
         with monkeypatch.context() as patch:
             patch.setattr(Conversation, "answer", fail)
             with pytest.raises(Impossible, match="use fewer frames, or start more ranks") as error:
@@ -186,7 +185,7 @@ def test_failure_of_one_rank_makes_all_ranks_forget(
             raise error
 
     def body(engine: Engine) -> tuple[str, list[int]]:
-        worker = Worker(engine, JobChannel(engine.comm))
+        worker = Worker(engine)
         choices = [FrameChoice(num_frames=count) for count in (3, 2, 4)]
         first, second, failing = (MediaFile.of("video", video.path, frames) for frames in choices)
         cached = [worker.run(job(file)).cached_tokens for file in (first, second, first)]
@@ -213,7 +212,7 @@ def test_error_before_the_first_pass_is_an_error_of_the_job(
     encoded: list[int] = []
 
     def body(engine: Engine) -> None:
-        worker = Worker(engine, JobChannel(engine.comm))
+        worker = Worker(engine)
         expected = worker.run(job(video)).tokens
         with pytest.raises(Impossible, match="strictly positive float") as raised:
             worker.run(job(video, sampling=refused))
@@ -229,7 +228,7 @@ def test_error_in_a_pass_ends_the_program_if_other_ranks_may_wait(inference_file
         raise KeyError("name")
 
     def body(engine: Engine) -> type[Exception]:
-        worker = Worker(engine, JobChannel(engine.comm))
+        worker = Worker(engine)
         hook = engine.model.get_input_embeddings().register_forward_pre_hook(fail)  # type: ignore[operator]
         with pytest.raises((Impossible, KeyError)) as raised:
             worker.run(job(video))
@@ -257,7 +256,7 @@ def test_features_of_an_impossible_job_are_freed_at_once(
         gc.disable()
         try:
             with pytest.raises(Impossible):
-                Worker(engine, JobChannel(engine.comm)).run(job(video))
+                Worker(engine).run(job(video))
         finally:
             gc.enable()
         return freed == [True]
