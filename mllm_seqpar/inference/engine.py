@@ -1,7 +1,7 @@
 """The model on all ranks, and the jobs that it answers: messages about videos and images.
 
-Every command that answers has an engine: `ask`, for videos and for data sets, `chat`, `serve` and lmms-eval. It reads
-the processor, which is cheap, when it is created, and the model when `load` is called, after the inputs are checked.
+`ask`, for videos and for data sets, `chat`, `serve` and the model of lmms-eval have one engine each. It reads the
+processor, which is cheap, when it is created. `load` reads the model, after the program has checked its inputs.
 
 The conversations of the last jobs are kept, with the features of their media and the K and V of their text. A job about
 the same media continues such a conversation, whoever sent it: only the tokens that differ are computed.
@@ -94,17 +94,17 @@ class Job:
 
 
 class Engine:
-    """The model of some options, on the ranks of a group, and the conversations with it. Every rank creates it.
+    """The model that options name, on the ranks of a group, and its last conversations. Every rank creates it.
 
     Args:
-        options: the model, how it computes, and with `sp` how many ranks are a group; by default all are one.
+        options: the model and how it computes. If they have `sp`, groups of that many ranks work independently.
         world: all ranks.
         device: of this rank.
         keep: conversations to keep, 1 or more.
 
     Attributes:
-        ranks: all ranks, and the groups of them, each with a model of its own.
-        comm: the group of this rank.
+        ranks: all ranks, and this rank's group, which has a model of its own.
+        comm: this rank's group.
         digest: of the model's files.
         processor, family: of the model.
         model: patched over the group; after `load`.
@@ -158,10 +158,10 @@ class Engine:
         progress: Callable[[int, int], object] | None = None,
         interrupted: Callable[[], bool] | None = None,
     ) -> tuple[Conversation, ChatText]:
-        """Return the conversation about the media of a job, which are opened and encoded unless it was kept, and the
-        prompt, so that `Conversation.answer` can follow. The conversation is kept.
+        """Return the conversation about the media of a job, and the prompt, for `Conversation.answer`.
 
-        After an exception on some of the ranks only, call `forget` on all, because they keep different conversations.
+        The conversation is kept. If none was, the media are opened and encoded. After an exception on some of the ranks
+        only, call `forget` on all, because they keep different conversations.
 
         Args:
             job: the same on all ranks.
