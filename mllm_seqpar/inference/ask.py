@@ -176,7 +176,8 @@ class VideoRun:
         name, shown = video.name, self._comm.rank == 0
         if self._several and shown and self._args.question:
             say(f"== {name} ==\n")
-        conversation = Conversation.about(self._engine.model, self._engine.processor, encoded, video.source)
+        sources = () if video.source is None else (video.source,)
+        conversation = Conversation(self._engine.model, self._engine.processor, sources, encoded=encoded)
         found = [(question, self._answer(conversation, name, question, shown)) for question in self._args.question]
         page, evidence = video.page, [(question, answer) for question, answer in found if answer is not None]
         if page is not None:

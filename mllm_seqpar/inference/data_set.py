@@ -50,7 +50,7 @@ def answer_data_set(args: AskArguments, world: Communicator, device: torch.devic
         mine = [group for group in videos if group][ranks.index :: ranks.count]
         if mine:
             engine.load()
-            _answer_all(Answerer(args, engine, questions), mine, file, ranks, args.progress)
+            Answerer(args, engine, questions).answer_all(mine, file)
         agree(ranks.end, "output", file.close_part)
         return agree(ranks.end, "output", lambda: _finish(file, questions, ranks))
 
@@ -60,6 +60,17 @@ class Answerer:
 
     def __init__(self, args: AskArguments, engine: Engine, questions: QuestionSet) -> None:
         self._args, self._engine, self._questions = args, engine, questions
+
+    def answer_all(self, videos: Sequence[Sequence[Question]], file: AnswerFile) -> None:
+        """Write the answers to the questions of this group of ranks, which are grouped by their media."""
+        ranks, total = self._engine.ranks, sum(map(len, videos))
+        title = "answering" if ranks.count == 1 else f"answering, group 1 of {ranks.count}"
+        with progress_bar(total, "question", title, self._args.progress and ranks.world.rank == 0) as bar:
+            for questions in videos:
+                for line in self.lines(questions):
+                    if ranks.group.rank == 0:
+                        file.write(line)
+                    bar.update()
 
     def lines(self, questions: Sequence[Question]) -> Iterator[Line]:
         """Yield the answer to each of several questions about the same videos and images, which are encoded once."""
@@ -120,18 +131,6 @@ def _resume(file: AnswerFile, settings: dict[str, Any], ranks: RankGroups) -> se
     agree(world, "output", lambda: file.open(ranks.index) if ranks.group.rank == 0 else None)
     agree(world, "output", lambda: file.require_parts(ranks.count) if world.rank == 0 else None)
     return set(done)
-
-
-def _answer_all(
-    answerer: Answerer, videos: Sequence[Sequence[Question]], file: AnswerFile, ranks: RankGroups, progress: bool
-) -> None:
-    total, title = sum(map(len, videos)), "answering" if ranks.count == 1 else f"answering, group 1 of {ranks.count}"
-    with progress_bar(total, "question", title, progress and ranks.world.rank == 0) as bar:
-        for questions in videos:
-            for line in answerer.lines(questions):
-                if ranks.group.rank == 0:
-                    file.write(line)
-                bar.update()
 
 
 def _finish(file: AnswerFile, questions: QuestionSet, ranks: RankGroups) -> int:
