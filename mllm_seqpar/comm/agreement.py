@@ -99,7 +99,7 @@ def agree(
         error = failure
     if comm.size == 1:
         return found if numbers is None else (found, [list(own)])
-    hashes = fingerprint(what), int(error is not None), fingerprint(json.dumps(described))
+    hashes = fingerprint(what), int(error is not None), fingerprint(json.dumps(described, sort_keys=True))
     rows = comm.gather_ints([*hashes, *own, *[0] * (_NUMBERS - len(own))])
     if any(row[:3] != rows[0][:3] or row[1] for row in rows):
         _raise_difference(comm, what, error, described, remedy)

@@ -46,20 +46,20 @@ OWL_ERRORS = {
         "or embeddings: ranks 0, 2: ": lambda x: {name: x[name].flip(1) for name in ("input_ids", "labels")},
         "text tokens: ranks 0, 2: 12; rank 1: 14": LONGER,
         "digest of labels": lambda x: {"labels": x["labels"] + 1},
-        "labels given: ranks 0, 2: 1; rank 1: 0": {"labels": None},
+        "labels given: ranks 0, 2: True; rank 1: False": {"labels": None},
         "digest of pixels": {"pixel_values": tiny_frames(3, seed=8)},
         "frames: ranks 0, 2: 3; rank 1: 2": {"pixel_values": tiny_frames(2)},
         "digest of position ids": {"position_ids": torch.arange(1, 13)[None]},
         "digest of the positions of frames": {"media_offset": OFFSETS},
-        "kind of frames": {"pixel_values": None, "image_embeds": FEATURES},
-        "use_cache: ranks 0, 2: 0; rank 1: 1": {"use_cache": True},
-        "frames given by visual_shard: ranks 0, 2: 0; rank 1: 1": {
+        "kind of frames: ranks 0, 2: pixels; rank 1: features": {"pixel_values": None, "image_embeds": FEATURES},
+        "use_cache: ranks 0, 2: False; rank 1: True": {"use_cache": True},
+        "frames given by visual_shard: ranks 0, 2: False; rank 1: True": {
             "pixel_values": tiny_frames(3)[1:2],
             "visual_shard": FrameShard(1, 2, 3),
         },
     },
     (AgreementError, DIFFERENT, lambda x, comm: {**x, "logits_to_keep": torch.tensor([2])}): {
-        "digest of further arguments": {"logits_to_keep": torch.tensor([3])}
+        "digest of logits_to_keep": {"logits_to_keep": torch.tensor([3])}
     },
     (ShapeError, ELSEWHERE): {
         "pass either pixel_values or image_embeds, not both": {"image_embeds": FEATURES},
@@ -259,9 +259,9 @@ def differing_pass(model: Any, what: str) -> Any:
             model.requires_grad_(False)
         case "num_items_in_batch":
             more = {"num_items_in_batch": 3}
-        case "digest of further arguments":
+        case "output_hidden_states: rank 1: True":
             more = {"output_hidden_states": True}
-        case "digest of the inputs' dtypes":
+        case "dtypes of text, labels and frames":
             frames = frames.double()
         case "stopping_criteria":
             more = {"stopping_criteria": [lambda *_: True]}
@@ -277,7 +277,12 @@ DIFFERENCES = (
     "digest of requires_grad of the parameters",
     "num_items_in_batch",
 )
-DIFFERENCES += ("digest of further arguments", "digest of the inputs' dtypes", "autocast", "stopping_criteria")
+DIFFERENCES += (
+    "output_hidden_states: rank 1: True",
+    "dtypes of text, labels and frames",
+    "autocast",
+    "stopping_criteria",
+)
 
 
 @pytest.mark.parametrize("what", DIFFERENCES)

@@ -163,7 +163,7 @@ def test_ranks_that_pass_frames_in_different_layouts_are_refused() -> None:
 
     for error in run_loopback(3, run):
         assert isinstance(error, AgreementError)
-        assert "layout of the frames (1 zigzag): rank 0: 0; ranks 1, 2: 1" in str(error)
+        assert "layout of the frames: rank 0: contiguous; ranks 1, 2: zigzag" in str(error)
 
 
 def test_frames_in_no_layout_are_refused() -> None:

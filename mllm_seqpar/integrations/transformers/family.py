@@ -428,6 +428,6 @@ def require_same_pass(
         family.check_inputs(inputs, kwargs)
 
     # The class of a cache decides whether the text of a prompt is sharded.
-    cached = {} if cache is None else {"past_key_values": supports_sharded_text(cache)}
+    cached = {} if cache is None else {"class of the cache supports sharded text": supports_sharded_text(cache)}
     options = {"model": family.model, "kwargs": kwargs | cached, "compare_weights": compare}
     require_same_inputs(family.context.comm, inputs, check, **options)

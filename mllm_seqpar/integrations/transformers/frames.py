@@ -8,6 +8,7 @@ Shape legend: B samples, L text tokens, U units of a sample, F frames of all sam
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,13 +19,14 @@ from torch import Tensor
 from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.masks import FrameMask
+from mllm_seqpar.runtime.attention_record import AnyRecorder, AttentionRecord, FrameTokens
 from mllm_seqpar.runtime.frames import Frames, VisualKVCache, select_strategy, unit_spans
 from mllm_seqpar.runtime.offload import HostFeatures, in_host_memory, stored_in_host_memory
 from mllm_seqpar.runtime.text import TextShards
-from mllm_seqpar.runtime.visual_features import VisualFeatures
-from mllm_seqpar.runtime.visual_tokens import TokenPlaces
+from mllm_seqpar.runtime.visual_features import VisualFeatures, fingerprint_of
 from mllm_seqpar.sharding import frame_bounds, span_length, take_spans
 
+from .cache import SequenceParallelCacheState
 from .data_parallel import agree_on_frames
 from .family import DecoderOnlyFamily, Family
 from .inputs import ForwardInputs
@@ -40,18 +42,11 @@ def local_features(family: Family, inputs: ForwardInputs) -> Tensor | None:
     empty frame is encoded, or zeros if the other ranks pass features, because they do not run the tower then either. If
     no rank has frames, the result is None and the parameters have no gradient, as in the unpatched model.
     """
-    if isinstance(family, DecoderOnlyFamily):
-        return _local_embeddings(family, inputs)
     frames, total, units = inputs.frames, inputs.total_frames, family.units_per_frame(inputs)
     rank = family.context.comm.rank
     weight = family.embedding_weight()
     by_rank = family.frame_spans(inputs)
-    most = max(map(span_length, by_rank)) if total else 0
-    chunk = most if inputs.frames_are_features else family.context.config.vision_chunk_size or most
-    is_features = frames is not None and inputs.frames_are_features
-    shape = (frames.shape[-2], frames.shape[-1]) if frames is not None and is_features else None
-    pixels = frames is not None and not is_features
-    runs, shape = agree_on_frames(family.model, -(-most // max(chunk, 1)), pixels, shape)
+    runs, shape = _tower_runs(family, inputs, max(map(span_length, by_rank)) if total else 0)
     if total == 0:
         if not runs:
             return None
@@ -83,16 +78,11 @@ def _local_embeddings(family: DecoderOnlyFamily[Any], inputs: ForwardInputs) -> 
     comm, total = family.context.comm, inputs.total_frames
     bounds = frame_bounds(total, comm.size)
     start, stop = bounds[comm.rank]
-    most = max(last - first for first, last in bounds)
-    is_features = inputs.frames is not None and inputs.frames_are_features
-    chunk = most if is_features else family.context.config.vision_chunk_size or most
-    shape = (1, inputs.frames.shape[-1]) if inputs.frames is not None and is_features else None
-    pixels = inputs.frames is not None and not is_features
-    runs, shape = agree_on_frames(family.model, -(-most // max(chunk, 1)), pixels, shape)
+    runs, shape = _tower_runs(family, inputs, max(last - first for first, last in bounds))
     if total == 0 and shape is not None:
         weight = family.embedding_weight()
         return torch.zeros(0, shape[1], dtype=weight.dtype, device=weight.device) if runs else None
-    if is_features:
+    if inputs.frames is not None and inputs.frames_are_features:
         weight, (rows,) = family.embedding_weight(), family.frames_between(inputs, start, stop)
         return rows.to(device=weight.device, dtype=weight.dtype)
     parts = []
@@ -109,6 +99,14 @@ def _local_embeddings(family: DecoderOnlyFamily[Any], inputs: ForwardInputs) -> 
                 empty = tuple(torch.cat([x.to(y), y]) for x, y in zip(none, empty, strict=True))
             parts.append(family.encode(*empty)[:0])
     return torch.cat(parts) if parts else None
+
+
+def _tower_runs(family: Family, inputs: ForwardInputs, most: int) -> tuple[int, tuple[int, int] | None]:
+    """Return how often each rank runs the tower, given the frames of the rank with `most`; see `agree_on_frames`."""
+    frames, is_features = inputs.frames, inputs.frames is not None and inputs.frames_are_features
+    chunk = most if is_features else family.context.config.vision_chunk_size or most
+    shape = (frames.shape[-2], frames.shape[-1]) if frames is not None and is_features else None
+    return agree_on_frames(family.model, -(-most // max(chunk, 1)), frames is not None and not is_features, shape)
 
 
 def _features_dtype(family: Family, features: Tensor) -> torch.dtype:
@@ -144,58 +142,223 @@ def _moved(x: Tensor, device: torch.device) -> Tensor:
     return x.to(device) if x.requires_grad else copy_to_device(x, device)  # pinned copies have no gradients
 
 
-def sharded_frames(
-    family: Family,
-    inputs: ForwardInputs,
-    text: TextShards,
-    source: VisualFeatures | VisualKVCache,
-    mask: FrameMask,
-    media_position: Any,
-) -> dict[str, Any]:
-    """Return what `ForwardState` takes for the frames of a pass with sharded text; `mask` is that of all rows."""
-    context = family.context
-    frames = Frames.of_shards(source, mask, text, family.units_per_frame(inputs))
-    if isinstance(source, VisualFeatures):
-        index = functools.partial(family.unit_index, inputs, source.total_frames)
-        frames = select_strategy(context, frames, source, text, index, family.cross_attention_shape())
-    local = context.config.self_attention == "local"
-    facts = family.row_facts(inputs, mask, media_position)
-    rows = {name: x if local else text.shard(x, 1) for name, x in facts.items()}
-    return {"frames": frames, "rows": rows}
+class PassFrames(ABC):
+    """The frames of one pass: encoded by the ranks that have them, and prepared for the rows that need them.
 
-
-def sharded_tokens(
-    family: Family, features: Tensor | None, media_position: TokenPlaces, text: TextShards
-) -> dict[str, Any]:
-    """Return what `ForwardState` takes for the frames of a decoder-only model, if the text is sharded."""
-    if family.context.config.self_attention == "local":
-        return replicated_tokens(family, features, media_position, 0, text.length)
-    if features is None:
-        return {}
-    positions = [text.positions(rank) for rank in range(text.comm.size)]
-    return _exchanged_tokens(family, features, media_position.between(0, text.length), positions)
-
-
-def replicated_tokens(
-    family: Family, features: Tensor | None, media_position: TokenPlaces, start: int, length: int
-) -> dict[str, Any]:
-    """Return what `ForwardState` takes for these frames, if every rank has all text rows.
-
-    The rows of the pass are `length` from `start` on.
+    Attributes:
+        cache_state: what the patched model stores with the cache, in a pass with one.
+        media_position: what `Family.media_position` returned for these frames.
+        features: of the frames that came with this pass, on this rank; None if none came, or if the rows have them.
     """
-    if features is None:
-        return {}
-    rows = [torch.arange(length)] * family.context.comm.size
-    return _exchanged_tokens(family, features, media_position.between(start, start + length), rows)
+
+    media_position: Any = None
+    features: Tensor | None = None
+
+    def __init__(
+        self, family: Family, inputs: ForwardInputs, cache_state: SequenceParallelCacheState | None = None
+    ) -> None:
+        self.family, self.inputs, self.cache_state = family, inputs, cache_state
+        if cache_state is None or self._are_new(cache_state):
+            self.media_position = family.media_position(inputs)
+            self._encode()
+
+    def _are_new(self, cache_state: SequenceParallelCacheState) -> bool:
+        """Return whether this pass encodes frames: those of a prompt, also without any (for FSDP), and later ones."""
+        return not self.inputs.past_length or self.inputs.total_frames > 0
+
+    @abstractmethod
+    def _encode(self) -> None:
+        """Encode the frames that came with this pass."""
+
+    @abstractmethod
+    def of_shards(self, text: TextShards) -> dict[str, Any]:
+        """Return what `ForwardState` takes for the frames, in a pass with a sharding of the text."""
+
+    @abstractmethod
+    def of_rows(self, start: int, length: int) -> dict[str, Any]:
+        """Return what `ForwardState` takes for the frames, if every rank has the `length` rows from `start` on."""
+
+    @abstractmethod
+    def begin_record(self, record: AttentionRecord, tokens: int, positions: Tensor | None) -> AnyRecorder | None:
+        """Return what records the attention of the last row of this pass to the frames; None without frames.
+
+        Args:
+            record: the record that it belongs to.
+            tokens: the number of tokens so far, those of this pass included.
+            positions: the positions of this rank's rows, if they are sharded.
+        """
 
 
-def _exchanged_tokens(
-    family: Family, features: Tensor, media_position: TokenPlaces, rows: Sequence[Tensor]
-) -> dict[str, Any]:
-    comm, width = family.context.comm, family.text_config.hidden_size
-    return {
-        "visual_tokens": media_position.routes(rows, comm.rank).exchange(features, comm, features.shape[1] // width)
-    }
+class AttendedFrames(PassFrames):
+    """Frames that layers attend to by cross-attention.
+
+    Attributes:
+        source: where their K and V come from: the features, or the cache; None without frames.
+        mask: which of them each row of the pass attends to.
+    """
+
+    source: VisualFeatures | VisualKVCache | None = None
+    mask: FrameMask
+
+    def __init__(
+        self, family: Family, inputs: ForwardInputs, cache_state: SequenceParallelCacheState | None = None
+    ) -> None:
+        super().__init__(family, inputs, cache_state)
+        if cache_state is not None and cache_state.visual is not None:
+            self.source = visual = cache_state.visual
+            self.media_position = cache_state.media_position
+            self._make_mask(visual.units, visual.tokens_per_unit, visual.total_frames)
+
+    def _make_mask(self, units: int, tokens: int, total_frames: int) -> None:
+        """Make the mask of all rows over the frames; without frames, over the empty one, which no row attends to."""
+        inputs = self.inputs
+        if total_frames:
+            self.mask = self.family.visibility(inputs, units, tokens, self.media_position)
+        else:
+            none = torch.zeros(inputs.batch, inputs.length, dtype=torch.long)
+            self.mask = FrameMask.from_intervals(none, none, tokens, units)
+
+    def _encode(self) -> None:
+        family, inputs, state = self.family, self.inputs, self.cache_state
+        self.features = features = local_features(family, inputs)
+        if features is None:
+            return
+        visual = visual_features(family, inputs, features)
+        if state is None:
+            self.source = visual
+            self._make_mask(visual.total_frames, visual.features.shape[1], inputs.total_frames)
+            return
+        state.store_frames(VisualKVCache(visual, inputs.total_frames), self.media_position, inputs.batch)
+        state.frame_fingerprints = {fingerprint_of(features)}
+        if inputs.frames is not None:
+            state.frame_fingerprints.add(self._fingerprint(inputs.frames))
+
+    def _fingerprint(self, frames: Tensor) -> tuple[int, ...]:
+        return fingerprint_of(frames, self.inputs.on_host("sample of frames"))
+
+    def _are_new(self, cache_state: SequenceParallelCacheState) -> bool:
+        """Return whether this pass has frames, and others than the cache.
+
+        ShapeError refuses other frames in a family whose earlier text would then lack its own frames.
+        """
+        inputs, family, visual = self.inputs, self.family, cache_state.visual
+        if visual is None:
+            return super()._are_new(cache_state)
+        if inputs.frames is None or not inputs.total_frames:
+            return False
+        same = self._fingerprint(inputs.frames) in cache_state.frame_fingerprints
+        # The frames of one rank may be the same while those of another are not, and features are not compared before.
+        if inputs.visual_shard is not None or inputs.frames_are_features:
+            same = all(number for (number,) in family.context.comm.gather_ints([int(same)]))
+        if family.repeats_frames:  # as unpatched: every pass attends to the frames that come with it
+            return (
+                torch.is_grad_enabled() or not same or not family.rows_match_frames(inputs, cache_state.media_position)
+            )
+        if same:
+            return False
+        raise ShapeError(
+            f"{inputs.total_frames} frames were passed with a cache that holds {visual.total_frames} others already; "
+            "leave frames out to continue with those of the cache, or pass new frames with the whole conversation and "
+            "without the cache"
+        )
+
+    def of_shards(self, text: TextShards) -> dict[str, Any]:
+        family, inputs, source, context = self.family, self.inputs, self.source, self.family.context
+        if source is None:
+            return {}
+        frames = Frames.of_shards(source, self.mask, text, family.units_per_frame(inputs))
+        if isinstance(source, VisualFeatures):
+            index = functools.partial(family.unit_index, inputs, source.total_frames)
+            frames = select_strategy(context, frames, source, text, index, family.cross_attention_shape())
+        local = context.config.self_attention == "local"
+        facts = family.row_facts(inputs, self.mask, self.media_position)
+        return {"frames": frames, "rows": {name: x if local else text.shard(x, 1) for name, x in facts.items()}}
+
+    def of_rows(self, start: int, length: int) -> dict[str, Any]:
+        if self.source is None:
+            return {}
+        assert isinstance(self.source, VisualKVCache)
+        facts = self.family.row_facts(self.inputs, self.mask, self.media_position)
+        mask = self.mask.take(torch.arange(start, start + length)) if start else self.mask
+        return {
+            "frames": self.source.frames_of(mask, self.family.context.comm),
+            "rows": {name: x[:, start:] for name, x in facts.items()},
+        }
+
+    def begin_record(self, record: AttentionRecord, tokens: int, positions: Tensor | None) -> AnyRecorder | None:
+        if self.source is None:
+            return None
+        assert isinstance(self.source, VisualKVCache)
+        return record.begin_pass(self.source, self.mask, self.inputs.length, positions)
+
+
+class EmbeddedFrames(PassFrames):
+    """Frames of a decoder-only model, whose features take the place of text tokens."""
+
+    family: DecoderOnlyFamily[Any]
+
+    def _encode(self) -> None:
+        self.features = _local_embeddings(self.family, self.inputs)
+        state, past = self.cache_state, self.inputs.past_length
+        if state is None or not self.media_position.frames.numel():
+            return
+        tokens = self.media_position.tokens
+        if past:
+            earlier = FrameTokens.none() if state.media_position is None else state.media_position
+            tokens = earlier.followed_by(tokens, past, state.rows_of(self.inputs.batch))
+        state.media_position = tokens
+
+    def of_shards(self, text: TextShards) -> dict[str, Any]:
+        if self.family.context.config.self_attention == "local":
+            return self.of_rows(0, text.length)
+        later = text.length < self.inputs.length  # rows behind the shards, of Star Attention, need the features too
+        return self._exchanged(0, text.length, [text.positions(rank) for rank in range(text.comm.size)], later)
+
+    def of_rows(self, start: int, length: int) -> dict[str, Any]:
+        return self._exchanged(start, length, [torch.arange(length)] * self.family.context.comm.size)
+
+    def _exchanged(self, start: int, length: int, rows: Sequence[Tensor], keep: bool = False) -> dict[str, Any]:
+        """Send the features of the `length` tokens from `start` on to the ranks that have their rows."""
+        features, comm, width = self.features, self.family.context.comm, self.family.text_config.hidden_size
+        if features is None:
+            return {}
+        if not keep:
+            self.features = None  # the rows will have them, and the memory is free for the layers
+        routes = self.media_position.between(start, start + length).routes(rows, comm.rank)
+        return {"visual_tokens": routes.exchange(features, comm, features.shape[1] // width)}
+
+    def begin_record(self, record: AttentionRecord, tokens: int, positions: Tensor | None) -> AnyRecorder | None:
+        state, inputs = self.cache_state, self.inputs
+        assert state is not None
+        if state.media_position is None:
+            return None
+        keys = None if state.text is None else state.text.positions
+        return record.begin_token_pass(
+            state.media_position,
+            state.rows_of(inputs.batch),
+            inputs.length,
+            tokens - 1,
+            keys=keys if positions is None else positions,
+            positions=positions,
+            valid=self._visible_tokens(),
+        )
+
+    def _visible_tokens(self) -> Tensor | None:
+        """Return (tokens,) bool, the tokens of the first sample that its last row may attend to; None: all."""
+        mask = self.inputs.attention_mask
+        mask = mask.get("full_attention") if isinstance(mask, dict) else mask  # prepared by `generate`
+        if mask is None:
+            return None
+        row = mask[0] if mask.dim() == 2 else mask[0, 0, -1]
+        return row == 0 if row.is_floating_point() else row.bool()
+
+
+def frames_of_pass(
+    family: Family, inputs: ForwardInputs, cache_state: SequenceParallelCacheState | None = None
+) -> PassFrames:
+    """Encode the frames of a pass and return them."""
+    kind = EmbeddedFrames if isinstance(family, DecoderOnlyFamily) else AttendedFrames
+    return kind(family, inputs, cache_state)
 
 
 def visual_features(family: Family, inputs: ForwardInputs, features: Tensor) -> VisualFeatures:
@@ -209,16 +372,6 @@ def visual_features(family: Family, inputs: ForwardInputs, features: Tensor) -> 
     dtype = _features_dtype(family, features) if inputs.frames_are_features else features.dtype
     index = copy_to_device(index, family.embedding_weight().device)
     return HostFeatures.of(features, index, units, dtype, layout)
-
-
-def frame_mask(
-    family: Family, inputs: ForwardInputs, units: int, tokens: int, media_position: Any, total_frames: int
-) -> FrameMask:
-    """Return the mask of all rows over the frames; without frames, over the empty one, to which no row attends."""
-    if total_frames:
-        return family.visibility(inputs, units, tokens, media_position)
-    none = torch.zeros(inputs.batch, inputs.length, dtype=torch.long)
-    return FrameMask.from_intervals(none, none, tokens, units)
 
 
 def log_shard_sizes(family: Family, inputs: ForwardInputs, local_tokens: int) -> None:

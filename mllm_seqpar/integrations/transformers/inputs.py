@@ -185,16 +185,6 @@ def as_compared_tensors(**values: Any) -> dict[str, Tensor]:
     return found
 
 
-_COMPARED = (
-    *("samples", "text tokens", "frames", "frames given by visual_shard", "layout of the frames (1 zigzag)"),
-    "values per frame",
-    *("kind of frames (1 pixels, 2 features)", "cached tokens", "use_cache", "grad mode"),
-    *("labels given", "attention mask given", "digest of token ids or embeddings", "digest of labels"),
-    *("digest of the attention mask", "digest of position ids"),
-    *("digest of the positions of frames", "digest of pixels", "digest of weights"),
-    *("num_items_in_batch", "training mode", "autocast (digest of its dtype)", "digest of the inputs' dtypes"),
-    *("digest of further arguments", "gradient checkpointing", "digest of requires_grad of the parameters"),
-)
 _REMEDY = (
     "Every rank of the group must pass what it would pass to the unpatched model. transformers' Trainer gives each "
     "rank its "
@@ -227,78 +217,87 @@ def require_same_inputs(
     trained.
     """
 
-    if comm.size == 1:
+    def validated() -> None:
         _check_frames(comm, inputs)
         check()
+
+    if comm.size == 1:
+        validated()
         inputs.read()
         return
-
-    def describe() -> dict[str, int]:
-        _check_frames(comm, inputs)
-        check()
-        num_items = None if kwargs is None else kwargs.get("num_items_in_batch")
-        numbers = _input_numbers(comm, inputs, model if compare_weights else None, num_items)
-        if model is not None:
-            numbers += _pass_numbers(model, inputs, kwargs or {})
-            if compare_weights:
-                trained = "".join(str(int(p.requires_grad)) for p in model.parameters())
-                checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
-                numbers += [int(checkpointing), fingerprint(trained)]
-        return dict(zip(_COMPARED, numbers, strict=False))
-
-    agree(comm, "forward pass", describe, dict, remedy=_REMEDY)
+    facts = functools.partial(_facts, comm, inputs, model, kwargs or {}, compare_weights)
+    agree(comm, "forward pass", validated, lambda _: facts(), remedy=_REMEDY)
 
 
-def _input_numbers(
-    comm: Communicator, inputs: ForwardInputs, compared_weights: nn.Module | None, num_items: Any
-) -> list[int]:
+def _facts(
+    comm: Communicator,
+    inputs: ForwardInputs,
+    model: nn.Module | None,
+    kwargs: Mapping[str, Any],
+    compare_weights: bool,
+) -> dict[str, Any]:
+    """Return what must be equal on all ranks, by name. All tensors are read from the device at once."""
     labels = inputs.shift_labels if inputs.shift_labels is not None else inputs.labels
-    frames, mask = inputs.frames, inputs.attention_mask
-    kind = 0 if frames is None else 1 + inputs.frames_are_features
-    all_have_pixels = kind == 1 and inputs.visual_shard is None and inputs.compare_frames
-    compared: list[Sequence[Tensor | None]] = [
-        [inputs.input_ids if inputs.input_ids is not None else sampled_bits(inputs.text)],
-        [labels],
-        list(mask.values()) if isinstance(mask, Mapping) else [mask],  # one mask for each kind of layer, or one
-        [inputs.position_ids],
-        [sampled_bits(frames) if all_have_pixels and frames is not None else None],
-        [] if compared_weights is None else _sampled_weights(compared_weights),
-        [torch.as_tensor(-1 if num_items is None else num_items)],
-    ]
-    given = [[x for x in tensors if x is not None] for tensors in compared]
-    on_host = iter(inputs.read(list(itertools.chain(*given))))  # one wait for the device, not eight
-    *compared_on_host, (number,) = [list(itertools.islice(on_host, len(tensors))) for tensors in given]
-    values = [checksum(*tensors) for tensors in compared_on_host] + [int(number)]
-    shard = inputs.visual_shard
-    zigzag = shard is not None and shard.layout(comm.rank, comm.size) == "zigzag"
-    counts = [inputs.batch, inputs.length, inputs.total_frames, shard is not None, zigzag]
-    counts += [0 if frames is None else math.prod(frames.shape[1:]), kind, inputs.past_length, inputs.use_cache]
-    counts += [torch.is_grad_enabled(), labels is not None, mask is not None]
+    frames, mask, shard = inputs.frames, inputs.attention_mask, inputs.visual_shard
+    num_items, logits_to_keep = (kwargs.get(name) for name in ("num_items_in_batch", "logits_to_keep"))
+    all_have_pixels = frames is not None and not inputs.frames_are_features and shard is None and inputs.compare_frames
+    compared: dict[str, Sequence[Any]] = {
+        "token ids or embeddings": [inputs.input_ids if inputs.input_ids is not None else sampled_bits(inputs.text)],
+        "labels": [labels],
+        "the attention mask": list(mask.values()) if isinstance(mask, Mapping) else [mask],  # one per kind of layer
+        "position ids": [inputs.position_ids],
+        "pixels": [sampled_bits(frames)] if all_have_pixels and frames is not None else [],
+        "logits_to_keep": [logits_to_keep if isinstance(logits_to_keep, Tensor) else None],
+        "weights": _sampled_weights(model) if compare_weights and model is not None else [],
+    }
+    given = {name: [x for x in tensors if x is not None] for name, tensors in compared.items()}
+    number = torch.as_tensor(-1 if num_items is None else num_items)
+    *read, number = inputs.read([*itertools.chain(*given.values()), number])
+    on_host = iter(read)
+    facts: dict[str, Any] = {
+        f"digest of {name}": checksum(*itertools.islice(on_host, len(x))) for name, x in given.items()
+    }
     moved_rows = inputs.prompt_rows if inputs.past_length else None
-    values.insert(4, checksum(*(inputs.on_host(name) for name in inputs.compared_tensors), moved_rows))
-    return [*map(int, counts), *values]
+    positions = checksum(*(inputs.on_host(name) for name in inputs.compared_tensors), moved_rows)
+    facts |= {
+        "samples": inputs.batch,
+        "text tokens": inputs.length,
+        "frames": inputs.total_frames,
+        "frames given by visual_shard": shard is not None,
+        "layout of the frames": None if shard is None else shard.layout(comm.rank, comm.size),
+        "values per frame": 0 if frames is None else math.prod(frames.shape[1:]),
+        "kind of frames": "none" if frames is None else "features" if inputs.frames_are_features else "pixels",
+        "cached tokens": inputs.past_length,
+        "use_cache": inputs.use_cache,
+        "grad mode": torch.is_grad_enabled(),
+        "labels given": labels is not None,
+        "attention mask given": mask is not None,
+        "digest of the positions of frames": positions,
+        "num_items_in_batch": int(number),
+    }
+    if model is None:
+        return facts
+    device = inputs.text.device.type
+    own = frames if shard is None else None  # a rank without frames passes any empty tensor
+    tensors = (inputs.input_ids, inputs.inputs_embeds, inputs.labels, inputs.shift_labels, own)
+    facts |= {name: x for name, x in kwargs.items() if isinstance(x, (bool, int, float, str))}
+    facts |= {
+        "shape of logits_to_keep": tuple(logits_to_keep.shape) if isinstance(logits_to_keep, Tensor) else None,
+        "training mode": model.training,
+        "autocast": torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
+        "dtypes of text, labels and frames": [x.dtype for x in tensors if x is not None],
+    }
+    if compare_weights:
+        trained = "".join(str(int(p.requires_grad)) for p in model.parameters())
+        facts["gradient checkpointing"] = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+        facts["digest of requires_grad of the parameters"] = fingerprint(trained)
+    return facts
 
 
 def _sampled_weights(model: nn.Module) -> list[Tensor]:
     """Return the bits of some values of each parameter that every rank has whole, which FSDP does not shard."""
     whole = [p.detach().reshape(-1) for p in model.parameters() if not isinstance(p, DTensor) and not p.is_meta]
     return [x[:: max(1, x.numel() // _SAMPLED_WEIGHTS)].float().view(torch.int32) for x in whole if x.numel()]
-
-
-def _pass_numbers(model: nn.Module, inputs: ForwardInputs, kwargs: Mapping[str, Any]) -> list[int]:
-    device = inputs.text.device.type
-    autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
-    frames = inputs.frames if inputs.visual_shard is None else None  # a rank without frames passes any empty tensor
-    tensors = (inputs.input_ids, inputs.inputs_embeds, inputs.labels, inputs.shift_labels, frames)
-    settings: dict[str, Any] = {n: value for n, value in kwargs.items() if isinstance(value, (bool, int, float, str))}
-    if isinstance(wanted := kwargs.get("logits_to_keep"), Tensor):
-        settings["logits_to_keep"] = (*wanted.shape, checksum(wanted.cpu()))
-    return [
-        int(model.training),
-        fingerprint(autocast) if autocast else 0,
-        fingerprint(str([None if x is None else x.dtype for x in tensors])),
-        fingerprint(repr(sorted(settings.items()))),
-    ]
 
 
 def _check_frames(comm: Communicator, inputs: ForwardInputs) -> None:

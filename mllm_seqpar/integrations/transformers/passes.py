@@ -23,30 +23,17 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers.cache_utils import DynamicCache
 
-from mllm_seqpar.errors import ShapeError
-from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.models.cache_rows import attach
-from mllm_seqpar.runtime.attention_record import AnyRecorder, FrameTokens
+from mllm_seqpar.runtime.attention_record import AnyRecorder
 from mllm_seqpar.runtime.forward_state import ForwardState
-from mllm_seqpar.runtime.frames import VisualKVCache
 from mllm_seqpar.runtime.fsdp_units import call_within
 from mllm_seqpar.runtime.star import block_length
 from mllm_seqpar.runtime.text import TextShards, select_logit_rows
-from mllm_seqpar.runtime.visual_features import fingerprint_of
-from mllm_seqpar.runtime.visual_tokens import TokenPlaces
 
 from .cache import SequenceParallelCacheState, begin_prompt, cache_state_of, shard_cached_text, supports_sharded_text
 from .data_parallel import with_accumulated_gradients
-from .family import DecoderOnlyFamily, Family, require_same_pass
-from .frames import (
-    frame_mask,
-    local_features,
-    log_shard_sizes,
-    replicated_tokens,
-    sharded_frames,
-    sharded_tokens,
-    visual_features,
-)
+from .family import Family, require_same_pass
+from .frames import PassFrames, frames_of_pass, log_shard_sizes
 from .generation import share_random_state
 from .inputs import ForwardInputs, check_star
 from .text import (
@@ -74,43 +61,32 @@ def _uncached_pass(
 ) -> Any:
     """Run a pass with text and frames sharded: training, evaluation, generation without a cache."""
     require_same_pass(family, inputs, logits_to_keep, kwargs)
-    text, media_position = text_shards(family.context, inputs), family.media_position(inputs)
-    features = local_features(family, inputs)
-    frames: dict[str, Any] = {}
-    if isinstance(family, DecoderOnlyFamily):
-        frames = sharded_tokens(family, features, media_position, text)
-        features = None  # the rows will have them, and the memory is free for the layers
-    elif features is not None:
-        visual = visual_features(family, inputs, features)
-        sizes = visual.total_frames, visual.features.shape[1]
-        visible = frame_mask(family, inputs, *sizes, media_position, inputs.total_frames)
-        frames = sharded_frames(family, inputs, text, visual, visible, media_position)
+    text = text_shards(family.context, inputs)
+    frames = frames_of_pass(family, inputs)
     state, decoded = _run_sharded_rows(family, inputs, text, frames, kwargs)
     out = uncached_outputs(family, inputs, state, decoded, logits_to_keep, kwargs)
-    return family.model_output(out, features, inputs)
+    return family.model_output(out, frames.features, inputs)
 
 
 def _run_sharded_rows(
     family: Family,
     inputs: ForwardInputs,
     text: TextShards,
-    frames: dict[str, Any],
+    frames: PassFrames,
     kwargs: Mapping[str, Any],
     cache: Any = None,
     recorder: AnyRecorder | None = None,
 ) -> tuple[ForwardState, Any]:
-    """Run the decoder on this rank's rows of sharded text; return the state of the pass, and the decoder's output.
-
-    `frames` is what `ForwardState` takes for the frames of the pass, if it has any.
-    """
-    state = ForwardState(family.context, text=text, recorder=recorder, **frames)
+    """Run the decoder on this rank's rows of sharded text; return the state of the pass, and the decoder's output."""
+    given = frames.of_shards(text)
+    state = ForwardState(family.context, text=text, recorder=recorder, **given)
     log_shard_sizes(family, inputs, text.local if state.shards_text else inputs.length)
     # Without sharding, every rank computes all text, with the same dropout masks. The vision tower may have drawn other
     # random numbers on each rank.
     if not state.shards_text and family.model.training:
         share_random_state(family.context.comm, inputs.text.device)
     embeds, positions, mask = rows_of_pass(family, inputs, state)
-    if not frames:
+    if not given:
         embeds = with_accumulated_gradients(embeds, family.model)
     return state, family.run_decoder(embeds, positions, mask, cache, state, **kwargs)
 
@@ -140,9 +116,7 @@ class _CachedPass:
 
     Attributes:
         cache_state: what the patched model stores with the transformers cache.
-        features: of the frames that came with this pass, on this rank; or None.
-        media_position: what `Family.media_position` returned for them.
-        visible: which of the frames in the cache the rows of this pass attend to; None without any.
+        frames: the frames of this pass, and those in the cache.
     """
 
     family: Family
@@ -151,9 +125,7 @@ class _CachedPass:
     logits_to_keep: int | Tensor
     kwargs: Mapping[str, Any]
     cache_state: SequenceParallelCacheState = field(init=False)
-    features: Tensor | None = field(init=False, default=None)
-    media_position: Any = field(init=False, default=None)
-    visible: FrameMask | None = field(init=False, default=None)
+    frames: PassFrames = field(init=False)
 
     def __post_init__(self) -> None:
         self.context, self.model_layers = self.family.context, self.family.text_config.num_hidden_layers
@@ -166,17 +138,16 @@ class _CachedPass:
         state = self.cache_state
         state.active = True
         try:
-            self._encode_frames()
-            if (visual := state.visual) is not None:
-                sizes = visual.units, visual.tokens_per_unit
-                self.visible = frame_mask(self.family, self.inputs, *sizes, state.media_position, visual.total_frames)
+            self.frames = frames_of_pass(self.family, self.inputs, state)
+            if self.frames.features is not None:
+                self.family.mark_cache(self.cache, state)
             hidden, hidden_states = self._sharded_prompt() if self._shards_prompt() else self._replicated()
             out = whole_text_outputs(self.family, self.inputs, hidden, hidden_states, self.kwargs, self.cache)
         finally:
             state.active = False
         if state.visual is not None:
             state.visual.close()
-        return self.family.model_output(out, self.features, self.inputs)
+        return self.family.model_output(out, self.frames.features, self.inputs)
 
     def _continue_cache(self) -> SequenceParallelCacheState:
         """Return the state of a cache that holds some text; raise if this pass cannot continue it."""
@@ -189,61 +160,6 @@ class _CachedPass:
         state.rows_of(self.inputs.batch)
         state.media_position = self.family.crop_media_position(state.media_position, self.inputs.past_length)
         return state
-
-    def _encode_frames(self) -> None:
-        """Encode frames that came with this pass, and prepare to store their K and V if rows attend to them."""
-        state, inputs, family = self.cache_state, self.inputs, self.family
-        if state.visual is not None and not self._replaces_frames(state.visual):
-            return
-        if inputs.past_length and not inputs.total_frames:
-            return
-        self.media_position = media_position = family.media_position(inputs)
-        self.features = features = local_features(family, inputs)  # also without frames, for FSDP
-        if isinstance(family, DecoderOnlyFamily):
-            self._place_frames(media_position)
-        elif features is not None:
-            visual_cache = VisualKVCache(visual_features(family, inputs, features), inputs.total_frames)
-            state.store_frames(visual_cache, media_position, inputs.batch)
-            state.frame_fingerprints = {fingerprint_of(features)}
-            if inputs.frames is not None:
-                state.frame_fingerprints.add(self._fingerprint(inputs.frames))
-            family.mark_cache(self.cache, state)
-
-    def _place_frames(self, media_position: TokenPlaces) -> None:
-        """Record the text positions of this pass's frames, after those of earlier frames."""
-        state, past = self.cache_state, self.inputs.past_length
-        if not media_position.frames.numel():
-            return
-        if not past:
-            state.media_position = media_position.tokens
-            return
-        earlier = FrameTokens.none() if state.media_position is None else state.media_position
-        state.media_position = earlier.followed_by(media_position.tokens, past, state.rows_of(self.inputs.batch))
-
-    def _fingerprint(self, frames: Tensor) -> tuple[int, ...]:
-        return fingerprint_of(frames, self.inputs.on_host("sample of frames"))
-
-    def _replaces_frames(self, visual_cache: VisualKVCache) -> bool:
-        """Return whether the frames of this pass replace those in the cache. The same frames do not.
-
-        ShapeError refuses other frames in a family whose earlier text would then lack its own frames.
-        """
-        inputs, state, family = self.inputs, self.cache_state, self.family
-        if inputs.frames is None or not inputs.total_frames:
-            return False
-        same = self._fingerprint(inputs.frames) in state.frame_fingerprints
-        # The frames of one rank may be the same while those of another are not, and features are not compared before.
-        if inputs.visual_shard is not None or inputs.frames_are_features:
-            same = all(number for (number,) in self.context.comm.gather_ints([int(same)]))
-        if family.repeats_frames:  # as unpatched: every pass attends to the frames that come with it
-            return torch.is_grad_enabled() or not same or not family.rows_match_frames(inputs, state.media_position)
-        if same:
-            return False
-        raise ShapeError(
-            f"{inputs.total_frames} frames were passed with a cache that holds {visual_cache.total_frames} others "
-            "already; leave frames out to continue with those of the cache, or pass new frames with the whole "
-            "conversation and without the cache"
-        )
 
     def _shards_prompt(self) -> bool:
         """Return whether this is a prompt whose text is sharded; the same on all ranks."""
@@ -278,15 +194,8 @@ class _CachedPass:
         star = self.context.config.self_attention == "star"
         text = (star_text_shards if star else text_shards)(self.context, inputs)
         shard_cached_text(self.cache, state, text, self.model_layers)
-        frames: dict[str, Any] = {}
-        if isinstance(family, DecoderOnlyFamily):
-            frames = sharded_tokens(family, self.features, self.media_position, text)
-            if not star:
-                self.features = None  # the rows have them
-        elif state.visual is not None and self.visible is not None:
-            frames = sharded_frames(family, inputs, text, state.visual, self.visible, self.media_position)
         recorder = None if star else self._recorder(inputs.length, text)
-        _, decoded = _run_sharded_rows(family, inputs, text, frames, self.kwargs, self.cache, recorder)
+        _, decoded = _run_sharded_rows(family, inputs, text, self.frames, self.kwargs, self.cache, recorder)
         states = gather_hidden_states(text, decoded.hidden_states)
         if not star:
             return self._requested_rows(text, decoded.last_hidden_state), states
@@ -300,10 +209,10 @@ class _CachedPass:
 
     def _run_replicated_rows(self, start: int = 0) -> Any:
         """Run the decoder on every rank on the rows from `start`, over the K and V in the cache."""
-        family, state, visible = self.family, self.cache_state, self.visible
+        family, state = self.family, self.cache_state
         positions = self.inputs.positions[..., start:]
         embeds = embeddings(family, self.inputs, lambda text: text[:, start:])
-        length, mask, cached_text, visual = embeds.shape[1], self.inputs.attention_mask, None, state.visual
+        length, mask, cached_text = embeds.shape[1], self.inputs.attention_mask, None
         if state.text is not None:
             state.text.extend(length)
             on_host = self.inputs.on_host("attention_mask")
@@ -311,17 +220,7 @@ class _CachedPass:
             cached_text = functools.partial(state.text.rectangles, length, valid)
             mask = dummy_mask(embeds)
         mask = family.text_mask(embeds, mask, positions, self.cache)
-        frames: dict[str, Any] = {}
-        if visual is not None and visible is not None:
-            own_rows = visible.take(torch.arange(start, start + length)) if start else visible
-            facts = family.row_facts(self.inputs, visible, state.media_position)
-            frames = {
-                "frames": visual.frames_of(own_rows, self.context.comm),
-                "rows": {name: x[:, start:] for name, x in facts.items()},
-            }
-        if isinstance(family, DecoderOnlyFamily):
-            frames = replicated_tokens(family, self.features, self.media_position, start, length)
-            self.features = None  # the rows have them
+        frames = self.frames.of_rows(start, length)
         tokens = int(self.cache.get_seq_length()) + length
         recorder = self._recorder(tokens)
         forward_state = ForwardState(self.context, cached_text=cached_text, tokens=tokens, recorder=recorder, **frames)
@@ -333,35 +232,9 @@ class _CachedPass:
 
         `tokens` is the number of tokens so far, those of this pass included; `shards` is the sharding of the rows.
         """
-        records, state, length = self.context.records, self.cache_state, self.inputs.length
-        if not records:
-            return None
+        records = self.context.records
         positions = None if shards is None else shards.positions(shards.comm.rank)
-        if not isinstance(self.family, DecoderOnlyFamily):
-            if state.visual is None or self.visible is None:
-                return None
-            return records[-1].begin_pass(state.visual, self.visible, length, positions)
-        if state.media_position is None:
-            return None
-        keys = None if state.text is None else state.text.positions
-        return records[-1].begin_token_pass(
-            state.media_position,
-            state.rows_of(self.inputs.batch),
-            length,
-            tokens - 1,
-            keys=keys if positions is None else positions,
-            positions=positions,
-            valid=self._visible_tokens(),
-        )
-
-    def _visible_tokens(self) -> Tensor | None:
-        """Return (tokens,) bool, the tokens of the first sample that its last row may attend to; None: all."""
-        mask = self.inputs.attention_mask
-        mask = mask.get("full_attention") if isinstance(mask, dict) else mask  # prepared by `generate`
-        if mask is None:
-            return None
-        row = mask[0] if mask.dim() == 2 else mask[0, 0, -1]
-        return row == 0 if row.is_floating_point() else row.bool()
+        return self.frames.begin_record(records[-1], tokens, positions) if records else None
 
     def _requested_rows(self, text: TextShards, local: Tensor, query: Tensor | None = None) -> Tensor:
         """Return, on every rank, the hidden states of the rows that `logits_to_keep` asks for.
