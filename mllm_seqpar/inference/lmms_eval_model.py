@@ -77,14 +77,10 @@ class SimpleSeqParModel(lmms):
         **options: Any,
     ) -> None:
         super().__init__()
-        known = {field.name for field in dataclasses.fields(InferenceOptions)} - _OF_REQUESTS
-        if unknown := sorted(set(options) - known):
-            raise ConfigError(f"--model_args: {unknown[0]!r} is unknown; choose from {', '.join(sorted(known))}")
-        kind = (device or "auto").partition(":")[0]
-        self.options = InferenceOptions(**{"device": kind, **options}, model=pretrained)
-        cuda, world = use_cuda(self.options.device), transfer_communicator(None)
+        world, given = transfer_communicator(None), {"device": (device or "auto").partition(":")[0], **options}
+        self.options = agree(world, "--model_args", lambda: _options(pretrained, given), lambda _: {"options": options})
+        cuda = use_cuda(self.options.device)
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
-        agree(world, "--model_args", facts=lambda _: {"options": options})
         self._engine: Any = Engine(self.options, world, self.device)
         self._engine.load()
         self._rank, self._world_size = world.rank, world.size
@@ -186,6 +182,13 @@ class ChatSeqParModel(SimpleSeqParModel):
         if self._system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._system}, *messages]
         return self._request(messages, **_generation(arguments))
+
+
+def _options(pretrained: str, given: dict[str, Any]) -> InferenceOptions:
+    known = {field.name for field in dataclasses.fields(InferenceOptions)} - _OF_REQUESTS
+    if unknown := sorted(set(given) - known):
+        raise ConfigError(f"--model_args: {unknown[0]!r} is unknown; choose from {', '.join(sorted(known))}")
+    return InferenceOptions(**given, model=pretrained)
 
 
 def _generation(arguments: dict[str, Any]) -> dict[str, Any]:

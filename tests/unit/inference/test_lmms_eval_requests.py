@@ -1,36 +1,19 @@
 """Layer: one process. Requests of lmms-eval whose settings are not supported are refused; without lmms-eval itself."""
 
-import importlib
-import sys
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from lmms_eval_names import lmms_eval_model
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.inference import Sampling
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module of the model, with the names that it imports of lmms-eval."""
-    for name, members in (
-        ("lmms_eval", ()),
-        ("lmms_eval.api", ()),
-        ("lmms_eval.api.instance", ("GenerationResult", "Instance")),
-        ("lmms_eval.api.model", ("lmms",)),
-    ):
-        module = ModuleType(name)
-        for member in members:
-            setattr(module, member, type(member, (), {}))
-        monkeypatch.setitem(sys.modules, name, module)
-    name = "mllm_seqpar.inference.lmms_eval_model"
-    known = sys.modules.pop(name, None)
-    yield importlib.import_module(name)
-    sys.modules.pop(name)
-    if known is not None:
-        sys.modules[name] = known
+def model() -> Iterator[Any]:
+    with lmms_eval_model() as module:
+        yield module
 
 
 @pytest.mark.parametrize(
