@@ -15,7 +15,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "strategy": (*STRATEGIES, "auto"),
     "self_attention": ("ring", "mesh", "ulysses", "star", "local", "auto"),
     "text_layout": LAYOUTS,
-    "logits": ("auto", "full", "local"),
+    "logits": ("auto", "full", "local", "none"),
 }
 TILE_STRATEGIES = ("mesh", "ulysses")
 
@@ -59,7 +59,9 @@ class SeqParConfig:
         cluster: a cluster file of the planner (`configs/clusters`). "auto" decides by its rates (None: measured rates).
             "mesh" optimises its order of transfers, and its shape without `tile`, for them (None: for bytes).
         logits: "full": every rank returns the logits of the caller's whole text; "local": of its own tokens; "auto":
-            full without labels, local with labels.
+            full without labels, local with labels. "none": with labels, the output has a loss and no logits, and the
+            head computes only the tokens that have a target, which saves most of the memory of training if few tokens
+            of a long text have one; without labels as "auto".
 
     Raises:
         ConfigError: an unknown value; the message lists the known ones.

@@ -19,7 +19,7 @@ import torch
 
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import Communicator, run_loopback
-from mllm_seqpar.data import ChatDataset, load_local_frames
+from mllm_seqpar.data import ChatDataset, chat_family, load_local_images
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration
 from mllm_seqpar.models.mplug_owl3.processing import MPlugOwl3Processor
 from mllm_seqpar.schedules.bytes_sent import Problem, expanded, ring_bytes
@@ -66,7 +66,7 @@ def count_bytes(model_path: Path, data: Path, ranks: int) -> int:
     processor = MPlugOwl3Processor.from_pretrained(model_path)
     batch = ChatDataset(data, processor).batch([0])
     with torch.no_grad():
-        embeds = model.encode_frames(load_local_frames(batch, range(batch.frames), processor.image_processor))
+        embeds = model.encode_frames(*load_local_images(batch, range(batch.frames), chat_family(processor)))
     names = ("input_ids", "attention_mask", "labels", "media_offset")
     inputs: dict[str, Any] = {name: getattr(batch, name) for name in names} | {"image_embeds": embeds}
     ids = inputs["input_ids"].masked_fill(inputs["input_ids"] == model.config.image_token_id, 0)

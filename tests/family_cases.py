@@ -94,6 +94,8 @@ def _shared(batch: Any, padded: Any, stored: dict[str, Any]) -> dict[str, Any]:
         "left padding": padded,
         "right padding, few targets": replace(batch, padding="right", labels="few"),
         "no labels": replace(batch, labels=None),
+        "few targets, no logits": replace(batch, padding="right", labels="few").with_options(logits="none"),
+        "local text, no logits": padded.with_options(self_attention="local", logits="none"),
         "local frames": replace(batch, local_frames=True),
         "ring, striped text": batch.with_options(strategy="ring", text_layout="striped"),
         "contiguous text, K and V stored": batch.with_options(text_layout="contiguous", **stored),

@@ -163,14 +163,17 @@ def check(outcomes: list[Outcome], expected: Outcome, case: Any) -> None:
     real = slice(None) if case.real() is None else case.real()
     mode = case.options.get("logits", "auto")
     sharded = len(outcomes) > 1 and case.options.get("self_attention") != "local"
-    all_logits = not sharded or mode == "full" or (mode == "auto" and case.labels is None)
+    all_logits = not sharded or mode == "full" or (mode != "local" and case.labels is None)
     for found in outcomes:
         assert found.loss == outcomes[0].loss  # bit-identical on all ranks
         if expected.loss is not None:
             assert found.loss is not None
             assert abs(found.loss - expected.loss) <= TOLERANCE * abs(expected.loss)
-        assert found.logits.shape[-1] == expected.logits.shape[-1]
-        if all_logits:  # for a short text, the shape alone cannot tell
+        if mode == "none" and case.labels is not None:
+            assert found.logits is None
+        else:
+            assert found.logits.shape[-1] == expected.logits.shape[-1]
+        if all_logits and found.logits is not None:  # for a short text, the shape alone cannot tell
             assert error(found.logits[real], expected.logits[real]) < TOLERANCE
         for ours, theirs in zip(found.hidden_states, expected.hidden_states, strict=True):
             assert error(ours[real], theirs[real]) < TOLERANCE

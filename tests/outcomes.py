@@ -14,7 +14,7 @@ class Outcome:
     """The loss, logits, hidden states and gradients of parameters and inputs of one pass."""
 
     loss: float | None
-    logits: Tensor
+    logits: Tensor | None
     hidden_states: list[Tensor]
     grads: Grads
     input_grads: Grads
@@ -27,7 +27,7 @@ def run_case(model: Any, inputs: dict[str, Any], out: Any = None) -> Outcome:
         out.loss.backward()
     return Outcome(
         None if out.loss is None else out.loss.item(),
-        out.logits.detach(),
+        None if out.logits is None else out.logits.detach(),
         [state.detach() for state in out.hidden_states or ()],
         {name: weight.grad for name, weight in model.named_parameters()},
         {name: x.grad for name, x in inputs.items() if isinstance(x, Tensor) and x.requires_grad},

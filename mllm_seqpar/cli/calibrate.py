@@ -17,7 +17,6 @@ from mllm_seqpar.planner.cluster import cluster_text
 from .launch import DEVICES, DTYPES, launched_ranks
 from .options import CommandOptions, option, parse_options
 from .outputs import require_writable, write_text
-from .program_exit import run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,18 +40,22 @@ class CalibrateOptions(CommandOptions):
             raise ConfigError(f"--kv_heads {self.kv_heads} do not divide --heads {self.heads}; give a divisor")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0, or end the process with a message."""
-    return run(measure, argv)
-
-
 def measure(argv: Sequence[str]) -> None:
     """Measure, and write the cluster file that the options in `argv` name. Every rank calls this.
 
     Raises:
         SeqParError: on invalid options, a file that cannot be written, or if the ranks disagree.
     """
-    args, problem = attempt(lambda: _parse(argv))
+    args, problem = attempt(
+        lambda: parse_options(
+            CalibrateOptions,
+            argv,
+            prog="mllm-seqpar calibrate",
+            description="Measure this machine, and with --num_processes or a launcher its links, for mllm-seqpar plan.",
+            example="mllm-seqpar calibrate --num_processes 8 --output here.yaml",
+            ranks=True,
+        )
+    )
     with launched_ranks(args.device if args else "auto") as (comm, device):
         agree(comm, "options", lambda: asdict(args) if args else {}, dict, error=problem)
         assert args is not None  # otherwise all ranks have raised
@@ -80,14 +83,3 @@ def _decode_rate() -> float | None:
         return round(decode_rate(), 1)
     except ImportError:
         return None
-
-
-def _parse(argv: Sequence[str]) -> CalibrateOptions:
-    return parse_options(
-        CalibrateOptions,
-        argv,
-        prog="mllm-seqpar calibrate",
-        description="Measure this machine, and with --num_processes or a launcher its links, for mllm-seqpar plan.",
-        example="mllm-seqpar calibrate --num_processes 8 --output here.yaml",
-        ranks=True,
-    )

@@ -28,7 +28,6 @@ from mllm_seqpar.data.video import probe
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError
 
 from .options import option, parse_options
-from .program_exit import run_alone
 from .shared_options import StoredFrameOptions
 
 BROKEN = 1
@@ -76,11 +75,6 @@ class CheckDataOptions(StoredFrameOptions):
             self._refuse_unused("frame_store", "--store writes the frames of the videos; give one of them")
         if self.store_quality is not None:
             self._require("store_quality", self.store_quality <= 100, "1 to 100, or leave it out")
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0, 1 if a sample is broken, or 2 for invalid input."""
-    return run_alone(check, argv)
 
 
 def check(argv: Sequence[str]) -> int:
@@ -264,7 +258,7 @@ def _report(dataset: ChatDataset, row: _CheckedSample, totals: Totals, long: flo
             frames = len(medium.source)
             yield f"{place}: long: {part['path']} has {_clock(medium.seconds)}, {frames:,} frames are used"
     if not faults:
-        sample = ChatSample(place, list(row.messages), tuple(x.source for x in found))
+        sample = ChatSample(place, row.messages, tuple(x.source for x in found))
         faults = _count(dataset, sample, totals, found)
     totals.samples, totals.broken = totals.samples + 1, totals.broken + bool(faults)
     for fault in faults:

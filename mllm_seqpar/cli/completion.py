@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import pkgutil
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,17 +16,13 @@ from dataclasses import dataclass
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner.records import known_files
 
-from .entry import load_entry
+from .commands import COMMANDS, Command, load_entry
 from .options import Parser
-from .program_exit import run_alone
 
 SHELLS = ("bash", "zsh", "fish")
 EXAMPLE = """mllm-seqpar completion bash > ~/.local/share/bash-completion/completions/mllm-seqpar
   mllm-seqpar completion zsh > ~/.zfunc/_mllm-seqpar         # a folder of $fpath, before compinit
   mllm-seqpar completion fish > ~/.config/fish/completions/mllm-seqpar.fish"""
-
-Commands = Mapping[str, tuple[str, str]]
-"""The table of `mllm_seqpar.__main__`: by name, "module:function" and a line of help."""
 
 
 @dataclass(frozen=True)
@@ -103,11 +98,6 @@ compdef _mllm_seqpar mllm-seqpar
 """
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0, or 2 for invalid input."""
-    return run_alone(completion, argv)
-
-
 def completion(argv: Sequence[str]) -> None:
     """Print the script for the shell that `argv` names."""
     parser = Parser(
@@ -117,8 +107,8 @@ def completion(argv: Sequence[str]) -> None:
     )
     parser.add_argument("shell", choices=SHELLS, help="the shell")
     shell = parser.parse_args(argv).shell
-    commands: Commands = pkgutil.resolve_name("mllm_seqpar.__main__:COMMANDS")
-    sys.stdout.write(script(shell, commands, {name: options_of(entry) for name, (entry, _) in commands.items()}))
+    options = {name: options_of(command.entry) for name, command in COMMANDS.items()}
+    sys.stdout.write(script(shell, COMMANDS, options))
 
 
 def options_of(entry: str) -> dict[str, Values]:
@@ -160,18 +150,18 @@ def _values(option: str, metavar: str) -> Values:
     return Values()
 
 
-def script(shell: str, commands: Commands, options: Mapping[str, Options]) -> str:
+def script(shell: str, commands: Mapping[str, Command], options: Mapping[str, Options]) -> str:
     """Return the completion script for a shell.
 
     Args:
         shell: one of `SHELLS`.
-        commands: by name, the entry and a line of help.
+        commands: by name.
         options: the options of each command.
     """
     if shell == "fish":
         return "\n".join(_fish_lines(commands, options)) + "\n"
     cases = "\n".join(_case(shell, name, options[name]) for name in commands)
-    described = " ".join(_quoted(f"{name}:{text}") for name, (_, text) in commands.items())
+    described = " ".join(_quoted(f"{name}:{command.text}") for name, command in commands.items())
     return (BASH if shell == "bash" else ZSH).format(names=" ".join(commands), cases=cases, described=described)
 
 
@@ -186,10 +176,10 @@ def _case(shell: str, command: str, options: Options) -> str:
     return "\n".join([*lines, "        esac ;;"])
 
 
-def _fish_lines(commands: Commands, options: Mapping[str, Options]) -> list[str]:
+def _fish_lines(commands: Mapping[str, Command], options: Mapping[str, Options]) -> list[str]:
     lines = ["complete -c mllm-seqpar -n __fish_use_subcommand -f -a '--help --version'"]
-    for name, (_, text) in commands.items():
-        lines.append(f"complete -c mllm-seqpar -n __fish_use_subcommand -f -a {name} -d {_quoted(text)}")
+    for name, command in commands.items():
+        lines.append(f"complete -c mllm-seqpar -n __fish_use_subcommand -f -a {name} -d {_quoted(command.text)}")
         condition = f"complete -c mllm-seqpar -n '__fish_seen_subcommand_from {name}' -l "
         for option, values in options[name].items():
             what = {

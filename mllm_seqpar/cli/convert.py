@@ -25,7 +25,6 @@ from mllm_seqpar.patching.registry import adapters, find_adapter
 from .launch import DTYPES
 from .options import CommandOptions, option, parse_options
 from .outputs import new_directory
-from .program_exit import run_alone
 
 PARTS = ("language_model", "vision_model", "checkpoint", "cross_attn_every_n_layers", "only_attend_immediate_media")
 _FILE, _INDEX = "model-{:05}-of-{:05}.safetensors", "model.safetensors.index.json"
@@ -64,11 +63,6 @@ class ConvertOptions(CommandOptions):
             raise ConfigError(
                 "nothing to convert: give --model, or for OpenFlamingo --language_model and --vision_model"
             )
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0, or 2 for invalid input."""
-    return run_alone(convert, argv)
 
 
 def convert(argv: Sequence[str]) -> None:

@@ -30,9 +30,8 @@ from mllm_seqpar.kernels import choose_kernel
 from .launch import DEVICES, launched_ranks
 from .options import CommandOptions, option, parse_options
 from .own_ranks import own_ranks, started_by_launcher
-from .program_exit import run
 
-ENTRY = "mllm_seqpar.cli.doctor:main"
+ENTRY = "mllm_seqpar.cli.doctor:doctor"
 TIMEOUT_S = 60.0
 OPTIONAL = {
     "av": "video",
@@ -79,11 +78,6 @@ class DoctorOptions(CommandOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require_positive("num_processes")
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0, 1 if something is wrong, or end the process with a message."""
-    return run(doctor, argv)
 
 
 def doctor(argv: Sequence[str]) -> int:

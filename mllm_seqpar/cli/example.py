@@ -30,12 +30,10 @@ from mllm_seqpar.data.needle import (
     NeedleVideo,
     make_needle_videos,
     make_tokenizer,
-    write_needle_jsonl,
 )
 
 from .options import CommandOptions, option, parse_options
 from .outputs import new_directory
-from .program_exit import run_alone
 
 LONGER_FRAMES = 256, 1280
 FRAME_SIZE, PATCH_SIZE = 32, 8  # pixels
@@ -63,11 +61,6 @@ class ExampleOptions(CommandOptions):
         super().__post_init__()
         for name, least in (("short", 1), ("short_frames", 2), ("longer", 0), ("unseen", 1), ("long_frames", 2)):
             self._require(name, getattr(self, name) >= least, f"{least} or more")
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0, or 2 for invalid options."""
-    return run_alone(example, argv)
 
 
 def example(argv: Sequence[str]) -> None:
@@ -116,7 +109,7 @@ def write_example(options: ExampleOptions) -> NeedleVideo:
     _write_lines(folder / "eval.jsonl", [_choice(video, folder) for video in videos["unseen"]])
     (long,) = videos["long"]
     long = replace(long, path=str(Path(long.path).rename(folder / "long.mp4")))
-    write_needle_jsonl(folder / "long.jsonl", [long])
+    _write_lines(folder / "long.jsonl", [long.sample(folder)])
     save_model(folder / "model", options.seed)
     return long
 

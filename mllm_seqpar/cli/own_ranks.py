@@ -25,7 +25,7 @@ import torch.distributed as dist
 from mllm_seqpar.comm import launched_processes
 from mllm_seqpar.errors import ConfigError
 
-from .entry import load_entry
+from .commands import load_entry
 from .options import Parser
 from .program_exit import run
 
@@ -206,7 +206,7 @@ def start_ranks_if_asked(entry: str, argv: Sequence[str]) -> int:
         if args.num_processes is None or not {"-h", "--help"}.isdisjoint(rest):
             return load_entry(entry)(rest)
         with own_ranks(args.num_processes, entry, rest, wait=True):
-            return load_entry(entry)(rest)
+            return run(load_entry(entry), rest)  # destroys the process group before `own_ranks` waits
 
     return run(on_ranks, argv)
 
@@ -223,7 +223,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     entry = load_entry(argv[0])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
     store.set(_READY.format(os.environ["RANK"]), "")
-    entry(argv[1:])  # the status of the program is that of rank 0; a rank that fails leaves by `program_exit`
+    run(entry, argv[1:])  # the status of the program is that of rank 0
     sys.exit(0)
 
 

@@ -16,14 +16,8 @@ from mllm_seqpar.planner.workload import BASE_BYTES, SELF_ATTENTION, TARGETS, TR
 from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
 
 from .options import Parser
-from .program_exit import run_alone
 
 EXAMPLE = "mllm-seqpar plan --model mplug-owl3-7b --frames 4096 --text 8192 --gpus 16 --cluster a100-80g-4x4"
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0, 1 if nothing fits, or 2 for invalid input."""
-    return run_alone(plan, argv)
 
 
 def _parser() -> Parser:

@@ -1,6 +1,6 @@
 """Videos, the feature store, chat data and the needle task. Decoding, but not importing, needs the extra `video`."""
 
-from .chat import ChatBatch, ChatDataset, ChatSample, MediaError, collate, load_local_frames, load_local_images
+from .chat import ChatBatch, ChatDataset, ChatSample, MediaError, collate, load_local_images
 from .chat_family import ChatFamily, ChatText, chat_family
 from .feature_store import FeatureStore, model_fingerprint, open_features, save_features, source_meta
 from .frame_choice import FrameChoice
@@ -24,7 +24,6 @@ __all__ = [
     "VideoSource",
     "chat_family",
     "collate",
-    "load_local_frames",
     "load_local_images",
     "model_fingerprint",
     "open_features",

@@ -9,20 +9,24 @@ import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from mllm_seqpar.comm.base import fingerprint
 from mllm_seqpar.errors import ConfigError, DataError, VideoError
 from mllm_seqpar.sharding import join_spans
 
 from .chat_family import ChatFamily, ChatText, chat_family
 from .chat_format import check_record, media_parts, part_files
 from .formats import DEFAULT_TEMPLATE, check_template, open_records, to_chat
+from .formats.tables import is_embedded
 from .frame_choice import DEFAULT_FRAMES, FrameChoice
 from .frame_store import FrameStore
+from .media_files import is_remote, media_size
 from .sources import FrameSource, ImageListSource, VideoSource, ranges_by_source
 
 ON_BAD_MEDIA = ("fail", "skip")
@@ -50,7 +54,7 @@ class ChatSample:
     """
 
     place: str
-    messages: list[Mapping[str, Any]]
+    messages: Sequence[Mapping[str, Any]]
     sources: tuple[FrameSource, ...]
 
     @property
@@ -65,16 +69,19 @@ class ChatBatch:
     Attributes:
         text: tokens and labels (B, L); labels are -100 except at the answers and their ends.
         sources: the sources of all samples, in the order of the flat list of frames.
-        frames: length of that list.
         places: the places of the samples, for messages; FILE:LINE of JSONL.
         owners: for each source, the number of its sample in the batch.
     """
 
     text: ChatText
     sources: tuple[FrameSource, ...]
-    frames: int
     places: tuple[str, ...]
     owners: tuple[int, ...]
+
+    @property
+    def frames(self) -> int:
+        """Length of the flat list of frames."""
+        return sum(len(source) for source in self.sources)
 
     @property
     def input_ids(self) -> Tensor:
@@ -117,7 +124,7 @@ class ChatDataset(Dataset[ChatSample]):
             list of images, `num_frames` and `max_frames` choose.
         max_length: the largest number of tokens of a sample; a longer sample is refused.
         on_bad_media: "fail" checks here that all local files exist; "skip" leaves missing and damaged files to the
-            reader of the samples (`training.data_loader`).
+            reader of the samples (`training.batches`).
         media_root, template: see `formats.open_records` and `formats.to_chat`.
         validate: False validates a record only when it is accessed.
         threads, decoder: how videos are decoded, see `read_frames`.
@@ -193,7 +200,9 @@ class ChatDataset(Dataset[ChatSample]):
     def batch(self, indices: Sequence[int]) -> ChatBatch:
         """Return the samples with these indices as one micro-batch; nothing is decoded.
 
-        A sample longer than `max_length` raises DataError, a video that cannot be opened MediaError.
+        Raises:
+            DataError: a sample is longer than `max_length`, or none has a target token.
+            MediaError: a video cannot be opened.
         """
         samples = []
         for number, index in enumerate(indices):
@@ -201,7 +210,31 @@ class ChatDataset(Dataset[ChatSample]):
                 samples.append(self[index])
             except VideoError as error:
                 raise MediaError(str(error), number) from error
-        return collate(samples, self.processor, self.max_length)
+        batch = collate(samples, self.processor, self.max_length)
+        if batch.targets == 0:
+            raise DataError(f"{', '.join(batch.places)}: no target tokens; add a message of the assistant")
+        return batch
+
+    def content_digest(self) -> str:
+        """Return a hash of the records, and of the names and sizes of the media files that they name.
+
+        Files inside a table are left out: the digest of the records covers them.
+        """
+        files = (
+            (index, name)
+            for index in range(len(self))
+            for part in media_parts(self.messages(index))
+            for name in part_files(part)
+        )
+        media = [f"{name} {self._size(index, name)}" for index, name in files if not is_embedded(name)]
+        return f"{self.digest[:16]}-{fingerprint(chr(10).join(media)):016x}"
+
+    def _size(self, index: int, name: str) -> int:
+        """Return the number of bytes of a file; -1 if it is missing, and -2 for a URL."""
+        try:
+            return -2 if is_remote(name) else media_size(self.records.locate(index, name))
+        except VideoError:
+            return -1
 
     def source(self, index: int, part: Mapping[str, Any]) -> FrameSource:
         """Return the frames of a media part of record `index`; VideoError if the file is missing or unreadable."""
@@ -250,23 +283,10 @@ def collate(samples: Sequence[ChatSample], processor: Any, max_length: int | Non
             )
     return ChatBatch(
         text=text,
-        sources=(sources := tuple(family.units(source) for sample in samples for source in sample.sources)),
-        frames=sum(len(source) for source in sources),
+        sources=tuple(family.units(source) for sample in samples for source in sample.sources),
         places=tuple(sample.place for sample in samples),
         owners=tuple(number for number, sample in enumerate(samples) for _ in sample.sources),
     )
-
-
-def load_local_frames(
-    batch: ChatBatch, frames: range | Sequence[range], image_processor: Any, *, at_once: int = 32
-) -> Tensor:
-    """Decode this rank's frames of a batch; return `pixel_values` (number of frames, 3, S, S).
-
-    `frames` is this rank's range of the flat list, `frame_range(batch.frames, group)`, or its `frame_ranges`. A range
-    may be empty, and may span several samples. `image_processor` takes at most `at_once` uint8 frames (n, 3, H, W).
-    """
-    parts = [image_processor(decoded)["pixel_values"] for decoded in _decode(batch, _as_ranges(frames), at_once)]
-    return torch.cat(parts) if parts else image_processor(torch.empty(0, 3, 1, 1))["pixel_values"]
 
 
 def load_local_images(
@@ -278,7 +298,8 @@ def load_local_images(
     `frame_ranges`. Padding images among them are not decoded; at most `at_once` decoded frames are held in addition
     to the result.
     """
-    numbers = [batch.text.slots[slot] for part in _as_ranges(slots) for slot in part]
+    ranges = [slots] if isinstance(slots, range) else slots
+    numbers = [batch.text.slots[slot] for slot in chain(*ranges)]
     frames = [range(*span) for span in join_spans((number, number + 1) for number in numbers if number >= 0)]
     if family.ragged:  # none of them pads
         return family.joined([family.pixels(decoded) for decoded in _decode(batch, frames, at_once)])
@@ -299,10 +320,6 @@ def load_local_images(
             target[positions] = x
         done += len(decoded)
     return pixels
-
-
-def _as_ranges(frames: range | Sequence[range]) -> Sequence[range]:
-    return [frames] if isinstance(frames, range) else frames
 
 
 def _decode(batch: ChatBatch, frames: Sequence[range], at_once: int) -> Iterator[Tensor]:

@@ -194,7 +194,16 @@ class FrameStore:
             header = json.loads(path.read_text())
             if header.get("fault"):
                 raise VideoError(header["fault"])
-            found = self._frames(path, header)
+            height, width = header["size"]
+            exact = self.quality is None and self.shorter_side is None
+            found = FrameFile(
+                path=path.with_suffix(".frames"),
+                size=(height, width),
+                quality=self.quality,
+                pixels=None if exact else self.description,
+                ends=tuple(header["ends"]),
+                checksums=tuple(header["checksums"]),
+            )
             if len(found.ends) != len(plan) or found.path.stat().st_size != found.ends[-1]:
                 raise ValueError(f"{found.path.name} does not have the bytes of {len(plan)} frames")
         except VideoError:
@@ -250,18 +259,6 @@ class FrameStore:
         buffer = io.BytesIO()
         Image.fromarray(image).save(buffer, "JPEG", quality=self.quality)
         return buffer.getvalue()
-
-    def _frames(self, path: Path, header: Mapping[str, Any]) -> FrameFile:
-        height, width = header["size"]
-        exact = self.quality is None and self.shorter_side is None
-        return FrameFile(
-            path.with_suffix(".frames"),
-            (height, width),
-            self.quality,
-            None if exact else self.description,
-            tuple(header["ends"]),
-            tuple(header["checksums"]),
-        )
 
     def _path(self, plan: FramePlan) -> Path:
         meta = source_meta(plan)

@@ -5,7 +5,6 @@ real files that the real reader reads. Every frame is noise around a random brig
 saturated, so it survives video compression.
 """
 
-import json
 import math
 import os
 from collections.abc import Sequence
@@ -85,12 +84,6 @@ def make_needle_videos(
         _write(path, _frames(rng, length, size, marker, COLOURS[colour]), size, rate)
         videos.append(NeedleVideo(path=str(path), colour=colour, frames=length, marker=marker))
     return videos
-
-
-def write_needle_jsonl(path: str | os.PathLike[str], videos: Sequence[NeedleVideo]) -> None:
-    """Write a chat file with one question per video; its paths are relative to the file."""
-    target = Path(path)
-    target.write_text("".join(json.dumps(video.sample(target.parent)) + "\n" for video in videos))
 
 
 def make_tokenizer(texts: Sequence[str] = ()) -> Any:

@@ -48,7 +48,10 @@ def sharded_causal_lm_loss(
     ignore = IGNORE if ignore_index is None else ignore_index
     local = text.shard(shift_labels, 1, ignore).to(logits.device)
     total = F.cross_entropy(logits.float().flatten(0, 1), local.flatten(), ignore_index=ignore, reduction="sum")
-    count: Tensor | int = (shift_labels != ignore).sum() if num_items_in_batch is None else num_items_in_batch
-    if isinstance(count, Tensor):
-        count = count.to(total.device)
-    return group_sum(total, text.comm) / count
+    return mean_over_targets(group_sum(total, text.comm), shift_labels, num_items_in_batch, ignore)
+
+
+def mean_over_targets(total: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None, ignore: int) -> Tensor:
+    """Return a sum of losses divided by `num_items_in_batch`, or by the number of `targets` other than `ignore`."""
+    count = (targets != ignore).sum() if num_items_in_batch is None else num_items_in_batch
+    return total / (count.to(total.device) if isinstance(count, Tensor) else count)

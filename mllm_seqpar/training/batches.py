@@ -25,19 +25,19 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator, as_communicator
 from mllm_seqpar.comm.agreement import agree, attempt
-from mllm_seqpar.data.chat import ChatBatch, ChatDataset, MediaError
+from mllm_seqpar.data.chat import ChatBatch, ChatDataset, MediaError, load_local_images
+from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.decoding import decode_threads
 from mllm_seqpar.data.prefetch import ReadAheadLimit
 from mllm_seqpar.errors import DataError, SeqParError
+from mllm_seqpar.sharding import FrameShard
 
-from .data_loader import ShardedBatch
 from .stored_tower import ARGUMENT, StoredTower
 
 _log = get_logger(__name__)
@@ -116,6 +116,7 @@ class BatchReader:
     ) -> None:
         self._dataset, self._group, self._comm = dataset, as_communicator(group), comm
         self._ahead_bytes, self._features = ahead_bytes, features
+        self._family = chat_family(dataset.processor)
         self._opening = threading.Lock()  # tokenizers and tables are used by one thread at a time
         first = comm.rank - self._group.rank
         self._members = range(first, first + self._group.size)
@@ -234,22 +235,40 @@ class BatchReader:
         try:
             try:
                 with self._opening:
-                    batch = ShardedBatch.of(self._dataset, samples, self._group)
-                    size = batch.frame_bytes
+                    batch = self._dataset.batch(samples)
+                    shard = FrameShard.of(len(batch.text.slots), self._group, self._family.frame_layout)
+                    size = len(shard) and len(shard) * sum(x.nbytes for x in self._family.blank())
             finally:
                 if admit is not None:
                     admit(size)  # even without a batch, because the following ones wait for their turn
-            rows = None if self._features is None else self._features.rows(batch)
-            stored = None if decode or rows is None or self._features is None else self._features.stored(rows)
-            arguments = batch.inputs(torch.device("cpu"), decode=stored is None)
+            rows = None if self._features is None else self._features.rows(batch, shard, read=not decode)
+            has_features = rows is not None and rows.states is not None
+            arguments = self._arguments(batch, shard, decode=not has_features)
             if rows is not None:
-                arguments[ARGUMENT] = stored or rows
-            return LoadedBatch(batch.chat, arguments, tuple(samples), stored is not None)
+                arguments[ARGUMENT] = rows
+            return LoadedBatch(batch, arguments, tuple(samples), has_features)
         except SeqParError:
             raise
         except (ValueError, TypeError, LookupError, ArithmeticError) as error:  # of a processor, for this content
             places = ", ".join(self._dataset.records.place(sample) for sample in samples)
             raise DataError(f"{places}: {type(error).__name__}: {error}") from error
+
+    def _arguments(self, batch: ChatBatch, shard: FrameShard, decode: bool) -> dict[str, Any]:
+        """Return the arguments of the model's forward, with the frames of `shard`, and labels.
+
+        Without `decode`, blank images that take the memory of one stand for the frames.
+        """
+        family = self._family
+        arguments: dict[str, Any] = family.arguments(batch.text) | {"use_cache": False}
+        if shard.total:
+            if decode:
+                pixels = load_local_images(batch, shard.ranges, family)
+            else:
+                pixels = tuple(x.expand(len(shard), *x.shape[1:]) for x in family.blank())
+            arguments |= dict(zip(family.frame_names, pixels, strict=True))
+            if self._group.size > 1 or family.always_sharded:
+                arguments["visual_shard"] = shard
+        return arguments
 
     def _skip(self, sample: int, message: str) -> None:
         if sample not in self.skipped:

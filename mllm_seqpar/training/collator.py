@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mllm_seqpar.data.chat import ChatBatch, load_local_images
+from mllm_seqpar.data.chat import ChatBatch, ChatSample, collate, load_local_images
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.chat_format import media_parts
 from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES, FRAME_FIELDS, FrameChoice
@@ -93,21 +93,17 @@ class SeqParDataCollator:
         return self._batch(rows, prompts, preference=len(endings) == 2)
 
     def _batch(self, rows: list[Messages], prompts: list[Messages] | None, preference: bool) -> dict[str, Tensor]:
-        sources = [tuple(self._source(part) for part in media_parts(messages)) for messages in rows]
-        text = self._family.text(rows, sources, labels=True, padding_side="right")
-        ids, labels, mask = text.input_ids, text.labels, text.attention_mask
-        assert labels is not None
-        for number, length in enumerate(mask.sum(1).tolist()):
-            if self.max_length is not None and length > self.max_length:
-                raise DataError(
-                    f"conversation {number} of the batch has {length} tokens, more than max_length = "
-                    f"{self.max_length}; raise it, or use fewer frames"
-                )
+        samples = []
+        for number, messages in enumerate(rows):
+            sources = tuple(self._source(part) for part in media_parts(messages))
+            samples.append(ChatSample(f"conversation {number} of the batch", messages, sources))
+        batch = collate(samples, self.processor, self.max_length)
+        text, labels = batch.text, batch.labels
         if prompts is not None:
-            labels = self._without_prompts(labels, prompts, sources)
+            labels = self._without_prompts(labels, prompts, [sample.sources for sample in samples])
         elif not self.assistant_only_loss:
-            labels = ids.masked_fill(mask == 0, -100)
-        arguments = self._family.arguments(text) | self._pixels(text, sources, len(rows))
+            labels = text.input_ids.masked_fill(text.attention_mask == 0, -100)
+        arguments = self._family.arguments(text) | self._pixels(batch)
         arguments.pop("labels")
         named = {_NAMES.get(name, name): value for name, value in arguments.items()}
         return named | ({"completion_mask": (labels != -100).long()} if preference else {"labels": labels})
@@ -120,20 +116,12 @@ class SeqParDataCollator:
         earlier = (asked != -100).sum(1, keepdim=True)
         return labels.masked_fill((labels != -100).cumsum(1) <= earlier, -100)
 
-    def _pixels(self, text: Any, sources: Sequence[tuple[FrameSource, ...]], samples: int) -> dict[str, Tensor]:
-        if not text.slots:
+    def _pixels(self, batch: ChatBatch) -> dict[str, Tensor]:
+        if not batch.text.slots:
             return {}
-        listed = [(self._family.units(source), number) for number, media in enumerate(sources) for source in media]
-        batch = ChatBatch(
-            text=text,
-            sources=tuple(source for source, _ in listed),
-            frames=sum(len(source) for source, _ in listed),
-            places=tuple(f"conversation {number} of the batch" for number in range(samples)),
-            owners=tuple(number for _, number in listed),
-        )
-        pixels = load_local_images(batch, range(len(text.slots)), self._family)
+        pixels = load_local_images(batch, range(len(batch.text.slots)), self._family)
         if self._family.always_sharded:  # unpatched, these models take the images of each sample
-            pixels = tuple(x.unflatten(0, (samples, -1)) for x in pixels)
+            pixels = tuple(x.unflatten(0, (len(batch.places), -1)) for x in pixels)
         return {name: x for name, x in zip(self._family.frame_names, pixels, strict=True) if len(x)}
 
     def _source(self, part: Mapping[str, Any]) -> FrameSource:

@@ -8,7 +8,7 @@ import argparse
 import copy
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -141,7 +141,7 @@ def make_options(values: Mapping[str, Any]) -> FineTuneOptions:
         return kind(**{item.name: values[item.name] for item in fields(kind)})  # type: ignore[arg-type]
 
     run, frames, parallel = given_to(ModelAndData), given_to(StoredFrameOptions), given_to(SequenceParallel)
-    seqpar = parallel.config()
+    seqpar = replace(parallel.config(), logits="none")  # only the loss is used
     check_training(values, run)
     if seqpar.recompute_attention and not (values["gradient_checkpointing"] or values.get("activation_checkpointing")):
         raise ConfigError("--recompute_attention would have no effect: give --gradient_checkpointing too")

@@ -26,25 +26,19 @@ _OTHER = {"num_processes": "int", "config": "str"}
 
 def check_command_line(argv: Sequence[str]) -> None:
     """Raise ConfigError if `argv` has an unknown or repeated option, or a text where an option takes a number."""
-    theirs = _training_arguments()
-    if theirs is None or not {"-h", "--help", "--help_all", "--help-all"}.isdisjoint(argv):
+    found = find_spec("transformers")
+    theirs = None if found is None or found.origin is None else Path(found.origin).with_name("training_args.py")
+    if theirs is None or not theirs.is_file() or not {"-h", "--help", "--help_all", "--help-all"}.isdisjoint(argv):
         return
     parser = options.Parser(add_help=False)
-    found = dict(item for file in (theirs, *_FILES) for item in _fields(file))
-    for name, annotation in {**_OTHER, **found}.items():
+    fields = dict(item for file in (theirs, *_FILES) for item in _fields(file))
+    for name, annotation in {**_OTHER, **fields}.items():
         first = annotation.split(" | ")[0]
         kind = next((kind for kind in (int, float) if first == kind.__name__), str)
         names = [f"--{name}", f"--no_{name}"] if first == "bool" else [f"--{name}"]
         number = "*" if "list" in annotation else "?"
         parser.add_argument(*names, dest=name, type=kind, nargs=number, default=argparse.SUPPRESS)
     parser.parse_args(argv)
-
-
-def _training_arguments() -> Path | None:
-    """Return the file of `transformers.TrainingArguments`, without importing transformers."""
-    found = find_spec("transformers")
-    folder = None if found is None or found.origin is None else Path(found.origin).parent
-    return None if folder is None or not (folder / "training_args.py").is_file() else folder / "training_args.py"
 
 
 def _fields(file: Path) -> Iterator[tuple[str, str]]:

@@ -20,7 +20,6 @@ from torch import nn
 from transformers import TrainingArguments
 
 from mllm_seqpar._logging import get_logger
-from mllm_seqpar.cli import program_exit
 from mllm_seqpar.cli.launch import require_rendezvous, use_cuda
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.comm.agreement import agree, attempt
@@ -44,7 +43,6 @@ from mllm_seqpar.patching.registry import find_adapter
 
 from .arguments import FineTuneOptions, ModelAndData
 from .command_line import make_options, read_options
-from .data_loader import data_digest
 from .export import create_repository, export_dtype, export_model, run_on_rank_0, upload
 from .finetune_trainer import FineTuneData, FineTuneTrainer
 from .parameters import choose_parameters
@@ -63,7 +61,7 @@ _log = get_logger(__name__)
 def main(argv: Sequence[str]) -> int:
     """Fine-tune with the command line `argv` (without the program's name); return the exit status.
 
-    An error ends the process with a message. The status is 128 + N if signal N stopped the run after a checkpoint.
+    The status is 128 + N if signal N stopped the run after a checkpoint.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -73,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     logger.setLevel(logging.INFO)
     if os.environ.get("RANK", "0") != "0":
         disable_progress_bar()  # only rank 0 shows the progress of loading
-    return program_exit.run(fine_tune, argv)
+    return fine_tune(argv)
 
 
 def fine_tune(argv: Sequence[str]) -> int:
@@ -226,8 +224,8 @@ def _open_data(options: FineTuneOptions) -> tuple[FineTuneData, Path | None, dic
     if run.stop_after is not None and not done < run.stop_after <= last:
         raise ConfigError(f"--stop_after {run.stop_after}: the steps of this run are {done + 1} to {last}; give one")
     features, ahead = _features(options, processor), int(run.read_ahead_gib * 2**30)
-    data = FineTuneData(processor, training, evaluation, order, data_digest(training), ahead, features)
-    facts = {"training data": data.digest, "evaluation data": evaluation and data_digest(evaluation)}
+    data = FineTuneData(processor, training, evaluation, order, training.content_digest(), ahead, features)
+    facts = {"training data": data.digest, "evaluation data": evaluation and evaluation.content_digest()}
     return data, checkpoint, facts | {"checkpoint": checkpoint, "model's weights": model_digest(str(run.model))}
 
 

@@ -129,7 +129,7 @@ class FineTuneTrainer(SeqParTrainer):
     def _frames_on_host(self, arguments: Any) -> Any:
         return with_host_frames(arguments, frame_arguments_of(self.model))
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         dataset: Any = self.data.evaluation if eval_dataset is None else eval_dataset
         groups = self.accelerator.num_processes // self.sequence_parallel_size
         passes = eval_order(len(dataset), self.args.per_device_eval_batch_size, groups, self._sample_group)
@@ -140,14 +140,13 @@ class FineTuneTrainer(SeqParTrainer):
                 for batch, (_, counts) in zip(batches, passes, strict=True):
                     yield batch, counts
 
-        return DataLoader(Restarted(begin, len(passes)), batch_size=None, collate_fn=_unchanged)
+        return Restarted(begin, len(passes))  # which `evaluation_loop` reads
 
     def num_examples(self, dataloader: DataLoader) -> int:
         return len(self.data.training)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list, Tensor]:
         """Return the micro-batches of a step and the number of their target tokens over all groups."""
-        assert self._throughput is not None
         with self._throughput.data_wait():
             batches = list(itertools.islice(self._saving_at_errors(epoch_iterator), num_batches))
         targets = torch.stack([_targets(batch) for batch in batches]).sum()
@@ -255,7 +254,3 @@ class FineTuneTrainer(SeqParTrainer):
 
 def _targets(inputs: dict[str, Any]) -> Tensor:
     return (inputs["labels"][:, 1:] != -100).sum()
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch

@@ -20,13 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from mllm_seqpar._transfers import copy_to_device
+from mllm_seqpar.data.chat import ChatBatch
 from mllm_seqpar.data.chat_family import ChatFamily
 from mllm_seqpar.data.tower_store import TowerStore, source_key
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.patching.registry import find_adapter
-from mllm_seqpar.sharding import frame_ranges
-
-from .data_loader import ShardedBatch
+from mllm_seqpar.sharding import FrameShard
 
 ARGUMENT = "tower_rows"
 """The name under which a `TowerRows` is among the arguments of a batch."""
@@ -44,7 +43,7 @@ class TowerRows:
     """
 
     segments: tuple[tuple[str, int, int], ...]
-    states: Tensor | None = None
+    states: Tensor | None
 
 
 class StoredTower:
@@ -66,26 +65,23 @@ class StoredTower:
         self._tower = find_adapter(model)[1].get_submodule(path)
         _require_fixed(self._tower)
 
-    def rows(self, batch: ShardedBatch) -> TowerRows:
-        """Return this rank's frames of a batch, without outputs."""
-        slots, chat = batch.chat.text.slots, batch.chat
-        places = [(source, number) for source in chat.sources for number in range(len(source))]
+    def rows(self, batch: ChatBatch, shard: FrameShard, read: bool) -> TowerRows:
+        """Return this rank's frames of a batch; with `read`, also their outputs if all of them are stored."""
+        slots = batch.text.slots
+        places = [(source, number) for source in batch.sources for number in range(len(source))]
         segments: list[tuple[str, int, int]] = []
-        for slot in chain(*frame_ranges(len(slots), batch.group, self._family.frame_layout)):
+        for slot in chain(*shard.ranges):
             source, number = places[slots[slot]] if slots[slot] >= 0 else (None, 0)
             key = _BLANK if source is None else source_key(source)
             if segments and source is not None and segments[-1][0] == key and segments[-1][2] == number:
                 segments[-1] = (key, segments[-1][1], number + 1)
             else:
                 segments.append((key, number, number + 1))
-        return TowerRows(tuple(segments))
-
-    def stored(self, rows: TowerRows) -> TowerRows | None:
-        """Return the frames with their outputs; None if some are not stored."""
-        if self.store.shape is None or not all(self.store.has(*segment) for segment in rows.segments):
-            return None
-        parts = [self.store.read(*segment) for segment in rows.segments]
-        return TowerRows(rows.segments, torch.cat(parts) if parts else torch.empty(0, *self.store.shape))
+        states = None
+        if read and self.store.shape is not None and all(self.store.has(*segment) for segment in segments):
+            parts = [self.store.read(*segment) for segment in segments]
+            states = torch.cat(parts) if parts else torch.empty(0, *self.store.shape)
+        return TowerRows(tuple(segments), states)
 
     @contextmanager
     def running(self, rows: TowerRows | None) -> Iterator[None]:
@@ -110,7 +106,7 @@ class StoredTower:
             count = self._family.tower_frames(pixels)
             part = states[done : done + count]
             if len(part) < count:  # a call whose result is dropped, on a rank with fewer frames than others
-                part = torch.cat([part, part.new_zeros(count - len(part), *self._shape)])
+                part = torch.cat([part, part.new_zeros(count - len(part), *part.shape[1:])])
             done += count
             moved = copy_to_device(part.to(self.store.dtype), pixels.device)
             ordered = moved.permute(self.store.order).contiguous()
@@ -125,11 +121,6 @@ class StoredTower:
             delattr(self._tower, self._method)
         if found:
             self._save(rows, torch.cat(found), order)
-
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        assert self.store.shape is not None
-        return self.store.shape
 
     def _save(self, rows: TowerRows, states: Tensor, order: list[int]) -> None:
         self.store.create(tuple(states.shape[1:]), states.dtype, order)

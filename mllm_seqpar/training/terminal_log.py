@@ -15,6 +15,7 @@ from typing import Any
 from transformers.trainer_callback import ProgressCallback
 
 from mllm_seqpar._logging import get_logger
+from mllm_seqpar.cli.progress import say
 
 HEADER = f"{'step':>13}{'ETA':>10}{'loss':>9}{'learning rate':>15}{'tokens/s':>10}{'data wait':>11}  peak memory"
 _ROWS = 40
@@ -57,14 +58,14 @@ class TerminalLog(ProgressCallback):
             return
         if "loss" in logs:
             if self._rows % _ROWS == 0:
-                _write(HEADER)
+                say(f"{HEADER}\n")
             self._rows += 1
-            _write(row(logs, state.global_step, state.max_steps, self._eta(state)))
+            say(row(logs, state.global_step, state.max_steps, self._eta(state)) + "\n")
         elif "eval_loss" in logs:
-            _write(f"{'evaluation':>13}{'':>10}{logs['eval_loss']:>9.4g}  after step {state.global_step:,}")
+            say(f"{'evaluation':>13}{'':>10}{logs['eval_loss']:>9.4g}  after step {state.global_step:,}\n")
         elif "train_runtime" in logs:
             duration = timedelta(seconds=round(logs["train_runtime"]))
-            _write(f"{state.global_step:,} steps, {duration}, mean loss {logs['train_loss']:.4g}")
+            say(f"{state.global_step:,} steps, {duration}, mean loss {logs['train_loss']:.4g}\n")
 
     def _eta(self, state: Any) -> str:
         done = state.global_step - self._timed_from
@@ -88,11 +89,6 @@ def row(logs: Mapping[str, float], step: int, steps: int, eta: str) -> str:
 
 def _size(mib: float) -> str:
     return f"{mib:,.0f} MiB" if mib < 10_000 else f"{mib / 1024:,.1f} GiB"
-
-
-def _write(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 def write_figure(log: Sequence[Mapping[str, Any]], directory: Path) -> Path | None:

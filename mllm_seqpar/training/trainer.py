@@ -23,7 +23,6 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +74,8 @@ class SeqParMixin(_Base):
         sequence_parallel_size: number of ranks that share a sample. None: accelerate's `cp_size` (of
             `TrainingArguments.parallelism_config` or of the launch config), else the size of the group that the model
             is patched for, else all ranks.
-        seqpar: how to patch the model, unless it is already patched over such a group; None for the defaults.
+        seqpar: how to patch the model, unless it is already patched over such a group; None for
+            the defaults, with `logits="none"` unless the trainer is one of TRL.
 
     Raises:
         ConfigError: if degrees contradict each other or do not divide the number of processes, or for arguments,
@@ -85,7 +85,7 @@ class SeqParMixin(_Base):
     model: Any
     optimizer: Any
     ref_model: Any
-    _throughput: Throughput | None
+    _throughput: Throughput
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -101,14 +101,14 @@ class SeqParMixin(_Base):
         **kwargs: Any,
     ) -> None:
         self._requested_degree = sequence_parallel_size
-        self._trl, self._throughput = trl_trainer(type(self)), None
+        self._trl = trl_trainer(type(self))
         model = kwargs.get("model", args[0] if args else None)
         training = next((x for x in (*args, *kwargs.values()) if isinstance(x, TrainingArguments)), None)
         if model is None or kwargs.get("model_init") is not None:
             raise ConfigError("SeqParTrainer: pass model=...; model_init, which creates models later, is not supported")
         self._patched_degree = patched_degree(model, seqpar)
         patched = any(patch_of(x) for x in (*args, *kwargs.values()) if isinstance(x, nn.Module))
-        refuse_unsupported(training, sequence_parallel_size, self._trl, patched)
+        refuse_unsupported(training, sequence_parallel_size, self._trl, patched, seqpar)
         with explain_lacking_ids(self._trl):
             super().__init__(*args, **kwargs)
         refuse_rankwise_arguments(self.args, self.sequence_parallel_size)
@@ -121,14 +121,16 @@ class SeqParMixin(_Base):
         set_fsdp_units(self.accelerator, find_adapter(self.model)[1])
         self._throughput = Throughput(_patch_of(self.model), self.args.device)
         if self._trl is None:  # whose trainers change the frames of a batch
-            self.data_collator: Any = HostFramesCollator(self.data_collator, frame_arguments_of(self.model))
+            names = frame_arguments_of(self.model)
+            self.data_collator: Any = functools.partial(_collate_on_host, self.data_collator, names)
 
     def _patch(self, model: nn.Module, group: Any, seqpar: SeqParConfig | None, autocast: Any = None) -> None:
         inner = find_adapter(model)[1]
         if self._trl is not None:
             remove_fused_head(inner)
         if patch_of(inner) is None:
-            patch_model(model, group=group, config=seqpar)
+            defaults = SeqParConfig(logits="none" if self._trl is None else "auto")
+            patch_model(model, group=group, config=seqpar or defaults)
         if self._trl is not None:
             use_token_scores(inner, _patch_of(inner), autocast or contextlib.nullcontext)
 
@@ -209,23 +211,20 @@ class SeqParMixin(_Base):
         return (loss, outputs) if return_outputs else loss
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
-        assert self._throughput is not None
         with self._throughput.step(inputs):
             return super().training_step(model, inputs, *args, **kwargs)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._throughput is not None
         with self._throughput.data_wait():
             return super().get_batch_samples(*args, **kwargs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        assert self._throughput is not None
         with self._throughput.pause():
             super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, beside the loss of training, the speed, the exposed communication and the memory of the ranks."""
-        if self._throughput is not None and {"loss", "learning_rate"} <= logs.keys():
+        if {"loss", "learning_rate"} <= logs.keys():
             logs = logs | self._throughput.report(self.accelerator, self.sequence_parallel_size)
         super().log(logs, start_time)
 
@@ -251,10 +250,17 @@ class SeqParMixin(_Base):
     ) -> tuple[Tensor | None, Any, Any]:
         """Exclude duplicate samples from the loss, and return full logits on every rank if logits are wanted."""
         inputs = mask_duplicate_samples(self.accelerator, self.sequence_parallel_size, inputs)
-        takes_logits_to_keep = "logits_to_keep" in inspect.signature(find_adapter(model)[1].forward).parameters
-        if not prediction_loss_only and takes_logits_to_keep:
-            text = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
-            inputs = {**inputs, "logits_to_keep": torch.arange(text.shape[1])}
+        inner = find_adapter(model)[1]
+        if not prediction_loss_only:
+            mode = _patch_of(inner).context.config.logits
+            if "logits_to_keep" in inspect.signature(inner.forward).parameters:
+                text = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
+                inputs = {**inputs, "logits_to_keep": torch.arange(text.shape[1])}
+            elif mode == "none" or (mode != "full" and self.sequence_parallel_size > 1):
+                raise ConfigError(
+                    f"SeqParTrainer: predictions need the logits of whole samples, which {type(inner).__name__} "
+                    'returns with seqpar=SeqParConfig(logits="full"); pass it, or prediction_loss_only=True'
+                )
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -346,15 +352,9 @@ def frame_arguments_of(model: nn.Module) -> tuple[str, ...]:
     return getattr(find_adapter(model)[0], "frame_arguments", ())
 
 
-@dataclass(frozen=True)
-class HostFramesCollator:
-    """Makes `HostFrames` of the frames that a data collator returns, so that `Trainer` does not move all of them."""
-
-    collate: Any
-    names: tuple[str, ...]
-
-    def __call__(self, samples: Any) -> Any:
-        return with_host_frames(self.collate(samples), self.names)
+def _collate_on_host(collate: Any, names: Sequence[str], samples: Any) -> Any:
+    """Return the batch of a data collator with `HostFrames`, so that `Trainer` does not move all frames."""
+    return with_host_frames(collate(samples), names)
 
 
 def with_host_frames(batch: Any, names: Sequence[str]) -> Any:

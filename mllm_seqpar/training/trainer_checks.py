@@ -14,7 +14,9 @@ from mllm_seqpar.patching import patch_of
 from mllm_seqpar.patching.registry import find_adapter
 
 
-def refuse_unsupported(args: TrainingArguments | None, degree: Any, trl: str | None, patched: bool) -> None:
+def refuse_unsupported(
+    args: TrainingArguments | None, degree: Any, trl: str | None, patched: bool, seqpar: SeqParConfig | None
+) -> None:
     """Raise ConfigError for arguments that cannot work, before anything is set up.
 
     Args:
@@ -22,6 +24,7 @@ def refuse_unsupported(args: TrainingArguments | None, degree: Any, trl: str | N
         degree: the number of ranks per sample that the user asks for.
         trl: the TRL trainer that the trainer derives from, or None.
         patched: whether the model, or the reference model, is patched already.
+        seqpar: how the caller wants it patched.
     """
     if degree is not None and type(degree) is not int:
         raise ConfigError(f"SeqParTrainer: sequence_parallel_size={degree!r} is not an int; pass an int")
@@ -42,6 +45,11 @@ def refuse_unsupported(args: TrainingArguments | None, degree: Any, trl: str | N
             f"SeqParMixin: a model is patched already, and TRL's {trl} would replace the patched forward; pass models "
             "unpatched, and the options as seqpar=SeqParConfig(...)"
         )
+    if trl is not None and seqpar is not None and seqpar.logits == "none":
+        raise ConfigError(
+            f'SeqParMixin: TRL\'s {trl} computes its loss from logits, which seqpar=SeqParConfig(logits="none") leaves '
+            "out; leave the option out"
+        )
     if getattr(args, "precompute_ref_log_probs", False):
         raise ConfigError(
             "SeqParMixin: precompute_ref_log_probs=True runs the reference model before it is patched, with all frames "
@@ -50,7 +58,7 @@ def refuse_unsupported(args: TrainingArguments | None, degree: Any, trl: str | N
     if getattr(args, "use_liger_kernel", False):
         raise ConfigError(
             "SeqParTrainer: use_liger_kernel=True replaces the forward that patch_model makes sequence-parallel; "
-            "leave it out (block kernels: SeqParConfig(kernel=...))"
+            'leave it out (block kernels: SeqParConfig(kernel=...); memory of logits: SeqParConfig(logits="none"))'
         )
 
 

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.comm import as_communicator
+from mllm_seqpar.config import CHOICES
 from peak_memory import peak_memory
 
 MIB = 2**20
@@ -89,6 +90,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--part", choices=["memory", "questions"], help="measure only one of the two; default: both")
     parser.add_argument("--rounds", type=int, default=3, help="of questions")
+    parser.add_argument("--vocabulary", type=int, help="default: tiny")
+    parser.add_argument("--logits", choices=CHOICES["logits"], default="auto", help="of the training step")
     parser.add_argument("--real", action="store_true", help="compute the attention of the training step")
     return parser.parse_args(argv)
 
@@ -101,8 +104,11 @@ def measured(args: argparse.Namespace, frames: int) -> dict[str, Any]:
     text: dict[str, Any] = {"num_hidden_layers": args.layers, "max_position_embeddings": 1 << 20}
     if args.family == "qwen3_vl":
         text |= {"intermediate_size": 192, "num_key_value_heads": 1, "deepstack": (0, 1, 2)}
+    if args.vocabulary:
+        text["vocab_size"] = args.vocabulary
     model = testing.tiny_model(**text).to(args.device)
-    case = testing.Case(frames=(((frames, *args.grid),),), length=tokens + marks + WORDS)
+    # Few tokens have a target, as in fine-tuning on chats.
+    case = testing.Case(frames=(((frames, *args.grid),),), length=tokens + marks + WORDS, labels="few")
     inputs = {
         name: x.clone().to(args.device) if isinstance(x, Tensor) else x  # not a view of the pixels of all ranks
         for name, x in testing.local_frames(testing.inputs_of(case, model), None).items()
@@ -126,7 +132,7 @@ def memory_of_passes(model: Any, inputs: dict[str, Any], args: argparse.Namespac
     kernel = EmulatedKernel(float("inf"))
     found: dict[str, float] = {}
     with nullcontext() if args.real else kernel.registered():
-        patch_model(model, shard_prompt_from=1, kernel="auto" if args.real else kernel.name)
+        patch_model(model, shard_prompt_from=1, kernel="auto" if args.real else kernel.name, logits=args.logits)
         model.train().gradient_checkpointing_enable({"use_reentrant": False})
         peak, loss = step(model, inputs, args.device)
         found["peak_mib"] = peak / MIB

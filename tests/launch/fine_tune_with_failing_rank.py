@@ -5,8 +5,8 @@ import signal
 import sys
 from typing import Any
 
+from mllm_seqpar.__main__ import main
 from mllm_seqpar.errors import VideoError
-from mllm_seqpar.training import finetune
 from mllm_seqpar.training.finetune_trainer import FineTuneTrainer
 
 compute_loss = FineTuneTrainer.compute_loss
@@ -24,4 +24,4 @@ else:
     # The launcher ends the other ranks of the node, and may do so first. The test shows that they end without it.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
-finetune.main(sys.argv[1:])
+main(["finetune", *sys.argv[1:]])

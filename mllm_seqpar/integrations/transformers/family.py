@@ -331,7 +331,8 @@ class Family(ABC, Generic[InputsT]):
         if self.checkpoints_visual_layers and self.model.training and torch.is_grad_enabled():
             refuse_reentrant_checkpointing(self._checkpointed_modules)
         shards_text = self.context.comm.size > 1 and self.context.config.self_attention != "local"
-        if shards_text and not inputs.use_cache and inputs.target_labels() is not None:
+        own_loss = shards_text or self.context.config.logits == "none"
+        if own_loss and not inputs.use_cache and inputs.has_labels:
             refuse_custom_loss(self.model)
 
     def model_output(self, out: CausalLMOutputWithPast, features: Tensor | None, inputs: InputsT) -> Any:

@@ -133,10 +133,11 @@ class ForwardInputs:
     def read_by_host(self) -> dict[str, Tensor]:
         """Return the tensors whose values the host needs to plan this pass, by name.
 
-        These are a two-dimensional attention mask, positions that may separate packed sequences, the compared tensors,
-        and, in a pass with a cache, the sample of the frames by which they are recognised later.
+        These are a two-dimensional attention mask, positions that may separate packed sequences, labels, the compared
+        tensors, and, in a pass with a cache, the sample of the frames by which they are recognised later.
         """
         found, mask = dict(self.compared_tensors), self.attention_mask
+        found |= {name: x for name in ("labels", "shift_labels") if (x := getattr(self, name)) is not None}
         if isinstance(mask, Tensor) and mask.dim() == 2:
             found["attention_mask"] = mask
         elif mask is None and self.detects_packing and self.text_position_ids is not None:
@@ -165,11 +166,16 @@ class ForwardInputs:
             return self.position_ids
         return torch.arange(self.length, device=self.text.device)[None] + self.past_length
 
-    def target_labels(self, ignore_index: int | None = None) -> Tensor | None:
+    @property
+    def has_labels(self) -> bool:
+        return self.labels is not None or self.shift_labels is not None
+
+    def target_labels(self, ignore_index: int | None = None, on_host: bool = False) -> Tensor | None:
         """Return (B, L) shifted labels, or None. The last token's is `ignore_index` (None: -100)."""
-        if self.shift_labels is not None:
-            return self.shift_labels
-        return None if self.labels is None else shifted(self.labels, ignore_index)
+        labels, targets = self.labels, self.shift_labels
+        if on_host:
+            labels, targets = self.on_host("labels"), self.on_host("shift_labels")
+        return shifted(labels, ignore_index) if targets is None and labels is not None else targets
 
 
 def as_compared_tensors(**values: Any) -> dict[str, Tensor]:
@@ -237,13 +243,11 @@ def _facts(
     compare_weights: bool,
 ) -> dict[str, Any]:
     """Return what must be equal on all ranks, by name. All tensors are read from the device at once."""
-    labels = inputs.shift_labels if inputs.shift_labels is not None else inputs.labels
     frames, mask, shard = inputs.frames, inputs.attention_mask, inputs.visual_shard
     num_items, logits_to_keep = (kwargs.get(name) for name in ("num_items_in_batch", "logits_to_keep"))
     all_have_pixels = frames is not None and not inputs.frames_are_features and shard is None and inputs.compare_frames
     compared: dict[str, Sequence[Any]] = {
         "token ids or embeddings": [inputs.input_ids if inputs.input_ids is not None else sampled_bits(inputs.text)],
-        "labels": [labels],
         "the attention mask": list(mask.values()) if isinstance(mask, Mapping) else [mask],  # one per kind of layer
         "position ids": [inputs.position_ids],
         "pixels": [sampled_bits(frames)] if all_have_pixels and frames is not None else [],
@@ -270,8 +274,9 @@ def _facts(
         "cached tokens": inputs.past_length,
         "use_cache": inputs.use_cache,
         "grad mode": torch.is_grad_enabled(),
-        "labels given": labels is not None,
+        "labels given": inputs.has_labels,
         "attention mask given": mask is not None,
+        "digest of labels": checksum(inputs.on_host("labels" if inputs.shift_labels is None else "shift_labels")),
         "digest of the positions of frames": positions,
         "num_items_in_batch": int(number),
     }
@@ -380,13 +385,14 @@ def refuse_unsupported_attention(config: Any, kwargs: Mapping[str, Any]) -> None
 
 
 def refuse_custom_loss(model: Any) -> None:
-    """Raise ConfigError if the model's loss is not the cross-entropy of tokens, the only loss for sharded text."""
+    """Raise ConfigError if the model's loss is not the cross-entropy of tokens, which must then be computed here."""
     function = getattr(model, "loss_function", ForCausalLMLoss)
     if function is not ForCausalLMLoss:
         raise ConfigError(
             f"loss_function: {getattr(function, '__name__', function)} is the model's own; for text that is sharded "
-            "over ranks only transformers' causal language-modelling loss can be computed. Patch with "
-            'self_attention="local", or leave the labels out and compute the loss from the logits'
+            'over ranks, and with logits="none", only transformers\' causal language-modelling loss can be computed. '
+            'Patch with self_attention="local" and another choice of logits, or leave the labels out and compute the '
+            "loss from the logits"
         )
 
 

@@ -89,6 +89,7 @@ class Run:
     checkpointing: bool = False
     sharded_first: bool = True
     local_frames: bool = False
+    head_unit: bool = False
     model: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -108,7 +109,10 @@ def fsdp_rank(rank: int, world: int, run: Run) -> dict[str, Any]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if not run.sharded_first:
         patch_model(model, group=group, **run.options)
-    shard(model, run.family, mesh["dp", "sp"]._flatten("all"))
+    everyone = mesh["dp", "sp"]._flatten("all")
+    if run.head_unit:
+        fully_shard(model.lm_head, mesh=everyone)
+    shard(model, run.family, everyone)
     if run.sharded_first:
         patch_model(model, group=group, **run.options)
     number = mesh["dp"].get_local_rank()
@@ -168,6 +172,12 @@ _QWEN_WORDS, _PICTURE = replace(_QWEN, frames=((), ()), length=9), replace(_QWEN
 RUNS["two groups of qwen3_vl, one with text only"] = Run(
     "qwen3_vl", 4, [[_QWEN, _QWEN_WORDS], [_QWEN_WORDS, _PICTURE]], True, local_frames=True, options=CHUNKS
 )
+_FEW, _FEW_WORDS = replace(_QWEN, labels="few"), replace(_QWEN_WORDS, labels="few")  # some ranks have no target
+_NO_LOGITS = Run("qwen3_vl", 4, [[_FEW, _FEW_WORDS], [_QWEN_WORDS, _FEW]], head_unit=True, options={"logits": "none"})
+RUNS |= {
+    "no logits": _NO_LOGITS,
+    "no logits, patched first, checkpointing": replace(_NO_LOGITS, sharded_first=False, checkpointing=True),
+}
 if "open_flamingo" in BATCHES:
     _MEDIA = BATCHES["open_flamingo"]
     _ONE_MEDIUM = type(_MEDIA)(frames=((2, 6),), media=1)
@@ -204,17 +214,19 @@ def freeze_unused(model: nn.Module) -> None:
 def qwen_ddp_rank(rank: int, world: int, family: str) -> dict[str, Any]:
     model = model_of(family, QWENS[family]).train()
     steps = [[inputs_of(family, case, model)] for case in (QWENS[family], FEW_FRAMES[family])]
-    found = train(patch_model(DistributedDataParallel(model)), steps)
+    found = train(patch_model(DistributedDataParallel(model), logits="none"), steps)
     return found | {"grads": {name.removeprefix("module."): x for name, x in found["grads"].items()}}
 
 
-FEW_FRAMES = {family: replace(case, frames=(((1, 4, 4), (2, 2)),), length=16) for family, case in QWENS.items()}
+FEW_FRAMES = {
+    family: replace(case, frames=(((1, 4, 4), (2, 2)),), length=16, labels="few") for family, case in QWENS.items()
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", QWENS)
 def test_ddp_of_decoder_only_models_equals_unpatched(family: str) -> None:
-    """A rank without frames has gradients for the tower too."""
+    """A rank without frames has gradients for the tower too, and one without targets for the head."""
     model = model_of(family, QWENS[family]).train()
     steps = [[inputs_of(family, case, model)] for case in (QWENS[family], FEW_FRAMES[family])]
     expected = train(model, steps)

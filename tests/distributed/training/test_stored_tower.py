@@ -15,7 +15,7 @@ from mllm_seqpar.cli.check_data import check
 from mllm_seqpar.data import sources
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.models.mplug_owl3.backbones import MPlugOwl3VisionModel
-from mllm_seqpar.training import data_loader
+from mllm_seqpar.training import batches
 from mllm_seqpar.training.finetune import fine_tune
 from ranks import ranks
 from ranks_worker import reset_global_state
@@ -46,7 +46,7 @@ def counted(argv: list[str]) -> tuple[int, int]:
     tower = mock.patch.object(
         MPlugOwl3VisionModel, "penultimate", autospec=True, side_effect=MPlugOwl3VisionModel.penultimate
     )
-    decoding = mock.patch.object(data_loader, "load_local_images", side_effect=data_loader.load_local_images)
+    decoding = mock.patch.object(batches, "load_local_images", side_effect=batches.load_local_images)
     with tower as runs, decoding as decoded:
         assert fine_tune(argv) == 0
     reset_global_state()

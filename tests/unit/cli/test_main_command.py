@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from mllm_seqpar import __main__, __version__, _compat
-from mllm_seqpar.__main__ import COMMANDS, main
+from mllm_seqpar.__main__ import main
 from mllm_seqpar.cli import completion, doctor, exactness, own_ranks, program_exit
+from mllm_seqpar.cli.commands import COMMANDS, Command
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.models.loading import load_model, load_processor
@@ -26,7 +27,8 @@ def test_help_lists_the_commands_and_an_unknown_one_takes_one_line(capsys: pytes
     for argv in ([], ["--help"], ["help"]):
         assert main(argv) == 0
         shown = capsys.readouterr().out
-        assert all(f"\n  {name} " in shown and text in shown for name, (_, text) in COMMANDS.items())
+        assert all(f"\n  {name} " in shown and command.text in shown for name, command in COMMANDS.items())
+        assert "finetune, ask, chat, serve, calibrate and doctor start N ranks" in shown
         assert "examples:\n  mllm-seqpar doctor" in shown
     assert main(["--version"]) == 0 and capsys.readouterr().out == f"mllm-seqpar {__version__}\n"
     assert main(["fintune", "--model", "x"]) == 2
@@ -35,8 +37,8 @@ def test_help_lists_the_commands_and_an_unknown_one_takes_one_line(capsys: pytes
 
 
 def test_every_command_of_the_table_exists() -> None:
-    for name, (entry, _) in COMMANDS.items():
-        module, _, function = entry.partition(":")
+    for name, command in COMMANDS.items():
+        module, _, function = command.entry.partition(":")
         if importlib.util.find_spec(module) is not None or name not in ("finetune", "ask"):
             assert callable(getattr(importlib.import_module(module), function)), name
 
@@ -45,7 +47,7 @@ def test_exit_status_and_the_arguments_pass_through(monkeypatch: pytest.MonkeyPa
     calls: list[Any] = []
     monkeypatch.setattr(program_exit, "measured", lambda argv: calls.append(argv) or 7, raising=False)
     entry = "mllm_seqpar.cli.program_exit:measured"
-    monkeypatch.setattr(__main__, "COMMANDS", {"some-thing": (entry, ""), "ask": (entry, "")})
+    monkeypatch.setattr(__main__, "COMMANDS", {"some-thing": Command(entry, ""), "ask": Command(entry, "", "here")})
     assert main(["some_thing", "--a-b", "c"]) == 7
     assert main(["ask", "--a", "--num_processes", "1", "--b", "-1"]) == 7  # one process starts no ranks
     assert main(["ask", "--num-processes=4", "--help"]) == 7
@@ -77,7 +79,7 @@ def test_help_imports_no_torch_and_bash_completes(tmp_path: Path, capsys: pytest
 
 def test_completion_has_the_options_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     entries = {name: COMMANDS[name] for name in ("plan", "doctor", "calibrate")}
-    options = {name: completion.options_of(entry) for name, (entry, _) in entries.items()}
+    options = {name: completion.options_of(command.entry) for name, command in entries.items()}
     assert list(options["doctor"]) == ["--device", "--help", "--num_processes"]
     assert options["doctor"]["--device"].names == ("auto", "cpu", "cuda")
     assert options["plan"]["--model"].kind == "directories" and options["plan"]["--timeline"].kind == "files"
@@ -90,7 +92,7 @@ def test_completion_has_the_options_of_the_help(capsys: pytest.CaptureFixture[st
     assert "            device) values=(auto cpu cuda) ;;\n" in scripts["zsh"]
     line = "\ncomplete -c mllm-seqpar -n '__fish_seen_subcommand_from doctor' -l "
     assert line + "num_processes -r\n" in scripts["fish"] and line + "device -x -a 'auto cpu cuda'\n" in scripts["fish"]
-    assert "--adam_epsilon" in completion.options_of(COMMANDS["finetune"][0])  # of --help_all
+    assert "--adam_epsilon" in completion.options_of(COMMANDS["finetune"].entry)  # of --help_all
     assert completion.options_of("mllm_seqpar.no_such_module:main") == {}
     assert main(["completion", "tcsh"]) == 2 and "invalid choice: 'tcsh'" in capsys.readouterr().err
 

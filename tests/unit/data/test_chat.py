@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from mllm_seqpar import SeqParDataCollator
-from mllm_seqpar.data import ChatDataset, chat_family, load_local_frames
+from mllm_seqpar.data import ChatDataset, chat_family, load_local_images
 from mllm_seqpar.data.chat import MediaError
 from mllm_seqpar.data.needle import make_tokenizer
 from mllm_seqpar.data.sources import VideoSource
@@ -69,7 +69,8 @@ def processor() -> MPlugOwl3Processor:
 def sharded(batch: Any, processor: Any, world: int, at_once: int) -> Tensor:
     """Return the frames that `world` ranks load together."""
     bounds = frame_bounds(batch.frames, world)
-    shards = [load_local_frames(batch, range(*part), processor.image_processor, at_once=at_once) for part in bounds]
+    family = chat_family(processor)
+    shards = [load_local_images(batch, range(*part), family, at_once=at_once)[0] for part in bounds]
     assert [len(shard) for shard in shards] == [stop - start for start, stop in bounds]
     return torch.cat(shards)
 
@@ -147,13 +148,13 @@ def test_frames_follow_the_order_of_the_placeholders(folder: Path, processor: An
     clip = [image for _, image in decode_all(folder / "clips/b.mkv")]
     frames = [pictures[1], clip[15], clip[45], pictures[2], pictures[0], *pictures[2:]]
     expected = processor.image_processor(frames)["pixel_values"]
-    assert torch.equal(load_local_frames(batch, range(batch.frames), processor.image_processor), expected)
+    assert torch.equal(load_local_images(batch, range(batch.frames), chat_family(processor))[0], expected)
 
 
 @pytest.mark.parametrize("world", [1, 3, 40])
 def test_shards_of_the_frames_concatenate_to_all_frames(folder: Path, processor: Any, world: int) -> None:
     batch = ChatDataset(folder / "train.jsonl", processor, fps=4).batch(range(len(ROWS)))
-    whole = load_local_frames(batch, range(batch.frames), processor.image_processor)
+    whole = load_local_images(batch, range(batch.frames), chat_family(processor))[0]
     assert whole.shape == (batch.frames, 3, 32, 32) and batch.frames == 10 + 10 + 4 + 1 + 10 + 1
     assert torch.equal(sharded(batch, processor, world, at_once=4), whole)
 

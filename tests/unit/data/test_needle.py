@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.data import ChatDataset, VideoSource, probe
-from mllm_seqpar.data.needle import COLOURS, QUESTION, make_needle_videos, make_tokenizer, write_needle_jsonl
+from mllm_seqpar.data.needle import COLOURS, QUESTION, make_needle_videos, make_tokenizer
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.models.mplug_owl3.image_processing import MPlugOwl3ImageProcessor
 from mllm_seqpar.models.mplug_owl3.processing import MPlugOwl3Processor
@@ -45,7 +45,7 @@ def test_same_seed_gives_same_videos(tmp_path: Path) -> None:
 
 def test_chat_file_asks_about_each_video(tmp_path: Path) -> None:
     videos = make_needle_videos(tmp_path / "videos", 4, frames=(3, 6))
-    write_needle_jsonl(tmp_path / "train.jsonl", videos)
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(video.sample(tmp_path)) + "\n" for video in videos))
     first = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])
     assert first["messages"][0]["content"][0]["path"] == "videos/00000.mp4"
     processor = MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=32), make_tokenizer())

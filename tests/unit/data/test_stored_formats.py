@@ -12,7 +12,7 @@ import torch
 from clips import write_clip
 from PIL import Image
 
-from mllm_seqpar.data import ChatDataset, load_local_frames
+from mllm_seqpar.data import ChatDataset, chat_family, load_local_images
 from mllm_seqpar.data.downloads import CACHE_VARIABLE
 from mllm_seqpar.data.formats import open_records
 from mllm_seqpar.data.needle import make_tokenizer
@@ -69,7 +69,7 @@ def batches(data: ChatDataset, processor: Any) -> list[Any]:
     found = []
     for index in (2, 0, 1):  # in any order
         batch = data.batch([index])
-        found.append((batch, load_local_frames(batch, range(batch.frames), processor.image_processor)))
+        found.append((batch, load_local_images(batch, range(batch.frames), chat_family(processor))[0]))
     return found
 
 

@@ -145,7 +145,9 @@ def test_auto_compares_ring_mesh_and_ulysses() -> None:
 
 def test_memory_per_gpu_falls_with_gpus_and_longest_video_just_fits() -> None:
     held = {n: peak_memory(replace(STEP, gpus=n, self_attention="ring"), ParallelSpec("ring", (1, n))) for n in (2, 8)}
-    assert held[2]["activations"] == pytest.approx(4 * held[8]["activations"], rel=0.03)
+    logits = STEP.text * QWEN.text.vocabulary * (2 + 8)  # all targets may be on one rank
+    saved = {n: held[n]["activations"] - logits for n in held}
+    assert saved[2] == pytest.approx(4 * saved[8], rel=0.03)
     assert held[2]["features"] == pytest.approx(4 * held[8]["features"], rel=1e-3)
     assert held[8]["features"] == 512 * 299 // 8 * 3584 * 2
     plan = make_plan(STEP, A100)

@@ -22,13 +22,12 @@ from mllm_seqpar.errors import AgreementError, ConfigError, DataError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.training import batches as batches_module
 from mllm_seqpar.training.batches import READ_AHEAD_BYTES, BatchReader, Restarted, reader_communicator, replacement
-from mllm_seqpar.training.data_loader import ShardedBatch
 from mllm_seqpar.training.sample_order import SampleOrder
 from tiny_models.mplug_owl3 import IMAGE_SIZE, tiny_tokenizer
 
 SAMPLES, FRAMES = 9, 12
 HALF, MISSING, EMPTY = 2, 5, 6
-"""Samples whose video is damaged at its end, so that only some ranks see it; missing; and empty."""
+"""Samples whose video is damaged after its first frames, so that not all ranks find it; missing; and empty."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     videos = make_needle_videos(root, SAMPLES, frames=(FRAMES, FRAMES), rate=2)
     rows = [video.sample(root) for video in videos]
     for row in rows:
-        row["messages"][0]["content"][0]["num_frames"] = FRAMES
+        # Fewer than all are chosen by the index of the file, also where frames are missing.
+        row["messages"][0]["content"][0]["num_frames"] = FRAMES - 1
     (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path(videos[MISSING].path).unlink()
     Path(videos[EMPTY].path).write_bytes(b"")
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cut_the_end(path: Path) -> None:
-    """Remove the end of a video whose index comes first, so that it opens and its last frames cannot be decoded."""
+    """Remove more than half of the frames of a video whose index comes first, so that it opens and they are damaged."""
     whole = path.with_suffix(".whole.mp4")
     with av.open(str(path)) as source, av.open(str(whole), "w", options={"movflags": "faststart"}) as target:
         stream = target.add_stream_from_template(source.streams.video[0])
@@ -54,9 +54,10 @@ def cut_the_end(path: Path) -> None:
             if packet.dts is not None:
                 packet.stream = stream
                 target.mux(packet)
-    content = whole.read_bytes()
+    with av.open(str(whole)) as file:
+        first_removed = [packet.pos for packet in file.demux(video=0) if packet.size][FRAMES // 2 - 1]
+    path.write_bytes(whole.read_bytes()[:first_removed])
     whole.unlink()
-    path.write_bytes(content[: len(content) * 3 // 4])
 
 
 def reader_of(path: Path, comm: Communicator, sp: int, on_bad_media: str, limit: int = READ_AHEAD_BYTES) -> BatchReader:
@@ -139,15 +140,15 @@ def test_limit_of_read_ahead_changes_no_batch(folder: Path) -> None:
 
 def test_frames_are_decoded_ahead_up_to_the_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     received, ahead, several = [0], [], threading.Event()
-    decode = ShardedBatch.inputs
+    decode = BatchReader._arguments
 
-    def counted(self: Any, device: Any, **options: Any) -> Any:
+    def counted(self: Any, *args: Any, **options: Any) -> Any:
         ahead.append(len(ahead) + 1 - received[0])
         if len(ahead) == 3:
             several.set()
-        return decode(self, device, **options)
+        return decode(self, *args, **options)
 
-    monkeypatch.setattr(ShardedBatch, "inputs", counted)
+    monkeypatch.setattr(BatchReader, "_arguments", counted)
     order = SampleOrder(samples=5, global_batch=1, micro_batch=1, dp=1, seed=1)
     for limit in (READ_AHEAD_BYTES, 1):
         comm = reader_communicator(60.0)
@@ -161,7 +162,8 @@ def test_frames_are_decoded_ahead_up_to_the_limit(folder: Path, monkeypatch: pyt
                 received[0] += 1
                 if limit > 1 and received[0] == 1:
                     assert several.wait(30)  # two more are decoded while the first one is used
-        assert len(ahead) == 5 and (limit > 1 or max(ahead) == 1)
+        # The next one may begin after a micro-batch is released, and before it is received.
+        assert len(ahead) == 5 and (limit > 1 or max(ahead) <= 2)
 
 
 def test_known_bad_samples_are_loaded_once_and_within_the_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,14 +236,14 @@ def test_search_for_a_replacement_ends(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_other_errors_of_one_rank_are_raised_on_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = ShardedBatch.of
+    decode = BatchReader._arguments
 
-    def failing(dataset: Any, samples: Any, group: Any) -> Any:
-        if group.rank == 1:
+    def failing(self: Any, *args: Any, **options: Any) -> Any:
+        if self._comm.rank == 1:
             raise MemoryError("no memory")
-        return load(dataset, samples, group)
+        return decode(self, *args, **options)
 
-    monkeypatch.setattr(ShardedBatch, "of", failing)
+    monkeypatch.setattr(BatchReader, "_arguments", failing)
     first, second = train(folder / "train.jsonl", 2, 2)
     assert isinstance(second[0], MemoryError)
     assert "reading the training data: rank 1: MemoryError: no memory" in str(first[0])

@@ -16,7 +16,9 @@ from transformers.utils import find_labels
 from mllm_seqpar import HostFrames, SeqParConfig, SeqParMixin, SeqParTrainer, patch_model
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.integrations.accelerate.context_parallel import disable_context_parallelism
+from mllm_seqpar.patching import patch_of
 from mllm_seqpar.training.evaluation import count_streamed_samples
+from mllm_seqpar.training.trainer_checks import refuse_unsupported
 from tiny_models.mplug_owl3 import tiny_frames, tiny_model, tiny_text
 
 
@@ -112,6 +114,14 @@ def test_missing_model_and_losses_from_logits_are_refused(tmp_path: Path) -> Non
     smoothing = trainer(tmp_path, args={"label_smoothing_factor": 0.1})
     with pytest.raises(ConfigError, match="label_smoothing_factor compute the loss from logits"):
         smoothing.compute_loss(smoothing.model, {})
+    with pytest.raises(ConfigError, match="TRL's SFTTrainer computes its loss from logits, which .* leaves out"):
+        refuse_unsupported(None, None, "SFTTrainer", False, SeqParConfig(logits="none"))
+
+
+def test_logits_are_left_out_unless_the_caller_says_otherwise(tmp_path: Path) -> None:
+    for given, expected in ((None, "none"), (SeqParConfig(), "auto")):
+        patch = patch_of(trainer(tmp_path, tiny_model("per_head"), seqpar=given).model)
+        assert patch is not None and patch.context.config.logits == expected
 
 
 def test_a_stream_read_by_workers_and_an_accelerate_without_prepare_cp_are_refused() -> None:

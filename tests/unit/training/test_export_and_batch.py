@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mllm_seqpar.comm import Communicator, run_loopback
+from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
 from mllm_seqpar.data import ChatDataset
 from mllm_seqpar.data.needle import make_needle_videos
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.loading import model_digest
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration, MPlugOwl3ImageProcessor, MPlugOwl3Processor
-from mllm_seqpar.training.data_loader import ShardedBatch, data_digest, media_sizes
+from mllm_seqpar.training.batches import BatchReader, LoadedBatch
 from mllm_seqpar.training.export import export_dtype, export_model, run_on_rank_0
 from tiny_models.mplug_owl3 import IMAGE_SIZE, IMAGE_TOKEN, tiny_model, tiny_tokenizer
 
@@ -34,9 +34,13 @@ def opened(path: Path, **options: int) -> ChatDataset:
     return ChatDataset(path, processor, **options)
 
 
+def read(dataset: ChatDataset, *samples: int) -> LoadedBatch:
+    return BatchReader(dataset, "self", as_communicator("self")).read(samples)
+
+
 def test_batch_has_all_arguments_of_forward(chat_file: Path) -> None:
-    batch = ShardedBatch.of(opened(chat_file), [0, 3])
-    inputs = batch.inputs(torch.device("cpu"))
+    batch = read(opened(chat_file), 0, 3)
+    inputs = batch.arguments
     assert inputs["pixel_values"].shape == (batch.chat.frames, 3, IMAGE_SIZE, IMAGE_SIZE)
     assert "visual_shard" not in inputs
     assert int((inputs["input_ids"] == IMAGE_TOKEN).sum()) == batch.chat.frames
@@ -46,12 +50,11 @@ def test_batch_has_all_arguments_of_forward(chat_file: Path) -> None:
 
 def test_digest_covers_text_and_media(chat_file: Path) -> None:
     def digest() -> str:
-        return data_digest(opened(chat_file))
+        return opened(chat_file).content_digest()
 
     first = digest()
     assert digest() == first
     videos = sorted((chat_file.parent / "videos").iterdir())
-    assert [size for _, size in media_sizes(opened(chat_file))] == [video.stat().st_size for video in videos]
     with videos[1].open("ab") as video:
         video.write(b"more")
     second = digest()
@@ -64,7 +67,7 @@ def test_unusable_samples_are_refused(tmp_path: Path) -> None:
         opened(tmp_path / "none.jsonl")
     (tmp_path / "chat.jsonl").write_text(json.dumps(TEXT) + "\n")
     with pytest.raises(DataError, match="max_length = 5"):
-        ShardedBatch.of(opened(tmp_path / "chat.jsonl", max_length=5), [0])
+        read(opened(tmp_path / "chat.jsonl", max_length=5), 0)
 
 
 @pytest.mark.parametrize(("choice", "saved"), [("source", torch.bfloat16), ("float32", torch.float32)])

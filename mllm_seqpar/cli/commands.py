@@ -1,0 +1,77 @@
+"""The commands of `mllm-seqpar`, and the import of their functions: this module needs no torch."""
+
+from __future__ import annotations
+
+import gc
+import pkgutil
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Command(NamedTuple):
+    """A command, whose function takes the arguments and returns the exit status, or None for 0.
+
+    Attributes:
+        entry: the function, as "module:function". Its module is imported when the command runs.
+        text: one line of help.
+        ranks: how it starts ranks on this machine: "none"; "here": the program reads --num_processes before the
+            command; "itself": it has the option --num_processes and calls `own_ranks`.
+        check: reports a wrong option before the command imports torch, because that takes seconds on each rank.
+    """
+
+    entry: str
+    text: str
+    ranks: str = "none"
+    check: str | None = None
+
+
+COMMANDS = {
+    "finetune": Command(
+        "mllm_seqpar.training.finetune:main",
+        "train a model on conversations about videos",
+        ranks="here",
+        check="mllm_seqpar.training.early_check:check_command_line",
+    ),
+    "ask": Command(
+        "mllm_seqpar.inference.ask:main", "answer questions about videos, or a data set of questions", ranks="here"
+    ),
+    "chat": Command("mllm_seqpar.serving.chat:main", "hold a conversation about a video in the terminal", "itself"),
+    "serve": Command(
+        "mllm_seqpar.serving.server:main", "answer requests over HTTP, as OpenAI's API does, and show a page", "itself"
+    ),
+    "check-data": Command(
+        "mllm_seqpar.cli.check_data:check", "open every file that a data set names; report what is broken"
+    ),
+    "convert": Command(
+        "mllm_seqpar.cli.convert:convert", "write a published checkpoint as a model directory in safetensors"
+    ),
+    "plan": Command("mllm_seqpar.cli.planner:plan", "estimate times, bytes and memory of a step, without a GPU"),
+    "calibrate": Command("mllm_seqpar.cli.calibrate:measure", "measure this machine and its links for plan", "here"),
+    "doctor": Command(
+        "mllm_seqpar.cli.doctor:doctor", "check versions, devices and links, and that results are exact here", "itself"
+    ),
+    "example": Command(
+        "mllm_seqpar.cli.example:example",
+        "write a tiny model and a data set of short videos, to try the other commands",
+    ),
+    "completion": Command(
+        "mllm_seqpar.cli.completion:completion", "print a script that completes commands and options in a shell"
+    ),
+}
+
+
+def load_entry(entry: str) -> Callable[..., Any]:
+    """Return the function that `entry` ("module:function") names.
+
+    The import runs without garbage collection: torch and transformers create a million objects that stay, and
+    scanning them repeatedly would take a sixth of the start-up time. Later collections skip them as well (`gc.freeze`).
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        function: Callable[..., Any] = pkgutil.resolve_name(entry)
+        return function
+    finally:
+        gc.freeze()
+        if enabled:
+            gc.enable()
