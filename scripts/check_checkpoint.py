@@ -33,7 +33,7 @@ from mllm_seqpar.cli.launch import DTYPES
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.sources import FrameSource, VideoSource
 from mllm_seqpar.errors import SeqParError
-from mllm_seqpar.inference.model_loading import load_for_inference
+from mllm_seqpar.inference.engine import load_for_inference
 from mllm_seqpar.models.loading import load_processor
 
 LARGEST_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}

@@ -109,7 +109,7 @@ def load_one_model_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         with lock:
             return load_model(*args, **kwargs)
 
-    monkeypatch.setattr("mllm_seqpar.inference.model_loading.load_model", load)
+    monkeypatch.setattr("mllm_seqpar.inference.engine.load_model", load)
 
 
 def save_tiny_model(path: Path, gate: str | None, seed: int = 0) -> None:

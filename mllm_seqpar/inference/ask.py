@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.utils import logging
 
 from mllm_seqpar.cli.launch import launched_ranks
@@ -29,22 +28,20 @@ from mllm_seqpar.cli.program_exit import FAILED, run
 from mllm_seqpar.cli.progress import FramesBar, note, peak_memory, say
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree, attempt
-from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.feature_store import INDEX, FeatureStore, source_meta
 from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES
 from mllm_seqpar.data.media_files import VIDEO_SUFFIXES
 from mllm_seqpar.data.sources import VideoSource
 from mllm_seqpar.errors import ConfigError, VideoError
-from mllm_seqpar.models.loading import load_processor, model_digest
 from mllm_seqpar.patching import patch_of
 
 from .arguments import AskArguments, parse
 from .conversation import Conversation
 from .data_set import answer_data_set
 from .encoding import PARTS, EncodedVideo, encode_video
+from .engine import Engine
 from .evidence import MOMENTS, Evidence
 from .evidence_page import PageEntry, write_evidence_index, write_evidence_page
-from .model_loading import load_patched
 from .rank_groups import tried
 from .report import ENCODE_STAGE, Answered, Report, StageTimes
 from .stored_features import feature_meta, load_video, open_store, require_replaceable, save_video
@@ -74,27 +71,25 @@ def ask(argv: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VideoPaths:
-    """A video file, features on disk, or both, and the output paths of its features and its evidence page."""
+class VideoInput:
+    """A video file, features on disk, or both, and the output paths of its features and its evidence page.
+
+    Attributes:
+        source, store: the video and the features, after `VideoRun.open`.
+        feature_meta: on rank 0, what features to be saved depend on.
+    """
 
     video: str | None = None
     features: str | None = None
     save_to: str | None = None
     page: str | None = None
+    source: VideoSource | None = None
+    store: FeatureStore | None = None
+    feature_meta: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         return self.video or self.features or ""
-
-
-@dataclass(frozen=True)
-class VideoInput:
-    """One opened video or feature store, and on rank 0 what features to be saved depend on."""
-
-    paths: VideoPaths
-    source: VideoSource | None
-    store: FeatureStore | None
-    feature_meta: dict[str, Any]
 
     def facts(self) -> dict[str, Any]:
         """Return what all ranks must have in common."""
@@ -119,11 +114,11 @@ def ask_videos(args: AskArguments, comm: Communicator, device: torch.device) -> 
     questions = VideoRun(args, comm, device)
     videos = questions.open()
     if videos:
-        model = questions.load()
+        questions.load()
         for video in videos:
-            questions.ask(video, model)
+            questions.ask(video)
         agree(comm, "evidence index", questions.write_index)
-        questions.report(model)
+        questions.report()
     return questions.report_faults()
 
 
@@ -141,72 +136,68 @@ class VideoRun:
     def open(self) -> list[VideoInput]:
         """Open all inputs; of several videos, return those that can be used."""
         with self._times.measure("open"):
-            inputs = agree(self._comm, "inputs", self._inputs, lambda found: found[-1])
-            self._processor, self._paths, _ = inputs
-            self._family, self._several = chat_family(self._processor), len(self._paths) > 1
-            steps = [partial(self._open_video, paths) for paths in self._paths]
+            self._engine = Engine(self._args, self._comm, self._times.device)
+            self._videos = agree(self._comm, "inputs", self._inputs, _common_names)
+            self._several = len(self._videos) > 1
+            steps = [partial(self._open_video, video) for video in self._videos]
             opened = [self._tried(partial(agree, self._comm, "inputs", step, VideoInput.facts)) for step in steps]
         return [video for video in opened if video is not None]
 
-    def _inputs(self) -> tuple[Any, tuple[VideoPaths, ...], dict[str, Any]]:
-        """Return the processor, the videos, and what all ranks must have in common.
-
-        Paths may differ, because each node may have its own copy.
-        """
-        processor, videos = load_processor(self._args.model), _video_paths(self._args)
+    def _inputs(self) -> Sequence[VideoInput]:
+        videos = _video_inputs(self._args)
         if self._comm.rank == 0:
             _create_outputs(self._args)
-        names = [os.path.basename(paths.name) for paths in videos]
-        return processor, videos, {"model": model_digest(self._args.model), "videos": names if len(names) > 1 else 1}
+        return videos
 
-    def _open_video(self, paths: VideoPaths) -> VideoInput:
-        args, frames = self._args, self._args.frame_choice().over(DEFAULT_FRAMES)
+    def _open_video(self, video: VideoInput) -> VideoInput:
+        args, family, frames = self._args, self._engine.family, self._args.frame_choice().over(DEFAULT_FRAMES)
         source, store, meta = None, None, {}
-        if paths.video is not None:
-            source = VideoSource.open(paths.video, **vars(frames), **args.decoding())
-        if paths.features is not None:
-            store = open_store(paths.features, args.model, self._family, source, args.frame_choice())
-        if self._comm.rank == 0 and paths.save_to is not None and source is not None:
-            meta = feature_meta(source, args.model, self._family, frames)
-            require_replaceable(paths.save_to, meta)
-        return VideoInput(paths, source, store, meta)
+        if video.video is not None:
+            source = VideoSource.open(video.video, **vars(frames), **args.decoding())
+        if video.features is not None:
+            store = open_store(video.features, args.model, family, source, args.frame_choice())
+        if self._comm.rank == 0 and video.save_to is not None and source is not None:
+            meta = feature_meta(source, args.model, family, frames)
+            require_replaceable(video.save_to, meta)
+        return replace(video, source=source, store=store, feature_meta=meta)
 
-    def load(self) -> nn.Module:
+    def load(self) -> None:
         with self._times.measure("load"):
-            return load_patched(self._args, self._family, self._comm, self._times.device)
+            self._engine.load()
 
-    def ask(self, video: VideoInput, model: nn.Module) -> None:
+    def ask(self, video: VideoInput) -> None:
         """Encode or read a video, and ask all questions about it."""
-        encoded = self._tried(lambda: self._encoded(video, model))
+        encoded = self._tried(lambda: self._encoded(video))
         if encoded is None:
             return
         self._frames += encoded.frames
         self._parts.update(encoded.seconds)
         self._visual_tokens += encoded.visual_tokens
-        name, shown = video.paths.name, self._comm.rank == 0
+        name, shown = video.name, self._comm.rank == 0
         if self._several and shown and self._args.question:
             say(f"== {name} ==\n")
-        conversation = Conversation.about(model, self._processor, encoded, video.source)
+        sources = () if video.source is None else (video.source,)
+        conversation = Conversation(self._engine.model, self._engine.processor, sources, encoded=encoded)
         found = [(question, self._answer(conversation, name, question, shown)) for question in self._args.question]
-        page, evidence = video.paths.page, [(question, answer) for question, answer in found if answer is not None]
+        page, evidence = video.page, [(question, answer) for question, answer in found if answer is not None]
         if page is not None:
             agree(self._comm, "evidence page", lambda: self._write_page(name, page, evidence, conversation.sources))
 
-    def _encoded(self, video: VideoInput, model: nn.Module) -> EncodedVideo:
-        args, comm = self._args, self._comm
+    def _encoded(self, video: VideoInput) -> EncodedVideo:
+        args, comm, engine = self._args, self._comm, self._engine
         if video.store is not None:
-            place: dict[str, Any] = {"device": self._times.device, "dtype": next(model.parameters()).dtype}
+            place: dict[str, Any] = {"device": engine.device, "dtype": next(engine.model.parameters()).dtype}
             place["mapped"] = args.visual_offload is not None
             with self._times.measure("read features"):
-                return agree(comm, "features", partial(load_video, video.store, self._family, comm, **place))
+                return agree(comm, "features", partial(load_video, video.store, engine.family, comm, **place))
         assert video.source is not None  # AskArguments requires --video or --features
-        frames = len(self._family.units(video.source))
+        frames = len(engine.family.units(video.source))
         with self._times.measure(ENCODE_STAGE), FramesBar(args.progress and comm.rank == 0) as bar:
             options = {**args.encoding(), "progress": lambda done: bar(done, frames)}
-            encoded = encode_video(model, self._processor, video.source, group=comm, **options)
-        if video.paths.save_to is not None:
+            encoded = encode_video(engine.model, engine.processor, video.source, group=comm, **options)
+        if video.save_to is not None:
             with self._times.measure("save"):
-                save_video(video.paths.save_to, encoded, comm, video.feature_meta)
+                save_video(video.save_to, encoded, comm, video.feature_meta)
         return encoded
 
     def _answer(self, conversation: Conversation, name: str, question: str, shown: bool) -> Evidence | None:
@@ -238,9 +229,9 @@ class VideoRun:
         also = f", the index of {len(self._pages)} pages" if self._several else ""
         note(f"evidence page: {path}{also}")
 
-    def report(self, model: nn.Module) -> None:
+    def report(self) -> None:
         """Write times and memory of all ranks to stderr, and the report to its file."""
-        patch, times = patch_of(model), self._times
+        patch, times = patch_of(self._engine.model), self._times
         sent = patch.context.comm.bytes.total if patch else 0
         microseconds = [round(1e6 * self._parts[part]) for part in PARTS]
         facts = [round(peak_memory(times.device) * 1024), sent, self._visual_tokens, *microseconds]
@@ -266,8 +257,8 @@ class VideoRun:
     def report_faults(self) -> int:
         """Report the videos that cannot be used, and return their number; raise VideoError if there are no others."""
         if self._faults:
-            text = f"{len(self._faults)} of {len(self._paths)} videos cannot be used; the first: {self._faults[0]}"
-            if len(self._faults) == len(self._paths):
+            text = f"{len(self._faults)} of {len(self._videos)} videos cannot be used; the first: {self._faults[0]}"
+            if len(self._faults) == len(self._videos):
                 agree(self._comm, "videos", error=VideoError(text))
             if self._comm.rank == 0:
                 note(f"error: {text}")
@@ -284,7 +275,12 @@ class VideoRun:
         return result
 
 
-def _video_paths(args: AskArguments) -> tuple[VideoPaths, ...]:
+def _common_names(videos: Sequence[VideoInput]) -> dict[str, Any]:
+    """Return what all ranks must have in common. Directories may differ, because each node may have its own copy."""
+    return {"videos": [os.path.basename(video.name) for video in videos] if len(videos) > 1 else 1}
+
+
+def _video_inputs(args: AskArguments) -> Sequence[VideoInput]:
     if args.features is not None:
         stores = [args.features] if Path(args.features, INDEX).exists() else _stores_in(args.features)
         if len(stores) > 1 and args.video:
@@ -292,16 +288,16 @@ def _video_paths(args: AskArguments) -> tuple[VideoPaths, ...]:
                 f"--features {args.features} has the features of {len(stores)} videos; give one of its directories to "
                 "compare with --video"
             )
-        given = [VideoPaths(video=next(iter(args.video), None), features=store) for store in stores]
+        given = [VideoInput(video=next(iter(args.video), None), features=store) for store in stores]
         return _with_outputs(args, given)
     files = [file for name in args.video for file in _video_files(name)]
-    return _with_outputs(args, [VideoPaths(video=file) for file in files])
+    return _with_outputs(args, [VideoInput(video=file) for file in files])
 
 
-def _with_outputs(args: AskArguments, videos: Sequence[VideoPaths]) -> tuple[VideoPaths, ...]:
+def _with_outputs(args: AskArguments, videos: Sequence[VideoInput]) -> Sequence[VideoInput]:
     """Return the videos with the paths of their outputs: of several, each has its own feature directory and page."""
     if len(videos) == 1:
-        return (replace(videos[0], save_to=args.save_features, page=args.evidence_html),)
+        return [replace(videos[0], save_to=args.save_features, page=args.evidence_html)]
     used: Counter[str] = Counter()
     found = []
     for video in videos:
@@ -313,7 +309,7 @@ def _with_outputs(args: AskArguments, videos: Sequence[VideoPaths]) -> tuple[Vid
         if page is not None:
             page = str(Path(page).with_name(f"{Path(page).stem}-{label}{Path(page).suffix}"))
         found.append(replace(video, save_to=save_to, page=page))
-    return tuple(found)
+    return found
 
 
 def _stores_in(directory: str) -> Sequence[str]:

@@ -22,7 +22,6 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.chat_family import VIDEO_MARK, ChatText, FeatureFrames, chat_family
 from mllm_seqpar.data.sources import FrameSource
 from mllm_seqpar.errors import ConfigError, DataError
@@ -60,10 +59,11 @@ class Conversation:
     Args:
         model: patched by `patch_model`.
         processor: the model's.
-        sources: the frames of the media parts of the messages, in their order.
+        sources: the frames of the media parts of the messages, in their order; default: those of `encoded`.
         batch: frames that a rank reads and encodes at once.
         on_host: keep the features in host memory, for a model with `visual_offload="cpu"`.
-        encoded: the features of the sources, if they exist already.
+        encoded: a video from `encode_video` or `load_video`. It is not changed, and can be used for further
+            conversations.
     """
 
     def __init__(
@@ -76,6 +76,8 @@ class Conversation:
         on_host: bool = False,
         encoded: EncodedVideo | None = None,
     ) -> None:
+        if encoded is not None and not sources:
+            sources = [encoded.source or FeatureFrames(encoded.frames)]
         self.sources = tuple(sources)
         self._model: Any = model
         self._processor, self._family = processor, chat_family(processor)
@@ -84,34 +86,6 @@ class Conversation:
         self._encoded = encoded
         self._cache: Any = None
         self._cached_ids: list[int] = []
-
-    @classmethod
-    def open(
-        cls, model: nn.Module, processor: Any, sources: Callable[[], Sequence[FrameSource]], **options: Any
-    ) -> Conversation:
-        """Return a conversation about the media that `sources` opens. Every rank of the model's group calls this.
-
-        The other arguments are those of the class.
-
-        Raises:
-            SeqParError: on all ranks, if one of them cannot open the media or has other numbers of frames.
-        """
-        opened = agree(_comm_of(model), "media", sources, lambda found: {"frames": [len(source) for source in found]})
-        return cls(model, processor, opened, **options)
-
-    @classmethod
-    def about(
-        cls, model: nn.Module, processor: Any, video: EncodedVideo, source: FrameSource | None = None
-    ) -> Conversation:
-        """Return a conversation about a video from `encode_video` or `load_video`.
-
-        Args:
-            model, processor: as for the class.
-            video: the features. They are not changed and can be used for further conversations.
-            source: the frames, whose times evidence has; default: those of `video`.
-        """
-        known = source or video.source or FeatureFrames(video.frames)
-        return cls(model, processor, [known], encoded=video)
 
     @property
     def frames(self) -> int:
@@ -372,10 +346,11 @@ def answer(
         question: the user's text. The video precedes it, unless the text contains "<|video|>" where the video belongs.
         video: from `encode_video` or `load_video`; it is not changed and can be used for further questions.
         sampling: the most likely tokens by default.
-        source: the frames, whose times evidence has; see `Conversation.about`.
+        source: the frames, whose times evidence has; default: those of `video`.
         **options: those of `Conversation.answer`.
 
     Raises:
         AgreementError: if the ranks have different questions.
     """
-    return Conversation.about(model, processor, video, source).ask(question, sampling, **options)
+    sources = () if source is None else (source,)
+    return Conversation(model, processor, sources, encoded=video).ask(question, sampling, **options)

@@ -14,22 +14,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from mllm_seqpar.cli.progress import note, progress_bar, say
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
-from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.errors import DataError
-from mllm_seqpar.models.loading import load_processor, model_digest
 
 from .answer_file import AnswerFile, Line
 from .arguments import AskArguments
 from .choices import accuracy_table, letter_log_likelihoods
 from .conversation import Conversation
-from .model_loading import load_patched
+from .engine import Engine
 from .questions import Question, QuestionSet, media_names
-from .rank_groups import RankGroups, divide_ranks, tried
+from .rank_groups import RankGroups, tried
 
 _SETTINGS = "fps num_frames max_frames max_new_tokens temperature top_p seed choices template dtype".split()
 """Options on which an answer depends; strategies, kernels and numbers of ranks change it by rounding at most."""
@@ -44,16 +41,16 @@ def answer_data_set(args: AskArguments, world: Communicator, device: torch.devic
     Raises:
         SeqParError: on all ranks, if the questions, the model or the output cannot be used.
     """
-    ranks = divide_ranks(world, args.sp, args.timeout)
-    processor, questions, settings = agree(world, "inputs", lambda: _open(args), lambda found: found[2])
+    engine = Engine(args, world, device)
+    ranks = engine.ranks
+    questions, settings = agree(world, "inputs", lambda: _open(args, engine), lambda found: found[1])
     with closing(AnswerFile(args.output or "")) as file:
         done = _resume(file, settings, ranks)
         videos = [[question for question in group if question.index not in done] for group in questions.by_media()]
         mine = [group for group in videos if group][ranks.index :: ranks.count]
         if mine:
-            model = load_patched(args, chat_family(processor), ranks.group, device)
-            answerer = Answerer(args, model, processor, questions, ranks.group)
-            _answer_all(answerer, mine, file, ranks, args.progress)
+            engine.load()
+            Answerer(args, engine, questions).answer_all(mine, file)
         agree(ranks.end, "output", file.close_part)
         return agree(ranks.end, "output", lambda: _finish(file, questions, ranks))
 
@@ -61,21 +58,28 @@ def answer_data_set(args: AskArguments, world: Communicator, device: torch.devic
 class Answerer:
     """Answers questions of a data set, on the ranks of one group."""
 
-    def __init__(
-        self, args: AskArguments, model: nn.Module, processor: Any, questions: QuestionSet, group: Communicator
-    ) -> None:
-        self._args, self._model, self._processor = args, model, processor
-        self._questions, self._group = questions, group
+    def __init__(self, args: AskArguments, engine: Engine, questions: QuestionSet) -> None:
+        self._args, self._engine, self._questions = args, engine, questions
+
+    def answer_all(self, videos: Sequence[Sequence[Question]], file: AnswerFile) -> None:
+        """Write the answers to the questions of this group of ranks, which are grouped by their media."""
+        ranks, total = self._engine.ranks, sum(map(len, videos))
+        title = "answering" if ranks.count == 1 else f"answering, group 1 of {ranks.count}"
+        with progress_bar(total, "question", title, self._args.progress and ranks.world.rank == 0) as bar:
+            for questions in videos:
+                for line in self.lines(questions):
+                    if ranks.group.rank == 0:
+                        file.write(line)
+                    bar.update()
 
     def lines(self, questions: Sequence[Question]) -> Iterator[Line]:
         """Yield the answer to each of several questions about the same videos and images, which are encoded once."""
-        conversation, fault = tried(self._group, "media", lambda: self._encoded(questions[0]))
+        conversation, fault = tried(self._engine.comm, "media", lambda: self._encoded(questions[0]))
         for question in questions:
             yield self._line(conversation, question, fault)
 
     def _encoded(self, question: Question) -> Conversation:
-        sources = partial(self._questions.sources, question)
-        conversation = Conversation.open(self._model, self._processor, sources, **self._args.encoding())
+        conversation = self._engine.open(partial(self._questions.sources, question))
         conversation.encode()
         return conversation
 
@@ -88,7 +92,7 @@ class Answerer:
         prompt = None
         if conversation is not None and fault is None:
             limit = 1 if self._args.choices else self._args.max_new_tokens
-            prompt, fault = tried(self._group, "prompt", lambda: conversation.prompt(question.messages, limit))
+            prompt, fault = tried(self._engine.comm, "prompt", lambda: conversation.prompt(question.messages, limit))
         if conversation is None or prompt is None:
             return {**line, "place": question.place, "error": fault}
         return line | (self._chosen if self._args.choices else self._generated)(conversation, prompt, question)
@@ -102,7 +106,7 @@ class Answerer:
     def _chosen(self, conversation: Conversation, prompt: Any, question: Question) -> Line:
         assert question.choice is not None  # `_line` has checked it
         letters = question.choice.letters
-        scores = letter_log_likelihoods(conversation, prompt, self._processor.tokenizer, letters)
+        scores = letter_log_likelihoods(conversation, prompt, self._engine.family.tokenizer, letters)
         best = max(letters, key=scores.__getitem__)
         line: Line = {"answer": best, "log_likelihoods": scores, "frames": conversation.frames}
         if question.choice.answer is not None:
@@ -111,13 +115,12 @@ class Answerer:
         return line | ({"categories": dict(question.categories)} if question.categories else {})
 
 
-def _open(args: AskArguments) -> tuple[Any, QuestionSet, dict[str, Any]]:
-    """Return the processor, the questions, and what the answers depend on."""
-    processor = load_processor(args.model)
-    questions = QuestionSet(args, processor)
-    settings = {"model": model_digest(args.model), "questions": questions.digest}
+def _open(args: AskArguments, engine: Engine) -> tuple[QuestionSet, dict[str, Any]]:
+    """Return the questions, and what the answers depend on."""
+    questions = QuestionSet(args, engine.processor)
+    settings = {"model": engine.digest, "questions": questions.digest}
     settings |= {name: getattr(args, name) for name in _SETTINGS}
-    return processor, questions, {**settings, "star": args.self_attention == "star"}
+    return questions, {**settings, "star": args.self_attention == "star"}
 
 
 def _resume(file: AnswerFile, settings: dict[str, Any], ranks: RankGroups) -> set[int]:
@@ -128,18 +131,6 @@ def _resume(file: AnswerFile, settings: dict[str, Any], ranks: RankGroups) -> se
     agree(world, "output", lambda: file.open(ranks.index) if ranks.group.rank == 0 else None)
     agree(world, "output", lambda: file.require_parts(ranks.count) if world.rank == 0 else None)
     return set(done)
-
-
-def _answer_all(
-    answerer: Answerer, videos: Sequence[Sequence[Question]], file: AnswerFile, ranks: RankGroups, progress: bool
-) -> None:
-    total, title = sum(map(len, videos)), "answering" if ranks.count == 1 else f"answering, group 1 of {ranks.count}"
-    with progress_bar(total, "question", title, progress and ranks.world.rank == 0) as bar:
-        for questions in videos:
-            for line in answerer.lines(questions):
-                if ranks.group.rank == 0:
-                    file.write(line)
-                bar.update()
 
 
 def _finish(file: AnswerFile, questions: QuestionSet, ranks: RankGroups) -> int:

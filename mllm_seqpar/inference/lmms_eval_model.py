@@ -15,8 +15,8 @@ import io
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,21 +27,16 @@ from mllm_seqpar.cli.launch import use_cuda
 from mllm_seqpar.cli.progress import progress_bar
 from mllm_seqpar.comm import transfer_communicator
 from mllm_seqpar.comm.agreement import agree
-from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.chat_format import media_parts
 from mllm_seqpar.data.downloads import store_bytes
 from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES
 from mllm_seqpar.data.media_files import IMAGE_SUFFIXES
-from mllm_seqpar.data.sources import FrameSource, VideoSource
 from mllm_seqpar.errors import ConfigError, DataError
-from mllm_seqpar.models.loading import load_processor, model_digest
 
 from .arguments import InferenceOptions
 from .choices import continuation
-from .conversation import Conversation
+from .engine import Engine, Job, MediaFile
 from .generation import Sampling
-from .model_loading import load_patched
-from .rank_groups import divide_ranks
 
 _UNSUPPORTED_REQUEST = "lmms-eval's requests of the kind {} are not supported by this model; choose other tasks"
 
@@ -52,19 +47,11 @@ _NEUTRAL = {"num_beams": 1, "top_k": 0, "repetition_penalty": 1.0, "no_repeat_ng
 """Settings of transformers' `generate` that are not supported, with the values that have no effect."""
 
 
-@dataclass(frozen=True)
-class _Request:
-    """A prompt, and either how to answer it or the text whose likelihood is asked for; the same on all ranks."""
+@dataclass(frozen=True, kw_only=True)
+class _Request(Job):
+    """A job, or the text `target` whose likelihood as its answer is asked for."""
 
-    messages: list[dict[str, Any]]
-    sampling: dict[str, Any] | None = None
-    stop: tuple[str, ...] = ()
-    target: str | None = None
-
-    @property
-    def media(self) -> str:
-        """A key that is equal for equal videos and images."""
-        return json.dumps(media_parts(self.messages))
+    target: str = ""
 
 
 class SimpleSeqParModel(lmms):
@@ -90,25 +77,14 @@ class SimpleSeqParModel(lmms):
         **options: Any,
     ) -> None:
         super().__init__()
-        known = {field.name for field in dataclasses.fields(InferenceOptions)} - _OF_REQUESTS
-        if unknown := sorted(set(options) - known):
-            raise ConfigError(f"--model_args: {unknown[0]!r} is unknown; choose from {', '.join(sorted(known))}")
-        kind = (device or "auto").partition(":")[0]
-        self.options = InferenceOptions(**{"device": kind, **options}, model=pretrained)
-        cuda, world = use_cuda(self.options.device), transfer_communicator(None)
+        world, given = transfer_communicator(None), {"device": (device or "auto").partition(":")[0], **options}
+        self.options = agree(world, "--model_args", lambda: _options(pretrained, given), lambda _: {"options": options})
+        cuda = use_cuda(self.options.device)
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
-        ranks = divide_ranks(world, self.options.sp, self.options.timeout)
-        self.processor, _ = agree(
-            world,
-            "model",
-            lambda: (load_processor(pretrained), model_digest(pretrained)),
-            lambda found: {"model": found[1], "options": options},
-        )
-        self._family, self._group = chat_family(self.processor), ranks.group
-        self._model: Any = load_patched(self.options, self._family, ranks.group, self.device)
+        self._engine: Any = Engine(self.options, world, self.device)
+        self._engine.load()
         self._rank, self._world_size = world.rank, world.size
         self._system = system_prompt
-        self._conversation: tuple[str, Conversation | None] = ("", None)
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """Return the answer to each request."""
@@ -128,87 +104,63 @@ class SimpleSeqParModel(lmms):
 
     def clean(self) -> None:
         """Free the memory of the model; lmms-eval calls this after the last request."""
-        self._conversation, self._model = ("", None), None
+        self._engine = None
         super().clean()
 
     def _answered(
         self, requests: Sequence[Instance], read: Callable[[Instance], _Request], answer: Any, padding: Any
     ) -> list[Any]:
         """Answer the requests of all ranks of the group, grouped by their media; return the answers to this rank's."""
-        wanted = [not (request.metadata or {}).get("__padding_only__") for request in requests]
-        mine = agree(
-            self._group, "requests", lambda: [read(r) for r, real in zip(requests, wanted, strict=True) if real]
-        )
-        texts = self._group.gather_texts(json.dumps(self._with_seeds(mine)))
-        rows = [[_Request(**values) for values in json.loads(text)] for text in texts]
-        keyed = [(request.media, rank, number) for rank, row in enumerate(rows) for number, request in enumerate(row)]
+        group, wanted = self._engine.comm, [not (r.metadata or {}).get("__padding_only__") for r in requests]
+        mine = agree(group, "requests", lambda: [read(r) for r, real in zip(requests, wanted, strict=True) if real])
+        texts = group.gather_texts(json.dumps([request.to_json() for request in self._with_seeds(mine)]))
+        rows = [[_Request.from_json(text) for text in json.loads(row)] for row in texts]
+        keyed = [(str(r.media), rank, number) for rank, row in enumerate(rows) for number, r in enumerate(row)]
         found: dict[tuple[int, int], Any] = {}
         with progress_bar(len(keyed), "request", "answering", self._rank == 0) as bar:
             for _, rank, number in sorted(keyed, key=lambda item: item[0]):
                 found[rank, number] = answer(rows[rank][number])
                 bar.update()
-        own = iter(found[self._group.rank, number] for number in range(len(mine)))
+        own = iter(found[group.rank, number] for number in range(len(mine)))
         return [next(own) if real else padding for real in wanted]
 
-    def _with_seeds(self, requests: Sequence[_Request]) -> list[dict[str, Any]]:
-        """Return the requests as JSON; a request that is repeated to sample several answers gets several seeds."""
+    def _with_seeds(self, requests: Sequence[_Request]) -> Iterator[_Request]:
+        """Yield the requests; one that is repeated to sample several answers gets several seeds."""
         seen: Counter[str] = Counter()
-        rows = [dataclasses.asdict(request) for request in requests]
-        for row in rows:
-            key = json.dumps(row)
-            if "temperature" in (row["sampling"] or {}):
-                row["sampling"]["seed"] = self.options.seed + seen[key]
+        for request in requests:
+            key = request.to_json()
+            yield replace(request, sampling=replace(request.sampling, seed=self.options.seed + seen[key]))
             seen[key] += 1
-        return rows
 
     def _generated(self, request: _Request) -> str:
-        sampling = Sampling(**(request.sampling or {}))
-        conversation, prompt = self._prompt(request, sampling.max_new_tokens)
-        return conversation.answer(prompt, sampling, stop=tuple(request.stop)).text
+        conversation, prompt = self._engine.prepare(request)
+        return conversation.answer(prompt, request.sampling, stop=request.stop).text
 
     def _scored(self, request: _Request) -> tuple[float, bool]:
-        tokenizer, target = self.processor.tokenizer, request.target
-        if not target:
+        if not (target := request.target):
             raise DataError("a request asks for the likelihood of an empty text; check doc_to_target of the task")
-        conversation, prompt = self._prompt(request, 1)
+        (conversation, prompt), tokenizer = self._engine.prepare(request), self._engine.family.tokenizer
         tokens = continuation(tokenizer, prompt.input_ids[0].tolist(), target)
         tokens = tokens or tokenizer.encode(target, add_special_tokens=False)
         (score,) = conversation.log_likelihoods(prompt, [tokens])
         return -score.log_likelihood / len(tokens), score.is_greedy
 
-    def _prompt(self, request: _Request, limit: int) -> tuple[Conversation, Any]:
-        key, conversation = self._conversation
-        if conversation is None or key != request.media:
-            self._conversation = ("", None)  # before the next one takes memory
-            del conversation
-            conversation = self._encoded(request)
-            self._conversation = (request.media, conversation)
-        prompt = agree(self._group, "prompt", lambda: conversation.prompt(request.messages, limit))
-        return conversation, prompt
-
-    def _encoded(self, request: _Request) -> Conversation:
-        parts = media_parts(request.messages)
-        conversation = Conversation.open(
-            self._model, self.processor, lambda: [self._source(part) for part in parts], **self.options.encoding()
-        )
-        conversation.encode()
-        return conversation
-
-    def _source(self, part: Mapping[str, Any]) -> FrameSource:
-        if part["type"] == "image":
-            return self._family.image_source(part["path"])
-        frames = self.options.frame_choice().over(DEFAULT_FRAMES)
-        return VideoSource.open(part["path"], **vars(frames), **self.options.decoding())
-
     def _generation_request(self, request: Instance) -> _Request:
         context, arguments, visuals, doc_id, task, split = request.args
-        return _generation(self._messages(context, visuals, self.task_dict[task][split][doc_id]), arguments)
+        messages = self._messages(context, visuals, self.task_dict[task][split][doc_id])
+        return self._request(messages, **_generation(arguments))
 
     def _likelihood_request(self, request: Instance) -> _Request:
         context, target, visuals, doc_id, task, split = request.args
         document = self.task_dict[task][split][doc_id]
         text = target(document) if callable(target) else target
-        return _Request(self._messages(context, visuals, document), target=str(text))
+        sampling = Sampling(max_new_tokens=1)
+        return self._request(self._messages(context, visuals, document), sampling=sampling, target=str(text))
+
+    def _request(self, messages: list[dict[str, Any]], **options: Any) -> _Request:
+        frames = self.options.frame_choice().over(DEFAULT_FRAMES)
+        media = [MediaFile(kind=part["type"], path=part["path"], frames=frames) for part in media_parts(messages)]
+        return _Request(messages=messages, media=tuple(media), **options)
 
     def _messages(self, context: str, visuals: Any, document: Any) -> list[dict[str, Any]]:
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
@@ -229,11 +181,18 @@ class ChatSeqParModel(SimpleSeqParModel):
         ]
         if self._system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._system}, *messages]
-        return _generation(messages, arguments)
+        return self._request(messages, **_generation(arguments))
 
 
-def _generation(messages: list[dict[str, Any]], arguments: dict[str, Any]) -> _Request:
-    """Return a request with the sampling and the stop strings of lmms-eval's `generation_kwargs`."""
+def _options(pretrained: str, given: dict[str, Any]) -> InferenceOptions:
+    known = {field.name for field in dataclasses.fields(InferenceOptions)} - _OF_REQUESTS
+    if unknown := sorted(set(given) - known):
+        raise ConfigError(f"--model_args: {unknown[0]!r} is unknown; choose from {', '.join(sorted(known))}")
+    return InferenceOptions(**given, model=pretrained)
+
+
+def _generation(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the sampling and the stop strings of lmms-eval's `generation_kwargs`, as arguments of `Job`."""
     temperature = arguments.get("temperature") or 0.0
     sampled = arguments.get("do_sample", temperature > 0) and temperature > 0
     for name, neutral in _NEUTRAL.items():
@@ -247,7 +206,8 @@ def _generation(messages: list[dict[str, Any]], arguments: dict[str, Any]) -> _R
     if sampled:
         sampling |= {"temperature": temperature, "top_p": arguments.get("top_p") or 1.0}
     until = arguments.get("until") or ()
-    return _Request(messages, sampling, (until,) if isinstance(until, str) else tuple(until))
+    stop = (until,) if isinstance(until, str) else tuple(until)
+    return {"sampling": Sampling(**sampling), "stop": stop}
 
 
 def _part(part: Any) -> dict[str, Any]:

@@ -3,6 +3,6 @@
     mllm_seqpar.serving.chat:main     a conversation about a video, in the terminal
     mllm_seqpar.serving.server:main   /v1/chat/completions, /v1/files, /v1/models, /health, /metrics, and a page
 
-Both start their own ranks (`cli.own_ranks`). Rank 0 talks to the user and sends each job to the other ranks
-(`cli.job_channel`); all ranks run it (`engine`).
+Both start their own ranks (`cli.own_ranks`). Rank 0 talks to the user and sends each job to the other ranks, and all
+ranks run it (`jobs`), with the engine that `ask` has too (`inference.engine`).
 """

@@ -22,16 +22,15 @@ from starlette.exceptions import HTTPException
 
 from mllm_seqpar.data.frame_choice import FrameChoice
 from mllm_seqpar.errors import SeqParError
+from mllm_seqpar.inference.engine import Job
 from mllm_seqpar.inference.generation import Sampling
 
-from .completion import Completion, event
-from .engine import Job
 from .guard import Guard
 from .json_body import parse
 from .media import MediaStore
 from .monitor import CLIENT_GONE, CONTENT_TYPE, Metrics, Monitor, RequestRecord, error_response, record_of
 from .preview import Previews
-from .protocol import ApiError, ChatRequest, read_request
+from .protocol import ApiError, ChatRequest, Completion, event, read_request
 from .request_queue import RequestQueue, Waiting
 
 PAGE = Path(__file__).parent / "page"

@@ -26,9 +26,9 @@ from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES, FrameChoice
 from mllm_seqpar.errors import ConfigError, SeqParError
 from mllm_seqpar.inference.arguments import SeedOptions, ServingOptions
 from mllm_seqpar.inference.encoding import Interrupted
+from mllm_seqpar.inference.engine import Job, MediaFile
 from mllm_seqpar.inference.evidence import MOMENTS
 
-from .engine import Job, MediaFile
 from .jobs import Impossible, Worker, joined_worker
 from .line_editing import line_editing
 

@@ -16,8 +16,8 @@ from mllm_seqpar.data.reader import read_frames
 from mllm_seqpar.data.thumbnails import jpeg_of
 from mllm_seqpar.data.video import VideoInfo, probe
 from mllm_seqpar.errors import ConfigError, VideoError
+from mllm_seqpar.inference.engine import MediaFile
 
-from .engine import MediaFile
 from .media import MediaStore
 from .protocol import ApiError, MediaReference
 

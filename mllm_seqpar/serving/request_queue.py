@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mllm_seqpar.inference.conversation import LengthError
+from mllm_seqpar.inference.engine import Job
 from mllm_seqpar.inference.generation import Answer
 
-from .engine import Job
 from .jobs import Impossible, Outcome, Worker
 from .protocol import ApiError
 

@@ -6,9 +6,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from mllm_seqpar.cli.job_channel import LOST, JobChannel
 from mllm_seqpar.comm import ProcessGroupCommunicator
 from mllm_seqpar.errors import TransferError
+from mllm_seqpar.serving.jobs import LOST, JobChannel
 from ranks import ranks
 
 TIMEOUT = 3.0

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lmms_eval_names import lmms_eval_model
 from mllm_seqpar.errors import AgreementError, ConfigError
 from mllm_seqpar.inference.ask import ask
 from ranks import ranks
@@ -49,3 +50,16 @@ def test_an_invalid_option_on_one_rank_stops_all(inference_files: Path) -> None:
     errors = ranks(2).errors(run, argv, ["--fps", "none"])
     assert [type(error) for error in errors] == [AgreementError, ConfigError]
     assert str(errors[0]) == f"arguments: rank 1: {errors[1]}"
+
+
+def make_lmms_eval_model(rank: int, world: int, sp: Sequence[int]) -> None:
+    with lmms_eval_model() as module:
+        module.SimpleSeqParModel("no model", device="cpu", sp=sp[rank])
+
+
+def test_different_options_of_lmms_eval_stop_all_ranks_before_groups_are_made() -> None:
+    """Ranks with different numbers of groups would wait for each other in their creation."""
+    for error in ranks(2).errors(make_lmms_eval_model, (1, 2)):
+        assert isinstance(error, AgreementError) and "the ranks differ in options: rank 0: {'sp': 1}" in str(error)
+    errors = ranks(2).errors(make_lmms_eval_model, (1, 0))
+    assert [type(error) for error in errors] == [AgreementError, ConfigError]

@@ -16,7 +16,7 @@ from mllm_seqpar.data.decoding_work import frames_to_decode
 from mllm_seqpar.data.needle import make_needle_videos
 from mllm_seqpar.data.video import scan
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.serving.engine import MediaFile
+from mllm_seqpar.inference.engine import MediaFile
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
 from mllm_seqpar.comm.agreement import attempt, is_reported_by_rank_0
 from mllm_seqpar.errors import AgreementError, ConfigError, DataError, VideoError
-from mllm_seqpar.inference import data_set
+from mllm_seqpar.inference import engine
 from mllm_seqpar.inference.answer_file import AnswerFile
 from mllm_seqpar.inference.arguments import parse
 from mllm_seqpar.inference.ask import ask
@@ -182,7 +182,7 @@ def test_features_of_a_video_are_freed_before_the_next_is_encoded(
                 raise VideoError("the first video breaks off")
             super().encode(*args, **kwargs)
 
-    monkeypatch.setattr(data_set, "Conversation", Watched)
+    monkeypatch.setattr(engine, "Conversation", Watched)
     clip, twin = str(inference_files / "clip.mp4"), str(inference_files / "twin.mp4")
     records = [{"video": clip, "question": text, **COLOURS} for text in ("Why?", "How?")]
     records += [

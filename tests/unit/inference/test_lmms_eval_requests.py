@@ -1,35 +1,19 @@
 """Layer: one process. Requests of lmms-eval whose settings are not supported are refused; without lmms-eval itself."""
 
-import importlib
-import sys
 from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lmms_eval_names import lmms_eval_model
 from mllm_seqpar.errors import ConfigError, DataError
+from mllm_seqpar.inference import Sampling
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module of the model, with the names that it imports of lmms-eval."""
-    for name, members in (
-        ("lmms_eval", ()),
-        ("lmms_eval.api", ()),
-        ("lmms_eval.api.instance", ("GenerationResult", "Instance")),
-        ("lmms_eval.api.model", ("lmms",)),
-    ):
-        module = ModuleType(name)
-        for member in members:
-            setattr(module, member, type(member, (), {}))
-        monkeypatch.setitem(sys.modules, name, module)
-    name = "mllm_seqpar.inference.lmms_eval_model"
-    known = sys.modules.pop(name, None)
-    yield importlib.import_module(name)
-    sys.modules.pop(name)
-    if known is not None:
-        sys.modules[name] = known
+def model() -> Iterator[Any]:
+    with lmms_eval_model() as module:
+        yield module
 
 
 @pytest.mark.parametrize(
@@ -43,18 +27,16 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 )
 def test_settings_of_generation_that_would_be_ignored_are_refused(model: Any, given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(given))):
-        model._generation([], given)
+        model._generation(given)
 
 
 def test_settings_without_effect_are_accepted(model: Any) -> None:
     neutral = {"num_beams": 1, "top_k": 50, "top_p": None, "temperature": 0, "do_sample": False, "until": "\n\n"}
-    request = model._generation([], neutral)
-    assert request.sampling == {"max_new_tokens": 128} and request.stop == ("\n\n",)
-    sampled = model._generation([], {"temperature": 0.7, "top_p": 0.9, "top_k": 0, "max_new_tokens": 5})
-    assert sampled.sampling == {"max_new_tokens": 5, "temperature": 0.7, "top_p": 0.9}
+    assert model._generation(neutral) == {"sampling": Sampling(max_new_tokens=128), "stop": ("\n\n",)}
+    sampled = model._generation({"temperature": 0.7, "top_p": 0.9, "top_k": 0, "max_new_tokens": 5})
+    assert sampled["sampling"] == Sampling(max_new_tokens=5, temperature=0.7, top_p=0.9)
 
 
 def test_likelihood_of_an_empty_text_is_refused(model: Any) -> None:
-    given = SimpleNamespace(processor=SimpleNamespace(tokenizer=None))
     with pytest.raises(DataError, match="empty text"):
-        model.SimpleSeqParModel._scored(given, model._Request([], target=""))
+        model.SimpleSeqParModel._scored(None, model._Request(messages=[], sampling=Sampling(), target=""))

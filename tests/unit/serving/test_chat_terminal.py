@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mllm_seqpar.inference.encoding import Interrupted
+from mllm_seqpar.inference.engine import Job
 from mllm_seqpar.serving.chat import Terminal
-from mllm_seqpar.serving.engine import Job
 from mllm_seqpar.serving.jobs import Impossible
 
 
