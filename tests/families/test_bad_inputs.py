@@ -47,6 +47,7 @@ OWL_ERRORS = {
         "text tokens: ranks 0, 2: 12; rank 1: 14": LONGER,
         "digest of labels": lambda x: {"labels": x["labels"] + 1},
         "labels given: ranks 0, 2: True; rank 1: False": {"labels": None},
+        "shift_labels given: ranks 0, 2: False; rank 1: True": lambda x: {"labels": None, "shift_labels": x["labels"]},
         "digest of pixels": {"pixel_values": tiny_frames(3, seed=8)},
         "frames: ranks 0, 2: 3; rank 1: 2": {"pixel_values": tiny_frames(2)},
         "digest of position ids": {"position_ids": torch.arange(1, 13)[None]},
@@ -207,6 +208,27 @@ def test_unknown_or_misshapen_arguments_are_refused(arguments: Inputs, kind: typ
     given = {"input_ids": tiny_text(2), "pixel_values": tiny_frames(2)} | arguments
     with pytest.raises(kind, match=message):
         patch_model(tiny_model())(**given)
+
+
+SHORT = tiny_text(3, length=11)
+BAD_LABELS = [
+    ({"labels": SHORT}, r"labels: has shape \(1, 11\); expected \(1, 12\)"),
+    ({"labels": None, "shift_labels": SHORT}, r"shift_labels: has shape \(1, 11\); expected \(1, 12\)"),
+    ({"labels": torch.full((1, 12), 256)}, "labels: 256 is not a token of this model, whose tokens are 0 to 255"),
+    ({"labels": torch.full((1, 12), -1)}, "labels: -1 is not a token of this model"),
+]
+
+
+@pytest.mark.parametrize(("size", "logits"), [(1, "none"), (2, "none"), (2, "auto"), (2, "full")])
+def test_bad_labels_are_refused_on_every_rank(size: int, logits: str) -> None:
+    """Of sharded text, only the rank that has the token would fail otherwise, and the others would wait for it."""
+
+    def run(model: Any, inputs: Inputs, _: Any) -> None:
+        for changed, message in BAD_LABELS:
+            with pytest.raises(ShapeError, match=message):
+                model(**inputs | changed)
+
+    on_ranks(size, "mplug_owl3", OWL.with_options(logits=logits), run)
 
 
 def with_attention_dropout(family: str, model: Any) -> Any:

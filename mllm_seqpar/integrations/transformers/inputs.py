@@ -170,12 +170,13 @@ class ForwardInputs:
     def has_labels(self) -> bool:
         return self.labels is not None or self.shift_labels is not None
 
-    def target_labels(self, ignore_index: int | None = None, on_host: bool = False) -> Tensor | None:
-        """Return (B, L) shifted labels, or None. The last token's is `ignore_index` (None: -100)."""
-        labels, targets = self.labels, self.shift_labels
-        if on_host:
-            labels, targets = self.on_host("labels"), self.on_host("shift_labels")
-        return shifted(labels, ignore_index) if targets is None and labels is not None else targets
+    def target_labels(self, ignore_index: int | None = None) -> Tensor:
+        """Return (B, L) shifted labels, which were given, on the CPU. The last is `ignore_index` (None: -100)."""
+        labels, targets = self.on_host("labels"), self.on_host("shift_labels")
+        if targets is not None:
+            return targets
+        assert labels is not None
+        return shifted(labels, ignore_index)
 
 
 def as_compared_tensors(**values: Any) -> dict[str, Tensor]:
@@ -275,6 +276,7 @@ def _facts(
         "use_cache": inputs.use_cache,
         "grad mode": torch.is_grad_enabled(),
         "labels given": inputs.has_labels,
+        "shift_labels given": inputs.shift_labels is not None,
         "attention mask given": mask is not None,
         "digest of labels": checksum(inputs.on_host("labels" if inputs.shift_labels is None else "shift_labels")),
         "digest of the positions of frames": positions,
@@ -384,10 +386,24 @@ def refuse_unsupported_attention(config: Any, kwargs: Mapping[str, Any]) -> None
         )
 
 
+def check_labels(inputs: ForwardInputs) -> None:
+    """Raise ShapeError unless the labels have the shape of the text, as the loss that is computed here requires."""
+    name = "labels" if inputs.shift_labels is None else "shift_labels"
+    labels, shape = getattr(inputs, name), (inputs.batch, inputs.length)
+    if labels is not None and tuple(labels.shape) != shape:
+        raise ShapeError(f"{name}: has shape {tuple(labels.shape)}; expected {shape}, one for each token of this call")
+
+
+def custom_loss(model: Any) -> Any:
+    """Return the model's loss function if it is not the cross-entropy of tokens; None if it is."""
+    function = getattr(model, "loss_function", ForCausalLMLoss)
+    return None if function is ForCausalLMLoss else function
+
+
 def refuse_custom_loss(model: Any) -> None:
     """Raise ConfigError if the model's loss is not the cross-entropy of tokens, which must then be computed here."""
-    function = getattr(model, "loss_function", ForCausalLMLoss)
-    if function is not ForCausalLMLoss:
+    function = custom_loss(model)
+    if function is not None:
         raise ConfigError(
             f"loss_function: {getattr(function, '__name__', function)} is the model's own; for text that is sharded "
             'over ranks, and with logits="none", only transformers\' causal language-modelling loss can be computed. '
