@@ -43,7 +43,7 @@ LONGER = {"input_ids": tiny_text(3, length=14), "labels": tiny_text(3, length=14
 OFFSETS = torch.zeros(1, 12, 2, dtype=torch.long)
 OWL_ERRORS = {
     (AgreementError, DIFFERENT): {
-        "or embeddings: ranks 0, 2: ": lambda x: {name: x[name].flip(1) for name in ("input_ids", "labels")},
+        "digest of token ids: ranks 0, 2: ": lambda x: {name: x[name].flip(1) for name in ("input_ids", "labels")},
         "text tokens: ranks 0, 2: 12; rank 1: 14": LONGER,
         "digest of labels": lambda x: {"labels": x["labels"] + 1},
         "labels given: ranks 0, 2: True; rank 1: False": {"labels": None},
@@ -102,7 +102,7 @@ IDEFICS_ERRORS = {
         "output_attentions=True: attention weights do not exist": {"output_attentions": True},
     },
     (AgreementError, DIFFERENT, lambda x, comm: {**x, "input_ids": None, "inputs_embeds": torch.ones(1, 11, 32)}): {
-        "digest of token ids or embeddings": {"inputs_embeds": torch.full((1, 11, 32), 2.0)}
+        "digest of embeddings": {"inputs_embeds": torch.full((1, 11, 32), 2.0)}
     },
     (ConfigError, "", idefics.local_frames): {"use_cache: a pass with a cache has no backward": {"use_cache": True}},
 }
@@ -211,7 +211,9 @@ def test_unknown_or_misshapen_arguments_are_refused(arguments: Inputs, kind: typ
 
 
 SHORT = tiny_text(3, length=11)
-BAD_LABELS = [
+BAD_TOKENS = [
+    ({"input_ids": torch.full((1, 12), 256)}, "input_ids: 256 is not a token of this model, whose tokens are 0 to 255"),
+    ({"input_ids": torch.full((1, 12), -1)}, "input_ids: -1 is not a token of this model"),
     ({"labels": SHORT}, r"labels: has shape \(1, 11\); expected \(1, 12\)"),
     ({"labels": None, "shift_labels": SHORT}, r"shift_labels: has shape \(1, 11\); expected \(1, 12\)"),
     ({"labels": torch.full((1, 12), 256)}, "labels: 256 is not a token of this model, whose tokens are 0 to 255"),
@@ -220,11 +222,11 @@ BAD_LABELS = [
 
 
 @pytest.mark.parametrize(("size", "logits"), [(1, "none"), (2, "none"), (2, "auto"), (2, "full")])
-def test_bad_labels_are_refused_on_every_rank(size: int, logits: str) -> None:
+def test_bad_tokens_and_labels_are_refused_on_every_rank(size: int, logits: str) -> None:
     """Of sharded text, only the rank that has the token would fail otherwise, and the others would wait for it."""
 
     def run(model: Any, inputs: Inputs, _: Any) -> None:
-        for changed, message in BAD_LABELS:
+        for changed, message in BAD_TOKENS:
             with pytest.raises(ShapeError, match=message):
                 model(**inputs | changed)
 

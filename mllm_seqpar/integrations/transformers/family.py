@@ -39,6 +39,7 @@ from .inputs import (
     check_labels,
     check_star,
     check_text,
+    check_tokens,
     refuse_custom_loss,
     refuse_packed_lengths,
     refuse_reentrant_checkpointing,
@@ -292,6 +293,12 @@ class Family(ABC, Generic[InputsT]):
         """(B, s) token ids -> (B, s, C)."""
         return self.model.get_input_embeddings()(ids)
 
+    @property
+    def vocabulary(self) -> int | None:
+        """The number of tokens that `embed` takes; None if that is unknown."""
+        tables = [module for module in self.model.get_input_embeddings().modules() if isinstance(module, nn.Embedding)]
+        return sum(table.weight.shape[0] for table in tables) or None
+
     def embedding_weight(self) -> Tensor:
         """Return a parameter of the language model, whose device and dtype the features take."""
         return next(iter(self.model.get_input_embeddings().parameters()))
@@ -440,3 +447,5 @@ def require_same_pass(
     cached = {} if cache is None else {"class of the cache supports sharded text": supports_sharded_text(cache)}
     options = {"model": family.model, "kwargs": kwargs | cached, "compare_weights": compare}
     require_same_inputs(family.context.comm, inputs, check, **options)
+    if (vocabulary := family.vocabulary) is not None:
+        check_tokens(inputs, vocabulary)
