@@ -100,13 +100,13 @@ Ranks that choose tokens from logits with different last bits would generate dif
 
 def _cached_pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: Mapping[str, Any]) -> Any:
     """Run a pass that fills or continues a cache, and return the model's output."""
-    past, cache = inputs.past_length, inputs.past_key_values
+    cache = inputs.past_key_values
     if cache is None:
         cache = DynamicCache(config=family.text_config)
-    if past == 0 or inputs.length > 1:  # not in each decoding step
-        require_same_pass(family, inputs, logits_to_keep, kwargs, cache)
-    else:
+    if inputs.is_decoding_step:
         check_star(family.context.config, inputs)
+    else:
+        require_same_pass(family, inputs, logits_to_keep, kwargs, cache)
     return _CachedPass(family, inputs, cache, logits_to_keep, kwargs).run()
 
 
