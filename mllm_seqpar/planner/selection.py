@@ -17,7 +17,7 @@ from .cluster import Cluster
 from .costs import Cost, Passes
 
 MARGIN = 0.02
-"""A smaller difference of predicted times does not decide."""
+"""Relative differences in predicted time below this value are ignored."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def select_strategy(
 
     Args:
         problem: the call; `problem.rank` is ignored.
-        cluster: whose rates decide.
+        cluster: the rates to simulate with.
         training: forward and backward; False for forward only.
         strategies: those to compare.
         mesh_shape: the only mesh shape to consider; None for any.
