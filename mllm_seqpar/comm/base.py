@@ -94,7 +94,7 @@ class Pending(ABC):
 
 @dataclass
 class GroupState:
-    """What the communicators of one group keep over calls.
+    """The state that the communicators of one group share and keep over calls.
 
     Attributes:
         buffers: the receive buffers.
@@ -142,7 +142,7 @@ class Communicator(ABC):
 
     @property
     def alone(self) -> Communicator:
-        """The group of this rank alone."""
+        """The group that consists of only this rank."""
         return self if self.size == 1 else Subgroup(self, [self.rank])
 
     @abstractmethod
@@ -212,12 +212,12 @@ class Communicator(ABC):
 
     @property
     def device(self) -> torch.device:
-        """The device whose tensors the group's backend carries; the CPU if it carries those of several."""
+        """The device whose tensors the group's backend transfers; the CPU if it transfers from several devices."""
         return torch.device("cpu")
 
     @property
     def control_device(self) -> torch.device:
-        """The device of integers and texts that ranks compare: the CPU where possible, so that no GPU is waited for."""
+        """The device of integers and texts that ranks compare: the CPU if possible, so that no GPU is synchronised."""
         return self.device
 
 
@@ -252,7 +252,7 @@ class ExchangeCollectives(Communicator):
 class Subgroup(ExchangeCollectives):
     """The ranks `members` of `parent`, numbered from 0 in that order, over the transport of `parent`.
 
-    No process group is created, and the other ranks of `parent` need not take part. Bytes count with those of `parent`.
+    No process group is created, and the other ranks of `parent` need not take part. Bytes are counted by `parent`.
     """
 
     def __init__(self, parent: Communicator, members: Sequence[int]) -> None:

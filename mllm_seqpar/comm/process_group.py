@@ -96,7 +96,7 @@ _states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
 
 
 class ProcessGroupCommunicator(Communicator):
-    """Communicator over `group` (None: the default group). Ranks are those of the group, not global ones.
+    """Communicator over `group` (None: the default group). Ranks are numbers within the group, not global ranks.
 
     Args:
         group: the group that the caller names; `identity` refers to it.
