@@ -23,12 +23,11 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.patching import Patch
 from mllm_seqpar.patching.registry import is_instance_by_name
-from mllm_seqpar.runtime.attention_record import FrameTokens
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.fsdp_units import modules_around, refuse_fsdp1
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
-from mllm_seqpar.runtime.visual_tokens import VisualTokenLayout
+from mllm_seqpar.runtime.visual_tokens import FrameTokens, VisualTokenLayout
 from mllm_seqpar.sharding import Spans, frame_spans, tensor_of
 
 from .attention import use_seqpar_attention
