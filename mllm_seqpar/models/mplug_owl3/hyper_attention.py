@@ -3,8 +3,8 @@
 Shape legend: B samples, L text tokens, K text keys (cached ones included), F frames of all samples, T tokens per frame,
 H query heads, G KV heads, D head dim, C = H * D channels.
 
-The patched forward calls the same methods: `project`, `visual_projection` and `mix`. Only the attention differs. Here, on
-one process, the rows of a sample attend to the frames of that sample only, in blocks of rows
+The patched forward calls the same methods: `project`, `visual_projection` and `mix`. Only the attention differs. Here,
+on one process, the rows of a sample attend to the frames of that sample only, in blocks of rows
 (`visual_inputs.row_blocks`). The patched forward attends to the text and frames of all ranks.
 """
 
