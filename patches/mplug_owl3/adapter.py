@@ -56,7 +56,7 @@ from mllm_seqpar.adapting.transformers import (
     run_pass,
     text_keys,
 )
-from mllm_seqpar.models.mplug_owl3.hyper_attention import Attended, HyperAttention
+from mllm_seqpar.models.mplug_owl3.hyper_attention import HyperAttention
 from mllm_seqpar.models.mplug_owl3.media import MediaLayout, check_layout
 from mllm_seqpar.models.mplug_owl3.visual_inputs import continued_visual_cache, visual_cache
 
@@ -83,16 +83,15 @@ def _hyper_attention(
 ) -> tuple[Tensor, None]:
     """Compute the layer of the native model, whose rows attend to the text and to the frames of all ranks."""
     refuse_dropout(self._dropout)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Attended:
-        softmaxes = [[text_keys(self, q, k, v, attention_mask, seqpar, self.sliding_window)]]
-        if seqpar.frames is not None:
-            frames = seqpar.frame_keys(q, self.layer_idx, self.visual_projection(visual_norm))
-            softmaxes = [[*softmaxes[0], frames]] if self.fused else [*softmaxes, [frames]]
-        text_out, *visual_out = map(merge_heads, seqpar.attend_each(q, softmaxes, self.scaling))
-        return Attended(text_out, next(iter(visual_out), None), seqpar.rows.get("attends_to_frames"))
-
-    return self.compute(hidden_states, position_embeddings, past_key_values, attend)
+    q, k, v = self.project(hidden_states, position_embeddings, past_key_values)
+    text = text_keys(self, q, k, v, attention_mask, seqpar, self.sliding_window)
+    if seqpar.frames is None:
+        return self.o_proj(merge_heads(seqpar.attend(q, [text], self.scaling))), None
+    frames = seqpar.frame_keys(q, self.layer_idx, self.visual_projection(visual_norm))
+    if self.fused:
+        return self.o_proj(merge_heads(seqpar.attend(q, [text, frames], self.scaling))), None
+    text_out, visual_out = map(merge_heads, seqpar.attend_each(q, [[text], [frames]], self.scaling))
+    return self.o_proj(self.mix(text_out, visual_out, seqpar.rows["attends_to_frames"])), None
 
 
 MediaPosition = tuple[MediaLayout, int]
