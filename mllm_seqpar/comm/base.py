@@ -24,15 +24,17 @@ from torch import Tensor
 from .receive_buffers import ReceiveBuffers
 
 
-class ByteCounter:
-    """Bytes (``sent[label]``) and messages (``messages[label]``) that one rank has sent since the last ``reset``.
+class TransferCounter:
+    """Counts what one rank has sent, and how long it has waited for transfers, since the last ``reset``.
 
-    The transport counts a message when it posts it. A collective counts what a ring of one-hop sends would take: an
-    all-gather of x bytes among n ranks is ``(n - 1) * x``.
+    The transport counts a message when it posts it. A collective is counted as a ring of one-hop sends: an all-gather
+    of x bytes among n ranks is ``(n - 1) * x``.
 
     Attributes:
+        sent: bytes by label.
+        messages: the number of messages by label.
         waited: seconds that the host waited for transfers to complete: communication that no computation overlapped.
-            With NCCL the host does not wait, so the number says nothing there.
+            With NCCL the host does not wait, so the number is meaningless there.
     """
 
     def __init__(self) -> None:
@@ -55,7 +57,7 @@ class ByteCounter:
         self.waited = 0.0
 
     def __repr__(self) -> str:
-        return f"ByteCounter(total={self.total}, sent={dict(self.sent)})"
+        return f"TransferCounter(total={self.total}, sent={dict(self.sent)})"
 
 
 class Send(NamedTuple):
@@ -113,7 +115,7 @@ class Communicator(ABC):
 
     rank: int
     size: int
-    bytes: ByteCounter
+    bytes: TransferCounter
     kept: GroupState
 
     @property
