@@ -327,6 +327,22 @@ def test_cache_of_several_ranks_is_refused_elsewhere(name: str, options: dict[st
     run_loopback(2, run)
 
 
+def test_text_cached_by_two_ranks_gets_frames_on_one() -> None:
+    """Every rank has all K and V of a short text, so a group of one may continue it, more than once."""
+
+    @torch.no_grad()
+    def run(comm: Any) -> float:
+        model, ids, frames = tiny_model("per_head"), tiny_text(2), tiny_frames(2)
+        expected = model(torch.cat([NEW[:1], ids, OTHER[:1]], 1), frames, use_cache=False).logits[:, -3:]
+        with patched(model, group=comm):
+            cache = model(NEW[:1], use_cache=True).past_key_values
+        with patched(model, group="self"):
+            model(ids, frames, past_key_values=cache)
+            return error(model(OTHER[:1], past_key_values=cache).logits, expected)
+
+    assert max(run_loopback(2, run)) < TOLERANCE
+
+
 @pytest.mark.parametrize("name", ["mllama", "gated"])
 def test_generate_accepts_a_prefix_cache_with_the_whole_prompt(name: str) -> None:
     """As transformers documents it, the prompt's frames are passed again and equal those of the cache."""

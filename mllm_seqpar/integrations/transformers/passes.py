@@ -154,7 +154,7 @@ class _CachedPass:
         """Return the state of a cache that holds some text; raise if this pass cannot continue it."""
         found, comm = cache_state_of(self.cache), self.context.comm
         state = SequenceParallelCacheState(self.inputs.batch, comm) if found is None else found
-        state.check_group(comm)
+        state.continue_in(comm)
         self.family.continue_cache(self.cache, state, self.inputs.past_length)
         if found is None:
             attach(self.cache, state, self.model_layers)
