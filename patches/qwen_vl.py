@@ -25,6 +25,7 @@ from mllm_seqpar.adapting import (
     ConfigError,
     ForwardState,
     FrameShard,
+    FrameTokens,
     Patch,
     SeqParContext,
     ShapeError,
@@ -173,16 +174,17 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         return torch.cat([x.to(parts[0]) for x in parts]), grid
 
     def media_position(self, inputs: QwenVLInputs) -> VisualTokenLayout:
-        comm, none = self.context.comm, torch.zeros(0, dtype=torch.long)
+        comm = self.context.comm
         if inputs.frames is None or inputs.on_host(TOKENS) is None:
-            return VisualTokenLayout(none, none, none, none, torch.zeros(comm.size + 1, dtype=torch.long))
+            zeros = torch.zeros(comm.size + 1, dtype=torch.long)
+            return VisualTokenLayout(FrameTokens.none(), zeros[:0], zeros)
         numbers, ends = inputs.placed_tokens()
         samples, positions = (numbers >= 0).nonzero().unbind(1)
         total = inputs.total_frames
         cuts = torch.tensor([first for first, _ in frame_bounds(total, comm.size)] + [total])
         embeddings = numbers[samples, positions]
         frames = torch.searchsorted(ends[1:].contiguous(), embeddings, right=True)
-        return VisualTokenLayout(samples, positions, embeddings, frames, ends[cuts])
+        return VisualTokenLayout(FrameTokens.of(samples, positions, frames), embeddings, ends[cuts])
 
     def check_inputs(self, inputs: QwenVLInputs, kwargs: Mapping[str, Any]) -> None:
         super().check_inputs(inputs, kwargs)

@@ -105,9 +105,9 @@ def _owl(model: Any, inputs: dict[str, Any], answer: Tensor) -> Layers:
     layers: Layers = []
     attentions = [model.language_model.model.layers[number - 1].self_attn for number in model.config.hyper_layers]
     for attention in attentions:
-        project_text, visual_states = attention.project_text, attention._visual_states
+        project, visual_states = attention.project, attention._visual_states
 
-        def text(*args: Any, a: Any = attention, unpatched: Any = project_text) -> Any:
+        def text(*args: Any, a: Any = attention, unpatched: Any = project) -> Any:
             q, k, v = unpatched(*args)
             a.seen = [q[0], k[0] if a.fused else None]
             return q, k, v
@@ -117,7 +117,7 @@ def _owl(model: Any, inputs: dict[str, Any], answer: Tensor) -> Layers:
             a.seen.append(k[0])
             return k, v
 
-        attention.project_text, attention._visual_states = text, visual
+        attention.project, attention._visual_states = text, visual
     ids = torch.cat([inputs["input_ids"], answer[None]], 1)
     with torch.no_grad():
         model(**inputs | {"input_ids": ids}, use_cache=False)

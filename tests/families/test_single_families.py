@@ -51,19 +51,19 @@ def test_tuples_and_hidden_states_of_chosen_layers_equal_unpatched() -> None:
 def test_change_of_a_native_hyper_layer_changes_the_patched_one(
     gate: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both compute it by the same methods; only what attends differs."""
+    """Both project and mix by the same methods; only the attention differs."""
     model, inputs = build("mplug_owl3", Owl(labels=None, model={"gate": gate}))
-    compute, projection = HyperAttention.compute, HyperAttention.visual_projection
+    project, projection = HyperAttention.project, HyperAttention.visual_projection
 
     def doubled(self: Any, *args: Any) -> Any:
-        out, weights = compute(self, *args)
-        return 2 * out, weights
+        q, k, v = project(self, *args)
+        return q, k, 2 * v
 
     def logits() -> torch.Tensor:
         return model(**inputs).logits.detach()
 
     natively = [logits()]
-    monkeypatch.setattr(HyperAttention, "compute", doubled)
+    monkeypatch.setattr(HyperAttention, "project", doubled)
     natively.append(logits())
     monkeypatch.setattr(HyperAttention, "visual_projection", lambda *given: replace(projection(*given), rotate=None))
     natively.append(logits())

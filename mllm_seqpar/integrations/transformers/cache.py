@@ -53,11 +53,16 @@ class SequenceParallelCacheState(RowsLayer):
         """Store K and V of frames that came with a pass of `batch` rows."""
         self.visual, self.media_position, self.rows = visual, media_position, torch.arange(batch)
 
-    def check_group(self, comm: Communicator) -> None:
-        """Raise ConfigError if K and V are sharded over a group of another size, or belong to another rank."""
+    def continue_in(self, comm: Communicator) -> None:
+        """Set the group of the passes that follow.
+
+        Raises:
+            ConfigError: K and V are sharded over a group of another size, or belong to another rank.
+        """
         if (self.visual or self.text) and self.group != (comm.rank, comm.size):
             what = "this was rank {} of {} ranks and is rank {} of {} now".format(*self.group, comm.rank, comm.size)
             raise ConfigError(_OTHER_MODEL.format(what=what))
+        self.group = comm.rank, comm.size
 
     def reset(self) -> None:
         super().reset()

@@ -23,7 +23,6 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.patching import Patch
 from mllm_seqpar.patching.registry import is_instance_by_name
-from mllm_seqpar.runtime.attention_record import FrameTokens
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.fsdp_units import modules_around, refuse_fsdp1
@@ -354,19 +353,20 @@ class Family(ABC, Generic[InputsT]):
         """Return the model's own output class; `features` are what this rank encoded in this pass, or None."""
         return out
 
-    def adopt_cache(self, cache: Any, cache_state: SequenceParallelCacheState) -> None:
-        """Take over what the unpatched model stored with a cache. By default a cache has no K and V of frames.
+    def continue_cache(self, cache: Any, cache_state: SequenceParallelCacheState, past_length: int) -> None:
+        """Bring `cache_state` up to date with a cache of `past_length` tokens, before each pass that uses the cache.
+
+        Since the last pass, the text may have been cropped, and the unpatched model may have stored K and V of frames.
 
         Raises:
             ConfigError: the cache holds K and V of frames that cannot be taken over.
         """
 
     def mark_cache(self, cache: Any, cache_state: SequenceParallelCacheState) -> None:
-        """Make the unpatched model fail on a cache whose K and V of frames are stored in `cache_state`, if needed."""
+        """Change the cache for the unpatched model, after frames were stored in `cache_state`.
 
-    def crop_media_position(self, media_position: Any, past_length: int) -> Any:
-        """Return the media position for a text with `past_length` tokens in the cache, perhaps after a crop."""
-        return media_position
+        The unpatched model must then find these frames, or fail.
+        """
 
     def rows_match_frames(self, inputs: InputsT, media_position: Any) -> bool:
         """Return whether the rows of the cache are still in the order of the samples that the frames came with."""
@@ -409,8 +409,9 @@ class DecoderOnlyFamily(Family[InputsT]):
                 "text to offload; leave it out"
             )
 
-    def crop_media_position(self, media_position: FrameTokens | None, past_length: int) -> FrameTokens | None:
-        return None if media_position is None else media_position.before(past_length)
+    def continue_cache(self, cache: Any, cache_state: SequenceParallelCacheState, past_length: int) -> None:
+        if cache_state.media_position is not None:
+            cache_state.media_position = cache_state.media_position.before(past_length)
 
 
 def decoder_arguments(embeds: Tensor, positions: Tensor, mask: Any, cache: Any, state: ForwardState) -> dict[str, Any]:

@@ -133,6 +133,7 @@ class _CachedPass:
             self.cache_state = self._continue_cache()
         else:
             self.cache_state = begin_prompt(self.cache, self.inputs.batch, self.context.comm, self.model_layers)
+            self.family.continue_cache(self.cache, self.cache_state, 0)
 
     def run(self) -> Any:
         state = self.cache_state
@@ -151,14 +152,13 @@ class _CachedPass:
 
     def _continue_cache(self) -> SequenceParallelCacheState:
         """Return the state of a cache that holds some text; raise if this pass cannot continue it."""
-        state, comm = cache_state_of(self.cache), self.context.comm
-        if state is None:
-            state = SequenceParallelCacheState(self.inputs.batch, comm)
-            self.family.adopt_cache(self.cache, state)
+        found, comm = cache_state_of(self.cache), self.context.comm
+        state = SequenceParallelCacheState(self.inputs.batch, comm) if found is None else found
+        state.continue_in(comm)
+        self.family.continue_cache(self.cache, state, self.inputs.past_length)
+        if found is None:
             attach(self.cache, state, self.model_layers)
-        state.check_group(comm)
         state.rows_of(self.inputs.batch)
-        state.media_position = self.family.crop_media_position(state.media_position, self.inputs.past_length)
         return state
 
     def _shards_prompt(self) -> bool:

@@ -3,14 +3,13 @@
 Shape legend: B samples, L text tokens, K text keys (cached ones included), F frames of all samples, T tokens per frame,
 H query heads, G KV heads, D head dim, C = H * D channels.
 
-`HyperAttention.compute` is the layer: projections, cache, mixing. What attends is its argument, because there are two:
-`forward` passes the attention of one process, in which the rows of a sample attend to the frames of that sample only,
-in blocks of rows (`visual_inputs.row_blocks`); the patched forward passes the attention to the text and frames of all
-ranks.
+The patched forward calls the same methods: `project`, `visual_projection` and `mix`. Only the attention differs. Here,
+on one process, the rows of a sample attend to the frames of that sample only, in blocks of rows
+(`visual_inputs.row_blocks`). The patched forward attends to the text and frames of all ranks.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,26 +30,6 @@ from mllm_seqpar.runtime.visual_features import KVProjection
 
 from .configuration import MPlugOwl3Config
 from .visual_inputs import RowBlock, VisualInputs, visual_cache
-
-
-class Attended(NamedTuple):
-    """The attention outputs of one layer, each (B, L, C), before the output projection.
-
-    Attributes:
-        text: the attention to text. In a model without a gate it is that to text and frames, in one softmax.
-        frames: the attention to frames, 0 for rows without visible frames; None if there is nothing to mix.
-        has_frames: (B, L) bool, whether a row attends to any frame; needed with `frames`.
-        weights: with eager attention, the weights of the text keys.
-    """
-
-    text: Tensor
-    frames: Tensor | None = None
-    has_frames: Tensor | None = None
-    weights: Tensor | None = None
-
-
-Attend = Callable[[Tensor, Tensor, Tensor], Attended]
-"""The attention of rows q (B, H, L, D) to text k, v (B, G, K, D), and to the frames of the pass."""
 
 
 class HyperAttention(Qwen2Attention):
@@ -74,15 +53,24 @@ class HyperAttention(Qwen2Attention):
             self.gate_proj = nn.Sequential(nn.Linear(self.head_dim, self.head_dim), nn.Sigmoid())
         self.rotary_emb = Qwen2RotaryEmbedding(config)  # has no parameters and no entry in the state dict
 
-    def project_text(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]
+    def project(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        past_key_values: Cache | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalised text (B, L, hidden) -> q (B, H, L, D), k and v (B, G, L, D); q and k are rotated."""
+        """Normalised text (B, L, hidden) -> q (B, H, L, D), and k and v (B, G, K, D) of the text up to these tokens.
+
+        q and k are rotated. With a cache, k and v are added to it, and those of earlier tokens are returned too.
+        """
         heads = (*hidden_states.shape[:-1], -1, self.head_dim)
         q = self.q_proj(hidden_states).view(heads).transpose(1, 2)
         k = self.k_proj(hidden_states).view(heads).transpose(1, 2)
         v = self.v_proj(hidden_states).view(heads).transpose(1, 2)
-        return *apply_rotary_pos_emb(q, k, *position_embeddings), v
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        return q, k, v
 
     def visual_projection(self, visual_norm: nn.Module) -> KVProjection:
         """Return the projection of frames (F, T, hidden) to k (rotated) and v, each (1, G, F * T, D).
@@ -113,29 +101,11 @@ class HyperAttention(Qwen2Attention):
         """
         if self.gate_proj is not None:
             weight = self.gate_proj(text_out.unflatten(-1, (-1, self.head_dim))).flatten(-2)
-        elif self.gate is not None:
-            weight = torch.sigmoid(self.gate)
         else:
-            raise TypeError("config.gate is None: visual and text keys share one softmax, so there is nothing to mix")
+            assert self.gate is not None, "text and frames share one softmax"
+            weight = torch.sigmoid(self.gate)
         weight = weight.to(text_out.dtype)
         return torch.where(has_frames[..., None], text_out * (1 - weight) + visual_out * weight, text_out)
-
-    def compute(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        past_key_values: Cache | None,
-        attend: Attend,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Normalised text (B, L, hidden) -> (B, L, hidden), and the weights that `attend` returns."""
-        q, k, v = self.project_text(hidden_states, position_embeddings)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
-        mixed, visual_out, has_frames, weights = attend(q, k, v)
-        if visual_out is not None:
-            assert has_frames is not None
-            mixed = self.mix(mixed, visual_out, has_frames)
-        return self.o_proj(mixed), weights
 
     def forward(
         self,
@@ -151,19 +121,17 @@ class HyperAttention(Qwen2Attention):
 
         `visual` is None in a pass without frames. `visual_norm` is the layer's input norm, applied to the frames too.
         """
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Attended:
-            if visual is None:
-                out, weights = self._attend_text(q, k, v, attention_mask, **kwargs)
-                return Attended(out, weights=weights)
-            visual_k, visual_v = self._visual_states(visual, visual_norm, past_key_values)
-            if self.fused:
-                out, weights = self._attend_jointly(q, k, v, visual_k, visual_v, attention_mask, visual)
-                return Attended(out, weights=weights)
+        q, k, v = self.project(hidden_states, position_embeddings, past_key_values)
+        if visual is None:
             out, weights = self._attend_text(q, k, v, attention_mask, **kwargs)
-            return Attended(out, self._attend_frames(q, visual_k, visual_v, visual), visual.has_frames, weights)
-
-        return self.compute(hidden_states, position_embeddings, past_key_values, attend)
+            return self.o_proj(out), weights
+        visual_k, visual_v = self._visual_states(visual, visual_norm, past_key_values)
+        if self.fused:
+            out, weights = self._attend_jointly(q, k, v, visual_k, visual_v, attention_mask, visual)
+            return self.o_proj(out), weights
+        text_out, weights = self._attend_text(q, k, v, attention_mask, **kwargs)
+        visual_out = self._attend_frames(q, visual_k, visual_v, visual)
+        return self.o_proj(self.mix(text_out, visual_out, visual.has_frames)), weights
 
     @property
     def _dropout(self) -> float:
