@@ -24,6 +24,14 @@ def note(text: str) -> None:
     sys.stderr.flush()
 
 
+def quiet_transformers() -> None:
+    """Turn off the warnings and the progress bars of transformers, so that the output of a command is its own."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
 def progress_bar(total: int, unit: str, title: str, show: bool = True) -> Any:
     """Return a tqdm bar on standard error, which counts without being visible unless `show` is True."""
     from tqdm import tqdm

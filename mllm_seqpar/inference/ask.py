@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils import logging
 
 from mllm_seqpar.cli.launch import launched_ranks
 from mllm_seqpar.cli.outputs import require_writable
-from mllm_seqpar.cli.program_exit import FAILED, run
-from mllm_seqpar.cli.progress import Clock, FramesBar, note, peak_memory, say
+from mllm_seqpar.cli.program_exit import FAILED
+from mllm_seqpar.cli.progress import Clock, FramesBar, note, peak_memory, quiet_transformers, say
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.data.feature_store import INDEX, FeatureStore, source_meta
@@ -47,13 +46,6 @@ from .report import ENCODE_STAGE, Answered, Report
 from .stored_features import feature_meta, load_video, open_store, require_replaceable, save_video
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0, or 1 if some questions or videos have no answer; or end the process with a message."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    return run(ask, argv)
-
-
 def ask(argv: Sequence[str]) -> int:
     """Answer the questions of the command line `argv`, and return the exit status. Every rank calls this.
 
@@ -62,6 +54,7 @@ def ask(argv: Sequence[str]) -> int:
     Raises:
         SeqParError: on invalid arguments or files or a video that cannot be read, or if the ranks disagree.
     """
+    quiet_transformers()
     args, problem = attempt(lambda: parse(argv))
     with launched_ranks(*((args.device, args.timeout) if args else ())) as (comm, device):
         agree(comm, "arguments", lambda: asdict(args) if args else {}, dict, error=problem)
