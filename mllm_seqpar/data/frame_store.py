@@ -29,6 +29,7 @@ from mllm_seqpar.errors import DataError, VideoError
 from .decoding import decode_threads
 from .feature_store import source_meta
 from .frame_batches import FrameBatches
+from .jpeg import jpeg_of
 from .prefetch import read_ahead
 from .store_files import atomic_write, reading_index, write_json, writing
 from .video import FramePlan
@@ -245,14 +246,9 @@ class FrameStore:
             write_json(path, header | {"ends": ends, "checksums": checksums})
 
     def _encoded(self, frame: Tensor) -> bytes:
-        image = frame.permute(1, 2, 0).contiguous().numpy()
         if self.quality is None:
-            return image.tobytes()
-        from PIL import Image
-
-        buffer = io.BytesIO()
-        Image.fromarray(image).save(buffer, "JPEG", quality=self.quality)
-        return buffer.getvalue()
+            return frame.permute(1, 2, 0).contiguous().numpy().tobytes()
+        return jpeg_of(frame, quality=self.quality)
 
     def _path(self, plan: FramePlan) -> Path:
         meta = source_meta(plan)
