@@ -24,6 +24,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import functools
+import math
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -127,9 +128,18 @@ def frame_chunks(features: Tensor) -> list[slice]:
     return [slice(start, min(start + step, frames)) for start in range(0, frames, step)]
 
 
+def sampling_step(x: Tensor, count: int) -> int:
+    """Return the distance of about `count` values that are spread over x, and over all rows and columns of its last two
+    dims: the left column of two videos may be the same black border."""
+    step, plane = max(1, x.numel() // count), math.prod(x.shape[-2:])
+    while math.gcd(step, plane) > 1:
+        step += 1
+    return step
+
+
 def sampled_bits(frames: Tensor) -> Tensor:
     """Return the bits of evenly spread values of the frames, which distinguish two videos."""
-    x, step = frames.detach(), max(1, frames.numel() // _SAMPLED)
+    x, step = frames.detach(), sampling_step(frames, _SAMPLED)
     if x.is_contiguous():
         return x.view(-1)[::step].float().view(torch.int32)
     # Flattening frames of another memory format (channels last) would copy the whole video.

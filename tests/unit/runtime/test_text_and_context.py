@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.loss import shifted
 from mllm_seqpar.runtime.star import StarText, block_length
 from mllm_seqpar.runtime.text import TextKVCache, TextShards, packed_starts
-from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
+from mllm_seqpar.runtime.visual_features import checksum, sampled_bits, sampling_step
 
 
 def test_packed_sequences_start_where_positions_are_not_consecutive() -> None:
@@ -125,10 +126,19 @@ def test_checksum_depends_on_each_entry_and_their_order() -> None:
     assert checksum(None) == checksum(torch.zeros(0)) == 0
     table = torch.tensor([[True, False, False], [True, True, False]])
     assert checksum(table) != checksum(table.T) == checksum(table.T.contiguous())
-    for total, sampled in ((3, 3), (8192, 4096), (8191, 8191)):
+    for total, sampled in ((3, 3), (8192, 2731), (8191, 8191)):
         assert sampled_bits(torch.zeros(total)).numel() == sampled
     frames = torch.arange(24.0).view(1, 2, 3, 4)
     assert sampled_bits(frames).equal(sampled_bits(frames.to(memory_format=torch.channels_last)))
+
+
+@pytest.mark.parametrize("size", [(64, 3, 384, 384), (128, 3, 224, 224), (96, 729, 1152), (3, 4096, 4096)])
+def test_samples_of_videos_are_not_in_one_column(size: tuple[int, ...]) -> None:
+    """Videos with black borders are equal in their first columns and rows."""
+    places = torch.arange(0, math.prod(size), sampling_step(torch.empty(size, device="meta"), 4096))
+    for extent, found in ((size[-1], places % size[-1]), (size[-2], places // size[-1] % size[-2])):
+        counts = torch.bincount(found * 16 // extent, minlength=16)
+        assert int(counts.min()) > 128, "a sixteenth of the columns or rows has fewer than half of its samples"
 
 
 def test_checksum_copies_nothing() -> None:
