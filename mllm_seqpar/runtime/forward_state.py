@@ -114,35 +114,40 @@ class ForwardState:
     def attend_each(self, q: Tensor, softmaxes: Sequence[Sequence[Keys]], scale: float) -> list[Tensor]:
         """Return `attend` for several lists of keys; what ranks have to merge takes one exchange for all of them."""
         (q,) = as_attended(q)
-        results: list[tuple[Tensor, Tensor | None]] = []
-        if self.text is None and self.context.comm.size > 1:
-            comm, kernel = self.context.comm, self.context.config.kernel
-            results.extend(attend_replicated(q, softmaxes, comm=comm, scale=scale, kernel=kernel))
+        comm, kernel, outputs = self.context.comm, self.context.config.kernel, list[Tensor]()
+        if self.text is None and comm.size > 1:
+            results = attend_replicated(q, softmaxes, comm=comm, scale=scale, kernel=kernel)
         else:
-            for keys in softmaxes:
-                results.append(self._attend(q, keys, scale))
-        if self.recorder is not None:
-            for keys, (_, lse) in zip(softmaxes, results, strict=True):
+            results = self._attend_sharded(q, softmaxes, scale)
+        for keys, (o, lse) in zip(softmaxes, results, strict=True):
+            outputs.append(o)
+            if self.recorder is not None:
                 self.recorder.add(q, keys, lse, scale)
-        return [o for o, _ in results]
+        return outputs
 
-    def _attend(self, q: Tensor, keys: Sequence[Keys], scale: float) -> tuple[Tensor, Tensor | None]:
+    def _attend_sharded(
+        self, q: Tensor, softmaxes: Sequence[Sequence[Keys]], scale: float
+    ) -> list[tuple[Tensor, Tensor | None]]:
         """Return (o, lse) of rows that are sharded, or that this rank has alone; no lse from torch's own operator."""
-        if len(keys) == 1 and keys[0].alone is not None:
-            return keys[0].alone(q, scale), None
         comm, config = self.context.comm, self.context.config
         # self_attention="local": every rank has all rows, and they are sharded for this attention only.
         local = None if self.shards_text else self.text
-        compute = functools.partial(
-            attend, keys=keys, comm=comm, scale=scale, kernel=config.kernel, recompute=config.recompute_attention
-        )
-        rows = q if local is None else local.shard(q, 2)
-        units: tuple[FSDPModule, ...] = ()
-        for each in keys:
-            if each.modules:
-                units = (*units, *units_among(each.modules))
-        o, lse = call_within(units, compute, rows) if units else compute(rows)
-        return o if local is None else local.unshard(o, 2), lse
+        results: list[tuple[Tensor, Tensor | None]] = []
+        for keys in softmaxes:
+            if len(keys) == 1 and keys[0].alone is not None:
+                results.append((keys[0].alone(q, scale), None))
+                continue
+            rows = q if local is None else local.shard(q, 2)
+            units: list[FSDPModule] = []
+            for each in keys:
+                if each.modules:
+                    units += units_among(each.modules)
+            compute = functools.partial(
+                attend, keys=keys, comm=comm, scale=scale, kernel=config.kernel, recompute=config.recompute_attention
+            )
+            o, lse = call_within(units, compute, rows) if units else compute(rows)
+            results.append((o if local is None else local.unshard(o, 2), lse))
+        return results
 
     def model_attends(self, window: int | None = None) -> bool:
         """Return whether the model's own attention computes the text, which this rank has whole.

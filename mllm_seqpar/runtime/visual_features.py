@@ -216,14 +216,14 @@ class RecomputedKeys(Keys):
 
     def inputs(self) -> Sequence[Tensor]:
         """Return the features and the parameters that require gradients."""
-        return self.visual.features, *self._parameters()
+        return self.visual.features, *parameters_of(self.modules, trained=True)
 
     def saved(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the features alone: parameters belong to their modules, and FSDP gathers them again in backward."""
         return inputs[:1]
 
     def restored(self, saved: Sequence[Tensor]) -> RestoredInputs:
-        return RestoredInputs((saved[0], *self._parameters()))
+        return RestoredInputs((saved[0], *parameters_of(self.modules, trained=True)))
 
     def without_inputs(self) -> RecomputedKeys:
         """Return this source without the features, which only saved tensors hold while the graph is alive."""
@@ -294,9 +294,6 @@ class RecomputedKeys(Keys):
                 )
         return lambda y, index, dk, dv: autograd_grads(project, y, index, dk, dv, self.dtype, needs_features, trained)
 
-    def _parameters(self) -> list[Tensor]:
-        return parameters_of(self.modules, trained=True)
-
     @property
     def is_random(self) -> bool:
         """Whether the projection draws random numbers, as dropout does."""
@@ -352,7 +349,8 @@ class KVProjection:
     @property
     def modules(self) -> list[nn.Module]:
         """The modules whose parameters the projection uses."""
-        return [part for part in (self.input_norm, *self.linears, self.key_norm) if part is not None]
+        before = () if self.input_norm is None else (self.input_norm,)
+        return [*before, *self.linears] if self.key_norm is None else [*before, *self.linears, self.key_norm]
 
     def __call__(self, features: Tensor, index: Tensor, raw_keys: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Return k and v (1, G, f * tokens, D) of features (f, tokens, width), frame by frame.
