@@ -43,7 +43,7 @@ from .attention_record import AnyRecorder
 from .context import SeqParContext
 from .frames import Frames
 from .fsdp_units import call_within, units_among
-from .strategy_selector import CROSS, CROSS_MESH, SELF, SELF_MESH, CandidateStrategies, SelectedStrategy, selected_spec
+from .strategy_selector import CROSS, CROSS_MESH, SELF, SELF_MESH, CandidateStrategies, SelectedStrategy
 from .text import TextShards
 from .visual_features import KVProjection, Projection
 from .visual_tokens import VisualTokens
@@ -264,13 +264,13 @@ class ForwardState:
         selection: SelectedStrategy | None = None,
     ) -> CallSpec:
         """Return the spec of the selection among `candidates` if there is a selector; else that of `strategy`."""
-        config, selector = self.context.config, self.context.selector
+        config, selector, ratios, all_pairs = self.context.config, self.context.selector, None, False
         problem = problem_of(q_shape, k_shape, key_lengths, like.dtype, config.accumulate_dtype)
         mesh_shape = config.tile_for(strategy)
         if candidates is not None and selector is not None and problem.ranks > 1:
             selection = selection or selector.select(
                 problem, masks, candidates, like, training=torch.is_grad_enabled(), mesh_shape=mesh_shape
             )
-            return selected_spec(selection, masks, problem, config, like.dtype)
+            strategy, mesh_shape, ratios, all_pairs = selection
         accumulate = accumulation(config.accumulate_dtype, like.dtype)
-        return call_spec_for(strategy, mesh_shape, masks, problem, accumulate, config.overlap)
+        return call_spec_for(strategy, mesh_shape, masks, problem, accumulate, config.overlap, ratios, all_pairs)
