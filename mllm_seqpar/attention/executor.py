@@ -301,10 +301,6 @@ def distributed_backward(
 def _run(steps: Schedule, comm: Communicator, this: _Pass, overlap: bool) -> None:
     """Run the steps of this rank. `overlap=False` waits for the transfers before computing, only to measure."""
     local, rank = this.local, comm.rank
-    if len(steps) == 1 and not steps[0].transfers:  # a group of one
-        for block in steps[0].blocks:
-            this.compute(block, local["q"], local["kv"])
-        return
     held: dict[tuple[Axis, int], Bundle] = {("q", rank): local["q"], ("kv", rank): local["kv"]}
     with BufferLease(comm.kept.buffers) as lease:
         for step in steps:

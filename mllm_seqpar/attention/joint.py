@@ -40,7 +40,7 @@ from .executor import BlockMath, FinalRows, distributed_backward, distributed_fo
 from .kept_results import running_region
 from .keys import Keys
 from .streamed import streamed_backward, streamed_forward
-from .ulysses import attend_head_sharded, backward_head_sharded, forward_head_sharded
+from .ulysses import backward_head_sharded, forward_head_sharded, head_sharded, row_sharded
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -212,8 +212,9 @@ def attend(
     """
     degree = keys[0].spec.head_degree
     if degree > 1 and all(not each.streamed and each.spec.head_degree == degree for each in keys):
-        among_equal_heads = functools.partial(attend, scale=scale, kernel=kernel, recompute=recompute)
-        return attend_head_sharded(q, keys, comm, among_equal_heads, keep=not recompute)
+        q, own, layout = head_sharded(q, keys, comm)
+        o, lse = attend(q, own, comm=layout.across, scale=scale, kernel=kernel, recompute=recompute)
+        return row_sharded(o, lse, layout, keep=not recompute)
     inputs: list[Tensor] = []
     sets, counts, block_math = [], [], BlockMath(kernel, scale)
     for each in keys:

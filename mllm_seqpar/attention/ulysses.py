@@ -12,16 +12,16 @@ the accumulation dtype (`CallSpec.direct_result_dtype`). The tensors saved for b
 large as row-sharded ones. Causal rows are put in the order of the text, in which their mask has few and large
 rectangles.
 
-`attend_head_sharded` is for softmaxes whose keys all have the same degree, and `forward_head_sharded` for keys that
-share a softmax with others: its final (o, lse) are row-sharded, after the merge, so the first way would have to save
-o and lse of every set. The second way, for all, would send Q, K, V and lse again in backward.
+`head_sharded` and `row_sharded` are for softmaxes whose keys all have the same degree, and `forward_head_sharded` for
+keys that share a softmax with others: its final (o, lse) are row-sharded, after the merge, so the first way would have
+to save o and lse of every set. The second way, for all, would send Q, K, V and lse again in backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,12 +33,6 @@ from mllm_seqpar.schedules.head_sharding import HeadShards
 from .executor import BlockMath, FinalRows, distributed_backward, distributed_forward
 from .kept_results import running_region
 from .keys import CallSpec, GivenKeys, Keys
-
-
-class Attend(Protocol):
-    """Attention of row-sharded queries over row-sharded sources, `joint.attend` with its options bound."""
-
-    def __call__(self, q: Tensor, sources: Sequence[Keys], *, comm: Communicator) -> tuple[Tensor, Tensor]: ...
 
 
 class HeadTensor(NamedTuple):
@@ -284,17 +278,12 @@ class HeadShardedKeys(Keys):
         return replace(self, source=self.source.without_inputs(), resharded=bool(self._sharded), _sharded=[])
 
 
-def attend_head_sharded(
-    q: Tensor, sources: Sequence[Keys], comm: Communicator, attend: Attend, keep: bool
-) -> tuple[Tensor, Tensor]:
-    """Return o (B, H, s, D) and lse (B, H, s) of one softmax over sources that all have the same head-sharding degree.
+def head_sharded(
+    q: Tensor, sources: Sequence[Keys], comm: Communicator
+) -> tuple[Tensor, list[HeadShardedKeys], HeadLayout]:
+    """Return head-sharded rows, keys and their layout, given q (B, H, s, D) and sources that are row-sharded.
 
-    Args:
-        q: (B, H, s, D), this rank's rows.
-        sources: row-sharded.
-        comm: the group.
-        attend: the attention among ranks with the same heads.
-        keep: as for `attend`.
+    The sources have the same head-sharding degree. The ranks `across` of the layout attend to the keys.
     """
     groups = sources[0].spec.head_groups(comm)
     found = (source.spec.masks.orders(groups, q.device) for source in sources)
@@ -302,11 +291,18 @@ def attend_head_sharded(
     layouts = [HeadLayout.of(comm, source.spec, q, orders) for source in sources]
     first = layouts[0]
     sharded_q = _Reshard.apply(first.inside, first.rows("q"), False, False, q)
-    inner = [HeadShardedKeys(source, layout, q.dtype) for source, layout in zip(sources, layouts, strict=True)]
-    o, lse = attend(sharded_q, inner, comm=first.across)
+    keys = [HeadShardedKeys(source, layout, q.dtype) for source, layout in zip(sources, layouts, strict=True)]
+    return sharded_q, keys, first
+
+
+def row_sharded(o: Tensor, lse: Tensor, layout: HeadLayout, keep: bool) -> tuple[Tensor, Tensor]:
+    """Return o (B, H, s, D) and lse (B, H, s) of this rank's rows, given those of its heads.
+
+    With `keep`, they are kept for recomputation under activation checkpointing.
+    """
     keep &= o.requires_grad
-    o = _Reshard.apply(first.inside, first.rows("o"), True, keep, o)
-    row_lse = _Reshard.apply(first.inside, first.rows("lse"), True, keep, lse.unsqueeze(-1))
+    o = _Reshard.apply(layout.inside, layout.rows("o"), True, keep, o)
+    row_lse = _Reshard.apply(layout.inside, layout.rows("lse"), True, keep, lse.unsqueeze(-1))
     return o, row_lse.squeeze(-1)
 
 

@@ -50,8 +50,16 @@ def rng_replay(state: RNGState | None, x: Tensor) -> Iterator[None]:
 
 
 def trained_parameters(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters that require grad, each once, in an order that depends on the modules only."""
-    return list({id(p): p for module in modules for p in module.parameters() if p.requires_grad}.values())
+    """Return the parameters that require grad, each once, in an order that depends on the modules only.
+
+    `Module.parameters` takes as long as a small projection.
+    """
+    found: dict[int, nn.Parameter] = {}
+    for module in modules:
+        for parameter in module.parameters() if module._modules else module._parameters.values():
+            if parameter is not None and parameter.requires_grad:
+                found.setdefault(id(parameter), parameter)
+    return list(found.values())
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.masks import BlockMasks, FrameBlockMasks
-from mllm_seqpar.runtime.strategy_selector import CandidateStrategies, VisualLayers
+from mllm_seqpar.runtime.strategy_selector import CandidateStrategies, SelectedStrategy, VisualLayers
 from mllm_seqpar.schedules import OverlapRatios
 from mllm_seqpar.schedules.bytes_sent import Problem
 
@@ -41,7 +41,7 @@ class ClusterSelector:
 
     def __init__(self, cluster: Cluster | Calibrations) -> None:
         self.cluster = cluster
-        self._selections: dict[object, Selection] = {}
+        self._selections: dict[object, tuple[SelectedStrategy, Selection]] = {}
         self._logged: set[object] = set()
 
     def select(
@@ -54,7 +54,7 @@ class ClusterSelector:
         training: bool,
         mesh_shape: tuple[int, int] | None = None,
         visual: VisualLayers | None = None,
-    ) -> Selection:
+    ) -> SelectedStrategy:
         cluster, problem, mean = self._cluster(problem, like), _round_lengths(problem), _visible_fraction(blocks)
         if candidates.causal:
             mean /= 2
@@ -77,13 +77,15 @@ class ClusterSelector:
                 visible=visible,
                 visual=None if visual is None else VisualProjection(**visual._asdict(), trained=training),
             )
-            ratios = _overlap_ratios(selection.spec, problem, cluster, mean)
-            self._selections[key] = replace(selection, overlap_ratios=ratios)
-            logged = candidates.option, selection.spec
+            spec = selection.spec
+            shape = spec.mesh_shape if spec.strategy in ("mesh", "ulysses") else None
+            ratios = _overlap_ratios(spec, problem, cluster, mean)
+            self._selections[key] = SelectedStrategy(spec.strategy, shape, ratios, spec.all_pairs), selection
+            logged = candidates.option, spec
             if logged not in self._logged:
                 self._logged.add(logged)
                 _log.info("%s on %s: %s", candidates.option, cluster.name, selection.reason)
-        return self._selections[key]
+        return self._selections[key][0]
 
     def _cluster(self, problem: Problem, like: torch.Tensor) -> Cluster:
         """Return the cluster for the queries of a call; on their first use, all ranks measure it."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.schedules import OverlapRatios
 from mllm_seqpar.schedules.bytes_sent import Problem
 
 from .call_cost import CallCost, call_cost
@@ -29,27 +28,10 @@ class Candidate(Passes):
 
 @dataclass(frozen=True, kw_only=True)
 class Selection(Candidate):
-    """The selected candidate, a line for the log, and all candidates, fastest first.
-
-    Attributes:
-        overlap_ratios: the ratios that a mesh orders its steps by, forward and backward, if the caller has added them.
-    """
+    """The selected candidate, a line for the log, and all candidates, fastest first."""
 
     reason: str
     candidates: tuple[Candidate, ...] = field(repr=False)
-    overlap_ratios: tuple[OverlapRatios, OverlapRatios] | None = None
-
-    @property
-    def strategy(self) -> str:
-        return self.spec.strategy
-
-    @property
-    def mesh_shape(self) -> tuple[int, int]:
-        return self.spec.mesh_shape
-
-    @property
-    def all_pairs(self) -> bool:
-        return self.spec.all_pairs
 
 
 def select_strategy(

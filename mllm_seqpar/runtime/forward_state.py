@@ -43,7 +43,7 @@ from .attention_record import AnyRecorder
 from .context import SeqParContext
 from .frames import Frames
 from .fsdp_units import call_within, units_among
-from .strategy_selector import CROSS, CROSS_MESH, SELF, SELF_MESH, CandidateStrategies, SelectedStrategy, selected_spec
+from .strategy_selector import CROSS, CROSS_MESH, SELF, SELF_MESH, CandidateStrategies, SelectedStrategy
 from .text import TextShards
 from .visual_features import KVProjection, Projection
 from .visual_tokens import VisualTokens
@@ -114,35 +114,40 @@ class ForwardState:
     def attend_each(self, q: Tensor, softmaxes: Sequence[Sequence[Keys]], scale: float) -> list[Tensor]:
         """Return `attend` for several lists of keys; what ranks have to merge takes one exchange for all of them."""
         (q,) = as_attended(q)
-        results: list[tuple[Tensor, Tensor | None]] = []
-        if self.text is None and self.context.comm.size > 1:
-            comm, kernel = self.context.comm, self.context.config.kernel
-            results.extend(attend_replicated(q, softmaxes, comm=comm, scale=scale, kernel=kernel))
+        comm, kernel, outputs = self.context.comm, self.context.config.kernel, list[Tensor]()
+        if self.text is None and comm.size > 1:
+            results = attend_replicated(q, softmaxes, comm=comm, scale=scale, kernel=kernel)
         else:
-            for keys in softmaxes:
-                results.append(self._attend(q, keys, scale))
-        if self.recorder is not None:
-            for keys, (_, lse) in zip(softmaxes, results, strict=True):
+            results = self._attend_sharded(q, softmaxes, scale)
+        for keys, (o, lse) in zip(softmaxes, results, strict=True):
+            outputs.append(o)
+            if self.recorder is not None:
                 self.recorder.add(q, keys, lse, scale)
-        return [o for o, _ in results]
+        return outputs
 
-    def _attend(self, q: Tensor, keys: Sequence[Keys], scale: float) -> tuple[Tensor, Tensor | None]:
+    def _attend_sharded(
+        self, q: Tensor, softmaxes: Sequence[Sequence[Keys]], scale: float
+    ) -> list[tuple[Tensor, Tensor | None]]:
         """Return (o, lse) of rows that are sharded, or that this rank has alone; no lse from torch's own operator."""
-        if len(keys) == 1 and keys[0].alone is not None:
-            return keys[0].alone(q, scale), None
         comm, config = self.context.comm, self.context.config
         # self_attention="local": every rank has all rows, and they are sharded for this attention only.
         local = None if self.shards_text else self.text
-        compute = functools.partial(
-            attend, keys=keys, comm=comm, scale=scale, kernel=config.kernel, recompute=config.recompute_attention
-        )
-        rows = q if local is None else local.shard(q, 2)
-        units: tuple[FSDPModule, ...] = ()
-        for each in keys:
-            if each.modules:
-                units = (*units, *units_among(each.modules))
-        o, lse = call_within(units, compute, rows) if units else compute(rows)
-        return o if local is None else local.unshard(o, 2), lse
+        results: list[tuple[Tensor, Tensor | None]] = []
+        for keys in softmaxes:
+            if len(keys) == 1 and keys[0].alone is not None:
+                results.append((keys[0].alone(q, scale), None))
+                continue
+            rows = q if local is None else local.shard(q, 2)
+            units: list[FSDPModule] = []
+            for each in keys:
+                if each.modules:
+                    units += units_among(each.modules)
+            compute = functools.partial(
+                attend, keys=keys, comm=comm, scale=scale, kernel=config.kernel, recompute=config.recompute_attention
+            )
+            o, lse = call_within(units, compute, rows) if units else compute(rows)
+            results.append((o if local is None else local.unshard(o, 2), lse))
+        return results
 
     def model_attends(self, window: int | None = None) -> bool:
         """Return whether the model's own attention computes the text, which this rank has whole.
@@ -259,13 +264,13 @@ class ForwardState:
         selection: SelectedStrategy | None = None,
     ) -> CallSpec:
         """Return the spec of the selection among `candidates` if there is a selector; else that of `strategy`."""
-        config, selector = self.context.config, self.context.selector
+        config, selector, ratios, all_pairs = self.context.config, self.context.selector, None, False
         problem = problem_of(q_shape, k_shape, key_lengths, like.dtype, config.accumulate_dtype)
         mesh_shape = config.tile_for(strategy)
         if candidates is not None and selector is not None and problem.ranks > 1:
             selection = selection or selector.select(
                 problem, masks, candidates, like, training=torch.is_grad_enabled(), mesh_shape=mesh_shape
             )
-            return selected_spec(selection, masks, problem, config, like.dtype)
+            strategy, mesh_shape, ratios, all_pairs = selection
         accumulate = accumulation(config.accumulate_dtype, like.dtype)
-        return call_spec_for(strategy, mesh_shape, masks, problem, accumulate, config.overlap)
+        return call_spec_for(strategy, mesh_shape, masks, problem, accumulate, config.overlap, ratios, all_pairs)

@@ -12,8 +12,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from mllm_seqpar.attention.keys import CallSpec, accumulation, call_spec_for
-from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.masks import BlockMasks
 from mllm_seqpar.schedules import OverlapRatios
 from mllm_seqpar.schedules.bytes_sent import Problem
@@ -61,23 +59,20 @@ CROSS_MESH = CandidateStrategies('strategy="mesh"', _ALL_MESH_SHAPES)
 SELF_MESH = CandidateStrategies('self_attention="mesh"', _ALL_MESH_SHAPES, causal=True)
 
 
-class SelectedStrategy(Protocol):
-    """The selected strategy, its mesh shape (a, b), and whether all pairs of ranks exchange (`CallSpec.all_pairs`).
+class SelectedStrategy(NamedTuple):
+    """A selection: arguments of `call_spec_for`.
 
-    `overlap_ratios`, forward and backward, order the steps of a mesh; they are None for any other strategy.
+    Attributes:
+        strategy: the name of the strategy.
+        mesh_shape: (a, b), for "mesh" and "ulysses"; None for any other strategy.
+        overlap_ratios: the ratios that a mesh orders its steps by, forward and backward; None for any other shape.
+        all_pairs: whether all pairs of ranks exchange (`CallSpec.all_pairs`).
     """
 
-    @property
-    def strategy(self) -> str: ...
-
-    @property
-    def mesh_shape(self) -> tuple[int, int]: ...
-
-    @property
-    def all_pairs(self) -> bool: ...
-
-    @property
-    def overlap_ratios(self) -> tuple[OverlapRatios, OverlapRatios] | None: ...
+    strategy: str
+    mesh_shape: tuple[int, int] | None
+    overlap_ratios: tuple[OverlapRatios, OverlapRatios] | None
+    all_pairs: bool
 
 
 class StrategySelector(Protocol):
@@ -106,19 +101,3 @@ class StrategySelector(Protocol):
             visual: if the selection is for all cross-attention layers of a pass. Replication gathers the features
                 before the first layer runs, so it is no candidate for a single call.
         """
-
-
-def selected_spec(
-    selection: SelectedStrategy, blocks: BlockMasks, problem: Problem, config: SeqParConfig, dtype: torch.dtype
-) -> CallSpec:
-    """Return the call spec of a selection."""
-    return call_spec_for(
-        selection.strategy,
-        selection.mesh_shape if selection.strategy in ("mesh", "ulysses") else None,
-        blocks,
-        problem,
-        accumulation(config.accumulate_dtype, dtype),
-        config.overlap,
-        selection.overlap_ratios,
-        selection.all_pairs,
-    )

@@ -26,7 +26,7 @@ import ctypes
 import functools
 import math
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from mllm_seqpar._compat import dropout_class, global_module_hooks
 from mllm_seqpar.attention.keys import AutocastState, CallSpec, GivenKeys, Keys
+from mllm_seqpar.checkpointing.rng_replay import trained_parameters
 from mllm_seqpar.errors import ShapeError
 
 from .fsdp_units import call_within, units_among
@@ -226,14 +227,14 @@ class RecomputedKeys(Keys):
 
     def inputs(self) -> Sequence[Tensor]:
         """Return the features and the parameters that require gradients."""
-        return self.visual.features, *self._parameters()
+        return self.visual.features, *trained_parameters(self.modules)
 
     def saved(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the features alone: parameters belong to their modules, and FSDP gathers them again in backward."""
         return inputs[:1]
 
     def restored(self, saved: Sequence[Tensor]) -> RestoredInputs:
-        return RestoredInputs((saved[0], *self._parameters()))
+        return RestoredInputs((saved[0], *trained_parameters(self.modules)))
 
     def without_inputs(self) -> RecomputedKeys:
         """Return this source without the features, which only saved tensors hold while the graph is alive."""
@@ -304,9 +305,6 @@ class RecomputedKeys(Keys):
                 )
         return lambda y, index, dk, dv: autograd_grads(project, y, index, dk, dv, self.dtype, needs_features, trained)
 
-    def _parameters(self) -> list[Tensor]:
-        return parameters_of(self.modules, trained=True)
-
     @property
     def is_random(self) -> bool:
         """Whether the projection draws random numbers, as dropout does."""
@@ -362,7 +360,8 @@ class KVProjection:
     @property
     def modules(self) -> list[nn.Module]:
         """The modules whose parameters the projection uses."""
-        return [part for part in (self.input_norm, *self.linears, self.key_norm) if part is not None]
+        before = () if self.input_norm is None else (self.input_norm,)
+        return [*before, *self.linears] if self.key_norm is None else [*before, *self.linears, self.key_norm]
 
     def __call__(self, features: Tensor, index: Tensor, raw_keys: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Return k and v (1, G, f * tokens, D) of features (f, tokens, width), frame by frame.
@@ -389,7 +388,7 @@ class KVProjection:
     def has_direct_grads(self, trained: Sequence[Tensor]) -> bool:
         """Return whether `direct_grads` computes the gradients of the parameters `trained`: whether every linear layer
         is exactly torch's with ordinary weights, without hooks, and every parameter belongs to the modules."""
-        known = {id(parameter) for parameter in parameters_of(self.modules)}
+        known = {id(parameter) for parameter in trained_parameters(self.modules)}
         plain = all(_is_plain_linear(linear) for linear in self.linears) and not _has_foreign_global_hook()
         return plain and all(id(parameter) in known for parameter in trained)
 
@@ -555,19 +554,6 @@ def _inner(leaf: Tensor) -> Tensor:
     return leaf.view_as(leaf)
 
 
-def parameters_of(modules: Iterable[nn.Module], trained: bool = False) -> list[Tensor]:
-    """Return the parameters of modules, each once; with `trained`, those that require gradients.
-
-    `Module.parameters` takes as long as a small projection.
-    """
-    found: dict[int, Tensor] = {}
-    for module in modules:
-        for parameter in module.parameters() if module._modules else module._parameters.values():
-            if parameter is not None and (parameter.requires_grad or not trained):
-                found.setdefault(id(parameter), parameter)
-    return list(found.values())
-
-
 def _is_plain_linear(module: nn.Module) -> bool:
     """Return whether a call of the module is `torch.nn.functional.linear` with ordinary tensors, and nothing else.
 
@@ -598,7 +584,7 @@ def _has_foreign_global_hook() -> bool:
 
 def _parameters_in(module: nn.Module | None, trained: Sequence[Tensor]) -> list[Tensor]:
     """Return those of `trained` that are parameters of the module."""
-    own = set() if module is None else {id(parameter) for parameter in parameters_of([module])}
+    own = set() if module is None else {id(parameter) for parameter in trained_parameters([module])}
     return [parameter for parameter in trained if id(parameter) in own]
 
 

@@ -210,15 +210,15 @@ def problem(rows: int, keys: int, ranks: int = 8, heads: int = 28, kv_heads: int
 
 
 def test_the_shorter_of_queries_and_keys_is_moved() -> None:
-    assert select_strategy(problem(64, 100_000), REAL, strategies=RINGS).strategy == "lv-xattn"
-    assert select_strategy(problem(4096, 512), REAL, strategies=RINGS).strategy == "ring"
+    assert select_strategy(problem(64, 100_000), REAL, strategies=RINGS).spec.strategy == "lv-xattn"
+    assert select_strategy(problem(4096, 512), REAL, strategies=RINGS).spec.strategy == "ring"
 
 
 def test_mesh_is_selected_for_intermediate_ratios_of_queries_to_keys() -> None:
     cluster = with_(REAL, gpus_per_node=1, network_link=2e9)
     strategies = ("lv-xattn", "ring", "mesh")
     found = select_strategy(problem(2048, 4 * 2048, ranks=16), cluster, strategies=strategies)
-    assert found.strategy == "mesh" and 1 < found.mesh_shape[0] < 16
+    assert found.spec.strategy == "mesh" and 1 < found.spec.mesh_shape[0] < 16
     assert found.seconds < min(c.seconds for c in found.candidates if c.spec.strategy in ("lv-xattn", "ring"))
 
 
@@ -234,10 +234,10 @@ def test_ulysses_is_selected_for_high_latency_if_it_divides_the_heads() -> None:
 def test_lv_xattn_is_preferred_within_the_margin() -> None:
     assert select_strategy(problem(64, 64, ranks=1), REAL).spec == ParallelSpec("lv-xattn", (1, 1))
     no_transfer_time = with_(REAL, node_link=1e15, network_link=1e15, network_latency_s=0.0)
-    assert select_strategy(problem(2048, 2048), no_transfer_time).strategy == "lv-xattn"
+    assert select_strategy(problem(2048, 2048), no_transfer_time).spec.strategy == "lv-xattn"
     close = problem(1024, 512)
-    assert select_strategy(close, REAL, strategies=RINGS).strategy == "ring"
-    assert select_strategy(close, REAL, strategies=RINGS, margin=30.0).strategy == "lv-xattn"
+    assert select_strategy(close, REAL, strategies=RINGS).spec.strategy == "ring"
+    assert select_strategy(close, REAL, strategies=RINGS, margin=30.0).spec.strategy == "lv-xattn"
 
 
 def test_candidates_are_the_legal_specs() -> None:
