@@ -326,13 +326,11 @@ class Family(ABC, Generic[InputsT]):
 
     def check_inputs(self, inputs: InputsT, kwargs: Mapping[str, Any]) -> None:
         """Raise for inputs of this rank that are invalid or not supported; the other ranks then raise too."""
-        for config in (self.model.config, self.text_config):
-            refuse_unsupported_attention(config, kwargs)
         if self.checkpoints_visual_layers and self.model.training and torch.is_grad_enabled():
             refuse_reentrant_checkpointing(self._checkpointed_modules)
         shards_text = self.context.comm.size > 1 and self.context.config.self_attention != "local"
-        own_loss = shards_text or self.context.config.logits == "none"
-        if own_loss and not inputs.use_cache and inputs.has_labels:
+        own_loss = (shards_text and not inputs.use_cache) or self.context.config.logits == "none"
+        if own_loss and inputs.has_labels:
             refuse_custom_loss(self.model)
 
     def model_output(self, out: CausalLMOutputWithPast, features: Tensor | None, inputs: InputsT) -> Any:
@@ -404,6 +402,14 @@ def decoder_arguments(embeds: Tensor, positions: Tensor, mask: Any, cache: Any, 
     return text | {"past_key_values": cache, "use_cache": cache is not None, "seqpar": state}
 
 
+def check_arguments(family: Family, inputs: ForwardInputs, kwargs: Mapping[str, Any]) -> None:
+    """Raise ConfigError for further arguments of a forward that are unknown or not supported."""
+    refuse_unknown_arguments(kwargs)
+    refuse_packed_lengths(inputs, kwargs)
+    for config in (family.model.config, family.text_config):
+        refuse_unsupported_attention(config, kwargs)
+
+
 def require_same_pass(
     family: Family,
     inputs: ForwardInputs,
@@ -423,8 +429,7 @@ def require_same_pass(
             only = None if pixels else family.embedding_weight()
             require_transferable(family.context.comm, family.model, only=only)
         check_text(inputs)
-        refuse_unknown_arguments(kwargs)
-        refuse_packed_lengths(inputs, kwargs)
+        check_arguments(family, inputs, kwargs)
         check_star(family.context.config, inputs)
         family.check_inputs(inputs, kwargs)
 

@@ -170,6 +170,11 @@ class PassFrames(ABC):
     def _encode(self) -> None:
         """Encode the frames that came with this pass."""
 
+    @property
+    @abstractmethod
+    def has_frames(self) -> bool:
+        """Whether this pass has frames, perhaps only the empty one (`local_features`); the same on all ranks."""
+
     @abstractmethod
     def of_shards(self, text: TextShards) -> dict[str, Any]:
         """Return what `ForwardState` takes for the frames, in a pass with a sharding of the text."""
@@ -247,8 +252,8 @@ class AttendedFrames(PassFrames):
         if inputs.frames is None or not inputs.total_frames:
             return False
         same = self._fingerprint(inputs.frames) in cache_state.frame_fingerprints
-        # The frames of one rank may be the same while those of another are not, and features are not compared before.
-        if inputs.visual_shard is not None or inputs.frames_are_features:
+        # The frames of one rank may be the same while those of another are not.
+        if not inputs.compares_values_of_frames:
             same = all(number for (number,) in family.context.comm.gather_ints([int(same)]))
         if family.repeats_frames:  # as unpatched: every pass attends to the frames that come with it
             return (
@@ -261,6 +266,10 @@ class AttendedFrames(PassFrames):
             "leave frames out to continue with those of the cache, or pass new frames with the whole conversation and "
             "without the cache"
         )
+
+    @property
+    def has_frames(self) -> bool:
+        return self.source is not None
 
     def of_shards(self, text: TextShards) -> dict[str, Any]:
         family, inputs, source, context = self.family, self.inputs, self.source, self.family.context
@@ -307,6 +316,10 @@ class EmbeddedFrames(PassFrames):
             earlier = FrameTokens.none() if state.media_position is None else state.media_position
             tokens = earlier.followed_by(tokens, past, state.rows_of(self.inputs.batch))
         state.media_position = tokens
+
+    @property
+    def has_frames(self) -> bool:
+        return self.features is not None
 
     def of_shards(self, text: TextShards) -> dict[str, Any]:
         if self.family.context.config.self_attention == "local":

@@ -22,10 +22,10 @@ from transformers.utils import TransformersKwargs
 
 from mllm_seqpar._transfers import copy_to_host
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.comm.agreement import agree
+from mllm_seqpar.comm.agreement import agree, by_rank
 from mllm_seqpar.comm.base import fingerprint
 from mllm_seqpar.config import SeqParConfig
-from mllm_seqpar.errors import ConfigError, ShapeError
+from mllm_seqpar.errors import AgreementError, ConfigError, ShapeError
 from mllm_seqpar.runtime.loss import shifted
 from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
 from mllm_seqpar.sharding import FRAME_LAYOUTS, FrameShard, describe_spans, frame_spans
@@ -107,6 +107,12 @@ class ForwardInputs:
         if self.frames is None:
             return 0
         return self.visual_shard.total if self.visual_shard is not None else self.frames.shape[0]
+
+    @property
+    def compares_values_of_frames(self) -> bool:
+        """Whether frames must be equal bit by bit on all ranks: pixels that every rank has."""
+        whole = self.frames is not None and self.visual_shard is None
+        return whole and not self.frames_are_features and self.compare_frames
 
     @property
     def prompt_rows(self) -> Tensor:
@@ -232,7 +238,31 @@ def require_same_inputs(
         inputs.read()
         return
     facts = functools.partial(_facts, comm, inputs, model, kwargs or {}, compare_weights)
-    agree(comm, "forward pass", validated, lambda _: facts(), remedy=_REMEDY)
+    what, numbers = "forward pass", [_number_of_dtype(inputs)]
+    _, dtypes = agree(comm, what, validated, lambda _: facts(), numbers=lambda _: numbers, remedy=_REMEDY)
+    _agree_on_dtype(inputs, [_DTYPES[number] for (number,) in dtypes], what)
+
+
+_DTYPES = (None, *sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str))
+"""The dtypes of frames, by the number that ranks exchange; a rank without frames has none."""
+
+
+def _number_of_dtype(inputs: ForwardInputs) -> int:
+    frames = inputs.frames
+    return 0 if frames is None or not frames.shape[0] else _DTYPES.index(frames.dtype)
+
+
+def _agree_on_dtype(inputs: ForwardInputs, dtypes: Sequence[torch.dtype | None], what: str) -> None:
+    """Raise AgreementError if ranks have frames of different dtypes; give the empty tensor of other ranks their dtype.
+
+    Under autocast, layers take features in the dtype that the caller passes, and ranks may send them to each other.
+    """
+    found = [dtype for dtype in dict.fromkeys(dtypes) if dtype is not None]
+    if len(found) > 1:
+        named = by_rank([None if dtype is None else str(dtype) for dtype in dtypes])
+        raise AgreementError(f"{what}: the ranks differ in dtype of frames: {named}. {_REMEDY}")
+    if found and inputs.frames is not None and not inputs.frames.shape[0]:
+        object.__setattr__(inputs, "frames", inputs.frames.to(found[0]))
 
 
 def _facts(
@@ -245,12 +275,11 @@ def _facts(
     """Return what must be equal on all ranks, by name. All tensors are read from the device at once."""
     frames, mask, shard = inputs.frames, inputs.attention_mask, inputs.visual_shard
     num_items, logits_to_keep = (kwargs.get(name) for name in ("num_items_in_batch", "logits_to_keep"))
-    all_have_pixels = frames is not None and not inputs.frames_are_features and shard is None and inputs.compare_frames
     compared: dict[str, Sequence[Any]] = {
         "token ids or embeddings": [inputs.input_ids if inputs.input_ids is not None else sampled_bits(inputs.text)],
         "the attention mask": list(mask.values()) if isinstance(mask, Mapping) else [mask],  # one per kind of layer
         "position ids": [inputs.position_ids],
-        "pixels": [sampled_bits(frames)] if all_have_pixels and frames is not None else [],
+        "pixels": [sampled_bits(frames)] if frames is not None and inputs.compares_values_of_frames else [],
         "logits_to_keep": [logits_to_keep if isinstance(logits_to_keep, Tensor) else None],
         "weights": _sampled_weights(model) if compare_weights and model is not None else [],
     }

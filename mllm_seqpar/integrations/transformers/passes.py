@@ -32,7 +32,7 @@ from mllm_seqpar.runtime.text import TextShards, select_logit_rows
 
 from .cache import SequenceParallelCacheState, begin_prompt, cache_state_of, shard_cached_text, supports_sharded_text
 from .data_parallel import with_accumulated_gradients
-from .family import Family, require_same_pass
+from .family import Family, check_arguments, require_same_pass
 from .frames import PassFrames, frames_of_pass, log_shard_sizes
 from .generation import share_random_state
 from .inputs import ForwardInputs, check_star
@@ -40,6 +40,8 @@ from .text import (
     dummy_mask,
     embeddings,
     gather_hidden_states,
+    leaves_out_logits,
+    outputs_without_logits,
     rows_of_pass,
     star_text_shards,
     text_shards,
@@ -78,15 +80,15 @@ def _run_sharded_rows(
     recorder: AnyRecorder | None = None,
 ) -> tuple[ForwardState, Any]:
     """Run the decoder on this rank's rows of sharded text; return the state of the pass, and the decoder's output."""
-    given = frames.of_shards(text)
-    state = ForwardState(family.context, text=text, recorder=recorder, **given)
+    has_frames = frames.has_frames
+    state = ForwardState(family.context, text=text, recorder=recorder, **frames.of_shards(text))
     log_shard_sizes(family, inputs, text.local if state.shards_text else inputs.length)
     # Without sharding, every rank computes all text, with the same dropout masks. The vision tower may have drawn other
     # random numbers on each rank.
     if not state.shards_text and family.model.training:
         share_random_state(family.context.comm, inputs.text.device)
     embeds, positions, mask = rows_of_pass(family, inputs, state)
-    if not given:
+    if not has_frames:
         embeds = with_accumulated_gradients(embeds, family.model)
     return state, family.run_decoder(embeds, positions, mask, cache, state, **kwargs)
 
@@ -107,6 +109,8 @@ def _cached_pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Te
         require_same_pass(family, inputs, logits_to_keep, kwargs, cache)
     else:
         check_star(family.context.config, inputs)
+        if kwargs:  # seldom: `generate` passes none
+            check_arguments(family, inputs, kwargs)
     return _CachedPass(family, inputs, cache, logits_to_keep, kwargs).run()
 
 
@@ -142,7 +146,9 @@ class _CachedPass:
             if self.frames.features is not None:
                 self.family.mark_cache(self.cache, state)
             hidden, hidden_states = self._sharded_prompt() if self._shards_prompt() else self._replicated()
-            out = whole_text_outputs(self.family, self.inputs, hidden, hidden_states, self.kwargs, self.cache)
+            no_logits = leaves_out_logits(self.family, self.inputs, self.logits_to_keep)
+            outputs = outputs_without_logits if no_logits else whole_text_outputs
+            out = outputs(self.family, self.inputs, hidden, hidden_states, self.kwargs, cache=self.cache)
         finally:
             state.active = False
         if state.visual is not None:
