@@ -33,6 +33,7 @@ from mllm_seqpar.sharding import Spans, frame_spans, tensor_of
 
 from .attention import use_seqpar_attention
 from .cache import SequenceParallelCacheState, supports_sharded_text
+from .frames import AttendedFrames, EmbeddedFrames, PassFrames
 from .generation import patch_generate
 from .inputs import (
     ForwardInputs,
@@ -202,6 +203,10 @@ class Family(ABC, Generic[InputsT]):
         """Return the frames of every rank. Without frames, rank 0 has the empty one."""
         return frame_spans(max(1, inputs.total_frames), self.context.comm.size, self.layout_of_frames(inputs))
 
+    def begin_frames(self, inputs: InputsT, cache_state: SequenceParallelCacheState | None = None) -> PassFrames:
+        """Return the frames of a pass, which are not encoded yet."""
+        return AttendedFrames(self, inputs, cache_state)
+
     def units_per_frame(self, inputs: InputsT) -> int:
         return 1
 
@@ -366,6 +371,9 @@ class DecoderOnlyFamily(Family[InputsT]):
 
     has_cross_attention = False
     checkpoints_visual_layers = False
+
+    def begin_frames(self, inputs: InputsT, cache_state: SequenceParallelCacheState | None = None) -> PassFrames:
+        return EmbeddedFrames(self, inputs, cache_state)
 
     @abstractmethod
     def media_position(self, inputs: InputsT) -> VisualTokenLayout:

@@ -237,32 +237,36 @@ def require_same_inputs(
         validated()
         inputs.read()
         return
-    facts = functools.partial(_facts, comm, inputs, model, kwargs or {}, compare_weights)
-    what, numbers = "forward pass", [_number_of_dtype(inputs)]
-    _, dtypes = agree(comm, what, validated, lambda _: facts(), numbers=lambda _: numbers, remedy=_REMEDY)
-    _agree_on_dtype(inputs, [_DTYPES[number] for (number,) in dtypes], what)
+
+    def facts(_: None) -> dict[str, Any]:
+        return _facts(comm, inputs, model, kwargs or {}, compare_weights)
+
+    _, rows = agree(comm, _PASS, validated, facts, numbers=functools.partial(_dtype_of_frames, inputs), remedy=_REMEDY)
+    _share_dtype_of_frames(inputs, rows)
 
 
-_DTYPES = (None, *sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str))
-"""The dtypes of frames, by the number that ranks exchange; a rank without frames has none."""
+_PASS = "forward pass"
+_DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
+"""The dtypes that frames may have, by the number that ranks exchange."""
 
 
-def _number_of_dtype(inputs: ForwardInputs) -> int:
+def _dtype_of_frames(inputs: ForwardInputs, _: None = None) -> list[int]:
+    """Return the number of the dtype of this rank's frames, or -1 without any."""
     frames = inputs.frames
-    return 0 if frames is None or not frames.shape[0] else _DTYPES.index(frames.dtype)
+    return [-1 if frames is None or not frames.shape[0] else _DTYPES.index(frames.dtype)]
 
 
-def _agree_on_dtype(inputs: ForwardInputs, dtypes: Sequence[torch.dtype | None], what: str) -> None:
-    """Raise AgreementError if ranks have frames of different dtypes; give the empty tensor of other ranks their dtype.
+def _share_dtype_of_frames(inputs: ForwardInputs, rows: Sequence[Sequence[int]]) -> None:
+    """Give an empty tensor of frames the dtype that the other ranks' frames have; AgreementError if these differ.
 
     Under autocast, layers take features in the dtype that the caller passes, and ranks may send them to each other.
     """
-    found = [dtype for dtype in dict.fromkeys(dtypes) if dtype is not None]
+    found, frames = {number for (number,) in rows} - {-1}, inputs.frames
     if len(found) > 1:
-        named = by_rank([None if dtype is None else str(dtype) for dtype in dtypes])
-        raise AgreementError(f"{what}: the ranks differ in dtype of frames: {named}. {_REMEDY}")
-    if found and inputs.frames is not None and not inputs.frames.shape[0]:
-        object.__setattr__(inputs, "frames", inputs.frames.to(found[0]))
+        named = by_rank([None if number < 0 else str(_DTYPES[number]) for (number,) in rows])
+        raise AgreementError(f"{_PASS}: the ranks differ in dtype of frames: {named}. {_REMEDY}")
+    if found and frames is not None and not frames.shape[0]:
+        object.__setattr__(inputs, "frames", frames.to(_DTYPES[found.pop()]))
 
 
 def _facts(

@@ -93,7 +93,7 @@ def dummy_mask(text: Tensor) -> Tensor:
 def leaves_out_logits(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor) -> bool:
     """Return whether a pass has a loss and no logits, of which the head then computes only rows with a target."""
     every_row = isinstance(logits_to_keep, int) and logits_to_keep == 0
-    return inputs.has_labels and every_row and family.context.config.logits == "none"
+    return family.context.config.logits == "none" and every_row and inputs.has_labels
 
 
 def outputs_without_logits(
