@@ -247,7 +247,7 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
             if frames is None
             else compared_tensors(self.model.config, self.embed, text, (*pixels, visual_embeds), visual_shard, given),
             past_key_values=past_key_values,
-            use_cache=self.makes_cache(past_key_values, use_cache, labels),
+            use_cache=self.makes_cache(past_key_values, use_cache, labels if shift_labels is None else shift_labels),
             detects_packing=not self.unpatched_makes_cache(decoder, past_key_values, use_cache),
             frame_names=(*PIXELS, FEATURES),
             pixels=pixels,

@@ -473,7 +473,7 @@ class MllamaFamily(Family[MllamaInputs]):
             visual_shard=visual_shard,
             compared_tensors=as_compared_tensors(cross_attention_mask=mask, **ratios),
             past_key_values=past_key_values,
-            use_cache=self.makes_cache(past_key_values, use_cache, labels),
+            use_cache=self.makes_cache(past_key_values, use_cache, labels if shift_labels is None else shift_labels),
             detects_packing=not self.unpatched_makes_cache(decoder, past_key_values, use_cache),
             extras=extras,
             frame_names=("pixel_values", "cross_attention_states"),

@@ -421,7 +421,8 @@ class MPlugOwl3Family(Family[Any]):
     ) -> CausalLMOutputWithPast:
         decoder = self.model.language_model.model
         unpatched_caches = self.unpatched_makes_cache(decoder, past_key_values, use_cache)
-        caches = self.makes_cache(past_key_values, use_cache, labels)
+        shift_labels = kwargs.pop("shift_labels", None)
+        caches = self.makes_cache(past_key_values, use_cache, labels if shift_labels is None else shift_labels)
         layout = {} if media_layout is None else {name: getattr(media_layout, name) for name in _LAYOUT}
         inputs = _MPlugOwl3Inputs(
             input_ids=input_ids,
@@ -429,7 +430,7 @@ class MPlugOwl3Family(Family[Any]):
             attention_mask=attention_mask,
             position_ids=position_ids,
             labels=labels,
-            shift_labels=kwargs.pop("shift_labels", None),
+            shift_labels=shift_labels,
             frames=pixel_values if pixel_values is not None else image_embeds,
             frames_are_features=image_embeds is not None,
             pixels_and_features=pixel_values is not None and image_embeds is not None,

@@ -37,8 +37,10 @@ from .frames import AttendedFrames, EmbeddedFrames, PassFrames
 from .generation import patch_generate
 from .inputs import (
     ForwardInputs,
+    check_labels,
     check_star,
     check_text,
+    check_tokens,
     refuse_custom_loss,
     refuse_packed_lengths,
     refuse_reentrant_checkpointing,
@@ -223,6 +225,8 @@ class Family(ABC, Generic[InputsT]):
         training, where the cache would hold K and V that are otherwise recomputed. Several ranks make none, because a
         cache needs all text on every rank. With gradient checkpointing no new cache is made, as in transformers. With
         offloaded features none is made in grad mode, because its K and V in host memory have no gradients.
+
+        `labels` are those of either kind, shifted or not.
         """
         if past is not None or use_cache is False:
             return past is not None
@@ -294,6 +298,12 @@ class Family(ABC, Generic[InputsT]):
         """(B, s) token ids -> (B, s, C)."""
         return self.model.get_input_embeddings()(ids)
 
+    @property
+    def vocabulary(self) -> int | None:
+        """The number of tokens that `embed` takes; None if that is unknown."""
+        tables = [module for module in self.model.get_input_embeddings().modules() if isinstance(module, nn.Embedding)]
+        return sum(table.weight.shape[0] for table in tables) or None
+
     def embedding_weight(self) -> Tensor:
         """Return a parameter of the language model, whose device and dtype the features take."""
         return next(iter(self.model.get_input_embeddings().parameters()))
@@ -334,9 +344,17 @@ class Family(ABC, Generic[InputsT]):
         if self.checkpoints_visual_layers and self.model.training and torch.is_grad_enabled():
             refuse_reentrant_checkpointing(self._checkpointed_modules)
         shards_text = self.context.comm.size > 1 and self.context.config.self_attention != "local"
-        own_loss = (shards_text and not inputs.use_cache) or self.context.config.logits == "none"
+        own_loss = (shards_text and not inputs.use_cache) or self.leaves_out_logits(
+            inputs, kwargs.get("logits_to_keep", 0)
+        )
         if own_loss and inputs.has_labels:
             refuse_custom_loss(self.model)
+            check_labels(inputs)
+
+    def leaves_out_logits(self, inputs: InputsT, logits_to_keep: int | Tensor) -> bool:
+        """Return whether a pass has a loss and no logits, of which the head then computes only rows with a target."""
+        wanted = self.context.config.logits != "none" or inputs.is_decoding_step
+        return not wanted and inputs.has_labels and isinstance(logits_to_keep, int) and logits_to_keep == 0
 
     def model_output(self, out: CausalLMOutputWithPast, features: Tensor | None, inputs: InputsT) -> Any:
         """Return the model's own output class; `features` are what this rank encoded in this pass, or None."""
@@ -445,3 +463,5 @@ def require_same_pass(
     cached = {} if cache is None else {"class of the cache supports sharded text": supports_sharded_text(cache)}
     options = {"model": family.model, "kwargs": kwargs | cached, "compare_weights": compare}
     require_same_inputs(family.context.comm, inputs, check, **options)
+    if (vocabulary := family.vocabulary) is not None:
+        check_tokens(inputs, vocabulary)

@@ -39,7 +39,6 @@ from .text import (
     dummy_mask,
     embeddings,
     gather_hidden_states,
-    leaves_out_logits,
     outputs_without_logits,
     rows_of_pass,
     star_text_shards,
@@ -103,12 +102,12 @@ def _cached_pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Te
     cache = inputs.past_key_values
     if cache is None:
         cache = DynamicCache(config=family.text_config)
-    if inputs.past_length == 0 or inputs.length > 1:  # not in each decoding step
-        require_same_pass(family, inputs, logits_to_keep, kwargs, cache)
-    else:
+    if inputs.is_decoding_step:
         check_star(family.context.config, inputs)
         if kwargs:  # seldom: `generate` passes none
             check_arguments(family, inputs, kwargs)
+    else:
+        require_same_pass(family, inputs, logits_to_keep, kwargs, cache)
     cache_state = _cache_state_of_pass(family, inputs, cache)
     cache_state.active = True
     try:
@@ -122,7 +121,7 @@ def _cached_pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Te
             decoded = _run_replicated_rows(frames, cache, cache_state, kwargs)
             hidden = _broadcast(family, select_logit_rows(decoded.last_hidden_state, logits_to_keep))
             states = decoded.hidden_states
-        no_logits = leaves_out_logits(family, inputs, logits_to_keep)
+        no_logits = family.leaves_out_logits(inputs, logits_to_keep)
         outputs = outputs_without_logits if no_logits else whole_text_outputs
         out = outputs(family, inputs, hidden, states, kwargs, cache=cache)
     finally:

@@ -18,7 +18,7 @@ from mllm_seqpar.comm.autograd import group_sum
 from mllm_seqpar.errors import MaskError
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
-from mllm_seqpar.runtime.loss import IGNORE, mean_over_targets, sharded_causal_lm_loss
+from mllm_seqpar.runtime.loss import IGNORE, mean_over_targets, require_tokens, sharded_causal_lm_loss
 from mllm_seqpar.runtime.star import StarText
 from mllm_seqpar.runtime.text import TextShards, packed_starts, select_logit_rows
 
@@ -90,12 +90,6 @@ def dummy_mask(text: Tensor) -> Tensor:
     return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=text.device)
 
 
-def leaves_out_logits(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor) -> bool:
-    """Return whether a pass has a loss and no logits, of which the head then computes only rows with a target."""
-    every_row = isinstance(logits_to_keep, int) and logits_to_keep == 0
-    return family.context.config.logits == "none" and every_row and inputs.has_labels
-
-
 def outputs_without_logits(
     family: Family,
     inputs: ForwardInputs,
@@ -142,23 +136,24 @@ def uncached_outputs(
     `logits_to_keep` asks for some rows of the whole text only, they are returned whatever `config.logits` says.
     """
     hidden, hidden_states = decoded.last_hidden_state, decoded.hidden_states
-    text, targets = state.text, inputs.target_labels(kwargs.get("ignore_index"))
+    text, labelled = state.text, inputs.has_labels
     assert text is not None
-    every_row = isinstance(logits_to_keep, int) and logits_to_keep == 0
-    if leaves_out_logits(family, inputs, logits_to_keep):
+    if family.leaves_out_logits(inputs, logits_to_keep):
         sharding = text if state.shards_text else None
         if sharding is not None:
             hidden_states = gather_hidden_states(sharding, hidden_states)
         return outputs_without_logits(family, inputs, hidden, hidden_states, kwargs, sharding)
     if not state.shards_text or text.comm.size == 1:
         return whole_text_outputs(family, inputs, select_logit_rows(hidden, logits_to_keep), hidden_states, kwargs)
+    every_row = isinstance(logits_to_keep, int) and logits_to_keep == 0
     option = state.context.config.logits
     loss = logits = None
-    if targets is not None:
+    if labelled:
+        targets = inputs.target_labels(kwargs.get("ignore_index"))
         logits = family.lm_head(hidden)
         counted = {name: kwargs.get(name) for name in ("num_items_in_batch", "ignore_index")}
         loss = sharded_causal_lm_loss(logits, targets, text, **counted)
-    if option == "full" or not every_row or (option != "local" and targets is None):
+    if option == "full" or not every_row or (option != "local" and not labelled):
         # Hidden states are gathered rather than logits, because the vocabulary is wider than they are.
         logits = family.lm_head(select_logit_rows(text.unshard(hidden, 1), logits_to_keep))
     elif logits is None:
@@ -176,12 +171,12 @@ def _loss_of_targets(
     A rank without targets calls the head too, for no token, so that FSDP2 and DDP stay in step.
     """
     ignore = IGNORE if kwargs.get("ignore_index") is None else kwargs["ignore_index"]
-    targets = inputs.target_labels(ignore, on_host=True)
-    assert targets is not None
+    targets = inputs.target_labels(ignore)
     local = (targets if text is None else text.shard(targets, 1, ignore)).flatten()
     rows = (local != ignore).nonzero().flatten()
     rows, labels = copy_to_device(torch.stack([rows, local[rows].long()]), hidden.device)
     logits = family.lm_head(hidden.flatten(0, 1).index_select(0, rows)[None])[0]
+    require_tokens(targets, logits.shape[-1], ignore)
     total = F.cross_entropy(logits.float(), labels, reduction="sum")
     total = total if text is None else group_sum(total, text.comm)
     return mean_over_targets(total, targets, kwargs.get("num_items_in_batch"), ignore)
