@@ -92,7 +92,7 @@ def agree(
             raise error
         found = step()
         described = {} if comm.size == 1 else {name: str(x) for name, x in (facts(found) or {}).items()}
-        own = [] if numbers is None else [int(x) for x in numbers(found)]
+        own = [] if numbers is None else list(map(int, numbers(found)))
     except Exception as failure:  # noqa: BLE001 - raised below, after the exchange
         if comm.size == 1:
             raise

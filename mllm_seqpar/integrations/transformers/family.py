@@ -18,7 +18,6 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from mllm_seqpar.comm.devices import require_transferable
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.patching import Patch
@@ -26,28 +25,17 @@ from mllm_seqpar.patching.registry import is_instance_by_name
 from mllm_seqpar.runtime.attention_record import FrameTokens
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
-from mllm_seqpar.runtime.fsdp_units import modules_around, refuse_fsdp1
+from mllm_seqpar.runtime.fsdp_units import modules_around
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
 from mllm_seqpar.runtime.visual_tokens import VisualTokenLayout
 from mllm_seqpar.sharding import Spans, frame_spans, tensor_of
 
 from .attention import use_seqpar_attention
-from .cache import SequenceParallelCacheState, supports_sharded_text
+from .cache import SequenceParallelCacheState
+from .checks import check_frames, check_labels, refuse_custom_loss, refuse_reentrant_checkpointing
 from .frames import AttendedFrames, EmbeddedFrames, PassFrames
 from .generation import patch_generate
-from .inputs import (
-    ForwardInputs,
-    check_labels,
-    check_star,
-    check_text,
-    check_tokens,
-    refuse_custom_loss,
-    refuse_packed_lengths,
-    refuse_reentrant_checkpointing,
-    refuse_unknown_arguments,
-    refuse_unsupported_attention,
-    require_same_inputs,
-)
+from .inputs import ForwardInputs
 
 if TYPE_CHECKING:
     from mllm_seqpar.data.chat_family import ChatFamily
@@ -341,6 +329,7 @@ class Family(ABC, Generic[InputsT]):
 
     def check_inputs(self, inputs: InputsT, kwargs: Mapping[str, Any]) -> None:
         """Raise for inputs of this rank that are invalid or not supported; the other ranks then raise too."""
+        check_frames(self.context.comm, inputs)
         if self.checkpoints_visual_layers and self.model.training and torch.is_grad_enabled():
             refuse_reentrant_checkpointing(self._checkpointed_modules)
         shards_text = self.context.comm.size > 1 and self.context.config.self_attention != "local"
@@ -426,42 +415,3 @@ def decoder_arguments(embeds: Tensor, positions: Tensor, mask: Any, cache: Any, 
     """Return the arguments of `run_decoder` under the names that transformers' decoders have for them."""
     text = {"inputs_embeds": embeds, "position_ids": positions, "attention_mask": mask}
     return text | {"past_key_values": cache, "use_cache": cache is not None, "seqpar": state}
-
-
-def check_arguments(family: Family, inputs: ForwardInputs, kwargs: Mapping[str, Any]) -> None:
-    """Raise ConfigError for further arguments of a forward that are unknown or not supported."""
-    refuse_unknown_arguments(kwargs)
-    refuse_packed_lengths(inputs, kwargs)
-    for config in (family.model.config, family.text_config):
-        refuse_unsupported_attention(config, kwargs)
-
-
-def require_same_pass(
-    family: Family,
-    inputs: ForwardInputs,
-    logits_to_keep: int | Tensor,
-    kwargs: Mapping[str, Any],
-    cache: Cache | None = None,
-) -> None:
-    """Raise on every rank unless this pass is valid on all ranks and its inputs are the same."""
-    kwargs = {**kwargs, "logits_to_keep": logits_to_keep}
-    compare = family.context.compares_weights()
-
-    def check() -> None:
-        if compare:
-            refuse_fsdp1(family.model)
-        if compare and family.context.comm.size > 1:  # without pixels, the vision tower may stay elsewhere
-            pixels = inputs.frames is not None and not inputs.frames_are_features
-            only = None if pixels else family.embedding_weight()
-            require_transferable(family.context.comm, family.model, only=only)
-        check_text(inputs)
-        check_arguments(family, inputs, kwargs)
-        check_star(family.context.config, inputs)
-        family.check_inputs(inputs, kwargs)
-
-    # The class of a cache decides whether the text of a prompt is sharded.
-    cached = {} if cache is None else {"class of the cache supports sharded text": supports_sharded_text(cache)}
-    options = {"model": family.model, "kwargs": kwargs | cached, "compare_weights": compare}
-    require_same_inputs(family.context.comm, inputs, check, **options)
-    if (vocabulary := family.vocabulary) is not None:
-        check_tokens(inputs, vocabulary)

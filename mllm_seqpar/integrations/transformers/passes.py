@@ -30,11 +30,12 @@ from mllm_seqpar.runtime.star import block_length
 from mllm_seqpar.runtime.text import TextShards, select_logit_rows
 
 from .cache import SequenceParallelCacheState, begin_prompt, cache_state_of, shard_cached_text, supports_sharded_text
+from .checks import check_arguments, check_star, require_same_pass
 from .data_parallel import with_accumulated_gradients
-from .family import Family, check_arguments, require_same_pass
+from .family import Family
 from .frames import PassFrames, log_shard_sizes
 from .generation import share_random_state
-from .inputs import ForwardInputs, check_star
+from .inputs import ForwardInputs
 from .text import (
     dummy_mask,
     embeddings,
