@@ -213,7 +213,8 @@ def _run_replicated_rows(
     tokens = int(cache.get_seq_length()) + length
     recorder = _recorder(frames, tokens)
     state = frames.state_of_rows(start, length, tokens, cached_text=cached_text, recorder=recorder)
-    return family.run_decoder(state.embedded(embeds), positions, mask, cache, state, **kwargs)
+    embeds = state.embedded(embeds)  # the embeddings of the text alone are freed
+    return family.run_decoder(embeds, positions, mask, cache, state, **kwargs)
 
 
 def _recorder(frames: PassFrames, tokens: int, shards: TextShards | None = None) -> AnyRecorder | None:
