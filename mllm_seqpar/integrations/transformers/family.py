@@ -204,7 +204,34 @@ class Family(ABC, Generic[InputsT]):
         """Return (units, ...), what projections may need of each unit of all ranks: its position, or its rotation."""
         return torch.zeros(units, dtype=torch.long)
 
-    # The cache of a pass.
+    # The arguments of a pass.
+
+    def text_arguments(
+        self,
+        *,
+        past_key_values: Any = None,
+        use_cache: bool | None = None,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        decoder: Any = None,
+        **given: Any,
+    ) -> dict[str, Any]:
+        """Return the arguments of `ForwardInputs` for the text and its cache, given the arguments of the forward.
+
+        Args:
+            past_key_values, use_cache, labels, shift_labels: as the caller passes them.
+            decoder: the decoder of the unpatched model, if positions separate packed sequences there.
+            **given: further arguments that have the same names in both, such as `input_ids` and `visual_shard`.
+        """
+        either = labels if shift_labels is None else shift_labels
+        return given | {
+            "past_key_values": past_key_values,
+            "use_cache": self.makes_cache(past_key_values, use_cache, either),
+            "labels": labels,
+            "shift_labels": shift_labels,
+            "detects_packing": decoder is not None
+            and not self.unpatched_makes_cache(decoder, past_key_values, use_cache),
+        }
 
     def makes_cache(self, past: Any, use_cache: bool | None, labels: Tensor | None) -> bool:
         """Return whether a pass fills or continues a cache: if there is one, or the caller requests one.
@@ -274,7 +301,7 @@ class Family(ABC, Generic[InputsT]):
         """The modules that transformers' gradient checkpointing can be enabled for."""
         return [module for module in self.model.modules() if hasattr(module, "gradient_checkpointing")]
 
-    @property
+    @functools.cached_property
     def text_config(self) -> Any:
         return self.model.config.get_text_config(decoder=True)
 
