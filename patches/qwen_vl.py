@@ -270,23 +270,26 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         if frames is not None and _only_cached_frames(self.model.config, input_ids, past_key_values):
             frames = visual_embeds = None
             pixels = None, None
-        inputs = QwenVLInputs(
+        arguments = self.text_arguments(
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             position_ids=position_ids,
+            past_key_values=past_key_values,
             labels=labels,
             shift_labels=shift_labels,
+            use_cache=use_cache,
+            visual_shard=visual_shard,
+            decoder=decoder,
+        )
+        inputs = QwenVLInputs(
+            **arguments,
             frames=frames,
             frames_are_features=visual_embeds is not None,
             pixels_and_features=visual_embeds is not None and pixels != (None, None),
-            visual_shard=visual_shard,
             compared_tensors={}
             if frames is None
             else compared_tensors(self.model.config, self.embed, text, (*pixels, visual_embeds), visual_shard, given),
-            past_key_values=past_key_values,
-            use_cache=self.makes_cache(past_key_values, use_cache, labels if shift_labels is None else shift_labels),
-            detects_packing=not self.unpatched_makes_cache(decoder, past_key_values, use_cache),
             frame_names=(*PIXELS, FEATURES),
             pixels=pixels,
             merge=self.merge,

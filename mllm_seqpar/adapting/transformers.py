@@ -9,6 +9,7 @@ from mllm_seqpar.integrations.transformers.attention import (
     use_seqpar_attention,
 )
 from mllm_seqpar.integrations.transformers.cache import SequenceParallelCacheState, cache_state_of, mark_visual_layers
+from mllm_seqpar.integrations.transformers.checks import require_same_inputs
 from mllm_seqpar.integrations.transformers.family import (
     VISUAL_SHARD_DOC,
     DecoderOnlyFamily,
@@ -18,11 +19,7 @@ from mllm_seqpar.integrations.transformers.family import (
 )
 from mllm_seqpar.integrations.transformers.frames import local_features, mask_over_samples
 from mllm_seqpar.integrations.transformers.generation import patch_generate
-from mllm_seqpar.integrations.transformers.inputs import (
-    ForwardInputs,
-    as_compared_tensors,
-    require_same_inputs,
-)
+from mllm_seqpar.integrations.transformers.inputs import ForwardInputs, as_compared_tensors
 from mllm_seqpar.integrations.transformers.passes import run_pass
 
 __all__ = [

@@ -92,7 +92,7 @@ def agree(
             raise error
         found = step()
         described = {} if comm.size == 1 else {name: str(x) for name, x in (facts(found) or {}).items()}
-        own = [] if numbers is None else [int(x) for x in numbers(found)]
+        own = [] if numbers is None else list(map(int, numbers(found)))
     except Exception as failure:  # noqa: BLE001 - raised below, after the exchange
         if comm.size == 1:
             raise
@@ -114,7 +114,7 @@ def _raise_difference(
     calls, messages = [row[0] for row in rows], [row[1] for row in rows]
     if len(set(calls)) > 1:
         raise AgreementError(
-            f"the ranks of the group are in different calls at the same time: {_by_rank(calls)}. Every rank of the "
+            f"the ranks of the group are in different calls at the same time: {by_rank(calls)}. Every rank of the "
             "group must make the same calls in the same order, including those whose result it does not use"
         )
     if error is not None:
@@ -124,10 +124,10 @@ def _raise_difference(
             error.__dict__[_RANK_0_REPORTS] = True
         raise error
     if any(messages):
-        raise AgreementError(f"{what}: {_by_rank(messages)}")
+        raise AgreementError(f"{what}: {by_rank(messages)}")
     names = list(dict.fromkeys(name for row in rows for name in row[2]))
     values = {name: [row[2].get(name) for row in rows] for name in names}
-    differing = " | ".join(f"{name}: {_by_rank(found)}" for name, found in values.items() if len(set(found)) > 1)
+    differing = " | ".join(f"{name}: {by_rank(found)}" for name, found in values.items() if len(set(found)) > 1)
     raise AgreementError(f"{what}: the ranks differ in {differing}. {remedy}")
 
 
@@ -145,7 +145,7 @@ def _message(error: Exception | None) -> str | None:
     return str(error) if isinstance(error, SeqParError) else f"{type(error).__name__}: {error}"
 
 
-def _by_rank(values: Sequence[str | None]) -> str:
+def by_rank(values: Sequence[str | None]) -> str:
     """Return each distinct value with the ranks that have it; messages of None are left out."""
     groups: dict[str | None, list[int]] = {}
     for rank, value in enumerate(values):

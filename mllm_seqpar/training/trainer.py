@@ -44,7 +44,7 @@ from mllm_seqpar.integrations.accelerate.fsdp2 import (
     set_parallelism_on_cpu,
     without_launched_parallelism,
 )
-from mllm_seqpar.integrations.transformers.inputs import custom_loss
+from mllm_seqpar.integrations.transformers.checks import custom_loss
 from mllm_seqpar.patching import patch_model, patch_of
 from mllm_seqpar.patching.changes import Patch
 from mllm_seqpar.patching.registry import find_adapter

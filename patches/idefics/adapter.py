@@ -340,23 +340,25 @@ class IdeficsFamily(Family[_IdeficsInputs]):
             frames = frames.flatten(0, 1)
         from_tower = image_encoder_embeddings is not None and not self.model.config.use_resampler
         are_features = from_tower or perceiver_embeddings is not None
-        inputs = _IdeficsInputs(
+        text = self.text_arguments(  # without a decoder: the unpatched model makes a mask of ones if none is given
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             position_ids=_positions(attention_mask, position_ids, input_ids, inputs_embeds),
+            past_key_values=past_key_values,
             labels=labels,
             shift_labels=shift_labels,
+            use_cache=use_cache,
+            visual_shard=visual_shard,
+        )
+        inputs = _IdeficsInputs(
+            **text,
             frames=frames,
             frames_are_features=are_features,
             pixels_and_features=len(given) > 1,
-            visual_shard=visual_shard,
             compared_tensors=as_compared_tensors(
                 image_attention_mask=None if image_attention_mask is None else image_attention_mask.bool()
             ),
-            past_key_values=past_key_values,
-            use_cache=self.makes_cache(past_key_values, use_cache, labels if shift_labels is None else shift_labels),
-            detects_packing=False,  # the unpatched model makes a mask of ones if none is given
             frame_names=_FRAME_ARGUMENTS,
             compare_frames=pixel_values is not None,
             image_attention_mask=image_attention_mask,  # type: ignore[arg-type]

@@ -462,21 +462,24 @@ class MllamaFamily(Family[MllamaInputs]):
         frames, extras = _flat_images(*images, visual_shard, samples, vision.num_patches)
         mask = None if cross_attention_mask is None else cross_attention_mask == 1
         ratios = {} if visual_shard is not None else dict(zip(_ASPECT_RATIOS, extras, strict=False))
-        inputs = MllamaInputs(
+        arguments = self.text_arguments(
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             position_ids=position_ids,
+            past_key_values=past_key_values,
             labels=labels,
             shift_labels=shift_labels,
+            use_cache=use_cache,
+            visual_shard=visual_shard,
+            decoder=decoder,
+        )
+        inputs = MllamaInputs(
+            **arguments,
             frames=frames,
             frames_are_features=cross_attention_states is not None,
             pixels_and_features=pixel_values is not None and cross_attention_states is not None,
-            visual_shard=visual_shard,
             compared_tensors=as_compared_tensors(cross_attention_mask=mask, **ratios),
-            past_key_values=past_key_values,
-            use_cache=self.makes_cache(past_key_values, use_cache, labels if shift_labels is None else shift_labels),
-            detects_packing=not self.unpatched_makes_cache(decoder, past_key_values, use_cache),
             extras=extras,
             frame_names=("pixel_values", "cross_attention_states"),
             cross_attention_mask=mask,

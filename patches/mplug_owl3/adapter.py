@@ -333,6 +333,15 @@ class MPlugOwl3Family(Family[Any]):
         shape = (1, vision.num_channels, vision.image_size, vision.image_size)
         return (torch.zeros(shape, device=weight.device, dtype=weight.dtype),)
 
+    def makes_cache(self, past: Any, use_cache: bool | None, labels: Tensor | None) -> bool:
+        """Return whether a pass fills or continues a cache; none in training mode with gradient checkpointing.
+
+        The native model makes none then, even without gradients.
+        """
+        if past is not None or not super().makes_cache(past, use_cache, labels):
+            return past is not None
+        return self.unpatched_makes_cache(self.model.language_model.model, past, use_cache)
+
     def media_position(self, inputs: _MPlugOwl3Inputs) -> MediaPosition:
         return inputs.media_position
 
@@ -420,26 +429,25 @@ class MPlugOwl3Family(Family[Any]):
         visual_shard: FrameShard | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        decoder = self.model.language_model.model
-        unpatched_caches = self.unpatched_makes_cache(decoder, past_key_values, use_cache)
-        shift_labels = kwargs.pop("shift_labels", None)
-        caches = self.makes_cache(past_key_values, use_cache, labels if shift_labels is None else shift_labels)
-        layout = {} if media_layout is None else {name: getattr(media_layout, name) for name in _LAYOUT}
-        inputs = _MPlugOwl3Inputs(
+        arguments = self.text_arguments(
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             position_ids=position_ids,
+            past_key_values=past_key_values,
             labels=labels,
-            shift_labels=shift_labels,
+            shift_labels=kwargs.pop("shift_labels", None),
+            use_cache=use_cache,
+            visual_shard=visual_shard,
+            decoder=self.model.language_model.model,
+        )
+        layout = {} if media_layout is None else {name: getattr(media_layout, name) for name in _LAYOUT}
+        inputs = _MPlugOwl3Inputs(
+            **arguments,
             frames=pixel_values if pixel_values is not None else image_embeds,
             frames_are_features=image_embeds is not None,
             pixels_and_features=pixel_values is not None and image_embeds is not None,
-            visual_shard=visual_shard,
             compared_tensors=as_compared_tensors(media_offset=media_offset, **layout),
-            past_key_values=past_key_values,
-            use_cache=past_key_values is not None or (caches and unpatched_caches),
-            detects_packing=not unpatched_caches,
             model=self.model,
             media_offset=media_offset,
             media_layout=media_layout,

@@ -210,6 +210,54 @@ def test_unknown_or_misshapen_arguments_are_refused(arguments: Inputs, kind: typ
         patch_model(tiny_model())(**given)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"output_attentions": True}, "output_attentions=True: attention weights do not exist"),
+        ({"output_attention": True}, "forward: unknown argument output_attention"),
+        ({"is_causal": False}, "is_causal=False: the text of a patched model is causal"),
+        ({"cu_seq_lens_q": torch.tensor([0, 1])}, "cu_seq_lens_q: the lengths that FlashAttention's varlen kernels"),
+    ],
+)
+@torch.no_grad()
+def test_arguments_are_checked_in_decoding_steps_too(arguments: Inputs, message: str) -> None:
+    model = patch_model(tiny_model())
+    cache = model(tiny_text(2), tiny_frames(2), use_cache=True).past_key_values
+    token = {"input_ids": tiny_text(2)[:, :1], "past_key_values": cache}
+    with pytest.raises(ConfigError, match=message):
+        model(**token, **arguments)
+    assert model(**token).logits.shape[1] == 1
+
+
+def autocast_loss(model: Any, inputs: Inputs, comm: Any, dtypes: tuple[torch.dtype, ...]) -> float:
+    """Return the loss under autocast with features of a dtype for each rank."""
+    features = inputs["image_embeds"].to(dtypes[comm.rank])
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        return float(model(**inputs | {"image_embeds": features}).loss)
+
+
+def features_case(strategy: str) -> Owl:
+    return Owl(frames=(2,), length=12, features="features", local_frames=True).with_options(strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "ring"])
+def test_rank_without_frames_may_pass_features_of_any_dtype(strategy: str) -> None:
+    """Under autocast features keep their dtype, and ranks that send them to each other need the same."""
+    half, single = torch.bfloat16, torch.float32
+    case = features_case(strategy)
+    expected = on_ranks(3, "mplug_owl3", case, lambda *given: autocast_loss(*given, (half, half, half)))
+    found = on_ranks(3, "mplug_owl3", case, lambda *given: autocast_loss(*given, (half, half, single)))
+    assert found == expected == expected[:1] * 3
+
+
+def test_ranks_with_features_of_different_dtypes_are_refused() -> None:
+    def run(*given: Any) -> None:
+        with pytest.raises(AgreementError, match="dtype of frames: rank 0: torch.bfloat16; rank 1: torch.float32"):
+            autocast_loss(*given, (torch.bfloat16, torch.float32, torch.int8))
+
+    on_ranks(3, "mplug_owl3", features_case("lv-xattn"), run)
+
+
 SHORT = tiny_text(3, length=11)
 BAD_TOKENS = [
     ({"input_ids": torch.full((1, 12), 256)}, "input_ids: 256 is not a token of this model, whose tokens are 0 to 255"),

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import StaticCache
 
 from family_cases import FUSED, QWENS
-from family_harness import TOLERANCE, inputs_of, model_of, settings, slow_unless
+from family_harness import TOLERANCE, inputs_of, model_of, on_ranks, settings, slow_unless
 from generation_cases import SHARDED
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.comm import run_loopback
@@ -379,6 +379,28 @@ def test_configs_keep_their_identity_and_are_saved_unchanged() -> None:
             assert model.config.to_json_string() == saved
             twin = type(model)(model.config)  # of the same config object
             assert twin.config._attn_implementation == "sdpa" and "mllm_seqpar" not in repr(twin.config)
+
+
+@torch.no_grad()
+def test_ranks_encode_passed_tower_outputs_together_or_not_at_all() -> None:
+    """Outputs of the tower are not compared bit by bit, so one rank alone may find that they have changed."""
+    case = Idefics(frames=(2,), labels=None, features="encoder", model={"use_resampler": True})
+
+    @torch.no_grad()
+    def run(model: Any, inputs: dict[str, Any], comm: Any) -> list[int]:
+        encoded: list[None] = []
+        model.model.perceiver_resampler.register_forward_pre_hook(lambda *_: encoded.append(None))
+        cache, counts = model(**inputs, use_cache=True).past_key_values, []
+        name = "image_encoder_embeddings"
+        for factor in (1, 1 + 1e-6 * comm.rank):
+            counts.append(-len(encoded))
+            mask = inputs["image_attention_mask"][:, -1:]
+            token = inputs | {"input_ids": inputs["input_ids"][:, -1:], "image_attention_mask": mask}
+            model(**token | {name: inputs[name] * factor}, past_key_values=cache)
+            counts[-1] += len(encoded)
+        return counts
+
+    assert on_ranks(2, "idefics", case, run) == [[0, 1], [0, 1]]
 
 
 def test_ranks_with_different_caches_or_cached_features_raise_together() -> None:

@@ -72,6 +72,31 @@ def test_logits_modes_return_all_logits_or_the_local_shard(kind: str) -> None:
             assert error(logits, expected) < TOLERANCE, name
 
 
+@pytest.mark.parametrize("options", [{}, SHARDED], ids=["whole prompt", "sharded prompt"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_pass_with_a_cache_and_labels_has_no_logits_if_none_are_wanted(world: int, options: dict[str, Any]) -> None:
+    case = replace(CASES["gated"], labels="few").with_options(logits="none", **options)
+
+    @torch.no_grad()
+    def run(model: Any, inputs: dict[str, Any], _: Any) -> tuple[list[int], Any, Any]:
+        rows: list[int] = []
+        model.get_output_embeddings().register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[-2]))
+        found = model(**inputs, use_cache=True)
+        kept = model(**inputs, use_cache=True, logits_to_keep=LENGTH)
+        assert found.past_key_values.get_seq_length() == LENGTH
+        assert found.logits is None and kept.logits.shape[1] == LENGTH
+        return rows, found.loss, kept.loss
+
+    model, inputs = build("mplug_owl3", case)
+    targets = int((inputs["labels"][:, 1:] != -100).sum())
+    assert 0 < targets < 2 * LENGTH
+    with torch.no_grad():
+        expected = model(**inputs).loss
+    for rows, loss, kept in on_ranks(world, "mplug_owl3", case, run):
+        assert rows == [targets, LENGTH]
+        assert error(loss, expected) < TOLERANCE and error(kept, expected) < TOLERANCE
+
+
 def sizes(model: Any, inputs: dict[str, Any], _: Any) -> dict[str, list[int]]:
     """Return the tokens of each decoder layer's input, and the frames of each tower call and of the shared features."""
     found: dict[str, list[int]] = {"tokens": [], "tower": [], "features": []}

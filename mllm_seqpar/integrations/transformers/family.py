@@ -18,34 +18,23 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from mllm_seqpar.comm.devices import require_transferable
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.patching import Patch
 from mllm_seqpar.patching.registry import is_instance_by_name
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
-from mllm_seqpar.runtime.fsdp_units import modules_around, refuse_fsdp1
+from mllm_seqpar.runtime.fsdp_units import modules_around
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
 from mllm_seqpar.runtime.visual_tokens import VisualTokenLayout
 from mllm_seqpar.sharding import Spans, frame_spans, tensor_of
 
 from .attention import use_seqpar_attention
-from .cache import SequenceParallelCacheState, supports_sharded_text
+from .cache import SequenceParallelCacheState
+from .checks import check_frames, check_labels, refuse_custom_loss, refuse_reentrant_checkpointing
+from .frames import AttendedFrames, EmbeddedFrames, PassFrames
 from .generation import patch_generate
-from .inputs import (
-    ForwardInputs,
-    check_labels,
-    check_star,
-    check_text,
-    check_tokens,
-    refuse_custom_loss,
-    refuse_packed_lengths,
-    refuse_reentrant_checkpointing,
-    refuse_unknown_arguments,
-    refuse_unsupported_attention,
-    require_same_inputs,
-)
+from .inputs import ForwardInputs
 
 if TYPE_CHECKING:
     from mllm_seqpar.data.chat_family import ChatFamily
@@ -203,6 +192,10 @@ class Family(ABC, Generic[InputsT]):
         """Return the frames of every rank. Without frames, rank 0 has the empty one."""
         return frame_spans(max(1, inputs.total_frames), self.context.comm.size, self.layout_of_frames(inputs))
 
+    def begin_frames(self, inputs: InputsT, cache_state: SequenceParallelCacheState | None = None) -> PassFrames:
+        """Return the frames of a pass, which are not encoded yet."""
+        return AttendedFrames(self, inputs, cache_state)
+
     def units_per_frame(self, inputs: InputsT) -> int:
         return 1
 
@@ -210,7 +203,34 @@ class Family(ABC, Generic[InputsT]):
         """Return (units, ...), what projections may need of each unit of all ranks: its position, or its rotation."""
         return torch.zeros(units, dtype=torch.long)
 
-    # The cache of a pass.
+    # The arguments of a pass.
+
+    def text_arguments(
+        self,
+        *,
+        past_key_values: Any = None,
+        use_cache: bool | None = None,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        decoder: Any = None,
+        **given: Any,
+    ) -> dict[str, Any]:
+        """Return the arguments of `ForwardInputs` for the text and its cache, given the arguments of the forward.
+
+        Args:
+            past_key_values, use_cache, labels, shift_labels: as the caller passes them.
+            decoder: the decoder of the unpatched model, if positions separate packed sequences there.
+            **given: further arguments that have the same names in both, such as `input_ids` and `visual_shard`.
+        """
+        either = labels if shift_labels is None else shift_labels
+        return given | {
+            "past_key_values": past_key_values,
+            "use_cache": self.makes_cache(past_key_values, use_cache, either),
+            "labels": labels,
+            "shift_labels": shift_labels,
+            "detects_packing": decoder is not None
+            and not self.unpatched_makes_cache(decoder, past_key_values, use_cache),
+        }
 
     def makes_cache(self, past: Any, use_cache: bool | None, labels: Tensor | None) -> bool:
         """Return whether a pass fills or continues a cache: if there is one, or the caller requests one.
@@ -280,7 +300,7 @@ class Family(ABC, Generic[InputsT]):
         """The modules that transformers' gradient checkpointing can be enabled for."""
         return [module for module in self.model.modules() if hasattr(module, "gradient_checkpointing")]
 
-    @property
+    @functools.cached_property
     def text_config(self) -> Any:
         return self.model.config.get_text_config(decoder=True)
 
@@ -335,19 +355,21 @@ class Family(ABC, Generic[InputsT]):
 
     def check_inputs(self, inputs: InputsT, kwargs: Mapping[str, Any]) -> None:
         """Raise for inputs of this rank that are invalid or not supported; the other ranks then raise too."""
-        for config in (self.model.config, self.text_config):
-            refuse_unsupported_attention(config, kwargs)
+        check_frames(self.context.comm, inputs)
         if self.checkpoints_visual_layers and self.model.training and torch.is_grad_enabled():
             refuse_reentrant_checkpointing(self._checkpointed_modules)
         shards_text = self.context.comm.size > 1 and self.context.config.self_attention != "local"
-        own_loss = shards_text or self.leaves_out_logits(kwargs.get("logits_to_keep", 0))
-        if own_loss and not inputs.use_cache and inputs.has_labels:
+        own_loss = (shards_text and not inputs.use_cache) or self.leaves_out_logits(
+            inputs, kwargs.get("logits_to_keep", 0)
+        )
+        if own_loss and inputs.has_labels:
             refuse_custom_loss(self.model)
             check_labels(inputs)
 
-    def leaves_out_logits(self, logits_to_keep: int | Tensor) -> bool:
-        """Return whether a pass without a cache, but with labels, returns no logits."""
-        return self.context.config.logits == "none" and isinstance(logits_to_keep, int) and logits_to_keep == 0
+    def leaves_out_logits(self, inputs: InputsT, logits_to_keep: int | Tensor) -> bool:
+        """Return whether a pass has a loss and no logits, of which the head then computes only rows with a target."""
+        wanted = self.context.config.logits != "none" or inputs.is_decoding_step
+        return not wanted and inputs.has_labels and isinstance(logits_to_keep, int) and logits_to_keep == 0
 
     def model_output(self, out: CausalLMOutputWithPast, features: Tensor | None, inputs: InputsT) -> Any:
         """Return the model's own output class; `features` are what this rank encoded in this pass, or None."""
@@ -384,6 +406,9 @@ class DecoderOnlyFamily(Family[InputsT]):
     has_cross_attention = False
     checkpoints_visual_layers = False
 
+    def begin_frames(self, inputs: InputsT, cache_state: SequenceParallelCacheState | None = None) -> PassFrames:
+        return EmbeddedFrames(self, inputs, cache_state)
+
     @abstractmethod
     def media_position(self, inputs: InputsT) -> VisualTokenLayout:
         """Return where the visual tokens of this pass are, and which embedding each has.
@@ -418,35 +443,3 @@ def decoder_arguments(embeds: Tensor, positions: Tensor, mask: Any, cache: Any, 
     """Return the arguments of `run_decoder` under the names that transformers' decoders have for them."""
     text = {"inputs_embeds": embeds, "position_ids": positions, "attention_mask": mask}
     return text | {"past_key_values": cache, "use_cache": cache is not None, "seqpar": state}
-
-
-def require_same_pass(
-    family: Family,
-    inputs: ForwardInputs,
-    logits_to_keep: int | Tensor,
-    kwargs: Mapping[str, Any],
-    cache: Cache | None = None,
-) -> None:
-    """Raise on every rank unless this pass is valid on all ranks and its inputs are the same."""
-    kwargs = {**kwargs, "logits_to_keep": logits_to_keep}
-    compare = family.context.compares_weights()
-
-    def check() -> None:
-        if compare:
-            refuse_fsdp1(family.model)
-        if compare and family.context.comm.size > 1:  # without pixels, the vision tower may stay elsewhere
-            pixels = inputs.frames is not None and not inputs.frames_are_features
-            only = None if pixels else family.embedding_weight()
-            require_transferable(family.context.comm, family.model, only=only)
-        check_text(inputs)
-        refuse_unknown_arguments(kwargs)
-        refuse_packed_lengths(inputs, kwargs)
-        check_star(family.context.config, inputs)
-        family.check_inputs(inputs, kwargs)
-
-    # The class of a cache decides whether the text of a prompt is sharded.
-    cached = {} if cache is None else {"class of the cache supports sharded text": supports_sharded_text(cache)}
-    options = {"model": family.model, "kwargs": kwargs | cached, "compare_weights": compare}
-    require_same_inputs(family.context.comm, inputs, check, **options)
-    if (vocabulary := family.vocabulary) is not None:
-        check_tokens(inputs, vocabulary)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,17 +20,20 @@ from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.runtime.attention_record import AnyRecorder, AttentionRecord
+from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.frames import Frames, VisualKVCache, select_strategy, unit_spans
 from mllm_seqpar.runtime.offload import HostFeatures, in_host_memory, stored_in_host_memory
 from mllm_seqpar.runtime.text import TextShards
 from mllm_seqpar.runtime.visual_features import VisualFeatures, fingerprint_of
-from mllm_seqpar.runtime.visual_tokens import FrameTokens
+from mllm_seqpar.runtime.visual_tokens import FrameTokens, VisualTokens
 from mllm_seqpar.sharding import frame_bounds, span_length, take_spans
 
 from .cache import SequenceParallelCacheState
 from .data_parallel import agree_on_frames
-from .family import DecoderOnlyFamily, Family
 from .inputs import ForwardInputs
+
+if TYPE_CHECKING:
+    from .family import DecoderOnlyFamily, Family
 
 
 def local_features(family: Family, inputs: ForwardInputs) -> Tensor | None:
@@ -150,18 +153,24 @@ class PassFrames(ABC):
         cache_state: what the patched model stores with the cache, in a pass with one.
         media_position: what `Family.media_position` returned for these frames.
         features: of the frames that came with this pass, on this rank; None if none came, or if the rows have them.
+        has_frames: whether this pass has frames, perhaps only the empty one (`local_features`); the same on all ranks.
     """
 
     media_position: Any = None
     features: Tensor | None = None
+    has_frames = False
 
     def __init__(
         self, family: Family, inputs: ForwardInputs, cache_state: SequenceParallelCacheState | None = None
     ) -> None:
         self.family, self.inputs, self.cache_state = family, inputs, cache_state
-        if cache_state is None or self._are_new(cache_state):
-            self.media_position = family.media_position(inputs)
+
+    def encode(self) -> None:
+        """Encode the frames that came with this pass, unless the cache has them; all ranks call it together."""
+        if self.cache_state is None or self._are_new(self.cache_state):
+            self.media_position = self.family.media_position(self.inputs)
             self._encode()
+            self.has_frames = self.features is not None
 
     def _are_new(self, cache_state: SequenceParallelCacheState) -> bool:
         """Return whether this pass encodes frames: those of a prompt, also without any (for FSDP), and later ones."""
@@ -172,12 +181,18 @@ class PassFrames(ABC):
         """Encode the frames that came with this pass."""
 
     @abstractmethod
-    def of_shards(self, text: TextShards) -> dict[str, Any]:
-        """Return what `ForwardState` takes for the frames, in a pass with a sharding of the text."""
+    def state_of_shards(self, text: TextShards, recorder: AnyRecorder | None = None) -> ForwardState:
+        """Return the state of a pass with a sharding of the text."""
 
     @abstractmethod
-    def of_rows(self, start: int, length: int) -> dict[str, Any]:
-        """Return what `ForwardState` takes for the frames, if every rank has the `length` rows from `start` on."""
+    def state_of_rows(self, start: int, length: int, tokens: int, **given: Any) -> ForwardState:
+        """Return the state of a pass in which every rank has the `length` rows from `start` on.
+
+        Args:
+            start, length: the rows.
+            tokens: the number of tokens so far, including those of this pass.
+            **given: the other arguments of `ForwardState`.
+        """
 
     @abstractmethod
     def begin_record(self, record: AttentionRecord, tokens: int, positions: Tensor | None) -> AnyRecorder | None:
@@ -201,14 +216,12 @@ class AttendedFrames(PassFrames):
     source: VisualFeatures | VisualKVCache | None = None
     mask: FrameMask
 
-    def __init__(
-        self, family: Family, inputs: ForwardInputs, cache_state: SequenceParallelCacheState | None = None
-    ) -> None:
-        super().__init__(family, inputs, cache_state)
-        if cache_state is not None and cache_state.visual is not None:
-            self.source = visual = cache_state.visual
-            self.media_position = cache_state.media_position
-            self._make_mask(visual.units, visual.tokens_per_unit, visual.total_frames)
+    def encode(self) -> None:
+        super().encode()
+        state = self.cache_state
+        if state is not None and state.visual is not None:
+            self.source, self.media_position, self.has_frames = state.visual, state.media_position, True
+            self._make_mask(state.visual.units, state.visual.tokens_per_unit, state.visual.total_frames)
 
     def _make_mask(self, units: int, tokens: int, total_frames: int) -> None:
         """Make the mask of all rows over the frames; without frames, over the empty one, which no row attends to."""
@@ -248,8 +261,8 @@ class AttendedFrames(PassFrames):
         if inputs.frames is None or not inputs.total_frames:
             return False
         same = self._fingerprint(inputs.frames) in cache_state.frame_fingerprints
-        # The frames of one rank may be the same while those of another are not, and features are not compared before.
-        if inputs.visual_shard is not None or inputs.frames_are_features:
+        # The frames of one rank may be the same while those of another are not.
+        if not inputs.compares_values_of_frames:
             same = all(number for (number,) in family.context.comm.gather_ints([int(same)]))
         if family.repeats_frames:  # as unpatched: every pass attends to the frames that come with it
             return (
@@ -263,28 +276,29 @@ class AttendedFrames(PassFrames):
             "without the cache"
         )
 
-    def of_shards(self, text: TextShards) -> dict[str, Any]:
+    def state_of_shards(self, text: TextShards, recorder: AnyRecorder | None = None) -> ForwardState:
         family, inputs, source, context = self.family, self.inputs, self.source, self.family.context
         if source is None:
-            return {}
+            return ForwardState(context, text=text, recorder=recorder)
         frames = Frames.of_shards(source, self.mask, text, family.units_per_frame(inputs))
         if isinstance(source, VisualFeatures):
             index = functools.partial(family.unit_index, inputs, source.total_frames)
             frames = select_strategy(context, frames, source, text, index, family.cross_attention_shape())
         local = context.config.self_attention == "local"
         facts = family.row_facts(inputs, self.mask, self.media_position)
-        return {"frames": frames, "rows": {name: x if local else text.shard(x, 1) for name, x in facts.items()}}
+        rows = {name: x if local else text.shard(x, 1) for name, x in facts.items()}
+        return ForwardState(context, text=text, frames=frames, rows=rows, recorder=recorder)
 
-    def of_rows(self, start: int, length: int) -> dict[str, Any]:
+    def state_of_rows(self, start: int, length: int, tokens: int, **given: Any) -> ForwardState:
+        context = self.family.context
         if self.source is None:
-            return {}
+            return ForwardState(context, tokens=tokens, **given)
         assert isinstance(self.source, VisualKVCache)
         facts = self.family.row_facts(self.inputs, self.mask, self.media_position)
         mask = self.mask.take(torch.arange(start, start + length)) if start else self.mask
-        return {
-            "frames": self.source.frames_of(mask, self.family.context.comm),
-            "rows": {name: x[:, start:] for name, x in facts.items()},
-        }
+        frames = self.source.frames_of(mask, context.comm)
+        rows = {name: x[:, start:] for name, x in facts.items()} if start else facts
+        return ForwardState(context, frames=frames, rows=rows, tokens=tokens, **given)
 
     def begin_record(self, record: AttentionRecord, tokens: int, positions: Tensor | None) -> AnyRecorder | None:
         if self.source is None:
@@ -309,24 +323,37 @@ class EmbeddedFrames(PassFrames):
             tokens = earlier.followed_by(tokens, past, state.rows_of(self.inputs.batch))
         state.media_position = tokens
 
-    def of_shards(self, text: TextShards) -> dict[str, Any]:
-        if self.family.context.config.self_attention == "local":
-            return self.of_rows(0, text.length)
-        later = text.length < self.inputs.length  # rows behind the shards, of Star Attention, need the features too
-        return self._exchanged(0, text.length, [text.positions(rank) for rank in range(text.comm.size)], later)
+    def state_of_shards(self, text: TextShards, recorder: AnyRecorder | None = None) -> ForwardState:
+        context = self.family.context
+        if context.config.self_attention == "local":
+            tokens = self._of_replicated_rows(0, text.length)
+        else:
+            later = text.length < self.inputs.length  # rows behind the shards, of Star Attention, need the features too
+            rows = [text.positions(rank) for rank in range(text.comm.size)]
+            tokens = self._exchanged(0, text.length, rows, later)
+        return ForwardState(context, text=text, visual_tokens=tokens, recorder=recorder)
 
-    def of_rows(self, start: int, length: int) -> dict[str, Any]:
+    def state_of_rows(self, start: int, length: int, tokens: int, **given: Any) -> ForwardState:
+        visual_tokens = self._of_replicated_rows(start, length)
+        return ForwardState(self.family.context, visual_tokens=visual_tokens, tokens=tokens, **given)
+
+    def _of_replicated_rows(self, start: int, length: int) -> list[VisualTokens] | None:
         return self._exchanged(start, length, [torch.arange(length)] * self.family.context.comm.size)
 
-    def _exchanged(self, start: int, length: int, rows: Sequence[Tensor], keep: bool = False) -> dict[str, Any]:
-        """Send the features of the `length` tokens from `start` on to the ranks that have their rows."""
+    def _exchanged(
+        self, start: int, length: int, rows: Sequence[Tensor], keep: bool = False
+    ) -> list[VisualTokens] | None:
+        """Send the features of the `length` tokens from `start` on to the ranks that have their rows.
+
+        Return the visual tokens among the rows of this rank; None in a pass without frames.
+        """
         features, comm, width = self.features, self.family.context.comm, self.family.text_config.hidden_size
         if features is None:
-            return {}
+            return None
         if not keep:
             self.features = None  # the rows will have them, and the memory is free for the layers
         routes = self.media_position.between(start, start + length).routes(rows, comm.rank)
-        return {"visual_tokens": routes.exchange(features, comm, features.shape[1] // width)}
+        return routes.exchange(features, comm, features.shape[1] // width)
 
     def begin_record(self, record: AttentionRecord, tokens: int, positions: Tensor | None) -> AnyRecorder | None:
         state, inputs = self.cache_state, self.inputs
@@ -352,14 +379,6 @@ class EmbeddedFrames(PassFrames):
             return None
         row = mask[0] if mask.dim() == 2 else mask[0, 0, -1]
         return row == 0 if row.is_floating_point() else row.bool()
-
-
-def frames_of_pass(
-    family: Family, inputs: ForwardInputs, cache_state: SequenceParallelCacheState | None = None
-) -> PassFrames:
-    """Encode the frames of a pass and return them."""
-    kind = EmbeddedFrames if isinstance(family, DecoderOnlyFamily) else AttendedFrames
-    return kind(family, inputs, cache_state)
 
 
 def visual_features(family: Family, inputs: ForwardInputs, features: Tensor) -> VisualFeatures:

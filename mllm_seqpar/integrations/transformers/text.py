@@ -90,12 +90,27 @@ def dummy_mask(text: Tensor) -> Tensor:
     return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=text.device)
 
 
+def outputs_without_logits(
+    family: Family,
+    inputs: ForwardInputs,
+    hidden: Tensor,
+    states: Any,
+    kwargs: Mapping[str, Any],
+    text: TextShards | None = None,
+    cache: Any = None,
+) -> CausalLMOutputWithPast:
+    """Return the loss, given the last hidden states (B, s, C) of the rows that `text` shards, or of all rows."""
+    loss = _loss_of_targets(family, inputs, hidden, kwargs, text)
+    return CausalLMOutputWithPast(loss=loss, past_key_values=cache, hidden_states=states)
+
+
 def whole_text_outputs(
     family: Family, inputs: ForwardInputs, hidden: Tensor, states: Any, kwargs: Mapping[str, Any], cache: Any = None
 ) -> CausalLMOutputWithPast:
     """Return loss and logits of a pass in which every rank has all text.
 
-    `hidden` (B, r, C) are the last hidden states of the rows whose logits are returned, `states` those of every layer.
+    `hidden` (B, r, C) are the last hidden states of the rows whose logits are returned, and `states` has the hidden
+    states of every layer.
     """
     logits, loss = family.lm_head(hidden), None
     if inputs.labels is not None or inputs.shift_labels is not None:
@@ -123,11 +138,11 @@ def uncached_outputs(
     hidden, hidden_states = decoded.last_hidden_state, decoded.hidden_states
     text, labelled = state.text, inputs.has_labels
     assert text is not None
-    if labelled and family.leaves_out_logits(logits_to_keep):
-        if state.shards_text:
-            hidden_states = gather_hidden_states(text, hidden_states)
-        loss_of_targets = _loss_of_targets(family, inputs, state, hidden, kwargs)
-        return CausalLMOutputWithPast(loss=loss_of_targets, hidden_states=hidden_states)
+    if family.leaves_out_logits(inputs, logits_to_keep):
+        sharding = text if state.shards_text else None
+        if sharding is not None:
+            hidden_states = gather_hidden_states(sharding, hidden_states)
+        return outputs_without_logits(family, inputs, hidden, hidden_states, kwargs, sharding)
     if not state.shards_text or text.comm.size == 1:
         return whole_text_outputs(family, inputs, select_logit_rows(hidden, logits_to_keep), hidden_states, kwargs)
     every_row = isinstance(logits_to_keep, int) and logits_to_keep == 0
@@ -147,22 +162,23 @@ def uncached_outputs(
 
 
 def _loss_of_targets(
-    family: Family, inputs: ForwardInputs, state: ForwardState, hidden: Tensor, kwargs: Mapping[str, Any]
+    family: Family, inputs: ForwardInputs, hidden: Tensor, kwargs: Mapping[str, Any], text: TextShards | None
 ) -> Tensor:
     """Return the loss, given the last hidden states (B, s, C); the head computes the tokens that have a target.
+
+    The hidden states are of the rows that this rank has of `text`, or of all rows if it is None.
 
     A rank without targets calls the head too, for no token, so that FSDP2 and DDP stay in step.
     """
     ignore = IGNORE if kwargs.get("ignore_index") is None else kwargs["ignore_index"]
-    targets, text = inputs.target_labels(ignore), state.text
-    assert text is not None
-    local = (text.shard(targets, 1, ignore) if state.shards_text else targets).flatten()
+    targets = inputs.target_labels(ignore)
+    local = (targets if text is None else text.shard(targets, 1, ignore)).flatten()
     rows = (local != ignore).nonzero().flatten()
     rows, labels = copy_to_device(torch.stack([rows, local[rows].long()]), hidden.device)
     logits = family.lm_head(hidden.flatten(0, 1).index_select(0, rows)[None])[0]
     require_tokens(targets, logits.shape[-1], ignore)
     total = F.cross_entropy(logits.float(), labels, reduction="sum")
-    total = group_sum(total, text.comm) if state.shards_text else total
+    total = total if text is None else group_sum(total, text.comm)
     return mean_over_targets(total, targets, kwargs.get("num_items_in_batch"), ignore)
 
 

@@ -1,0 +1,367 @@
+"""The checks before a forward pass: each rank validates its arguments, and all ranks compare their inputs.
+
+A decoding step of one token only validates the arguments that it has besides the token.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.cache_utils import Cache
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.utils import TransformersKwargs
+
+from mllm_seqpar.comm import Communicator
+from mllm_seqpar.comm.agreement import agree, by_rank
+from mllm_seqpar.comm.base import fingerprint
+from mllm_seqpar.comm.devices import require_transferable
+from mllm_seqpar.config import SeqParConfig
+from mllm_seqpar.errors import AgreementError, ConfigError, ShapeError
+from mllm_seqpar.runtime.fsdp_units import refuse_fsdp1
+from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
+from mllm_seqpar.sharding import FrameShard, describe_spans, frame_spans
+
+from .cache import supports_sharded_text
+from .inputs import ForwardInputs
+
+if TYPE_CHECKING:
+    from .family import Family
+
+_REMEDY = (
+    "Every rank of the group must pass what it would pass to the unpatched model. transformers' Trainer gives each "
+    "rank its "
+    "own samples: use mllm_seqpar.SeqParTrainer instead, or SeqParMixin for a subclass"
+)
+_SAMPLED_WEIGHTS = 16
+"""The number of values of each parameter that are compared."""
+_KNOWN_ARGUMENTS = {*TransformersKwargs.__annotations__, "cache_position", "ignore_index", "logits_to_keep"}
+_PACKED_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_KNOWN_ARGUMENTS |= {"return_dict", "token_type_ids"}  # tokenizers return token_type_ids for all models
+
+
+def require_same_pass(
+    family: Family,
+    inputs: ForwardInputs,
+    logits_to_keep: int | Tensor,
+    kwargs: Mapping[str, Any],
+    cache: Cache | None = None,
+) -> None:
+    """Raise on every rank unless this pass is valid on all ranks and its inputs are the same.
+
+    The modes of the model are compared too, and in the first passes a sample of its weights and which are trained.
+    """
+    comm, kwargs = family.context.comm, {**kwargs, "logits_to_keep": logits_to_keep}
+    compare_weights = family.context.compares_weights()
+
+    def check() -> None:
+        if compare_weights:
+            refuse_fsdp1(family.model)
+        if compare_weights and comm.size > 1:  # without pixels, the vision tower may stay elsewhere
+            pixels = inputs.frames is not None and not inputs.frames_are_features
+            require_transferable(comm, family.model, only=None if pixels else family.embedding_weight())
+        check_text(inputs)
+        check_arguments(family, inputs, kwargs)
+        check_star(family.context.config, inputs)
+        family.check_inputs(inputs, kwargs)
+
+    # The class of a cache decides whether the text of a prompt is sharded.
+    cached = {} if cache is None else {"class of the cache supports sharded text": supports_sharded_text(cache)}
+    options = {"model": family.model, "kwargs": kwargs | cached, "compare_weights": compare_weights}
+    require_same_inputs(comm, inputs, check, **options)
+    if (vocabulary := family.vocabulary) is not None:
+        check_tokens(inputs, vocabulary)
+
+
+def require_same_inputs(
+    comm: Communicator,
+    inputs: ForwardInputs,
+    check: Callable[[], None],
+    *,
+    model: nn.Module | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    compare_weights: bool = False,
+) -> None:
+    """Raise on every rank of the group unless all ranks pass the same text, number of frames and pixels.
+
+    Token ids, masks, positions and labels are compared by digests. Pixels are compared by a sample of them if every
+    rank has all of them, and so are embeddings that replace token ids. Features may differ in their last bits between
+    devices and are compared by shape and dtype.
+
+    `check` calls `Family.check_inputs`; if it raises on one rank, the others raise an AgreementError. If `model` is
+    given, its modes are compared, and with `compare_weights` also a sample of its weights and which of them are
+    trained.
+    """
+    if comm.size == 1:
+        check()
+        inputs.read()
+        return
+
+    def facts(_: None) -> dict[str, Any]:
+        return _facts(comm, inputs, model, kwargs or {}, compare_weights)
+
+    _, rows = agree(comm, _PASS, check, facts, numbers=functools.partial(_dtype_of_frames, inputs), remedy=_REMEDY)
+    _share_dtype_of_frames(inputs, rows)
+
+
+_PASS = "forward pass"
+_DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
+"""The dtypes that frames may have, by the number that ranks exchange."""
+
+
+def _dtype_of_frames(inputs: ForwardInputs, _: None = None) -> list[int]:
+    """Return the number of the dtype of this rank's frames, or -1 without any."""
+    frames = inputs.frames
+    return [-1 if frames is None or not frames.shape[0] else _DTYPES.index(frames.dtype)]
+
+
+def _share_dtype_of_frames(inputs: ForwardInputs, rows: Sequence[Sequence[int]]) -> None:
+    """Give an empty tensor of frames the dtype that the other ranks' frames have; AgreementError if these differ.
+
+    Under autocast, layers take features in the dtype that the caller passes, and ranks may send them to each other.
+    """
+    found, frames = set(itertools.chain(*rows)) - {-1}, inputs.frames
+    if len(found) > 1:
+        named = by_rank([None if number < 0 else str(_DTYPES[number]) for (number,) in rows])
+        raise AgreementError(f"{_PASS}: the ranks differ in dtype of frames: {named}. {_REMEDY}")
+    if found and frames is not None and not frames.shape[0]:
+        object.__setattr__(inputs, "frames", frames.to(_DTYPES[found.pop()]))
+
+
+def _facts(
+    comm: Communicator,
+    inputs: ForwardInputs,
+    model: nn.Module | None,
+    kwargs: Mapping[str, Any],
+    compare_weights: bool,
+) -> dict[str, Any]:
+    """Return what must be equal on all ranks, by name. All tensors are read from the device at once."""
+    frames, mask, shard = inputs.frames, inputs.attention_mask, inputs.visual_shard
+    num_items, logits_to_keep = (kwargs.get(name) for name in ("num_items_in_batch", "logits_to_keep"))
+    compared: dict[str, Sequence[Any]] = {
+        "embeddings": [sampled_bits(inputs.text)] if inputs.input_ids is None else [],
+        "the attention mask": list(mask.values()) if isinstance(mask, Mapping) else [mask],  # one per kind of layer
+        "position ids": [inputs.position_ids],
+        "pixels": [sampled_bits(frames)] if frames is not None and inputs.compares_values_of_frames else [],
+        "logits_to_keep": [logits_to_keep if isinstance(logits_to_keep, Tensor) else None],
+        "weights": _sampled_weights(model) if compare_weights and model is not None else [],
+    }
+    given = {name: [x for x in tensors if x is not None] for name, tensors in compared.items()}
+    number = torch.as_tensor(-1 if num_items is None else num_items)
+    *read, number = inputs.read([*itertools.chain(*given.values()), number])
+    on_host = iter(read)
+    facts: dict[str, Any] = {
+        f"digest of {name}": checksum(*itertools.islice(on_host, len(x))) for name, x in given.items()
+    }
+    moved_rows = inputs.prompt_rows if inputs.past_length else None
+    positions = checksum(*(inputs.on_host(name) for name in inputs.compared_tensors), moved_rows)
+    facts |= {
+        "samples": inputs.batch,
+        "text tokens": inputs.length,
+        "frames": inputs.total_frames,
+        "frames given by visual_shard": shard is not None,
+        "layout of the frames": None if shard is None else shard.layout(comm.rank, comm.size),
+        "values per frame": 0 if frames is None else math.prod(frames.shape[1:]),
+        "kind of frames": "none" if frames is None else "features" if inputs.frames_are_features else "pixels",
+        "cached tokens": inputs.past_length,
+        "use_cache": inputs.use_cache,
+        "grad mode": torch.is_grad_enabled(),
+        "labels given": inputs.has_labels,
+        "shift_labels given": inputs.shift_labels is not None,
+        "attention mask given": mask is not None,
+        "digest of token ids": checksum(inputs.on_host("input_ids")),
+        "digest of labels": checksum(inputs.on_host("labels" if inputs.shift_labels is None else "shift_labels")),
+        "digest of the positions of frames": positions,
+        "num_items_in_batch": int(number),
+    }
+    if model is None:
+        return facts
+    device = inputs.text.device.type
+    own = frames if shard is None else None  # a rank without frames passes any empty tensor
+    tensors = (inputs.input_ids, inputs.inputs_embeds, inputs.labels, inputs.shift_labels, own)
+    facts |= {name: x for name, x in kwargs.items() if isinstance(x, (bool, int, float, str))}
+    facts |= {
+        "shape of logits_to_keep": tuple(logits_to_keep.shape) if isinstance(logits_to_keep, Tensor) else None,
+        "training mode": model.training,
+        "autocast": torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
+        "dtypes of text, labels and frames": [x.dtype for x in tensors if x is not None],
+    }
+    if compare_weights:
+        trained = "".join(str(int(p.requires_grad)) for p in model.parameters())
+        facts["gradient checkpointing"] = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+        facts["digest of requires_grad of the parameters"] = fingerprint(trained)
+    return facts
+
+
+def _sampled_weights(model: nn.Module) -> list[Tensor]:
+    """Return the bits of some values of each parameter that every rank has whole, which FSDP does not shard."""
+    whole = [p.detach().reshape(-1) for p in model.parameters() if not isinstance(p, DTensor) and not p.is_meta]
+    return [x[:: max(1, x.numel() // _SAMPLED_WEIGHTS)].float().view(torch.int32) for x in whole if x.numel()]
+
+
+def check_frames(comm: Communicator, inputs: ForwardInputs) -> None:
+    """Raise ShapeError unless frames are given in one form, and those of `visual_shard` are of this rank."""
+    shard, frames = inputs.visual_shard, inputs.frames
+    if inputs.pixels_and_features:
+        raise ShapeError(f"pass either {' or '.join(inputs.frame_names)}, not both")
+    if shard is None or (frames is None and inputs.past_length):  # `generate` passes it on when frames are cached
+        return
+    if not isinstance(shard, FrameShard):
+        raise ShapeError(f"visual_shard: expected a FrameShard(start, stop, total), got {type(shard).__name__}")
+    if shard.layout(comm.rank, comm.size) not in inputs.frame_layouts:
+        own = [describe_spans(frame_spans(shard.total, comm.size, x)[comm.rank]) for x in inputs.frame_layouts]
+        raise ShapeError(
+            f"visual_shard: rank {comm.rank} of {comm.size} holds frames {own[0]} of {shard.total} (frame_range)"
+            + "".join(f', or {zigzag} (frame_ranges with layout="zigzag")' for zigzag in own[1:])
+            + f", but {shard} was given"
+        )
+    if frames is None:
+        raise ShapeError(
+            f"visual_shard: {shard} was given and none of {', '.join(inputs.frame_names)}; a rank without frames "
+            "passes an empty tensor, for example of shape (0, 3, height, width)"
+        )
+    inputs.check_shard(shard)
+
+
+def check_text(inputs: ForwardInputs) -> None:
+    """Raise ShapeError unless text, positions and labels have valid shapes and dtypes."""
+    dims = 2 if inputs.input_ids is not None else 3
+    if inputs.text.dim() != dims:
+        name = "input_ids" if dims == 2 else "inputs_embeds"
+        raise ShapeError(f"{name}: has shape {tuple(inputs.text.shape)}; expected {dims} dimensions, samples first")
+    shape, positions = (inputs.batch, inputs.length), inputs.text_position_ids
+    if positions is not None and tuple(positions.shape) not in (shape, (1, inputs.length)):
+        raise ShapeError(
+            f"position_ids: has shape {tuple(positions.shape)}; expected {shape} or {(1, inputs.length)}, one for each "
+            "token of this call"
+        )
+    for name in ("input_ids", "labels", "shift_labels"):
+        tensor = getattr(inputs, name)
+        if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
+            raise ShapeError(f"{name}: has dtype {tensor.dtype}; expected integers, such as torch.long")
+
+
+def check_tokens(inputs: ForwardInputs, vocabulary: int) -> None:
+    """Raise ShapeError unless all token ids are less than `vocabulary`.
+
+    All ranks have the same ids, so all raise. The embedding of sharded text would raise on the rank of the token alone.
+    """
+    ids = inputs.on_host("input_ids")
+    wrong = [] if ids is None else ids[(ids < 0) | (ids >= vocabulary)].tolist()
+    if wrong:
+        raise ShapeError(
+            f"input_ids: {wrong[0]} is not a token of this model, whose tokens are 0 to {vocabulary - 1}; use the "
+            "processor of this model, or call resize_token_embeddings before patch_model"
+        )
+
+
+def refuse_unknown_arguments(kwargs: Mapping[str, Any]) -> None:
+    """Raise ConfigError for arguments that nothing in the model reads, such as a misspelled name."""
+    unknown = sorted(name for name, value in kwargs.items() if name not in _KNOWN_ARGUMENTS and value is not None)
+    if unknown:
+        raise ConfigError(
+            f"forward: unknown argument {', '.join(unknown)}; the model would ignore it. Check the spelling, or leave "
+            "it out"
+        )
+
+
+def refuse_packed_lengths(inputs: ForwardInputs, kwargs: Mapping[str, Any]) -> None:
+    """Raise ConfigError for lengths of packed sequences that positions do not state too: nothing else reads them."""
+    given = [name for name in _PACKED_LENGTHS if kwargs.get(name) is not None]
+    stated = inputs.attention_mask is None and inputs.detects_packing and inputs.text_position_ids is not None
+    if given and not stated:
+        raise ConfigError(
+            f"{', '.join(given)}: the lengths that FlashAttention's varlen kernels take are not read here; separate "
+            "packed sequences by position_ids that begin at 0 with each of them (of Qwen2.5-VL and Qwen3-VL, the first "
+            "of four components), without an attention mask and with use_cache=False, or pass them as rows of a batch"
+        )
+
+
+def refuse_unsupported_attention(config: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raise ConfigError if attention weights or non-causal attention are requested, here or in `config`."""
+    weights = kwargs.get("output_attentions")
+    if weights or (weights is None and getattr(config, "output_attentions", False)):
+        raise ConfigError(
+            "output_attentions=True: attention weights do not exist in distributed attention, which never computes a "
+            "row's scores in one place; leave it out, or unpatch_model(model) to look at them"
+        )
+    causal = kwargs.get("is_causal")
+    if not (getattr(config, "is_causal", True) if causal is None else causal):
+        raise ConfigError(
+            "is_causal=False: the text of a patched model is causal in every layer; leave it out, or "
+            "unpatch_model(model) to let tokens attend to later tokens"
+        )
+
+
+def check_labels(inputs: ForwardInputs) -> None:
+    """Raise ShapeError unless the labels have the shape of the text, as the loss that is computed here requires."""
+    name = "labels" if inputs.shift_labels is None else "shift_labels"
+    labels, shape = getattr(inputs, name), (inputs.batch, inputs.length)
+    if labels is not None and tuple(labels.shape) != shape:
+        raise ShapeError(f"{name}: has shape {tuple(labels.shape)}; expected {shape}, one for each token of this call")
+
+
+def custom_loss(model: Any) -> Any:
+    """Return the model's loss function if it is not the cross-entropy of tokens; None if it is."""
+    function = getattr(model, "loss_function", ForCausalLMLoss)
+    return None if function is ForCausalLMLoss else function
+
+
+def refuse_custom_loss(model: Any) -> None:
+    """Raise ConfigError if the model's loss is not the cross-entropy of tokens, which must then be computed here."""
+    function = custom_loss(model)
+    if function is not None:
+        raise ConfigError(
+            f"loss_function: {getattr(function, '__name__', function)} is the model's own; for text that is sharded "
+            'over ranks, and with logits="none", only transformers\' causal language-modelling loss can be computed. '
+            'Patch with self_attention="local" and another choice of logits, or leave the labels out and compute the '
+            "loss from the logits"
+        )
+
+
+def refuse_reentrant_checkpointing(modules: Iterable[nn.Module]) -> None:
+    """Raise ConfigError if one of the modules uses reentrant gradient checkpointing.
+
+    It runs a backward pass per layer, and the first one frees the graph of the features that all layers share.
+    """
+    for module in modules:
+        function = vars(module).get("_gradient_checkpointing_func")  # `getattr` is slow where there is none
+        if function is None:
+            continue
+        keywords = function.keywords if isinstance(function, functools.partial) else {}
+        if getattr(module, "gradient_checkpointing", False) and keywords.get("use_reentrant"):
+            raise ConfigError(
+                "gradient checkpointing with use_reentrant=True cannot share the visual features between layers; use "
+                'model.gradient_checkpointing_enable({"use_reentrant": False}), which is the default, or '
+                'TrainingArguments(gradient_checkpointing_kwargs={"use_reentrant": False})'
+            )
+
+
+def check_star(config: SeqParConfig, inputs: ForwardInputs) -> None:
+    """Raise ConfigError if `self_attention="star"` is used outside of generation."""
+    if config.self_attention != "star":
+        return
+    if torch.is_grad_enabled():
+        raise ConfigError(
+            'self_attention="star" is an approximation for inference and has no backward pass; generate with it, or '
+            'call the model under torch.no_grad(). To train, patch with self_attention="ring", which is exact'
+        )
+    if not inputs.use_cache:
+        raise ConfigError(
+            'self_attention="star" reads a prompt into a cache, and this pass has none; pass use_cache=True (generate '
+            'does). To evaluate without a cache, patch with self_attention="ring" or "local", which are exact'
+        )
+
+
+def check_arguments(family: Family, inputs: ForwardInputs, kwargs: Mapping[str, Any]) -> None:
+    """Raise ConfigError for further arguments of a forward that are unknown or not supported."""
+    refuse_unknown_arguments(kwargs)
+    refuse_packed_lengths(inputs, kwargs)
+    for config in (family.model.config, family.text_config):
+        refuse_unsupported_attention(config, kwargs)
