@@ -61,7 +61,7 @@ class SeqParConfig:
         logits: "full": every rank returns the logits of the caller's whole text; "local": of its own tokens; "auto":
             full without labels, local with labels. "none": with labels, the output has a loss and no logits, and the
             head computes only the tokens that have a target, which saves most of the memory of training if few tokens
-            of a long text have one; without labels as "auto".
+            of a long text have one; as "auto" without labels, with `logits_to_keep`, and in a pass with a cache.
 
     Raises:
         ConfigError: an unknown value; the message lists the known ones.

@@ -25,6 +25,7 @@ from mllm_seqpar.adapting import (
     ConfigError,
     ForwardState,
     FrameShard,
+    FrameTokens,
     Patch,
     SeqParContext,
     ShapeError,
@@ -35,6 +36,7 @@ from mllm_seqpar.adapting import (
 )
 from mllm_seqpar.adapting.transformers import (
     DecoderOnlyFamily,
+    cache_state_of,
     causal_mask,
     decoder_arguments,
     run_pass,
@@ -83,6 +85,38 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         if context.config.strategy == "auto" and context.config.self_attention == "ring":
             patch.context = context = replace(context, config=replace(context.config, self_attention="auto"))
         super().install(model, context, patch)
+
+    def install_more(self, patch: Patch) -> None:
+        """Let `generate` continue a cache with the positions of its own text."""
+        unpatched = self.model._prepare_position_ids_for_generation
+
+        @functools.wraps(unpatched)
+        def positions(inputs: Tensor, arguments: dict[str, Any]) -> Tensor:
+            self._restore_offsets(arguments.get("past_key_values"), inputs.shape[0])
+            found: Tensor = unpatched(inputs, arguments)
+            return found
+
+        patch.set(self.model, "_prepare_position_ids_for_generation", positions)
+
+    def _store_offsets(self, cache: Cache, inputs: QwenVLInputs) -> None:
+        """Store the offsets of the positions of later tokens with the cache.
+
+        transformers stores them on the model (`rope_deltas`), where each prompt replaces the offsets of the one before.
+        """
+        state, offsets = cache_state_of(cache), self.model.model.rope_deltas
+        assert state is not None
+        rows = state.rows_of(inputs.batch)
+        if state.position_offsets is None:
+            state.position_offsets = torch.zeros(int(rows.max()) + 1, 1, dtype=torch.long)
+        if offsets is not None:  # beams of a sample share its offset
+            state.position_offsets[rows] = offsets.cpu().repeat_interleave(inputs.batch // offsets.shape[0], 0)
+
+    def _restore_offsets(self, cache: Cache | None, batch: int) -> None:
+        """Give the model the offsets (batch, 1) of the text in the cache; those of its first beams, if it has beams."""
+        state = cache_state_of(cache)
+        if state is not None and state.position_offsets is not None and state.rows is not None:
+            rows = state.rows[:: max(1, len(state.rows) // batch)]
+            self.model.model.rope_deltas = copy_to_device(state.position_offsets[rows], self.model.device)
 
     def text_attention(self) -> Iterable[nn.Module]:
         return (layer.self_attn for layer in self.model.model.language_model.layers)
@@ -140,16 +174,17 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         return torch.cat([x.to(parts[0]) for x in parts]), grid
 
     def media_position(self, inputs: QwenVLInputs) -> VisualTokenLayout:
-        comm, none = self.context.comm, torch.zeros(0, dtype=torch.long)
+        comm = self.context.comm
         if inputs.frames is None or inputs.on_host(TOKENS) is None:
-            return VisualTokenLayout(none, none, none, none, torch.zeros(comm.size + 1, dtype=torch.long))
+            zeros = torch.zeros(comm.size + 1, dtype=torch.long)
+            return VisualTokenLayout(FrameTokens.none(), zeros[:0], zeros)
         numbers, ends = inputs.placed_tokens()
         samples, positions = (numbers >= 0).nonzero().unbind(1)
         total = inputs.total_frames
         cuts = torch.tensor([first for first, _ in frame_bounds(total, comm.size)] + [total])
         embeddings = numbers[samples, positions]
         frames = torch.searchsorted(ends[1:].contiguous(), embeddings, right=True)
-        return VisualTokenLayout(samples, positions, embeddings, frames, ends[cuts])
+        return VisualTokenLayout(FrameTokens.of(samples, positions, frames), embeddings, ends[cuts])
 
     def check_inputs(self, inputs: QwenVLInputs, kwargs: Mapping[str, Any]) -> None:
         super().check_inputs(inputs, kwargs)
@@ -169,6 +204,7 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         """
         model, device, shape = self.model.model, inputs.text.device, (inputs.batch, inputs.length)
         names = (*GRIDS, "mm_token_type_ids", *self.position_arguments)
+        self._restore_offsets(inputs.past_key_values, inputs.batch)
         read = {name: inputs.on_host(name) for name in names}
         host = {name: given[name] if read[name] is None else read[name] for name in names}
         found: Tensor | None = model.compute_3d_position_ids(
@@ -180,6 +216,8 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
             past_key_values=inputs.past_key_values,
             **{name: x.cpu() if isinstance(x, Tensor) else x for name, x in host.items()},
         )
+        if found is None and inputs.use_cache and not inputs.past_length:
+            model.rope_deltas = None  # those of another prompt, which later tokens of this text must not have
         if model.rope_deltas is not None:
             model.rope_deltas = copy_to_device(model.rope_deltas, device)
         return None if found is None else copy_to_device(found, device)
@@ -247,7 +285,7 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
             if frames is None
             else compared_tensors(self.model.config, self.embed, text, (*pixels, visual_embeds), visual_shard, given),
             past_key_values=past_key_values,
-            use_cache=self.makes_cache(past_key_values, use_cache, labels),
+            use_cache=self.makes_cache(past_key_values, use_cache, labels if shift_labels is None else shift_labels),
             detects_packing=not self.unpatched_makes_cache(decoder, past_key_values, use_cache),
             frame_names=(*PIXELS, FEATURES),
             pixels=pixels,
@@ -256,7 +294,11 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
             packs_by_positions=self.packs_by_positions,
             rotary=functools.partial(self.rotary_positions, given),
         )
-        return run_pass(self, inputs, logits_to_keep, kwargs)
+        stores_offsets = inputs.use_cache and (not inputs.past_length or frames is not None)
+        out: CausalLMOutputWithPast = run_pass(self, inputs, logits_to_keep, kwargs)
+        if stores_offsets:
+            self._store_offsets(out.past_key_values, inputs)
+        return out
 
 
 def _with_rows(pixels: Tensor | None, grid: Tensor | None) -> Tensor | None:

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mllm_seqpar.comm import ByteCounter, Communicator, Pending, Recv, Send
+from mllm_seqpar.comm import Communicator, Pending, Recv, Send, TransferCounter
 from mllm_seqpar.comm.base import GroupState
 from nccl_queues import DataRace, Deadlock, End, Group, Mismatch, NcclQueues, Operation, Timing
 
@@ -72,7 +72,7 @@ class NcclCommunicator(Communicator):
 
     def __init__(self, model: NcclQueues, group: Group, world_rank: int) -> None:
         self.model, self.queue, self._world_rank = model, group, world_rank
-        self.rank, self.size, self.bytes = group.members.index(world_rank), len(group.members), ByteCounter()
+        self.rank, self.size, self.bytes = group.members.index(world_rank), len(group.members), TransferCounter()
         self.kept = GroupState()
 
     def another(self, name: str, members: Sequence[int] | None = None) -> NcclCommunicator:

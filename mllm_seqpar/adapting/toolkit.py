@@ -28,7 +28,7 @@ from mllm_seqpar.runtime.star import StarText
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
 from mllm_seqpar.runtime.text import TextShards
 from mllm_seqpar.runtime.visual_features import KVProjection, Projection, VisualFeatures, sampled_bits
-from mllm_seqpar.runtime.visual_tokens import VisualTokenLayout, VisualTokens
+from mllm_seqpar.runtime.visual_tokens import FrameTokens, VisualTokenLayout, VisualTokens
 from mllm_seqpar.sharding import FrameShard, HostFrames, frame_bounds, frame_range, tensor_of
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "ForwardState",
     "FrameMask",
     "FrameShard",
+    "FrameTokens",
     "Frames",
     "HostFrames",
     "KVProjection",

@@ -33,11 +33,11 @@ COMMANDS = {
         check="mllm_seqpar.training.early_check:check_command_line",
     ),
     "ask": Command(
-        "mllm_seqpar.inference.ask:main", "answer questions about videos, or a data set of questions", ranks="here"
+        "mllm_seqpar.inference.ask:ask", "answer questions about videos, or a data set of questions", ranks="here"
     ),
-    "chat": Command("mllm_seqpar.serving.chat:main", "hold a conversation about a video in the terminal", "itself"),
+    "chat": Command("mllm_seqpar.serving.chat:chat", "hold a conversation about a video in the terminal", "itself"),
     "serve": Command(
-        "mllm_seqpar.serving.server:main", "answer requests over HTTP, as OpenAI's API does, and show a page", "itself"
+        "mllm_seqpar.serving.server:serve", "answer requests over HTTP, as OpenAI's API does, and show a page", "itself"
     ),
     "check-data": Command(
         "mllm_seqpar.cli.check_data:check", "open every file that a data set names; report what is broken"

@@ -1,12 +1,12 @@
 """Transfers of tensors between the ranks of one group; `mllm_seqpar.comm.base` describes the design."""
 
-from .base import ByteCounter, Communicator, Pending, Recv, Send, Subgroup
+from .base import Communicator, Pending, Recv, Send, Subgroup, TransferCounter
 from .group import Group, as_communicator, destroy, launched_processes, transfer_communicator
 from .loopback import LoopbackCommunicator, LoopbackWorld, run_loopback
 from .process_group import ProcessGroupCommunicator
 
 __all__ = [
-    "ByteCounter",
+    "TransferCounter",
     "Communicator",
     "Group",
     "LoopbackCommunicator",

@@ -1,4 +1,4 @@
-"""Differentiable collectives. Gradients are those of the SUM of the losses of all ranks.
+"""Differentiable collectives. They return gradients of the SUM of the losses of all ranks.
 
 With this convention each backward pass is the adjoint of its forward pass, and a gradient that is averaged over the
 group (what DDP and FSDP do) is the gradient of the loss that every rank reports.

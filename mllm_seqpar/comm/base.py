@@ -24,15 +24,17 @@ from torch import Tensor
 from .receive_buffers import ReceiveBuffers
 
 
-class ByteCounter:
-    """Bytes (``sent[label]``) and messages (``messages[label]``) that one rank has sent since the last ``reset``.
+class TransferCounter:
+    """Counts what one rank has sent, and how long it has waited for transfers, since the last ``reset``.
 
-    The transport counts a message when it posts it. A collective counts what a ring of one-hop sends would take: an
-    all-gather of x bytes among n ranks is ``(n - 1) * x``.
+    The transport counts a message when it posts it. A collective is counted as a ring of one-hop sends: an all-gather
+    of x bytes among n ranks is ``(n - 1) * x``.
 
     Attributes:
+        sent: bytes by label.
+        messages: the number of messages by label.
         waited: seconds that the host waited for transfers to complete: communication that no computation overlapped.
-            With NCCL the host does not wait, so the number says nothing there.
+            With NCCL the host does not wait, so the number is meaningless there.
     """
 
     def __init__(self) -> None:
@@ -55,7 +57,7 @@ class ByteCounter:
         self.waited = 0.0
 
     def __repr__(self) -> str:
-        return f"ByteCounter(total={self.total}, sent={dict(self.sent)})"
+        return f"TransferCounter(total={self.total}, sent={dict(self.sent)})"
 
 
 class Send(NamedTuple):
@@ -94,7 +96,7 @@ class Pending(ABC):
 
 @dataclass
 class GroupState:
-    """What the communicators of one group keep over calls.
+    """The state that the communicators of one group share and keep over calls.
 
     Attributes:
         buffers: the receive buffers.
@@ -113,7 +115,7 @@ class Communicator(ABC):
 
     rank: int
     size: int
-    bytes: ByteCounter
+    bytes: TransferCounter
     kept: GroupState
 
     @property
@@ -142,7 +144,7 @@ class Communicator(ABC):
 
     @property
     def alone(self) -> Communicator:
-        """The group of this rank alone."""
+        """The group that consists of only this rank."""
         return self if self.size == 1 else Subgroup(self, [self.rank])
 
     @abstractmethod
@@ -212,12 +214,12 @@ class Communicator(ABC):
 
     @property
     def device(self) -> torch.device:
-        """The device whose tensors the group's backend carries; the CPU if it carries those of several."""
+        """The device whose tensors the group's backend transfers; the CPU if it transfers from several devices."""
         return torch.device("cpu")
 
     @property
     def control_device(self) -> torch.device:
-        """The device of integers and texts that ranks compare: the CPU where possible, so that no GPU is waited for."""
+        """The device of integers and texts that ranks compare: the CPU if possible, so that no GPU is synchronised."""
         return self.device
 
 
@@ -252,7 +254,7 @@ class ExchangeCollectives(Communicator):
 class Subgroup(ExchangeCollectives):
     """The ranks `members` of `parent`, numbered from 0 in that order, over the transport of `parent`.
 
-    No process group is created, and the other ranks of `parent` need not take part. Bytes count with those of `parent`.
+    No process group is created, and the other ranks of `parent` need not take part. Bytes are counted by `parent`.
     """
 
     def __init__(self, parent: Communicator, members: Sequence[int]) -> None:

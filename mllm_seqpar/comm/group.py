@@ -24,7 +24,7 @@ def as_communicator(group: Group = None) -> Communicator:
     """Return the communicator for `group`.
 
     Args:
-        group: a ProcessGroup, a one-dimensional DeviceMesh, a Communicator, "self" for a group of this process alone,
+        group: a ProcessGroup, a one-dimensional DeviceMesh, a Communicator, "self" for a group of only this process,
             or None for the whole world. Without an initialised process group, None is a group of one.
 
     Raises:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mllm_seqpar.errors import TransferError
 
-from .base import ByteCounter, ExchangeCollectives, GroupState, Pending, Recv, Send
+from .base import ExchangeCollectives, GroupState, Pending, Recv, Send, TransferCounter
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class LoopbackWorld:
 
 
 class _PendingCopies(Pending):
-    def __init__(self, world: LoopbackWorld, rank: int, recvs: Sequence[Recv], counter: ByteCounter) -> None:
+    def __init__(self, world: LoopbackWorld, rank: int, recvs: Sequence[Recv], counter: TransferCounter) -> None:
         self._world, self._rank, self._recvs, self._bytes = world, rank, list(recvs), counter
 
     def wait(self) -> None:
@@ -76,7 +76,7 @@ class LoopbackCommunicator(ExchangeCollectives):
 
     def __init__(self, world: LoopbackWorld, rank: int) -> None:
         self.world, self.rank, self.size = world, rank, world.size
-        self.bytes, self.kept = ByteCounter(), GroupState()
+        self.bytes, self.kept = TransferCounter(), GroupState()
 
     @property
     def identity(self) -> Hashable:

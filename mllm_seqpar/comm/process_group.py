@@ -27,7 +27,7 @@ from torch import Tensor
 from mllm_seqpar._compat import SINGLE_TENSOR_COLLECTIVES
 from mllm_seqpar.errors import TransferError
 
-from .base import ByteCounter, Communicator, GroupState, Pending, Recv, Send
+from .base import Communicator, GroupState, Pending, Recv, Send, TransferCounter
 from .transfer_group import backends_of, is_open
 
 MESSAGES_PER_PAIR = 8
@@ -96,7 +96,7 @@ _states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
 
 
 class ProcessGroupCommunicator(Communicator):
-    """Communicator over `group` (None: the default group). Ranks are those of the group, not global ones.
+    """Communicator over `group` (None: the default group). Ranks are numbers within the group, not global ranks.
 
     Args:
         group: the group that the caller names; `identity` refers to it.
@@ -115,7 +115,7 @@ class ProcessGroupCommunicator(Communicator):
         self.rank, self.size = dist.get_rank(pg), dist.get_world_size(pg)
         if self.rank < 0:
             raise ValueError(f"group: this process (global rank {dist.get_rank()}) is not a member of the group given")
-        self.bytes = ByteCounter()
+        self.bytes = TransferCounter()
         self.transfers = pg if transfers is None else transfers
         self._backends = backends_of(self.transfers)
         self.kept = _states.setdefault(pg, GroupState())

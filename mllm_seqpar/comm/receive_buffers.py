@@ -24,31 +24,33 @@ IDLE_CALLS = 1000
 
 
 class ReceiveBuffers:
-    """The receive buffers of one communicator.
+    """The receive buffers of one communicator, from which each call takes its own by a `BufferLease`.
 
-    A call takes buffers with `BufferLease.take` and returns them when their content is no longer used. Buffers are
-    flat; a tensor takes the shortest free buffer of its kind that is long enough. If all are too short, a longer buffer
-    replaces the longest one. The buffers of one kind are therefore as many as a call ever used at one time, and as long
-    as such a call needed. A buffer that `IDLE_CALLS` calls did not use is freed, and `clear` frees all.
+    Buffers are flat; a tensor takes the shortest free buffer of its kind that is long enough. If all are too short, a
+    longer buffer replaces the longest one. The number of buffers of one kind is therefore the largest number that a
+    call used at one time, and they are as long as such a call needed. A buffer that `IDLE_CALLS` calls did not use is
+    freed, and `clear` frees all.
 
     Attributes:
         allocations: the number of buffers allocated so far.
+        calls: the number of leases so far.
+        free: the buffers that no call uses, by kind: (length, number of the call that used it last, flat buffer),
+            shortest first.
     """
 
     def __init__(self) -> None:
         self.allocations = 0
-        self._calls = 0
-        self._free: defaultdict[Hashable, list[tuple[int, int, Tensor]]] = defaultdict(list)
-        """By kind: (length, number of the call that used it last, flat buffer), shortest first."""
+        self.calls = 0
+        self.free: defaultdict[Hashable, list[tuple[int, int, Tensor]]] = defaultdict(list)
 
     @property
     def nbytes(self) -> int:
         """The bytes of all buffers that no call uses at the moment."""
-        return sum(length * flat.element_size() for free in self._free.values() for length, _, flat in free)
+        return sum(length * flat.element_size() for free in self.free.values() for length, _, flat in free)
 
     def clear(self) -> None:
         """Free all buffers. A buffer that a call uses is freed when the call ends."""
-        self._free = defaultdict(list)
+        self.free = defaultdict(list)
 
 
 class BufferLease:
@@ -59,8 +61,8 @@ class BufferLease:
     """
 
     def __init__(self, owner: ReceiveBuffers) -> None:
-        owner._calls += 1
-        self._owner, self._free = owner, owner._free
+        owner.calls += 1
+        self._owner, self._free = owner, owner.free  # `clear` replaces the owner's
         self.used: dict[int, tuple[Hashable, Tensor, Tensor]] = {}
         """By id of the tensor that `take` returned: (kind, flat buffer, that tensor)."""
 
@@ -71,8 +73,8 @@ class BufferLease:
         if error is not None:
             return
         self.give(list(self.used))
-        oldest = self._owner._calls - IDLE_CALLS
-        for free in self._owner._free.values():
+        oldest = self._owner.calls - IDLE_CALLS
+        for free in self._owner.free.values():
             for index in reversed(range(len(free))):
                 if free[index][1] <= oldest:
                     del free[index]
@@ -89,7 +91,7 @@ class BufferLease:
         on_stream = like.is_cuda and torch.cuda.is_initialized()  # fake CUDA tensors have no streams
         stream = torch.cuda.current_stream(like.device).cuda_stream if on_stream else 0
         kind = kind, like.dtype, like.device, stream, getattr(like, "fake_mode", None)
-        free, index = self._owner._free[kind], 0
+        free, index = self._owner.free[kind], 0
         while index < len(free) - 1 and free[index][0] < size:
             index += 1
         found = free.pop(index) if free else None  # the shortest that is long enough, or else the longest
@@ -107,7 +109,7 @@ class BufferLease:
         """Return buffers whose content is no longer used by anything that is enqueued later."""
         for tensor in tensors:
             found = self.used.pop(tensor if isinstance(tensor, int) else id(tensor), None)
-            if found is not None and self._owner._free is self._free:  # not after `clear`
+            if found is not None and self._owner.free is self._free:  # otherwise `clear` was called meanwhile
                 kind, flat, _ = found
-                self._free[kind].append((flat.numel(), self._owner._calls, flat))
+                self._free[kind].append((flat.numel(), self._owner.calls, flat))
                 self._free[kind].sort(key=itemgetter(0))

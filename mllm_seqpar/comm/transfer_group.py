@@ -18,7 +18,8 @@ listening socket, and about 15 ms for its creation.
   and finds its addresses in the store.
 - If the default group is bound to a device, NCCL splits the new group from it, in which all ranks take part.
 
-Here the name is that of the given group with a number, and nothing is split. Verified with the sources of torch 2.13.
+Here the name is the name of the given group with a number, and nothing is split. Verified with the sources of torch
+2.13.
 """
 
 from __future__ import annotations

@@ -9,15 +9,14 @@ from __future__ import annotations
 import hashlib
 import http.client
 import os
-import threading
 import urllib.error
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from mllm_seqpar.errors import VideoError
 
+from .store_files import atomic_write
 from .urls import blocks, open_url
 
 CACHE_VARIABLE = "MLLM_SEQPAR_CACHE"
@@ -115,14 +114,3 @@ def _blocks_of(url: str) -> Iterator[bytes]:
         raise VideoError(
             f"{url}: cannot be downloaded ({why}); without a network, download it elsewhere and give its path"
         ) from error
-
-
-@contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; rename it to `path` unless an exception is raised."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

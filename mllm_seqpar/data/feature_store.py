@@ -22,8 +22,8 @@ from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.models.hub import local_directory
 from mllm_seqpar.sharding import Spans, describe_spans, frame_spans, join_spans, part_of_spans, span_length
 
-from .downloads import atomic_write
 from .media_files import media_digest, media_size, underlying_file
+from .store_files import atomic_write, digest_of, reading_index, require_made_with, write_json
 from .video import FramePlan
 
 INDEX = "features.json"
@@ -80,14 +80,13 @@ def save_features(
         ],
         "meta": dict(meta or {}),
     }
-    identity = hashlib.blake2b(json.dumps(index, sort_keys=True).encode(), digest_size=16).hexdigest()
+    identity = digest_of(json.dumps(index, sort_keys=True))
     path = folder / _file_name(rank, world)
     tensors = {_TENSOR: embeds.detach().cpu().contiguous()}
     with atomic_write(path) as temporary:
         save_file(tensors, temporary, metadata={"identity": identity, "start": str(start)})
     if rank == 0:
-        with atomic_write(folder / INDEX) as temporary:
-            temporary.write_text(json.dumps({"identity": identity, **index}, indent=1) + "\n")
+        write_json(folder / INDEX, {"identity": identity, **index})
     return path
 
 
@@ -171,26 +170,20 @@ class FeatureStore:
 
     def require(self, **expected: Any) -> None:
         """Raise DataError unless these entries of `meta` have the given values."""
-        for key, value in expected.items():
-            if self.meta.get(key) != value:
-                raise DataError(
-                    f"{self.directory}: these features were made with {key} = {self.meta.get(key)!r}, now it is "
-                    f"{value!r}; {_REDO}, or use what they were made with"
-                )
+        remedy = f"{_REDO}, or use what they were made with"
+        require_made_with(f"{self.directory}: these features", self.meta, expected, remedy)
 
 
 def open_features(directory: str | os.PathLike[str]) -> FeatureStore:
     """Open a store whose files are complete and belong to one run; otherwise a DataError names the files."""
     folder = Path(directory)
-    try:
-        index = json.loads((folder / INDEX).read_text())
-        store, identity = FeatureStore(folder, index), index["identity"]
-    except FileNotFoundError as error:
+    if not (folder / INDEX).exists():
         shards = len(list(folder.glob("features-*-of-*.safetensors")))
         found = f"{shards} shards but no index, so rank 0 did not finish" if shards else "no features"
-        raise DataError(f"{folder}: {found} ({INDEX} is missing); {_REDO}") from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{folder / INDEX}: not an index of features ({error!r}); {_REDO}") from error
+        raise DataError(f"{folder}: {found} ({INDEX} is missing); {_REDO}")
+    with reading_index(folder / INDEX, "features", _REDO):
+        index = json.loads((folder / INDEX).read_text())
+        store, identity = FeatureStore(folder, index), index["identity"]
     checked = ((path.name, _fault(store, identity, spans, path)) for spans, path in store._files)
     if faults := [f"{name} ({fault})" for name, fault in checked if fault]:
         listed = ", ".join(faults[:4])
@@ -201,7 +194,7 @@ def open_features(directory: str | os.PathLike[str]) -> FeatureStore:
 def source_meta(plan: FramePlan) -> dict[str, Any]:
     """Return metadata that identifies the frames of a plan: path, size, mtime and digest of the file; the times."""
     path = underlying_file(plan.path)
-    times = hashlib.blake2b(repr((plan.ticks, plan.time_base)).encode(), digest_size=16).hexdigest()
+    times = digest_of(repr((plan.ticks, plan.time_base)))
     return {
         "source_path": os.path.abspath(path),
         "source_size": media_size(plan.path),

@@ -1,6 +1,6 @@
 """Which frames of a video are used: one class for data, commands and requests, and the order in which they apply.
 
-What asks for an answer or a training run is stated before what describes data, and that before `DEFAULT_FRAMES`:
+Priority: request or command options, then values in the data, then `DEFAULT_FRAMES`:
 
     FrameChoice.of(options).over(FrameChoice.of(part)).over(DEFAULT_FRAMES)
 
@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class FrameChoice:
-    """Which frames of a video, or of a list of images, are used. A field that is None is not stated.
+    """Which frames of a video, or of a list of images, are used. A field that is None is not set.
 
     Attributes:
         fps: frames per second.
@@ -61,17 +61,18 @@ class FrameChoice:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> FrameChoice:
-        """Return the choice that a part of a message or a set of options states; other keys are ignored."""
+        """Return the choice in a part of a message or a set of options; other keys are ignored."""
         return cls(**{name: values[name] for name in FRAME_FIELDS if values.get(name) is not None})
 
     def given(self) -> dict[str, Any]:
-        """Return the fields that are stated."""
+        """Return the fields that are set."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def over(self, default: FrameChoice) -> FrameChoice:
-        """Return this choice, with those of `default` for what it does not state.
+        """Return this choice, with the fields of `default` where it has none.
 
-        `fps` and `num_frames` are one statement, and so are `start` and `end`. The smaller `max_frames` applies.
+        `fps` and `num_frames` are mutually exclusive: setting either replaces both. Setting `start` or `end` also
+        replaces both. The smaller `max_frames` applies.
         """
         sampling = default if self.fps is None and self.num_frames is None else self
         clip = default if self.start is None and self.end is None else self
@@ -85,11 +86,11 @@ class FrameChoice:
         )
 
     def without_times(self) -> FrameChoice:
-        """Return what this choice states for a list of images, which have no times."""
+        """Return the fields of this choice that apply to a list of images, which have no times."""
         return FrameChoice(num_frames=self.num_frames, max_frames=self.max_frames)
 
     def sampled(self, images: Sequence[_T]) -> list[_T]:
-        """Return the images that are used of a list: all, or those in the middle of equal parts.
+        """Return the selected images of a list: all of them, or the middle ones of equal parts of the list.
 
         Raises:
             ConfigError: the choice states times.
@@ -105,4 +106,4 @@ class FrameChoice:
 FRAME_FIELDS = tuple(item.name for item in fields(FrameChoice))
 
 DEFAULT_FRAMES = FrameChoice(fps=1.0)
-"""The frames of a video for which neither the data nor the caller states a sampling."""
+"""The frames of a video if neither the data nor the caller sets a sampling."""

@@ -15,8 +15,8 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,11 @@ from torch import Tensor
 from mllm_seqpar.errors import DataError, VideoError
 
 from .decoding import decode_threads
-from .downloads import atomic_write
 from .feature_store import source_meta
 from .frame_batches import FrameBatches
+from .jpeg import jpeg_of
 from .prefetch import read_ahead
+from .store_files import atomic_write, reading_index, write_json, writing
 from .video import FramePlan
 
 INDEX = "frames.json"
@@ -152,15 +153,11 @@ class FrameStore:
     @classmethod
     def _read(cls, directory: Path) -> tuple["FrameStore", bool]:
         path = directory / INDEX
-        try:
+        if not path.exists():
+            raise FrameStoreError(f"{directory}: no frame store ({INDEX} is missing); {_AGAIN}")
+        with reading_index(path, "a frame store", f"delete the directory, and {_AGAIN}", FrameStoreError):
             index = json.loads(path.read_text())
             return cls(directory, index["quality"], index["shorter_side"]), bool(index["complete"])
-        except FileNotFoundError as error:
-            raise FrameStoreError(f"{directory}: no frame store ({INDEX} is missing); {_AGAIN}") from error
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            raise FrameStoreError(
-                f"{path}: not an index of a frame store ({error!r}); delete the directory, and {_AGAIN}"
-            ) from error
 
     @property
     def description(self) -> str:
@@ -231,7 +228,7 @@ class FrameStore:
         ends: list[int] = []
         checksums: list[int] = []
         header: dict[str, Any] = {"source": plan.path, "seconds": [plan.seconds(0), plan.seconds(-1)]}
-        try:
+        with self._writing():
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 with atomic_write(path.with_suffix(".frames")) as temporary, temporary.open("wb") as file:
@@ -244,21 +241,14 @@ class FrameStore:
                             ends.append(file.tell())
                             checksums.append(zlib.crc32(content))
             except VideoError as error:
-                _write_json(path, {"fault": str(error)})
+                write_json(path, {"fault": str(error)})
                 raise
-            _write_json(path, header | {"ends": ends, "checksums": checksums})
-        except OSError as error:
-            raise self._unwritable(error) from error
+            write_json(path, header | {"ends": ends, "checksums": checksums})
 
     def _encoded(self, frame: Tensor) -> bytes:
-        image = frame.permute(1, 2, 0).contiguous().numpy()
         if self.quality is None:
-            return image.tobytes()
-        from PIL import Image
-
-        buffer = io.BytesIO()
-        Image.fromarray(image).save(buffer, "JPEG", quality=self.quality)
-        return buffer.getvalue()
+            return frame.permute(1, 2, 0).contiguous().numpy().tobytes()
+        return jpeg_of(frame, quality=self.quality)
 
     def _path(self, plan: FramePlan) -> Path:
         meta = source_meta(plan)
@@ -282,19 +272,11 @@ class FrameStore:
 
     def _write_index(self, *, complete: bool) -> None:
         index = {"quality": self.quality, "shorter_side": self.shorter_side, "complete": complete}
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            _write_json(self.directory / INDEX, index)
-        except OSError as error:
-            raise self._unwritable(error) from error
+        with self._writing():
+            write_json(self.directory / INDEX, index)
 
-    def _unwritable(self, error: OSError) -> FrameStoreError:
-        return FrameStoreError(
-            f"{self.directory}: the frames cannot be written ({error.strerror or error}); free some space or give "
-            "another directory, and run the same command again, which keeps what is written"
+    def _writing(self) -> AbstractContextManager[None]:
+        remedy = (
+            "free some space or give another directory, and run the same command again, which keeps what is written"
         )
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    with atomic_write(path) as temporary:
-        temporary.write_text(json.dumps(content) + "\n")
+        return writing(self.directory, "the frames", remedy, FrameStoreError)

@@ -8,10 +8,10 @@ that it encodes, and a later run may read any rows of the files. A file is writt
 so it is complete or absent; frames without a file are encoded. All files contain the digest of tower.json.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ from torch import Tensor
 
 from mllm_seqpar.errors import ConfigError, DataError
 
-from .downloads import atomic_write
 from .feature_store import INDEX as VIDEO_INDEX
 from .sources import FrameSource
+from .store_files import atomic_write, digest_of, reading_index, require_made_with, write_json, writing
 
 INDEX = "tower.json"
 _TENSOR = "states"
@@ -59,22 +59,14 @@ class TowerStore:
 
     def _open(self) -> None:
         path = self.directory / INDEX
-        try:
+        with reading_index(path, "features", f"delete the directory, or {_ELSEWHERE}"):
             text = path.read_text()
             index = json.loads(text)
             found = dict(index["settings"])
             shape, dtype, order = tuple(index["shape"]), getattr(torch, index["dtype"]), list(index["order"])
-        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DataError(
-                f"{path}: not an index of features ({error!r}); delete the directory, or {_ELSEWHERE}"
-            ) from error
-        for name, value in self._settings.items():
-            if found.get(name) != value:
-                raise DataError(
-                    f"{self.directory}: these features were made with {name} = {found.get(name)!r}, now it is "
-                    f"{value!r}; {_ELSEWHERE}, or use what they were made with"
-                )
-        self.shape, self.dtype, self.order, self._identity = shape, dtype, order, _digest(text)
+        remedy = f"{_ELSEWHERE}, or use what they were made with"
+        require_made_with(f"{self.directory}: these features", found, self._settings, remedy)
+        self.shape, self.dtype, self.order, self._identity = shape, dtype, order, digest_of(text)
 
     def create(self, shape: tuple[int, ...], dtype: torch.dtype, order: list[int]) -> None:
         """Set the shape of the output for one frame, its dtype and the order of its dimensions in memory.
@@ -85,12 +77,8 @@ class TowerStore:
         if self.shape is None and not (self.directory / INDEX).exists():
             index = {"settings": self._settings, "shape": list(shape), "order": order}
             index["dtype"] = str(dtype).removeprefix("torch.")
-            try:
-                self.directory.mkdir(parents=True, exist_ok=True)
-                with atomic_write(self.directory / INDEX) as temporary:
-                    temporary.write_text(json.dumps(index, indent=1) + "\n")
-            except OSError as error:
-                raise self._unwritable(error) from error
+            with self._writing():
+                write_json(self.directory / INDEX, index)
         if self.shape is None:
             self._open()
         if (self.shape, self.dtype) != (tuple(shape), dtype):
@@ -131,15 +119,13 @@ class TowerStore:
         from safetensors.torch import save_file
 
         path = self._path(key, start, start + len(states))
-        try:
+        with self._writing():
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(path) as temporary:
                 save_file({_TENSOR: states.contiguous()}, temporary, metadata={"identity": self._identity})
-        except OSError as error:
-            raise self._unwritable(error) from error
 
-    def _unwritable(self, error: OSError) -> DataError:
-        return DataError(f"{self.directory}: the features cannot be written: {error}")
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(self.directory, "the features", f"free some space, or {_ELSEWHERE}")
 
     def _path(self, key: str, start: int, stop: int) -> Path:
         return self.directory / "frames" / key / f"{start}-{stop}.safetensors"
@@ -172,10 +158,6 @@ def source_key(source: FrameSource) -> str:
         ConfigError: the source has none.
     """
     try:
-        return _digest(source.key())
+        return digest_of(source.key())
     except ConfigError as error:
         raise ConfigError(f"--features: {error}; leave it out") from error
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mllm_seqpar.cli.outputs import stream_descriptor
+from mllm_seqpar.data.store_files import require_made_with
 from mllm_seqpar.errors import ConfigError, DataError
 
 Line = dict[str, Any]
@@ -164,13 +165,7 @@ class AnswerFile:
                 f"{self.path}: it is not empty, and {self._settings.name}, which says what its answers were made with, "
                 f"cannot be read; {remedy}"
             ) from error
-        differing = [name for name in settings if earlier.get(name) != settings[name]]
-        if differing:
-            (name, *_) = differing
-            raise ConfigError(
-                f"{self.path}: its answers were made with {name} = {earlier.get(name)!r}, and now it is "
-                f"{settings[name]!r}; {remedy}"
-            )
+        require_made_with(f"{self.path}: its answers", earlier, settings, remedy, ConfigError)
 
 
 @contextmanager

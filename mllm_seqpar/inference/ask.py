@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils import logging
 
 from mllm_seqpar.cli.launch import launched_ranks
 from mllm_seqpar.cli.outputs import require_writable
-from mllm_seqpar.cli.program_exit import FAILED, run
-from mllm_seqpar.cli.progress import FramesBar, note, peak_memory, say
+from mllm_seqpar.cli.program_exit import FAILED
+from mllm_seqpar.cli.progress import Clock, FramesBar, note, peak_memory, quiet_transformers, say
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.data.feature_store import INDEX, FeatureStore, source_meta
@@ -43,15 +42,8 @@ from .engine import Engine
 from .evidence import MOMENTS, Evidence
 from .evidence_page import PageEntry, write_evidence_index, write_evidence_page
 from .rank_groups import tried
-from .report import ENCODE_STAGE, Answered, Report, StageTimes
+from .report import ENCODE_STAGE, Answered, Report
 from .stored_features import feature_meta, load_video, open_store, require_replaceable, save_video
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0, or 1 if some questions or videos have no answer; or end the process with a message."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    return run(ask, argv)
 
 
 def ask(argv: Sequence[str]) -> int:
@@ -62,6 +54,7 @@ def ask(argv: Sequence[str]) -> int:
     Raises:
         SeqParError: on invalid arguments or files or a video that cannot be read, or if the ranks disagree.
     """
+    quiet_transformers()
     args, problem = attempt(lambda: parse(argv))
     with launched_ranks(*((args.device, args.timeout) if args else ())) as (comm, device):
         agree(comm, "arguments", lambda: asdict(args) if args else {}, dict, error=problem)
@@ -126,7 +119,8 @@ class VideoRun:
     """The videos of a run, the answers so far, and the faults of videos that cannot be used."""
 
     def __init__(self, args: AskArguments, comm: Communicator, device: torch.device) -> None:
-        self._args, self._comm, self._times = args, comm, StageTimes(device)
+        self._args, self._comm, self._device = args, comm, device
+        self._times = Clock(device, synchronize=True)
         self._answers: list[Answered] = []
         self._faults: list[str] = []
         self._pages: list[PageEntry] = []
@@ -136,7 +130,7 @@ class VideoRun:
     def open(self) -> list[VideoInput]:
         """Open all inputs; of several videos, return those that can be used."""
         with self._times.measure("open"):
-            self._engine = Engine(self._args, self._comm, self._times.device)
+            self._engine = Engine(self._args, self._comm, self._device)
             self._videos = agree(self._comm, "inputs", self._inputs, _common_names)
             self._several = len(self._videos) > 1
             steps = [partial(self._open_video, video) for video in self._videos]
@@ -231,13 +225,13 @@ class VideoRun:
 
     def report(self) -> None:
         """Write times and memory of all ranks to stderr, and the report to its file."""
-        patch, times = patch_of(self._engine.model), self._times
+        patch = patch_of(self._engine.model)
         sent = patch.context.comm.bytes.total if patch else 0
         microseconds = [round(1e6 * self._parts[part]) for part in PARTS]
-        facts = [round(peak_memory(times.device) * 1024), sent, self._visual_tokens, *microseconds]
+        facts = [round(peak_memory(self._device) * 1024), sent, self._visual_tokens, *microseconds]
         rows = self._comm.gather_ints(facts)
         parts = [{part: value / 1e6 for part, value in zip(PARTS, row[3:], strict=True)} for row in rows]
-        seconds = {name: round(seconds, 4) for name, seconds in times.seconds.items()}
+        seconds = {name: round(seconds, 4) for name, seconds in self._times.seconds().items()}
         report = Report(
             self._frames,
             sum(row[2] for row in rows),
@@ -246,7 +240,7 @@ class VideoRun:
             self._answers,
             [round(row[0] / 1024, 1) for row in rows],
             [row[1] for row in rows],
-            times.device.type,
+            self._device.type,
             parts if any(self._parts.values()) else [],
         )
         if self._comm.rank == 0:

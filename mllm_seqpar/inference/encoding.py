@@ -9,9 +9,8 @@ stream, while the previous one is encoded. The result is the features of this ra
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from mllm_seqpar.cli.progress import Clock
 from mllm_seqpar.comm import Group, transfer_communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.chat_family import ChatFamily, chat_family
@@ -125,7 +125,9 @@ def encode_video(
                 break
             encoder.encode(pixels)
             del pixels  # the thread reads a further batch only when this one is freed
-        return EncodedVideo(encoder.features(), shard, sources[0] if len(sources) == 1 else None, encoder.seconds())
+        features = encoder.features()
+        seconds = dict.fromkeys(PARTS, 0.0) | encoder.clock.seconds()
+        return EncodedVideo(features, shard, sources[0] if len(sources) == 1 else None, seconds)
 
 
 def _batches(
@@ -137,7 +139,7 @@ def _batches(
     )
 
     def read_next(_: int) -> Pixels | None:
-        with encoder.measure("decode frames"):
+        with encoder.clock.measure("decode frames"):
             frames = next(reader, None)
             return None if frames is None else encoder.prepared(family.pixels(frames))
 
@@ -160,40 +162,11 @@ class _Encoder:
         self._frames, self._on_host = frames, on_host
         self._features: Tensor | None = None
         self._uneven: list[Tensor] = []
-        self._seconds = dict.fromkeys(PARTS, 0.0)
         self._on_cuda = self._device.type == "cuda"
         self._copies = torch.cuda.Stream(self._device) if self._on_cuda else None
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self.clock = Clock(self._device)
         self.done = 0
         self.error: Exception | None = None
-
-    @contextmanager
-    def measure(self, part: str) -> Iterator[None]:
-        """Count the host's time inside the context as this part."""
-        begin = time.perf_counter()
-        yield
-        self._seconds[part] += time.perf_counter() - begin
-
-    @contextmanager
-    def _measure_device(self, part: str) -> Iterator[None]:
-        """Count the computation inside the context as this part; on a GPU, the time of its current stream."""
-        if not self._on_cuda:
-            with self.measure(part):
-                yield
-            return
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        yield
-        end.record()
-        self._events.append((part, begin, end))
-
-    def seconds(self) -> dict[str, float]:
-        """Return the time of each of `PARTS` so far, after waiting for the device."""
-        for part, begin, end in self._events:
-            end.synchronize()
-            self._seconds[part] += begin.elapsed_time(end) / 1000
-        self._events.clear()
-        return dict(self._seconds)
 
     def prepared(self, pixels: Pixels) -> Pixels:
         """Return the pixels in the dtype of the model, in memory that the device can copy from while it computes."""
@@ -202,7 +175,7 @@ class _Encoder:
 
     def _moved(self, pixels: Pixels) -> Pixels:
         """Return the pixels on the device, and start copying them; see `_use`."""
-        with torch.cuda.stream(self._copies), self._measure_device("transfer"):
+        with torch.cuda.stream(self._copies), self.clock.measure_device("transfer"):
             return tuple(x.to(self._device, non_blocking=self._on_cuda) for x in pixels)
 
     def _use(self, moved: Pixels) -> None:
@@ -218,7 +191,7 @@ class _Encoder:
         if self.error is not None:
             return None
         try:
-            with self.measure("wait for frames"):
+            with self.clock.measure("wait for frames"):
                 pixels = next(batches, None)
             if pixels is None and self.done < self._frames:
                 raise VideoError(
@@ -249,7 +222,7 @@ class _Encoder:
     def _run(self, pixels: Pixels | None) -> None:
         inputs = self._moved(self.prepared(self._family.blank())) if pixels is None else pixels
         self._use(inputs)
-        with self._measure_device("encode"):
+        with self.clock.measure_device("encode"):
             encoded = self._encode_pixels(*inputs)
         if self._features is None:
             shape = self._frames, *encoded.shape[1:]

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from mllm_seqpar.data.jpeg import jpeg_of
 from mllm_seqpar.data.sources import FrameSource
-from mllm_seqpar.data.thumbnails import jpeg_of
 from mllm_seqpar.errors import ConfigError, SeqParError
 
 from .evidence import Evidence, Moment, clock
@@ -157,7 +157,7 @@ def link(video: str, page: Path) -> str:
 def _thumbnail(source: FrameSource, frame: int) -> str:
     """Return a frame as a data: URI; empty if the source has no pixels or cannot be read."""
     try:
-        jpeg = jpeg_of(next(iter(source.read(frame, frame + 1, batch=1)))[0])
+        jpeg = jpeg_of(next(iter(source.read(frame, frame + 1, batch=1)))[0], width=160)
     except SeqParError:
         return ""
     return "data:image/jpeg;base64," + base64.b64encode(jpeg).decode()

@@ -40,8 +40,8 @@ from .generation import Sampling
 
 _UNSUPPORTED_REQUEST = "lmms-eval's requests of the kind {} are not supported by this model; choose other tasks"
 
-_OF_REQUESTS = {"max_new_tokens", "temperature", "top_p"}
-"""Options that the requests state instead (`generation_kwargs`)."""
+_STATED_ELSEWHERE = {"model", "max_new_tokens", "temperature", "top_p"}
+"""Options that `pretrained` and the requests (`generation_kwargs`) state instead."""
 
 _NEUTRAL = {"num_beams": 1, "top_k": 0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0}
 """Settings of transformers' `generate` that are not supported, with the values that have no effect."""
@@ -185,7 +185,7 @@ class ChatSeqParModel(SimpleSeqParModel):
 
 
 def _options(pretrained: str, given: dict[str, Any]) -> InferenceOptions:
-    known = {field.name for field in dataclasses.fields(InferenceOptions)} - _OF_REQUESTS
+    known = {field.name for field in dataclasses.fields(InferenceOptions)} - _STATED_ELSEWHERE
     if unknown := sorted(set(given) - known):
         raise ConfigError(f"--model_args: {unknown[0]!r} is unknown; choose from {', '.join(sorted(known))}")
     return InferenceOptions(**given, model=pretrained)

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
-
-import torch
 
 from mllm_seqpar.cli.outputs import write_text
 
@@ -17,22 +12,6 @@ from .generation import Answer
 
 ENCODE_STAGE = "read and encode"
 """The stage whose number of frames per second is reported."""
-
-
-class StageTimes:
-    """The time of each named stage of a run; `device` is synchronized before the clock is read."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def measure(self, name: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
 
 
 @dataclass(frozen=True)

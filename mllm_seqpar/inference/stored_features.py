@@ -22,6 +22,7 @@ from mllm_seqpar.data.feature_store import (
 )
 from mllm_seqpar.data.frame_choice import FrameChoice
 from mllm_seqpar.data.sources import VideoSource
+from mllm_seqpar.data.store_files import writing
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.sharding import FrameShard, frame_spans
 
@@ -48,10 +49,8 @@ def save_video(directory: str, video: EncodedVideo, comm: Communicator, meta: Ma
     def write() -> None:
         layout = shard.layout(comm.rank, comm.size) or "contiguous"
         placement = {"start": shard.start, "total": shard.total, "rank": comm.rank, "world": comm.size}
-        try:
+        with writing(directory, "the features", "free some space, or give --save_features another directory"):
             save_features(directory, video.features, **placement, layout=layout, meta=rank_0_meta)
-        except OSError as error:
-            raise DataError(f"{directory}: the features cannot be written: {error}") from error
 
     agree(comm, "saving the features", write)
 

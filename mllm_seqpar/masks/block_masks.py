@@ -73,7 +73,7 @@ class BlockMasks(ABC):
         return False
 
     def visible_rows(self, q_shard: int, kv_shard: int) -> RowSubset | None:
-        """Return the rows of rank `q_shard` that see any key of rank `kv_shard` in any batch item; None for all."""
+        """Return the rows of rank `q_shard` that attend to a key of rank `kv_shard` in any batch item; None for all."""
         return None
 
     def pruned_rectangles(self, q_shard: int, kv_shard: int) -> tuple[Rectangle, ...]:
@@ -85,7 +85,7 @@ class BlockMasks(ABC):
 
         The frames of all samples are one flat list, so their keys have a batch of 1 while queries have one of B. Rows
         are independent, so the queries of all items can be the rows of one item. Kernels then need one call instead of
-        B, and rows are pruned per sample. Items have text of their own, whose masks are not folded.
+        B, and rows are pruned per sample. Each item has its own text, so masks over text are not folded.
         """
         raise NotImplementedError(f"{type(self).__name__}: the items of a batch do not share keys of text")
 
@@ -122,7 +122,7 @@ class GivenBlockMask(BlockMasks):
 class FullBlockMasks(BlockMasks):
     """No mask: each of `length` rows attends to every key. `key_lengths[j]` is the number of keys that rank j holds.
 
-    All rows are sent to all ranks, also to those without keys, so that a call sends what its formula says.
+    All rows are sent to all ranks, even to ranks without keys, so that the bytes sent equal the formula.
     """
 
     batch: int

@@ -176,8 +176,8 @@ class FrameMask:
     def gathered_digest(self, comm: Communicator, frames: Sequence[Spans]) -> int:
         """Return a checksum of the rows of all ranks that `blocks` keeps for these arguments; 0 if it keeps none.
 
-        If the checksums of the ranks differ, the ranks keep rows of different calls: some have used a mask again with
-        other masks on the other ranks.
+        If the checksums of the ranks differ, the ranks keep rows of different calls: some ranks used a mask again,
+        while others used a new one.
         """
         kept = self._by_group.get((comm.identity, tuple(frames)))
         return 0 if kept is None else kept[0]
@@ -226,7 +226,7 @@ class FrameBlockMasks(BlockMasks):
         return [[mask.visible_fraction(frames) for frames in self.frames] for mask in self.masks]
 
     def visible_row_counts(self) -> list[list[int]]:
-        """Return [i][j]: how many rows of rank i, of all batch items, see any frame of rank j."""
+        """Return [i][j]: how many rows of rank i, of all batch items, attend to any frame of rank j."""
         folded, ranks = self.folded(), range(len(self.masks))
         total = folded.masks[0].shape[1]
         return [[total if (rows := folded.visible_rows(i, j)) is None else rows.count for j in ranks] for i in ranks]

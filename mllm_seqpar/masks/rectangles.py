@@ -175,7 +175,7 @@ class IntervalRule:
 
 
 class _Run(NamedTuple):
-    """Consecutive rows [top, bottom) that all see [low, high), or with `stair` one unit more from row to row."""
+    """Consecutive rows [top, bottom) that all attend to [low, high), or with `stair` one unit more from row to row."""
 
     top: int
     bottom: int
@@ -189,7 +189,7 @@ class _Group:
 
     Attributes:
         left, right: the units that any of the rows attends to.
-        inner_left, inner_right: the units that all of the rows see.
+        inner_left, inner_right: the units that all of the rows attend to.
         visible: number of visible (row, unit) entries.
         gap: True if rows between the runs attend to nothing.
     """
@@ -253,7 +253,7 @@ def interval_rectangles(
 
 
 def _with_holes(rectangles: Iterable[Rectangle], valid: Tensor, rule: IntervalRule) -> Iterator[Rectangle]:
-    """Yield the rectangles, masked if some of their keys are invalid; not those of which all keys are."""
+    """Yield the rectangles that have valid keys; they are masked if some of their keys are invalid."""
     for rectangle in rectangles:
         valid_keys = valid[slice(*rectangle.batch), slice(*rectangle.keys)]
         if bool(valid_keys.all()):
@@ -313,7 +313,7 @@ def _single_rows(start: int, stop: int, lows: list[int], highs: list[int]) -> It
 
 
 def _rectangles_of_group(batch: Span, group: _Group, tokens: int, rule: IntervalRule) -> Iterator[Rectangle]:
-    """Yield one full rectangle of what all rows see, and masked ones of what only some rows see on either side."""
+    """Yield a full rectangle of the units that all rows attend to, and masked ones of the units on either side."""
     if not group.runs:
         return
     rows = (group.top, group.bottom)
@@ -395,8 +395,8 @@ def _count_runs(bits: int) -> int:
 
 
 def _rectangles_of_union(batch: Span, rows: Span, union: int, common: int, rule: DenseRule) -> Iterator[Rectangle]:
-    """Yield the rectangles of rows: at least one row attends to each frame of `union`, and all attend to those of
-    `common`."""
+    """Yield the rectangles of rows: at least one row attends to each frame of `union`, and all rows attend to
+    each frame of `common`."""
     if not union:
         return
     frames, common = rule.visible.shape[-1], union & common

@@ -158,7 +158,7 @@ def register_on_import() -> None:
 
 CODE_MODULE = "mllm_seqpar_code"
 _CODE = """\
-# The classes that trust_remote_code=True loads are those of the installed package mllm-seqpar.
+# trust_remote_code=True loads the classes of the installed package mllm-seqpar.
 from mllm_seqpar.models import {package}
 
 

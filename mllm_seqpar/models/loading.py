@@ -212,7 +212,7 @@ def unreadable(folder: Path, error: Exception) -> ConfigError:
 
 
 def model_directories(path: str) -> list[Path]:
-    """Return the directory of a model; if it holds an adapter, followed by that of its base model."""
+    """Return the directory of a model; if it holds an adapter, followed by the directory of its base model."""
     folder = Path(local_directory(path))
     base = base_of_adapter(folder)
     return [folder] if base is None else [folder, base]

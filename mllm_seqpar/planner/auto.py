@@ -27,7 +27,8 @@ _log = get_logger(__name__)
 
 MAX_RANKS_WITH_BLOCK_FRACTIONS = 16
 """Under a mask that makes (row, rank) pairs empty, every block is simulated with its own visible fraction up to this
-many ranks, and with the rows that are sent up to four times as many. Beyond that, a simulation would take seconds."""
+many ranks, and with the rows that are sent up to four times this number of ranks. With more ranks, a simulation would
+take seconds."""
 
 
 class ClusterSelector:

@@ -2,7 +2,7 @@
 
 All ranks measure at once, because they also share processors and links during training. The slowest rank counts, and
 the result is the same on every rank. Sizes grow until a measurement is long enough to be meaningful, so that
-calibration is quick on a slow machine and does not measure latency alone on a fast one.
+calibration is quick on a slow machine and does not measure only latency on a fast one.
 """
 
 import os
@@ -70,7 +70,7 @@ class Calibrations:
         """
         key = device.type, shape
         if key not in self._measured:
-            # In backward, ranks need not be at the same place: FSDP2 and DDP reduce gradients meanwhile.
+            # In backward, ranks may be in different layers: FSDP2 and DDP reduce gradients meanwhile.
             assert graph_task() == -1, f"calibration for {shape} was requested in a backward pass"
             agree(self.comm, "calibration", lambda: {"device": device.type, "shape": shape}, dict)
             known = next((cluster for (kind, _), cluster in self._measured.items() if kind == device.type), None)
@@ -90,7 +90,7 @@ def calibrate(
     """Measure rates and links. Collective; takes less than half a second once connections are established.
 
     Returns the same Cluster on every rank. If all ranks share a node, the network is given the speed of the node's
-    links, and the other way round if every rank has its own node. One rank alone cannot measure links; `Cluster.links`
+    links, and the other way round if every rank has its own node. A single rank cannot measure links; `Cluster.links`
     records this.
 
     Args:
@@ -155,7 +155,7 @@ def _figures(cluster: Cluster) -> str:
 
 
 class _Clock:
-    """Times work on all ranks at once; its results are those of the slowest rank, the same on every rank."""
+    """Times work on all ranks at once, and returns the time of the slowest rank on every rank."""
 
     def __init__(self, comm: Communicator, device: torch.device) -> None:
         self.comm, self.device = comm, device
@@ -242,11 +242,11 @@ class _Link(NamedTuple):
 def _links(clock: _Clock, per_node: int) -> dict[str, Any]:
     """Measure the links between neighbours, which carry both directions at once, as in a ring.
 
-    Links between nodes are measured twice: all ranks of a node share its link; then one rank of each node uses it
-    alone, or uses a slower network card of its own.
+    Links between nodes are measured twice: all ranks of a node share its link; then only one rank of each node uses
+    it, or uses its own, slower network card.
     """
     comm = clock.comm
-    inside = outside = _Link(1e15, 0.0, 0.0)  # one rank alone transfers nothing
+    inside = outside = _Link(1e15, 0.0, 0.0)  # a single rank transfers nothing
     per_gpu: float | None = None
     if per_node > 1:
         first = comm.rank - comm.rank % per_node
@@ -305,7 +305,7 @@ def _measure_link(clock: _Clock, after: int, before: int, *, active: bool = True
 
 
 def _ranks_per_node(nodes: Sequence[int]) -> int:
-    """Return the ranks per node if all nodes have equally many, else 1: all links then count as network."""
+    """Return the ranks per node if it is the same for all nodes, else 1: all links then count as network."""
     counts = {nodes.count(node) for node in nodes}
     return counts.pop() if len(counts) == 1 else 1
 

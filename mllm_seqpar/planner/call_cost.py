@@ -43,8 +43,8 @@ class VisualProjection:
 
 @dataclass(frozen=True, kw_only=True)
 class CallCost(Cost):
-    """The cost of one direction of one call; `seconds` include `projection`, that of features to K and V with its
-    gradients."""
+    """The cost of one direction of one call; `seconds` include `projection`, the time of projecting features to K and V
+    with its gradients."""
 
     attention: float
     projection: float
@@ -157,7 +157,7 @@ def block_seconds(problem: Problem, cluster: Cluster, keys: int, *, backward: bo
 def sent_tensors(
     problem: Problem, spec: ParallelSpec, kind: TransferKind, axis: Axis, length: int, *, backward: bool, direct: bool
 ) -> list[tuple[int, Hashable]]:
-    """Return bytes and dtype of each tensor of a transfer of `length` rows or keys, those of all samples together.
+    """Return bytes and dtype of each tensor of a transfer of `length` rows or keys, over all samples.
 
     `direct` results go straight to their owner.
     """
@@ -247,7 +247,7 @@ def _mesh_ranks(
     """Return the ranks by position of a mesh of groups of `head_degree` ranks; None: by number.
 
     Args:
-        problem: that between the groups.
+        problem: the call between the groups.
     """
     if 1 in mesh_shape:
         return None

@@ -27,7 +27,7 @@ class Cluster(Record):
         node_link: link of one GPU to the other GPUs of its node.
         network_link: link of one node to the other nodes, shared by its GPUs.
         node_latency_s, network_latency_s: time from posting a transfer to its first byte, inside and between nodes.
-        network_link_per_gpu: what one GPU alone reaches of network_link; None for all of it.
+        network_link_per_gpu: the part of network_link that a single GPU reaches; None for all of it.
         block_overhead_s: fixed cost of one block: kernel launches, merging.
         step_overhead_s: fixed cost of posting one step's transfers.
         overlap: fraction of computation that can run while transfers are in flight: 1 if transfers do not slow it down,
@@ -102,7 +102,7 @@ class Cluster(Record):
 
     @property
     def gpu_network_link(self) -> float:
-        """What one GPU alone reaches between nodes, in bytes/s per direction."""
+        """The speed that a single GPU reaches between nodes, in bytes/s per direction."""
         return min(self.network_link_per_gpu or self.network_link, self.network_link)
 
 

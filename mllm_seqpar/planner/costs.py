@@ -11,7 +11,7 @@ from .cluster import Cluster
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of the slowest rank, transfers included, and the bytes that the rank sends that sends most.
+    """Seconds of the slowest rank, including transfers, and the largest number of bytes that any rank sends.
 
     Attributes:
         exposed: seconds in which a rank waits for transfers or for other ranks.

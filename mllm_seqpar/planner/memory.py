@@ -7,14 +7,14 @@ NCCL's memory. buffers: temporary memory, which is a gathered layer, and the lar
 cross-attention layer with their gradients in float32 and its partial results, or the inner activations of the current
 MLP. If the vision tower, which runs earlier, needs more with the pixels of its chunk of frames, that counts instead.
 
-A communicator keeps its receive buffers (`comm.receive_buffers`). Tensors take turns in a buffer if they belong to the
-same axis, are both inputs or both results, and have the same dtype and number of dimensions. Of each such kind there
-are as many buffers as the call that uses most of them at one time, each as long as that call needs, so that the size
-is found from the sizes of each call, longest first.
+A communicator keeps its receive buffers (`comm.receive_buffers`). Tensors reuse one buffer if they belong to the same
+axis, are both inputs or both results, and have the same dtype and number of dimensions. The number of buffers of each
+such kind is the largest number that any call uses at one time, and each is as long as the calls need. The size follows
+from the sizes of each call, longest first.
 
 Activations are counted as autograd saves them, each tensor once: `tests/unit/planner/test_memory_measured.py` compares
 the formulas with real, patched models. Dropout and position embeddings are left out. Norms are counted as RMS norms
-that compute in float32, which save most; layer norms, as in OpenFlamingo, save less.
+that compute in float32, which save the most; layer norms, as in OpenFlamingo, save less.
 """
 
 from collections import defaultdict
@@ -37,7 +37,7 @@ USABLE = 0.92
 recomputed chunks of features."""
 
 COMMUNICATORS = 2
-"""NCCL communicators of a rank: that of FSDP2, and that of the exchanges."""
+"""NCCL communicators of a rank: one of FSDP2, and one of the exchanges."""
 
 COMMUNICATOR_BYTES = 2**30
 """Assumed device memory of one NCCL communicator; not measured by this project.
@@ -57,7 +57,7 @@ KINDS = ("parameters", "gradients", "optimizer", "features", "activations", "tra
 def peak_memory(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
     """Return the bytes of one rank at its peak, by kind (KINDS).
 
-    `spec` is that of cross-attention, or of self-attention in a decoder-only model.
+    `spec` is the spec of cross-attention, or of self-attention in a decoder-only model.
     """
     n, trained = workload.gpus if workload.weights_sharded else 1, workload.trained_parameters
     kinds = memory_after_tower(workload, spec)
@@ -109,7 +109,7 @@ def memory_after_tower(workload: Workload, spec: ParallelSpec) -> dict[str, int]
         activations = 2 * tokens * text.hidden * element + _attention_layer(workload, text)
         activations += workload.mlp_tokens * _mlp_token(element, text.mlp_inner, text.mlp_matrices)
     logits = workload.scored_tokens * text.vocabulary * (element + (2 * FLOAT32 if workload.training else 0))
-    # The gradient of a decoder-only model's embeddings comes when that of the layers is done.
+    # The gradient of a decoder-only model's embeddings is computed after the gradients of the layers.
     on_device = features * element * (2 if backward and not workload.model.decoder_only else 1)
     return {
         "features": offload.features_memory(workload) if workload.visual_offload else on_device,
@@ -224,13 +224,13 @@ def _mlp_token(element: int, inner: int, matrices: int) -> int:
 
 
 def _norm(workload: Workload) -> int:
-    """Return the saved bytes of a norm of hidden states: those of the norm, and its output."""
+    """Return the saved bytes of a norm of hidden states, including its output."""
     hidden, element = workload.model.text.hidden, workload.element
     return workload.tokens * (_normalized(workload.model.text.norm, hidden, element) + hidden * element)
 
 
 def _head_norm(kind: str, heads: int, dim: int, element: int) -> int:
-    """Return the saved bytes per token of a norm over heads: those of the norm, and a factor per head."""
+    """Return the saved bytes per token of a norm over heads, including a factor per head."""
     return 0 if kind == "none" else heads * (_normalized(kind, dim, element) + FLOAT32)
 
 
@@ -303,8 +303,8 @@ def frozen_tower_memory(workload: Workload) -> int:
 def _attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
     """Return the buffer bytes of one call of the compared attention, the larger of forward and backward.
 
-    K and V of text are activations; those of frames are projected in each pass, unless backward has kept them. Backward
-    holds the gradients of K and V as they are added up.
+    K and V of text are activations; K and V of frames are projected in each pass, unless backward has kept them.
+    Backward holds the gradients of K and V as they are added up.
     """
     problem, cross = workload.problem(workload.compared), workload.model.cross
     if workload.model.decoder_only:
@@ -331,7 +331,7 @@ def _attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
 def _partial_results(problem: Problem, spec: ParallelSpec, *, backward: bool) -> int:
     """Return the bytes of a rank's results, and of the partial results for other ranks that it holds at one time.
 
-    A ring holds two of each kind, a mesh those of all other ranks of its groups. Ulysses holds all its heads once more.
+    A ring holds two of each kind, a mesh one for every other rank of its groups. Ulysses holds all its heads once more.
     """
     held = replace(problem, direct_element=None)  # results are rounded, if at all, when they are sent
     q, o = (shard_bytes(held, spec, kind, "q", backward=backward) for kind in ("input", "result"))
@@ -367,7 +367,7 @@ def communicator_memory(workload: Workload) -> int:
 def receive_buffer_memory(workload: Workload, spec: ParallelSpec) -> int:
     """Return the bytes of the receive buffers that stay allocated in a step with this spec.
 
-    It is that of cross-attention, or of self-attention in a decoder-only model.
+    The spec is for cross-attention, or for self-attention in a decoder-only model.
     """
     text, problem = workload.self_attention, workload.text_problem
     calls = [(workload.problem(workload.compared), spec)]

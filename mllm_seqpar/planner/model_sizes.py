@@ -2,7 +2,7 @@
 
 A model is a language model, cross-attention layers inside or between its decoder layers, and a source of visual
 features: a vision tower, with an optional resampler (a Perceiver) or linear projector. A decoder-only model has no
-cross-attention layers: the visual features are embeddings of tokens among those of the text. Parameter counts leave out
+cross-attention layers: the visual features are embeddings of tokens in the text. Parameter counts leave out
 norms, biases, gates and position embeddings, which are about a thousandth. Norms of visual tokens are described all the
 same, because what they save for backward is not negligible (see `memory`).
 """
@@ -141,7 +141,7 @@ class VisionSizes(Record):
 
     Attributes:
         tokens: tokens per frame that its layers compute.
-        keys: visual tokens per frame that cross-attention receives, or that are among those of the text.
+        keys: visual tokens per frame that cross-attention receives, or that are tokens of the text.
         outputs_held: layer outputs that are alive at once: 1; 2 with the embeddings (IDEFICS); all (Llama 3.2).
         tiles: image tiles per frame, which `tokens` and `keys` include; the tiles of a frame attend to each other under
             a mask (Llama 3.2).
@@ -215,8 +215,8 @@ class ModelSizes:
 
     Attributes:
         projector: channels of the linear layers behind the tower: (in, out) for one layer, (in, inner, out) for two
-            with an activation function between them; None for no projector. That of a decoder-only model joins the
-            tokens of the tower to visual tokens, and has a norm before it.
+            with an activation function between them; None for no projector. The projector of a decoder-only model
+            joins the tokens of the tower to visual tokens, and has a norm before it.
     """
 
     name: str
@@ -308,7 +308,7 @@ class ModelSizes:
 
     @property
     def largest_layer(self) -> int:
-        """The most parameters that FSDP2 gathers at once: those of a layer, or the embeddings."""
+        """The most parameters that FSDP2 gathers at once: one layer, or the embeddings."""
         text = self.text
         layer = text.attention_parameters + text.mlp_parameters
         crossing = self.cross_parameters if self.cross.layers else 0

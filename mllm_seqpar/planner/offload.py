@@ -1,4 +1,4 @@
-"""What `visual_offload="cpu"` changes in a plan: two chunks of features on the device, and their way from the host.
+"""The changes of a plan by `visual_offload="cpu"`: two chunks of features on the device, and copies from the host.
 
 A layer brings all features of the rank once per pass, under the computation of the chunk before, so a pass of a layer
 takes at least features / `HOST_LINK` seconds. Q, O and the log-sum-exp are exchanged before and after the computation,

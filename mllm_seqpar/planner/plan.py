@@ -51,7 +51,7 @@ class Plan:
         rows: one per strategy, of self-attention in a decoder-only model; rows that fit come first, the fastest first.
         illegal: the reason by strategy.
         text: one self-attention call, the same in all rows; of the first one in a decoder-only model.
-        min_gpus: the smallest power of two of GPUs on which `preferred`, which needs least memory, fits; or None.
+        min_gpus: the smallest power of two of GPUs on which `preferred`, which needs the least memory, fits; or None.
     """
 
     workload: Workload
@@ -102,8 +102,8 @@ class DataSet(Record):
 def make_plan(workload: Workload, cluster: Cluster, strategies: Sequence[str] = STRATEGIES) -> Plan:
     """Return the plan; a ConfigError names an unknown or no legal strategy, or link speeds that the cluster lacks.
 
-    `strategies` are those of cross-attention. A decoder-only model is planned with each `self_attention` that its
-    workload allows.
+    `strategies` are for cross-attention. A decoder-only model is planned with each `self_attention` that its workload
+    allows.
     """
     cluster.check_ranks(workload.gpus)
     if workload.model.decoder_only:
@@ -123,7 +123,7 @@ def make_plan(workload: Workload, cluster: Cluster, strategies: Sequence[str] = 
 
 
 def _preferred_run(workload: Workload) -> tuple[Workload, ParallelSpec]:
-    """Return the workload with the strategy that needs least memory, which is preferred among equals."""
+    """Return the workload with the strategy that needs the least memory, which is preferred among equals."""
     if workload.model.decoder_only:
         return replace(workload, self_attention="ring"), ParallelSpec("ring", (1, workload.gpus))
     return workload, ParallelSpec("lv-xattn", (workload.gpus, 1))

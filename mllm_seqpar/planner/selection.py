@@ -16,12 +16,12 @@ from .cluster import Cluster
 from .costs import Cost, Passes
 
 MARGIN = 0.02
-"""A smaller difference of predicted times does not decide."""
+"""Relative differences in predicted time below this value are ignored."""
 
 
 @dataclass(frozen=True)
 class Candidate(Passes):
-    """A spec and its costs, those of each pass as `CallCost`; without training, backward costs nothing."""
+    """A spec and its costs, as a `CallCost` for each pass; without training, backward costs nothing."""
 
     spec: ParallelSpec = field(kw_only=True)
 
@@ -49,11 +49,11 @@ def select_strategy(
 
     Args:
         problem: the call; `problem.rank` is ignored.
-        cluster: whose rates decide.
+        cluster: the rates to simulate with.
         training: forward and backward; False for forward only.
-        strategies: those to compare.
+        strategies: the strategies to compare.
         mesh_shape: the only mesh shape to consider; None for any.
-        visible_rows: rows of rank i that see any key of rank j, if the mask reduces what LV-XAttn sends.
+        visible_rows: rows of rank i that attend to any key of rank j, if the mask reduces what LV-XAttn sends.
         margin: the fraction by which another candidate must be faster than LV-XAttn (or Ring Attention, if LV-XAttn is
             not a candidate) to be selected.
         **call: further arguments of `call_cost`: visible, visual, overlap.
@@ -66,7 +66,7 @@ def select_strategy(
         rows = visible_rows if spec.strategy == "lv-xattn" else None
         return call_cost(problem, spec, cluster, backward=backward, visible_rows=rows, **call)
 
-    # A mask that makes (row, rank) pairs empty asks for the direct schedule anyway.
+    # Under a mask that makes (row, rank) pairs empty, the schedule is direct anyway.
     all_pairs = visible_rows is None and cluster.pairs_exchange(problem.ranks)
     candidates = [
         Candidate(cost(spec, False), cost(spec, True) if training else Cost(), spec=spec)

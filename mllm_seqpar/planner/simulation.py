@@ -70,7 +70,7 @@ class RankTimeline(Cost):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The result of a simulation of `ranks` ranks: those of one period, of which the others are copies."""
+    """The result of a simulation of `ranks` ranks: the ranks of one period, which represent the others."""
 
     ranks: int
     by_rank: tuple[RankTimeline, ...]
@@ -94,7 +94,7 @@ def simulate(
     """Return the timeline of each rank's phases on the cluster.
 
     Args:
-        phases: the phases of each simulated rank; those of all ranks, unless a period of them represents the others.
+        phases: the phases of each simulated rank: of all ranks, or of a period of ranks that represents the others.
         ranks: the size of the whole group; transfers name its ranks.
         overlap: False computes a step's blocks after its transfers.
 

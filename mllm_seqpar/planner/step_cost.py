@@ -1,7 +1,8 @@
 """The time of a step by part: attention is simulated, linear layers count by FLOPs, parameter traffic by bytes.
 
 Linear layers cost 2 FLOPs per parameter and token forward, the same in backward for the gradient of their input, and
-the same again for the gradient of their weights if these are trained, which LoRA replaces by that of its adapters.
+the same again for the gradient of their weights if these are trained. LoRA computes the gradient of its adapters
+instead.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def attention_candidates(
 ) -> Sequence[Candidate]:
     """Return the legal candidates for one call of the attention of a part, fastest first; ConfigError if none is legal.
 
-    `strategies` are those of cross-attention; the workload has those of self-attention.
+    `strategies` are for cross-attention; the workload has the strategies of self-attention.
     """
     options, problem = workload.call_options(part), workload.problem(part)
     if part != "self-attention":
@@ -110,7 +111,7 @@ def _vision(workload: Workload, cluster: Cluster) -> Passes:
 
 
 def _exchanged_embeddings(workload: Workload, cluster: Cluster) -> Passes:
-    """Return the cost of the way of a decoder-only model's embeddings to the ranks that have their tokens.
+    """Return the cost of sending a decoder-only model's embeddings to the ranks that have their tokens.
 
     It is one all-to-all, or with local text one all-gather; in backward, the gradients travel the other way.
     """

@@ -2,9 +2,9 @@
 
 With LoRA, adapters on linear layers are trained, and the weights of the model are frozen. An adapter of rank r on a
 linear layer from n to m channels has r (n + m) parameters. It computes on the same tokens as the layer, forward and in
-backward for both gradients. Frozen weights have no gradient, no optimizer state, and no FLOPs for a gradient of theirs;
-the gradient passes through them to earlier layers all the same. Left out: dropout on the input of an adapter, and
-copies of inputs that an adapter in another dtype makes.
+backward for both gradients. Frozen weights have no gradient, no optimizer state, and no FLOPs for their gradient, but
+the gradient passes through them to earlier layers. Left out: dropout on the input of an adapter, and copies of inputs
+that an adapter in another dtype makes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ class Workload(Record):
         self_attention: "ring", "mesh", "ulysses", "local" (every rank computes all text), or "auto" (the fastest of the
             first three). In a decoder-only model, "auto" compares the first three.
         recompute: whether backward projects K and V of the frames again.
-        checkpointing: whether backward recomputes decoder layers, and those of a trained vision tower.
+        checkpointing: whether backward recomputes decoder layers, and the layers of a trained vision tower.
         recompute_attention: whether that includes attention, instead of keeping its results.
         mlp_chunk_size: tokens per MLP chunk, recomputed in backward if a rank has more; None for all tokens.
         vision_chunk_size: frames that the vision tower encodes at once; None for all of a rank's frames.
@@ -211,12 +211,12 @@ class Workload(Record):
 
     @property
     def local_frames(self) -> int:
-        """Frames of all samples on the rank that has most."""
+        """Frames of all samples on the rank that has the most frames."""
         return -(-self.encoded_frames // self.gpus) * self.batch
 
     @property
     def cross_problem(self) -> Problem:
-        """One cross-attention call; every rank is given as many keys as the rank that has most."""
+        """One cross-attention call; every rank has as many keys as the rank with the most keys."""
         keys = -(-self.encoded_frames // self.gpus) * self.model.vision.keys
         return self._problem(self.model.cross, -(-self.text // self.gpus), (keys,) * self.gpus)
 
@@ -255,7 +255,7 @@ class Workload(Record):
         return self.text_problem if part == "self-attention" else self.cross_problem
 
     def call_options(self, part: str) -> dict[str, Any]:
-        """Return what `call_cost` has to know of such a call besides its problem: a causal mask halves every block."""
+        """Return the arguments of `call_cost` besides the problem: a causal mask halves every block."""
         if part == "self-attention":
             return {"visible": 0.5, "visual": None, "overlap": self.overlap}
         return {"visible": self.visible, "visual": self.visual, "overlap": self.overlap}
@@ -270,7 +270,7 @@ class Workload(Record):
         return VisualProjection(dim=cross.visual_dim, layers=cross.layers, **options)
 
     def adapted(self, targets: Sequence[str] = TARGETS) -> list[LinearLayers]:
-        """Return the linear layers of those of the targets that have LoRA adapters."""
+        """Return the linear layers of the targets that have LoRA adapters."""
         names = () if self.lora_r is None else targets
         return [self.model.linear_layers(target) for target in names if target in self.lora_target]
 

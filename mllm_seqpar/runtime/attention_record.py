@@ -39,55 +39,10 @@ from mllm_seqpar.masks import FrameBlockMasks, FrameMask
 from mllm_seqpar.sharding import Spans, in_frame_order, span_length, take_spans
 
 from .frames import VisualKVCache, unit_spans
+from .visual_tokens import FrameTokens
 
 SCORES = 1 << 24
 """Scores that are computed at once: 64 MiB in float32."""
-
-
-@dataclass(frozen=True)
-class FrameTokens:
-    """Which tokens of a text are visual, and of which frame; on the CPU.
-
-    Attributes:
-        samples, positions, frames: (V,) int64: the sample, the position in the text, and the number of the frame.
-        total: the number of frames.
-    """
-
-    samples: Tensor
-    positions: Tensor
-    frames: Tensor
-    total: int
-
-    @classmethod
-    def none(cls) -> FrameTokens:
-        """Return those of a text without frames."""
-        empty = torch.zeros(0, dtype=torch.long)
-        return cls(empty, empty, empty, 0)
-
-    def before(self, length: int) -> FrameTokens:
-        """Return the visual tokens among the first `length` tokens of the text, and the frames that have some."""
-        kept = (self.positions < length).nonzero().flatten()
-        frames = self.frames[kept]
-        return FrameTokens(self.samples[kept], self.positions[kept], frames, int(frames.max()) + 1 if len(kept) else 0)
-
-    def followed_by(self, later: FrameTokens, length: int, rows: Tensor) -> FrameTokens | None:
-        """Return these with those of a text behind `length` tokens, in which row b continues the sample ``rows[b]``.
-
-        None: several rows continue one sample, and their frames cannot be told apart by sample.
-        """
-        if rows.unique().numel() < rows.numel():
-            return None
-        return FrameTokens(
-            torch.cat([self.samples, rows[later.samples]]),
-            torch.cat([self.positions, later.positions + length]),
-            torch.cat([self.frames, later.frames + self.total]),
-            self.total + later.total,
-        )
-
-    def of_sample(self, sample: int) -> FrameTokens:
-        """Return the visual tokens of one sample; frames keep their numbers."""
-        kept = (self.samples == sample).nonzero().flatten()
-        return FrameTokens(self.samples[kept], self.positions[kept], self.frames[kept], self.total)
 
 
 class TokenRowRecorder:

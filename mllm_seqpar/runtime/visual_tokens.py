@@ -1,19 +1,20 @@
-"""Embeddings of visual tokens that take the place of text tokens: from the rank that encoded them to the rank that has
-the text row.
+"""Embeddings of visual tokens that replace placeholders in the text: they are sent from the rank that encoded them to
+the rank that has the text row.
 
 In a decoder-only model the text has a placeholder for each visual token. The embeddings are sharded by frames, because
-each rank encodes its own, and the text is sharded by the layout of the text. One all-to-all takes every embedding to
-the ranks that compute its row. Token ids and the sizes of images say on every rank which rank sends how much to
-which, so nothing but embeddings travels, and no rank holds the embeddings of all frames unless it has all text rows.
+each rank encodes its own, and the text is sharded by the layout of the text. One all-to-all sends every embedding to
+the ranks that compute its row. Every rank derives from the token ids and the sizes of images how much each rank sends
+to each other rank, so only embeddings are sent, and no rank holds the embeddings of all frames unless it has all text
+rows.
 
-Shape legend: N visual tokens of the text, x of them encoded by this rank, m in its text rows; s text rows of a sample
+Shape legend: V visual tokens of the text, x of them encoded by this rank, m in its text rows; s text rows of a sample
 on this rank; W width of an embedding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,8 +24,6 @@ from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.base import Recv, Send
 
-from .attention_record import FrameTokens
-
 LABEL = "visual tokens"
 
 PIECE_BYTES = 1 << 24
@@ -32,33 +31,80 @@ PIECE_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
-class VisualTokenLayout:
-    """Where the visual tokens of a text are, and which embedding each of them has; on the CPU.
+class FrameTokens:
+    """Which tokens of a text are visual, and of which frame; on the CPU.
 
     Attributes:
-        samples, positions: (N,) int64, the sample and the position in the text of each visual token, ascending.
-        embeddings: (N,) int64, the number of its embedding, in the order in which frames are sharded. Beams of one
-            sample share embeddings.
-        frames: (N,) int64, the frame that it belongs to.
-        bounds: (n + 1,) int64: rank r encodes the embeddings from ``bounds[r]`` to ``bounds[r + 1]``.
+        samples, positions: (V,) int64, the sample and the position in the text of each visual token, ascending.
+        frames: (V,) int64, the number of its frame.
+        total: the number of frames.
     """
 
     samples: Tensor
     positions: Tensor
-    embeddings: Tensor
     frames: Tensor
+    total: int
+
+    @classmethod
+    def of(cls, samples: Tensor, positions: Tensor, frames: Tensor) -> FrameTokens:
+        """Return the visual tokens of a text whose last frame has some of them."""
+        return cls(samples, positions, frames, int(frames.max()) + 1 if frames.numel() else 0)
+
+    @classmethod
+    def none(cls) -> FrameTokens:
+        """Return the visual tokens of a text without frames."""
+        empty = torch.zeros(0, dtype=torch.long)
+        return cls.of(empty, empty, empty)
+
+    def take(self, kept: Tensor) -> FrameTokens:
+        """Return the visual tokens for which `kept` (V,) is True; frames keep their numbers."""
+        return replace(self, samples=self.samples[kept], positions=self.positions[kept], frames=self.frames[kept])
+
+    def before(self, length: int) -> FrameTokens:
+        """Return the visual tokens among the first `length` tokens of the text, and the frames that have some."""
+        kept = self.take(self.positions < length)
+        return FrameTokens.of(kept.samples, kept.positions, kept.frames)
+
+    def of_sample(self, sample: int) -> FrameTokens:
+        """Return the visual tokens of one sample; frames keep their numbers."""
+        return self.take(self.samples == sample)
+
+    def followed_by(self, later: FrameTokens, length: int, rows: Tensor) -> FrameTokens | None:
+        """Return these with the tokens of a text behind `length` tokens, whose row b continues the sample ``rows[b]``.
+
+        None: several rows continue one sample, and their frames cannot be told apart by sample.
+        """
+        if rows.unique().numel() < rows.numel():
+            return None
+        return FrameTokens(
+            torch.cat([self.samples, rows[later.samples]]),
+            torch.cat([self.positions, later.positions + length]),
+            torch.cat([self.frames, later.frames + self.total]),
+            self.total + later.total,
+        )
+
+
+@dataclass(frozen=True)
+class VisualTokenLayout:
+    """The visual tokens of a text, and which embedding each of them has; on the CPU.
+
+    Attributes:
+        tokens: the visual tokens.
+        embeddings: (V,) int64, the number of the embedding of each, in the order in which frames are sharded. Beams of
+            one sample share embeddings.
+        bounds: (n + 1,) int64: rank r encodes the embeddings from ``bounds[r]`` to ``bounds[r + 1]``.
+    """
+
+    tokens: FrameTokens
+    embeddings: Tensor
     bounds: Tensor
 
     def between(self, start: int, stop: int) -> VisualTokenLayout:
         """Return the visual tokens at the positions ``start <= l < stop``, counted from `start`."""
-        kept = ((self.positions >= start) & (self.positions < stop)).nonzero().flatten()
-        rows = self.samples[kept], self.positions[kept] - start, self.embeddings[kept], self.frames[kept]
-        return VisualTokenLayout(*rows, self.bounds)
-
-    @property
-    def tokens(self) -> FrameTokens:
-        """Return the frame of each visual token."""
-        return FrameTokens(self.samples, self.positions, self.frames, int(self.frames.max()) + 1)
+        kept = (self.tokens.positions >= start) & (self.tokens.positions < stop)
+        tokens = self.tokens.take(kept)
+        tokens = replace(tokens, positions=tokens.positions - start)
+        return VisualTokenLayout(tokens, self.embeddings[kept], self.bounds)
 
     def routes(self, rows: Sequence[Tensor], rank: int) -> TokenRoutes:
         """Return what this rank sends and receives.
@@ -68,52 +114,58 @@ class VisualTokenLayout:
                 on several ranks.
             rank: this rank.
         """
-        first, stop = int(self.bounds[rank]), int(self.bounds[rank + 1])
+        all_positions, first, stop = self.tokens.positions, int(self.bounds[rank]), int(self.bounds[rank + 1])
         own = ((self.embeddings >= first) & (self.embeddings < stop)).nonzero().flatten()
-        own_positions, own_embeddings = self.positions[own], self.embeddings[own] - first
-        extent = 1 + max((int(x.max()) for x in (self.positions, *rows) if x.numel()), default=0)
+        own_positions, own_embeddings = all_positions[own], self.embeddings[own] - first
+        extent = 1 + max((int(x.max()) for x in (all_positions, *rows) if x.numel()), default=0)
         sends: list[Tensor] = []
         for owner, positions in enumerate(rows):
-            place = torch.full((extent,), -1).index_copy(0, positions, torch.arange(positions.numel()))
-            sends.append(own_embeddings[place[own_positions] >= 0])
+            row_at = torch.full((extent,), -1).index_copy(0, positions, torch.arange(positions.numel()))
+            sends.append(own_embeddings[row_at[own_positions] >= 0])
             if owner == rank:
-                local = place[self.positions]
+                local = row_at[all_positions]
         here = (local >= 0).nonzero().flatten()
         source = torch.searchsorted(self.bounds[1:].contiguous(), self.embeddings[here], right=True)
-        index, order = (self.samples[here] * rows[rank].numel() + local[here]).sort()
-        sorted_places = torch.empty_like(order).index_copy_(0, order, torch.arange(order.numel()))
-        receives = [sorted_places[source == other] for other in range(len(rows))]  # each in the order of the text
-        return TokenRoutes(sends, receives, index)
+        index, order = (self.tokens.samples[here] * rows[rank].numel() + local[here]).sort()
+        rank_in_order = torch.empty_like(order).index_copy_(0, order, torch.arange(order.numel()))
+        receives = [rank_in_order[source == other] for other in range(len(rows))]  # each in the order of the text
+        sent = torch.cat(sends)
+        return TokenRoutes(sends, receives, index, repeated=sent.unique().numel() < sent.numel())
 
 
 @dataclass(frozen=True)
 class TokenRoutes:
-    """One rank's part of the exchange of embeddings; on the CPU.
+    """One rank's part of the exchange of embeddings.
 
     Attributes:
         sends: for each rank, the embeddings that it gets, as indices into those of this rank.
         receives: for each rank, which of this rank's m visual tokens the embeddings from it belong to, in the order in
             which that rank sends them.
         index: (m,) int64, the rows of these visual tokens in the flattened (B, s), ascending.
+        repeated: whether some embedding of this rank is sent more than once.
     """
 
     sends: Sequence[Tensor]
     receives: Sequence[Tensor]
     index: Tensor
+    repeated: bool
+
+    def on(self, device: torch.device) -> TokenRoutes:
+        """Return the routes with their indices on `device`, copied at once."""
+        indices = [*self.sends, *self.receives, self.index]
+        moved = copy_to_device(torch.cat(indices), device).split([x.numel() for x in indices])
+        size = len(self.sends)
+        return replace(self, sends=moved[:size], receives=moved[size:-1], index=moved[-1])
 
     def exchange(self, embeddings: Tensor, comm: Communicator, count: int = 1) -> list[VisualTokens]:
         """Exchange embeddings, `count` of each visual token side by side.
 
-        This rank's (x, count * W) -> `count` times the (m, W) of its rows, each in memory of its own. Beside these, a
-        piece of at most `PIECE_BYTES` is sent and received at a time.
+        This rank's (x, count * W) -> `count` tensors (m, W) of its rows, each with its own memory. In addition, a piece
+        of at most `PIECE_BYTES` is sent and received at a time.
         """
-        indices = [*self.sends, *self.receives, self.index]
-        moved = copy_to_device(torch.cat(indices), embeddings.device).split([x.numel() for x in indices])
-        sends, receives, index = moved[: comm.size], moved[comm.size : -1], moved[-1]
-        used = torch.cat(list(self.sends)).unique().numel()
-        moves = _Moves(comm, sends, receives, embeddings.shape[0], index.numel(), used)
-        found: tuple[Tensor, ...] = _ExchangeRows.apply(embeddings, moves, count)
-        return [VisualTokens(part, index) for part in found]
+        routes = self.on(embeddings.device)
+        found: tuple[Tensor, ...] = _ExchangeRows.apply(embeddings, routes, comm, count)
+        return [VisualTokens(part, routes.index) for part in found]
 
 
 @dataclass(frozen=True)
@@ -133,24 +185,6 @@ class VisualTokens:
         return found.index_fill_(0, self.index, True).view(batch, rows)
 
 
-@dataclass(frozen=True)
-class _Moves:
-    """What `_ExchangeRows` needs besides the embeddings, with the indices of `TokenRoutes` on their device.
-
-    Attributes:
-        own: x, the number of embeddings of this rank.
-        rows: m, the number of visual tokens in its rows.
-        used: how many different ones of the x are sent, to others or to this rank itself.
-    """
-
-    comm: Communicator
-    sends: Sequence[Tensor]
-    receives: Sequence[Tensor]
-    own: int
-    rows: int
-    used: int
-
-
 class _ExchangeRows(torch.autograd.Function):
     """Local shapes: x (x, c W) -> c times (m, W). Rank r sends ``x[sends[p]]`` to each rank p, and receives likewise.
 
@@ -161,10 +195,10 @@ class _ExchangeRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, moves: _Moves, count: int) -> tuple[Tensor, ...]:
-        ctx.moves, x = moves, x.detach()
+    def forward(ctx: Any, x: Tensor, routes: TokenRoutes, comm: Communicator, count: int) -> tuple[Tensor, ...]:
+        ctx.routes, ctx.comm, ctx.own, x = routes, comm, x.shape[0], x.detach()
         width = x.shape[1] // count
-        out = [x.new_empty((moves.rows, width)) for _ in range(count)]
+        out = [x.new_empty((routes.index.numel(), width)) for _ in range(count)]
 
         def give(index: Tensor) -> Tensor:
             return x.index_select(0, index)
@@ -173,29 +207,28 @@ class _ExchangeRows(torch.autograd.Function):
             for part, columns in zip(out, piece.split(width, 1), strict=True):
                 part.index_copy_(0, index, columns)
 
-        _move(moves.comm, moves.sends, moves.receives, give, take, x)
+        _move(comm, routes.sends, routes.receives, give, take, x)
         return tuple(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        moves: _Moves = ctx.moves
+        routes: TokenRoutes = ctx.routes
         like = grads[0].new_empty(0, sum(grad.shape[1] for grad in grads))
-        # An embedding that several rows have sums their gradients, which is rounded once.
-        repeated = moves.used < sum(index.numel() for index in moves.sends)
-        wide = torch.promote_types(like.dtype, torch.float32) if repeated else like.dtype
-        dx = like.new_zeros((moves.own, like.shape[1]), dtype=wide)
+        # The gradients of an embedding that several rows have are summed, and the sum is rounded once.
+        wide = torch.promote_types(like.dtype, torch.float32) if routes.repeated else like.dtype
+        dx = like.new_zeros((ctx.own, like.shape[1]), dtype=wide)
 
         def give(index: Tensor) -> Tensor:
             return torch.cat([grad.index_select(0, index) for grad in grads], 1)
 
         def take(index: Tensor, piece: Tensor) -> None:
-            if repeated:
+            if routes.repeated:
                 dx.index_add_(0, index, piece.to(wide))
             else:
                 dx.index_copy_(0, index, piece)
 
-        _move(moves.comm, moves.receives, moves.sends, give, take, like)
-        return dx.to(like.dtype), None, None
+        _move(ctx.comm, routes.receives, routes.sends, give, take, like)
+        return dx.to(like.dtype), None, None, None
 
 
 def _move(

@@ -1,4 +1,4 @@
-"""Schedules of distributed attention as data, and the bytes that they send. Pure arithmetic, no torch.
+"""Schedules of distributed attention as data, and the bytes that they send. This package does not import torch.
 
 The executor runs these schedules and the planner simulates them. A mesh shape (a, b) with a * b = n ranks says that
 each rank computes with a Q shards and b KV shards: (n, 1) is LV-XAttn, (1, n) is Ring Attention, all others are

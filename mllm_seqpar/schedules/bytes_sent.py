@@ -55,7 +55,7 @@ class Problem:
         keys: keys of every rank, s_kv.
         heads, kv_heads, dim: H, G, D.
         batch, key_batch: batch items of q, and of k and v (1 if all items of q share the keys).
-        rank: the rank that sends; ranks differ only if their numbers of keys do.
+        rank: the rank that sends; ranks send different numbers of bytes only if their numbers of keys differ.
         element: bytes per element of q, k, v, o and do.
         accumulated: bytes per element of what is summed over ranks: O forward; dQ, dK, dV backward.
         direct_element: the same for results that go straight to their owner; None: `accumulated`.
@@ -95,9 +95,9 @@ def lv_xattn_bytes(
         problem: the call.
         backward: which pass.
         visible_rows: with a mask, visible_rows[i][j] is the number of rows of rank i that attend to any key of rank j.
-            If batch items share their keys (key_batch 1), it counts the rows of all items, else the row numbers for
-            which this is so in any item. None: every row attends to keys of every rank.
-        direct: whether rows are sent point to point, which is so with `visible_rows`.
+            If batch items share their keys (key_batch 1), it counts the rows of all items, else the row numbers that do
+            so in any item. None: every row attends to keys of every rank.
+        direct: whether rows are sent point to point; always True with `visible_rows`.
     """
     result = problem.result_element(problem.ranks, direct=direct or visible_rows is not None)
     if visible_rows is None:

@@ -1,7 +1,7 @@
 """Which heads each rank computes under head sharding (DeepSpeed-Ulysses, arXiv 2309.14509).
 
 Query heads are sharded evenly and in order. A rank needs the KV heads of its query heads and no others. With at least
-as many KV heads as ranks each one is sent once, with fewer it is repeated only as often as ranks need it.
+as many KV heads as ranks, each KV head is sent once; with fewer, it is sent to every rank that needs it.
 
 With groups of u consecutive ranks and a mesh shape (a, b) over the n / u groups, this is the hybrid of USP (arXiv
 2405.07719): heads are sharded within a group, Q and KV between groups.

@@ -10,8 +10,8 @@ is the rank's own shard), and then translated for one rank (`mesh_schedule`).
 The order is a greedy search (Mesh-Attention, section "schedule"). While inputs are missing, the next transfer is the
 one that unlocks the most blocks for its cost, and just enough blocks are computed to overlap it. Then each result is
 sent as soon as it is complete. Q results go first in the forward pass; the axes alternate in the backward pass. Blocks
-that no result waits for (those of the own Q shard; in the backward pass the own block) are computed last, during the
-last transfers.
+that no result waits for (the blocks of the own Q shard; in the backward pass the own block) are computed last, during
+the last transfers.
 
 A shard is held from its arrival until its last block. A rank therefore holds at most a - 1 Q shards and b - 1 KV shards
 of other ranks at a time, and as many partial results.

@@ -11,7 +11,7 @@ from .bytes_sent import Problem, mesh_bytes
 from .mesh import MeshShape
 
 STRATEGIES = ("lv-xattn", "ring", "mesh", "ulysses", "replicate")
-"""The exact strategies. Of candidates with equal cost, the planner selects the one that comes first here."""
+"""The exact strategies. The planner selects the first of several candidates with equal cost."""
 
 
 def mesh_shapes_of(size: int) -> list[MeshShape]:

@@ -20,9 +20,9 @@ from .steps import AttentionBlock, Axis, Schedule, Step, Transfer
 def ring_schedule(ranks: Sequence[int], rank: int, axis: Axis, *, return_results: bool) -> Schedule:
     """Return the schedule of `rank` when the shards of `axis` go around the ring `ranks` and the other axis stays.
 
-    At step t the rank computes with the shard of the rank that is t places before it. With `return_results`, the result
-    for a shard follows it one step later and reaches the owner after the last block: (O, lse) and dQ for Q shards,
-    (dK, dV) for KV shards.
+    At step t the rank computes with the shard of the rank that is t positions before it. With `return_results`, the
+    result for a shard follows it one step later and reaches the owner after the last block: (O, lse) and dQ for Q
+    shards, (dK, dV) for KV shards.
     """
     before = _before(ranks, rank)
     next_rank, previous_rank = before(-1), before(1)
@@ -31,7 +31,7 @@ def ring_schedule(ranks: Sequence[int], rank: int, axis: Axis, *, return_results
         transfers = []
         if t < len(ranks) - 1:
             transfers.append(Transfer("input", axis, before(t), next_rank, before(t + 1), previous_rank))
-        if return_results and t >= 2:  # sends the result of step t - 1, receives that of the shard of this step
+        if return_results and t >= 2:  # sends the result of step t - 1, receives the result of the shard of this step
             transfers.append(Transfer("result", axis, before(t - 1), next_rank, before(t), previous_rank))
         steps.append(Step(tuple(transfers), blocks))
     return tuple(steps)
@@ -40,8 +40,9 @@ def ring_schedule(ranks: Sequence[int], rank: int, axis: Axis, *, return_results
 def direct_schedule(ranks: Sequence[int], rank: int) -> Schedule:
     """Return the schedule of `rank` when Q shards, and the results for them, travel point to point.
 
-    At step t the rank computes with the Q shard of the rank that is t places before it, as in the ring. Its own Q shard
-    is sent to the rank t places after it one step earlier, and the result of that rank comes back one step later.
+    At step t the rank computes with the Q shard of the rank that is t positions before it, as in the ring. Its own Q
+    shard is sent to the rank t positions after it one step earlier, and the result of that rank comes back one step
+    later.
     """
     before = _before(ranks, rank)
     steps = []
@@ -58,13 +59,13 @@ def direct_schedule(ranks: Sequence[int], rank: int) -> Schedule:
 
 
 def _before(ranks: Sequence[int], rank: int) -> Callable[[int], int]:
-    """Return the function t -> the rank that is t places before `rank` in the ring."""
+    """Return the function t -> the rank that is t positions before `rank` in the ring."""
     position, size = ranks.index(rank), len(ranks)
     return lambda t: ranks[(position - t) % size]
 
 
 def _blocks(ranks: Sequence[int], rank: int, axis: Axis, return_results: bool) -> list[tuple[AttentionBlock, ...]]:
-    """Return the blocks of each step: of the shard of the rank t places before, and the own block in two parts."""
+    """Return the blocks of each step: the shard of the rank t positions before, and the own block in two parts."""
     before, size = _before(ranks, rank), len(ranks)
 
     def block(t: int, part: int = 0, parts: int = 1) -> tuple[AttentionBlock, ...]:

@@ -5,8 +5,10 @@ steps. The executor posts the transfers of a step as one grouped exchange, compu
 waits for the transfers. Input transfers send the inputs of later blocks. Result transfers send partial results to the
 owner of the shard; each rank that they pass merges its own partial result into the one that it receives.
 
-A schedule depends on the number of ranks only. An attention call fills in what its tensors and its mask decide: the
-rows of each transfer, and the mask rectangles of each block with their kernels (`CallSpec.steps`).
+A schedule depends only on the number of ranks and contains no tensors. `CallSpec.steps` copies its steps for one
+attention call and sets the fields that depend on the call: the rows of each transfer, which may be index tensors, and
+the mask rectangles of each block with their kernels. These fields have the type Any, so that this package does not
+import torch.
 """
 
 from __future__ import annotations
@@ -20,15 +22,15 @@ TransferKind = Literal["input", "result"]
 
 @dataclass(frozen=True)
 class Transfer:
-    """Send a shard, or the partial result for it, to rank `dst`, and receive that of another shard from rank `src`.
+    """Send a shard, or its partial result, to rank `dst`, and receive another shard or its result from rank `src`.
 
     Attributes:
         kind: whether a shard is sent for later blocks, or results return to the owner of the shard.
         axis: the axis of the shards.
         send_shard, recv_shard: the ranks that own the two shards.
-        send_rows: filled in by a call: the rows of the input shard to send (a slice or an index tensor); None: all.
-        recv_rows: filled in by a call: the rows of this rank's shard that received results belong to; None: all.
-        recv_length: filled in by a call: the number of rows or keys received.
+        send_rows: set for a call: the rows of the input shard to send (a slice or an index tensor); None: all.
+        recv_rows: set for a call: the rows of this rank's shard that received results belong to; None: all.
+        recv_length: set for a call: the number of rows or keys received.
     """
 
     kind: TransferKind
@@ -46,7 +48,7 @@ class Transfer:
 class AttentionBlock:
     """attend(Q_i, KV_j), i = `q_shard`, j = `kv_shard`, or only its query rows from part/parts to (part + 1)/parts.
 
-    A call fills in `rectangles`, the mask rectangles with their kernels.
+    `rectangles`, the mask rectangles with their kernels, are set for a call.
     """
 
     q_shard: int

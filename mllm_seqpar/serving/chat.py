@@ -16,12 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers.utils import logging
-
 from mllm_seqpar.cli.options import option, parse_options
 from mllm_seqpar.cli.own_ranks import own_ranks, started_by_launcher
-from mllm_seqpar.cli.program_exit import run
-from mllm_seqpar.cli.progress import FramesBar, note, say
+from mllm_seqpar.cli.progress import FramesBar, note, quiet_transformers, say
 from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES, FrameChoice
 from mllm_seqpar.errors import ConfigError, SeqParError
 from mllm_seqpar.inference.arguments import SeedOptions, ServingOptions
@@ -32,7 +29,7 @@ from mllm_seqpar.inference.evidence import MOMENTS
 from .jobs import Impossible, Worker, joined_worker
 from .line_editing import line_editing
 
-ENTRY = "mllm_seqpar.serving.chat:main"
+ENTRY = "mllm_seqpar.serving.chat:chat"
 SIGNAL_POLL = 0.2
 """Seconds after which a Ctrl-C that did not interrupt the wait for a key is handled."""
 
@@ -66,13 +63,6 @@ class ChatOptions(ServingOptions, SeedOptions):
             self._refuse_unused(name, "it belongs to --video")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0, or end the process with a message."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    return run(chat, argv)
-
-
 def chat(argv: Sequence[str]) -> None:
     """Hold the conversation with the user of the terminal until the end of the input. The ranks that `own_ranks` starts
     call this too.
@@ -80,6 +70,7 @@ def chat(argv: Sequence[str]) -> None:
     Raises:
         SeqParError: on invalid options, or a model or video that cannot be read.
     """
+    quiet_transformers()
     args = parse_options(
         ChatOptions,
         argv,

@@ -19,13 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers.utils import logging
-
 from mllm_seqpar._compat import optional_import
 from mllm_seqpar.cli.options import option, parse_options
 from mllm_seqpar.cli.own_ranks import own_ranks
-from mllm_seqpar.cli.program_exit import run
-from mllm_seqpar.cli.progress import note
+from mllm_seqpar.cli.progress import note, quiet_transformers
 from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.inference.arguments import ServingOptions
@@ -36,7 +33,7 @@ from .upload_folder import upload_folder
 if TYPE_CHECKING:
     from .request_queue import RequestQueue
 
-ENTRY = "mllm_seqpar.serving.server:main"
+ENTRY = "mllm_seqpar.serving.server:serve"
 API_KEY = "MLLM_SEQPAR_API_KEY"
 MB = 1_000_000
 
@@ -78,19 +75,13 @@ class ServeOptions(ServingOptions):
         return self.served_model_name or Path(self.model).resolve().name
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0, or end the process with a message."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    return run(serve, argv)
-
-
 def serve(argv: Sequence[str]) -> None:
     """Answer requests until SIGINT or SIGTERM. The ranks that `own_ranks` starts call this too.
 
     Raises:
         SeqParError: on invalid options, a model that cannot be read, or a port that is in use.
     """
+    quiet_transformers()
     args = parse_options(
         ServeOptions,
         argv,

@@ -90,6 +90,7 @@ class StoredTower:
             yield
             return
         compute, states, found, done = getattr(self._tower, self._method), rows.states, [], 0
+        replaced = vars(self._tower).get(self._method)  # by the autocast of accelerate, or by FSDP
         order: list[int] = []
 
         def returned(*args: Any, **kwargs: Any) -> Any:
@@ -118,7 +119,10 @@ class StoredTower:
         try:
             yield
         finally:
-            delattr(self._tower, self._method)
+            if replaced is None:
+                delattr(self._tower, self._method)
+            else:
+                setattr(self._tower, self._method, replaced)
         if found:
             self._save(rows, torch.cat(found), order)
 

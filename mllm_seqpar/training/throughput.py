@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mllm_seqpar.cli.progress import peak_memory, reset_peak_memory
+from mllm_seqpar.cli.progress import Clock, peak_memory, reset_peak_memory
 from mllm_seqpar.patching.changes import Patch
 
 
@@ -26,7 +26,8 @@ class Throughput:
         self._context, self._device = patch.context, device
         self._tokens: Tensor | int = 0
         self._frames = 0
-        self._waited = self._data_wait = 0.0
+        self._waited = 0.0
+        self._clock = Clock(device)
         self._since = time.perf_counter()
 
     @contextmanager
@@ -38,23 +39,24 @@ class Throughput:
         elif isinstance(text, Tensor):
             self._tokens = self._tokens + text.numel()
         frames, waited = self._context.frames_seen, self._context.comm.bytes.waited
-        yield
-        self._frames += self._context.frames_seen - frames
-        self._waited += max(0.0, self._context.comm.bytes.waited - waited)
+        try:
+            yield
+        finally:
+            self._frames += self._context.frames_seen - frames
+            self._waited += max(0.0, self._context.comm.bytes.waited - waited)
 
-    @contextmanager
-    def data_wait(self) -> Iterator[None]:
-        """Count the time inside the context as waiting for batches."""
-        before = time.perf_counter()
-        yield
-        self._data_wait += time.perf_counter() - before
+    def data_wait(self) -> AbstractContextManager[None]:
+        """Return a context whose time counts as waiting for batches."""
+        return self._clock.measure("data wait")
 
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Exclude the time inside the context, in which the run evaluates or saves, from the next report."""
         before = time.perf_counter()
-        yield
-        self._since += time.perf_counter() - max(before, self._since)  # a report inside has started again
+        try:
+            yield
+        finally:
+            self._since += time.perf_counter() - max(before, self._since)  # a report inside has started again
 
     def report(self, accelerator: Any, degree: int) -> dict[str, float]:
         """Return the statistics of all ranks and reset them. All ranks call this at the same step.
@@ -65,9 +67,10 @@ class Throughput:
         """
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
-        row = [float(self._tokens), float(self._frames), self._waited, self._data_wait, peak_memory(self._device)]
+        data_wait = self._clock.seconds().get("data wait", 0.0)
+        row = [float(self._tokens), float(self._frames), self._waited, data_wait, peak_memory(self._device)]
         rows = accelerator.gather(torch.tensor([row], device=self._device)).cpu()
-        self._tokens, self._frames, self._waited, self._data_wait = 0, 0, 0.0, 0.0
+        self._tokens, self._frames, self._waited, self._clock = 0, 0, 0.0, Clock(self._device)
         reset_peak_memory(self._device)
         tokens, frames = rows[::degree, :2].sum(0).tolist()
         report = {"tokens_per_second": tokens / seconds, "frames_per_second": frames / seconds}

@@ -44,6 +44,7 @@ from mllm_seqpar.integrations.accelerate.fsdp2 import (
     set_parallelism_on_cpu,
     without_launched_parallelism,
 )
+from mllm_seqpar.integrations.transformers.inputs import custom_loss
 from mllm_seqpar.patching import patch_model, patch_of
 from mllm_seqpar.patching.changes import Patch
 from mllm_seqpar.patching.registry import find_adapter
@@ -75,7 +76,7 @@ class SeqParMixin(_Base):
             `TrainingArguments.parallelism_config` or of the launch config), else the size of the group that the model
             is patched for, else all ranks.
         seqpar: how to patch the model, unless it is already patched over such a group; None for
-            the defaults, with `logits="none"` unless the trainer is one of TRL.
+            the defaults, with `logits="none"` unless the trainer is one of TRL, or the model has a loss of its own.
 
     Raises:
         ConfigError: if degrees contradict each other or do not divide the number of processes, or for arguments,
@@ -129,7 +130,8 @@ class SeqParMixin(_Base):
         if self._trl is not None:
             remove_fused_head(inner)
         if patch_of(inner) is None:
-            defaults = SeqParConfig(logits="none" if self._trl is None else "auto")
+            needs_logits = self._trl is not None or custom_loss(inner) is not None
+            defaults = SeqParConfig(logits="auto" if needs_logits else "none")
             patch_model(model, group=group, config=seqpar or defaults)
         if self._trl is not None:
             use_token_scores(inner, _patch_of(inner), autocast or contextlib.nullcontext)

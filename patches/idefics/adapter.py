@@ -355,7 +355,7 @@ class IdeficsFamily(Family[_IdeficsInputs]):
                 image_attention_mask=None if image_attention_mask is None else image_attention_mask.bool()
             ),
             past_key_values=past_key_values,
-            use_cache=self.makes_cache(past_key_values, use_cache, labels),
+            use_cache=self.makes_cache(past_key_values, use_cache, labels if shift_labels is None else shift_labels),
             detects_packing=False,  # the unpatched model makes a mask of ones if none is given
             frame_names=_FRAME_ARGUMENTS,
             compare_frames=pixel_values is not None,

@@ -390,10 +390,12 @@ class MllamaFamily(Family[MllamaInputs]):
             attends = _any_tile(in_mask)
         return {"mlp_gate": copy_to_device(attends, self.embedding_weight().device)}
 
-    def adopt_cache(self, cache: Any, cache_state: SequenceParallelCacheState) -> None:
+    def continue_cache(self, cache: Any, cache_state: SequenceParallelCacheState, past_length: int) -> None:
         """Refuse a cache in which the unpatched model stored K and V of tiles, all of them on every rank."""
+        if not past_length or cache_state.visual is not None:
+            return
         layers = {i: cache.layers[i] for i in self._cross_layers(cache)}
-        filled = [i for i, layer in layers.items() if layer.is_initialized and layer.keys.numel()]
+        filled = [i for i, layer in layers.items() if layer.is_initialized and bool(layer.keys.any())]
         if filled:
             raise ConfigError(
                 f"past_key_values holds K and V of images that an unpatched model computed (layers {filled}); continue "
@@ -473,7 +475,7 @@ class MllamaFamily(Family[MllamaInputs]):
             visual_shard=visual_shard,
             compared_tensors=as_compared_tensors(cross_attention_mask=mask, **ratios),
             past_key_values=past_key_values,
-            use_cache=self.makes_cache(past_key_values, use_cache, labels),
+            use_cache=self.makes_cache(past_key_values, use_cache, labels if shift_labels is None else shift_labels),
             detects_packing=not self.unpatched_makes_cache(decoder, past_key_values, use_cache),
             extras=extras,
             frame_names=("pixel_values", "cross_attention_states"),

@@ -48,7 +48,6 @@ from mllm_seqpar.adapting.transformers import (
     ForwardInputs,
     SequenceParallelCacheState,
     as_compared_tensors,
-    cache_state_of,
     causal_mask,
     decoder_arguments,
     merge_heads,
@@ -58,7 +57,7 @@ from mllm_seqpar.adapting.transformers import (
 )
 from mllm_seqpar.models.mplug_owl3.hyper_attention import HyperAttention
 from mllm_seqpar.models.mplug_owl3.media import MediaLayout, check_layout
-from mllm_seqpar.models.mplug_owl3.visual_inputs import continued_visual_cache, visual_cache
+from mllm_seqpar.models.mplug_owl3.visual_inputs import continued_visual_cache
 
 from .sizes import model_sizes
 
@@ -313,11 +312,6 @@ class MPlugOwl3Family(Family[Any]):
 
     frame_layout = "zigzag"
 
-    @property
-    def inclusive(self) -> bool:
-        """Whether a placeholder attends to its own frame."""
-        return self.model.config.gate is None
-
     def cross_attention_shape(self) -> CrossAttentionShape:
         config = self.text_config
         heads, layers = config.num_attention_heads, len(self.model.config.hyper_layers)
@@ -376,25 +370,33 @@ class MPlugOwl3Family(Family[Any]):
                 "of all samples one after another"
             )
 
-    def crop_media_position(self, media_position: MediaPosition | None, past_length: int) -> MediaPosition | None:
-        if media_position is None:
-            return None
-        layout, row_offset = media_position
-        return layout.cropped(past_length - row_offset, self.inclusive), row_offset
-
-    def adopt_cache(self, cache: Any, cache_state: SequenceParallelCacheState) -> None:
-        """Take over K and V of frames that the native model stored on one process; refuse them on several ranks."""
-        native = visual_cache(cache)
+    def continue_cache(self, cache: Any, cache_state: SequenceParallelCacheState, past_length: int) -> None:
+        """Read the native `VisualCache`, which both models use; refuse K and V of the native model on several ranks."""
+        native = continued_visual_cache(cache, past_length)
         if native is None:
+            if cache_state.visual is not None and cache_state.visual.total_frames:
+                cache_state.visual = None  # the text of these frames was cropped
             return
-        if self.context.comm.size > 1:
+        if native.patched is None and self.context.comm.size > 1:
             raise ConfigError(
                 "past_key_values holds K and V of frames that the unpatched model computed, all of them on this rank; "
                 "continue it with the unpatched model, or begin with a new cache"
             )
-        visual = VisualKVCache.given(native.states, native.layout.total_frames, native.tokens_per_frame)
-        cache_state.store_frames(visual, (native.layout.to("cpu"), native.row_offset), 0)
+        if native.patched is None:
+            frames, tokens = native.layout.total_frames, native.tokens_per_frame
+            native.patched = VisualKVCache.given(native.states, frames, tokens)
+        native.layout = native.layout.to("cpu")
+        cache_state.visual, cache_state.media_position = native.patched, (native.layout, native.row_offset)
         cache_state.rows, cache_state.frame_fingerprints = native.rows, native.frame_fingerprints
+
+    def mark_cache(self, cache: Any, cache_state: SequenceParallelCacheState) -> None:
+        """Store the frames as the native model does, which also reads them in `generate`."""
+        visual = cache_state.visual
+        if visual is None or not visual.total_frames:
+            return
+        native = self.model.new_visual_cache(*cache_state.media_position, visual.tokens_per_unit, cache)
+        native.patched, native.states = visual, visual.states
+        native.frame_fingerprints, native.is_complete = cache_state.frame_fingerprints, self.context.comm.size == 1
 
     def run_decoder(
         self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, state: ForwardState, **kwargs: Any
@@ -420,7 +422,8 @@ class MPlugOwl3Family(Family[Any]):
     ) -> CausalLMOutputWithPast:
         decoder = self.model.language_model.model
         unpatched_caches = self.unpatched_makes_cache(decoder, past_key_values, use_cache)
-        caches = self.makes_cache(past_key_values, use_cache, labels)
+        shift_labels = kwargs.pop("shift_labels", None)
+        caches = self.makes_cache(past_key_values, use_cache, labels if shift_labels is None else shift_labels)
         layout = {} if media_layout is None else {name: getattr(media_layout, name) for name in _LAYOUT}
         inputs = _MPlugOwl3Inputs(
             input_ids=input_ids,
@@ -428,7 +431,7 @@ class MPlugOwl3Family(Family[Any]):
             attention_mask=attention_mask,
             position_ids=position_ids,
             labels=labels,
-            shift_labels=kwargs.pop("shift_labels", None),
+            shift_labels=shift_labels,
             frames=pixel_values if pixel_values is not None else image_embeds,
             frames_are_features=image_embeds is not None,
             pixels_and_features=pixel_values is not None and image_embeds is not None,
@@ -441,30 +444,4 @@ class MPlugOwl3Family(Family[Any]):
             media_offset=media_offset,
             media_layout=media_layout,
         )
-        return _run_with_native_cache(self, inputs, logits_to_keep, kwargs)
-
-
-def _run_with_native_cache(
-    family: MPlugOwl3Family, inputs: ForwardInputs, logits_to_keep: Any, kwargs: Mapping[str, Any]
-) -> Any:
-    """Run a pass, and keep the native `VisualCache` of the cache up to date.
-
-    The native model stores which rows may attend to which frames in a cache layer of its own, which its `generate`
-    reads. A patched model keeps both up to date, so that on one process each of the two models can continue the caches
-    of the other.
-    """
-    cache = inputs.past_key_values
-    removed = visual_cache(cache) is not None and continued_visual_cache(cache, inputs.past_length) is None
-    if removed and (state := cache_state_of(cache)) is not None:
-        state.visual = state.media_position = None
-    out = run_pass(family, inputs, logits_to_keep, kwargs)
-    cache = out.past_key_values
-    state = None if cache is None else cache_state_of(cache)
-    if state is not None and state.visual is not None and state.visual.total_frames:
-        (layout, row_offset), native = state.media_position, visual_cache(cache)
-        if native is None:
-            native = family.model.new_visual_cache(layout, row_offset, state.visual.tokens_per_unit, cache)
-            native.states, native.frame_fingerprints = state.visual.states, state.frame_fingerprints
-            native.is_complete = family.context.comm.size == 1
-        native.layout = layout
-    return out
+        return run_pass(self, inputs, logits_to_keep, kwargs)

@@ -43,10 +43,11 @@ LONGER = {"input_ids": tiny_text(3, length=14), "labels": tiny_text(3, length=14
 OFFSETS = torch.zeros(1, 12, 2, dtype=torch.long)
 OWL_ERRORS = {
     (AgreementError, DIFFERENT): {
-        "or embeddings: ranks 0, 2: ": lambda x: {name: x[name].flip(1) for name in ("input_ids", "labels")},
+        "digest of token ids: ranks 0, 2: ": lambda x: {name: x[name].flip(1) for name in ("input_ids", "labels")},
         "text tokens: ranks 0, 2: 12; rank 1: 14": LONGER,
         "digest of labels": lambda x: {"labels": x["labels"] + 1},
         "labels given: ranks 0, 2: True; rank 1: False": {"labels": None},
+        "shift_labels given: ranks 0, 2: False; rank 1: True": lambda x: {"labels": None, "shift_labels": x["labels"]},
         "digest of pixels": {"pixel_values": tiny_frames(3, seed=8)},
         "frames: ranks 0, 2: 3; rank 1: 2": {"pixel_values": tiny_frames(2)},
         "digest of position ids": {"position_ids": torch.arange(1, 13)[None]},
@@ -101,7 +102,7 @@ IDEFICS_ERRORS = {
         "output_attentions=True: attention weights do not exist": {"output_attentions": True},
     },
     (AgreementError, DIFFERENT, lambda x, comm: {**x, "input_ids": None, "inputs_embeds": torch.ones(1, 11, 32)}): {
-        "digest of token ids or embeddings": {"inputs_embeds": torch.full((1, 11, 32), 2.0)}
+        "digest of embeddings": {"inputs_embeds": torch.full((1, 11, 32), 2.0)}
     },
     (ConfigError, "", idefics.local_frames): {"use_cache: a pass with a cache has no backward": {"use_cache": True}},
 }
@@ -207,6 +208,29 @@ def test_unknown_or_misshapen_arguments_are_refused(arguments: Inputs, kind: typ
     given = {"input_ids": tiny_text(2), "pixel_values": tiny_frames(2)} | arguments
     with pytest.raises(kind, match=message):
         patch_model(tiny_model())(**given)
+
+
+SHORT = tiny_text(3, length=11)
+BAD_TOKENS = [
+    ({"input_ids": torch.full((1, 12), 256)}, "input_ids: 256 is not a token of this model, whose tokens are 0 to 255"),
+    ({"input_ids": torch.full((1, 12), -1)}, "input_ids: -1 is not a token of this model"),
+    ({"labels": SHORT}, r"labels: has shape \(1, 11\); expected \(1, 12\)"),
+    ({"labels": None, "shift_labels": SHORT}, r"shift_labels: has shape \(1, 11\); expected \(1, 12\)"),
+    ({"labels": torch.full((1, 12), 256)}, "labels: 256 is not a token of this model, whose tokens are 0 to 255"),
+    ({"labels": torch.full((1, 12), -1)}, "labels: -1 is not a token of this model"),
+]
+
+
+@pytest.mark.parametrize(("size", "logits"), [(1, "none"), (2, "none"), (2, "auto"), (2, "full")])
+def test_bad_tokens_and_labels_are_refused_on_every_rank(size: int, logits: str) -> None:
+    """Of sharded text, only the rank that has the token would fail otherwise, and the others would wait for it."""
+
+    def run(model: Any, inputs: Inputs, _: Any) -> None:
+        for changed, message in BAD_TOKENS:
+            with pytest.raises(ShapeError, match=message):
+                model(**inputs | changed)
+
+    on_ranks(size, "mplug_owl3", OWL.with_options(logits=logits), run)
 
 
 def with_attention_dropout(family: str, model: Any) -> Any:

@@ -227,13 +227,72 @@ def test_native_and_patched_model_share_caches_on_one_rank(native: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("native", NATIVE)
+@pytest.mark.parametrize("first_is_patched", [False, True])
+def test_native_and_patched_model_take_turns_on_a_cropped_cache(native: str, first_is_patched: bool) -> None:
+    """The second model crops the prompt to its first placeholder; the first one must not attend to the later frames."""
+    model, ids, frames = tiny_model(PROMPTS[native][1].model.get("gate", "per_head")), tiny_text(5), tiny_frames(5)
+    length = int((ids[0] == model.config.image_token_id).nonzero()[0]) + 1
+    later = torch.arange(20, 34)[None]  # more tokens than the prompt had
+    expected = model(torch.cat([ids[:, :length], later, NEW[:1]], 1), frames[:1], use_cache=False).logits[:, -3:]
+
+    def run(is_patched: bool, text: Tensor, images: Tensor | None = None, cache: Any = None) -> Any:
+        with patched(model) if is_patched else torch.no_grad():
+            return model(text, images, past_key_values=cache, use_cache=True)
+
+    cache = run(first_is_patched, ids, frames).past_key_values
+    cache.crop(length - ids.shape[1])
+    run(not first_is_patched, later, cache=cache)
+    for copied in (cache, copy.deepcopy(cache)):
+        assert error(run(first_is_patched, NEW[:1], cache=copied).logits, expected) < TOLERANCE
+        cache.crop(-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("native", NATIVE)
+@pytest.mark.parametrize("first_is_patched", [False, True])
+def test_frames_of_the_other_model_follow_text(native: str, first_is_patched: bool) -> None:
+    """A cache of text gets frames by the second model, loses them by a crop of the first, and gets others by either."""
+    model, ids, frames = tiny_model(PROMPTS[native][1].model.get("gate", "per_head")), tiny_text(2), tiny_frames(4)
+    text = NEW[:1]
+
+    def run(is_patched: bool, ids: Tensor, images: Tensor | None = None, cache: Any = None) -> Any:
+        with patched(model) if is_patched else torch.no_grad():
+            return model(ids, images, past_key_values=cache, use_cache=True)
+
+    def check(is_patched: bool, images: Tensor | None, *texts: Tensor) -> None:
+        expected = model(torch.cat([text, *texts], 1), images, use_cache=False).logits[:, -3:]
+        assert error(run(is_patched, texts[-1], cache=cache).logits, expected) < TOLERANCE
+
+    second_is_patched = not first_is_patched
+    cache = run(first_is_patched, text).past_key_values
+    run(second_is_patched, ids, frames[:2], cache)
+    check(first_is_patched, frames[:2], ids, OTHER[:1])
+    check(second_is_patched, frames[:2], ids, OTHER[:1], OTHER[:1])
+    cache.crop(text.shape[1] - cache.get_seq_length())
+    check(first_is_patched, None, OTHER[:1])
+    check(second_is_patched, None, OTHER[:1], OTHER[:1])
+    cache.crop(text.shape[1] - cache.get_seq_length())
+    run(second_is_patched, ids, frames[2:], cache)
+    check(first_is_patched, frames[2:], ids, OTHER[:1])
+
+
+@torch.no_grad()
 def test_mllama_cache_with_images_is_refused_across_patching() -> None:
     conversation = Conversation("mllama")
     unpatched = conversation.fill()
     with patched(conversation.model):
         of_patched = conversation.fill()
+        text = conversation.model(OTHER, use_cache=True).past_key_values
         with pytest.raises(ConfigError, match="past_key_values holds K and V of images that an unpatched model comp"):
             conversation.resume(unpatched, NEW, [0, 1])
+    mask = torch.nn.functional.pad(conversation.prompt["cross_attention_mask"], (0, 0, 0, 0, OTHER.shape[1], 0))
+    conversation.model(**conversation.prompt | {"cross_attention_mask": mask}, past_key_values=text)
+    with (
+        patched(conversation.model),
+        pytest.raises(ConfigError, match="past_key_values holds K and V of images that an unpatched model comp"),
+    ):
+        conversation.model(NEW, past_key_values=text)
     with pytest.raises(ConfigError, match="in the form of the patched model that filled it; the K and V of the frames"):
         conversation.resume(of_patched, NEW, [0, 1])
     of_patched.reset()
@@ -268,6 +327,22 @@ def test_cache_of_several_ranks_is_refused_elsewhere(name: str, options: dict[st
     run_loopback(2, run)
 
 
+def test_text_cached_by_two_ranks_gets_frames_on_one() -> None:
+    """Every rank has all K and V of a short text, so a group of one may continue it, more than once."""
+
+    @torch.no_grad()
+    def run(comm: Any) -> float:
+        model, ids, frames = tiny_model("per_head"), tiny_text(2), tiny_frames(2)
+        expected = model(torch.cat([NEW[:1], ids, OTHER[:1]], 1), frames, use_cache=False).logits[:, -3:]
+        with patched(model, group=comm):
+            cache = model(NEW[:1], use_cache=True).past_key_values
+        with patched(model, group="self"):
+            model(ids, frames, past_key_values=cache)
+            return error(model(OTHER[:1], past_key_values=cache).logits, expected)
+
+    assert max(run_loopback(2, run)) < TOLERANCE
+
+
 @pytest.mark.parametrize("name", ["mllama", "gated"])
 def test_generate_accepts_a_prefix_cache_with_the_whole_prompt(name: str) -> None:
     """As transformers documents it, the prompt's frames are passed again and equal those of the cache."""
@@ -279,7 +354,7 @@ def test_generate_accepts_a_prefix_cache_with_the_whole_prompt(name: str) -> Non
             prefix = conversation.fill()
         found = conversation.model.generate(**given, past_key_values=copy.deepcopy(prefix), **settings())
         assert torch.equal(found, expected)
-        with pytest.raises(ShapeError, match="other frames were passed|others already"):
+        with pytest.raises(ShapeError, match="differ from those stored in past_key_values|others already"):
             others = given | {"pixel_values": given["pixel_values"] + 1}
             conversation.model.generate(**others, past_key_values=prefix, **settings())
 

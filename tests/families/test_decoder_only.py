@@ -21,7 +21,7 @@ from family_harness import build, check_tokens, model_of, on_ranks, outcome, ref
 from mllm_seqpar import FrameShard, frame_range, patch_model
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import AdapterError, ConfigError, ShapeError
-from mllm_seqpar.runtime.visual_tokens import LABEL, TokenRoutes, VisualTokenLayout
+from mllm_seqpar.runtime.visual_tokens import LABEL, FrameTokens, TokenRoutes, VisualTokenLayout
 from outcomes import Outcome, average, error, run_case
 from tolerances import assert_as_near_as_unpatched
 
@@ -107,29 +107,28 @@ def test_each_embedding_travels_once_and_only_to_the_rank_of_its_row(family: str
 
 def test_routes_send_rows_to_their_owners_and_gradients_back() -> None:
     """Every rank has its share of ten embeddings, which eight placeholders in two samples refer to, some twice."""
-    places = VisualTokenLayout(
-        torch.tensor([0, 0, 0, 1, 1, 1, 1, 1]),
-        torch.tensor([1, 2, 5, 0, 1, 2, 3, 4]),
+    samples, positions = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1]), torch.tensor([1, 2, 5, 0, 1, 2, 3, 4])
+    layout = VisualTokenLayout(
+        FrameTokens.of(samples, positions, torch.zeros(8, dtype=torch.long)),
         torch.tensor([0, 1, 9, 0, 5, 6, 7, 8]),
-        torch.zeros(8, dtype=torch.long),
         torch.tensor([0, 4, 4, 10]),
     )
     rows = [torch.tensor([0, 5]), torch.tensor([1, 4]), torch.tensor([2, 3])]
     features = torch.arange(10.0)[:, None] * torch.ones(2)
 
     def run(comm: Any) -> tuple[Tensor, Tensor]:
-        local = features[places.bounds[comm.rank] : places.bounds[comm.rank + 1]].clone().requires_grad_()
+        local = features[layout.bounds[comm.rank] : layout.bounds[comm.rank + 1]].clone().requires_grad_()
         text = torch.full((2, 2, 2), -1.0)
-        (tokens,) = places.routes(rows, comm.rank).exchange(local, comm)
+        (tokens,) = layout.routes(rows, comm.rank).exchange(local, comm)
         out = tokens.replace_rows(text)
         (out.sum() * (comm.rank + 1)).backward()
         return out[..., 0].detach(), local.grad[:, 0]
 
     outs, grads = zip(*run_loopback(3, run), strict=True)
     expected = torch.full((2, 6), -1.0)
-    expected[places.samples, places.positions] = places.embeddings.float()
-    for out, positions in zip(outs, rows, strict=True):
-        assert torch.equal(out, expected[:, positions])
+    expected[samples, positions] = layout.embeddings.float()
+    for out, own in zip(outs, rows, strict=True):
+        assert torch.equal(out, expected[:, own])
     # A row on rank r counts r + 1 times: embedding 0 is at positions 1 and 0, on the ranks 1 and 0.
     assert torch.cat(grads).tolist() == [3.0, 3.0, 0.0, 0.0, 0.0, 2.0, 3.0, 3.0, 2.0, 1.0]
 
@@ -137,7 +136,7 @@ def test_routes_send_rows_to_their_owners_and_gradients_back() -> None:
 def test_empty_routes_keep_the_graph() -> None:
     none = torch.zeros(0, dtype=torch.long)
     local = torch.zeros(0, 4, requires_grad=True)
-    (tokens,) = TokenRoutes([none], [none], none).exchange(local, run_loopback(1, lambda comm: comm)[0])
+    (tokens,) = TokenRoutes([none], [none], none, repeated=False).exchange(local, run_loopback(1, lambda comm: comm)[0])
     tokens.replace_rows(torch.ones(1, 3, 4)).sum().backward()
     assert local.grad is not None
 

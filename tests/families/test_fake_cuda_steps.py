@@ -60,6 +60,7 @@ def _read_by_host(inputs: dict[str, Any]) -> dict[str, Tensor]:
     if "lang_x" in found:
         from tiny_models.open_flamingo import MEDIA
 
+        found["input_ids"] = found["lang_x"]
         found["time"] = (found["lang_x"] == MEDIA).cumsum(-1)
     return found
 

@@ -75,14 +75,15 @@ def _training_step(family: str, case: Any) -> list[tuple[Watch, float]]:
     return run_loopback(2, rank)
 
 
-STEPS = [(family, "ring") for family in CROSS_ATTENTION]
-STEPS += [(family, "local") for family in BATCHES if family in ("mplug_owl3", "open_flamingo")]
+STEPS = [(family, {}) for family in CROSS_ATTENTION]
+STEPS += [(family, {"self_attention": "local"}) for family in BATCHES if family in ("mplug_owl3", "open_flamingo")]
+STEPS += [("mplug_owl3", {"logits": "none"})]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "attention"), STEPS)
-def test_training_step_reads_the_device_twice_and_never_in_layers(family: str, attention: str) -> None:
-    case = replace(BATCHES[family], train=True).with_options(self_attention=attention)
+@pytest.mark.parametrize(("family", "options"), STEPS)
+def test_training_step_reads_the_device_twice_and_never_in_layers(family: str, options: dict[str, str]) -> None:
+    case = replace(BATCHES[family], train=True).with_options(**options)
     if family == "open_flamingo":
         case = case.with_model(language_model="mpt")
     expected = reference(family, case).loss

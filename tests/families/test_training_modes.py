@@ -271,6 +271,9 @@ def test_own_loss_function_is_refused_where_text_is_sharded() -> None:
     inputs = inputs_of("mplug_owl3", BATCH, model)
     expected = model(**inputs).loss.item()
     assert patch_model(model)(**inputs).loss.item() == pytest.approx(expected, rel=TOLERANCE)
+    model.loss_function = lambda logits, labels, **_: logits[:, 0].gather(1, labels[:, None]).mean()
+    loss = model(**inputs | {"labels": torch.tensor([5] * len(inputs["input_ids"]))}).loss  # one label of each sample
+    assert loss.isfinite()
 
 
 @pytest.mark.parametrize("changed_step", [0, 1])

@@ -14,7 +14,7 @@ from family_harness import family_module, on_ranks
 from memory_meters import Peak
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.runtime import visual_tokens
-from mllm_seqpar.runtime.visual_tokens import VisualTokenLayout
+from mllm_seqpar.runtime.visual_tokens import FrameTokens, VisualTokenLayout
 from mllm_seqpar.sharding import sequence_positions
 
 INDEX = 8
@@ -28,12 +28,12 @@ def test_exchange_allocates_its_results_and_a_piece(size: int, layout: str, monk
     monkeypatch.setattr(visual_tokens, "PIECE_BYTES", piece)
     numbers = torch.arange(tokens)
     bounds = torch.arange(size + 1) * (tokens // size)
-    places = VisualTokenLayout(torch.zeros_like(numbers), numbers, numbers, numbers // 16, bounds)
+    visual = FrameTokens.of(torch.zeros_like(numbers), numbers, numbers // 16)
     rows = [sequence_positions(tokens, rank, size, layout) for rank in range(size)]
     own = tokens // size * width * count * 4
 
     def run(comm: Communicator) -> tuple[int, int, Tensor, Tensor]:
-        routes = places.routes(rows, comm.rank)
+        routes = VisualTokenLayout(visual, numbers, bounds).routes(rows, comm.rank)
         local = torch.randn(tokens // size, count * width, requires_grad=True)
         with Peak(local) as forward:
             found = [each.embeddings for each in routes.exchange(local, comm, count)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import csv
-import hashlib
 import io
 import json
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mllm_seqpar.data.media_files import VIDEO_SUFFIXES, is_remote, local_media, media_digest
+from mllm_seqpar.data.store_files import digest_of
 from mllm_seqpar.errors import DataError, VideoError
 
 VIDEO_ID = "video-id:"
@@ -90,7 +90,7 @@ class JsonRecords(Records):
     def __init__(self, path: Path) -> None:
         self.path, self.folders = path, (path.parent,)
         self._file, content = path, read_file(path)
-        self.digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+        self.digest = digest_of(content)
         self._rows = list(self._numbered(content))
 
     def __len__(self) -> int:
@@ -177,4 +177,4 @@ def read_file(path: Path) -> bytes:
 def sampled_digest(files: Iterable[Path]) -> str:
     """Return a digest of names, sizes and evenly spaced samples of large files."""
     content = "\n".join(f"{path.name} {media_digest(os.fspath(path))}" for path in files)
-    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+    return digest_of(content)

@@ -30,6 +30,8 @@ class SequenceParallelCacheState(RowsLayer):
     Attributes:
         visual: K and V of the frames. Copies of the cache share them.
         media_position: what `Family.media_position` returned for the text that came with the frames.
+        position_offsets: (rows of the prompt, 1) int64 on the CPU: how far the positions of later tokens are from their
+            number, in a decoder-only model whose visual tokens share positions.
         text: the text tokens whose K and V this rank stores, if the text is sharded.
         replaced_layers: the cache's original layers that were replaced, by index.
         group: (rank, size) of the group that K and V are sharded over.
@@ -40,6 +42,7 @@ class SequenceParallelCacheState(RowsLayer):
         super().__init__(batch)
         self.visual: VisualKVCache | None = None
         self.media_position: Any = None
+        self.position_offsets: Tensor | None = None
         self.text: TextKVCache | None = None
         self.replaced_layers: dict[int, Any] = {}
         self.frame_fingerprints: set[tuple[int, ...]] = set()
@@ -50,15 +53,20 @@ class SequenceParallelCacheState(RowsLayer):
         """Store K and V of frames that came with a pass of `batch` rows."""
         self.visual, self.media_position, self.rows = visual, media_position, torch.arange(batch)
 
-    def check_group(self, comm: Communicator) -> None:
-        """Raise ConfigError if K and V are sharded over a group of another size, or belong to another rank."""
+    def continue_in(self, comm: Communicator) -> None:
+        """Set the group of the passes that follow.
+
+        Raises:
+            ConfigError: K and V are sharded over a group of another size, or belong to another rank.
+        """
         if (self.visual or self.text) and self.group != (comm.rank, comm.size):
             what = "this was rank {} of {} ranks and is rank {} of {} now".format(*self.group, comm.rank, comm.size)
             raise ConfigError(_OTHER_MODEL.format(what=what))
+        self.group = comm.rank, comm.size
 
     def reset(self) -> None:
         super().reset()
-        self.visual = self.media_position = self.text = None
+        self.visual = self.media_position = self.position_offsets = self.text = None
         self.frame_fingerprints = set()
 
 

@@ -23,7 +23,6 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.patching import Patch
 from mllm_seqpar.patching.registry import is_instance_by_name
-from mllm_seqpar.runtime.attention_record import FrameTokens
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.fsdp_units import modules_around, refuse_fsdp1
@@ -36,8 +35,10 @@ from .cache import SequenceParallelCacheState, supports_sharded_text
 from .generation import patch_generate
 from .inputs import (
     ForwardInputs,
+    check_labels,
     check_star,
     check_text,
+    check_tokens,
     refuse_custom_loss,
     refuse_packed_lengths,
     refuse_reentrant_checkpointing,
@@ -218,6 +219,8 @@ class Family(ABC, Generic[InputsT]):
         training, where the cache would hold K and V that are otherwise recomputed. Several ranks make none, because a
         cache needs all text on every rank. With gradient checkpointing no new cache is made, as in transformers. With
         offloaded features none is made in grad mode, because its K and V in host memory have no gradients.
+
+        `labels` are those of either kind, shifted or not.
         """
         if past is not None or use_cache is False:
             return past is not None
@@ -289,6 +292,12 @@ class Family(ABC, Generic[InputsT]):
         """(B, s) token ids -> (B, s, C)."""
         return self.model.get_input_embeddings()(ids)
 
+    @property
+    def vocabulary(self) -> int | None:
+        """The number of tokens that `embed` takes; None if that is unknown."""
+        tables = [module for module in self.model.get_input_embeddings().modules() if isinstance(module, nn.Embedding)]
+        return sum(table.weight.shape[0] for table in tables) or None
+
     def embedding_weight(self) -> Tensor:
         """Return a parameter of the language model, whose device and dtype the features take."""
         return next(iter(self.model.get_input_embeddings().parameters()))
@@ -331,27 +340,33 @@ class Family(ABC, Generic[InputsT]):
         if self.checkpoints_visual_layers and self.model.training and torch.is_grad_enabled():
             refuse_reentrant_checkpointing(self._checkpointed_modules)
         shards_text = self.context.comm.size > 1 and self.context.config.self_attention != "local"
-        own_loss = shards_text or self.context.config.logits == "none"
+        own_loss = shards_text or self.leaves_out_logits(kwargs.get("logits_to_keep", 0))
         if own_loss and not inputs.use_cache and inputs.has_labels:
             refuse_custom_loss(self.model)
+            check_labels(inputs)
+
+    def leaves_out_logits(self, logits_to_keep: int | Tensor) -> bool:
+        """Return whether a pass without a cache, but with labels, returns no logits."""
+        return self.context.config.logits == "none" and isinstance(logits_to_keep, int) and logits_to_keep == 0
 
     def model_output(self, out: CausalLMOutputWithPast, features: Tensor | None, inputs: InputsT) -> Any:
         """Return the model's own output class; `features` are what this rank encoded in this pass, or None."""
         return out
 
-    def adopt_cache(self, cache: Any, cache_state: SequenceParallelCacheState) -> None:
-        """Take over what the unpatched model stored with a cache. By default a cache has no K and V of frames.
+    def continue_cache(self, cache: Any, cache_state: SequenceParallelCacheState, past_length: int) -> None:
+        """Bring `cache_state` up to date with a cache of `past_length` tokens, before each pass that uses the cache.
+
+        Since the last pass, the text may have been cropped, and the unpatched model may have stored K and V of frames.
 
         Raises:
             ConfigError: the cache holds K and V of frames that cannot be taken over.
         """
 
     def mark_cache(self, cache: Any, cache_state: SequenceParallelCacheState) -> None:
-        """Make the unpatched model fail on a cache whose K and V of frames are stored in `cache_state`, if needed."""
+        """Change the cache for the unpatched model, after frames were stored in `cache_state`.
 
-    def crop_media_position(self, media_position: Any, past_length: int) -> Any:
-        """Return the media position for a text with `past_length` tokens in the cache, perhaps after a crop."""
-        return media_position
+        The unpatched model must then find these frames, or fail.
+        """
 
     def rows_match_frames(self, inputs: InputsT, media_position: Any) -> bool:
         """Return whether the rows of the cache are still in the order of the samples that the frames came with."""
@@ -394,8 +409,9 @@ class DecoderOnlyFamily(Family[InputsT]):
                 "text to offload; leave it out"
             )
 
-    def crop_media_position(self, media_position: FrameTokens | None, past_length: int) -> FrameTokens | None:
-        return None if media_position is None else media_position.before(past_length)
+    def continue_cache(self, cache: Any, cache_state: SequenceParallelCacheState, past_length: int) -> None:
+        if cache_state.media_position is not None:
+            cache_state.media_position = cache_state.media_position.before(past_length)
 
 
 def decoder_arguments(embeds: Tensor, positions: Tensor, mask: Any, cache: Any, state: ForwardState) -> dict[str, Any]:
@@ -432,3 +448,5 @@ def require_same_pass(
     cached = {} if cache is None else {"class of the cache supports sharded text": supports_sharded_text(cache)}
     options = {"model": family.model, "kwargs": kwargs | cached, "compare_weights": compare}
     require_same_inputs(family.context.comm, inputs, check, **options)
+    if (vocabulary := family.vocabulary) is not None:
+        check_tokens(inputs, vocabulary)

@@ -19,11 +19,12 @@ from torch import Tensor
 from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.masks import FrameMask
-from mllm_seqpar.runtime.attention_record import AnyRecorder, AttentionRecord, FrameTokens
+from mllm_seqpar.runtime.attention_record import AnyRecorder, AttentionRecord
 from mllm_seqpar.runtime.frames import Frames, VisualKVCache, select_strategy, unit_spans
 from mllm_seqpar.runtime.offload import HostFeatures, in_host_memory, stored_in_host_memory
 from mllm_seqpar.runtime.text import TextShards
 from mllm_seqpar.runtime.visual_features import VisualFeatures, fingerprint_of
+from mllm_seqpar.runtime.visual_tokens import FrameTokens
 from mllm_seqpar.sharding import frame_bounds, span_length, take_spans
 
 from .cache import SequenceParallelCacheState
@@ -300,9 +301,9 @@ class EmbeddedFrames(PassFrames):
     def _encode(self) -> None:
         self.features = _local_embeddings(self.family, self.inputs)
         state, past = self.cache_state, self.inputs.past_length
-        if state is None or not self.media_position.frames.numel():
-            return
         tokens = self.media_position.tokens
+        if state is None or not tokens.total:
+            return
         if past:
             earlier = FrameTokens.none() if state.media_position is None else state.media_position
             tokens = earlier.followed_by(tokens, past, state.rows_of(self.inputs.batch))

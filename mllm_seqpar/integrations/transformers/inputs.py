@@ -109,6 +109,11 @@ class ForwardInputs:
         return self.visual_shard.total if self.visual_shard is not None else self.frames.shape[0]
 
     @property
+    def is_decoding_step(self) -> bool:
+        """Whether this pass adds one token to a cache; the ranks do not compare the inputs of such a pass."""
+        return self.past_length > 0 and self.length == 1
+
+    @property
     def prompt_rows(self) -> Tensor:
         """(B,) int64: the row of the frames' own pass that each row continues; the rows of a cache may have moved."""
         state = cache_state_of(self.past_key_values) if self.past_length else None
@@ -133,11 +138,13 @@ class ForwardInputs:
     def read_by_host(self) -> dict[str, Tensor]:
         """Return the tensors whose values the host needs to plan this pass, by name.
 
-        These are a two-dimensional attention mask, positions that may separate packed sequences, labels, the compared
-        tensors, and, in a pass with a cache, the sample of the frames by which they are recognised later.
+        These are token ids and labels, except in a decoding step, a two-dimensional attention mask, positions that may
+        separate packed sequences, the compared tensors, and, in a pass with a cache, the sample of the frames by which
+        they are recognised later.
         """
         found, mask = dict(self.compared_tensors), self.attention_mask
-        found |= {name: x for name in ("labels", "shift_labels") if (x := getattr(self, name)) is not None}
+        names = () if self.is_decoding_step else ("input_ids", "labels", "shift_labels")
+        found |= {name: x for name in names if (x := getattr(self, name)) is not None}
         if isinstance(mask, Tensor) and mask.dim() == 2:
             found["attention_mask"] = mask
         elif mask is None and self.detects_packing and self.text_position_ids is not None:
@@ -170,12 +177,13 @@ class ForwardInputs:
     def has_labels(self) -> bool:
         return self.labels is not None or self.shift_labels is not None
 
-    def target_labels(self, ignore_index: int | None = None, on_host: bool = False) -> Tensor | None:
-        """Return (B, L) shifted labels, or None. The last token's is `ignore_index` (None: -100)."""
-        labels, targets = self.labels, self.shift_labels
-        if on_host:
-            labels, targets = self.on_host("labels"), self.on_host("shift_labels")
-        return shifted(labels, ignore_index) if targets is None and labels is not None else targets
+    def target_labels(self, ignore_index: int | None = None) -> Tensor:
+        """Return (B, L) shifted labels, which were given, on the CPU. The last is `ignore_index` (None: -100)."""
+        labels, targets = self.on_host("labels"), self.on_host("shift_labels")
+        if targets is not None:
+            return targets
+        assert labels is not None
+        return shifted(labels, ignore_index)
 
 
 def as_compared_tensors(**values: Any) -> dict[str, Tensor]:
@@ -247,7 +255,7 @@ def _facts(
     num_items, logits_to_keep = (kwargs.get(name) for name in ("num_items_in_batch", "logits_to_keep"))
     all_have_pixels = frames is not None and not inputs.frames_are_features and shard is None and inputs.compare_frames
     compared: dict[str, Sequence[Any]] = {
-        "token ids or embeddings": [inputs.input_ids if inputs.input_ids is not None else sampled_bits(inputs.text)],
+        "embeddings": [sampled_bits(inputs.text)] if inputs.input_ids is None else [],
         "the attention mask": list(mask.values()) if isinstance(mask, Mapping) else [mask],  # one per kind of layer
         "position ids": [inputs.position_ids],
         "pixels": [sampled_bits(frames)] if all_have_pixels and frames is not None else [],
@@ -275,7 +283,9 @@ def _facts(
         "use_cache": inputs.use_cache,
         "grad mode": torch.is_grad_enabled(),
         "labels given": inputs.has_labels,
+        "shift_labels given": inputs.shift_labels is not None,
         "attention mask given": mask is not None,
+        "digest of token ids": checksum(inputs.on_host("input_ids")),
         "digest of labels": checksum(inputs.on_host("labels" if inputs.shift_labels is None else "shift_labels")),
         "digest of the positions of frames": positions,
         "num_items_in_batch": int(number),
@@ -346,6 +356,20 @@ def check_text(inputs: ForwardInputs) -> None:
             raise ShapeError(f"{name}: has dtype {tensor.dtype}; expected integers, such as torch.long")
 
 
+def check_tokens(inputs: ForwardInputs, vocabulary: int) -> None:
+    """Raise ShapeError unless all token ids are less than `vocabulary`.
+
+    All ranks have the same ids, so all raise. The embedding of sharded text would raise on the rank of the token alone.
+    """
+    ids = inputs.on_host("input_ids")
+    wrong = [] if ids is None else ids[(ids < 0) | (ids >= vocabulary)].tolist()
+    if wrong:
+        raise ShapeError(
+            f"input_ids: {wrong[0]} is not a token of this model, whose tokens are 0 to {vocabulary - 1}; use the "
+            "processor of this model, or call resize_token_embeddings before patch_model"
+        )
+
+
 def refuse_unknown_arguments(kwargs: Mapping[str, Any]) -> None:
     """Raise ConfigError for arguments that nothing in the model reads, such as a misspelled name."""
     unknown = sorted(name for name, value in kwargs.items() if name not in _KNOWN_ARGUMENTS and value is not None)
@@ -384,10 +408,24 @@ def refuse_unsupported_attention(config: Any, kwargs: Mapping[str, Any]) -> None
         )
 
 
+def check_labels(inputs: ForwardInputs) -> None:
+    """Raise ShapeError unless the labels have the shape of the text, as the loss that is computed here requires."""
+    name = "labels" if inputs.shift_labels is None else "shift_labels"
+    labels, shape = getattr(inputs, name), (inputs.batch, inputs.length)
+    if labels is not None and tuple(labels.shape) != shape:
+        raise ShapeError(f"{name}: has shape {tuple(labels.shape)}; expected {shape}, one for each token of this call")
+
+
+def custom_loss(model: Any) -> Any:
+    """Return the model's loss function if it is not the cross-entropy of tokens; None if it is."""
+    function = getattr(model, "loss_function", ForCausalLMLoss)
+    return None if function is ForCausalLMLoss else function
+
+
 def refuse_custom_loss(model: Any) -> None:
     """Raise ConfigError if the model's loss is not the cross-entropy of tokens, which must then be computed here."""
-    function = getattr(model, "loss_function", ForCausalLMLoss)
-    if function is not ForCausalLMLoss:
+    function = custom_loss(model)
+    if function is not None:
         raise ConfigError(
             f"loss_function: {getattr(function, '__name__', function)} is the model's own; for text that is sharded "
             'over ranks, and with logits="none", only transformers\' causal language-modelling loss can be computed. '

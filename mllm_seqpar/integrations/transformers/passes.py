@@ -100,13 +100,13 @@ Ranks that choose tokens from logits with different last bits would generate dif
 
 def _cached_pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: Mapping[str, Any]) -> Any:
     """Run a pass that fills or continues a cache, and return the model's output."""
-    past, cache = inputs.past_length, inputs.past_key_values
+    cache = inputs.past_key_values
     if cache is None:
         cache = DynamicCache(config=family.text_config)
-    if past == 0 or inputs.length > 1:  # not in each decoding step
-        require_same_pass(family, inputs, logits_to_keep, kwargs, cache)
-    else:
+    if inputs.is_decoding_step:
         check_star(family.context.config, inputs)
+    else:
+        require_same_pass(family, inputs, logits_to_keep, kwargs, cache)
     return _CachedPass(family, inputs, cache, logits_to_keep, kwargs).run()
 
 
@@ -133,6 +133,7 @@ class _CachedPass:
             self.cache_state = self._continue_cache()
         else:
             self.cache_state = begin_prompt(self.cache, self.inputs.batch, self.context.comm, self.model_layers)
+            self.family.continue_cache(self.cache, self.cache_state, 0)
 
     def run(self) -> Any:
         state = self.cache_state
@@ -151,14 +152,13 @@ class _CachedPass:
 
     def _continue_cache(self) -> SequenceParallelCacheState:
         """Return the state of a cache that holds some text; raise if this pass cannot continue it."""
-        state, comm = cache_state_of(self.cache), self.context.comm
-        if state is None:
-            state = SequenceParallelCacheState(self.inputs.batch, comm)
-            self.family.adopt_cache(self.cache, state)
+        found, comm = cache_state_of(self.cache), self.context.comm
+        state = SequenceParallelCacheState(self.inputs.batch, comm) if found is None else found
+        state.continue_in(comm)
+        self.family.continue_cache(self.cache, state, self.inputs.past_length)
+        if found is None:
             attach(self.cache, state, self.model_layers)
-        state.check_group(comm)
         state.rows_of(self.inputs.batch)
-        state.media_position = self.family.crop_media_position(state.media_position, self.inputs.past_length)
         return state
 
     def _shards_prompt(self) -> bool:

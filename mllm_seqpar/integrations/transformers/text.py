@@ -18,7 +18,7 @@ from mllm_seqpar.comm.autograd import group_sum
 from mllm_seqpar.errors import MaskError
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
-from mllm_seqpar.runtime.loss import IGNORE, mean_over_targets, sharded_causal_lm_loss
+from mllm_seqpar.runtime.loss import IGNORE, mean_over_targets, require_tokens, sharded_causal_lm_loss
 from mllm_seqpar.runtime.star import StarText
 from mllm_seqpar.runtime.text import TextShards, packed_starts, select_logit_rows
 
@@ -121,23 +121,24 @@ def uncached_outputs(
     `logits_to_keep` asks for some rows of the whole text only, they are returned whatever `config.logits` says.
     """
     hidden, hidden_states = decoded.last_hidden_state, decoded.hidden_states
-    text, targets = state.text, inputs.target_labels(kwargs.get("ignore_index"))
+    text, labelled = state.text, inputs.has_labels
     assert text is not None
-    every_row = isinstance(logits_to_keep, int) and logits_to_keep == 0
-    if state.context.config.logits == "none" and every_row and targets is not None:
+    if labelled and family.leaves_out_logits(logits_to_keep):
         if state.shards_text:
             hidden_states = gather_hidden_states(text, hidden_states)
         loss_of_targets = _loss_of_targets(family, inputs, state, hidden, kwargs)
         return CausalLMOutputWithPast(loss=loss_of_targets, hidden_states=hidden_states)
     if not state.shards_text or text.comm.size == 1:
         return whole_text_outputs(family, inputs, select_logit_rows(hidden, logits_to_keep), hidden_states, kwargs)
+    every_row = isinstance(logits_to_keep, int) and logits_to_keep == 0
     option = state.context.config.logits
     loss = logits = None
-    if targets is not None:
+    if labelled:
+        targets = inputs.target_labels(kwargs.get("ignore_index"))
         logits = family.lm_head(hidden)
         counted = {name: kwargs.get(name) for name in ("num_items_in_batch", "ignore_index")}
         loss = sharded_causal_lm_loss(logits, targets, text, **counted)
-    if option == "full" or not every_row or (option != "local" and targets is None):
+    if option == "full" or not every_row or (option != "local" and not labelled):
         # Hidden states are gathered rather than logits, because the vocabulary is wider than they are.
         logits = family.lm_head(select_logit_rows(text.unshard(hidden, 1), logits_to_keep))
     elif logits is None:
@@ -153,12 +154,13 @@ def _loss_of_targets(
     A rank without targets calls the head too, for no token, so that FSDP2 and DDP stay in step.
     """
     ignore = IGNORE if kwargs.get("ignore_index") is None else kwargs["ignore_index"]
-    targets, text = inputs.target_labels(ignore, on_host=True), state.text
-    assert targets is not None and text is not None
+    targets, text = inputs.target_labels(ignore), state.text
+    assert text is not None
     local = (text.shard(targets, 1, ignore) if state.shards_text else targets).flatten()
     rows = (local != ignore).nonzero().flatten()
     rows, labels = copy_to_device(torch.stack([rows, local[rows].long()]), hidden.device)
     logits = family.lm_head(hidden.flatten(0, 1).index_select(0, rows)[None])[0]
+    require_tokens(targets, logits.shape[-1], ignore)
     total = F.cross_entropy(logits.float(), labels, reduction="sum")
     total = group_sum(total, text.comm) if state.shards_text else total
     return mean_over_targets(total, targets, kwargs.get("num_items_in_batch"), ignore)

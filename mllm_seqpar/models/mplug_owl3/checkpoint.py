@@ -113,7 +113,7 @@ def complete_config(config: MPlugOwl3Config, keys: set[str]) -> None:
 def processor_options(
     path: str | os.PathLike, files: Mapping[str, Sequence[str]], explicit: Mapping[str, Any], **hub: Any
 ) -> dict[str, Any]:
-    """Return the options of a processor: explicit ones, else those in files, else those of the published generation.
+    """Return the options of a processor: explicit ones, else options in files, else options of the generation.
 
     `files` has the names of JSON files, and the options that each may state. DataError says that an option is neither
     passed nor stated, and that no weights identify the generation.

@@ -79,7 +79,7 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
     def _get_candidate_generator(
         self, *args: Any, model_kwargs: dict[str, Any], assistant_model: Any = None, **kwargs: Any
     ) -> Any:
-        """Return transformers' candidate generator; an assistant that takes no frames drafts from the text alone."""
+        """Return transformers' candidate generator; an assistant that takes no frames drafts only from the text."""
         if kwargs["generation_config"].assistant_early_exit is not None:
             raise ConfigError(
                 "assistant_early_exit: not supported; pass an assistant_model, or prompt_lookup_num_tokens"
@@ -126,5 +126,5 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
         given = [inputs[name] for name in _FRAMES if inputs.get(name) is not None] if is_first_iteration else []
         known = cached.frame_fingerprints
         if known and any(fingerprint_of(frames) not in known for frames in given):
-            raise ShapeError(f"other frames were passed than those whose K and V the cache holds; {_SAME_FRAMES}")
+            raise ShapeError(f"the frames differ from those stored in past_key_values; {_SAME_FRAMES}")
         return {name: value for name, value in inputs.items() if name not in (*_FRAMES, "media_layout", "media_offset")}

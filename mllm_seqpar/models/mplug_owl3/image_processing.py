@@ -198,7 +198,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
 def best_grid(height: int, width: int, size: int) -> Grid:
     """Return the grid of tiles of side `size` that fits best: the closest shape first, then the closest resolution.
 
-    The published code computes in float32 and in whole pixels, which decides near ties; this function does the same.
+    The published code computes in float32 and in whole pixels, which matters for near ties. This function does so too.
     """
     boxes = torch.tensor([(columns * size, rows * size) for rows, columns in GRIDS])
     same_shape = boxes.clone()

@@ -32,8 +32,8 @@ class MPlugOwl3Processor(NativeProcessor):
 
     Prompts equal those of the published processors token for token: media are expanded in the text, the text is split
     at `<|image|>`, and each piece is tokenized separately. `media_offset` contains the positions of the placeholders,
-    (B, N), padded with -1, a form that models of all generations accept. The position of a placeholder is that of its
-    first token: published tokenizers encode it as five ordinary tokens.
+    (B, N), padded with -1, a form that models of all generations accept. The position of a placeholder is the position
+    of its first token: published tokenizers encode it as five ordinary tokens.
 
     The published processor of 7B-240728 writes the grid of the first of several still images for all of them. Here each
     image has its own grid. That model was not trained on several cut images; `cut_enable=False` passes them whole.
@@ -82,8 +82,8 @@ class MPlugOwl3Processor(NativeProcessor):
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> Self:
         """Load tokenizer and options from a directory or hub repository, saved or published.
 
-        Published directories hold neither preprocessor_config.json nor processor_config.json. Options that no file
-        states are those of the generation that the names of the weights identify (`checkpoint.processor_options`).
+        Published directories hold neither preprocessor_config.json nor processor_config.json. Options that are in
+        no file follow from the generation that the names of the weights identify (`checkpoint.processor_options`).
 
         Args:
             **kwargs: options of the processor (`video_span`, `cut_enable`, `cut_template`, `chat_template`) and of its

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.models.cache_rows import RowsLayer, detach, layer_of
+from mllm_seqpar.runtime.frames import VisualKVCache
 
 from .media import MediaLayout
 
@@ -74,13 +75,15 @@ class VisualInputs:
 class VisualCache(RowsLayer):
     """The visual KV cache: K and V of each hyper layer, projected once at prefill and kept with the text cache.
 
-    It is an additional layer of that cache and follows its row operations. Copies of the cache share K and V.
+    It is an additional layer of that cache and follows its row operations. Copies of the cache share K and V. A patched
+    model stores its frames here as well, so that on one process both models can continue the caches of each other.
 
     Attributes:
-        layout: the layout of the text that was passed with the frames.
+        layout: the layout of the text that was passed with the frames, cropped as the text was.
         row_offset: number of tokens in the cache before that text.
         inclusive: whether a placeholder attends to its own frame.
         states: for each layer index, k (rotated) and v, (1, G, F * T, D).
+        patched: the same K and V in the form of a patched model, if one has used this cache.
         is_complete: False if `states` contains only this rank's frames, because a patched model filled the cache.
     """
 
@@ -90,6 +93,7 @@ class VisualCache(RowsLayer):
         self.tokens_per_frame, self.inclusive = tokens_per_frame, inclusive
         self.states: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self.frame_fingerprints: set[tuple[int, ...]] = set()
+        self.patched: VisualKVCache | None = None
         self.is_complete = True
 
     def inputs(self, past_length: int, length: int, batch: int, embeds: Tensor | None = None) -> VisualInputs:
@@ -102,8 +106,6 @@ class VisualCache(RowsLayer):
         features = embeds if embeds is not None else next(iter(self.states.values()), (self.layout.first,))[0]
         self.layout = self.layout.to(features.device)  # a patched model leaves it on the CPU
         rows = self.rows_of(batch).to(features.device)
-        if embeds is None:
-            self.layout = self.layout.cropped(past_length - self.row_offset, self.inclusive)
         first, stop = (bound[rows] for bound in self.layout.rows(past_length - self.row_offset, length))
         position, tokens = self.layout.frame_position, self.tokens_per_frame
         return VisualInputs(embeds=embeds, frame_position=position, first=first, stop=stop, tokens_per_frame=tokens)
@@ -122,12 +124,16 @@ def visual_cache(past_key_values: Any) -> VisualCache | None:
 def continued_visual_cache(past_key_values: Any, past_length: int) -> VisualCache | None:
     """Return the visual KV cache that a pass after `past_length` cached tokens continues, or None.
 
-    It is removed if the text that its frames came with is no longer in the cache, which was reset or cropped.
+    Its layout is cropped to the text that is still in the cache. It is removed if the text that its frames came with is
+    no longer in the cache, which was reset or cropped.
     """
     cached = visual_cache(past_key_values)
-    if cached is not None and past_length <= cached.row_offset:
+    if cached is None:
+        return None
+    if past_length <= cached.row_offset:
         detach(past_key_values, VisualCache)
         return None
+    cached.layout = cached.layout.cropped(past_length - cached.row_offset, cached.inclusive)
     return cached
 
 

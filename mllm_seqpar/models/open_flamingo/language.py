@@ -78,7 +78,7 @@ class QKNormMptAttention(MptAttention):
 
 
 def mpt_projections(attention: Any, hidden_states: Tensor, past_key_values: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q (B, H, s, D) of an MptAttention, and k and v with those of the cache, which they are added to."""
+    """Return q (B, H, s, D) of an MptAttention, and k and v appended to the K and V of the cache."""
     qkv = attention.Wqkv(hidden_states)
     if attention.clip_qkv:
         qkv = qkv.clamp(min=-attention.clip_qkv, max=attention.clip_qkv)

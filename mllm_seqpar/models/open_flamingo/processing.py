@@ -48,7 +48,7 @@ CHAT_TEMPLATE = """\
     <image>Question:What is it? Short answer:A cat.<|endofchunk|>Question:Where? Short answer:At home.<|endofchunk|>
     <image>Output:A cat at home.<|endofchunk|>
 
-A user message of images alone asks for a caption. A system message is plain text before the rest."""
+A user message with only images asks for a caption. A system message is plain text before the rest."""
 
 
 class OpenFlamingoProcessor(NativeProcessor):

@@ -64,7 +64,7 @@ def _without_warnings() -> Iterator[None]:
 
 
 def load_weights(model: nn.Module, directory: Path, dtype: torch.dtype | None) -> None:
-    """Load a directory's safetensors, in `dtype` or that of the files; raise DataError if the weights differ."""
+    """Load a directory's safetensors, in `dtype` or the dtype of the files; raise DataError if the weights differ."""
     from safetensors.torch import load_file
 
     found: dict[str, Tensor] = {}

@@ -141,7 +141,7 @@ def test_features_that_do_not_fit_are_one_sentence(training_files: Path, tmp_pat
     with pytest.raises(ConfigError, match=r"random in training \(attention_dropout = 0.1\); set it to 0"):
         fine_tune([*argv("--freeze", "vision"), "--model", str(model)][2:])
     counted(argv("--freeze", "vision"))
-    with pytest.raises(DataError, match="made with fps = None, now it is 2.0; give --features another directory"):
+    with pytest.raises(DataError, match="made with fps = None, and now it is 2.0; give --features another directory"):
         fine_tune(argv("--freeze", "vision", "--fps", "2"))
     shutil.copy(training_files / "model" / "config.json", model)
     weights = load_file(model / "model.safetensors")

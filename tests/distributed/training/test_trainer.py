@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 from launch import launch_environment
-from mllm_seqpar import SeqParConfig, SeqParTrainer, patch_model
+from mllm_seqpar import SeqParTrainer, patch_model
 from mllm_seqpar.errors import AgreementError, ConfigError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration
 from ranks import ranks
@@ -122,8 +122,7 @@ def train(
         "eval_dataset": evaluated,
         "compute_metrics": accuracy,
     }
-    seqpar = {"sequence_parallel_size": degree, "seqpar": SeqParConfig()}
-    trainer = Trainer(**common) if kind == "plain" else SeqParTrainer(**common, **seqpar)
+    trainer = Trainer(**common) if kind == "plain" else SeqParTrainer(**common, sequence_parallel_size=degree)
     log = [trainer.evaluate()] if evaluate_first else []
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(output / "model"))

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.comm import (
-    ByteCounter,
     Communicator,
     LoopbackCommunicator,
     Recv,
     Send,
     Subgroup,
+    TransferCounter,
     as_communicator,
     launched_processes,
     run_loopback,
@@ -41,7 +41,7 @@ def test_sender_may_change_its_tensor_after_wait() -> None:
 
 
 def test_bytes_and_messages_are_counted_by_label() -> None:
-    def run(comm: Communicator) -> ByteCounter:
+    def run(comm: Communicator) -> TransferCounter:
         peer = 1 - comm.rank
         sends = [Send(peer, torch.zeros(5), "a"), Send(peer, torch.zeros(3, dtype=torch.bfloat16), "b")]
         recvs = [Recv(peer, torch.empty(5)), Recv(peer, torch.empty(3).bfloat16())]

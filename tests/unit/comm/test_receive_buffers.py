@@ -63,7 +63,7 @@ def test_results_do_not_alias_receive_buffers(case: Case) -> None:
 
 
 def spoil(buffers: ReceiveBuffers) -> None:
-    for free in buffers._free.values():
+    for free in buffers.free.values():
         for *_, flat in free:
             flat.fill_(float("nan"))
 

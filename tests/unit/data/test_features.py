@@ -112,7 +112,7 @@ def test_features_of_another_video_or_sampling_are_refused(tmp_path: Path) -> No
     write(tmp_path / "store", torch.zeros(meta["frames"], 1, 2), 2, **meta)
     store = open_features(tmp_path / "store")
     store.require(**meta)
-    with pytest.raises(DataError, match="made with frames = 12, now it is 5"):
+    with pytest.raises(DataError, match="made with frames = 12, and now it is 5"):
         store.require(**source_meta(plan(fps=2)))
     os.utime(tmp_path / "a.mp4", (1, 1))
     with pytest.raises(DataError, match="made with source_mtime"):

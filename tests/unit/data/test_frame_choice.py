@@ -16,7 +16,7 @@ from mllm_seqpar.errors import ConfigError
         ({"num_frames": 5}, {"fps": 3}, {"num_frames": 5}),
         ({"max_frames": 9}, {"fps": 3, "max_frames": 8}, {"fps": 3, "max_frames": 8}),
         ({"max_frames": 7}, {"fps": 3, "max_frames": 8}, {"fps": 3, "max_frames": 7}),
-        ({"end": 3}, {"start": 5, "end": 9}, {"end": 3}),  # a clip is one statement
+        ({"end": 3}, {"start": 5, "end": 9}, {"end": 3}),  # start and end are replaced together
     ],
 )
 def test_first_statement_applies_and_every_limit_holds(given: Any, default: Any, expected: Any) -> None:

@@ -88,6 +88,24 @@ def test_turns_equal_one_prompt_with_all_messages(case: Case) -> None:
             assert reply.cached_tokens >= (replies[number - 1].prompt_tokens if number else 0)
 
 
+def test_conversations_take_turns_on_one_model(case: Case) -> None:
+    """Positions of decoder-only models depend on the frames before, which are those of the conversation."""
+
+    def body(comm: Communicator) -> tuple[list[Any], Answer]:
+        first = open_conversation(comm, case)
+        others = [Conversation(first._model, first._processor, sources) for sources in ([still], [])]
+        messages = [user(QUESTIONS[0], "video")]
+        messages.append(says(first.answer(first.prompt(messages), Sampling(max_new_tokens=4)).text))
+        for other, media in zip(others, (["video"], []), strict=True):
+            other.answer(other.prompt([user(QUESTIONS[1], *media)]), Sampling(max_new_tokens=2))
+        messages.append(user(QUESTIONS[2]))
+        return messages, first.answer(first.prompt(messages), Sampling(max_new_tokens=12))
+
+    still = VideoSource.open(case[1], num_frames=1)
+    (messages, reply), *_ = run_loopback(2, body)
+    assert reply.cached_tokens and reply.tokens == unpatched(case, messages, 12)
+
+
 def converse(case: Case, world: int, body: Any, **options: Any) -> list[Any]:
     return run_loopback(world, lambda comm: body(open_conversation(comm, case, **options)))
 

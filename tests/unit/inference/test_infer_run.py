@@ -161,9 +161,9 @@ def test_stored_features_give_the_same_answers(inference_files: Path, tmp_path: 
 
     for argv, message in (
         (["--model", inference_files / "other"], "made by another model"),
-        ([*model, "--num_frames", 8], "made with num_frames = 7, now it is 8"),
+        ([*model, "--num_frames", 8], "made with num_frames = 7, and now it is 8"),
         ([*model, "--video", inference_files / "twin.mp4", "--num_frames", 7], "made with source_size"),
-        ([*model, "--video", inference_files / "clip.mp4"], "made with frames = 7, now it is 4"),
+        ([*model, "--video", inference_files / "clip.mp4"], "made with frames = 7, and now it is 4"),
         ([*model, "--dtype", "bfloat16"], "these features are float32 and the model runs in bfloat16"),
     ):
         errors = run(2, *argv, "--features", tmp_path / "features", "--question", "?")

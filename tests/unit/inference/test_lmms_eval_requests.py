@@ -37,6 +37,12 @@ def test_settings_without_effect_are_accepted(model: Any) -> None:
     assert sampled["sampling"] == Sampling(max_new_tokens=5, temperature=0.7, top_p=0.9)
 
 
+@pytest.mark.parametrize("name", ["model", "top_p", "colour"])
+def test_options_of_model_args_that_are_stated_elsewhere_or_unknown_are_refused(model: Any, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--model_args: '{name}' is unknown; choose from .*dtype"):
+        model._options("DIR", {name: "x"})
+
+
 def test_likelihood_of_an_empty_text_is_refused(model: Any) -> None:
     with pytest.raises(DataError, match="empty text"):
         model.SimpleSeqParModel._scored(None, model._Request(messages=[], sampling=Sampling(), target=""))

@@ -1,4 +1,7 @@
-"""Layer: one process. Micro-batches of a chat file, its digest, refused samples; export, and the digest of weights."""
+"""Layer: one process. Micro-batches of a chat file, its digest, refused samples; export, and the digest of weights.
+
+Also that a vision tower whose outputs are stored keeps what others have set on it.
+"""
 
 import json
 import threading
@@ -10,12 +13,15 @@ from safetensors.torch import load_file
 
 from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
 from mllm_seqpar.data import ChatDataset
+from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.needle import make_needle_videos
+from mllm_seqpar.data.tower_store import TowerStore
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.loading import model_digest
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration, MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.training.batches import BatchReader, LoadedBatch
 from mllm_seqpar.training.export import export_dtype, export_model, run_on_rank_0
+from mllm_seqpar.training.stored_tower import StoredTower, TowerRows
 from tiny_models.mplug_owl3 import IMAGE_SIZE, IMAGE_TOKEN, tiny_model, tiny_tokenizer
 
 TEXT = {"messages": [{"role": "user", "content": "Say hello."}, {"role": "assistant", "content": "hello"}]}
@@ -111,3 +117,17 @@ def test_model_digest_depends_on_the_weights(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / name)
         digests.append(model_digest(str(tmp_path / name)))
     assert digests[0] == digests[1] != digests[2]
+
+
+def test_stored_tower_keeps_a_method_that_was_set_on_its_instance(tmp_path: Path) -> None:
+    """As the autocast wrapper of accelerate, or `register_fsdp_forward_method` of torch."""
+    processor = MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=IMAGE_SIZE), tiny_tokenizer())
+    model = tiny_model().requires_grad_(False)
+    stored = StoredTower(TowerStore(tmp_path, {}), chat_family(processor), model)
+    tower = model.vision_model
+    for wrapper in (None, lambda pixels: type(tower).penultimate(tower, pixels)):
+        if wrapper is not None:
+            tower.penultimate = wrapper
+        with stored.running(TowerRows((), None)):
+            assert vars(tower)["penultimate"] is not wrapper
+        assert vars(tower).get("penultimate") is wrapper

@@ -1,7 +1,9 @@
 """Layer: one process. Which checkpoints a run may resume, and the numbers of a log row."""
 
 import time
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,6 +67,25 @@ def test_a_log_row_has_the_tokens_frames_and_waiting_of_its_steps_only(monkeypat
     assert report["peak_memory_mib/rank_1"] == pytest.approx(report["peak_memory_mib/rank_0"] + 1)
     step()
     assert throughput.report(TwoRanks(), degree=1)["tokens_per_second"] == 48  # two groups
+
+
+def test_a_step_and_a_wait_that_end_with_an_error_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run may continue: out of memory is caught, for example."""
+    now = [10.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    patch = patch_of(patch_model(tiny_model()))
+    assert patch is not None
+    throughput = Throughput(patch, torch.device("cpu"))
+    with suppress(MemoryError), throughput.step({}):
+        patch.context.log_shard_sizes((1, 1), (5, 5))
+        now[0] += 1
+        raise MemoryError
+    for interval in (throughput.data_wait(), throughput.pause()):
+        with suppress(MemoryError), interval:
+            now[0] += 2
+            raise MemoryError
+    report = throughput.report(SimpleNamespace(gather=lambda rows: rows), degree=1)
+    assert report["data_wait_seconds"] == 2 and report["frames_per_second"] == 5 / 3
 
 
 def test_the_time_until_a_message_arrives_is_counted() -> None:

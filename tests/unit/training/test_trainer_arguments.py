@@ -122,6 +122,10 @@ def test_logits_are_left_out_unless_the_caller_says_otherwise(tmp_path: Path) ->
     for given, expected in ((None, "none"), (SeqParConfig(), "auto")):
         patch = patch_of(trainer(tmp_path, tiny_model("per_head"), seqpar=given).model)
         assert patch is not None and patch.context.config.logits == expected
+    own = tiny_model("per_head")
+    own.loss_function = lambda logits, **_: logits.mean()
+    loss = trainer(tmp_path, own).model(tiny_text(1), tiny_frames(1), labels=tiny_text(1)).loss
+    assert loss.item() == pytest.approx(tiny_model("per_head")(tiny_text(1), tiny_frames(1)).logits.mean().item())
 
 
 def test_a_stream_read_by_workers_and_an_accelerate_without_prepare_cp_are_refused() -> None:

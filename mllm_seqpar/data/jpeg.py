@@ -1,4 +1,4 @@
-"""Small JPEG images of frames."""
+"""JPEG images of frames."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 from mllm_seqpar._compat import optional_import
 
 
-def jpeg_of(frame: Tensor, width: int = 160) -> bytes:
-    """Return a frame (3, H, W), uint8, as a JPEG of this width, or of its own width if that is smaller.
+def jpeg_of(frame: Tensor, width: int | None = None, quality: int = 80) -> bytes:
+    """Return a frame (3, H, W), uint8, as a JPEG, reduced to this width if it is wider.
 
     Raises:
         ConfigError: Pillow is not installed.
     """
     pillow = optional_import("PIL.Image", extra="video", needed_for="writing images")
     image = pillow.fromarray(frame.permute(1, 2, 0).contiguous().cpu().numpy())
-    if image.width > width:
+    if width is not None and image.width > width:
         image = image.resize((width, max(1, round(image.height * width / image.width))))
     buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=80)
+    image.save(buffer, "JPEG", quality=quality)
     return buffer.getvalue()
