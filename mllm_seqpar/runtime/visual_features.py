@@ -138,9 +138,9 @@ def sampling_step(x: Tensor, count: int) -> int:
     return step
 
 
-def sampled_bits(frames: Tensor) -> Tensor:
-    """Return the bits of evenly spread values of the frames, which distinguish two videos."""
-    x, step = frames.detach(), sampling_step(frames, _SAMPLED)
+def sampled_bits(x: Tensor, count: int = _SAMPLED) -> Tensor:
+    """Return the bits of about `count` values that are spread over x; those of two videos differ."""
+    x, step = x.detach(), sampling_step(x, count)
     if x.is_contiguous():
         return x.view(-1)[::step].float().view(torch.int32)
     # Flattening frames of another memory format (channels last) would copy the whole video.

@@ -62,13 +62,6 @@ class Conversation:
             found[name] = whole if name == "cross_attention_mask" else whole[:, start - stop :]
         return found
 
-    def positions(self, rows: list[int], start: int, stop: int) -> dict[str, Tensor]:
-        """Return the positions of new tokens; a decoder-only model itself continues those of its last prompt."""
-        if self.family not in QWENS:
-            return {}
-        new = torch.arange(start, stop) + self.prompt["input_ids"].shape[1]
-        return {"position_ids": (new + self.deltas[rows]).expand(3, -1, -1)}
-
     def prompt_and(self, ids: Tensor) -> dict[str, Any]:
         given = self.prompt | {"input_ids": torch.cat([self.prompt["input_ids"], ids], dim=1)}
         if "mm_token_type_ids" in given:
@@ -78,7 +71,7 @@ class Conversation:
     def fill(self, cache: Any = None) -> Any:
         filled = self.model(**self.prompt, past_key_values=cache, use_cache=True).past_key_values
         if self.family in QWENS:
-            self.deltas = self.model.model.rope_deltas.clone()
+            self.model.model.rope_deltas += 5  # as if another prompt came between
         return filled
 
     def resume(self, cache: Any, ids: Tensor, rows: list[int], **more: Any) -> Tensor:
@@ -86,7 +79,6 @@ class Conversation:
         parts = []
         for start, stop in ((0, 2), (2, 3)):
             given = {"input_ids": ids[rows, start:stop], **self.masks(rows, start, stop), **more}
-            given |= self.positions(rows, start, stop)
             parts.append(self.model(**given, past_key_values=cache).logits)
         return torch.cat(parts, dim=1)
 

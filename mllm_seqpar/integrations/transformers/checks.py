@@ -201,8 +201,8 @@ def _facts(
 
 def _sampled_weights(model: nn.Module) -> list[Tensor]:
     """Return the bits of some values of each parameter that every rank has whole, which FSDP does not shard."""
-    whole = [p.detach().reshape(-1) for p in model.parameters() if not isinstance(p, DTensor) and not p.is_meta]
-    return [x[:: max(1, x.numel() // _SAMPLED_WEIGHTS)].float().view(torch.int32) for x in whole if x.numel()]
+    whole = (p for p in model.parameters() if not isinstance(p, DTensor) and not p.is_meta and p.numel())
+    return [sampled_bits(p, _SAMPLED_WEIGHTS) for p in whole]
 
 
 def check_frames(comm: Communicator, inputs: ForwardInputs) -> None:
