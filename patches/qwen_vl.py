@@ -92,7 +92,7 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
 
         @functools.wraps(unpatched)
         def positions(inputs: Tensor, arguments: dict[str, Any]) -> Tensor:
-            self._restore_offsets(arguments.get("past_key_values"), inputs.shape[0])
+            self._restore_offsets(arguments.get("past_key_values"), inputs)
             found: Tensor = unpatched(inputs, arguments)
             return found
 
@@ -111,12 +111,15 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         if offsets is not None:  # beams of a sample share its offset
             state.position_offsets[rows] = offsets.cpu().repeat_interleave(inputs.batch // offsets.shape[0], 0)
 
-    def _restore_offsets(self, cache: Cache | None, batch: int) -> None:
-        """Give the model the offsets (batch, 1) of the text in the cache; those of its first beams, if it has beams."""
+    def _restore_offsets(self, cache: Cache | None, text: Tensor) -> None:
+        """Give the model the offsets (B, 1) of the cached text that `text` (B, ...) continues.
+
+        If the cache has several beams of each sample, they are the offsets of the first.
+        """
         state = cache_state_of(cache)
         if state is not None and state.position_offsets is not None and state.rows is not None:
-            rows = state.rows[:: max(1, len(state.rows) // batch)]
-            self.model.model.rope_deltas = copy_to_device(state.position_offsets[rows], self.model.device)
+            rows = state.rows[:: max(1, len(state.rows) // text.shape[0])]
+            self.model.model.rope_deltas = copy_to_device(state.position_offsets[rows], text.device)
 
     def text_attention(self) -> Iterable[nn.Module]:
         return (layer.self_attn for layer in self.model.model.language_model.layers)
@@ -204,7 +207,7 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         """
         model, device, shape = self.model.model, inputs.text.device, (inputs.batch, inputs.length)
         names = (*GRIDS, "mm_token_type_ids", *self.position_arguments)
-        self._restore_offsets(inputs.past_key_values, inputs.batch)
+        self._restore_offsets(inputs.past_key_values, inputs.text)
         read = {name: inputs.on_host(name) for name in names}
         host = {name: given[name] if read[name] is None else read[name] for name in names}
         found: Tensor | None = model.compute_3d_position_ids(
