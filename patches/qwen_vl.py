@@ -108,7 +108,8 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         rows = state.rows_of(inputs.batch)
         if state.position_offsets is None:
             state.position_offsets = torch.zeros(int(rows.max()) + 1, 1, dtype=torch.long)
-        if offsets is not None:  # beams of a sample share its offset
+        # Beams of a sample share its offset. With positions of the caller, the model may have those of another prompt.
+        if offsets is not None and inputs.batch % offsets.shape[0] == 0:
             state.position_offsets[rows] = offsets.cpu().repeat_interleave(inputs.batch // offsets.shape[0], 0)
 
     def _restore_offsets(self, cache: Cache | None, text: Tensor) -> None:

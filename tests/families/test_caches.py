@@ -144,6 +144,20 @@ def test_stored_frames_follow_rows_of_the_cache(ranks: int, options: dict[str, A
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("family", QWENS)
+def test_prompt_with_positions_of_the_caller_follows_a_larger_batch(family: str) -> None:
+    conversation = Conversation(family)
+    ids = conversation.prompt["input_ids"][:1, :4]
+    expected = conversation.model(input_ids=ids, use_cache=False).logits
+    with patched(conversation.model):
+        conversation.fill()
+        first = conversation.model(input_ids=ids[:, :3], position_ids=torch.arange(3).expand(3, 1, 3), use_cache=True)
+        last = conversation.model(
+            input_ids=ids[:, 3:], position_ids=torch.full((3, 1, 1), 3), past_key_values=first.past_key_values
+        )
+    assert error(torch.cat([first.logits, last.logits], 1), expected) < TOLERANCE
+
+
 @pytest.mark.parametrize("name", PROMPTS)
 def test_static_cache_is_reordered_and_copied(name: str) -> None:
     conversation = Conversation(name)
