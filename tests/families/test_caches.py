@@ -158,6 +158,7 @@ def test_prompt_with_positions_of_the_caller_follows_a_larger_batch(family: str)
     assert error(torch.cat([first.logits, last.logits], 1), expected) < TOLERANCE
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("name", PROMPTS)
 def test_static_cache_is_reordered_and_copied(name: str) -> None:
     conversation = Conversation(name)
