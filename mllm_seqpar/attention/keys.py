@@ -293,6 +293,10 @@ class KeyChunks(Protocol):
         """Return the gradients of the inputs, after the last chunk."""
 
 
+InputGrads = Callable[[Tensor, Tensor], Sequence[Tensor | None]]
+"""dk, dv in float32 -> the gradients of the inputs that k and v are computed from; None where not needed."""
+
+
 class Keys(ABC):
     """One set of keys and values of a softmax, as this rank has them.
 
@@ -331,13 +335,14 @@ class Keys(ABC):
         return self
 
     def keys_values(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return this rank's k, v (B or 1, G, T, D). Called without grad mode, in forward and again in backward."""
+        """Return this rank's k, v (B or 1, G, T, D). Called without grad mode."""
         raise NotImplementedError
 
-    def input_grads(
-        self, inputs: Sequence[Tensor], needed: Sequence[bool], dk: Tensor, dv: Tensor
-    ) -> Sequence[Tensor | None]:
-        """Return the gradients of `inputs` (None where not needed), given those of k and v in float32."""
+    def vjp(self, inputs: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor, Tensor, InputGrads]:
+        """Return `keys_values` again, in backward, and the function of their gradients, to be called at most once.
+
+        This is `torch.func.vjp` of `keys_values`, computed as each class can do it best.
+        """
         raise NotImplementedError
 
     def chunks(self, inputs: Sequence[Tensor], needed: Sequence[bool] | None = None) -> KeyChunks:
@@ -369,11 +374,12 @@ class GivenKeys(Keys):
         k, v = inputs
         return k.contiguous(), v.contiguous()
 
-    def input_grads(
-        self, inputs: Sequence[Tensor], needed: Sequence[bool], dk: Tensor, dv: Tensor
-    ) -> Sequence[Tensor | None]:
-        """Return dk and dv in the dtypes of k and v."""
-        return [g.to(x.dtype) if need else None for x, g, need in zip(inputs, (dk, dv), needed, strict=True)]
+    def vjp(self, inputs: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor, Tensor, InputGrads]:
+        def grads(*of_keys_values: Tensor) -> Sequence[Tensor | None]:
+            given = zip(inputs, of_keys_values, needed, strict=True)
+            return [grad.to(x.dtype) if need else None for x, grad, need in given]
+
+        return *self.keys_values(inputs), grads
 
     def without_inputs(self) -> GivenKeys:
         return GivenKeys(self.spec, _NOTHING, _NOTHING)

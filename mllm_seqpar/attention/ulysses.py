@@ -32,7 +32,7 @@ from mllm_seqpar.schedules.head_sharding import HeadShards
 
 from .executor import BlockMath, FinalRows, distributed_backward, distributed_forward
 from .kept_results import running_region
-from .keys import CallSpec, GivenKeys, Keys
+from .keys import CallSpec, GivenKeys, InputGrads, Keys
 
 
 class HeadTensor(NamedTuple):
@@ -226,14 +226,14 @@ class HeadShardedKeys(Keys):
         source: the row-sharded source.
         layout: how its k and v are resharded.
         dtype: the dtype of the queries.
-        kv_heads: the number of KV heads before sharding; set by `keys_values`.
+        kv_heads: the number of KV heads of given k and v, before sharding; None if they are recomputed.
         resharded: whether the inputs are head-sharded k and v already, which is so in backward.
     """
 
     source: Keys
     layout: HeadLayout
     dtype: torch.dtype
-    kv_heads: list[int] = field(default_factory=list)
+    kv_heads: int | None
     resharded: bool = False
     _sharded: list[Tensor] = field(default_factory=list)
 
@@ -252,19 +252,22 @@ class HeadShardedKeys(Keys):
         """Return head-sharded k and v; collective over the group."""
         if self.resharded:
             return inputs[0], inputs[1]
-        k, v = self.source.keys_values(inputs)
-        self.kv_heads[:] = [k.shape[1]]
-        k, v = self.layout.shard_kv(k, v)
+        k, v = self.layout.shard_kv(*self.source.keys_values(inputs))
         if isinstance(self.source, GivenKeys):
             self._sharded[:] = k, v
         return k, v
 
-    def input_grads(
-        self, inputs: Sequence[Tensor], needed: Sequence[bool], dk: Tensor, dv: Tensor
-    ) -> Sequence[Tensor | None]:
-        """Return the gradients of the source's inputs, from the gradients of its k and v on all ranks."""
-        grads = self.layout.gather_kv_grads(dk, dv, self.kv_heads[0], self.dtype, complete=True)
-        return self.source.input_grads(inputs, needed, *grads)
+    def vjp(self, inputs: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor, Tensor, InputGrads]:
+        """Return head-sharded k and v, and the function of their gradients; both are collective over the group."""
+        k, v, source_grads = self.source.vjp(inputs, needed)
+        kv_heads = k.shape[1] if self.kv_heads is None else self.kv_heads
+        if not self.resharded:
+            k, v = self.layout.shard_kv(k, v)
+
+        def grads(dk: Tensor, dv: Tensor) -> Sequence[Tensor | None]:
+            return source_grads(*self.layout.gather_kv_grads(dk, dv, kv_heads, self.dtype, complete=True))
+
+        return k, v, grads
 
     def saved(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         if isinstance(self.source, GivenKeys) and not self._sharded:
@@ -291,7 +294,10 @@ def head_sharded(
     layouts = [HeadLayout.of(comm, source.spec, q, orders) for source in sources]
     first = layouts[0]
     sharded_q = _Reshard.apply(first.inside, first.rows("q"), False, False, q)
-    keys = [HeadShardedKeys(source, layout, q.dtype) for source, layout in zip(sources, layouts, strict=True)]
+    keys = []
+    for source, layout in zip(sources, layouts, strict=True):
+        kv_heads = source.k.shape[1] if isinstance(source, GivenKeys) else None
+        keys.append(HeadShardedKeys(source, layout, q.dtype, kv_heads))
     return sharded_q, keys, first
 
 

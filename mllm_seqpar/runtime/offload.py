@@ -190,15 +190,16 @@ class _FeatureChunks:
         for number, chunk in enumerate(self._chunks):
             self._chunk, features = chunk, next(self._features).to(visual.dtype)
             frames = VisualFeatures(features, visual.index[chunk], visual.total_frames)
-            self._source = self._projection.of_chunk(frames, number)
-            self._inputs = features, *self._parameters
-            yield (chunk.start, chunk.stop), *self._source.keys_values(self._inputs)
+            k, v, self._grads = self._projection.of_chunk(frames, number).vjp(
+                (features, *self._parameters), self._needed
+            )
+            yield (chunk.start, chunk.stop), k, v
         for copies in (self._features, self._earlier):
             if copies is not None:
                 assert next(copies, None) is None  # which marks the last buffer as free
 
     def add_gradients(self, dk: Tensor, dv: Tensor) -> None:
-        d_features, *grads = self._source.input_grads(self._inputs, self._needed, dk, dv)
+        d_features, *grads = self._grads(dk, dv)
         if self._sum is not None:
             assert d_features is not None
             d_features = d_features.to(self._sum.dtype)

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from mllm_seqpar._compat import dropout_class, global_module_hooks
-from mllm_seqpar.attention.keys import AutocastState, CallSpec, GivenKeys, Keys
+from mllm_seqpar.attention.keys import AutocastState, CallSpec, GivenKeys, InputGrads, Keys
 from mllm_seqpar.checkpointing.rng_replay import trained_parameters
 from mllm_seqpar.errors import ShapeError
 
@@ -188,16 +188,6 @@ def project_chunks(project: Projection, features: Tensor, index: Tensor, dtype: 
     return k, v
 
 
-class RestoredInputs(tuple[Tensor, ...]):
-    """The inputs of a `RecomputedKeys` in one backward pass, which `keys_values` and `input_grads` both receive.
-
-    Attributes:
-        raw_keys: K before its norm, (f, tokens, G, D) for each chunk of frames; None if `keys_values` stored none.
-    """
-
-    raw_keys: list[Tensor] | None = None
-
-
 @dataclass(frozen=True)
 class RecomputedKeys(Keys):
     """Keys that are projected from the shared features, in forward and again in backward.
@@ -233,8 +223,8 @@ class RecomputedKeys(Keys):
         """Return the features alone: parameters belong to their modules, and FSDP gathers them again in backward."""
         return inputs[:1]
 
-    def restored(self, saved: Sequence[Tensor]) -> RestoredInputs:
-        return RestoredInputs((saved[0], *trained_parameters(self.modules)))
+    def restored(self, saved: Sequence[Tensor]) -> Sequence[Tensor]:
+        return saved[0], *trained_parameters(self.modules)
 
     def without_inputs(self) -> RecomputedKeys:
         """Return this source without the features, which only saved tensors hold while the graph is alive."""
@@ -247,33 +237,44 @@ class RecomputedKeys(Keys):
         object.__setattr__(chunk, "_seed", None if self._seed is None else self._seed + number)
         return chunk
 
-    def keys_values(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def keys_values(self, inputs: Sequence[Tensor], raw_keys: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Return k and v of all frames of this rank, projected chunk by chunk without grad mode.
 
-        In backward, it also stores what `input_grads` would otherwise project again, in the restored inputs.
+        K before its norm, (f, tokens, G, D), is appended to `raw_keys` for each chunk.
         """
         project = self.project
-        if isinstance(inputs, RestoredInputs) and isinstance(project, KVProjection) and project.key_norm is not None:
-            differentiated = inputs[0].requires_grad or len(inputs) > 1
-            if differentiated and project.has_direct_grads(inputs[1:]):
-                inputs.raw_keys = []
-                project = functools.partial(project, raw_keys=inputs.raw_keys)
+        if raw_keys is not None:
+            assert isinstance(project, KVProjection)
+            project = functools.partial(project, raw_keys=raw_keys)
         with torch.no_grad(), self._forward_mode():
             return project_chunks(project, inputs[0], self.visual.index, self.dtype)
 
-    def input_grads(
-        self, inputs: Sequence[Tensor], needed: Sequence[bool], dk: Tensor, dv: Tensor
-    ) -> Sequence[Tensor | None]:
-        """Return the gradients of the inputs, computed one chunk of frames at a time.
+    def vjp(self, inputs: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor, Tensor, InputGrads]:
+        """Return k and v, and the function of their gradients, which computes one chunk of frames at a time.
 
-        `KVProjection` computes them without projecting K and V again, if it can; autograd does it otherwise.
+        `KVProjection` computes gradients without projecting K and V again, if it can; autograd does it otherwise.
         """
+        project, trained = self.project, [p for p, need in zip(inputs[1:], needed[1:], strict=True) if need]
+        raw_keys: list[Tensor] | None = None
+        if any(needed) and isinstance(project, KVProjection) and project.key_norm is not None:
+            raw_keys = [] if project.has_direct_grads(trained) else None
+        k, v = self.keys_values(inputs, raw_keys)
+        return k, v, functools.partial(self._input_grads, inputs, needed, trained, raw_keys)
+
+    def _input_grads(
+        self,
+        inputs: Sequence[Tensor],
+        needed: Sequence[bool],
+        trained: Sequence[Tensor],
+        raw_keys: list[Tensor] | None,
+        dk: Tensor,
+        dv: Tensor,
+    ) -> Sequence[Tensor | None]:
         if not any(needed):
             return [None] * len(inputs)
-        features, *parameters = inputs
+        features = inputs[0]
         chunks, tokens = frame_chunks(features), features.shape[1]
-        trained = [p for p, n in zip(parameters, needed[1:], strict=True) if n]
-        chunk_grads = self._chunk_grads(inputs, needed[0], trained)
+        chunk_grads = self._chunk_grads(needed[0], trained, raw_keys)
         with self._forward_mode():
             if len(chunks) == 1:  # no sums, and no copies
                 d_features, grads = chunk_grads(features, self.visual.index, dk, dv)
@@ -292,10 +293,10 @@ class RecomputedKeys(Keys):
         return [d_features, *(next(done) if need else None for need in needed[1:])]
 
     def _chunk_grads(
-        self, inputs: Sequence[Tensor], needs_features: bool, trained: Sequence[Tensor]
+        self, needs_features: bool, trained: Sequence[Tensor], raw_keys: list[Tensor] | None
     ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Grads]:
         """Return a function of features, index, dk and dv of one chunk, to be called for the chunks in order."""
-        project, raw_keys = self.project, inputs.raw_keys if isinstance(inputs, RestoredInputs) else None
+        project = self.project
         if isinstance(project, KVProjection) and project.has_direct_grads(trained):
             if project.key_norm is None:
                 return lambda y, index, dk, dv: project.direct_grads(y, index, dk, dv, needs_features, trained)

@@ -84,11 +84,11 @@ def gradients(projection: KVProjection, setting: Setting) -> list[Tensor | None]
     with torch.autocast("cpu", torch.bfloat16, enabled=setting.weights is not None):
         source = source_of(projection, setting)
     inputs = source.restored(source.saved(source.inputs()))
-    k, _ = source.keys_values(inputs)
+    k, _, grads = source.vjp(inputs, [x.requires_grad for x in inputs])
     generator = torch.Generator().manual_seed(5)
     dk, dv = (torch.randn(k.shape, generator=generator).bfloat16() for _ in range(2))
     wide = torch.promote_types(torch.float32, setting.dtype)
-    return list(source.input_grads(inputs, [x.requires_grad for x in inputs], dk.to(wide), dv.to(wide)))
+    return list(grads(dk.to(wide), dv.to(wide)))
 
 
 @contextlib.contextmanager
@@ -183,8 +183,8 @@ def test_rank_without_frames_gets_zero_gradients() -> None:
     empty = VisualFeatures(torch.zeros(0, TOKENS, WIDTH, dtype=torch.float64), torch.arange(0), FRAMES)
     source = replace(source, visual=empty)
     inputs = source.restored(source.saved(source.inputs()))
-    k, v = source.keys_values(inputs)
-    grads = source.input_grads(inputs, [True] * len(inputs), k, v)
+    k, v, input_grads = source.vjp(inputs, [True] * len(inputs))
+    grads = input_grads(k, v)
     assert all(
         grad is not None and grad.shape == x.shape and not grad.any() for grad, x in zip(grads, inputs, strict=True)
     )
@@ -241,8 +241,8 @@ def test_modified_linear_layers_are_differentiated_by_autograd(how: str) -> None
     source = source_of(projection, plain)
     assert not projection.has_direct_grads(())
     inputs = source.restored(source.saved(source.inputs()))
-    k, v = source.keys_values(inputs)
-    found = source.input_grads(inputs, [True] * len(inputs), k, v)
+    k, v, grads = source.vjp(inputs, [True] * len(inputs))
+    found = grads(k, v)
     ks, vs = projection(source.visual.features, source.visual.index)
     expected = torch.autograd.grad([ks, vs], list(inputs), [k, v])
     for ours, theirs in pairs(list(found), list(expected)):
@@ -266,23 +266,37 @@ def test_parameter_that_the_modules_lack_is_differentiated_by_autograd() -> None
     assert not projection.has_direct_grads([nn.Parameter(torch.zeros(1))])
 
 
-def test_keys_before_the_norm_are_kept_in_backward_only() -> None:
+def test_keys_before_the_norm_are_kept_in_backward_only(monkeypatch: pytest.MonkeyPatch) -> None:
     setting = Setting(key_norm=True)
     source = source_of(projection_of(setting), setting)
+    kept: list[Any] = []
+    project = KVProjection.__call__
+
+    def watched(self: Any, *args: Any, raw_keys: Any = None) -> Any:
+        kept.append(raw_keys)
+        return project(self, *args, raw_keys=raw_keys)
+
+    monkeypatch.setattr(KVProjection, "__call__", watched)
     forward = list(source.inputs())
     source.keys_values(forward)
-    inputs = source.restored(source.saved(forward))
-    k, v = source.keys_values(inputs)
-    assert inputs.raw_keys is not None and [x.shape for x in inputs.raw_keys] == [(FRAMES, TOKENS, HEADS, DIM)]
-    expected = source.input_grads(forward, [True] * len(inputs), k, v)  # projects K again, because none is kept
-    for ours, theirs in pairs(list(source.input_grads(inputs, [True] * len(inputs), k, v)), list(expected)):
+    assert kept == [None]
+    source.vjp(forward, [False] * len(forward))
+    assert kept == [None, None], "nothing is differentiated"
+    k, v, grads = source.vjp(source.restored(source.saved(forward)), [True] * len(forward))
+    assert [x.shape for x in kept[-1]] == [(FRAMES, TOKENS, HEADS, DIM)]
+    found = list(grads(k, v))
+    assert kept[-1] == []
+    with by_autograd():
+        _, _, grads = source.vjp(forward, [True] * len(forward))
+    with by_autograd():
+        expected = list(grads(k, v))  # projects K again
+    for ours, theirs in pairs(found, expected):
         assert relative_error(ours, theirs) <= EXACT[torch.float64]
-    assert inputs.raw_keys == []
 
 
 @pytest.mark.parametrize("family", CROSS_ATTENTION)
 def test_training_step_of_family_projects_keys_and_values_twice(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    flops: dict[str, list[int]] = {"keys_values": [], "input_grads": []}
+    flops: dict[str, list[int]] = {"keys_values": [], "_input_grads": []}
     for name, found in flops.items():
         method = getattr(RecomputedKeys, name)
 
@@ -297,13 +311,13 @@ def test_training_step_of_family_projects_keys_and_values_twice(family: str, mon
     model = model_of(family, case)
     inputs = inputs_of(family, case, model)
     patch_model(model)(**inputs).loss.backward()
-    layers = len(flops["input_grads"])
+    layers = len(flops["_input_grads"])
     assert layers > 0 and len(flops["keys_values"]) == 2 * layers
     once = flops["keys_values"][0]
     assert once > 0 and flops["keys_values"] == [once] * 2 * layers
     # Rotary angles are a small product in some versions of transformers.
     twice = pytest.approx(2 * once, rel=1e-3)
-    assert flops["input_grads"] == [twice] * layers, "gradients of weights and of features, no other projection"
+    assert flops["_input_grads"] == [twice] * layers, "gradients of weights and of features, no other projection"
 
 
 @pytest.mark.parametrize("layout", ["halves", "interleaved"])
