@@ -294,8 +294,11 @@ def test_keys_before_the_norm_are_kept_in_backward_only(monkeypatch: pytest.Monk
         assert relative_error(ours, theirs) <= EXACT[torch.float64]
 
 
+@pytest.mark.parametrize("visual_offload", [None, "cpu"])
 @pytest.mark.parametrize("family", CROSS_ATTENTION)
-def test_training_step_of_family_projects_keys_and_values_twice(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_step_of_family_projects_keys_and_values_twice(
+    family: str, visual_offload: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flops: dict[str, list[int]] = {"keys_values": [], "_input_grads": []}
     for name, found in flops.items():
         method = getattr(RecomputedKeys, name)
@@ -310,7 +313,7 @@ def test_training_step_of_family_projects_keys_and_values_twice(family: str, mon
     case = BATCHES[family]
     model = model_of(family, case)
     inputs = inputs_of(family, case, model)
-    patch_model(model)(**inputs).loss.backward()
+    patch_model(model, visual_offload=visual_offload)(**inputs).loss.backward()
     layers = len(flops["_input_grads"])
     assert layers > 0 and len(flops["keys_values"]) == 2 * layers
     once = flops["keys_values"][0]
