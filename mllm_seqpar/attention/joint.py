@@ -171,17 +171,18 @@ def _backward(
     """Return dq, and the gradients of the inputs that need one, given contiguous rows with their final o and lse."""
     batch, spec = rows.q.shape[0], keys.spec
     group = comm if spec.placement == "sharded" else comm.alone
-    k, v, input_grads = (None, None, None) if keys.streamed else keys.vjp(inputs, needed)
-    shared = batch > 1 and (k is None or k.shape[0] == 1)
+    whole = None if keys.streamed else keys.vjp(inputs, needed)
+    shared = batch > 1 and (whole is None or whole[0].shape[0] == 1)
     if shared:
         rows, spec = rows.folded(), spec.folded
-    if k is None or v is None or input_grads is None:
+    if whole is None:
         chunks = keys.chunks(inputs, needed)
         dq, grads = streamed_backward(group, spec, block_math, rows, chunks), chunks.input_grads()
     else:
+        k, v, input_grads = whole
         backward = distributed_backward if spec.head_degree == 1 else backward_head_sharded
         dq, dk, dv = backward(group, spec, block_math, rows, k, v)
-        del k, v
+        del whole, k, v
         grads = input_grads(dk, dv)
     return unfold_batch(dq, batch) if shared else dq, grads
 

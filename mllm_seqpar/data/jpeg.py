@@ -1,4 +1,4 @@
-"""JPEG images of frames."""
+"""Frames are encoded as JPEG images, in full size for the frame store and reduced for previews."""
 
 from __future__ import annotations
 

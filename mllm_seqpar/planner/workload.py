@@ -165,8 +165,10 @@ class Workload(Record):
 
     @property
     def scored_tokens(self) -> int:
-        """Tokens of a rank whose logits are computed: in training, those that may have a target, which visual tokens do
-        not (`logits="none"`, as in finetune)."""
+        """Tokens of a rank whose logits are computed.
+
+        In training, only the text is counted, because visual tokens have no target (`logits="none"`, as in finetune).
+        """
         if self.training:
             return min(self.tokens, self.batch * self.text)
         return self.batch if self.answer else self.tokens

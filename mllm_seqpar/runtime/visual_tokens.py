@@ -32,7 +32,7 @@ PIECE_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class FrameTokens:
-    """Which tokens of a text are visual, and of which frame; on the CPU.
+    """The visual tokens of a text, and the frame of each; on the CPU.
 
     Attributes:
         samples, positions: (V,) int64, the sample and the position in the text of each visual token, ascending.
@@ -72,7 +72,7 @@ class FrameTokens:
     def followed_by(self, later: FrameTokens, length: int, rows: Tensor) -> FrameTokens | None:
         """Return these with the tokens of a text behind `length` tokens, whose row b continues the sample ``rows[b]``.
 
-        None: several rows continue one sample, and their frames cannot be told apart by sample.
+        None: several rows continue one sample, so the sample does not identify the frames of a row.
         """
         if rows.unique().numel() < rows.numel():
             return None
@@ -127,8 +127,8 @@ class VisualTokenLayout:
         here = (local >= 0).nonzero().flatten()
         source = torch.searchsorted(self.bounds[1:].contiguous(), self.embeddings[here], right=True)
         index, order = (self.tokens.samples[here] * rows[rank].numel() + local[here]).sort()
-        rank_in_order = torch.empty_like(order).index_copy_(0, order, torch.arange(order.numel()))
-        receives = [rank_in_order[source == other] for other in range(len(rows))]  # each in the order of the text
+        inverse = torch.empty_like(order).index_copy_(0, order, torch.arange(order.numel()))
+        receives = [inverse[source == other] for other in range(len(rows))]  # each in the order of the text
         sent = torch.cat(sends)
         return TokenRoutes(sends, receives, index, repeated=sent.unique().numel() < sent.numel())
 

@@ -34,16 +34,18 @@ from .inputs import ForwardInputs
 if TYPE_CHECKING:
     from .family import Family
 
+_PASS = "forward pass"
+_DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
+"""The dtypes that frames may have, by the number that ranks exchange."""
 _REMEDY = (
     "Every rank of the group must pass what it would pass to the unpatched model. transformers' Trainer gives each "
-    "rank its "
-    "own samples: use mllm_seqpar.SeqParTrainer instead, or SeqParMixin for a subclass"
+    "rank its own samples: use mllm_seqpar.SeqParTrainer instead, or SeqParMixin for a subclass"
 )
 _SAMPLED_WEIGHTS = 16
 """The number of values of each parameter that are compared."""
 _KNOWN_ARGUMENTS = {*TransformersKwargs.__annotations__, "cache_position", "ignore_index", "logits_to_keep"}
-_PACKED_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _KNOWN_ARGUMENTS |= {"return_dict", "token_type_ids"}  # tokenizers return token_type_ids for all models
+_PACKED_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 def require_same_pass(
@@ -108,11 +110,6 @@ def require_same_inputs(
 
     _, rows = agree(comm, _PASS, check, facts, numbers=functools.partial(_dtype_of_frames, inputs), remedy=_REMEDY)
     _share_dtype_of_frames(inputs, rows)
-
-
-_PASS = "forward pass"
-_DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
-"""The dtypes that frames may have, by the number that ranks exchange."""
 
 
 def _dtype_of_frames(inputs: ForwardInputs, _: None = None) -> list[int]:

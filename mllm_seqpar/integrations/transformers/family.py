@@ -367,7 +367,7 @@ class Family(ABC, Generic[InputsT]):
             check_labels(inputs)
 
     def leaves_out_logits(self, inputs: InputsT, logits_to_keep: int | Tensor) -> bool:
-        """Return whether a pass has a loss and no logits, of which the head then computes only rows with a target."""
+        """Return whether a pass returns a loss and no logits; the head then computes only the rows with a target."""
         wanted = self.context.config.logits != "none" or inputs.is_decoding_step
         return not wanted and inputs.has_labels and isinstance(logits_to_keep, int) and logits_to_keep == 0
 

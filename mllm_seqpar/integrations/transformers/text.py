@@ -113,7 +113,7 @@ def whole_text_outputs(
     states of every layer.
     """
     logits, loss = family.lm_head(hidden), None
-    if inputs.labels is not None or inputs.shift_labels is not None:
+    if inputs.has_labels:
         if inputs.shift_labels is not None:
             kwargs = {**kwargs, "shift_labels": inputs.shift_labels.contiguous()}  # the loss takes a view of it
         # Labels are passed unchanged, because a loss function of the user may take unshifted ones only. Logits may have
@@ -136,7 +136,7 @@ def uncached_outputs(
     `logits_to_keep` asks for some rows of the whole text only, they are returned whatever `config.logits` says.
     """
     hidden, hidden_states = decoded.last_hidden_state, decoded.hidden_states
-    text, labelled = state.text, inputs.has_labels
+    text = state.text
     assert text is not None
     if family.leaves_out_logits(inputs, logits_to_keep):
         sharding = text if state.shards_text else None
@@ -148,12 +148,12 @@ def uncached_outputs(
     every_row = isinstance(logits_to_keep, int) and logits_to_keep == 0
     option = state.context.config.logits
     loss = logits = None
-    if labelled:
+    if inputs.has_labels:
         targets = inputs.target_labels(kwargs.get("ignore_index"))
         logits = family.lm_head(hidden)
         counted = {name: kwargs.get(name) for name in ("num_items_in_batch", "ignore_index")}
         loss = sharded_causal_lm_loss(logits, targets, text, **counted)
-    if option == "full" or not every_row or (option != "local" and not labelled):
+    if option == "full" or not every_row or (option != "local" and not inputs.has_labels):
         # Hidden states are gathered rather than logits, because the vocabulary is wider than they are.
         logits = family.lm_head(select_logit_rows(text.unshard(hidden, 1), logits_to_keep))
     elif logits is None:
@@ -164,11 +164,10 @@ def uncached_outputs(
 def _loss_of_targets(
     family: Family, inputs: ForwardInputs, hidden: Tensor, kwargs: Mapping[str, Any], text: TextShards | None
 ) -> Tensor:
-    """Return the loss, given the last hidden states (B, s, C); the head computes the tokens that have a target.
+    """Return the loss, given the last hidden states (B, s, C) of the rows that `text` shards, or of all rows.
 
-    The hidden states are of the rows that this rank has of `text`, or of all rows if it is None.
-
-    A rank without targets calls the head too, for no token, so that FSDP2 and DDP stay in step.
+    The head computes only the rows that have a target. A rank without targets calls it too, for no row, so that FSDP2
+    and DDP stay in step.
     """
     ignore = IGNORE if kwargs.get("ignore_index") is None else kwargs["ignore_index"]
     targets = inputs.target_labels(ignore)
