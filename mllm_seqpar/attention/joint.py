@@ -38,7 +38,7 @@ from mllm_seqpar.kernels.base import fold_batch, merge, merge_, unfold_batch
 
 from .executor import BlockMath, FinalRows, distributed_backward, distributed_forward
 from .kept_results import running_region
-from .keys import Keys
+from .keys import Keys, StreamedKeys, WholeKeys
 from .streamed import streamed_backward, streamed_forward
 from .ulysses import backward_head_sharded, forward_head_sharded, head_sharded, row_sharded
 
@@ -141,15 +141,16 @@ def _forward(
     for each, own_inputs in sets:
         rows, spec = q, each.spec
         group = comm if spec.placement == "sharded" else comm.alone
-        k, v = (None, None) if each.streamed else each.keys_values(own_inputs)
-        shared = batch > 1 and (k is None or k.shape[0] == 1)
+        whole = each.keys_values(own_inputs) if isinstance(each, WholeKeys) else None
+        shared = batch > 1 and (whole is None or whole[0].shape[0] == 1)
         if shared:  # the items of the batch are rows of one item from here on
             rows, spec = fold_batch(q), spec.folded
-        if k is None or v is None:
+        if whole is None:
+            assert isinstance(each, StreamedKeys)
             o, lse = streamed_forward(group, spec, block_math, rows, each.chunks(own_inputs))
         else:
             forward = distributed_forward if spec.head_degree == 1 else forward_head_sharded
-            o, lse = forward(group, spec, block_math, rows, k, v)
+            o, lse = forward(group, spec, block_math, rows, *whole)
         if shared:
             o, lse = unfold_batch(o, batch), unfold_batch(lse, batch)
         if total is None:
@@ -171,13 +172,14 @@ def _backward(
     """Return dq, and the gradients of the inputs that need one, given contiguous rows with their final o and lse."""
     batch, spec = rows.q.shape[0], keys.spec
     group = comm if spec.placement == "sharded" else comm.alone
-    whole = None if keys.streamed else keys.vjp(inputs, needed)
+    whole = keys.vjp(inputs, needed) if isinstance(keys, WholeKeys) else None
     shared = batch > 1 and (whole is None or whole[0].shape[0] == 1)
     if shared:
         rows, spec = rows.folded(), spec.folded
     if whole is None:
-        chunks = keys.chunks(inputs, needed)
-        dq, grads = streamed_backward(group, spec, block_math, rows, chunks), chunks.input_grads()
+        assert isinstance(keys, StreamedKeys)
+        chunks, sums = keys.chunk_vjps(inputs, needed)
+        dq, grads = streamed_backward(group, spec, block_math, rows, chunks), sums()
     else:
         k, v, input_grads = whole
         backward = distributed_backward if spec.head_degree == 1 else backward_head_sharded
@@ -212,8 +214,9 @@ def attend(
         has o = 0, lse = -inf. Differentiable in q and in the inputs of the keys.
     """
     degree = keys[0].spec.head_degree
-    if degree > 1 and all(not each.streamed and each.spec.head_degree == degree for each in keys):
-        q, own, layout = head_sharded(q, keys, comm)
+    alike = [each for each in keys if isinstance(each, WholeKeys) and each.spec.head_degree == degree]
+    if degree > 1 and len(alike) == len(keys):
+        q, own, layout = head_sharded(q, alike, comm)
         o, lse = attend(q, own, comm=layout.across, scale=scale, kernel=kernel, recompute=recompute)
         return row_sharded(o, lse, layout, keep=not recompute)
     inputs: list[Tensor] = []

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -280,30 +280,16 @@ def prepare(
     return tuple(prepared)
 
 
-class KeyChunks(Protocol):
-    """One pass over the chunks of streamed keys, in order."""
-
-    def __iter__(self) -> Iterator[tuple[Span, Tensor, Tensor]]:
-        """Yield (start, stop), k and v (1, G, keys, D), of the units from `start` to `stop` after this rank's first."""
-
-    def add_gradients(self, dk: Tensor, dv: Tensor) -> None:
-        """Take the gradients of the k and v that were yielded last."""
-
-    def input_grads(self) -> Sequence[Tensor | None]:
-        """Return the gradients of the inputs, after the last chunk."""
-
-
 InputGrads = Callable[[Tensor, Tensor], Sequence[Tensor | None]]
 """dk, dv in float32 -> the gradients of the inputs that k and v are computed from; None where not needed."""
 
 
 class Keys(ABC):
-    """One set of keys and values of a softmax, as this rank has them.
+    """One set of keys and values of a softmax, as this rank has them: `WholeKeys` or `StreamedKeys`.
 
     Attributes:
         spec: the placement, the mask and the schedule.
         k: (B or 1, G, T, D), if a cache stores it.
-        streamed: whether the keys arrive in several chunks.
         alone: computes o (B, H, s, D) of a softmax over these keys alone, given q and the scale, by torch's own
             operator. It is differentiable, and has no log-sum-exp. None: the block kernels compute it.
         modules: the modules that compute k, v and their gradients; none if k and v exist.
@@ -311,7 +297,6 @@ class Keys(ABC):
 
     spec: CallSpec
     k: Tensor
-    streamed = False
     alone: Callable[[Tensor, float], Tensor] | None = None
     modules: Sequence[nn.Module]
 
@@ -327,31 +312,63 @@ class Keys(ABC):
         """Return all inputs, in the order of `inputs`, from the saved ones."""
         return saved
 
-    def without_inputs(self) -> Keys:
+    def without_inputs(self) -> Self:
         """Return these keys without references to tensors that `saved` names, for backward to hold.
 
         Activation checkpointing and offloading reach only tensors that autograd itself saves.
         """
         return self
 
+
+class WholeKeys(Keys):
+    """Keys that are one chunk."""
+
+    @abstractmethod
     def keys_values(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return this rank's k, v (B or 1, G, T, D). Called without grad mode."""
-        raise NotImplementedError
 
+    @abstractmethod
     def vjp(self, inputs: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor, Tensor, InputGrads]:
         """Return `keys_values` again, in backward, and the function of their gradients, to be called at most once.
 
         This is `torch.func.vjp` of `keys_values`, computed as each class can do it best.
         """
-        raise NotImplementedError
 
-    def chunks(self, inputs: Sequence[Tensor], needed: Sequence[bool] | None = None) -> KeyChunks:
-        """Begin a pass over streamed keys; with `needed`, a backward pass that returns gradients of these inputs."""
+
+class KeyChunk(NamedTuple):
+    """A chunk of streamed keys.
+
+    Attributes:
+        units: (start, stop), the units of the chunk, counted from this rank's first.
+        k, v: (1, G, keys, D).
+        add_gradients: takes dk and dv, in backward.
+    """
+
+    units: Span
+    k: Tensor
+    v: Tensor
+    add_gradients: Callable[[Tensor, Tensor], None] | None = None
+
+
+class StreamedKeys(Keys):
+    """Keys that arrive in several chunks, and never exist as a whole."""
+
+    @abstractmethod
+    def chunks(self, inputs: Sequence[Tensor]) -> Iterator[KeyChunk]:
+        """Return the chunks in order. Called without grad mode."""
+
+    def chunk_vjps(
+        self, inputs: Sequence[Tensor], needed: Sequence[bool]
+    ) -> tuple[Iterator[KeyChunk], Callable[[], Sequence[Tensor | None]]]:
+        """Return `chunks` again, in backward, and a function that returns the gradients of the inputs after the last.
+
+        Keys without inputs are not asked.
+        """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class GivenKeys(Keys):
+class GivenKeys(WholeKeys):
     """Keys and values that exist as tensors and are saved for backward.
 
     Attributes:

@@ -14,7 +14,7 @@ frame they attend to, and receives one result from each. All Q shards are on eve
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -28,17 +28,17 @@ from mllm_seqpar.masks.rectangles import Span
 from mllm_seqpar.sharding import Spans, part_of_spans
 
 from .executor import BlockMath, Bundle, FinalRows, GradientAccumulator, PartialResult
-from .keys import CallSpec, KeyChunks, prepare
+from .keys import CallSpec, KeyChunk, prepare
 
 
 def streamed_forward(
-    comm: Communicator, spec: CallSpec, block_math: BlockMath, q: Tensor, chunks: KeyChunks
+    comm: Communicator, spec: CallSpec, block_math: BlockMath, q: Tensor, chunks: Iterable[KeyChunk]
 ) -> tuple[Tensor, Tensor]:
     """Return (o, lse) of this rank's rows q (1, H, s, D) over all ranks' keys, as `executor.distributed_forward`."""
     plan = _plan(spec, comm)
     every_q = _gather_rows(comm, plan, {"q": q})["q"]
     partial = PartialResult(every_q, spec.accumulate_dtype)
-    for units, k, v in chunks:
+    for units, k, v, _ in chunks:
         block_math.forward(every_q, k, v, prepare(plan.rectangles(units), every_q, k, block_math.kernel), partial)
     o, lse = partial.value
     total, own = PartialResult(q, spec.accumulate_dtype), plan.spans[comm.rank]
@@ -50,9 +50,9 @@ def streamed_forward(
 
 
 def streamed_backward(
-    comm: Communicator, spec: CallSpec, block_math: BlockMath, rows: FinalRows, chunks: KeyChunks
+    comm: Communicator, spec: CallSpec, block_math: BlockMath, rows: FinalRows, chunks: Iterable[KeyChunk]
 ) -> Tensor:
-    """Return dq of this rank's rows, as `executor.distributed_backward`; `chunks` take the gradients of k and v."""
+    """Return dq of this rank's rows, as `executor.distributed_backward`; each chunk takes its dk and dv."""
     plan = _plan(spec, comm)
     if comm.size > 1:
         rows = rows.with_delta()._replace(o=None)
@@ -60,11 +60,12 @@ def streamed_backward(
     every = _gather_rows(comm, plan, local)
     gathered = FinalRows(every["q"], every.get("o"), every["lse"], every["do"], every.get("delta"))
     dq = GradientAccumulator(every["q"], spec.accumulate_dtype)
-    for units, k, v in chunks:
+    for units, k, v, add_gradients in chunks:
         dk, dv = (GradientAccumulator(x, spec.accumulate_dtype) for x in (k, v))
         rectangles = prepare(plan.rectangles(units), gathered.q, k, block_math.kernel)
         block_math.backward((dq, dk, dv), gathered, k, v, rectangles)
-        chunks.add_gradients(dk.value, dv.value)
+        assert add_gradients is not None
+        add_gradients(dk.value, dv.value)
     total = GradientAccumulator(local["q"], spec.accumulate_dtype)
     total.add(dq.value[:, :, plan.spans[comm.rank]])
     with _returned_rows(comm, plan, {"dq": dq.value.to(spec.result_dtype("q", local["q"].dtype))}) as parts:

@@ -32,7 +32,7 @@ from mllm_seqpar.schedules.head_sharding import HeadShards
 
 from .executor import BlockMath, FinalRows, distributed_backward, distributed_forward
 from .kept_results import running_region
-from .keys import CallSpec, GivenKeys, InputGrads, Keys
+from .keys import CallSpec, GivenKeys, InputGrads, WholeKeys
 
 
 class HeadTensor(NamedTuple):
@@ -217,7 +217,7 @@ def _add_heads(x: Tensor, places: Sequence[int]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class HeadShardedKeys(Keys):
+class HeadShardedKeys(WholeKeys):
     """A source whose k and v are head-sharded when they are needed.
 
     Given k and v are saved head-sharded, so backward does not send them again; recomputed ones are sent again.
@@ -230,7 +230,7 @@ class HeadShardedKeys(Keys):
         resharded: whether the inputs are head-sharded k and v already, which is so in backward.
     """
 
-    source: Keys
+    source: WholeKeys
     layout: HeadLayout
     dtype: torch.dtype
     kv_heads: int | None
@@ -277,12 +277,12 @@ class HeadShardedKeys(Keys):
     def restored(self, saved: Sequence[Tensor]) -> Sequence[Tensor]:
         return saved if self.resharded else self.source.restored(saved)
 
-    def without_inputs(self) -> Keys:
+    def without_inputs(self) -> HeadShardedKeys:
         return replace(self, source=self.source.without_inputs(), resharded=bool(self._sharded), _sharded=[])
 
 
 def head_sharded(
-    q: Tensor, sources: Sequence[Keys], comm: Communicator
+    q: Tensor, sources: Sequence[WholeKeys], comm: Communicator
 ) -> tuple[Tensor, list[HeadShardedKeys], HeadLayout]:
     """Return head-sharded rows, keys and their layout, given q (B, H, s, D) and sources that are row-sharded.
 

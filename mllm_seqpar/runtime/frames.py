@@ -17,7 +17,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mllm_seqpar._transfers import copy_to_device
-from mllm_seqpar.attention.keys import CallSpec, GivenKeys, Keys, Placement, as_attended, problem_of
+from mllm_seqpar.attention.keys import (
+    CallSpec,
+    GivenKeys,
+    KeyChunk,
+    Keys,
+    Placement,
+    StreamedKeys,
+    as_attended,
+    problem_of,
+)
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.autograd import gather_shards
 from mllm_seqpar.errors import ConfigError
@@ -246,7 +255,7 @@ class VisualKVCache:
 
 
 @dataclass(frozen=True)
-class CachedHostKeys(Keys):
+class CachedHostKeys(StreamedKeys):
     """Keys of a cache in host memory, which are copied to the device chunk by chunk.
 
     Attributes:
@@ -254,7 +263,7 @@ class CachedHostKeys(Keys):
         cache: the cache that they are from.
     """
 
-    streamed, modules = True, ()
+    modules = ()
 
     spec: CallSpec
     k: Tensor
@@ -264,14 +273,5 @@ class CachedHostKeys(Keys):
     def inputs(self) -> Sequence[Tensor]:
         return ()
 
-    def __iter__(self) -> Iterator[tuple[Span, Tensor, Tensor]]:
-        return ((units, k, v) for units, (k, v) in self.cache.chunks(self.k, self.v))
-
-    def chunks(self, inputs: Sequence[Tensor], needed: Sequence[bool] | None = None) -> CachedHostKeys:
-        return self
-
-    def add_gradients(self, dk: Tensor, dv: Tensor) -> None:
-        raise NotImplementedError("K and V of a cache in host memory have no gradients")
-
-    def input_grads(self, *_: Any) -> Sequence[Tensor | None]:
-        return ()
+    def chunks(self, inputs: Sequence[Tensor]) -> Iterator[KeyChunk]:
+        return (KeyChunk(units, k, v) for units, (k, v) in self.cache.chunks(self.k, self.v))

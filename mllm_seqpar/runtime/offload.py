@@ -12,7 +12,8 @@ They do not go through autograd layer by layer, which would need two such sums a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from mllm_seqpar._compat import graph_task
-from mllm_seqpar.attention.keys import CallSpec, Keys
-from mllm_seqpar.masks.rectangles import Span
+from mllm_seqpar.attention.keys import CallSpec, InputGrads, KeyChunk, Keys, StreamedKeys
 
 from .fsdp_units import call_within, units_among
 from .host_copies import HostCopies
@@ -132,7 +132,7 @@ class HostFeatures(VisualFeatures):
 
 
 @dataclass(frozen=True)
-class OffloadedKeys(Keys):
+class OffloadedKeys(StreamedKeys):
     """Keys and values that are projected from features in host memory, one chunk of frames at a time.
 
     Attributes:
@@ -140,8 +140,6 @@ class OffloadedKeys(Keys):
         visual: the features; without them in backward, for which autograd saves them.
         projection: the projection, as a source of no frames.
     """
-
-    streamed = True
 
     spec: CallSpec
     visual: HostFeatures
@@ -164,55 +162,48 @@ class OffloadedKeys(Keys):
     def without_inputs(self) -> OffloadedKeys:
         return replace(self, visual=self.visual.without_features)
 
-    def chunks(self, inputs: Sequence[Tensor], needed: Sequence[bool] | None = None) -> _FeatureChunks:
-        return _FeatureChunks(self, inputs, needed or [False] * len(inputs))
+    def chunks(self, inputs: Sequence[Tensor]) -> Iterator[KeyChunk]:
+        return self.chunk_vjps(inputs, [False] * len(inputs))[0]
 
+    def chunk_vjps(
+        self, inputs: Sequence[Tensor], needed: Sequence[bool]
+    ) -> tuple[Iterator[KeyChunk], Callable[[], Sequence[Tensor | None]]]:
+        (_, features, *parameters), (needs_features, _, *needs) = inputs, needed
+        visual, chunks, sums = self.visual, frame_chunks(features), GradientSums(len(parameters))
+        total, first = visual.gradient.begin() if needs_features else (None, True)
+        copied = visual.copies.to_device("features", features, chunks)
+        earlier = None if total is None or first else visual.copies.to_device("gradient", total, chunks)
 
-class _FeatureChunks:
-    """One pass over the chunks of a layer's features; see `attention.keys.KeyChunks`."""
+        def add(chunk: slice, of_inputs: InputGrads, dk: Tensor, dv: Tensor) -> None:
+            d_features, *grads = of_inputs(dk, dv)
+            if total is not None:
+                assert d_features is not None
+                d_features = d_features.to(total.dtype)
+                if earlier is not None:
+                    d_features = next(earlier) + d_features
+                visual.copies.to_host(d_features, total[chunk])
+            sums.add(grads)
 
-    def __init__(self, source: OffloadedKeys, inputs: Sequence[Tensor], needed: Sequence[bool]) -> None:
-        visual, (_, features, *self._parameters) = source.visual, inputs
-        self._visual, self._projection = visual, source.projection
-        self._needed = [needed[0], *needed[2:]]
-        self._chunks = frame_chunks(features)
-        self._features = visual.copies.to_device("features", features, self._chunks)
-        self._sum: Tensor | None = None
-        self._earlier: Iterator[Tensor] | None = None
-        if self._needed[0]:
-            self._sum, first = visual.gradient.begin()
-            if not first:
-                self._earlier = visual.copies.to_device("gradient", self._sum, self._chunks)
-        self._sums = GradientSums(len(self._parameters))
+        def each_chunk() -> Iterator[KeyChunk]:
+            for number, chunk in enumerate(chunks):
+                part = next(copied).to(visual.dtype)
+                own = self.projection.of_chunk(VisualFeatures(part, visual.index[chunk], visual.total_frames), number)
+                k, v, of_inputs = own.vjp((part, *parameters), [needs_features, *needs])
+                yield KeyChunk((chunk.start, chunk.stop), k, v, functools.partial(add, chunk, of_inputs))
+            for copies in (copied, earlier):
+                if copies is not None:
+                    assert next(copies, None) is None  # which marks the last buffer as free
 
-    def __iter__(self) -> Iterator[tuple[Span, Tensor, Tensor]]:
-        visual = self._visual
-        for number, chunk in enumerate(self._chunks):
-            self._chunk, features = chunk, next(self._features).to(visual.dtype)
-            frames = VisualFeatures(features, visual.index[chunk], visual.total_frames)
-            k, v, self._grads = self._projection.of_chunk(frames, number).vjp(
-                (features, *self._parameters), self._needed
+        def input_grads() -> Sequence[Tensor | None]:
+            """Return zero for the anchor, whose gradient is in `HostGradient`, and the gradients of the parameters."""
+            totals = zip(parameters, sums.totals, strict=True)
+            return (
+                torch.zeros(()) if needs_features else None,
+                None,
+                *(None if x is None else x.to(p.dtype) for p, x in totals),
             )
-            yield (chunk.start, chunk.stop), k, v
-        for copies in (self._features, self._earlier):
-            if copies is not None:
-                assert next(copies, None) is None  # which marks the last buffer as free
 
-    def add_gradients(self, dk: Tensor, dv: Tensor) -> None:
-        d_features, *grads = self._grads(dk, dv)
-        if self._sum is not None:
-            assert d_features is not None
-            d_features = d_features.to(self._sum.dtype)
-            if self._earlier is not None:
-                d_features = next(self._earlier) + d_features
-            self._visual.copies.to_host(d_features, self._sum[self._chunk])
-        self._sums.add(grads)
-
-    def input_grads(self) -> Sequence[Tensor | None]:
-        """Return zero for the anchor, whose gradient is in `HostGradient`, and the gradients of the parameters."""
-        anchor = torch.zeros(()) if self._needed[0] else None
-        totals = zip(self._parameters, self._sums.totals, strict=True)
-        return anchor, None, *(None if total is None else total.to(p.dtype) for p, total in totals)
+        return each_chunk(), input_grads
 
 
 class _StoredRun(torch.autograd.Function):

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from mllm_seqpar._compat import dropout_class, global_module_hooks
-from mllm_seqpar.attention.keys import AutocastState, CallSpec, GivenKeys, InputGrads, Keys
+from mllm_seqpar.attention.keys import AutocastState, CallSpec, GivenKeys, InputGrads, Keys, WholeKeys
 from mllm_seqpar.checkpointing.rng_replay import trained_parameters
 from mllm_seqpar.errors import ShapeError
 
@@ -189,7 +189,7 @@ def project_chunks(project: Projection, features: Tensor, index: Tensor, dtype: 
 
 
 @dataclass(frozen=True)
-class RecomputedKeys(Keys):
+class RecomputedKeys(WholeKeys):
     """Keys that are projected from the shared features, in forward and again in backward.
 
     Attributes:
