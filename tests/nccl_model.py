@@ -47,12 +47,11 @@ T = TypeVar("T")
 
 class _PendingOperation(Pending):
     def __init__(self, model: NcclQueues, ops: Sequence[Operation]) -> None:
-        self._model, self._ops = model, ops
+        self._model, self._ops = model, list(ops)
 
     def wait(self) -> None:
-        self._require_first_wait()
-        for op in self._ops:
-            self._model.wait(op)
+        while self._ops:
+            self._model.wait(self._ops.pop(0))
 
 
 class PendingCollective(_PendingOperation):

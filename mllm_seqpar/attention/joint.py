@@ -214,11 +214,12 @@ def attend(
         has o = 0, lse = -inf. Differentiable in q and in the inputs of the keys.
     """
     degree = keys[0].spec.head_degree
-    alike = [each for each in keys if isinstance(each, WholeKeys) and each.spec.head_degree == degree]
-    if degree > 1 and len(alike) == len(keys):
-        q, own, layout = head_sharded(q, alike, comm)
-        o, lse = attend(q, own, comm=layout.across, scale=scale, kernel=kernel, recompute=recompute)
-        return row_sharded(o, lse, layout, keep=not recompute)
+    if degree > 1:
+        alike = [each for each in keys if isinstance(each, WholeKeys) and each.spec.head_degree == degree]
+        if len(alike) == len(keys):
+            q, own, layout = head_sharded(q, alike, comm)
+            o, lse = attend(q, own, comm=layout.across, scale=scale, kernel=kernel, recompute=recompute)
+            return row_sharded(o, lse, layout, keep=not recompute)
     inputs: list[Tensor] = []
     sets, counts, block_math = [], [], BlockMath(kernel, scale)
     for each in keys:

@@ -78,20 +78,13 @@ class Recv(NamedTuple):
 class Pending(ABC):
     """A posted exchange. Sent tensors must not change, and buffers must not be read, before `wait` returns."""
 
-    _waited = False
-
     @abstractmethod
     def wait(self) -> None:
-        """Block until every tensor is sent and received. Call it once.
+        """Block until every tensor is sent and received. A second call does nothing.
 
         With NCCL it makes the current stream wait and returns. It then raises nothing if another rank is lost: torch's
         watchdog ends the process after the process group's timeout.
         """
-
-    def _require_first_wait(self) -> None:
-        if self._waited:
-            raise RuntimeError("Pending.wait: this exchange was waited for already")
-        self._waited = True
 
 
 @dataclass

@@ -58,9 +58,9 @@ class _PendingCopies(Pending):
         self._world, self._rank, self._recvs, self._bytes = world, rank, list(recvs), counter
 
     def wait(self) -> None:
-        self._require_first_wait()
         start = time.perf_counter()
         arrived_from = [(peer, buffer, self._world.get(peer, self._rank)) for peer, buffer in self._recvs]
+        self._recvs.clear()
         self._bytes.waited += time.perf_counter() - start
         for peer, buffer, arrived in arrived_from:
             if arrived.shape != buffer.shape or arrived.dtype != buffer.dtype:

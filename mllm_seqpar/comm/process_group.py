@@ -84,7 +84,6 @@ class _PendingWorks(Pending):
         self._owner, self._works, self._what = owner, works, what
 
     def wait(self) -> None:
-        self._require_first_wait()
         start = time.perf_counter()
         while self._works:
             self._owner._guard(self._what, self._works.pop(0).wait)
