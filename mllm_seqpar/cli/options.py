@@ -187,6 +187,12 @@ class Parser(argparse.ArgumentParser):
             self.error(unrecognized(self, unknown))
         return self.parse_known_args(args, namespace)[0]
 
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """Exit after --help. The exception refers to the parser, whose options `completion` completes."""
+        leaving = SystemExit(status)
+        leaving.parser = self  # type: ignore[attr-defined]
+        raise leaving
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; --help lists the options")
 

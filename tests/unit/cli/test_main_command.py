@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -55,45 +56,31 @@ def test_exit_status_and_the_arguments_pass_through(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_help_imports_no_torch_and_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_imports_no_torch_and_shells_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = "import sys; from mllm_seqpar.__main__ import main; main(['--help']); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-    assert main(["completion", "bash"]) == 0
-    (tmp_path / "script").write_text(capsys.readouterr().out)
-
-    def completed(*words: str) -> list[str]:
-        line = f"COMP_WORDS=({' '.join(words)} '') COMP_CWORD={len(words) - 1}"
-        code = f"source {tmp_path}/script; {line}; _mllm_seqpar; echo ${{COMPREPLY[@]}}"
-        return subprocess.run(["bash", "-c", code], capture_output=True, text=True, cwd=tmp_path).stdout.split()
-
-    assert completed("mllm-seqpar", "c") == ["chat", "check-data", "convert", "calibrate", "completion"]
-    assert completed("mllm-seqpar", "chat", "--mlp") == ["--mlp_chunk_size"]
-    assert completed("mllm-seqpar", "check-data", "scr") == []  # files, by readline
-    assert completed("mllm-seqpar", "ask", "--self-attention", "s") == ["star"]
-    assert completed("mllm-seqpar", "plan", "--trained", "") == ["all", "no-vision", "language", "connector", "none"]
-    assert "a100-80g-4x4" in completed("mllm-seqpar", "plan", "--cluster", "a1")
+    for shell in completion.SHELLS:
+        assert main(["completion", shell]) == 0
+        (tmp_path / shell).write_text(capsys.readouterr().out)
+        if shutil.which(shell):
+            subprocess.run([shell, "-n", tmp_path / shell], check=True)
     (tmp_path / "some model").mkdir()
     (tmp_path / "some file").touch()
-    assert completed("mllm-seqpar", "chat", "--model", "so") == ["some", "model"]  # one directory, not the file
 
+    def completed(*words: str) -> set[str]:
+        line = f"COMP_WORDS=({' '.join(words)} '') COMP_CWORD={len(words) - 1}"
+        code = f"source ./bash; {line}; _shtab_mllm_seqpar; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+        return {*subprocess.check_output(["bash", "-c", code], text=True, cwd=tmp_path).splitlines()}
 
-def test_completion_has_the_options_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    entries = {name: COMMANDS[name] for name in ("plan", "doctor", "calibrate")}
-    options = {name: completion.options_of(command.entry) for name, command in entries.items()}
-    assert list(options["doctor"]) == ["--device", "--help", "--num_processes"]
-    assert options["doctor"]["--device"].names == ("auto", "cpu", "cuda")
-    assert options["plan"]["--model"].kind == "directories" and options["plan"]["--timeline"].kind == "files"
-    assert options["plan"]["--no_overlap"].kind == "none"
-    assert "--num_processes" in options["calibrate"]
-    assert {"--mlp_chunk_size", "--no_overlap", "--strategy"} <= set(options["plan"])
-    scripts = {shell: completion.script(shell, entries, options) for shell in completion.SHELLS}
-    assert '    doctor)\n        options="--device --help --num_processes"\n' in scripts["bash"]
-    assert "    doctor)\n        options=(--device --help --num_processes)\n" in scripts["zsh"]
-    assert "            device) values=(auto cpu cuda) ;;\n" in scripts["zsh"]
-    line = "\ncomplete -c mllm-seqpar -n '__fish_seen_subcommand_from doctor' -l "
-    assert line + "num_processes -r\n" in scripts["fish"] and line + "device -x -a 'auto cpu cuda'\n" in scripts["fish"]
-    assert "--adam_epsilon" in completion.options_of(COMMANDS["finetune"].entry)  # of --help_all
-    assert completion.options_of("mllm_seqpar.no_such_module:main") == {}
+    assert completed("mllm-seqpar", "c") == {"chat", "check-data", "convert", "calibrate", "completion"}
+    assert completed("mllm-seqpar", "chat", "--mlp") == {"--mlp_chunk_size"}
+    assert completed("mllm-seqpar", "finetune", "--adam_ep") == {"--adam_epsilon"}  # of --help_all
+    assert completed("mllm-seqpar", "ask", "--self_attention", "s") == {"star"}
+    assert completed("mllm-seqpar", "plan", "--trained", "''") == {"all", "no-vision", "language", "connector", "none"}
+    assert "a100-80g-4x4" in completed("mllm-seqpar", "plan", "--cluster", "a1")
+    assert completed("mllm-seqpar", "chat", "--model", "so") == {"some model"}  # the directory, not the file
+    assert completed("mllm-seqpar", "ask", "--video", "some") == {"some model", "some file"}
+    assert not completed("mllm-seqpar", "ask", "--seed", "so") - {""}
     assert main(["completion", "tcsh"]) == 2 and "invalid choice: 'tcsh'" in capsys.readouterr().err
 
 
