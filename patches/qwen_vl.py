@@ -72,6 +72,7 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
 
     @classmethod
     def check(cls, model: Any, context: SeqParContext) -> None:
+        super().check(model, context)
         strategy = context.config.strategy
         if strategy not in ("lv-xattn", "auto"):
             choice = "" if strategy == "replicate" else f', and pass self_attention="{strategy}" for the whole sequence'

@@ -425,13 +425,12 @@ class DecoderOnlyFamily(Family[InputsT]):
         """Raise AssertionError: rows attend to frames only through the text."""
         raise AssertionError("a decoder-only model has no cross-attention")
 
-    def check_inputs(self, inputs: InputsT, kwargs: Mapping[str, Any]) -> None:
-        super().check_inputs(inputs, kwargs)
-        config = self.context.config
-        if config.visual_offload is not None:
+    @classmethod
+    def check(cls, model: Any, context: SeqParContext) -> None:
+        if (offload := context.config.visual_offload) is not None:
             raise ConfigError(
-                f"visual_offload={config.visual_offload!r}: a decoder-only model has no visual features besides its "
-                "text to offload; leave it out"
+                f"visual_offload={offload!r}: a decoder-only model has no visual features besides its text to offload; "
+                "leave it out"
             )
 
     def continue_cache(self, cache: Any, cache_state: SequenceParallelCacheState, past_length: int) -> None:
