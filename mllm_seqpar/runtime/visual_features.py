@@ -188,7 +188,7 @@ def project_chunks(project: Projection, features: Tensor, index: Tensor, dtype: 
     return k, v
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class RecomputedKeys(WholeKeys):
     """Keys that are projected from the shared features, in forward and again in backward.
 
@@ -211,9 +211,8 @@ class RecomputedKeys(WholeKeys):
 
     def __post_init__(self) -> None:
         # The CPU generator gives the seed, because activation checkpointing replays that generator too.
-        seed = int(torch.randint(2**62, ())) if self._uses_random_numbers() else None
-        object.__setattr__(self, "_autocast", AutocastState.current(self.visual.features.device.type))
-        object.__setattr__(self, "_seed", seed)
+        self._autocast = AutocastState.current(self.visual.features.device.type)
+        self._seed = int(torch.randint(2**62, ())) if self._uses_random_numbers() else None
 
     def inputs(self) -> Sequence[Tensor]:
         """Return the features and the parameters that require gradients."""
@@ -233,8 +232,7 @@ class RecomputedKeys(WholeKeys):
     def of_chunk(self, visual: VisualFeatures, number: int) -> RecomputedKeys:
         """Return the source of a chunk of the frames: with the same projection and autocast mode, and its own seed."""
         chunk = copy.copy(self)
-        object.__setattr__(chunk, "visual", visual)
-        object.__setattr__(chunk, "_seed", None if self._seed is None else self._seed + number)
+        chunk.visual, chunk._seed = visual, None if self._seed is None else self._seed + number
         return chunk
 
     def keys_values(self, inputs: Sequence[Tensor], raw_keys: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
