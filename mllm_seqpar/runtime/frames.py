@@ -110,7 +110,7 @@ class Frames:
             index: (units,), the index of all units.
         """
         counts = [span_length(spans) for spans in self.masks.frames]
-        local, total = visual.features, visual.total_frames
+        local, total = visual.features, visual.units
         parts = gather_shards(F.pad(local, (0, 0, 0, 0, 0, max(counts) - local.shape[0])), comm)
         features = in_frame_order(parts, self.masks.frames)
         every = replace(visual, features=features, index=copy_to_device(index, features.device))
@@ -177,7 +177,7 @@ class VisualKVCache:
 
     def __init__(self, visual: VisualFeatures, total_frames: int) -> None:
         self.total_frames = total_frames
-        self.units, self.tokens_per_unit = visual.total_frames, visual.features.shape[1]
+        self.units, self.tokens_per_unit = visual.units, visual.tokens_per_unit
         self.layout = visual.layout
         self.states: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self._visual: VisualFeatures | None = visual

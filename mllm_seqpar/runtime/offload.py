@@ -88,19 +88,19 @@ class HostFeatures(VisualFeatures):
 
     @classmethod
     def of(
-        cls, features: Tensor, index: Tensor, total_frames: int, dtype: torch.dtype, layout: str = "contiguous"
+        cls, features: Tensor, index: Tensor, units: int, dtype: torch.dtype, layout: str = "contiguous"
     ) -> HostFeatures:
         """Make the features of a pass from a host tensor, which autograd may differentiate."""
         copies = HostCopies(index.device)
         gradient = HostGradient(features, copies)
         anchor = _Anchor.apply(features, gradient)
         host = {"dtype": dtype, "anchor": anchor, "gradient": gradient, "copies": copies}
-        return cls(features.detach(), index, total_frames, layout=layout, **host)
+        return cls(features.detach(), index, units, layout=layout, **host)
 
     @property
     def no_frames(self) -> VisualFeatures:
         empty = torch.empty((0, *self.features.shape[1:]), dtype=self.dtype, device=self.index.device)
-        return VisualFeatures(empty, self.index[:0], self.total_frames)
+        return VisualFeatures(empty, self.index[:0], self.units)
 
     def keys(
         self, layer: Hashable, spec: CallSpec, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
@@ -187,7 +187,7 @@ class OffloadedKeys(StreamedKeys):
         def each_chunk() -> Iterator[KeyChunk]:
             for number, chunk in enumerate(chunks):
                 part = next(copied).to(visual.dtype)
-                own = self.projection.of_chunk(VisualFeatures(part, visual.index[chunk], visual.total_frames), number)
+                own = self.projection.of_chunk(VisualFeatures(part, visual.index[chunk], visual.units), number)
                 k, v, of_inputs = own.vjp((part, *parameters), [needs_features, *needs])
                 yield KeyChunk((chunk.start, chunk.stop), k, v, functools.partial(add, chunk, of_inputs))
             for copies in (copied, earlier):

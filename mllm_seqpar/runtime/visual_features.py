@@ -62,16 +62,16 @@ class VisualFeatures:
     """This rank's visual features, one copy for all layers.
 
     Attributes:
-        features: (frames, tokens, width), the frames of this rank; there may be none.
+        features: (frames, tokens, width), the frames of this rank; there may be none. An image tile counts as a frame.
         index: (frames, ...), what projections may need of each frame: a number, or its rotation.
-        total_frames: the number of frames on all ranks.
+        units: the number of frames on all ranks.
         recompute: whether K and V are projected again in backward, instead of saved.
         layout: how the frames map to ranks; see `sharding.frame_spans`.
     """
 
     features: Tensor
     index: Tensor
-    total_frames: int
+    units: int
     recompute: bool = True
     layout: str = "contiguous"
 
@@ -81,6 +81,10 @@ class VisualFeatures:
                 f"VisualFeatures: features are {tuple(self.features.shape)} and index is {tuple(self.index.shape)}; "
                 "expected (frames, tokens, width) and (frames, ...)"
             )
+
+    @property
+    def tokens_per_unit(self) -> int:
+        return self.features.shape[1]
 
     @property
     def no_frames(self) -> VisualFeatures:

@@ -218,17 +218,19 @@ class AttendedFrames(PassFrames):
 
     def encode(self) -> None:
         super().encode()
-        state = self.cache_state
+        inputs, state, total_frames = self.inputs, self.cache_state, self.inputs.total_frames
         if state is not None and state.visual is not None:
-            self.source, self.media_position, self.has_frames = state.visual, state.media_position, True
-            self._make_mask(state.visual.units, state.visual.tokens_per_unit, state.visual.total_frames)
-
-    def _make_mask(self, units: int, tokens: int, total_frames: int) -> None:
-        """Make the mask of all rows over the frames; without frames, over the empty one, which no row attends to."""
-        inputs = self.inputs
+            self.source, self.media_position, total_frames = (
+                state.visual,
+                state.media_position,
+                state.visual.total_frames,
+            )
+        if self.source is None:
+            return
+        self.has_frames, units, tokens = True, self.source.units, self.source.tokens_per_unit
         if total_frames:
             self.mask = self.family.visibility(inputs, units, tokens, self.media_position)
-        else:
+        else:  # the empty frame, to which no row attends
             none = torch.zeros(inputs.batch, inputs.length, dtype=torch.long)
             self.mask = FrameMask.from_intervals(none, none, tokens, units)
 
@@ -240,7 +242,6 @@ class AttendedFrames(PassFrames):
         visual = visual_features(family, inputs, features)
         if state is None:
             self.source = visual
-            self._make_mask(visual.total_frames, visual.features.shape[1], inputs.total_frames)
             return
         state.store_frames(VisualKVCache(visual, inputs.total_frames), self.media_position, inputs.batch)
         state.frame_fingerprints = {fingerprint_of(features)}
@@ -282,7 +283,7 @@ class AttendedFrames(PassFrames):
             return ForwardState(context, text=text, recorder=recorder)
         frames = Frames.of_shards(source, self.mask, text, family.units_per_frame(inputs))
         if isinstance(source, VisualFeatures):
-            index = functools.partial(family.unit_index, inputs, source.total_frames)
+            index = functools.partial(family.unit_index, inputs, source.units)
             frames = select_strategy(context, frames, source, text, index, family.cross_attention_shape())
         local = context.config.self_attention == "local"
         facts = family.row_facts(inputs, self.mask, self.media_position)
