@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from mllm_seqpar.attention.keys import AutocastState
 from mllm_seqpar.errors import ConfigError, ShapeError
 
-from .rng_replay import RNGState, detached_parameters, rng_replay, trained_parameters
+from .rng_replay import ParameterCheck, RNGState, detached_parameters, rng_replay, trained_parameters
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,7 @@ class _ChunkedFunction(torch.autograd.Function):
         ctx: Any, function: TokenwiseFunction, size: int, saved: Any, marker: Tensor, count: int, *tensors: Tensor
     ) -> Tensor:
         ctx.function, ctx.size, ctx.saved, ctx.count = function, size, saved, count
+        ctx.parameters = ParameterCheck(function.modules)
         ctx.autocast, before = AutocastState.current(tensors[0].device.type), RNGState.current(tensors[0])
         # Without autocast's cache of casts: a cast made without grad mode must not serve a later pass.
         with ctx.autocast.again():
@@ -137,14 +138,9 @@ class _ChunkedFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         function, needs_grad = ctx.function, ctx.needs_input_grad[5:]
-        needs_input_grad, expected = needs_grad[: ctx.count], len(needs_grad) - ctx.count
+        ctx.parameters.require_unchanged("mlp_chunk_size=None")
         with ctx.autocast.again(), rng_replay(ctx.rng_state, grad), detached_parameters(function.modules) as parameters:
-            if len(parameters) != expected:
-                raise ConfigError(
-                    f"mlp_chunk_size: {expected} parameters of {function.name} required grad in the forward pass and "
-                    f"{len(parameters)} do in the backward pass; change requires_grad between steps only"
-                )
-            gradients = _ChunkGradients(function, ctx.saved.saved_tensors, needs_input_grad, parameters)
+            gradients = _ChunkGradients(function, ctx.saved.saved_tensors, needs_grad[: ctx.count], parameters)
             for tokens in _chunks(grad, ctx.size):
                 gradients.add_chunk(tokens, grad)
         return None, None, None, None, None, *gradients.of_inputs(), *gradients.of_parameters(needs_grad[ctx.count :])

@@ -1,4 +1,4 @@
-"""Helpers of `chunked_mlp`, which recomputes a module in backward: RNG replay and detached parameters."""
+"""Helpers for modules that are recomputed in backward: RNG replay, checks of parameters, and detached parameters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
+
+from mllm_seqpar.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,39 @@ def trained_parameters(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
             if parameter is not None and parameter.requires_grad:
                 found.setdefault(id(parameter), parameter)
     return list(found.values())
+
+
+class ParameterCheck:
+    """Finds out whether the parameters of modules have changed since this object was made, in the forward pass.
+
+    Autograd checks the tensors that it saves in the same way. A recomputation with other parameters would return
+    gradients of another function.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._before = self._found()
+
+    def require_unchanged(self, option: str) -> None:
+        """Raise ConfigError if a parameter was replaced, modified in place, frozen or unfrozen since.
+
+        `option` is the option of `patch_model` without which nothing is recomputed.
+        """
+        if self._found() != self._before:
+            names = ", ".join(dict.fromkeys(type(module).__name__ for module in self._modules))
+            raise ConfigError(
+                f"parameters of {names} were replaced, modified, frozen or unfrozen between the forward and the "
+                "backward pass, in which these modules are recomputed. Call backward() before an optimizer step, and "
+                f"before adapters are switched or disabled. torch.func.functional_call needs {option} in patch_model"
+            )
+
+    def _found(self) -> list[tuple[int, int, bool]]:
+        found = []
+        for module in self._modules:
+            for p in module.parameters() if module._modules else module._parameters.values():
+                if p is not None:
+                    found.append((id(p), 0 if p.is_inference() else p._version, p.requires_grad))
+        return found
 
 
 @contextmanager

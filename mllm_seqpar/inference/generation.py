@@ -174,9 +174,8 @@ class ForcedTokens(LogitsProcessor):
 class StopWatch(StoppingCriteria):
     """Ends an answer at a stop string, or when rank 0 is interrupted; passes on the text that is certain to remain.
 
-    Text that may be the beginning of a stop string is held back. As a stopping criterion, it lets all ranks follow rank
-    0 by one small gather for each token, which does not wait for the device if the communicator has a backend for the
-    CPU (`transfer_communicator`).
+    Text that may be the beginning of a stop string is held back. It is a stopping criterion, in which all ranks of a
+    patched model follow rank 0.
     """
 
     def __init__(
@@ -201,15 +200,15 @@ class StopWatch(StoppingCriteria):
         self._pass(len(self._text) - (0 if self.stopped else self._held_back()))
 
     def finish(self) -> str:
-        """Pass on the text that was held back, and return the whole answer."""
+        """Pass on the text that was held back, and return the whole answer. All ranks call it."""
+        if self._interrupted is not None:
+            self.interrupted = bool(self._comm.gather_ints([self.interrupted])[0][0])
         self._pass(len(self._text))
         return self._text
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         if self._comm.rank == 0 and self._interrupted is not None and self._interrupted():
             self.interrupted = True
-        stopped, interrupted = self._comm.gather_ints([self.stopped, self.interrupted])[0]
-        self.stopped, self.interrupted = bool(stopped), bool(interrupted)
         done = self.stopped or self.interrupted
         return torch.full((input_ids.shape[0],), done, dtype=torch.bool, device=input_ids.device)
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from mllm_seqpar.attention.joint import eager
 from mllm_seqpar.checkpointing.chunked_mlp import TokenwiseFunction, run_in_chunks
 from mllm_seqpar.errors import AdapterError
 from mllm_seqpar.runtime.context import SeqParContext
@@ -58,7 +59,7 @@ class Patch:
             forward: is called as ``forward(module, *args, seqpar=state, **kwargs)``. A call without `seqpar` calls the
                 unpatched forward; on several ranks it is an error, as for `guard`.
         """
-        unpatched = module.forward
+        unpatched, forward = module.forward, eager(forward)
 
         @functools.wraps(unpatched)
         def dispatch(*args: Any, seqpar: ForwardState | None = None, **kwargs: Any) -> Any:

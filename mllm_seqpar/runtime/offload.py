@@ -157,10 +157,10 @@ class OffloadedKeys(StreamedKeys):
         return inputs[:2]
 
     def restored(self, saved: Sequence[Tensor]) -> Sequence[Tensor]:
-        return *saved, *self.projection.inputs()[1:]
+        return *saved, *self.projection.restored(saved[1:])[1:]
 
     def without_inputs(self) -> OffloadedKeys:
-        return replace(self, visual=self.visual.without_features)
+        return replace(self, visual=self.visual.without_features, projection=self.projection.without_inputs())
 
     def chunks(self, inputs: Sequence[Tensor]) -> Iterator[KeyChunk]:
         return self.chunk_vjps(inputs, [False] * len(inputs))[0]

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from mllm_seqpar._compat import dropout_class, global_module_hooks
 from mllm_seqpar.attention.keys import AutocastState, CallSpec, GivenKeys, InputGrads, Keys, WholeKeys
-from mllm_seqpar.checkpointing.rng_replay import trained_parameters
+from mllm_seqpar.checkpointing.rng_replay import ParameterCheck, trained_parameters
 from mllm_seqpar.errors import ShapeError
 
 from .fsdp_units import call_within, units_among
@@ -212,6 +212,7 @@ class RecomputedKeys(WholeKeys):
     dtype: torch.dtype
     _autocast: AutocastState = field(init=False)
     _seed: int | None = field(init=False)
+    _parameters: ParameterCheck | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         # The CPU generator gives the seed, because activation checkpointing replays that generator too.
@@ -227,11 +228,18 @@ class RecomputedKeys(WholeKeys):
         return inputs[:1]
 
     def restored(self, saved: Sequence[Tensor]) -> Sequence[Tensor]:
+        if self._parameters is not None:
+            self._parameters.require_unchanged("recompute_visual=False and without visual_offload")
         return saved[0], *trained_parameters(self.modules)
 
     def without_inputs(self) -> RecomputedKeys:
-        """Return this source without the features, which only saved tensors hold while the graph is alive."""
-        return self.of_chunk(self.visual.without_features, 0)
+        """Return this source without the features, which only saved tensors hold while the graph is alive.
+
+        It is made in the forward pass, and checks in backward that the parameters are the same.
+        """
+        source = self.of_chunk(self.visual.without_features, 0)
+        source._parameters = ParameterCheck(self.modules)
+        return source
 
     def of_chunk(self, visual: VisualFeatures, number: int) -> RecomputedKeys:
         """Return the source of a chunk of the frames: with the same projection and autocast mode, and its own seed."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import Tensor
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapping
 
 from family_cases import BATCHES, EXACT, FUSED, QWENS
@@ -27,6 +28,7 @@ from family_harness import (
 )
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import run_loopback
+from mllm_seqpar.errors import ConfigError
 from outcomes import Outcome, average, error, run_case
 from tiny_models.mplug_owl3 import LORA_TARGETS, Case, tiny_frames, tiny_model, tiny_text
 from tolerances import assert_as_near_as_unpatched
@@ -171,6 +173,64 @@ def test_checkpoint_wrappers_of_open_flamingo_equal_unpatched(decoder: str, patc
         return replace(found, grads=grads)
 
     check_step(run_loopback(2, train), expected)
+
+
+def _call_with_other_weights(model: Any, inputs: dict[str, Any]) -> Tensor:
+    weights = {name: (1.1 * p.detach()).requires_grad_() for name, p in model.named_parameters()}
+    return torch.func.functional_call(model, weights, (), inputs).loss
+
+
+def _step_optimizer(model: Any, inputs: dict[str, Any]) -> Tensor:
+    loss = model(**inputs).loss
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "v_kv_proj" in name:  # autograd itself checks those that it saves
+                weight.mul_(1.1)
+    return loss
+
+
+def _switch_adapters(model: Any, inputs: dict[str, Any]) -> Tensor:
+    model.set_adapter("default")
+    loss = model(**inputs).loss
+    model.set_adapter("other")
+    return loss + model(**inputs).loss
+
+
+def _disable_adapters(model: Any, inputs: dict[str, Any]) -> Tensor:
+    loss = model(**inputs).loss
+    model.base_model.disable_adapter_layers()
+    return loss
+
+
+CHANGES = [_call_with_other_weights, _step_optimizer, _switch_adapters, _disable_adapters]
+RECOMPUTED = [{}, {"visual_offload": "cpu"}, {"mlp_chunk_size": 5}]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("options", RECOMPUTED, ids=["K and V", "offload", "MLP"])
+def test_change_of_parameters_before_backward_is_refused(change: Any, options: dict[str, Any]) -> None:
+    """Recomputation would use the new parameters, and return gradients of another function."""
+    model, inputs = tiny_model().train(), inputs_of("mplug_owl3", BATCH, tiny_model())
+    if "adapters" in change.__name__:
+        model = lora(model, [*LORA_TARGETS, "up_proj"])
+        model.add_adapter("other", LoraConfig(r=4, target_modules=[*LORA_TARGETS, "up_proj"]))
+    loss = change(patch_model(model, **options), inputs)
+    with pytest.raises(
+        ConfigError, match=r"Call backward\(\) before an optimizer step, and before adapters are switched"
+    ):
+        loss.backward()
+
+
+def test_parameters_of_the_caller_have_gradients_if_k_and_v_are_saved() -> None:
+    model, inputs = tiny_model().train(), inputs_of("mplug_owl3", BATCH, tiny_model())
+    weights = {name: (1.1 * p.detach()).requires_grad_() for name, p in model.named_parameters()}
+    found = []
+    for options in (None, {"recompute_visual": False}):
+        called = model if options is None else patch_model(model, **options)
+        loss = torch.func.functional_call(called, weights, (), inputs).loss
+        grads = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+        found.append(dict(zip(weights, grads, strict=True)))
+    compare_gradients([found[1]], found[0])
 
 
 def test_reentrant_checkpointing_is_refused() -> None:

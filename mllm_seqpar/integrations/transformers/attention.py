@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask, sdpa_mask
 
+from mllm_seqpar.attention.joint import eager
 from mllm_seqpar.attention.keys import Keys
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.patching import Patch
@@ -23,6 +24,7 @@ from mllm_seqpar.runtime.forward_state import ForwardState
 NAME = "mllm_seqpar"
 
 
+@eager
 def seqpar_attention(
     module: nn.Module,
     query: Tensor,

@@ -66,13 +66,19 @@ def _reducing_groups(model: nn.Module) -> tuple[list[Any], str | torch.device, i
     if ddp is None:
         return [], "cpu", 0
     may_skip = ddp.find_unused_parameters and not ddp.static_graph
-    return [ddp.process_group], next(ddp.parameters()).device, 0 if may_skip else 1
+    groups = [] if _may_have_ended(ddp) else [ddp.process_group]
+    return groups, next(ddp.parameters()).device, 0 if may_skip else 1
 
 
 def _reducing_ddp() -> DistributedDataParallel | None:
     """Return the DDP whose forward runs, if the gradients of this pass are reduced."""
     ddp = active_ddp()
     return ddp if ddp is not None and torch.is_grad_enabled() and ddp.require_backward_grad_sync else None
+
+
+def _may_have_ended(ddp: DistributedDataParallel) -> bool:
+    """Return whether other ranks may have run out of batches, within `ddp.join()`: they answer to no more than DDP."""
+    return ddp._join_config.enable
 
 
 class _TakePart(torch.autograd.Function):
@@ -96,7 +102,7 @@ def with_accumulated_gradients(x: Tensor, model: nn.Module) -> Tensor:
     reaches none. All ranks of DDP call this function in a pass in which none of them has frames.
     """
     ddp = _reducing_ddp()
-    if ddp is None:
+    if ddp is None or _may_have_ended(ddp):
         return x
     trained = [p for p in model.parameters() if p.requires_grad]
     accumulated = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8, device=x.device)

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.errors import AdapterError, ConfigError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.patching import Patch
 from mllm_seqpar.patching.registry import is_instance_by_name
@@ -127,6 +127,7 @@ class Family(ABC, Generic[InputsT]):
     @classmethod
     def install(cls, model: Any, context: SeqParContext, patch: Patch) -> None:
         """Replace the forwards of the sites and of the model, each through `patch`."""
+        cls._refuse_own_forward(model)
         family = cls(model, context)
         text, visual = list(family.text_attention()), dict(family.visual_attention())
         use_seqpar_attention(patch, text)
@@ -137,6 +138,18 @@ class Family(ABC, Generic[InputsT]):
         family.install_more(patch)
         patch.set(model, "forward", family._model_forward())
         patch_generate(model, patch, family.visual_arguments, family.repeats_frames)
+
+    @classmethod
+    def _refuse_own_forward(cls, model: nn.Module) -> None:
+        """Raise AdapterError if a subclass of the family's model class overrides its forward, which is replaced."""
+        named = (each for each in type(model).__mro__ if each.__name__ == cls.model_class)
+        known: Any = next(named, type(model))
+        if type(model).forward is not known.forward:
+            raise AdapterError(
+                f"patch_model: {type(model).__name__} overrides the forward of {known.__name__}, and the patched "
+                f"forward would not call it. Patch a {known.__name__}, and write what the override adds as a module or "
+                "a function that calls the model"
+            )
 
     def _model_forward(self) -> Any:
         method = type(self).forward

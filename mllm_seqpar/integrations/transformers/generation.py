@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList, StopStringCriteria
+from transformers.generation.stopping_criteria import ConfidenceCriteria
 
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
@@ -22,7 +24,8 @@ def patch_generate(
     """Compare the ranks' generation settings at each `generate`, and start it from the random state of rank 0.
 
     If a rank stopped after fewer tokens, the others would hang; if a rank drew different random numbers, it would
-    continue with another text. `visual_arguments` and `repeats_frames` are attributes of `Family`.
+    continue with another text. Generation also ends when it ends on rank 0. `visual_arguments` and `repeats_frames` are
+    attributes of `Family`.
     """
     unpatched, comm = model.generate, patch.context.comm
 
@@ -42,12 +45,39 @@ def patch_generate(
         return unpatched(*args, **kwargs)
 
     patch.set(model, "generate", generate)
+    if comm.size > 1:
+        patch.set(
+            model, "_get_stopping_criteria", functools.partial(_ended_by_rank_0, model._get_stopping_criteria, comm)
+        )
     # With a static cache transformers would compile the forward pass, including transfers between ranks.
     patch.set(model, "_valid_auto_compile_criteria", lambda *args, **kwargs: False)
     if hasattr(model, "set_attn_implementation"):
         patch.set(model, "set_attn_implementation", _refuse_other_attention)
     if visual_arguments:
         _patch_visual_arguments(model, patch, visual_arguments, repeats_frames)
+
+
+_BY_TOKENS = (ConfidenceCriteria, EosTokenCriteria, MaxLengthCriteria, StopStringCriteria)
+"""Stopping criteria that decide by the tokens and scores, which all ranks have, and by nothing else."""
+
+
+class _OfRank0(StoppingCriteria):
+    """Ends a generation on all ranks when a stopping criterion ends it on rank 0.
+
+    Clocks differ between ranks, and so may what a criterion of the caller looks at, such as a cancelled request.
+    """
+
+    def __init__(self, criterion: StoppingCriteria, comm: Communicator) -> None:
+        self._criterion, self._comm = criterion, comm
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        found = torch.as_tensor(self._criterion(input_ids, scores, **kwargs), device=input_ids.device)
+        return self._comm.broadcast(found.expand(input_ids.shape[:1]).to(torch.uint8), "end of generation").bool()
+
+
+def _ended_by_rank_0(unpatched: Any, comm: Communicator, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
+    criteria = unpatched(*args, **kwargs)
+    return StoppingCriteriaList([x if isinstance(x, _BY_TOKENS) else _OfRank0(x, comm) for x in criteria])
 
 
 def _patch_visual_arguments(model: Any, patch: Patch, names: tuple[str, ...], repeats_frames: bool) -> None:
@@ -121,11 +151,6 @@ def _refuse_other_attention(*args: Any, **kwargs: Any) -> None:
 def _describe_settings(config: Any, kwargs: dict[str, Any]) -> str:
     """Return as text the settings that determine the generated tokens. The forward pass compares the inputs."""
     settings = {**config.to_dict(), **kwargs, "streamer": None}  # the streamer may differ between ranks
-    if settings.get("max_time") is not None:
-        raise ConfigError(
-            f"max_time={settings['max_time']}: the ranks' clocks would end generation at different tokens; use "
-            "max_new_tokens"
-        )
     texts = ((name, _describe_value(value)) for name, value in sorted(settings.items()))
     return ", ".join(f"{name}={text}" for name, text in texts if text)
 

@@ -143,6 +143,34 @@ def test_groups_of_two_ranks_take_part_in_every_gradient() -> None:
     check_ddp("mplug_owl3", True, 2, ())
 
 
+def uneven_batches(rank: int, world: int) -> list[dict[str, Any]]:
+    """Return the gradients of each step of this rank's group, of which one has two batches and the other one."""
+    model = new_model("mplug_owl3", "everything")
+    patch_model(model, group=dist.new_subgroups(2)[0])
+    ddp, found = DistributedDataParallel(model), []
+    with ddp.join():
+        for frames in UNEVEN[rank // 2]:
+            ddp.zero_grad()
+            backward(ddp, [batch_of("mplug_owl3", frames, model)])
+            found.append({name: grad.clone() for name, grad in gradients(ddp).items() if grad is not None})
+    return found
+
+
+UNEVEN = ([True, False], [False])
+"""Which batches of each group have frames."""
+
+
+def test_groups_with_uneven_batches_join() -> None:
+    """A group that has ended answers to DDP only, so the groups cannot exchange which of them have frames."""
+    outcomes = ranks(4).run(uneven_batches, timeout=60)
+    for step, batches in enumerate(([True, False], [False])):
+        model = new_model("mplug_owl3", "everything")
+        backward(model, [batch_of("mplug_owl3", frames, model) for frames in batches], share=0.5)
+        for found in outcomes[: 2 * len(batches)]:
+            expected = {name: grad for name, grad in gradients(model).items() if name in found[step]}
+            assert worst_gradient(found[step], expected)[0] < 10 * TOLERANCE
+
+
 def nothing_but_text(rank: int, world: int) -> bool:
     """Return whether a text-only step of all groups leaves the visual path without gradients."""
     model = new_model("mplug_owl3", "everything")

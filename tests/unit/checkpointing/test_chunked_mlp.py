@@ -271,7 +271,7 @@ def test_invalid_modules_and_inputs_are_refused() -> None:
         chunked(Pooling(), 3, x)
     y = chunked(module, 3, x)
     module.up.weight.requires_grad_(False)
-    with pytest.raises(ConfigError, match="5 parameters of Gated required grad in the forward pass and 4 do in"):
+    with pytest.raises(ConfigError, match="parameters of Gated were replaced, modified, frozen or unfrozen"):
         y.sum().backward()
     y = chunked(HiddenLeaf(), 3, x)
     with pytest.raises(ConfigError, match=r"HiddenLeaf computes with a tensor of shape \(8,\) that requires grad"):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar import patch_model
-from mllm_seqpar.comm import Communicator, LoopbackCommunicator, as_communicator, run_loopback
+from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
 from mllm_seqpar.data import VideoSource, chat_family
 from mllm_seqpar.errors import DataError, SeqParError
 from mllm_seqpar.inference import Answer, Sampling
@@ -181,41 +181,27 @@ def test_pieces_never_contain_the_beginning_of_a_stop_string() -> None:
     assert (pieces, watch.finish(), watch.stopped) == (["a", "<b"], "a<b", True)
 
 
-def test_ranks_agree_to_stop_without_the_device() -> None:
-    class OnMeta(LoopbackCommunicator):
-        """A rank whose transfers are on a device whose values the host cannot read, and whose agreements are not."""
-
-        device = torch.device("meta")  # type: ignore[assignment]
-        control_device = torch.device("cpu")  # type: ignore[assignment]
-
-    def body(comm: Communicator) -> list[bool]:
-        watch = StopWatch(OnMeta(comm.world, comm.rank), [], None, lambda: comm.rank == 0)
-        return [watch(torch.zeros(1, 2, dtype=torch.long), None).item(), watch.interrupted]
-
-    assert run_loopback(2, body) == [[True, True]] * 2
-
-
-def test_only_answers_that_can_be_ended_from_outside_gather_after_each_token(
+def test_only_answers_that_can_be_ended_from_outside_communicate_after_each_token(
     gated: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    gathered = LoopbackCommunicator.gather_ints
+    unchanged = Communicator.broadcast
 
-    def counted(self: LoopbackCommunicator, *args: Any) -> list[list[int]]:
-        calls.append(self.rank)
-        return gathered(self, *args)
+    def counted(self: Communicator, x: Any, label: str) -> Any:
+        calls.extend([self.rank] if label == "end of generation" else [])
+        return unchanged(self, x, label)
 
     def body(conversation: Conversation) -> tuple[list[int], list[int]]:
         prompt, counts, texts = conversation.prompt([user("What is it?", "video")]), [], []
-        for ending in ({}, {}, {"stop": ["<never>"]}, {"interrupted": lambda: False}):
+        for ending in ({}, {"stop": ["<never>"]}, {"interrupted": lambda: False}):
             before = calls.count(conversation._comm.rank)
             texts.append(conversation.answer(prompt, Sampling(max_new_tokens=6), **ending).tokens)
             counts.append(calls.count(conversation._comm.rank) - before)
         return counts, [len(texts[0]), len({str(tokens) for tokens in texts})]
 
-    monkeypatch.setattr(LoopbackCommunicator, "gather_ints", counted)
-    for (_, without, stop, interrupted), (tokens, different) in converse(gated, 2, body):
-        assert stop == interrupted == without + tokens and different == 1
+    monkeypatch.setattr(Communicator, "broadcast", counted)
+    for (without, stop, interrupted), (tokens, different) in converse(gated, 2, body):
+        assert without == 0 and stop == interrupted == tokens and different == 1
 
 
 def test_prompts_that_the_model_cannot_take_are_refused(gated: Case) -> None:

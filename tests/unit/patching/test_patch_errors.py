@@ -14,6 +14,7 @@ from mllm_seqpar import SeqParConfig, frame_range, patch_model, register_adapter
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.comm.agreement import attempt
 from mllm_seqpar.errors import AdapterError, AgreementError, ConfigError
+from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.patching import registry as adapters
 from tiny_models.mplug_owl3 import tiny_frames, tiny_model, tiny_text
@@ -57,6 +58,26 @@ def test_model_that_differs_from_its_config_is_refused_before_anything_changes()
     with pytest.raises(AdapterError, match=r"layer 0 has Qwen2Attention, but config.hyper_layers is \[1, 3\]"):
         patch_model(model)
     assert traces(model) == before
+
+
+def test_subclass_with_a_forward_of_its_own_is_refused_before_anything_changes() -> None:
+    class Doubled(MPlugOwl3ForConditionalGeneration):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out = super().forward(*args, **kwargs)
+            out.loss = 2 * out.loss
+            return out
+
+    class Named(MPlugOwl3ForConditionalGeneration):
+        pass
+
+    model = tiny_model()
+    model.__class__ = Doubled
+    before = traces(model)
+    with pytest.raises(AdapterError, match="Doubled overrides the forward of MPlugOwl3ForConditionalGeneration"):
+        patch_model(model)
+    assert traces(model) == before
+    model.__class__ = Named
+    assert patch_of(patch_model(model))
 
 
 def bilinears(fails: bool = False) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,23 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from family_cases import BATCHES, FUSED, LANGUAGE_MODELS, QWENS
-from family_harness import build, inputs_of, model_of, settings, slow_unless, traces
+from family_harness import (
+    build,
+    check,
+    family_module,
+    forward,
+    inputs_of,
+    model_of,
+    reference,
+    settings,
+    slow_unless,
+    traces,
+)
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.errors import AdapterError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration
 from mllm_seqpar.patching import patch_of
-from outcomes import error
+from outcomes import error, run_case
 from tiny_models.mplug_owl3 import tiny_config, tiny_frames, tiny_model, tiny_text
 
 MODELS: list[tuple[str, Any]] = [
@@ -143,6 +155,27 @@ def test_torch_compile_does_not_trace_the_patched_forward() -> None:
     compiled = torch.compile(patch_model(model), backend=backend)
     assert error(compiled(ids, frames).logits, expected) < 1e-5
     compiled(ids, frames, labels=ids).loss.backward()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("family", slow_unless(lambda family: family == "mplug_owl3", BATCHES))
+def test_compiled_layers_equal_unpatched(family: str) -> None:
+    """Attention is a graph break; the rest of a layer is compiled, except where the whole layer is patched."""
+    family_module(family)
+    graphs, case = [], BATCHES[family]
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    model = model_of(family, case)
+    inputs = inputs_of(family, case, model)
+    for name, module in model.named_modules():
+        if re.search(r"(layers|blocks)\.\d+$", name):
+            module.compile(backend=backend)
+    found = run_case(patch_model(model), inputs, forward(family, model, inputs))
+    check([found], reference(family, case), case)
+    assert graphs or family == "open_flamingo"
     torch._dynamo.reset()
 
 
