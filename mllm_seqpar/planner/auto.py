@@ -18,10 +18,15 @@ from mllm_seqpar.schedules import OverlapRatios
 from mllm_seqpar.schedules.bytes_sent import Problem
 
 from .calibrate import AttentionShape, Calibrations
-from .call_cost import VisibleFraction, VisualProjection, overlap_ratios_by_rates
-from .candidates import ParallelSpec
+from .call_cost import (
+    ParallelSpec,
+    Selection,
+    VisibleFraction,
+    VisualProjection,
+    overlap_ratios_by_rates,
+    select_strategy,
+)
 from .cluster import Cluster, read_cluster
-from .selection import Selection, select_strategy
 
 _log = get_logger(__name__)
 

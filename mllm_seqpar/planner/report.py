@@ -4,13 +4,10 @@ import textwrap
 from dataclasses import asdict
 from typing import Any
 
-from .call_cost import CallCost
-from .candidates import ParallelSpec
-from .costs import Cost, Passes
+from .call_cost import MARGIN, CallCost, Candidate, ParallelSpec, duration
+from .cluster import Cost, Passes
 from .memory import USABLE
-from .offload import host_bytes
 from .plan import DataSet, Plan, StrategyPlan
-from .selection import MARGIN, Candidate, duration
 from .workload import Workload
 
 _NAMES = {"lv-xattn": "LV-XAttn", "ring": "Ring Attention"}
@@ -131,7 +128,7 @@ def _heading(plan: Plan) -> list[str]:
             "with gradient checkpointing" + kept if workload.checkpointing else "no gradient checkpointing"
         )
     if workload.visual_offload:
-        assumptions.append(f"features in host memory, {host_bytes(workload) / 1e9:.3g} GB of a rank")
+        assumptions.append(f"features in host memory, {workload.features_bytes / 1e9:.3g} GB of a rank")
     if workload.mlp_chunk_size is not None:
         assumptions.append(f"MLPs of {workload.mlp_chunk_size} tokens at once")
     if not model.decoder_only:

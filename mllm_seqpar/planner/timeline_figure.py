@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 from mllm_seqpar.errors import ConfigError
 
-from .call_cost import call_cost
+from .call_cost import call_cost, duration
 from .plan import Plan, StrategyPlan
-from .selection import duration
 from .simulation import Timeline
 
 COLORS = {"compute": "#4c78a8", "wait": "#e45756", "transfer": "#72b7b2"}

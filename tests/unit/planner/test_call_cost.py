@@ -16,7 +16,7 @@ from mllm_seqpar.planner import (
     overlap_ratios_by_rates,
     select_strategy,
 )
-from mllm_seqpar.planner.candidates import candidate_specs, problem_between_groups, symmetry_period
+from mllm_seqpar.planner.call_cost import candidate_specs, problem_between_groups, symmetry_period
 from mllm_seqpar.schedules.bytes_sent import (
     Problem,
     lv_xattn_bytes,

@@ -139,7 +139,7 @@ def test_empty_tiles_are_sent_but_not_attended_to() -> None:
     seconds = {}
     for tiles in (None, 4, 1):
         workload = Workload(model=model, frames=600, text=8192, gpus=8, content_tiles=tiles)
-        assert workload.cross_problem.keys[0] == 75 * 6404
+        assert workload.problem("cross-attention").keys[0] == 75 * 6404
         seconds[tiles] = attention_candidates(workload, cluster, "cross-attention", ("lv-xattn",))[0].seconds
     assert seconds[None] == seconds[4] and 0.25 < seconds[1] / seconds[4] < 0.5
     with pytest.raises(ConfigError, match="content_tiles is 5; a frame of llama-3.2-11b-vision has 4"):

@@ -6,12 +6,12 @@ import pytest
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import ParallelSpec, read_cluster
-from mllm_seqpar.planner.memory import peak_memory
+from mllm_seqpar.planner.memory import CHUNK_BYTES, peak_memory
 from mllm_seqpar.planner.model_sizes import read_model
-from mllm_seqpar.planner.offload import CHUNK_BYTES, HOST_LINK, host_bytes
 from mllm_seqpar.planner.plan import make_plan
 from mllm_seqpar.planner.records import find_file
 from mllm_seqpar.planner.report import patch_options
+from mllm_seqpar.planner.step_cost import HOST_LINK
 from mllm_seqpar.planner.workload import Workload
 from mllm_seqpar.runtime import visual_features
 
@@ -28,7 +28,7 @@ def test_memory_with_offload_does_not_grow_with_the_video(trained: str) -> None:
         return sum(peak_memory(replace(ASK, frames=frames, trained=trained, visual_offload=offload), LV).values())
 
     assert total(4096, "cpu") == total(65536, "cpu") < total(4096, None)
-    assert total(65536, None) - total(4096, None) > host_bytes(replace(ASK, frames=65536 - 4096))
+    assert total(65536, None) - total(4096, None) > replace(ASK, frames=65536 - 4096).features_bytes
     assert CHUNK_BYTES == visual_features.CHUNK_BYTES
 
 
@@ -44,7 +44,7 @@ def test_copies_bound_the_time_if_text_is_short() -> None:
         make_plan(replace(ASK, text=text, visual_offload="cpu"), A30).best.parts["cross-attention"].forward.seconds
         for text in (16, 65536)
     )
-    copies = 4 * host_bytes(ASK) / HOST_LINK  # of the four layers
+    copies = 4 * ASK.features_bytes / HOST_LINK  # of the four layers
     assert short == pytest.approx(copies, rel=0.2) and long > 2 * copies
 
 

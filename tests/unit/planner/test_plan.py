@@ -52,7 +52,7 @@ def test_parts_add_up_and_lv_xattn_is_best_for_a_long_video() -> None:
 
 def test_parts_on_one_gpu_are_flops_over_rates() -> None:
     parts = lv_plan(with_(A100, block_overhead_s=0.0), gpus=1, frames=100, text=1000).parts
-    text, vision = OWL.text, OWL.vision
+    vision = OWL.vision
     mlp = 2 * 28 * 3 * 3584 * 18944 * 1000 / A100.matmul
     assert parts["MLP"].forward.seconds == pytest.approx(mlp) and parts["MLP"].backward.seconds == pytest.approx(
         2 * mlp
@@ -63,7 +63,7 @@ def test_parts_on_one_gpu_are_flops_over_rates() -> None:
     backward = 2.5 * calls / A100.attention_backward + 3 * kv / A100.matmul
     assert parts["cross-attention"].backward.seconds == pytest.approx(backward)
     self_attention = 28 * (4 * 1000 * 1000 / 2 * 28 * 128 / A100.attention_forward)
-    self_attention += 2 * 28 * text.attention_parameters * 1000 / A100.matmul
+    self_attention += 2 * 28 * OWL.linear["attention"].parameters * 1000 / A100.matmul
     assert parts["self-attention"].forward.seconds == pytest.approx(self_attention)
     tower = 2 * vision.parameters * 72900 / A100.matmul + 4 * 72900 * 729 * 1152 * 27 / A100.attention_forward
     tower += 2 * 1152 * 3584 * 72900 / A100.matmul

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mllm_seqpar.planner.candidates import ParallelSpec
+from mllm_seqpar.planner.call_cost import ParallelSpec
 from mllm_seqpar.planner.memory import saved_for_backward as saved_by_formula
 from mllm_seqpar.planner.workload import Workload
 from peak_memory import peak_memory
