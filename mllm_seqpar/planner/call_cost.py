@@ -161,45 +161,49 @@ def call_cost(
         record: whether the timeline keeps its spans.
     """
     degree, mesh_shape, replicated = spec.head_degree, spec.mesh_shape, spec.strategy == "replicate"
+    direct = spec.all_pairs or visible_rows is not None
     inner = problem_between_groups(problem, degree)
     visible = _group_means(visible, degree)
-    mean = visible if isinstance(visible, float | int) else sum(map(sum, visible)) / sum(map(len, visible))
     ranks = ratios = None
     if replicated:  # every rank attends to all keys, which it projects itself
-        inner, mesh_shape = replace(inner, keys=(sum(problem.keys),) * problem.ranks), (1, 1)
+        inner, mesh_shape, direct = replace(inner, keys=(sum(problem.keys),) * problem.ranks), (1, 1), False
     elif 1 not in mesh_shape:
+        mean = visible if isinstance(visible, float | int) else sum(map(sum, visible)) / sum(map(len, visible))
         ranks = _mesh_ranks(inner, mesh_shape, cluster, degree, backward=backward)
         ratios = overlap_ratios_by_rates(
             problem, mesh_shape, cluster, backward=backward, head_degree=degree, visible=mean
         )
 
+    def computation(block: AttentionBlock) -> Computation:
+        i, j = block.q_shard, block.kv_shard
+        fraction = visible if isinstance(visible, float | int) else visible[i][j]
+        seconds = block_seconds(inner, cluster, inner.keys[j], backward=backward, visible=fraction)
+        return Computation(seconds / block.parts, f"Q{i} KV{j}")
+
+    def message(transfer: Transfer, group: int, member: int) -> SentMessage:
+        kind, axis, shard, length = transfer.kind, transfer.axis, transfer.send_shard, None
+        if axis == "kv":
+            length = inner.key_batch * inner.keys[shard]
+        elif visible_rows is not None:
+            length = inner.key_batch * visible_rows[shard][transfer.dst if kind == "input" else group]
+        sent = sent_tensors(inner, spec, kind, axis, backward=backward, direct=direct, length=length)
+        return SentMessage(transfer.dst * degree + member, total_bytes(sent), f"{_LABELS[kind, axis][backward]}{shard}")
+
     def rank_phases(rank: int) -> list[Phase]:
         group, member = divmod(rank, degree)
-
-        def computation(block: AttentionBlock) -> Computation:
-            i, j = block.q_shard, block.kv_shard
-            fraction = visible if isinstance(visible, float | int) else visible[i][j]
-            seconds = block_seconds(inner, cluster, inner.keys[j], backward=backward, visible=fraction)
-            return Computation(seconds / block.parts, f"Q{i} KV{j}")
-
-        def message(transfer: Transfer) -> SentMessage:
-            size = transfer_bytes(inner, transfer, spec, backward=backward, sender=group, visible_rows=visible_rows)
-            label = f"{_LABELS[transfer.kind, transfer.axis][backward]}{transfer.send_shard}"
-            return SentMessage(transfer.dst * degree + member, size, label)
-
         schedule = schedule_for(
             mesh_shape,
             0 if replicated else group,
             backward=backward,
             ranks=ranks,
-            direct=(spec.all_pairs or visible_rows is not None) and not replicated,
+            direct=direct,
             overlap_ratios=ratios,
         )
         return [
             Phase(
-                tuple(message(transfer) for transfer in step.transfers),
+                tuple(message(transfer, group, member) for transfer in step.transfers),
                 tuple(transfer.src * degree + member for transfer in step.transfers),
-                tuple(computation(block) for block in step.blocks),
+                tuple(map(computation, step.blocks)),
             )
             for step in schedule
         ]
@@ -257,51 +261,35 @@ def block_seconds(problem: Problem, cluster: Cluster, keys: int, *, backward: bo
 
 
 def sent_tensors(
-    problem: Problem, spec: ParallelSpec, kind: TransferKind, axis: Axis, length: int, *, backward: bool, direct: bool
+    problem: Problem,
+    spec: ParallelSpec,
+    kind: TransferKind,
+    axis: Axis,
+    *,
+    backward: bool,
+    direct: bool = False,
+    length: int | None = None,
 ) -> list[tuple[int, Hashable]]:
     """Return bytes and dtype of each tensor of a transfer of `length` rows or keys, over all samples.
 
-    `direct` results go straight to their owner.
+    By default, these are the rows of one rank, or the keys of rank 0. `direct` results go straight to their owner.
     """
     a, b = spec.mesh_shape
     if axis == "kv":
+        keys = problem.key_batch * problem.keys[0] if length is None else length
         element = problem.element if kind == "input" else problem.result_element(b)
-        return [(length * problem.kv_heads * problem.dim * element, element)] * 2
+        return [(keys * problem.kv_heads * problem.dim * element, element)] * 2
+    rows = (problem.batch * problem.rows if length is None else length) * problem.heads
     element = problem.element if kind == "input" else problem.result_element(a, direct=direct)
-    rows, lse = (length * problem.heads * problem.dim * element, element), (length * problem.heads * LSE_BYTES, "lse")
+    full, lse = (rows * problem.dim * element, element), (rows * LSE_BYTES, "lse")
     if kind == "input":  # Q; with dO, the log-sum-exp and delta
-        return [rows, lse] * 2 if backward else [rows]
-    return [rows] if backward else [rows, lse]
+        return [full, lse] * 2 if backward else [full]
+    return [full] if backward else [full, lse]
 
 
-def transfer_bytes(
-    problem: Problem,
-    transfer: Transfer,
-    spec: ParallelSpec,
-    *,
-    backward: bool,
-    sender: int,
-    visible_rows: Sequence[Sequence[int]] | None = None,
-) -> int:
-    """Return the bytes of one transfer; their sums over a schedule equal the formulas of `schedules.bytes_sent`.
-
-    With `visible_rows`, the argument of `lv_xattn_bytes`, the rank `sender` determines which rows are sent.
-    """
-    if transfer.axis == "kv":
-        length = problem.key_batch * problem.keys[transfer.send_shard]
-    elif visible_rows is None:
-        length = problem.batch * problem.rows
-    else:
-        receiver = transfer.dst if transfer.kind == "input" else sender
-        length = problem.key_batch * visible_rows[transfer.send_shard][receiver]
-    direct = spec.all_pairs or visible_rows is not None
-    tensors = sent_tensors(problem, spec, transfer.kind, transfer.axis, length, backward=backward, direct=direct)
+def total_bytes(tensors: list[tuple[int, Hashable]]) -> int:
+    """Return the bytes of one transfer; their sums over a schedule equal the formulas of `schedules.bytes_sent`."""
     return sum(size for size, _ in tensors)
-
-
-def shard_bytes(problem: Problem, spec: ParallelSpec, kind: TransferKind, axis: Axis, *, backward: bool) -> int:
-    """Return the bytes of a transfer of the first shard, without a mask."""
-    return transfer_bytes(problem, Transfer(kind, axis, 0, 0, 0, 0), spec, backward=backward, sender=0)
 
 
 def overlap_ratios_by_rates(
@@ -328,7 +316,7 @@ def overlap_ratios_by_rates(
     q_hop, kv_hop = (far, near) if kv_first else (near, far)
 
     def blocks(kind: TransferKind, axis: Axis) -> float:
-        size = shard_bytes(inner, ParallelSpec("mesh", mesh_shape), kind, axis, backward=backward)
+        size = total_bytes(sent_tensors(inner, ParallelSpec("mesh", mesh_shape), kind, axis, backward=backward))
         rate, latency, _ = q_hop if axis == "q" else kv_hop
         seconds = latency + size / rate + cluster.step_overhead_s
         return float(f"{seconds / block:.2g}") if block else 1.0

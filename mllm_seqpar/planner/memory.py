@@ -29,7 +29,7 @@ from mllm_seqpar.schedules import Axis, MeshShape, TransferKind
 from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem, mesh_bytes
 from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of, resolve_tile
 
-from .call_cost import ParallelSpec, problem_between_groups, sent_tensors, shard_bytes
+from .call_cost import ParallelSpec, problem_between_groups, sent_tensors, total_bytes
 from .model_sizes import LayerSizes, TextSizes
 from .workload import FLOAT32, Workload
 
@@ -326,8 +326,9 @@ def _attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
 
 def _shards(problem: Problem, spec: ParallelSpec, axis: Axis, *, backward: bool) -> tuple[int, int]:
     """Return the bytes of the first shard of an axis as an input and as a result."""
-    sent, back = (shard_bytes(problem, spec, kind, axis, backward=backward) for kind in ("input", "result"))
-    return sent, back
+    sent = sent_tensors(problem, spec, "input", axis, backward=backward, direct=spec.all_pairs)
+    back = sent_tensors(problem, spec, "result", axis, backward=backward, direct=spec.all_pairs)
+    return total_bytes(sent), total_bytes(back)
 
 
 def _partial_results(problem: Problem, spec: ParallelSpec, *, backward: bool) -> int:
@@ -399,7 +400,7 @@ def receive_buffers(problem: Problem, spec: ParallelSpec, *, backward: bool) -> 
     counts |= {("result", "q"): int(a > 1), ("result", "kv"): int(b > 1 and backward)}
     found: defaultdict[Hashable, list[int]] = defaultdict(list)
     for (kind, axis), count in counts.items():
-        sent = sent_tensors(inner, spec, kind, axis, lengths[axis], backward=backward, direct=spec.all_pairs)
+        sent = sent_tensors(inner, spec, kind, axis, backward=backward, direct=spec.all_pairs, length=lengths[axis])
         for size, dtype in sent:
             found[kind, axis, dtype] += [size] * count
     return dict(found)

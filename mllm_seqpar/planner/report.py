@@ -1,7 +1,7 @@
 """A plan as a text for people, as a mapping for programs, and one layer of it as a figure."""
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -150,39 +150,39 @@ def _table(plan: Plan) -> list[str]:
     rows = [plan.best, *(row for row in plan.rows if row is not plan.best)]
     lines: list[list[str]] = []
 
-    def add(name: str, cell: Callable[[StrategyPlan], str]) -> None:
-        lines.append([name, *map(cell, rows)])
+    def add(name: str, cells: Iterable[str] = ()) -> None:
+        lines.append([name, *(cells or [""] * len(rows))])
 
     answer, usable = plan.workload.answer, _bytes(USABLE * plan.cluster.memory_bytes)
-    add("", lambda row: str(row.spec).partition(" ")[0])
-    add("", lambda row: str(row.spec).partition(" ")[2])
+    add("", (str(row.spec).partition(" ")[0] for row in rows))
+    add("", (str(row.spec).partition(" ")[2] for row in rows))
     if answer:
-        add(f"time of an answer of {answer:,} tokens", lambda row: duration(row.seconds))
-        add("  each token", lambda row: duration(row.parts["decoding"].seconds / answer))
+        add(f"time of an answer of {answer:,} tokens", (duration(row.seconds) for row in rows))
+        add("  each token", (duration(row.parts["decoding"].seconds / answer) for row in rows))
     else:
-        add("time of a step", lambda row: duration(row.seconds))
-        add("  forward, of all parts", lambda row: duration(row.forward.seconds))
-        add("  backward", lambda row: duration(row.backward.seconds))
+        add("time of a step", (duration(row.seconds) for row in rows))
+        add("  forward, of all parts", (duration(row.forward.seconds) for row in rows))
+        add("  backward", (duration(row.backward.seconds) for row in rows))
     for part in rows[0].parts:
         name = "waiting for parameters" if part == "parameters" else part
-        add(f"  {name}", lambda row, part=part: duration(row.parts[part].seconds))
-    add("transfers of attention", lambda row: "")
+        add(f"  {name}", (duration(row.parts[part].seconds) for row in rows))
+    add("transfers of attention")
     kinds = [kind for kind in ("cross", "self") if f"{kind}-attention" in rows[0].parts]
     for kind in kinds:
         part = f"{kind}-attention"
-        add(f"  {kind}, waited for", lambda row, part=part: duration(row.parts[part].exposed))
-        add(f"  {kind}, overlapped", lambda row, part=part: duration(row.parts[part].both.hidden))
-    add("data, cores for each GPU", lambda row: f"{plan.cores_per_gpu(row):.3g}")
-    add("bytes sent by the busiest GPU", lambda row: "")
+        add(f"  {kind}, waited for", (duration(row.parts[part].exposed) for row in rows))
+        add(f"  {kind}, overlapped", (duration(row.parts[part].both.hidden) for row in rows))
+    add("data, cores for each GPU", (f"{plan.cores_per_gpu(row):.3g}" for row in rows))
+    add("bytes sent by the busiest GPU")
     compared = plan.workload.compared
-    add(f"  {kinds[0]}, within the node", lambda row: _bytes(row.parts[compared].both.node_bytes))
-    add(f"  {kinds[0]}, to other nodes", lambda row: _bytes(row.parts[compared].both.network_bytes))
-    add("  all parts, to other nodes", lambda row: _bytes(row.both.network_bytes))
-    add("memory of a GPU at the peak", lambda row: _bytes(row.memory_total))
+    add(f"  {kinds[0]}, within the node", (_bytes(row.parts[compared].both.node_bytes) for row in rows))
+    add(f"  {kinds[0]}, to other nodes", (_bytes(row.parts[compared].both.network_bytes) for row in rows))
+    add("  all parts, to other nodes", (_bytes(row.both.network_bytes) for row in rows))
+    add("memory of a GPU at the peak", (_bytes(row.memory_total) for row in rows))
     for kind in rows[0].memory:
-        add(f"  {kind}", lambda row, kind=kind: _bytes(row.memory[kind]))
-    add(f"  fits into {usable}", lambda row: "yes" if row.fits else "no")
-    add("longest video, in frames", lambda row: f"{row.max_frames:,}")
+        add(f"  {kind}", (_bytes(row.memory[kind]) for row in rows))
+    add(f"  fits into {usable}", ("yes" if row.fits else "no" for row in rows))
+    add("longest video, in frames", (f"{row.max_frames:,}" for row in rows))
     left, *widths = (max(map(len, column)) for column in zip(*lines, strict=True))
     return [
         "  ".join([name.ljust(left), *(cell.rjust(w) for cell, w in zip(cells, widths, strict=True))]).rstrip()
