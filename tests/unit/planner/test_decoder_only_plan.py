@@ -11,7 +11,6 @@ from clusters import with_
 
 from mllm_seqpar.__main__ import main
 from mllm_seqpar.cli.check_data import Totals, _visual
-from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import ParallelSpec, read_cluster
 from mllm_seqpar.planner.memory import USABLE, peak_memory
 from mllm_seqpar.planner.model_sizes import read_model
@@ -188,21 +187,6 @@ def test_answer_is_generated_over_sharded_keys_and_values() -> None:
     assert one.parts["decoding"].exposed == 0
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"visual_offload": "cpu"}, "visual_offload: qwen2_5_vl_7b has no cross-attention"),
-        ({"recompute": False}, "recompute=False: qwen2_5_vl_7b has no cross-attention"),
-        ({"answer": 5}, "answer: with trained='no-vision' nothing is generated"),
-        ({"answer": -1}, "answer is -1; expected a number of tokens, 0 or more"),
-        ({"shard_weights": True}, "shard_weights: has no effect without answer"),
-    ],
-)
-def test_invalid_workload_is_rejected(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        replace(STEP, **changes)
-
-
 def printed(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     assert main([*RUN, *options]) == 0
     return capsys.readouterr().out
@@ -232,21 +216,3 @@ def test_command_draws_self_attention(tmp_path: Path, capsys: pytest.CaptureFixt
     pytest.importorskip("matplotlib")
     assert main([*RUN, "--gradient_checkpointing", "--timeline", str(tmp_path / "ring.svg")]) == 0
     assert "One self-attention layer of qwen2_5_vl_7b" in (tmp_path / "ring.svg").read_text()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--strategy", "lv-xattn"], "--strategy: qwen2_5_vl_7b has no cross-attention, which it is for"),
-        (["--keep-visual"], "qwen2_5_vl_7b has no cross-attention"),
-        (["--frame_tokens", "720p"], "--frame_tokens 720p: expected a number of tokens, or a size such as 1280x720"),
-        (["--frame_tokens", "0"], "--frame_tokens 0: expected"),
-        (["mplug-owl3-7b", "--frame_tokens", "9"], "a frame of mplug-owl3-7b always has 729 visual tokens"),
-        (["mplug-owl3-7b", "--trained", "none", "--answer", "9"], "is planned for decoder-only models"),
-    ],
-)
-def test_invalid_options_end_in_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    model = options.pop(0) if not options[0].startswith("--") else RUN[2]
-    assert main([*RUN[:2], model, *RUN[3:], *options]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
