@@ -138,17 +138,14 @@ def memory_after_tower(workload: Workload, spec: ParallelSpec) -> dict[str, int]
 def saved_for_backward(workload: Workload, spec: ParallelSpec) -> int:
     """Return the bytes that the language model and cross-attention save, without the logits."""
     text, cross, element, tokens = workload.model.text, workload.model.cross, workload.element, workload.tokens
-    decoder = _attention_layer(workload, text) + _mlp_layer(workload, text)
+    decoder, crossing = _layer(workload, text), _layer(workload, cross)
     if text.head_norm:
         decoder += tokens * _head_norm("float32", text.heads + text.kv_heads, text.head_dim, element)
-    crossing = _attention_layer(workload, cross)
     if cross.own_queries:  # the two results that the gates scale, and the norm of Q
         crossing += tokens * 2 * text.hidden * element
         crossing += tokens * _head_norm(cross.key_norm, cross.heads, cross.head_dim, element)
     if cross.gate == "per_head":  # the visual and the text part that it weights
         crossing += tokens * 2 * cross.heads * cross.head_dim * element
-    if cross.mlp_inner:
-        crossing += _mlp_layer(workload, cross)
     if not workload.recompute:  # K and V, and what the norms before them save
         token = 2 * cross.kv_heads * cross.head_dim * element
         token += _head_norm(cross.key_norm, cross.kv_heads, cross.head_dim, element)
@@ -224,20 +221,20 @@ def _resampler_layer(workload: Workload) -> int:
 
 
 def _attention_layer(workload: Workload, sizes: LayerSizes) -> int:
-    """Return the saved bytes of one attention layer.
-
-    The layer saves the norm before it, q, k, v, o twice (once as its projection takes it) and the log-sum-exp. K and V
-    of frames are counted separately.
-    """
+    """Return the saved bytes of one attention layer, without K and V of frames: the norm before it, q, k, v, o twice
+    (once as its projection takes it) and the log-sum-exp."""
     kv_heads = sizes.kv_heads if isinstance(sizes, TextSizes) else 0
     elements = (3 * sizes.heads + 2 * kv_heads) * sizes.head_dim
     return _norm(workload) + workload.tokens * (workload.element * elements + sizes.heads * LSE_BYTES)
 
 
-def _mlp_layer(workload: Workload, sizes: LayerSizes) -> int:
-    """Return the saved bytes of one MLP: the norm before it, and inner activations unless chunks recompute them."""
-    inner = 0 if workload.chunked else _mlp_token(workload.element, sizes.mlp_inner, sizes.mlp_matrices)
-    return _norm(workload) + workload.tokens * inner
+def _layer(workload: Workload, sizes: LayerSizes) -> int:
+    """Return the saved bytes of one layer, with its MLP, whose inner activations are recomputed if it has chunks."""
+    saved = _attention_layer(workload, sizes)
+    if sizes.mlp_inner:
+        inner = 0 if workload.chunked else _mlp_token(workload.element, sizes.mlp_inner, sizes.mlp_matrices)
+        saved += _norm(workload) + workload.tokens * inner
+    return saved
 
 
 def _mlp_token(element: int, inner: int, matrices: int) -> int:
