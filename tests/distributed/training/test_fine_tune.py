@@ -25,9 +25,8 @@ from launch import ROOT, launch_environment
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration, MPlugOwl3Processor
 from mllm_seqpar.training import finetune_trainer
-from mllm_seqpar.training.checkpoint_clock import CheckpointClock
+from mllm_seqpar.training.checkpoints import CheckpointClock, last_checkpoint
 from mllm_seqpar.training.finetune import fine_tune
-from mllm_seqpar.training.resume import last_checkpoint
 from ranks import ranks
 from ranks_worker import reset_global_state
 from training_logs import assert_same_trajectory, log_of

@@ -139,6 +139,3 @@ def test_what_trl_would_compute_wrongly_is_refused(root: Path, tmp_path: Path) -
         train(0, 1, root, tmp_path, "idefics", "sft", mixin=True)
     with pytest.raises(ValueError, match="Packing is not supported for vision datasets"):
         train(0, 1, root, tmp_path, "mplug_owl3", "sft", mixin=True, packing=True)
-    for kind in ("sft", "dpo"):
-        with pytest.raises(ConfigError, match=r"without a column of images itself, .* \(lang_x\); add a column images"):
-            train(0, 1, root, tmp_path, "open_flamingo", kind, media="none", collator=True, mixin=True)
