@@ -77,7 +77,8 @@ def fine_tune(argv: Sequence[str]) -> int:
         return _fine_tune(*prepare(values, problem))
 
 
-def _fine_tune(trainer: FineTuneTrainer, options: FineTuneOptions, checkpoint: Path | None) -> int:
+def _fine_tune(trainer: FineTuneTrainer, checkpoint: Path | None) -> int:
+    options = trainer.options
     try:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     finally:
@@ -101,7 +102,7 @@ def _fine_tune(trainer: FineTuneTrainer, options: FineTuneOptions, checkpoint: P
     # Adapters keep their dtype: float32, as they were trained.
     dtype = None if options.run.use_peft else export_dtype(options.run.save_dtype, str(options.run.model))
     card = model_card(options, state.log_history, len(trainer.data.training), state.global_step)
-    export_model(model, trainer.data.processor, output, dtype, card)
+    export_model(model, trainer.data.training.processor, output, dtype, card)
     _log.info("the final %s in %s", "adapters are" if options.run.use_peft else "model is", output)
     if options.training.push_to_hub:
         run_on_rank_0(as_communicator(), lambda: _log.info("uploaded: %s", upload(options.training, output)))
@@ -115,9 +116,7 @@ def _save_log(trainer: FineTuneTrainer) -> None:
         write_figure(trainer.state.log_history, Path(str(trainer.args.output_dir)))
 
 
-def prepare(
-    values: dict[str, Any] | None, problem: Exception | None
-) -> tuple[FineTuneTrainer, FineTuneOptions, Path | None]:
+def prepare(values: dict[str, Any] | None, problem: Exception | None) -> tuple[FineTuneTrainer, Path | None]:
     """Prepare the run up to its first step; all ranks agree on the result of each part.
 
     Args:
@@ -125,7 +124,7 @@ def prepare(
         problem: what it raised, or None.
 
     Returns:
-        The trainer, the options, and the checkpoint to continue from.
+        The trainer, and the checkpoint to continue from.
     """
     cpu = _start_processes(values or {})
     comm = as_communicator()
@@ -139,20 +138,12 @@ def prepare(
     if options.training.push_to_hub:
         names = agree(comm, "hub", lambda: create_repository(options.training) if comm.rank == 0 else "")
         options.training.hub_model_id = names
-    model = agree(comm, "model", lambda: load_for_training(options, data.processor))
+    model = agree(comm, "model", lambda: load_for_training(options, data.training.processor))
     send_buffers(model)
     options.training.use_cache = bool(getattr(getattr(model, "config", None), "use_cache", True))  # keep it unchanged
-    trainer = FineTuneTrainer(
-        data=data,
-        save_minutes=options.run.save_minutes,
-        stop_after=options.run.stop_after,
-        model=model,
-        args=options.training,
-        sequence_parallel_size=options.parallel.sp,
-        seqpar=options.seqpar,
-    )
-    _log.info("%s", _summary(trainer, options, checkpoint))
-    return trainer, options, checkpoint
+    trainer = FineTuneTrainer(model, data, options)
+    _log.info("%s", _summary(trainer, checkpoint))
+    return trainer, checkpoint
 
 
 def _start_processes(values: dict[str, Any]) -> bool:
@@ -191,13 +182,7 @@ def _open_data(options: FineTuneOptions) -> tuple[FineTuneData, Path | None, dic
     sampling |= {"fps": options.frames.fps, "max_frames": options.frames.max_frames, **options.frames.decoding()}
     training = ChatDataset(str(run.data), processor, on_bad_media=run.on_bad_media, **sampling)
     evaluation = ChatDataset(run.eval_data, processor, **sampling) if run.eval_data else None
-    sp = options.parallel.sp
-    if sp is not None and args.world_size % sp:
-        raise ConfigError(
-            f"--sp {sp}: {sp} ranks per sample do not divide {args.world_size} processes; give a divisor of "
-            f"{args.world_size}, or start another number of processes (--num_processes)"
-        )
-    parallelism = find_parallelism(args, sp, None)
+    parallelism = find_parallelism(args, options.parallel.sp, None)
     groups = args.world_size // (1 if parallelism is None else parallelism.cp_size)
     passes = groups * args.per_device_train_batch_size
     if run.global_batch_size:
@@ -215,8 +200,7 @@ def _open_data(options: FineTuneOptions) -> tuple[FineTuneData, Path | None, dic
     last = last_step(args, order)
     if run.stop_after is not None and not done < run.stop_after <= last:
         raise ConfigError(f"--stop_after {run.stop_after}: the steps of this run are {done + 1} to {last}; give one")
-    features, ahead = _features(options, processor), int(run.read_ahead_gib * 2**30)
-    data = FineTuneData(processor, training, evaluation, order, training.content_digest(), ahead, features)
+    data = FineTuneData(training, evaluation, order, training.content_digest(), _features(options, processor))
     facts = {"training data": data.digest, "evaluation data": evaluation and evaluation.content_digest()}
     return data, checkpoint, facts | {"checkpoint": checkpoint, "model's weights": model_digest(str(run.model))}
 
@@ -241,9 +225,10 @@ def _features(options: FineTuneOptions, processor: Any) -> TowerStore | None:
     return TowerStore(run.features, settings)
 
 
-def _summary(trainer: FineTuneTrainer, options: FineTuneOptions, checkpoint: Path | None) -> str:
+def _summary(trainer: FineTuneTrainer, checkpoint: Path | None) -> str:
     """Return the block that precedes the first step; `checkpoint` is the one that the run continues from."""
-    args, run, seqpar, order = options.training, options.run, options.seqpar, trainer.data.order
+    options, order = trainer.options, trainer.data.order
+    args, run, seqpar = options.training, options.run, options.seqpar
     count: Any = getattr(trainer.model, "get_nb_trainable_parameters", None)  # PEFT's: 4 bits as before packing
     sizes = [(x.numel(), x.requires_grad) for x in trainer.model.parameters()]
     trained, every = count() if count else (sum(n for n, trains in sizes if trains), sum(n for n, _ in sizes))

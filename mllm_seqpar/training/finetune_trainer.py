@@ -38,7 +38,8 @@ from mllm_seqpar.errors import DataError, TransferError
 from mllm_seqpar.integrations.accelerate import reshard
 from mllm_seqpar.patching import patch_of
 
-from .batches import READ_AHEAD_BYTES, BatchReader, LoadedBatch, SampleOrder
+from .arguments import FineTuneOptions
+from .batches import BatchReader, LoadedBatch, SampleOrder
 from .checkpoints import CheckpointClock, RunLayout
 from .run_log import TerminalLog
 from .stored_tower import ARGUMENT, StoredTower
@@ -49,48 +50,45 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class FineTuneData:
-    """The processor, the data sets and the order of the samples of a run.
+    """What a run reads.
 
     Attributes:
-        processor: that of the model.
         training, evaluation: the data sets; the second may be None.
         order: of the training samples.
         digest: of the training data.
-        ahead_bytes: the most bytes of frames that a rank reads ahead.
         features: where the outputs of the frozen vision tower are stored; None computes them in every pass.
     """
 
-    processor: Any
     training: ChatDataset
     evaluation: ChatDataset | None
     order: SampleOrder
     digest: str
-    ahead_bytes: int = READ_AHEAD_BYTES
     features: TowerStore | None = None
 
 
 class FineTuneTrainer(SeqParTrainer):
     """The trainer that the module describes. All ranks must create it at the same point, because it creates process
-    groups.
+    groups."""
 
-    Args:
-        data: what the run reads.
-        save_minutes, stop_after: see `CheckpointClock`.
-        **given: arguments of `SeqParTrainer`.
-    """
-
-    def __init__(self, *, data: FineTuneData, save_minutes: float, stop_after: int | None, **given: Any) -> None:
-        self.data = data
-        super().__init__(train_dataset=data.training, eval_dataset=data.evaluation, **given)
+    def __init__(self, model: nn.Module, data: FineTuneData, options: FineTuneOptions) -> None:
+        self.data, self.options = data, options
+        super().__init__(
+            model=model,
+            args=options.training,
+            train_dataset=data.training,
+            eval_dataset=data.evaluation,
+            sequence_parallel_size=options.parallel.sp,
+            seqpar=options.seqpar,
+        )
         distributed = dist.is_initialized() and dist.get_world_size() > 1
         limit = timedelta(seconds=self.args.ddp_timeout)
         # of the host's messages, for which a rank does not wait for its GPU
         self._host = as_communicator(dist.new_group(backend="gloo", timeout=limit) if distributed else "self")
         self._features = None
         if data.features is not None:
-            self._features = StoredTower(data.features, chat_family(data.processor), self.model)
+            self._features = StoredTower(data.features, chat_family(data.training.processor), self.model)
         self.model_accepts_loss_kwargs = True  # or Trainer divides the loss by the number of micro-batches once more
-        self.clock = CheckpointClock(self._host, save_minutes, stop_after)
+        self.clock = CheckpointClock(self._host, options.run.save_minutes, options.run.stop_after)
         self.add_callback(self.clock)
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
@@ -100,17 +98,14 @@ class FineTuneTrainer(SeqParTrainer):
         """Do nothing: the repository exists (see `export`)."""
 
     @property
-    def _groups(self) -> int:
-        return self.accelerator.num_processes // self.sequence_parallel_size
-
-    @property
     def _group_index(self) -> int:
         return self.accelerator.process_index // self.sequence_parallel_size
 
     def _reader(self, dataset: ChatDataset) -> BatchReader:
         patch = patch_of(self.model)
         assert patch is not None
-        return BatchReader(dataset, patch.context.comm, self._host, self.data.ahead_bytes, self._features)
+        ahead_bytes = int(self.options.run.read_ahead_gib * 2**30)
+        return BatchReader(dataset, patch.context.comm, self._host, ahead_bytes, self._features)
 
     def _read(self, reader: BatchReader, passes: Iterable[Sequence[int]], ahead: int = 1) -> Iterator[LoadedBatch]:
         """Yield the passes as micro-batches; if the reader raises on all ranks, save a checkpoint first."""
@@ -151,7 +146,7 @@ class FineTuneTrainer(SeqParTrainer):
         """
         dataset: Any = self.data.evaluation if eval_dataset is None else eval_dataset
         size, samples = self.args.per_device_eval_batch_size, range(len(dataset))
-        starts = range(self._group_index * size, len(dataset) + self._group_index * size, self._groups * size)
+        starts = range(self._group_index * size, len(dataset) + self._group_index * size, self.data.order.dp * size)
         return DataLoader(dataset, batch_sampler=[list(samples[start : start + size]) for start in starts])
 
     def num_examples(self, dataloader: DataLoader) -> int:
@@ -174,7 +169,7 @@ class FineTuneTrainer(SeqParTrainer):
         with self._stored_tower(inputs) as arguments:
             outputs = model(**arguments)
         assert num_items_in_batch is not None
-        loss = outputs.loss * (_targets(inputs) * self._groups / num_items_in_batch)
+        loss = outputs.loss * (_targets(inputs) * self.data.order.dp / num_items_in_batch)
         if not loss.requires_grad:  # only the visual path trains, and no rank of the group has frames
             loss = loss.detach().requires_grad_()
         return (loss, outputs) if return_outputs else loss

@@ -111,8 +111,9 @@ def choose_parameters(model: nn.Module, freeze: Sequence[str], train: Sequence[s
 
 def _matched(model: nn.Module, names: list[str], selection: Sequence[str], parts: Parts, flag: str) -> set[str]:
     matched: set[str] = set()
+    modules = {path for path, _ in model.named_modules() if path}
     for item in (part.strip() for entry in selection for part in entry.split(",")):
-        prefixes = [name for name in parts.get(item, (item,)) if item and _has_module(model, name)]
+        prefixes = [path for path in parts.get(item, (item,)) if path in modules]
         found = {name for name in names if name.startswith(tuple(prefix + "." for prefix in prefixes))}
         found |= {name for name in names if fnmatchcase(name, item)}
         if not found:
@@ -124,11 +125,3 @@ def _matched(model: nn.Module, names: list[str], selection: Sequence[str], parts
             )
         matched |= found
     return matched
-
-
-def _has_module(model: nn.Module, path: str) -> bool:
-    try:
-        model.get_submodule(path)
-    except AttributeError:
-        return False
-    return True

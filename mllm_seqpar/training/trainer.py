@@ -296,8 +296,8 @@ class SeqParMixin(_Base):
             self.create_optimizer()
             self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
             self.model_wrapped = self.model
-        with count_streamed_samples(dataloader):
-            result = super().evaluation_loop(dataloader, *args, **kwargs)
+        count_streamed_samples(dataloader)
+        result = super().evaluation_loop(dataloader, *args, **kwargs)
         reshard(self.model)
         return result
 
@@ -343,28 +343,10 @@ class SeqParMixin(_Base):
         export_model(self.accelerator.unwrap_model(self.model), self.processing_class, directory)
 
 
-class _CountedStream(IterableDataset):
-    """Yields the samples of a stream, and then sets how many of the loader's last round are not duplicates."""
+def count_streamed_samples(loader: Any) -> None:
+    """Make `loader`, if it reads a stream, set the number of samples in its last round that are not duplicates.
 
-    def __init__(self, stream: Any, loader: Any, round_size: int) -> None:
-        self._stream, self._loader, self._round_size = stream, loader, round_size
-
-    def __iter__(self) -> Iterator[Any]:
-        count = 0
-        for sample in self._stream:
-            count += 1
-            yield sample
-        self._loader.remainder = count % self._round_size
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)  # accelerate reads set_epoch and generator
-
-
-@contextlib.contextmanager
-def count_streamed_samples(loader: Any) -> Iterator[None]:
-    """Return a context in which `loader`, if it reads a stream, counts the duplicates in its last round.
-
-    accelerate counts them only for datasets with a length.
+    accelerate sets it only for datasets with a length.
 
     Raises:
         ConfigError: worker processes read the stream, where the samples cannot be counted.
@@ -373,7 +355,6 @@ def count_streamed_samples(loader: Any) -> Iterator[None]:
 
     shard = getattr(loader, "dataset", None)
     if not isinstance(shard, IterableDatasetShard) or shard.drop_last:
-        yield
         return
     if loader.num_workers:
         raise ConfigError(
@@ -381,12 +362,26 @@ def count_streamed_samples(loader: Any) -> Iterator[None]:
             f"{shard.num_processes} groups of ranks: duplicates in the last batch could not be counted; use 0 workers, "
             "or a dataset with a length"
         )
-    stream, size = shard.dataset, shard.batch_size * (1 if shard.split_batches else shard.num_processes)
-    shard.dataset = _CountedStream(stream, loader, size)
-    try:
-        yield
-    finally:
-        shard.dataset = stream
+    shard.dataset = _CountedStream(shard.dataset, loader)
+
+
+class _CountedStream(IterableDataset):
+    """Yields the samples of a stream, and then sets how many of the loader's last round are not duplicates."""
+
+    def __init__(self, stream: Any, loader: Any) -> None:
+        self._stream, self._loader = stream, loader
+        shard = loader.dataset
+        self._round = shard.batch_size * (1 if shard.split_batches else shard.num_processes)
+
+    def __iter__(self) -> Iterator[Any]:
+        count = 0
+        for sample in self._stream:
+            count += 1
+            yield sample
+        self._loader.remainder = count % self._round
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)  # accelerate reads set_epoch and generator
 
 
 class SeqParTrainer(SeqParMixin, Trainer):

@@ -126,6 +126,7 @@ def _degree(world: int, parallelism: Any, requested: int | None, patched: int | 
     degree = next(iter(sizes.values()), world)
     if degree < 1 or world % degree:
         raise ConfigError(
-            f"SeqParTrainer: {degree} ranks per sample do not divide {world} processes; use a divisor of {world}"
+            f"SeqParTrainer: {degree} ranks per sample do not divide {world} processes; use a divisor of {world} "
+            "(finetune: --sp), or another number of processes"
         )
     return degree
