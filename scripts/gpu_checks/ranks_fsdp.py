@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.integrations.accelerate.fsdp2 import enable_fsdp2_on_cpu, require_sharded, set_fsdp_units
+from mllm_seqpar.integrations.accelerate import enable_fsdp2_on_cpu, require_sharded, set_fsdp_units
 
 LAUNCHED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
 """What `accelerate launch` sets for a configuration with FSDP2."""

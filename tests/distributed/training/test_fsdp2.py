@@ -12,8 +12,7 @@ from fsdp2_on_cpu import fsdp2_accelerator, shard
 from launch import launch_environment
 from mllm_seqpar import patch_model
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.integrations.accelerate.context_parallel import sequence_parallel_mesh
-from mllm_seqpar.integrations.accelerate.fsdp2 import require_sharded, reshard, set_parallelism_on_cpu
+from mllm_seqpar.integrations.accelerate import require_sharded, reshard, sequence_parallel_mesh, set_parallelism_on_cpu
 from ranks import ranks
 from tiny_models.mplug_owl3 import tiny_frames, tiny_model, tiny_text
 

@@ -1,79 +1,27 @@
-"""Layer: one process. Micro-batches of a chat file, its digest, refused samples; export, and the digest of weights.
+"""Layer: one process. The result of a run: its directory, its model card, its upload; the digest of weights."""
 
-Also that a vision tower whose outputs are stored keeps what others have set on it.
-"""
-
-import json
+import functools
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import HfApi, ModelCard
 from safetensors.torch import load_file
 
-from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
-from mllm_seqpar.data import ChatDataset
+from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.data.chat_family import chat_family
-from mllm_seqpar.data.needle import make_needle_videos
 from mllm_seqpar.data.tower_store import TowerStore
-from mllm_seqpar.errors import DataError
+from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.models.loading import model_digest
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration, MPlugOwl3ImageProcessor, MPlugOwl3Processor
-from mllm_seqpar.training.batches import BatchReader, LoadedBatch
-from mllm_seqpar.training.export import export_dtype, export_model, run_on_rank_0
+from mllm_seqpar.training import export
+from mllm_seqpar.training.arguments import make_options, read_options
+from mllm_seqpar.training.export import create_repository, export_dtype, export_model, model_card, run_on_rank_0
 from mllm_seqpar.training.stored_tower import StoredTower, TowerRows
-from tiny_models.mplug_owl3 import IMAGE_SIZE, IMAGE_TOKEN, tiny_model, tiny_tokenizer
-
-TEXT = {"messages": [{"role": "user", "content": "Say hello."}, {"role": "assistant", "content": "hello"}]}
-
-
-@pytest.fixture
-def chat_file(tmp_path: Path) -> Path:
-    videos = make_needle_videos(tmp_path / "videos", 3, frames=(2, 5))
-    rows = [*(video.sample(tmp_path) for video in videos), TEXT]
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return tmp_path / "chat.jsonl"
-
-
-def opened(path: Path, **options: int) -> ChatDataset:
-    processor = MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=IMAGE_SIZE), tiny_tokenizer())
-    return ChatDataset(path, processor, **options)
-
-
-def read(dataset: ChatDataset, *samples: int) -> LoadedBatch:
-    return BatchReader(dataset, "self", as_communicator("self")).read(samples)
-
-
-def test_batch_has_all_arguments_of_forward(chat_file: Path) -> None:
-    batch = read(opened(chat_file), 0, 3)
-    inputs = batch.arguments
-    assert inputs["pixel_values"].shape == (batch.chat.frames, 3, IMAGE_SIZE, IMAGE_SIZE)
-    assert "visual_shard" not in inputs
-    assert int((inputs["input_ids"] == IMAGE_TOKEN).sum()) == batch.chat.frames
-    assert batch.chat.targets == int((inputs["labels"][:, 1:] != -100).sum()) > 0
-    assert tiny_model()(**inputs).loss.isfinite()
-
-
-def test_digest_covers_text_and_media(chat_file: Path) -> None:
-    def digest() -> str:
-        return opened(chat_file).content_digest()
-
-    first = digest()
-    assert digest() == first
-    videos = sorted((chat_file.parent / "videos").iterdir())
-    with videos[1].open("ab") as video:
-        video.write(b"more")
-    second = digest()
-    chat_file.write_text(chat_file.read_text().replace("hello.", "hullo."))
-    assert len({first, second, digest()}) == 3
-
-
-def test_unusable_samples_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be read"):
-        opened(tmp_path / "none.jsonl")
-    (tmp_path / "chat.jsonl").write_text(json.dumps(TEXT) + "\n")
-    with pytest.raises(DataError, match="max_length = 5"):
-        read(opened(tmp_path / "chat.jsonl", max_length=5), 0)
+from tiny_models.mplug_owl3 import IMAGE_SIZE, tiny_model, tiny_tokenizer
 
 
 @pytest.mark.parametrize(("choice", "saved"), [("source", torch.bfloat16), ("float32", torch.float32)])
@@ -131,3 +79,23 @@ def test_stored_tower_keeps_a_method_that_was_set_on_its_instance(tmp_path: Path
         with stored.running(TowerRows((), None)):
             assert vars(tower)["penultimate"] is not wrapper
         assert vars(tower).get("penultimate") is wrapper
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    unreachable = functools.partial(HfApi, endpoint="http://127.0.0.1:9")
+    monkeypatch.setattr(export, "HfApi", unreachable)
+    args: Any = SimpleNamespace(
+        hub_model_id=None, output_dir=str(tmp_path / "run"), hub_private_repo=None, hub_token="x"
+    )
+    with pytest.raises(
+        ConfigError, match="--push_to_hub: the repository run cannot be created .*leave --push_to_hub out"
+    ):
+        create_repository(args)
+
+
+@pytest.mark.parametrize(("model", "base"), [("user/name", "user/name"), ("user/name@a1b2", "user/name"), (".", None)])
+def test_base_model_of_the_card_is_an_id_on_the_hub_or_left_out(model: str, base: str | None) -> None:
+    given = ["--model", model, "--data", "d", "--output_dir", "o", "--use_cpu"]
+    card = model_card(make_options(read_options(given)), [{"loss": 0.5}], samples=3, steps=2)
+    assert (ModelCard(card).data.base_model, ModelCard(card).data.library_name) == (base, "transformers")
+    assert "- last training loss: 0.5" in card and "(3 samples) for 2 steps" in card

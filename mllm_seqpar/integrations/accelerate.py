@@ -1,4 +1,9 @@
-"""FSDP2 through accelerate: units and gradient dtype, and support for CPUs.
+"""accelerate: its device mesh without its own context parallelism, and FSDP2 on any device.
+
+accelerate's mesh has the dimensions dp_replicate, dp_shard, cp, sp and tp. The ranks along `cp` receive the same
+batches, and FSDP2 shards over dp_shard and cp together. accelerate's own context parallelism cannot be used: `prepare`
+registers hooks on every `*self_attn` that drop attention masks, and each step then runs inside a context manager that
+shards the inputs and replaces torch's attention, for text-only models (`_compat.CP_HOOKS`).
 
 accelerate enables FSDP for accelerator devices only. On CPU, the same config silently uses DDP: training works, but
 every rank holds whole parameters, and a CPU test says nothing about FSDP. This module therefore writes into
@@ -6,16 +11,22 @@ accelerate's state what accelerate would have set on a GPU. `require_sharded` ch
 accelerate that changes these names ends in an error and not in an unsharded model.
 """
 
+from __future__ import annotations
+
+import functools
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from mllm_seqpar._compat import FSDP_ON_CPU, PARALLELISM_ON_CPU
+from mllm_seqpar._compat import CP_HOOKS, FLATTENED_MESH, FSDP_ON_CPU, PARALLELISM_ON_CPU, keep_attention
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.models.loading import layer_classes
 
@@ -30,6 +41,57 @@ _FSDP2 = {
     "FSDP_ACTIVATION_CHECKPOINTING": "false",
 }
 """The variables that `accelerate launch` sets for `configs/fsdp2_cpu_2.yaml` and that are not accelerate's defaults."""
+
+
+def sequence_parallel_mesh(accelerator: Any) -> DeviceMesh | None:
+    """Return the one-dimensional mesh to pass to `patch_model` as `group`; disable accelerate's context parallelism.
+
+    Call it before `accelerator.prepare`:
+
+        accelerator = Accelerator(parallelism_config=ParallelismConfig(cp_size=4, dp_shard_size=2))
+        patch_model(model, group=sequence_parallel_mesh(accelerator))
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    Args:
+        accelerator: created with a `ParallelismConfig` whose `cp_size` is the sequence-parallel degree, or launched
+            with the config keys `parallelism_config_cp_size` and so on.
+
+    Returns:
+        The `cp` axis, or None in a single process, which is a group of one.
+
+    Raises:
+        ConfigError: if there are several processes and no `cp` axis, or this accelerate version is not supported.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    axes = () if accelerator.torch_device_mesh is None else accelerator.torch_device_mesh.mesh_dim_names or ()
+    if "cp" not in axes:
+        raise ConfigError(
+            f"accelerate's device mesh has the axes {tuple(axes)} and no cp: pass "
+            "Accelerator(parallelism_config=ParallelismConfig(cp_size=..., dp_shard_size=...)), or set "
+            "parallelism_config_cp_size in the launch config; cp_size is the number of ranks that share a sample"
+        )
+    disable_context_parallelism(accelerator)
+    return accelerator.torch_device_mesh["cp"]
+
+
+def disable_context_parallelism(accelerator: Any) -> None:
+    """Make `accelerator.prepare` leave the model's attention and masks unchanged for any `cp_size`."""
+    if not CP_HOOKS.applies():
+        return
+    keep_attention(accelerator)
+    if FLATTENED_MESH.applies():
+        accelerator.prepare = _without_mesh_warning(accelerator.prepare)
+
+
+def _without_mesh_warning(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(prepare)
+    def quiet(*args: Any, **kwargs: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh")
+            return prepare(*args, **kwargs)
+
+    return quiet
 
 
 def launched_with_fsdp2() -> bool:
@@ -142,10 +204,6 @@ def send_buffers(model: nn.Module) -> None:
     dist.destroy_process_group(group)
 
 
-def _efficient_loading(accelerator) -> bool:
-    return accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
-
-
 def allocate(model: nn.Module) -> nn.Module:
     """Replace parameters and buffers on the meta device by ones on the CPU; tied parameters stay tied.
 
@@ -181,10 +239,10 @@ def set_fsdp_units(accelerator, model: nn.Module) -> None:
                 "fsdp_version: 2 in its config, or FullyShardedDataParallelPlugin(fsdp_version=2)"
             )
         return
-    if _efficient_loading(accelerator):
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.cpu_ram_efficient_loading:
         _check_efficient_loading(model)
         allocate(model)  # transformers leaves weights that a checkpoint lacks on the meta device, except on rank 0
-    plugin = accelerator.state.fsdp_plugin
     if accelerator.mixed_precision == "bf16":
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -239,6 +297,6 @@ def reshard(model: nn.Module) -> None:
 def _unsupported_version(found: str) -> ConfigError:
     return ConfigError(
         f"FSDP2 through accelerate {version('accelerate')} and torch {torch.__version__}: {found}. "
-        "mllm_seqpar/integrations/accelerate/fsdp2.py supports accelerate 1.15; install that version, or launch with "
-        "one process"
+        "mllm_seqpar/integrations/accelerate.py supports accelerate 1.15; install that version, or launch with one "
+        "process"
     )

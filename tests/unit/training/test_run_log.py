@@ -1,4 +1,4 @@
-"""Layer: one process. Which checkpoints a run may resume, and the numbers of a log row."""
+"""Layer: one process. The numbers of a log row, what a run prints, and its figure."""
 
 import time
 from contextlib import suppress
@@ -12,28 +12,62 @@ import torch
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm.base import Recv, Send
 from mllm_seqpar.comm.loopback import LoopbackCommunicator, run_loopback
-from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.patching import patch_of
-from mllm_seqpar.training.resume import RunLayout
-from mllm_seqpar.training.throughput import Throughput
+from mllm_seqpar.training import run_log
+from mllm_seqpar.training.run_log import HEADER, TerminalLog, Throughput, row, write_figure
 from tiny_models.mplug_owl3 import Case, inputs_of, tiny_model
 
+LOG = {
+    "loss": 1234.5678,
+    "learning_rate": 1.2345e-05,
+    "tokens_per_second": 1234567.8,
+    "data_wait_seconds": 1234.56,
+    "peak_memory_mib/rank_0": 1.0,
+    "peak_memory_mib/rank_127": 81920.0,
+    "peak_memory_mib/rank_5": 3.0,
+}
 
-def layout(processes: int, batch: int, fsdp: bool = True) -> RunLayout:
-    sizes = {"sequence_parallel_size": 2, "per_device_train_batch_size": batch, "gradient_accumulation_steps": 2}
-    return RunLayout(processes=processes, fsdp=fsdp, **sizes)
+
+def test_rows_fit_a_terminal_and_name_the_rank_with_the_highest_memory() -> None:
+    found = row(LOG, 123_456, 999_999, "123:45:67")
+    assert len(HEADER) <= len(found) <= 90 and len(row(LOG | {"loss": 0.5}, 1, 20, "0:01:00")) <= 90
+    assert found.endswith("  80.0 GiB (rank 127)") and "peak_memory_mib" not in found
+    assert row({"loss": 1.0, "learning_rate": 0.0}, 1, 2, "...").split() == ["1/2", "...", "1", "0", "0", "0.0", "s"]
 
 
-def test_a_checkpoint_is_resumed_only_with_the_samples_of_its_steps(tmp_path: Path) -> None:
-    layout(4, 2).require_resumable(tmp_path)  # a checkpoint of Trainer says nothing
-    layout(4, 2).write(tmp_path)
-    layout(2, 4).require_resumable(tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"8 samples per step \(2 groups of 2 ranks.* has 4 samples .*step has 8 samples"
-    ):
-        layout(2, 2).require_resumable(tmp_path)
-    with pytest.raises(ConfigError, match="was written with FSDP, but this run is without FSDP"):
-        layout(4, 2, fsdp=False).require_resumable(tmp_path)
+def test_the_remaining_time_follows_from_the_steps_after_the_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(run_log, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    log, args = TerminalLog(), SimpleNamespace(disable_tqdm=True)
+    state = SimpleNamespace(global_step=4, max_steps=10, is_world_process_zero=True)  # resumed after step 4
+    log.on_train_begin(args, state, None)
+    for seconds in (100, 3, 3):
+        state.global_step += 1
+        now[0] += seconds
+        log.on_step_end(args, state, None)
+        log.on_log(args, state, None, logs=LOG)
+    log.on_log(args, state, None, logs={"eval_loss": 0.25})
+    state.is_world_process_zero = False
+    log.on_log(args, state, None, logs=LOG)
+    header, *rows, evaluation = capsys.readouterr().out.splitlines()
+    assert header == HEADER and [line.split()[:2] for line in rows] == [
+        ["5/10", "..."],
+        ["6/10", "0:00:12"],
+        ["7/10", "0:00:09"],
+    ]
+    assert evaluation.split() == ["evaluation", "0.25", "after", "step", "7"]
+
+
+def test_picture_of_a_run_is_written_with_and_without_evaluations(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    steps: list[dict[str, Any]] = [{"step": n, "loss": 1 / n, "learning_rate": 1e-5 * n} for n in range(1, 9)]
+    assert write_figure([], tmp_path) is None
+    for log in (steps, [*steps, {"step": 8, "eval_loss": 0.2}]):
+        path = write_figure(log, tmp_path)
+        assert path == tmp_path / "training.png" and path.read_bytes().startswith(b"\x89PNG")
+        path.unlink()
 
 
 def test_a_log_row_has_the_tokens_frames_and_waiting_of_its_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
