@@ -41,7 +41,7 @@ class CheckDataOptions(StoredFrameOptions):
     """The options of `mllm-seqpar check-data`: those of training, and what is written and reported."""
 
     data: tuple[str, ...] = option(
-        "JSONL, JSON, parquet, arrow, tar shards, a directory with metadata.jsonl, or an id on the Hub; may be several"
+        "JSONL, JSON, CSV, parquet, arrow, tar shards, a directory of them, or an id on the Hub; may be several"
     )
     model: str | None = option("directory or Hub id of a model, whose processor counts the tokens too", None)
     num_frames: int | None = option("number of frames per video, instead of --fps", None)

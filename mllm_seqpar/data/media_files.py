@@ -23,8 +23,7 @@ from urllib.parse import unquote, urlsplit
 
 from mllm_seqpar.errors import VideoError
 
-from .downloads import download, store_bytes
-from .urls import data_blocks
+from .downloads import data_blocks, download, store_bytes
 
 _SLICE = re.compile(r"^subfile,,start,(\d+),end,(\d+),,:(.+)$", re.DOTALL)
 _SCHEME = re.compile(r"^([a-z][a-z0-9+.-]+):", re.IGNORECASE)  # at least two letters, because C: is a drive

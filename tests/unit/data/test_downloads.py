@@ -13,7 +13,7 @@ import pytest
 import torch
 from clips import write_clip
 
-from mllm_seqpar.data import VideoSource, urls
+from mllm_seqpar.data import VideoSource, downloads
 from mllm_seqpar.data.downloads import CACHE_VARIABLE, SIZE_VARIABLE, download
 from mllm_seqpar.data.media_files import local_media
 from mllm_seqpar.errors import VideoError
@@ -136,17 +136,17 @@ def test_host_that_sends_too_slowly_ends_the_download(
     monkeypatch: pytest.MonkeyPatch, rates: list[tuple[int, float]], longest: float | None, message: str | None
 ) -> None:
     answer, expected = Answer(list(rates)), sum(count for count, _ in rates)
-    monkeypatch.setattr(urls, "time", SimpleNamespace(monotonic=lambda: answer.now))
+    monkeypatch.setattr(downloads, "time", SimpleNamespace(monotonic=lambda: answer.now))
     if message is None:
-        assert sum(map(len, urls.blocks(answer, longest))) == expected
+        assert sum(map(len, downloads.blocks(answer, longest))) == expected
     else:
         with pytest.raises(OSError, match=message):
-            list(urls.blocks(answer, longest))
+            list(downloads.blocks(answer, longest))
 
 
 def test_slow_host_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count(step=1000)
-    monkeypatch.setattr(urls, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    monkeypatch.setattr(downloads, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
     with pytest.raises(VideoError, match=f"{url}/a.mp4: cannot be downloaded .the host sends .* are required.*; with"):
         download(f"{url}/a.mp4")
 
