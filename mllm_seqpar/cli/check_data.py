@@ -22,7 +22,7 @@ from mllm_seqpar.data.chat import ChatDataset, ChatSample, collate
 from mllm_seqpar.data.chat_format import media_parts
 from mllm_seqpar.data.decoding_work import frames_to_decode
 from mllm_seqpar.data.formats import DEFAULT_TEMPLATE
-from mllm_seqpar.data.frame_store import FrameStore, FrameStoreError
+from mllm_seqpar.data.frame_store import FrameStore
 from mllm_seqpar.data.sources import FrameSource, VideoSource
 from mllm_seqpar.data.video import probe
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError
@@ -244,7 +244,7 @@ def _report(dataset: ChatDataset, row: _CheckedSample, totals: Totals, long: flo
     for part, future in row.media:
         try:
             medium = future.result()
-        except (FrameStoreError, ConfigError):  # an error of the store or the installation, not of the sample
+        except (DataError, ConfigError):  # an error of the store or the installation, not of the sample
             raise
         except SeqParError as error:
             faults.append(str(error))

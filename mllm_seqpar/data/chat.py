@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from mllm_seqpar.comm.base import fingerprint
 from mllm_seqpar.errors import ConfigError, DataError, VideoError
 from mllm_seqpar.sharding import join_spans
 
@@ -28,6 +27,7 @@ from .frame_store import FrameStore
 from .media_files import is_remote, media_size
 from .records import open_records
 from .sources import FrameSource, ImageListSource, VideoSource, ranges_by_source
+from .store_files import digest_of
 
 ON_BAD_MEDIA = ("fail", "skip")
 """What training does if media cannot be read: stop, or use another sample instead."""
@@ -224,7 +224,7 @@ class ChatDataset(Dataset[ChatSample]):
             for name in part_files(part)
         )
         media = [f"{name} {self._size(index, name)}" for index, name in files]
-        return f"{self.digest[:16]}-{fingerprint(chr(10).join(media)):016x}"
+        return digest_of("\n".join([self.digest, *media]))
 
     def _size(self, index: int, name: str) -> int:
         """Return the number of bytes of a file; -1 if it is missing, and -2 for a URL or a file inside a table."""

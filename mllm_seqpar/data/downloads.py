@@ -14,7 +14,6 @@ like the first URL. No proxy is used.
 from __future__ import annotations
 
 import base64
-import hashlib
 import http.client
 import ipaddress
 import os
@@ -30,7 +29,7 @@ from urllib.parse import unquote_to_bytes, urlsplit
 
 from mllm_seqpar.errors import VideoError
 
-from .store_files import atomic_write
+from .store_files import atomic_write, digest_of
 
 CACHE_VARIABLE = "MLLM_SEQPAR_CACHE"
 """Environment variable with the directory of the cache; default: mllm-seqpar below the user's cache directory."""
@@ -80,13 +79,14 @@ def download(url: str) -> Path:
         suffix = Path(urlsplit(url).path).suffix[:8]
     except ValueError as error:
         raise VideoError(f"{url}: not a valid URL ({error})") from error
-    return stored(hashlib.sha256(url.encode()).hexdigest()[:40] + suffix, url, lambda: _blocks_of(url))
+    return stored(digest_of(url) + suffix, url, lambda: _blocks_of(url))
 
 
 def store_bytes(content: bytes, suffix: str) -> Path:
     """Return the file of the cache that has this content; `suffix` only helps people who inspect the cache."""
-    name = hashlib.sha256(content).hexdigest()[:40] + suffix
-    return stored(name, f"{len(content)} bytes of an image or a data URL", lambda: iter([content]))
+    return stored(
+        digest_of(content) + suffix, f"{len(content)} bytes of an image or a data URL", lambda: iter([content])
+    )
 
 
 def stored(name: str, what: str, chunks: Callable[[], Iterator[bytes]]) -> Path:

@@ -20,12 +20,11 @@ from torch import Tensor
 from mllm_seqpar._compat import optional_import
 from mllm_seqpar.errors import ConfigError, VideoError
 
-from .feature_store import source_meta
 from .frame_batches import stacked
 from .frame_store import FrameFile, FrameStore
 from .media_files import IMAGE_FORMATS, local_media, media_digest, media_size, open_media
 from .reader import check_range, read_frames
-from .video import FramePlan, plan_frames, probe
+from .video import FramePlan, plan_frames, probe, source_meta
 
 _ORIENTATION = 0x0112
 """The EXIF tag; values of 5 and above rotate the image by 90 degrees."""
@@ -116,7 +115,7 @@ class VideoSource(FrameSource):
     ) -> "VideoSource":
         """Probe `path`, a file or a URL, and plan its frames by the rules of `plan_frames`.
 
-        With `frame_store`, frames are read from this store. FrameStoreError is raised if it does not have them.
+        With `frame_store`, frames are read from this store. DataError is raised if it does not have them.
         """
         info = probe(local_media(path))
         plan = plan_frames(info, fps=fps, num_frames=num_frames, max_frames=max_frames, start=start, end=end)

@@ -20,7 +20,8 @@ from mllm_seqpar._logging import get_logger
 from mllm_seqpar.errors import ConfigError, VideoError
 
 from .frame_choice import FrameChoice
-from .media_files import media_size, underlying_file, video_options
+from .media_files import media_digest, media_size, underlying_file, video_options
+from .store_files import digest_of
 
 _log = get_logger(__name__)
 
@@ -81,6 +82,20 @@ class FramePlan:
     def time(self, tick: int) -> float:
         """Return the time of a tick in seconds after the first frame."""
         return float((tick - self.start) * self.time_base)
+
+
+def source_meta(plan: FramePlan) -> dict[str, Any]:
+    """Return metadata that identifies the frames of a plan: path, size, mtime and digest of the file; the times."""
+    path = underlying_file(plan.path)
+    times = digest_of(repr((plan.ticks, plan.time_base)))
+    return {
+        "source_path": os.path.abspath(path),
+        "source_size": media_size(plan.path),
+        "source_mtime": int(os.stat(path).st_mtime),
+        "source_digest": media_digest(plan.path),
+        "frames": len(plan),
+        "frame_times": times,
+    }
 
 
 @contextmanager

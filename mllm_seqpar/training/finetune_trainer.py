@@ -31,7 +31,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.data.chat import ChatDataset
 from mllm_seqpar.data.chat_family import chat_family
-from mllm_seqpar.data.tower_store import TowerStore
+from mllm_seqpar.data.feature_store import TowerStore
 from mllm_seqpar.errors import DataError, TransferError
 from mllm_seqpar.integrations.accelerate.fsdp2 import reshard
 from mllm_seqpar.patching import patch_of
