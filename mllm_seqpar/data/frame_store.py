@@ -26,10 +26,9 @@ from torch import Tensor
 
 from mllm_seqpar.errors import DataError, VideoError
 
-from .decoding import decode_threads
-from .frame_batches import FrameBatches
-from .jpeg import jpeg_of
-from .prefetch import read_ahead
+from .images import jpeg_of
+from .prefetch import FrameBatches, read_ahead
+from .reader import decode_threads
 from .store_files import atomic_write, reading_index, write_json, writing
 from .video import FramePlan, source_meta
 

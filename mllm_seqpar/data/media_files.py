@@ -7,8 +7,8 @@ uncompressed tar shard is decoded in place, with random access, and nothing is e
 
 A media file may come from anyone, so it is opened only if it is self-contained. FFmpeg also reads playlists (HLS, DASH,
 concat, SDP) that name other files and hosts, and Pillow also reads formats that run other programs (EPS).
-`video_options` and `IMAGE_FORMATS` exclude these. The format is determined by the content, never by the name of the
-file.
+`video_options` and `images.IMAGE_FORMATS` exclude these. The format is determined by the content, never by the name
+of the file.
 """
 
 from __future__ import annotations
@@ -39,9 +39,6 @@ _CONTAINERS = (
 )
 _STREAMS = "h264 hevc av1 obu m4v mpegvideo h263 yuv4mpegpipe"
 _PICTURES = "png_pipe jpeg_pipe webp_pipe bmp_pipe tiff_pipe"
-
-IMAGE_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "BMP", "GIF", "TIFF", "PPM", "TGA", "ICO", "JPEG2000", "AVIF", "HEIF")
-"""The image formats that are read, by Pillow's names."""
 
 
 def video_options(name: str) -> dict[str, str]:

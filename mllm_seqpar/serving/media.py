@@ -24,7 +24,7 @@ from urllib.parse import unquote, urlsplit
 
 from mllm_seqpar.data.downloads import NotAllowed, blocks, data_blocks, open_url
 from mllm_seqpar.data.frame_choice import FrameChoice
-from mllm_seqpar.data.sources import is_image_file
+from mllm_seqpar.data.images import is_image_file
 from mllm_seqpar.inference.engine import MediaFile
 
 from .protocol import ApiError, MediaReference
