@@ -250,13 +250,7 @@ class JsonRecords(Records):
             except ValueError as error:
                 raise DataError(f"{self._file}: not JSON ({error}); expected one list of records") from error
             return
-        lines = [(number, row) for number, row in enumerate(content.splitlines(), 1) if row.strip()]
-        if self._file.suffix == ".json" and start[:1] == b"{" and len(lines) > 1 and _is_object(start):
-            raise DataError(
-                f"{self._file}: contains a single JSON object; expected a list of records, or JSONL with one on each "
-                "line"
-            )
-        yield from lines
+        yield from ((number, row) for number, row in enumerate(content.splitlines(), 1) if row.strip())
 
 
 class TableRecords(Records):
@@ -410,10 +404,3 @@ def _has_files(kind: Any) -> bool:
     if types.is_struct(kind):
         return any(field.name == "bytes" and _has_files(field.type) for field in kind)
     return bool(types.is_binary(kind) or types.is_large_binary(kind))
-
-
-def _is_object(content: bytes) -> bool:
-    try:
-        return isinstance(json.loads(content), dict)
-    except ValueError:
-        return False

@@ -259,11 +259,6 @@ def test_elements_of_a_json_list_have_their_numbers(tmp_path: Path) -> None:
             "*.jsonl",
             "2 .jsonl files; only parquet, arrow and tar data may have several",
         ),
-        (
-            {"a.json": '{\n"data": [1]\n}'},
-            "a.json",
-            "a.json: contains a single JSON object; expected a list of records",
-        ),
         ({"a.jsonl": "{}"}, "b.jsonl", r"cannot be read \(No such file or directory\); expected JSONL"),
         ({"a.jsonl": "{}", "b.csv": "x"}, "*.*", r"matches files of several kinds \(.csv, .jsonl\)"),
     ],
