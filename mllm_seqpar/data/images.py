@@ -1,4 +1,8 @@
-"""Image files, read with Pillow: their sizes, their pixels, and frames as JPEG for the frame store and for previews."""
+"""Image files, read with Pillow: their sizes, their pixels, and frames as JPEG for the frame store and for previews.
+
+Pillow also reads formats that run other programs (EPS). `IMAGE_FORMATS` excludes them, because a file may come from
+anyone. The format is determined by the content, never by the name of the file.
+"""
 
 import io
 from collections.abc import Iterator
@@ -13,7 +17,7 @@ from torch import Tensor
 from mllm_seqpar._compat import optional_import
 from mllm_seqpar.errors import VideoError
 
-from .media_files import media_size, open_media
+from .media_files import media_size
 
 IMAGE_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "BMP", "GIF", "TIFF", "PPM", "TGA", "ICO", "JPEG2000", "AVIF", "HEIF")
 """The image formats that are read, by Pillow's names."""
@@ -48,12 +52,12 @@ def _open_image(name: str) -> Iterator[tuple[Any, Any]]:
     image.init()
     try:
         known = [name for name in IMAGE_FORMATS if name in image.OPEN]
-        with open_media(name) as content, image.open(content, formats=known) as file:
+        with image.open(name, formats=known) as file:
             yield file, ops
     except (OSError, SyntaxError, ValueError) as error:  # Pillow raises any of these for broken files
         if media_size(name) == 0:
             raise VideoError(f"{name}: the file is empty (0 bytes); was the download interrupted?") from error
-        reason = str(error).partition(" <")[0]  # without the repr of the file
+        reason = str(error).partition(f" {name!r}")[0]  # without the path, which the message begins with
         raise VideoError(f"{name}: not a readable image ({reason}); replace or convert it") from error
 
 

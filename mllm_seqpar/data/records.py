@@ -26,8 +26,8 @@ from mllm_seqpar.errors import DataError, VideoError, first_line
 from mllm_seqpar.models.hub import local_directory
 
 from .downloads import stored
-from .media_files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, is_remote, local_media, media_digest
-from .store_files import digest_of
+from .media_files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, is_remote, local_media
+from .store_files import digest_of, file_digest
 
 VIDEO_ID = "video-id:"
 """The prefix of the name of a video if only the stem of its file is known."""
@@ -175,7 +175,7 @@ class Records(ABC):
         return f"{self.path}, record {index + 1}"
 
     def locate(self, index: int, name: str) -> str:
-        """Return the local name (see `media_files`) of a file that record `index` names; downloads a URL.
+        """Return the path of a file that record `index` names; downloads a URL.
 
         Raises:
             VideoError: there is no such file.
@@ -192,7 +192,7 @@ class Records(ABC):
         raise VideoError(f"{self.folders[0] / name}: no such file{others}")
 
     def identify(self, index: int, name: str) -> str | tuple[int, str]:
-        """Return what is equal for equal files: a local name, a URL, or the place of a file inside a table.
+        """Return what is equal for equal files: a path, a URL, or the place of a file inside a table.
 
         Nothing is downloaded or written.
 
@@ -269,7 +269,7 @@ class TableRecords(Records):
             files = sorted(path for path in folder.iterdir() if path.is_file())
         try:
             data = datasets.load_from_disk(str(folder)) if saved else self._load(datasets, files)
-            self.digest = digest_of("\n".join(f"{path.name} {media_digest(os.fspath(path))}" for path in files))
+            self.digest = digest_of("\n".join(f"{path.name} {file_digest(path)}" for path in files))
         except Exception as error:  # of pyarrow, tarfile, the file system, or `datasets` itself
             why = first_line(error.__cause__ if isinstance(error.__cause__, Exception) else error)
             raise DataError(f"{files[0]}: cannot be read by `datasets` ({why}); was the download complete?") from error

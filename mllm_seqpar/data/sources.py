@@ -18,9 +18,10 @@ from mllm_seqpar.errors import ConfigError, VideoError
 
 from .frame_store import FrameFile, FrameStore
 from .images import image_size, read_image
-from .media_files import local_media, media_digest, media_size
+from .media_files import local_media, media_size
 from .prefetch import stacked
 from .reader import check_range, read_frames
+from .store_files import file_digest
 from .video import FramePlan, plan_frames, probe, source_meta
 
 
@@ -181,7 +182,7 @@ class ImageListSource(FrameSource):
 
     def key(self) -> str:
         """Return the digests of the files."""
-        return json.dumps([media_digest(path) for path in self.paths])
+        return json.dumps([file_digest(path) for path in self.paths])
 
     def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
         """Yield images start <= i < stop; without `size`, a change of size starts a new tensor."""

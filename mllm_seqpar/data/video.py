@@ -21,8 +21,23 @@ from mllm_seqpar._logging import get_logger
 from mllm_seqpar.errors import ConfigError, VideoError
 
 from .frame_choice import FrameChoice
-from .media_files import media_digest, media_size, underlying_file, video_options
-from .store_files import digest_of
+from .media_files import media_size
+from .store_files import digest_of, file_digest
+
+_CONTAINERS = (
+    "mov,mp4,m4a,3gp,3g2,mj2 matroska,webm avi mpegts mpeg flv ogg asf mxf nut ivf dv rm gif apng wav mp3 aac flac"
+)
+_STREAMS = "h264 hevc av1 obu m4v mpegvideo h263 yuv4mpegpipe"
+_PICTURES = "png_pipe jpeg_pipe webp_pipe bmp_pipe tiff_pipe"
+
+VIDEO_OPTIONS = {
+    "format_whitelist": ",".join(f"{_CONTAINERS} {_STREAMS} {_PICTURES}".split()),
+    "protocol_whitelist": "file",
+}
+"""Options with which FFmpeg opens self-contained files only, by their content, never by the name of the file.
+
+A file may come from anyone, and FFmpeg also reads playlists (HLS, DASH, concat, SDP) that name other files and hosts.
+"""
 
 _log = get_logger(__name__)
 
@@ -87,13 +102,12 @@ class FramePlan:
 
 def source_meta(plan: FramePlan) -> dict[str, Any]:
     """Return metadata that identifies the frames of a plan: path, size, mtime and digest of the file; the times."""
-    path = underlying_file(plan.path)
     times = digest_of(repr((plan.ticks, plan.time_base)))
     return {
-        "source_path": os.path.abspath(path),
+        "source_path": os.path.abspath(plan.path),
         "source_size": media_size(plan.path),
-        "source_mtime": int(os.stat(path).st_mtime),
-        "source_digest": media_digest(plan.path),
+        "source_mtime": int(os.stat(plan.path).st_mtime),
+        "source_digest": file_digest(plan.path),
         "frames": len(plan),
         "frame_times": times,
     }
@@ -111,7 +125,7 @@ def open_video(path: str | os.PathLike[str]) -> Iterator[tuple[Any, Any]]:
         raise VideoError(f"{name}: the file is empty (0 bytes); was the download interrupted?")
     try:
         # "file:" keeps a name such as concat:a.mp4 from being read as a protocol
-        container = av.open(name if underlying_file(name) != name else f"file:{name}", options=video_options(name))
+        container = av.open(f"file:{name}", options=VIDEO_OPTIONS)
     except (av.error.FFmpegError, OSError) as error:
         if getattr(error, "errno", None) == errno.EINVAL:  # the format is not in the whitelist
             raise VideoError(
