@@ -38,6 +38,9 @@ KNOWN = (
 )
 _VIDEO_FOLDERS = ("", "data", "videos", "video")
 _BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}
+_SUFFIXES = (".jsonl", ".json", ".csv", *_BUILDERS)
+"""Suffixes of files; a missing file is not looked up on the Hub."""
+
 _SAVED = "state.json"
 """The file that `save_to_disk` writes beside the arrow files of a split."""
 
@@ -62,11 +65,11 @@ def open_records(path: str | os.PathLike[str], *, media_root: str | os.PathLike[
         DataError: there is no data, or several splits, or the format is unknown; names what was found.
         ConfigError: a Hub id that cannot be downloaded, or `datasets` is not installed.
     """
-    name, is_file = os.fspath(path), Path(path).suffix.lower() in (".jsonl", ".json", ".csv", ".gz", *_BUILDERS)
+    name = os.fspath(path)
     files = _matching(name)
-    if not files:
-        is_file = Path(name).is_file() or (is_file and not Path(name).is_dir())
-        files = [Path(name)] if is_file else _files_of(Path(local_directory(name, "dataset")))
+    if not files and (Path(name).is_dir() or not (Path(name).exists() or Path(name).suffix.lower() in _SUFFIXES)):
+        files = _files_of(Path(local_directory(name, "dataset")))
+    files = files or [Path(name)]
     kinds = {_SAVED if file.name == _SAVED else file.suffix.lower() for file in files}
     if len(kinds) > 1:
         raise DataError(f"{name}: matches files of several kinds ({', '.join(sorted(kinds))}); give files of one kind")
@@ -76,8 +79,6 @@ def open_records(path: str | os.PathLike[str], *, media_root: str | os.PathLike[
         records = TarRecords(files)
     elif kind in _BUILDERS or kind == _SAVED:
         records = TableRecords(files)
-    elif kind not in (".jsonl", ".json", ".csv"):
-        raise DataError(f"{files[0]}: a file of the kind {kind or 'without suffix'} cannot be read; expected {KNOWN}")
     elif len(files) > 1:
         raise DataError(f"{name}: {len(files)} {kind} files; only parquet, arrow and tar data may have several files")
     else:

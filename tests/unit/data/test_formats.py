@@ -224,13 +224,18 @@ def test_choices_have_texts_letters_and_categories() -> None:
     assert read_choice({"question": "x", "options": ["one", "two"]}).answer is None
 
 
-def test_elements_of_a_json_list_have_their_numbers(tmp_path: Path) -> None:
+def test_elements_of_a_json_list_have_their_numbers_and_lines_theirs(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps([llava("x", "y"), {"b": "]"}, 3], indent=2))
     records = open_records(tmp_path / "a.json")
     assert len(records) == 3 and [records.record(i) for i in range(3)] == [llava("x", "y"), {"b": "]"}, 3]
     assert [records.place(i) for i in (0, 2)] == [f"{tmp_path / 'a.json'}, record {number}" for number in (1, 3)]
     (tmp_path / "dataset_infos.json").write_text("{}")
     assert open_records(tmp_path).place(0) == records.place(0)
+    (tmp_path / "a.data").write_bytes(b'{"a": 1}\n\x1f\x8b\n')
+    lines = open_records(tmp_path / "a.data")
+    assert (lines.record(0), lines.place(1)) == ({"a": 1}, f"{tmp_path / 'a.data'}:2")
+    with pytest.raises(DataError, match="^not JSON"):
+        lines.record(1)
     (tmp_path / "a.json").write_text('\ufeff[{"a": 1}]')
     assert open_records(tmp_path / "a.json").record(0) == {"a": 1}
     for text, message in (
@@ -248,8 +253,6 @@ def test_elements_of_a_json_list_have_their_numbers(tmp_path: Path) -> None:
         ({"a.jsonl": "{}", "b.json": "[1]"}, ".", r"it has several data sets; give one of them: .*a.jsonl, .*b.json"),
         ({"readme.txt": "x"}, ".", r"no data set was found there \(found: readme.txt\); expected JSONL, a JSON list"),
         ({"cats/1.png": "x"}, ".", r"it has media such as 1.png but no texts; add metadata.jsonl"),
-        ({"a.bin": "hello"}, "a.bin", "a.bin: a file of the kind .bin cannot be read; expected"),
-        ({"a.jsonl.gz": "\x1f\x8b"}, "a.jsonl.gz", "a file of the kind .gz cannot be read"),
         ({"dataset_dict.json": '{"splits": ["train", "test"]}'}, ".", "several splits; give one of them: .*/train, "),
         ({"data/test-0.parquet": "", "data/train-0.parquet": ""}, ".", "several splits or subsets; give one of them: "),
         ({"s-000.tar": "x"}, "s-{000..002}.tar", "2 of 3 files are missing, first .*s-001.tar"),
