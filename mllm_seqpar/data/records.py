@@ -275,7 +275,7 @@ class TableRecords(Records):
             why = first_line(error.__cause__ if isinstance(error.__cause__, Exception) else error)
             raise DataError(f"{files[0]}: cannot be read by `datasets` ({why}); was the download complete?") from error
         self._media = self._media_columns(data.features)
-        self._rows, self._files = data.remove_columns(self._media), data.with_format("arrow")
+        self._rows, self._table = data.remove_columns(self._media), data.with_format("arrow")
 
     def _load(self, datasets: Any, files: Sequence[Path], **options: Any) -> Any:
         names = [escape(str(file.absolute())) for file in files]
@@ -285,7 +285,7 @@ class TableRecords(Records):
         return [field.name for field in features.arrow_schema if _has_files(field.type)]
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self._table)
 
     def record(self, index: int) -> Any:
         row = self._rows[index] if self._rows.column_names else {}
@@ -297,10 +297,10 @@ class TableRecords(Records):
 
     def _cells(self, index: int) -> dict[str, Sequence[Any]]:
         """Return the files in each column of a row, without reading their bytes."""
-        row = self._files[index]
+        row = self._table[index]
         cells = {column: row.column(column)[0] for column in self._media}
         return {
-            column: cell.values if hasattr(cell, "values") and hasattr(cell.type, "value_type") else [cell]
+            column: cell.values if hasattr(cell.type, "value_type") else [cell]
             for column, cell in cells.items()
             if cell.is_valid
         }
@@ -314,13 +314,16 @@ class TableRecords(Records):
 
     def locate(self, index: int, name: str) -> str:
         """Return the file of the cache with an image or video of the row; other names as elsewhere."""
+        from pyarrow import types
+
         found = self._embedded(index, name)
         if found is None:
             return super().locate(index, name)
         column, number = found
         cell = self._cells(index)[column][number]
-        is_struct = hasattr(cell.type, "get_field_index")
-        content, path = (cell["bytes"], cell["path"].as_py()) if is_struct else (cell, None)
+        fields = {field.name for field in cell.type} if types.is_struct(cell.type) else set()
+        content = cell["bytes"] if "bytes" in fields else cell
+        path = cell["path"].as_py() if "path" in fields else None
         if content.is_valid:
             key = digest_of(f"{self.digest} {index} {column} {number}")
             return str(stored(key + Path(path or "").suffix, "a file inside a table", lambda: iter([content.as_py()])))

@@ -108,17 +108,19 @@ def write_folder(form: str) -> Callable[[Path, Path], list[Any]]:
 
 
 def write_table(form: str, stored: str) -> Callable[[Path, Path], list[Any]]:
-    """Return a function that writes LLaVA's records as `form`, with the media as paths, bytes, or lists of bytes."""
+    """Return a function that writes LLaVA's records as `form`, with media as paths, bytes or lists of bytes."""
 
     def write(folder: Path, media: Path) -> list[Any]:
         def cell(name: str, wanted: str) -> Any:
             if kind(name) != wanted:
                 return None
-            value = name if stored == "paths" else {"bytes": (media / name).read_bytes(), "path": name}
+            content = (media / name).read_bytes()
+            value = {"paths": name, "no names": {"bytes": content}}.get(stored, {"bytes": content, "path": name})
             return [value] if stored == "lists" else value
 
         file = arrow.struct({"bytes": arrow.binary(), "path": arrow.string()})
-        column = {"paths": arrow.string(), "bytes": file, "lists": arrow.list_(file)}[stored]
+        only = arrow.struct({"bytes": arrow.binary()})
+        column = {"paths": arrow.string(), "bytes": file, "lists": arrow.list_(file), "no names": only}[stored]
         asked = {"from": "human", "value": "<image>\nWhat is it?"}
         columns: dict[str, Any] = {"conversations": [[asked, {"from": "gpt", "value": x}] for x in TEXTS.values()]}
         for wanted in ("image", "video"):
@@ -183,7 +185,7 @@ FORMS: dict[str, Callable[[Path, Path], list[Any]]] = {
     **{
         f"{form} with {stored}": write_table(form, stored)
         for form in ("parquet", "arrow")
-        for stored in ("paths", "bytes", "lists")
+        for stored in ("paths", "bytes", "no names", "lists")
     },
     "save_to_disk": write_saved,
     **{f"tar with {members}": write_shards(members) for members in ("json and media", "chats", "other names")},
@@ -208,7 +210,7 @@ def test_every_form_gives_the_same_batches(
             assert torch.equal(pixels, other_pixels)
         again = ChatDataset(path, processor, **options)
         assert (again.digest, again.content_digest()) == (data.digest, digest)
-    embedded = form.startswith("tar") or form.endswith(("bytes", "lists"))
+    embedded = form.startswith("tar") or form.endswith(("bytes", "names", "lists"))
     assert cache.exists() == (embedded or form == "save_to_disk")
 
 
