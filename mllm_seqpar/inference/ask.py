@@ -28,10 +28,11 @@ from mllm_seqpar.cli.program_exit import FAILED
 from mllm_seqpar.cli.progress import Clock, FramesBar, note, peak_memory, quiet_transformers, say
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree, attempt
-from mllm_seqpar.data.feature_store import INDEX, FeatureStore, source_meta
+from mllm_seqpar.data.feature_store import INDEX, FeatureStore
 from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES
 from mllm_seqpar.data.media_files import VIDEO_SUFFIXES
 from mllm_seqpar.data.sources import VideoSource
+from mllm_seqpar.data.video import source_meta
 from mllm_seqpar.errors import ConfigError, VideoError
 from mllm_seqpar.patching import patch_of
 

@@ -1,7 +1,7 @@
 """Files that requests name: uploads, data: URLs, files below a folder, and URLs of hosts that the operator allows.
 
 A request cannot access the file system or the network unless the operator has allowed it: paths are resolved and must
-be below `media_root`, and http(s) URLs need their host in `allowed_hosts` (`data.urls`).
+be below `media_root`, and http(s) URLs need their host in `allowed_hosts` (`data.downloads`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from mllm_seqpar.data.downloads import NotAllowed, blocks, data_blocks, open_url
 from mllm_seqpar.data.frame_choice import FrameChoice
-from mllm_seqpar.data.sources import is_image_file
-from mllm_seqpar.data.urls import NotAllowed, blocks, data_blocks, open_url
+from mllm_seqpar.data.images import is_image_file
 from mllm_seqpar.inference.engine import MediaFile
 
 from .protocol import ApiError, MediaReference

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from mllm_seqpar.data.frame_choice import FrameChoice
-from mllm_seqpar.data.jpeg import jpeg_of
+from mllm_seqpar.data.images import jpeg_of
 from mllm_seqpar.data.reader import read_frames
 from mllm_seqpar.data.video import VideoInfo, probe
 from mllm_seqpar.errors import ConfigError, VideoError

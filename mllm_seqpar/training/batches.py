@@ -26,8 +26,8 @@ from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.data.chat import ChatBatch, ChatDataset, MediaError, load_local_images
 from mllm_seqpar.data.chat_family import chat_family
-from mllm_seqpar.data.decoding import decode_threads
 from mllm_seqpar.data.prefetch import ReadAheadLimit
+from mllm_seqpar.data.reader import decode_threads
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError
 from mllm_seqpar.sharding import FrameShard
 

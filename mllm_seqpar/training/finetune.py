@@ -26,8 +26,7 @@ from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.comm.nccl_settings import order_launches
 from mllm_seqpar.data.chat import ChatDataset
 from mllm_seqpar.data.chat_family import chat_family
-from mllm_seqpar.data.feature_store import model_fingerprint
-from mllm_seqpar.data.tower_store import TowerStore
+from mllm_seqpar.data.feature_store import TowerStore, model_fingerprint
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.integrations.accelerate import reshard, send_buffers, shard_weights_by_fsdp2
 from mllm_seqpar.models.adapters import refuse_adapter

@@ -33,7 +33,7 @@ from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.data.chat import ChatDataset
 from mllm_seqpar.data.chat_family import chat_family
-from mllm_seqpar.data.tower_store import TowerStore
+from mllm_seqpar.data.feature_store import TowerStore
 from mllm_seqpar.errors import DataError, TransferError
 from mllm_seqpar.integrations.accelerate import reshard
 from mllm_seqpar.patching import patch_of

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.data.chat import ChatBatch
 from mllm_seqpar.data.chat_family import ChatFamily
-from mllm_seqpar.data.tower_store import TowerStore, source_key
+from mllm_seqpar.data.feature_store import TowerStore, source_key
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.patching.registry import find_adapter
 from mllm_seqpar.sharding import FrameShard

@@ -125,4 +125,4 @@ def test_help_describes_each_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["check-data", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "--workers WORKERS files opened at once" in shown and "DATA JSONL, JSON, parquet" in shown
+    assert "--workers WORKERS files opened at once" in shown and "DATA JSONL, JSON, CSV, parquet" in shown

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from mllm_seqpar.data.formats import MultipleChoice, open_records, read_choice, to_chat
+from mllm_seqpar.data.formats import MultipleChoice, read_choice, to_chat
+from mllm_seqpar.data.records import open_records
 from mllm_seqpar.errors import DataError
 
 
@@ -150,6 +151,10 @@ CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "question and answer": (
         {"image": "1.png", "question": "What?", "answer": "It."}, [user(image("1.png"), "What?"), says("It.")],
     ),
+    "a row of a folder": (
+        {"file_name": "a.mp4", "first_file_names": ["1.png", "2.png"], "question": "What?", "answer": "It."},
+        [user(image("1.png"), image("2.png"), video("a.mp4"), "What?"), says("It.")],
+    ),
     "caption": ({"image": "1.png", "text": "A cat."}, [user(image("1.png"), "Describe the image."), says("A cat.")]),
 }  # fmt: skip
 
@@ -219,13 +224,18 @@ def test_choices_have_texts_letters_and_categories() -> None:
     assert read_choice({"question": "x", "options": ["one", "two"]}).answer is None
 
 
-def test_elements_of_a_json_list_have_their_numbers(tmp_path: Path) -> None:
+def test_elements_of_a_json_list_have_their_numbers_and_lines_theirs(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps([llava("x", "y"), {"b": "]"}, 3], indent=2))
     records = open_records(tmp_path / "a.json")
     assert len(records) == 3 and [records.record(i) for i in range(3)] == [llava("x", "y"), {"b": "]"}, 3]
     assert [records.place(i) for i in (0, 2)] == [f"{tmp_path / 'a.json'}, record {number}" for number in (1, 3)]
     (tmp_path / "dataset_infos.json").write_text("{}")
     assert open_records(tmp_path).place(0) == records.place(0)
+    (tmp_path / "a.data").write_bytes(b'{"a": 1}\n\x1f\x8b\n')
+    lines = open_records(tmp_path / "a.data")
+    assert (lines.record(0), lines.place(1)) == ({"a": 1}, f"{tmp_path / 'a.data'}:2")
+    with pytest.raises(DataError, match="^not JSON"):
+        lines.record(1)
     (tmp_path / "a.json").write_text('\ufeff[{"a": 1}]')
     assert open_records(tmp_path / "a.json").record(0) == {"a": 1}
     for text, message in (
@@ -243,8 +253,6 @@ def test_elements_of_a_json_list_have_their_numbers(tmp_path: Path) -> None:
         ({"a.jsonl": "{}", "b.json": "[1]"}, ".", r"it has several data sets; give one of them: .*a.jsonl, .*b.json"),
         ({"readme.txt": "x"}, ".", r"no data set was found there \(found: readme.txt\); expected JSONL, a JSON list"),
         ({"cats/1.png": "x"}, ".", r"it has media such as 1.png but no texts; add metadata.jsonl"),
-        ({"a.bin": "hello"}, "a.bin", r"a.bin: it is a file that begins with b'hello', which cannot be read; expected"),
-        ({"a.jsonl.gz": "\x1f\x8b"}, "a.jsonl.gz", "it is a gzip file"),
         ({"dataset_dict.json": '{"splits": ["train", "test"]}'}, ".", "several splits; give one of them: .*/train, "),
         ({"data/test-0.parquet": "", "data/train-0.parquet": ""}, ".", "several splits or subsets; give one of them: "),
         ({"s-000.tar": "x"}, "s-{000..002}.tar", "2 of 3 files are missing, first .*s-001.tar"),
@@ -252,14 +260,10 @@ def test_elements_of_a_json_list_have_their_numbers(tmp_path: Path) -> None:
         (
             {"a.jsonl": "{}", "b.jsonl": "{}"},
             "*.jsonl",
-            "2 json files; only parquet, arrow and tar data may consist of several",
-        ),
-        (
-            {"a.json": '{\n"data": [1]\n}'},
-            "a.json",
-            "a.json: contains a single JSON object; expected a list of records",
+            "2 .jsonl files; only parquet, arrow and tar data may have several",
         ),
         ({"a.jsonl": "{}"}, "b.jsonl", r"cannot be read \(No such file or directory\); expected JSONL"),
+        ({"a.jsonl": "{}", "b.csv": "x"}, "*.*", r"matches files of several kinds \(.csv, .jsonl\)"),
     ],
 )
 def test_what_cannot_be_opened_is_named(tmp_path: Path, files: dict[str, str], name: str, message: str) -> None:

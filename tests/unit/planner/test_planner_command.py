@@ -12,7 +12,7 @@ import pytest
 from mllm_seqpar.__main__ import main
 from mllm_seqpar.cli import calibrate
 from mllm_seqpar.cli.calibrate import measure
-from mllm_seqpar.data import decoding_work
+from mllm_seqpar.data import reader
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import read_cluster
 
@@ -141,7 +141,7 @@ def test_plan_of_too_long_a_video_says_what_would_fit(capsys: pytest.CaptureFixt
 def small_video(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `calibrate` measure decoding with a video that is written in milliseconds."""
     for name, value in (("_HEIGHT", 72), ("_WIDTH", 128), ("_FRAMES", 30)):
-        monkeypatch.setattr(decoding_work, name, value)
+        monkeypatch.setattr(reader, name, value)
 
 
 @pytest.mark.usefixtures("small_video")

@@ -18,7 +18,7 @@ pytest.importorskip("fastapi", reason="fastapi is not installed (extra serve)")
 
 from PIL import Image
 
-from mllm_seqpar.data import FrameChoice, urls
+from mllm_seqpar.data import FrameChoice, downloads
 from mllm_seqpar.serving.media import MediaStore
 from mllm_seqpar.serving.protocol import ApiError, MediaReference
 
@@ -185,7 +185,7 @@ ff0e::1"""
 
 
 def test_only_addresses_of_the_public_internet_are_public() -> None:
-    assert [address for address in [*PUBLIC, *OTHER.split()] if urls.is_public(address)] == PUBLIC
+    assert [address for address in [*PUBLIC, *OTHER.split()] if downloads.is_public(address)] == PUBLIC
 
 
 @pytest.fixture
@@ -203,10 +203,10 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
         assert address[0] in ("127.0.0.1", "127.0.0.9"), "an address that was to be refused"
         return connect(address, *rest, **options)
 
-    monkeypatch.setattr(urls, "is_public", lambda address: address.startswith("127.0.0."))
-    monkeypatch.setattr(urls, "socket", SimpleNamespace(**vars(socket)))
-    monkeypatch.setattr(urls.socket, "getaddrinfo", resolved)
-    monkeypatch.setattr(urls.socket, "create_connection", connected)
+    monkeypatch.setattr(downloads, "is_public", lambda address: address.startswith("127.0.0."))
+    monkeypatch.setattr(downloads, "socket", SimpleNamespace(**vars(socket)))
+    monkeypatch.setattr(downloads.socket, "getaddrinfo", resolved)
+    monkeypatch.setattr(downloads.socket, "create_connection", connected)
     return known
 
 
@@ -240,7 +240,7 @@ def test_certificate_is_checked_for_the_name_of_the_host(
     subprocess.run([*command.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
     names |= {"a.example": ["127.0.0.1"], "b.example": ["127.0.0.1"]}
     trusting = ssl.create_default_context(cafile=certificate)
-    monkeypatch.setattr(urls.ssl, "create_default_context", lambda: trusting)
+    monkeypatch.setattr(downloads.ssl, "create_default_context", lambda: trusting)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Site) as server:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate, key)

@@ -1,18 +1,32 @@
-"""What one record looks like: chats, LLaVA, OpenAI, questions, captions; converted to the chats of `chat_format`."""
+"""What one record of a data set looks like: chats, LLaVA, OpenAI, questions, captions, multiple choice.
+
+`to_chat` detects the form of a record and converts it to the chats of `chat_format`. If the form is unknown, the error
+names what was found. `records` reads the data sets.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mllm_seqpar.data.frame_choice import FRAME_FIELDS
-from mllm_seqpar.data.media_files import VIDEO_SUFFIXES
-from mllm_seqpar.errors import DataError
+from mllm_seqpar.errors import ConfigError, DataError
 
-from .choices import ANSWER_KEYS, DEFAULT_TEMPLATE, OPTION_KEYS, read_choice
+from .frame_choice import FRAME_FIELDS
+from .media_files import VIDEO_SUFFIXES
 from .records import VIDEO_ID
+
+OPTION_KEYS = ("options", "candidates", "choices")
+ANSWER_KEYS = ("answer", "correct_choice", "correct_answer", "answer_index")
+CATEGORY_KEYS = ("task_type", "question_category", "category", "domain", "question_type")
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+DEFAULT_TEMPLATE = "{question}\n{options}\nReply with the letter of the correct option."
+"""The text of a question: `{question}`, and `{options}` with one option on each line, "A. ..."."""
+
+_LETTERED = re.compile(r"^\(?([A-Z])[.):]\)?\s*(.*)$", re.DOTALL)
 
 CAPTION_PROMPT = "Describe the {kind}."
 """The question of a record that has a caption only; `{kind}` is image or video."""
@@ -21,6 +35,9 @@ _MEDIA_KEYS = {
     "image": ("image", "images", "image_path", "image_paths"),
     "video": ("video", "videos", "video_path", "video_paths"),
 }
+_FILE_NAME = re.compile(r"(^|_)file_names?$")
+"""The columns of an image or video folder; the suffix of a name states its kind."""
+
 _CLIP_KEYS = {"start": ("start", "video_start", "start_time"), "end": ("end", "video_end", "end_time")}
 """The keys that state a clip of the video, of a record (as in MVBench) or of a content part (as Qwen's)."""
 
@@ -75,7 +92,8 @@ def _from_messages(record: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
         return record  # `check_record` says what is wrong
     converted = [_message(message) for message in messages]
-    media_keys = [key for keys in _MEDIA_KEYS.values() for key in keys if record.get(key)]
+    names = [*_MEDIA_KEYS["image"], *_MEDIA_KEYS["video"]]
+    media_keys = [key for key in record if record[key] and (key in names or _FILE_NAME.search(key))]
     if media_keys and any(_expects_media(message) for message in converted):
         rest = {key: value for key, value in record.items() if key not in (*media_keys, *FRAME_FIELDS, *_ALL_CLIP_KEYS)}
         return {**rest, "messages": _fill(converted, record)}
@@ -149,6 +167,7 @@ def _media(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the media parts that the keys of a record name, images first."""
     parts: list[dict[str, Any]] = []
     sampling = {key: record[key] for key in FRAME_FIELDS if record.get(key) is not None} | _clip(record)
+    record = _with_file_names(record)
     for kind, keys in _MEDIA_KEYS.items():
         found = [key for key in keys if record.get(key)]
         if len(found) > 1:
@@ -166,6 +185,19 @@ def _media(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     if videos > 1 and sampling.keys() & _CLIP_KEYS.keys():
         raise DataError(f"has the times of a clip and {videos} videos; state start and end in the part of each video")
     return parts
+
+
+def _with_file_names(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a record of a folder with `image` or `video` instead of the columns that name files."""
+    result: dict[str, Any] = {}
+    for key, value in record.items():
+        if not _FILE_NAME.search(key):
+            result[key] = value
+            continue
+        for name in _listed(value) if value else ():
+            kind = "video" if Path(str(name)).suffix.lower() in VIDEO_SUFFIXES else "image"
+            result.setdefault(kind, []).append(name)
+    return result
 
 
 def _clip(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,3 +276,90 @@ def _split(message: Mapping[str, Any]) -> list[Any]:
         {"type": "text", "text": text} if number % 2 == 0 else {"type": text} for number, text in enumerate(pieces)
     ]
     return [part for part in parts if part.get("text") != ""]
+
+
+def check_template(template: str) -> None:
+    """Raise ConfigError unless `template` has the field {question}, and only fields of `DEFAULT_TEMPLATE`."""
+    found = re.findall(r"\{(\w*)\}", template)
+    unknown = [name for name in found if name not in ("question", "options")]
+    if unknown or "question" not in found:
+        problem = f"the field {{{unknown[0]}}} is unknown" if unknown else "it has no {question}"
+        raise ConfigError(
+            f"--template {template!r}: {problem}; it takes {{question}}, which is required, and {{options}}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultipleChoice:
+    """A question with lettered options.
+
+    Attributes:
+        question: the text, without the options.
+        options: the texts of the options, without their letters.
+        answer: the number of the correct option from 0; None if the record has no answer.
+        category: the kind of question, if the record has one.
+    """
+
+    question: str
+    options: tuple[str, ...]
+    answer: int | None
+    category: str | None
+
+    @property
+    def letters(self) -> tuple[str, ...]:
+        return tuple(LETTERS[: len(self.options)])
+
+    def prompt(self, template: str = DEFAULT_TEMPLATE) -> str:
+        """Return the question with its options."""
+        lines = "\n".join(f"{letter}. {text}" for letter, text in zip(self.letters, self.options, strict=True))
+        values = {"question": self.question, "options": lines}
+        return re.sub(r"\{(question|options)\}", lambda found: values[found[1]], template)
+
+
+def read_choice(record: Mapping[str, Any]) -> MultipleChoice:
+    """Return the question of a record with `question` and one of `OPTION_KEYS`.
+
+    Raises:
+        DataError: there are no usable options, or the answer is not one of them, or is ambiguous.
+    """
+    key = next(key for key in OPTION_KEYS if key in record)
+    options = record[key]
+    if isinstance(options, Mapping):  # {"A": "red", "B": "blue"}
+        options = [f"{letter}. {text}" for letter, text in options.items()]
+    valid = isinstance(options, (list, tuple)) and all(isinstance(text, str) and text.strip() for text in options)
+    if not valid or not 2 <= len(options) <= len(LETTERS):
+        raise DataError(f"{key} is {options!r:.80}; expected a list of 2 to {len(LETTERS)} texts")
+    texts = [text.strip() for text in options]
+    found = [_LETTERED.match(text) for text in texts]
+    if all(match and match[1] == LETTERS[number] for number, match in enumerate(found)):
+        texts = [match[2].strip() for match in found if match]
+    named = [key for key in ANSWER_KEYS if record.get(key) is not None]
+    category = next((record[key] for key in CATEGORY_KEYS if isinstance(record.get(key), str)), None)
+    return MultipleChoice(
+        question=str(record["question"]).strip(),
+        options=tuple(texts),
+        answer=_answer(record[named[0]], texts, named[0]) if named else None,
+        category=category,
+    )
+
+
+def _answer(value: Any, options: list[str], key: str) -> int:
+    """Return the number of the option that an answer means: a number from 0, a letter, or the option's text."""
+    if type(value) is int:
+        if 0 <= value < len(options):
+            return value
+        raise DataError(f"{key} is {value}, of {len(options)} options; a number counts from 0, or give a letter")
+    text = str(value).strip()
+    letters = LETTERS[: len(options)]
+    by_letter = (
+        [letters.index(text.strip("().:"))] if len(text.strip("().:")) == 1 and text.strip("().:") in letters else []
+    )
+    lettered = _LETTERED.match(text)
+    if not by_letter and lettered and lettered[1] in letters and options[letters.index(lettered[1])] == lettered[2]:
+        by_letter = [letters.index(lettered[1])]
+    by_text = [number for number, option in enumerate(options) if option == text]
+    found = set(by_letter) | set(by_text)
+    if len(found) != 1:
+        why = "is ambiguous" if found else "is none of the options"
+        raise DataError(f"{key} is {value!r:.60}, which {why} ({', '.join(options)!s:.120}); give a letter or a number")
+    return found.pop()
