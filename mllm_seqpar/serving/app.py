@@ -26,11 +26,9 @@ from mllm_seqpar.inference.engine import Job
 from mllm_seqpar.inference.generation import Sampling
 
 from .guard import Guard
-from .json_body import parse
-from .media import MediaStore
+from .media import MediaStore, Previews
 from .monitor import CLIENT_GONE, CONTENT_TYPE, Metrics, Monitor, RequestRecord, error_response, record_of
-from .preview import Previews
-from .protocol import ApiError, ChatRequest, Completion, event, read_request
+from .protocol import ApiError, ChatRequest, Completion, event, parse, read_request
 from .request_queue import RequestQueue, Waiting
 
 PAGE = Path(__file__).parent / "page"
@@ -134,11 +132,12 @@ def _add_state(app: FastAPI, service: Service, metrics: Metrics) -> None:
 
 async def _complete(service: Service, request: Request) -> Response:
     record = record_of(request.scope)
-    asked = await run_in_threadpool(read_request, await _json(request), service.sampling)
+    asked = await run_in_threadpool(read_request, await _json(request))
+    sampling = asked.sampling(service.sampling)
     _require_model(service, asked.model or service.model)
     service.queue.enter()
     try:
-        waiting = await run_in_threadpool(_waiting, service, asked, asyncio.get_running_loop())
+        waiting = await run_in_threadpool(_waiting, service, asked, sampling, asyncio.get_running_loop())
     except BaseException:
         service.queue.leave()
         raise
@@ -168,19 +167,12 @@ async def _complete(service: Service, request: Request) -> Response:
     return JSONResponse(completion.whole(value), headers=headers)
 
 
-def _waiting(service: Service, asked: ChatRequest, loop: asyncio.AbstractEventLoop) -> Waiting:
+def _waiting(service: Service, asked: ChatRequest, sampling: Sampling, loop: asyncio.AbstractEventLoop) -> Waiting:
     """Return the request with the files of its media, which may have to be downloaded."""
     stack = ExitStack()
-    files = stack.enter_context(service.store.files(asked.media, asked.frames.over(service.frames)))
-    kinds = iter(files)
-    messages = [
-        {
-            "role": message["role"],
-            "content": [{"type": next(kinds).kind} if part["type"] == "media" else part for part in message["content"]],
-        }
-        for message in asked.messages
-    ]
-    job = Job(messages=messages, media=files, sampling=asked.sampling, stop=asked.stop, evidence=asked.evidence)
+    files = stack.enter_context(service.store.files(asked.media(), asked.frames().over(service.frames)))
+    messages = asked.conversation(file.kind for file in files)
+    job = Job(messages=messages, media=files, sampling=sampling, stop=tuple(asked.stop), evidence=asked.evidence)
     return Waiting(job=job, loop=loop, release=stack.close)
 
 

@@ -28,7 +28,6 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.inference.arguments import ServingOptions
 
 from .jobs import Worker, joined_worker
-from .upload_folder import upload_folder
 
 if TYPE_CHECKING:
     from .request_queue import RequestQueue
@@ -94,6 +93,8 @@ def serve(argv: Sequence[str]) -> None:
             worker.follow()
         return
     _require_packages()
+    from .media import upload_folder
+
     with _bound_socket(args) as listener, upload_folder(args.upload_dir) as folder:
         remove = functools.partial(shutil.rmtree, folder, ignore_errors=True)
         with own_ranks(args.num_processes, ENTRY, argv, before_exit=remove):
