@@ -18,7 +18,7 @@ import openai
 from live_app import PIECES, ask, status_of
 
 from mllm_seqpar.data import FrameChoice
-from mllm_seqpar.serving import app, guard
+from mllm_seqpar.serving import app, middleware
 from mllm_seqpar.serving.media import MediaStore
 from mllm_seqpar.serving.protocol import ApiError
 
@@ -106,7 +106,7 @@ def test_without_the_key_only_the_page_and_the_state_are_public(service: SimpleN
 
 
 def test_only_requests_with_media_may_be_large(service: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "SMALL", 1000)
+    monkeypatch.setattr(middleware, "SMALL", 1000)
     key = {"Authorization": "Bearer secret", "Content-Type": "application/json"}
     for body in (b"x" * 3000, iter([b"x" * 900] * 3)):
         answer = service.client._client.post(f"{service.base}/load_model", content=body, headers=key)
