@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mllm_seqpar.cli.launch import own_ranks, started_by_launcher
 from mllm_seqpar.cli.options import option, parse_options
-from mllm_seqpar.cli.own_ranks import own_ranks, started_by_launcher
 from mllm_seqpar.cli.progress import FramesBar, note, quiet_transformers, say
 from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES, FrameChoice
 from mllm_seqpar.errors import ConfigError, SeqParError

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mllm_seqpar._compat import optional_import
+from mllm_seqpar.cli.launch import own_ranks
 from mllm_seqpar.cli.options import option, parse_options
-from mllm_seqpar.cli.own_ranks import own_ranks
 from mllm_seqpar.cli.progress import note, quiet_transformers
 from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES
 from mllm_seqpar.errors import ConfigError
