@@ -20,8 +20,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -79,28 +79,19 @@ def _remove_if_dead(folder: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Upload:
-    """An uploaded file."""
+    """An uploaded file, with the names of OpenAI's file object."""
 
-    id: str
     path: Path
+    id: str
     filename: str
     purpose: str
-    size: int
-    created: int
+    bytes: int
+    created_at: int
 
     def describe(self) -> dict[str, Any]:
         """Return OpenAI's file object."""
-        same = {"id": self.id, "object": "file", "bytes": self.size, "created_at": self.created}
-        return {**same, "filename": self.filename, "purpose": self.purpose, "status": "processed"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Claim:
-    """A file that a request uses, what its client calls it, and the bytes that are counted for it."""
-
-    path: Path
-    name: str
-    reserved: int = 0
+        facts = {name: value for name, value in vars(self).items() if name != "path"}
+        return {**facts, "object": "file", "status": "processed"}
 
 
 class MediaStore:
@@ -135,7 +126,7 @@ class MediaStore:
     def stored(self) -> int:
         """The bytes that count against `max_total`."""
         with self._lock:
-            return self._reserved + sum(upload.size for upload in self._uploads.values())
+            return self._reserved + sum(upload.bytes for upload in self._uploads.values())
 
     def require_room(self, size: int) -> None:
         """Raise ApiError 413 if `size` further bytes do not fit."""
@@ -148,25 +139,17 @@ class MediaStore:
 
     def add(self, file: Any, filename: str, purpose: str) -> Upload:
         """Store an upload from a binary file; raise ApiError 413 if it does not fit."""
-        path = self._temporary()
-        with path.open("wb") as target:
-            shutil.copyfileobj(file, target, _BLOCK)
-        size, upload_id = path.stat().st_size, f"file-{os.urandom(12).hex()}"
-        upload = Upload(
-            id=upload_id,
-            path=self._folder / f"{upload_id}{_safe_suffix(filename)}",
-            filename=filename,
-            purpose=purpose,
-            size=size,
-            created=int(time.time()),
-        )
-        try:
+        suffix, upload_id = Path(filename).suffix.lower(), f"file-{os.urandom(12).hex()}"
+        path = self._folder / (upload_id + (suffix if suffix[1:].isalnum() and len(suffix) <= 8 else ""))
+        with self._temporary() as temporary:
+            with temporary.open("wb") as target:
+                shutil.copyfileobj(file, target, _BLOCK)
+            facts = {"bytes": temporary.stat().st_size, "created_at": int(time.time())}
+            upload = Upload(path=path, id=upload_id, filename=filename, purpose=purpose, **facts)
             with self._lock:
-                self.require_room(size)
-                path.rename(upload.path)
+                self.require_room(upload.bytes)
+                temporary.rename(path)
                 self._uploads[upload_id] = upload
-        finally:
-            path.unlink(missing_ok=True)
         return upload
 
     def uploads(self) -> list[Upload]:
@@ -187,7 +170,7 @@ class MediaStore:
         with self._lock:
             del self._uploads[file_id]
             self._removed.add(upload.path)
-        self._remove_unused(upload.path)
+            self._remove_unused(upload.path)
 
     @contextmanager
     def files(self, media: Mapping[str, MediaPart], frames: FrameChoice) -> Iterator[tuple[MediaFile, ...]]:
@@ -200,50 +183,55 @@ class MediaStore:
         Raises:
             ApiError: a file that is not allowed, or that cannot be read.
         """
-        claims: list[_Claim] = []
-        try:
+        with ExitStack() as used:
             found = []
             for where, part in media.items():
                 try:
-                    claims.append(self._upload(part) if isinstance(part, FilePart) else self._named(part.url))
-                    found.append(_media_file(claims[-1], part, frames))
+                    path, name = self._upload(used, part) if isinstance(part, FilePart) else self._named(used, part.url)
+                    found.append(_media_file(str(path), name, part, frames))
                 except ApiError as error:
                     raise error.at(where) from error
             yield tuple(found)
+
+    @contextmanager
+    def _using(self, path: Path) -> Iterator[None]:
+        """Keep a file of the folder until the end of the block."""
+        with self._lock:
+            self._used[path] += 1
+        try:
+            yield
         finally:
-            for claim in claims:
-                with self._lock:
-                    self._reserved -= claim.reserved
-                    self._used[claim.path] -= 1
-                    self._used += Counter()  # drops unused files
-                self._remove_unused(claim.path)
+            with self._lock:
+                self._used[path] -= 1
+                self._remove_unused(path)
 
     def _remove_unused(self, path: Path) -> None:
-        with self._lock:
-            if self._used[path] <= 0 and path in self._removed:
+        if not self._used[path]:
+            del self._used[path]
+            if path in self._removed:
                 self._removed.discard(path)
                 path.unlink(missing_ok=True)
 
-    def _upload(self, part: FilePart) -> _Claim:
+    def _upload(self, used: ExitStack, part: FilePart) -> tuple[Path, str]:
         with self._lock:
             if (upload := self._uploads.get(part.file_id)) is None:
                 raise ApiError(400, f"no uploaded file has the id {part.file_id}")
-            self._used[upload.path] += 1
-        return _Claim(path=upload.path, name=upload.filename)
+            used.enter_context(self._using(upload.path))
+        return upload.path, upload.filename
 
-    def _named(self, url: str) -> _Claim:
-        """Return the file of a URL or path; it stays until it is released."""
+    def _named(self, used: ExitStack, url: str) -> tuple[Path, str]:
+        """Return the file of a URL or path, which stays until `used` closes, and its name for messages."""
         scheme, colon, _ = url[:20].partition(":")  # a data: URL may be long
         scheme = scheme.lower() if colon and scheme.isalnum() else ""
         if scheme == "data":
-            return self._inline(url)
+            return self._inline(used, url), "the data: URL"
         if scheme in ("http", "https"):
-            return self._download(url)
+            return self._download(used, url), url
         if scheme == "file" or not scheme:
-            return self._local(url)
+            return self._local(url), url
         raise ApiError(400, f"the scheme {scheme}: is not supported; expected data:, http:, https: or a path")
 
-    def _local(self, url: str) -> _Claim:
+    def _local(self, url: str) -> Path:
         try:
             parts = urlsplit(url)
             name = unquote(parts.path) if parts.scheme else url
@@ -255,50 +243,45 @@ class MediaStore:
             raise ApiError(400, "not a valid path") from error
         if not (is_file and path.is_relative_to(self._root)):
             raise ApiError(400, "no such file below the server's --media_root")
-        with self._lock:
-            self._used[path] += 1
-        return _Claim(path=path, name=url)
+        return path
 
-    def _inline(self, url: str) -> _Claim:
+    def _inline(self, used: ExitStack, url: str) -> Path:
         # The name depends on the content, so that a later request with the same video finds it.
         try:
-            return self._keep(data_blocks(url), "the data: URL")
+            return self._keep(used, data_blocks(url))
         except ValueError as error:
             raise ApiError(400, f"not a data: URL with a file ({error})") from error
 
-    def _download(self, url: str) -> _Claim:
+    def _download(self, used: ExitStack, url: str) -> Path:
         try:
             with open_url(url, self._hosts) as answer:
                 length = answer.headers.get("Content-Length") or ""
                 expected = int(length) if length.isdecimal() else 0
                 version = answer.headers.get("ETag") or os.urandom(8).hex()
                 name = hashlib.sha256(f"{url} {version}".encode()).hexdigest()
-                return self._keep(blocks(answer, LONGEST), url, name=name, expected=expected)
+                return self._keep(used, blocks(answer, LONGEST), name=name, expected=expected)
         except NotAllowed as error:
             raise ApiError(400, str(error)) from error
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise ApiError(400, f"the URL cannot be read ({error})") from error
 
-    def _keep(self, blocks: Iterable[bytes], shown: str, *, name: str = "", expected: int = 0) -> _Claim:
+    def _keep(self, used: ExitStack, blocks: Iterable[bytes], *, name: str = "", expected: int = 0) -> Path:
         """Write a file for one request; an equal file of another request is shared.
 
         Args:
+            used: at its end, the file and the bytes that are counted for it are released.
             blocks: the content; written and counted one after another.
-            shown: the name of the file in messages.
             name: what equal files have in common; default: a digest of the content.
             expected: the size, if it is known; counted before the first block is read.
         """
-        temporary, size, reserved, digest = self._temporary(), 0, 0, hashlib.sha256()
-        try:
+        reserve, size, digest = used.enter_context(self._reservation()), 0, hashlib.sha256()
+        with self._temporary() as temporary:
             with temporary.open("wb") as target:
                 for block in chain([b""], blocks):
                     size += len(block)
                     if max(size, expected) > self.max_bytes:
                         raise ApiError(413, f"more than the allowed {self.max_bytes} bytes (--max_upload_mb)")
-                    with self._lock:
-                        more = max(size, expected) - reserved
-                        self.require_room(more)
-                        self._reserved, reserved = self._reserved + more, reserved + more
+                    reserve(max(size, expected))
                     digest.update(block)
                     target.write(block)
             os.utime(temporary, (0, 0))  # the time is a part of the version, and the name states the content
@@ -306,33 +289,43 @@ class MediaStore:
             with self._lock:
                 temporary.replace(path)
                 self._removed.add(path)
-                self._used[path] += 1
-        except BaseException:
+                used.enter_context(self._using(path))
+        return path
+
+    @contextmanager
+    def _reservation(self) -> Iterator[Callable[[int], None]]:
+        """Yield a function that sets the number of bytes that count against `max_total` until the end of the block."""
+        reserved = 0
+
+        def reserve(size: int) -> None:
+            nonlocal reserved
+            with self._lock:
+                self.require_room(size - reserved)
+                self._reserved, reserved = self._reserved + size - reserved, size
+
+        try:
+            yield reserve
+        finally:
             with self._lock:
                 self._reserved -= reserved
-            raise
-        finally:
-            temporary.unlink(missing_ok=True)
-        return _Claim(path=path, name=shown, reserved=reserved)
 
-    def _temporary(self) -> Path:
+    @contextmanager
+    def _temporary(self) -> Iterator[Path]:
+        """Yield an empty file, which is removed at the end of the block if it still has its name."""
         handle, name = tempfile.mkstemp(dir=self._folder)
         os.close(handle)
-        return Path(name)
+        try:
+            yield Path(name)
+        finally:
+            Path(name).unlink(missing_ok=True)
 
 
-def _media_file(claim: _Claim, part: MediaPart, frames: FrameChoice) -> MediaFile:
-    path, name = str(claim.path), claim.name
+def _media_file(path: str, name: str, part: MediaPart, frames: FrameChoice) -> MediaFile:
     if isinstance(part, ImagePart) or (isinstance(part, FilePart) and is_image_file(path)):
         if isinstance(part, FilePart) and (given := part.frames().given()):
             raise ApiError(400, f"{next(iter(given))} of an image; only a video takes it")
         return MediaFile.of("image", path, name=name)
     return MediaFile.of("video", path, part.frames().over(frames), name=name)
-
-
-def _safe_suffix(filename: str) -> str:
-    suffix = Path(filename).suffix.lower()
-    return suffix if suffix[1:].isalnum() and len(suffix) <= 8 else ""
 
 
 class Previews:
