@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from mllm_seqpar import __main__, __version__, _compat
 from mllm_seqpar.__main__ import main
-from mllm_seqpar.cli import completion, doctor, exactness, own_ranks, program_exit
+from mllm_seqpar.cli import completion, doctor, exactness, launch, program_exit
 from mllm_seqpar.cli.commands import COMMANDS, Command
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.errors import ConfigError
@@ -206,9 +206,9 @@ def test_rank_that_ends_first_ends_the_program_only_if_it_failed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     statuses: list[int] = []
-    monkeypatch.setattr(own_ranks.os, "_exit", statuses.append)
-    monkeypatch.setattr(own_ranks, "GRACE", 0.0)
-    ranks = own_ranks._Ranks(lambda: None)
+    monkeypatch.setattr(launch.os, "_exit", statuses.append)
+    monkeypatch.setattr(launch, "GRACE", 0.0)
+    ranks = launch._OtherRanks(1, [], {}, lambda: None)
     for status in (0, -9):
         process: Any = SimpleNamespace(wait=lambda status=status: status)
         ranks._watch(3, process)
@@ -217,5 +217,5 @@ def test_rank_that_ends_first_ends_the_program_only_if_it_failed(
         "\nstopped: rank 3 ended by signal 9 (SIGKILL); it may have run out of memory"
     )
     for count, message in ((0, ": 0 is not allowed"), (9999, r" 9999: this machine has \d+ processors and \d+ GPUs")):
-        with pytest.raises(ConfigError, match=f"--num_processes{message}"), own_ranks.own_ranks(count, "a:b", []):
+        with pytest.raises(ConfigError, match=f"--num_processes{message}"), launch.own_ranks(count, "a:b", []):
             pass
