@@ -32,7 +32,7 @@ from typing import Any
 import harness
 import torch
 from harness import synchronize
-from network_run import EmulatedKernel
+from network_calls import EmulatedKernel
 from torch import Tensor
 
 from mllm_seqpar import patch_model, unpatch_model
