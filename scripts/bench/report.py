@@ -1,9 +1,9 @@
 """Tables and figures made from the rows of benchmarks, for the terminal and for `docs/benchmarks.md`.
 
-In the page, a generated part stands between the lines `<!-- rows: NAME -->` and `<!-- end of rows -->`, where NAME is a
-key of `PARTS`; the text around it is written by hand. A part is a function from the folder of rows to Markdown. It also
-draws its figure into that folder if matplotlib is installed: horizontal bars with their values, labelled axes, and one
-legend below all panels.
+In the page, a generated part stands between the lines `<!-- rows: NAME -->` and `<!-- end of rows -->`; the text around
+it is written by hand. `run_all.py` has the table of parts. A part is a function from the folder of rows to Markdown. It
+also draws its figure into that folder if matplotlib is installed: horizontal bars with their values, labelled axes, and
+one legend below all panels.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ HEADLINE = {
 }
 
 
-def update(page: str, folder: Path) -> str:
+def update(page: str, folder: Path, parts: Mapping[str, Callable[[Path], str]]) -> str:
     return re.sub(
         r"(?s)(<!-- rows: (\S+) -->\n).*?(<!-- end of rows -->)",
-        lambda match: f"{match[1]}\n{PARTS[match[2]](folder) or 'No rows.'}\n\n{match[3]}",
+        lambda match: f"{match[1]}\n{parts[match[2]](folder) or 'No rows.'}\n\n{match[3]}",
         page,
     )
 
@@ -88,6 +88,10 @@ def network_clusters(folder: Path, name: str) -> str:
     grouped_bars(path, panels, title=title, x_label=f"{OVER_NONE} (logarithmic)", y_label="strategy", **options)
     figure = shown(path, "Time of each strategy over the time without transfers; marks: predicted")
     return joined(rows, ratio_table(list(settings.values())), figure, *map(setting_table, settings.values()))
+
+
+network_paper = partial(network_clusters, name="network-paper")
+network_real = partial(network_clusters, name="network-real")
 
 
 def ratio_table(settings: Sequence[Sequence[Row]]) -> str:
@@ -285,21 +289,6 @@ def video(folder: Path) -> str:
     columns |= {"torchcodec, s": "torchcodec_s .2f", "decord, s": "decord_s .2f"}
     columns |= {"ours / fastest of the others": "ratio .2f", "with their default threads": "default_ratio .2f"}
     return joined(rows, table(rows, columns | {"processor time": "cpu_ratio .2f"}))
-
-
-PARTS: dict[str, Callable[[Path], str]] = {
-    "headline": headline,
-    "network-error": network_error,
-    "network-paper": partial(network_clusters, name="network-paper"),
-    "network-tiles": mesh_shapes,
-    "network-real": partial(network_clusters, name="network-real"),
-    "end-to-end": end_to_end,
-    "memory": memory,
-    "decode": decoding,
-    "decoder-only": decoder_only,
-    "decoder-only-questions": questions,
-    "video": video,
-}
 
 
 def joined(rows: Sequence[Row], *parts: str) -> str:
