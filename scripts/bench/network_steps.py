@@ -205,10 +205,6 @@ class Step:
         return cluster.matmul
 
 
-SLOW, FEW = 3, 2
-"""A mode that takes more than SLOW times as long as the fastest is measured in the first FEW repetitions only."""
-
-
 @dataclass
 class Measured:
     """Seconds of each mode's steps in the order of repetitions, what the planner predicts, and the bytes sent."""
@@ -246,10 +242,6 @@ class StepBenchmark:
             found = Measured(block, mbit, speed, own_s, rest_s, {name: [] for name in steps})
             expected: Sequence[float] | None = None
             for name, timed in rounds(steps, repeats):
-                known = found.seconds[name]
-                fastest = min(filter(None, found.seconds.values()), key=median, default=None)
-                if fastest and len(known) >= FEW and median(known) > SLOW * median(fastest):
-                    continue
                 seconds, *result, found.sent[name] = steps[name].once(rest_s if timed else 0.0)
                 if name != "none" or kernel:  # real blocks of `none` attend to keys of this rank only
                     expected = self._same(name, result, expected or result)
@@ -316,7 +308,7 @@ class StepBenchmark:
 
 
 def _ratio(seconds: list[float], others: list[float]) -> float:
-    return median(x / y for x, y in zip(seconds, others, strict=False))  # slow modes have fewer repetitions
+    return median(x / y for x, y in zip(seconds, others, strict=True))
 
 
 @functools.cache
