@@ -9,12 +9,11 @@
 
 The bridge and its ports have a namespace of their own, so the root namespace is not changed, and removing the
 namespaces removes everything. They are removed when the ranks end, for any reason. If the launcher itself was killed,
-the next run removes them. Needs root, `ip` and `tc`.
+the next run removes them. Needs root, `ip`, `tc` and `setpriv`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import shutil
@@ -38,8 +37,6 @@ BURST = 128 << 10
 messages below its size are hardly slowed down, only their sum is."""
 QUEUE_S = 0.2
 _LAUNCHER = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_", "LOCAL_", "RANK", "WORLD_SIZE", "PET_")
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
@@ -132,19 +129,14 @@ def _start(
             stdout=None if output is None else file,
             stderr=None if output is None else file,
             start_new_session=True,  # Ctrl-C reaches the launcher only, which then ends the ranks
-            preexec_fn=_die_with_parent,
         )
-
-
-def _die_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def obstacle() -> str | None:
     """Return the reason why this process cannot create network namespaces, or None if it can."""
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    missing = [tool for tool in ("ip", "tc", "setpriv") if shutil.which(tool) is None]
     if missing:
-        return f"{' and '.join(missing)} (iproute2) not found: install iproute2"
+        return f"{' and '.join(missing)} not found: install iproute2 and util-linux"
     if os.geteuid() != 0:
         return "network namespaces need root: run as root, or under torchrun with --no-namespaces (uncapped network)"
     probe = f"{PREFIX}-{os.getpid()}-probe"
@@ -159,9 +151,13 @@ def launch(ranks: int, command: Sequence[str]) -> int:
     variables |= {"MASTER_ADDR": address(0), "MASTER_PORT": "29500"}
     variables |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # c10d warns that these addresses have no host names
     with _exit_on_signals(), network(ranks) as names:
-        links = [f"{LINK}={_switch()}/port{rank}" for rank in range(ranks)]
-        inside = [["ip", "netns", "exec", name, "env", link] for name, link in zip(names, links, strict=True)]
-        ended = run_ranks([[*prefix, *command] for prefix in inside], variables, captured=False)
+        # A rank ends with this process, even if that is killed.
+        inside = ["setpriv", "--pdeathsig", "KILL", *command]
+        commands = [
+            ["ip", "netns", "exec", name, "env", f"{LINK}={_switch()}/port{rank}", *inside]
+            for rank, name in enumerate(names)
+        ]
+        ended = run_ranks(commands, variables, captured=False)
     return next((rank.status for rank in ended if rank.status), 0)
 
 
