@@ -1,4 +1,4 @@
-"""The distributed algorithms on the GPUs of this node, against attention on one device, and whether transfers overlap.
+"""The distributed algorithms against attention on one device, whether transfers overlap, and the end of a lost group.
 
 Every rank computes the same float64 reference and compares its own shard; the squared errors are summed over ranks.
 """
@@ -6,21 +6,23 @@ Every rank computes the same float64 reference and compares its own shard; the s
 from __future__ import annotations
 
 import functools
+import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from gpu_checks.common import Row, dtype_name, hidden_share, kernels_of
 from gpu_checks.kernels import FLOAT32, ROUNDED_PARTIALS, Problem, reference, sdpa_errors
-from gpu_checks.rows import Row
-from gpu_checks.trace import hidden_share, kernels_of
 from torch import Tensor
 
 from mllm_seqpar.attention import decode_attention, lv_xattn, mesh_attention, ring_attention, ulysses_attention
-from mllm_seqpar.comm import Communicator
+from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.sharding import frame_range, sequence_positions
 
+LOOPBACK_RANKS = 4
 HEADS = {"cuda": (32, 8, 128), "cpu": (4, 2, 16)}
 """Heads, KV heads and head dimension."""
 LENGTHS = {"cuda": (64, 256), "cpu": (4, 5)}
@@ -65,7 +67,13 @@ def cases(ranks: int, heads: int) -> list[Case]:
     ]
 
 
-def check(comm: Communicator, device: torch.device) -> Iterator[Row]:
+def check_in_one_process(device: str) -> Iterator[Row]:
+    """Yield errors of every algorithm forward and backward, and of decoding, with all ranks on one device."""
+    n = LOOPBACK_RANKS
+    return exact_rows("ring exact", n, torch.device(device), lambda on_rank: run_loopback(n, on_rank)[0])
+
+
+def check_ranks(comm: Communicator, device: torch.device) -> Iterator[Row]:
     """Yield errors of every algorithm forward and backward, of decoding, and the times with and without overlap."""
     yield from exact_rows("ranks exact", comm.size, device, lambda on_rank: on_rank(comm))
     yield from (overlap(name, comm, device) for name in ("lv_xattn", "ring"))
@@ -77,7 +85,7 @@ def exact_rows(
     """Yield a row per algorithm and dtype; `run` calls a function on all ranks and returns the row of the first one."""
     for dtype in (torch.bfloat16, torch.float32):
         problems = {kind: Reference.make(kind, dtype, ranks, device) for kind in ("cross", "masked", "causal")}
-        subject = f"{ranks} ranks, {str(dtype).removeprefix('torch.')}"
+        subject = f"{ranks} ranks, {dtype_name(dtype)}"
         computed: dict[str, tuple[Reference, Callable[..., Results]]] = {}
         for case in cases(ranks, HEADS[device.type][0]):
             name = f"{case.name} {case.kind}, {subject}"
@@ -193,3 +201,16 @@ def overlap(name: str, comm: Communicator, device: torch.device) -> Row:
     shares = {key: hidden_share(kernels_of(run)) for key, run in runs.items()}
     found += f"; {shares['on']:.0%} of the time of transfers is hidden, without overlap {shares['off']:.0%}"
     return Row("overlap", subject, found, f"{HIDDEN:.0%} hidden", shares["on"] >= HIDDEN)
+
+
+def check_lost_rank(comm: Communicator, device: torch.device) -> Iterator[Row]:
+    """Run passes until the group fails; the last rank kills itself in the third pass."""
+    heads, groups, dim = HEADS[device.type]
+    q, k, v = (torch.randn(1, h, 64, dim, device=device, requires_grad=True) for h in (heads, groups, groups))
+    for number in range(1000):
+        if number == 2 and comm.rank == comm.size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        lv_xattn(q, k, v, group=comm).sum().backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    yield Row("lost rank", "", "no rank was killed", "", False)

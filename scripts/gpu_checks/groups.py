@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_checks.memory import mib
-from gpu_checks.model import build, inputs
-from gpu_checks.rows import Row
+from gpu_checks.common import FEW, Row, build, inputs, mib
 
 from mllm_seqpar import patch_model
 from mllm_seqpar.attention import ring_attention
@@ -23,7 +21,6 @@ from mllm_seqpar.planner.memory import COMMUNICATOR_BYTES
 MESSAGES = 300
 """More than NCCL accepts in one group of operations."""
 STEPS = 3
-FRAMES, LENGTH = 4, 48
 
 
 def check(comm: Communicator, device: torch.device) -> Iterator[Row]:
@@ -107,7 +104,7 @@ def automatic(own: ProcessGroupCommunicator, device: torch.device, subject: str)
         refused = device.type == "cpu" or _refuses(model, device)
         model.to(device)
         with torch.no_grad(), torch.autocast(device.type, dtype=torch.bfloat16):
-            model(**inputs(model, FRAMES, LENGTH, encoded=True), use_cache=False)
+            model(**inputs(model, *FEW, encoded=True), use_cache=False)
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
@@ -119,7 +116,7 @@ def automatic(own: ProcessGroupCommunicator, device: torch.device, subject: str)
 
 def _refuses(model: Any, device: torch.device) -> bool:
     try:
-        model(**inputs(model, FRAMES, LENGTH, encoded=True), use_cache=False)
+        model(**inputs(model, *FEW, encoded=True), use_cache=False)
     except ConfigError as error:
         return "is on cpu" in str(error)
     return False

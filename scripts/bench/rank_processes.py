@@ -1,6 +1,7 @@
-"""A network on one machine: each rank runs in its own network namespace, behind a link whose speed can be capped.
+"""Processes of ranks with torchrun's environment, on this machine's network or each behind a link of its own.
 
-    launch(4, [sys.executable, "script.py"])        # like torchrun, but each rank has its own network
+    run_ranks([[sys.executable, "script.py"]] * 4)  # all meet at the loopback device
+    launch(4, [sys.executable, "script.py"])        # each rank has its own network namespace, whose link can be capped
     with network(2) as names: ...                   # for several processes in one namespace, as on a node; see on_host
 
     rank's namespace: eth0 --- port0 :switch's namespace: bridge        A link is full duplex: what a rank sends is
@@ -8,19 +9,22 @@
 
 The bridge and its ports have a namespace of their own, so the root namespace is not changed, and removing the
 namespaces removes everything. They are removed when the ranks end, for any reason. If the launcher itself was killed,
-the next run removes them. Needs root, `ip` and `tc`.
+the next run removes them. Needs root, `ip`, `tc` and `setpriv`.
 """
 
 from __future__ import annotations
 
-import ctypes
+import math
 import os
 import shutil
 import signal
+import socket
 import subprocess
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 PREFIX = "seqpar"
@@ -32,14 +36,107 @@ BURST = 128 << 10
 """Bytes that may exceed the rate at once. A smaller burst makes a late timer lose bandwidth; with this one, single
 messages below its size are hardly slowed down, only their sum is."""
 QUEUE_S = 0.2
-PR_SET_PDEATHSIG = 1
+_LAUNCHER = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_", "LOCAL_", "RANK", "WORLD_SIZE", "PET_")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one rank ended: its exit status (None: stopped after the time limit), when, and its captured output."""
+
+    rank: int
+    status: int | None
+    seconds: float
+    output: str
+
+    @property
+    def message(self) -> str:
+        """The last line that the rank wrote."""
+        return ([line.strip() for line in self.output.splitlines() if line.strip()] or ["no message"])[-1][:200]
+
+    @property
+    def problem(self) -> str | None:
+        """What went wrong, or None."""
+        if self.status == 0:
+            return None
+        how = "was stopped" if self.status is None else f"ended with status {self.status}"
+        return f"rank {self.rank} {how} after {self.seconds:.0f} s: {self.message}"
+
+
+def run_ranks(
+    commands: Sequence[Sequence[str]],
+    variables: Mapping[str, str] | None = None,
+    *,
+    limit_s: float = math.inf,
+    grace_s: float = 0.0,
+    captured: bool = True,
+) -> list[Ended]:
+    """Run the command of each rank, and return how each ended.
+
+    Args:
+        commands: one for each rank.
+        variables: of the environment, in addition to those of torchrun's ranks; by default ranks meet at the loopback
+            device.
+        limit_s: all processes are killed after this time,
+        grace_s: or this time after one of them has failed.
+        captured: whether the output is captured; otherwise it is that of this process.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / str(rank) for rank in range(len(commands))]
+        common = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER)}
+        common |= _loopback() | (variables or {})
+        start, deadline = time.monotonic(), time.monotonic() + limit_s
+        processes: list[subprocess.Popen[bytes]] = []
+        ended: dict[int, tuple[int | None, float]] = {}
+        try:
+            for rank, command in enumerate(commands):
+                processes.append(_start(command, rank, len(commands), common, files[rank] if captured else None))
+            while len(ended) < len(processes) and time.monotonic() < deadline:
+                for rank, process in enumerate(processes):
+                    if rank not in ended and process.poll() is not None:
+                        ended[rank] = process.returncode, time.monotonic() - start
+                        if process.returncode:
+                            deadline = min(deadline, time.monotonic() + grace_s)
+                time.sleep(0.05)
+        finally:
+            for process in processes:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        killed = None, time.monotonic() - start
+        outputs = [file.read_text(errors="replace") if captured else "" for file in files]
+        return [Ended(rank, *ended.get(rank, killed), output) for rank, output in enumerate(outputs)]
+
+
+def _loopback() -> dict[str, str]:
+    """Return the variables with which ranks meet at a free port of the loopback device."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        found = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    if Path("/sys/class/net/lo").exists() and "GLOO_SOCKET_IFNAME" not in os.environ:
+        found["GLOO_SOCKET_IFNAME"] = "lo"
+    return found
+
+
+def _start(
+    command: Sequence[str], rank: int, ranks: int, variables: Mapping[str, str], output: Path | None
+) -> subprocess.Popen[bytes]:
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    with open(os.devnull if output is None else output, "wb") as file:
+        return subprocess.Popen(
+            command,
+            env={**variables, **{name: str(value) for name, value in places.items()}},
+            stdin=subprocess.DEVNULL,
+            stdout=None if output is None else file,
+            stderr=None if output is None else file,
+            start_new_session=True,  # Ctrl-C reaches the launcher only, which then ends the ranks
+        )
 
 
 def obstacle() -> str | None:
     """Return the reason why this process cannot create network namespaces, or None if it can."""
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    missing = [tool for tool in ("ip", "tc", "setpriv") if shutil.which(tool) is None]
     if missing:
-        return f"{' and '.join(missing)} (iproute2) not found: install iproute2"
+        return f"{' and '.join(missing)} not found: install iproute2 and util-linux"
     if os.geteuid() != 0:
         return "network namespaces need root: run as root, or under torchrun with --no-namespaces (uncapped network)"
     probe = f"{PREFIX}-{os.getpid()}-probe"
@@ -50,21 +147,18 @@ def obstacle() -> str | None:
 
 def launch(ranks: int, command: Sequence[str]) -> int:
     """Run `command` once per rank in its namespace, as torchrun does; return 0 or the first failed rank's status."""
+    variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "GLOO_SOCKET_IFNAME": "eth0"}
+    variables |= {"MASTER_ADDR": address(0), "MASTER_PORT": "29500"}
+    variables |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # c10d warns that these addresses have no host names
     with _exit_on_signals(), network(ranks) as names:
-        processes: list[subprocess.Popen[bytes]] = []
-        try:
-            for rank, name in enumerate(names):
-                processes.append(_start(rank, ranks, name, command))
-            while True:
-                states = [process.poll() for process in processes]
-                if any(states) or None not in states:
-                    return next(filter(None, states), 0)
-                time.sleep(0.05)
-        finally:
-            for process in processes:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        # A rank ends with this process, even if that is killed.
+        inside = ["setpriv", "--pdeathsig", "KILL", *command]
+        commands = [
+            ["ip", "netns", "exec", name, "env", f"{LINK}={_switch()}/port{rank}", *inside]
+            for rank, name in enumerate(names)
+        ]
+        ended = run_ranks(commands, variables, captured=False)
+    return next((rank.status for rank in ended if rank.status), 0)
 
 
 @contextmanager
@@ -147,26 +241,6 @@ def remove_leftovers() -> None:
     for name in existing():
         if not Path("/proc", name.split("-")[1]).exists():
             _remove(name)
-
-
-def _start(rank: int, ranks: int, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
-    variables = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "eth0"}
-    variables |= {"MASTER_ADDR": address(0), "MASTER_PORT": "29500", LINK: f"{_switch()}/port{rank}"}
-    variables |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # c10d warns that these addresses have no host names
-    return subprocess.Popen(
-        ["ip", "netns", "exec", name, *command],
-        env={"OMP_NUM_THREADS": "1"} | os.environ | variables,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C reaches the launcher only, which then ends the ranks
-        preexec_fn=_die_with_parent,
-    )
-
-
-_libc = ctypes.CDLL(None)
-
-
-def _die_with_parent() -> None:
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextmanager
