@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from attention_bytes_cases import problem
-from attention_cases import Case, run_case
+from attention_cases import Case, problem, run_case
 from mllm_seqpar.planner.candidates import ParallelSpec
 from mllm_seqpar.planner.memory import buffer_bytes, receive_buffers
 from nccl_model import NcclCommunicator, run_nccl_model
