@@ -158,13 +158,13 @@ RUNS: dict[str, Run] = {
         *("mplug_owl3", 4, [[VIDEO, TEXT, VIDEO], [TEXT, ONE_FRAME, TEXT]], True),
         **{"local_frames": True, "model": FUSED, "options": AUTO},
     ),
-    "two groups, one without features": Run("mplug_owl3", 4, [[NO_FEATURES, FEATURES], [FEATURES, NO_FEATURES]]),
+    "two groups, one without features": Run("mplug_owl3", 2, [[NO_FEATURES, FEATURES], [FEATURES, NO_FEATURES]]),
     "two groups, one with text only beside features": Run("mplug_owl3", 2, [[TEXT, FEATURES], [FEATURES, ONE_TEXT]]),
     "two groups of mllama, one with text only, then one without chunks": Run(
         "mllama", 4, [[IMAGES, WORDS, SHORT], [WORDS, ONE_IMAGE, IMAGES]], True, options=CHUNKS
     ),
     "two groups of idefics": Run(
-        "idefics", 4, [[BATCHES["idefics"], ONE_PICTURE], [ONE_PICTURE, BATCHES["idefics"]]], True
+        "idefics", 2, [[BATCHES["idefics"], ONE_PICTURE], [ONE_PICTURE, BATCHES["idefics"]]], True
     ),
 }
 _QWEN = QWENS["qwen3_vl"]
@@ -176,7 +176,7 @@ _FEW, _FEW_WORDS = replace(_QWEN, labels="few"), replace(_QWEN_WORDS, labels="fe
 _NO_LOGITS = Run("qwen3_vl", 4, [[_FEW, _FEW_WORDS], [_QWEN_WORDS, _FEW]], head_unit=True, options={"logits": "none"})
 RUNS |= {
     "no logits": _NO_LOGITS,
-    "no logits, patched first, checkpointing": replace(_NO_LOGITS, sharded_first=False, checkpointing=True),
+    "no logits, patched first, checkpointing": replace(_NO_LOGITS, world=2, sharded_first=False, checkpointing=True),
 }
 if "open_flamingo" in BATCHES:
     _MEDIA = BATCHES["open_flamingo"]
