@@ -23,7 +23,7 @@ from attention_cases import (
     same_bits,
     visible_row_counts,
 )
-from mllm_seqpar.attention import decode_attention
+from mllm_seqpar.attention import decode_attention, keys
 from mllm_seqpar.attention.joint import SCATTER_ROWS
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.schedules.bytes_sent import lv_xattn_bytes, ring_bytes
@@ -57,14 +57,14 @@ def slow(*cases: Any) -> list[Any]:
     ),
 )
 def test_cross_attention(op: str, mask: str | None, sizes: tuple[int, ...]) -> None:
-    for n, keys in zip(sizes, KEYS, strict=True):
-        check(n, op=op, rows=6 * n, mask=mask, layout="contiguous", **keys)
+    for n, kv in zip(sizes, KEYS, strict=True):
+        check(n, op=op, rows=6 * n, mask=mask, layout="contiguous", **kv)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 def test_all_pairs_without_a_mask(n: int) -> None:
-    for i, keys in enumerate(KEYS):
-        check(n, op="direct", rows=6 * n, dtype=(F32, BF16)[(n + i) % 2], layout="contiguous", **keys)
+    for i, kv in enumerate(KEYS):
+        check(n, op="direct", rows=6 * n, dtype=(F32, BF16)[(n + i) % 2], layout="contiguous", **kv)
 
 
 PRUNED = [
@@ -99,9 +99,9 @@ def test_keys_of_scattered_frames_are_gathered(op: str, n: int) -> None:
 @pytest.mark.parametrize("op", ["lv", "ring"])
 def test_merge_adds_no_key_to_short_rows(op: str, n: int) -> None:
     """A merge that starts at a log-sum-exp of 0 adds one key to every row, which shows with 1, 2 or 3 keys."""
-    for keys, tokens in itertools.product((1, 2, 3), (1, 2)):
-        mask, layout, batch = ((None, "striped", 2), ("random", "zigzag", 1))[(keys + tokens) % 2]
-        check(n, op=op, rows=2 * n, frames=keys, tokens=tokens, layout=layout, batch=batch, mask=mask)
+    for frames, tokens in itertools.product((1, 2, 3), (1, 2)):
+        mask, layout, batch = ((None, "striped", 2), ("random", "zigzag", 1))[(frames + tokens) % 2]
+        check(n, op=op, rows=2 * n, frames=frames, tokens=tokens, layout=layout, batch=batch, mask=mask)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -186,6 +186,12 @@ def test_every_kernel_and_float64_inputs(op: str) -> None:
     for kernel in ("blocked_matmul", "torch_cpu"):
         check(3, op=op, rows=30, batch=2, kernel=kernel, mask=mask)
     check(3, op=op, rows=18, dtype=F64, mask=mask)
+
+
+@pytest.mark.parametrize("op", ["lv", "ring", "mesh", "joint"])
+def test_masks_that_are_too_large_to_keep(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "KEPT_MASK", 0)
+    check(2, op=op, rows=24, batch=2, mask="holes")
 
 
 @pytest.mark.parametrize("op", ["lv", "mesh", "ulysses"])
