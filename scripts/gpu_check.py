@@ -37,10 +37,10 @@ import torch
 sys.path += [str(Path(__file__).parent / "bench"), str(Path(__file__).parent / "lib")]
 
 from gpu_checks.common import Row, read, table, write
+from rank_processes import Ended, run_ranks
 
 from mllm_seqpar.cli import program_exit
 from mllm_seqpar.cli.launch import launched_ranks
-from rank_processes import Ended, run_ranks
 
 
 class Part(NamedTuple):

@@ -17,8 +17,7 @@ from clusters import ROUND
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen3VLForConditionalGeneration
 
-from attention_bytes_cases import problem
-from attention_cases import Case, run_case
+from attention_cases import Case, problem, run_case
 from family_cases import QWENS
 from family_harness import on_ranks, settings
 from memory_meters import Peak, saved
