@@ -35,7 +35,11 @@ from mllm_seqpar.adapting import (
     frame_bounds,
 )
 from mllm_seqpar.adapting.transformers import (
+    MULTIMODAL_OUTPUT,
     DecoderOnlyFamily,
+    cache_argument,
+    cache_name,
+    cache_of,
     cache_state_of,
     causal_mask,
     decoder_arguments,
@@ -55,6 +59,7 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
     }
     frame_arguments = (*PIXELS, FEATURES)
     visual_arguments = (*frame_arguments, *GRIDS, "second_per_grid_ts", "visual_shard")
+    output_class = MULTIMODAL_OUTPUT
     forward_doc = """
         Sequence-parallel (patched by mllm_seqpar): `visual_shard` says that `pixel_values` and `pixel_values_videos`
         hold only the rows of this rank's temporal patches, of `visual_shard.total`, those of all images and videos in
@@ -93,7 +98,7 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
 
         @functools.wraps(unpatched)
         def positions(inputs: Tensor, arguments: dict[str, Any]) -> Tensor:
-            self._restore_offsets(arguments.get("past_key_values"), inputs)
+            self._restore_offsets(arguments.get(cache_name()), inputs)
             found: Tensor = unpatched(inputs, arguments)
             return found
 
@@ -209,7 +214,7 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         """
         model, device, shape = self.model.model, inputs.text.device, (inputs.batch, inputs.length)
         names = (*GRIDS, "mm_token_type_ids", *self.position_arguments)
-        self._restore_offsets(inputs.past_key_values, inputs.text)
+        self._restore_offsets(inputs.cache, inputs.text)
         read = {name: inputs.on_host(name) for name in names}
         host = {name: given[name] if read[name] is None else read[name] for name in names}
         found: Tensor | None = model.compute_3d_position_ids(
@@ -218,7 +223,7 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
             else torch.zeros(shape, dtype=torch.long),  # only its shape counts
             inputs_embeds=torch.empty(*shape, 0),
             attention_mask=inputs.on_host("attention_mask"),
-            past_key_values=inputs.past_key_values,
+            **cache_argument(inputs.cache),
             **{name: x.cpu() if isinstance(x, Tensor) else x for name, x in host.items()},
         )
         if found is None and inputs.use_cache and not inputs.past_length:
@@ -247,7 +252,7 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -272,7 +277,7 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         given |= {"mm_token_type_ids": mm_token_type_ids, "second_per_grid_ts": second_per_grid_ts}
         text = input_ids if input_ids is not None else inputs_embeds
         frames = next((x for x in (visual_embeds, *pixels) if x is not None), None)
-        if frames is not None and _only_cached_frames(self.model.config, input_ids, past_key_values):
+        if frames is not None and _only_cached_frames(self.model.config, input_ids, cache):
             frames = visual_embeds = None
             pixels = None, None
         arguments = self.text_arguments(
@@ -280,7 +285,7 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             labels=labels,
             shift_labels=shift_labels,
             use_cache=use_cache,
@@ -305,7 +310,7 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         stores_offsets = inputs.use_cache and (not inputs.past_length or frames is not None)
         out: CausalLMOutputWithPast = run_pass(self, inputs, logits_to_keep, kwargs)
         if stores_offsets:
-            self._store_offsets(out.past_key_values, inputs)
+            self._store_offsets(cache_of(out), inputs)
         return out
 
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mllm_seqpar._compat import cache_name
+
 
 def star_mask(prompt: int, block: int, ranks: int, real: Tensor, window: int | None = None) -> Tensor:
     """Return the mask that attention adds to its scores, (B, 1, L, L) float32; `real` (B, L) is False for padding."""
@@ -64,7 +66,7 @@ def under_star_mask(
     @functools.wraps(unpatched)
     def forward(input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        assert mask.shape == input_ids.shape and not kwargs.get("past_key_values"), "a pass over the whole text"
+        assert mask.shape == input_ids.shape and not kwargs.get(cache_name()), "a pass over the whole text"
         if positions is not None and kwargs.get("position_ids") is None:
             kwargs["position_ids"] = positions(mask)
         whole: Any = star_mask(prompt, block, ranks, mask.bool())

@@ -13,14 +13,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+)
+from transformers.models.idefics.modeling_idefics import IdeficsCausalLMOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
 
 from mllm_seqpar.adapting import (
@@ -41,6 +45,7 @@ from mllm_seqpar.adapting.transformers import (
     Family,
     ForwardInputs,
     as_compared_tensors,
+    cache_argument,
     causal_mask,
     mask_over_samples,
     merge_heads,
@@ -75,13 +80,13 @@ def _run_decoder_layers(
     inputs_embeds: Tensor,
     attention_mask: Tensor,
     position_ids: Tensor,
-    past_key_values: Cache | None,
+    cache: Cache | None,
     seqpar: ForwardState,
     **kwargs: Any,
 ) -> BaseModelOutputWithPast:
     """Run cross-attention block `i` before decoder layer ``i * cross_layer_interval``."""
     attention_config = self.layers[0].self_attn.config
-    mask = causal_mask(attention_config, inputs_embeds, attention_mask, position_ids, past_key_values)
+    mask = causal_mask(attention_config, inputs_embeds, attention_mask, position_ids, cache)
     hidden = inputs_embeds
     no_images = hidden.new_empty(0)  # the blocks take images, but patched ones read the state
     for number, layer in enumerate(self.layers):
@@ -89,7 +94,7 @@ def _run_decoder_layers(
             block = self.gated_cross_attn_layers[number // self.cross_layer_interval]
             gate = seqpar.rows["gate"]
             hidden = block(hidden, mask, no_images, cross_attention_gate=gate, seqpar=seqpar, **kwargs)
-        text = {"attention_mask": mask, "position_ids": position_ids, "past_key_values": past_key_values}
+        text = {"attention_mask": mask, "position_ids": position_ids, **cache_argument(cache)}
         hidden = layer(hidden, seqpar=seqpar, **text, **kwargs)
     return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
 
@@ -204,6 +209,7 @@ class IdeficsFamily(Family[_IdeficsInputs]):
     }
     model_sizes = staticmethod(model_sizes)
     frame_arguments = visual_arguments = _FRAME_ARGUMENTS
+    output_class = IdeficsCausalLMOutputWithPast
     forward_doc = VISUAL_SHARD_DOC.format(frames=", ".join(_FRAME_ARGUMENTS))
     repeats_frames = True
 
@@ -303,24 +309,23 @@ class IdeficsFamily(Family[_IdeficsInputs]):
     ) -> Any:
         if "gate" not in state.rows:
             raise ShapeError(f"IDEFICS needs images: none of {', '.join(_FRAME_ARGUMENTS)} holds one")
-        text = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+        text = {"attention_mask": mask, "position_ids": positions, "cache": cache}
         return self.model.model(inputs_embeds=embeds, return_dict=True, seqpar=state, **text, **kwargs)
 
     def model_output(self, out: CausalLMOutputWithPast, features: Tensor | None, inputs: _IdeficsInputs) -> Any:
-        """Add `image_hidden_states` if this process has all of them."""
-        from transformers.models.idefics.modeling_idefics import IdeficsCausalLMOutputWithPast
-
+        """Add `image_hidden_states` if this process has all of them; transformers 5.24 has `image_outputs` instead."""
+        found = super().model_output(out, features, inputs)
         has_all = self.context.comm.size == 1 and inputs.visual_shard is None and inputs.total_frames > 0
-        images = inputs.image_attention_mask.shape[2] if features is not None and has_all else None
-        whole = None if features is None or images is None else features.unflatten(0, (-1, images))
-        return IdeficsCausalLMOutputWithPast(**out, image_hidden_states=whole)
+        if features is not None and has_all and "image_hidden_states" in {field.name for field in fields(found)}:
+            found.image_hidden_states = features.unflatten(0, (-1, inputs.image_attention_mask.shape[2]))
+        return found
 
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         pixel_values: Tensor | None = None,
         image_encoder_embeddings: Tensor | None = None,
@@ -336,8 +341,8 @@ class IdeficsFamily(Family[_IdeficsInputs]):
     ) -> Any:
         given = [x for x in (pixel_values, image_encoder_embeddings, perceiver_embeddings) if x is not None]
         frames = given[0] if given else None
-        if frames is not None and visual_shard is None:
-            frames = frames.flatten(0, 1)
+        if frames is not None and visual_shard is None and frames.dim() > (3 if pixel_values is None else 4):
+            frames = frames.flatten(0, 1)  # (B, I, ...); since transformers 5.24, features may come as one list
         from_tower = image_encoder_embeddings is not None and not self.model.config.use_resampler
         are_features = from_tower or perceiver_embeddings is not None
         text = self.text_arguments(  # without a decoder: the unpatched model makes a mask of ones if none is given
@@ -345,7 +350,7 @@ class IdeficsFamily(Family[_IdeficsInputs]):
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             position_ids=_positions(attention_mask, position_ids, input_ids, inputs_embeds),
-            past_key_values=past_key_values,
+            cache=cache,
             labels=labels,
             shift_labels=shift_labels,
             use_cache=use_cache,

@@ -43,6 +43,7 @@ from mllm_seqpar.adapting import (
 )
 from mllm_seqpar.adapting.chat import VIDEO_MARK, FeatureFrames, FrameSource, ImageTokenFamily, to_pil_images
 from mllm_seqpar.adapting.transformers import (
+    MULTIMODAL_OUTPUT,
     Family,
     ForwardInputs,
     SequenceParallelCacheState,
@@ -280,6 +281,7 @@ class MllamaFamily(Family[MllamaInputs]):
 
     name = "Llama 3.2 Vision"
     model_class = "MllamaForConditionalGeneration"
+    output_class = MULTIMODAL_OUTPUT
     package = "transformers.models.mllama."
     processors = ("MllamaProcessor",)
     chat = MllamaChats
@@ -398,7 +400,7 @@ class MllamaFamily(Family[MllamaInputs]):
         filled = [i for i, layer in layers.items() if layer.is_initialized and bool(layer.keys.any())]
         if filled:
             raise ConfigError(
-                f"past_key_values holds K and V of images that an unpatched model computed (layers {filled}); continue "
+                f"the cache holds K and V of images that an unpatched model computed (layers {filled}); continue "
                 "it with the unpatched model, or begin with a new cache"
             )
 
@@ -445,7 +447,7 @@ class MllamaFamily(Family[MllamaInputs]):
         cross_attention_mask: Tensor | None = None,
         cross_attention_states: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -467,7 +469,7 @@ class MllamaFamily(Family[MllamaInputs]):
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             labels=labels,
             shift_labels=shift_labels,
             use_cache=use_cache,

@@ -53,6 +53,7 @@ from mllm_seqpar.adapting.transformers import (
     merge_heads,
     refuse_dropout,
     run_pass,
+    takes_cache,
     text_keys,
 )
 from mllm_seqpar.models.mplug_owl3.hyper_attention import HyperAttention
@@ -68,12 +69,13 @@ def _count_frames(unpatched: Any, *args: Any, visual_shard: FrameShard | None = 
     return visual_shard.total if visual_shard is not None else unpatched(*args, **kwargs)
 
 
+@takes_cache
 def _hyper_attention(
     self: Any,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
-    past_key_values: Cache | None = None,
+    cache: Cache | None = None,
     visual: Any = None,
     visual_norm: nn.Module | None = None,
     *,
@@ -82,7 +84,7 @@ def _hyper_attention(
 ) -> tuple[Tensor, None]:
     """Compute the layer of the native model, whose rows attend to the text and to the frames of all ranks."""
     refuse_dropout(self._dropout)
-    q, k, v = self.project(hidden_states, position_embeddings, past_key_values)
+    q, k, v = self.project(hidden_states, position_embeddings, cache)
     text = text_keys(self, q, k, v, attention_mask, seqpar, self.sliding_window)
     if seqpar.frames is None:
         return self.o_proj(merge_heads(seqpar.attend(q, [text], self.scaling))), None
@@ -388,7 +390,7 @@ class MPlugOwl3Family(Family[Any]):
             return
         if native.patched is None and self.context.comm.size > 1:
             raise ConfigError(
-                "past_key_values holds K and V of frames that the unpatched model computed, all of them on this rank; "
+                "the cache holds K and V of frames that the unpatched model computed, all of them on this rank; "
                 "continue it with the unpatched model, or begin with a new cache"
             )
         if native.patched is None:
@@ -419,7 +421,7 @@ class MPlugOwl3Family(Family[Any]):
         media_offset: Any = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         image_embeds: Tensor | None = None,
@@ -434,7 +436,7 @@ class MPlugOwl3Family(Family[Any]):
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             labels=labels,
             shift_labels=kwargs.pop("shift_labels", None),
             use_cache=use_cache,

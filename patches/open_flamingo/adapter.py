@@ -62,6 +62,7 @@ from mllm_seqpar.adapting.transformers import (
     patch_generate,
     require_same_inputs,
     run_pass,
+    takes_cache,
 )
 
 from .language_models import LANGUAGE_MODELS, language_model_of
@@ -366,11 +367,13 @@ def _condition_layers(language_model: Any, vision_x: Any) -> None:
 def _with_media(unpatched: Any) -> Any:
     """Wrap `forward` or `generate`, which pass `vision_x` to `_encode_vision_x`, so that they pass a `Media`."""
 
+    @takes_cache
     @functools.wraps(unpatched)
     def wrapper(
         vision_x: Tensor | HostFrames | None = None,
         lang_x: Tensor | None = None,
         *args: Any,
+        cache: Cache | None = None,
         input_ids: Tensor | None = None,
         pixel_values: Tensor | HostFrames | None = None,
         visual_shard: FrameShard | None = None,
@@ -378,6 +381,7 @@ def _with_media(unpatched: Any) -> Any:
     ) -> Any:
         vision_x = pixel_values if vision_x is None else vision_x
         lang_x = input_ids if lang_x is None else lang_x
+        kwargs |= {} if cache is None else {"past_key_values": cache}  # the only name that `Flamingo` takes
         if lang_x is None:
             raise ShapeError("lang_x is None; pass the token ids as lang_x or input_ids")
         media = None if vision_x is None else Media.of(vision_x, visual_shard, lang_x.shape[0])
@@ -434,7 +438,7 @@ def _language_model_forward(language_model: Any, family: OpenFlamingoFamily) -> 
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
@@ -447,14 +451,14 @@ def _language_model_forward(language_model: Any, family: OpenFlamingoFamily) -> 
             media,
             time,
             family.context.comm,
-            cached=_in_cache(media, past_key_values),
+            cached=_in_cache(media, cache),
             input_ids=input_ids,
             attention_mask=attention_mask,
-            position_ids=family.language_model.positions(positions, attention_mask, past_key_values),
+            position_ids=family.language_model.positions(positions, attention_mask, cache),
             labels=labels,
             shift_labels=kwargs.pop("shift_labels", None),
-            past_key_values=past_key_values,
-            use_cache=past_key_values is not None or bool(use_cache),
+            cache=cache,
+            use_cache=cache is not None or bool(use_cache),
             detects_packing=family.language_model.detects_packing and not use_cache,
         )
         return run_pass(family, inputs, logits_to_keep, kwargs)

@@ -49,11 +49,13 @@ from mllm_seqpar.adapting import (
     run_in_chunks,
 )
 from mllm_seqpar.adapting.transformers import (
+    cache_argument,
     cache_state_of,
     causal_mask,
     decoder_arguments,
     merge_heads,
     refuse_dropout,
+    takes_cache,
     use_seqpar_attention,
 )
 from mllm_seqpar.models.open_flamingo.language import mpt_projections
@@ -262,7 +264,7 @@ class MptLM:
         if bias is None:
             bias = stack.build_mpt_alibi_tensor(stack.num_heads, stack.config.max_seq_len, device=embeds.device)
             causal = create_causal_mask(
-                config=stack.config, inputs_embeds=embeds, attention_mask=mask, past_key_values=cache
+                config=stack.config, inputs_embeds=embeds, attention_mask=mask, **cache_argument(cache)
             ).bool()
         hidden, states = embeds, []
         for block in stack.blocks:
@@ -313,18 +315,19 @@ class MptLM:
 def _attention_forward(attention: Any) -> Any:
     unpatched = attention.forward
 
+    @takes_cache
     def forward(
         self: Any,
         hidden_states: Tensor,
         position_bias: Any,
-        past_key_values: Any = None,
+        cache: Any = None,
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         refuse_dropout(self.attn_dropout_p if self.training else 0.0)
         if not isinstance(position_bias, ShardedBias):
-            return unpatched(hidden_states, position_bias, past_key_values, attention_mask, **kwargs)
-        o = position_bias.attend(*mpt_projections(self, hidden_states, past_key_values), self.softmax_scale)
+            return unpatched(hidden_states, position_bias, cache, attention_mask, **kwargs)
+        o = position_bias.attend(*mpt_projections(self, hidden_states, cache), self.softmax_scale)
         return self.out_proj(merge_heads(o)), None
 
     return types.MethodType(forward, attention)

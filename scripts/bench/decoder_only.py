@@ -38,6 +38,7 @@ from network_calls import EmulatedKernel
 from torch import Tensor
 
 from mllm_seqpar import patch_model, unpatch_model
+from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.config import CHOICES
 from peak_memory import peak_memory
@@ -165,7 +166,7 @@ def ask(model: Any, inputs: dict[str, Any], length: int, args: argparse.Namespac
     """Return the tokens of the answers, and the times of all questions, those of a round one after another."""
     times: dict[str, list[Any]] = {"answers": [], "cpu_seconds": [], "seconds": []}
     for number in range(args.rounds * (1 + LATER)):
-        more: dict[str, Any] = {} if number % (1 + LATER) == 0 else {"past_key_values": cache}  # noqa: F821
+        more: dict[str, Any] = {} if number % (1 + LATER) == 0 else cache_argument(cache)  # noqa: F821
         question = torch.full((1, 8), 5 + number, device=args.device)
         kinds = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(question)], 1)
         given = inputs | {"input_ids": torch.cat([inputs["input_ids"], question], 1), "mm_token_type_ids": kinds}
@@ -178,7 +179,7 @@ def ask(model: Any, inputs: dict[str, Any], length: int, args: argparse.Namespac
         times["seconds"].append(time.perf_counter() - start)
         times["cpu_seconds"].append(time.process_time() - cpu_start)
         times["answers"].append(out.sequences[0, -1:].tolist())
-        cache = out.past_key_values
+        cache = cache_of(out)
         cache.crop(length - cache.get_seq_length())
     return times
 

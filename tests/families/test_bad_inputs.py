@@ -15,6 +15,7 @@ import torch
 from family_cases import BATCHES, INSTRUCT, QWENS
 from family_harness import FAMILIES, family_module, inputs_of, model_of, on_ranks
 from mllm_seqpar import FrameShard, frame_range, patch_model
+from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import AgreementError, ConfigError, MaskError, SeqParError, ShapeError
 from mllm_seqpar.runtime.visual_features import fingerprint_of
@@ -271,8 +272,8 @@ def test_unknown_or_misshapen_arguments_are_refused(arguments: Inputs, kind: typ
 @torch.no_grad()
 def test_arguments_are_checked_in_decoding_steps_too(arguments: Inputs, message: str) -> None:
     model = patch_model(tiny_model())
-    cache = model(tiny_text(2), tiny_frames(2), use_cache=True).past_key_values
-    token = {"input_ids": tiny_text(2)[:, :1], "past_key_values": cache}
+    cache = cache_of(model(tiny_text(2), tiny_frames(2), use_cache=True))
+    token = {"input_ids": tiny_text(2)[:, :1], **cache_argument(cache)}
     with pytest.raises(ConfigError, match=message):
         model(**token, **arguments)
     assert model(**token).logits.shape[1] == 1

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from family_cases import QWENS
 from family_harness import build, check_tokens, model_of, on_ranks, outcome, reference, settings, slow_unless
 from mllm_seqpar import patch_model
+from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import AdapterError, ConfigError
 from mllm_seqpar.runtime.visual_tokens import LABEL, FrameTokens, TokenRoutes, VisualTokenLayout
@@ -172,9 +173,9 @@ def test_further_questions_compute_their_own_tokens_only(family: str, size: int)
             found.append(out.sequences)
             prefills.append(rows[0])
             ran.append(len(towers))
-            kept.append(out.past_key_values.layers[0].keys.shape[2])
-            out.past_key_values.crop(case.length - out.past_key_values.get_seq_length())
-            cache = {"past_key_values": out.past_key_values}
+            kept.append(cache_of(out).layers[0].keys.shape[2])
+            cache_of(out).crop(case.length - cache_of(out).get_seq_length())
+            cache = cache_argument(cache_of(out))
         return found, prefills, ran, kept
 
     for found, prefills, towers, kept in on_ranks(size, family, case.with_options(shard_prompt_from=8), run):
@@ -191,11 +192,11 @@ def test_new_frames_may_follow_those_of_a_filled_cache(family: str) -> None:
     @torch.no_grad()
     def run(model: Any, inputs: dict[str, Any], _: Any = None) -> Tensor:
         given = {name: x for name, x in inputs.items() if name != "attention_mask"}
-        cache = model(**given, use_cache=True).past_key_values
+        cache = cache_of(model(**given, use_cache=True))
         rows, length = given["input_ids"].shape
         given |= {name: 1 - x for name, x in given.items() if name.startswith("pixel_values")}
         given["position_ids"] = torch.arange(length, 2 * length).expand(3, rows, length)
-        return model(**given, past_key_values=cache, use_cache=True).logits
+        return model(**given, **cache_argument(cache), use_cache=True).logits
 
     expected = run(*build(family, case))
     for found in on_ranks(2, family, case, run):
@@ -242,7 +243,7 @@ def test_bf16_steps_over_a_sharded_prompt_are_as_near_to_float32_as_unpatched(fa
         out = model(**inputs, use_cache=True)
         logits = [out.logits]
         for token in answer.split(1, 1):
-            logits.append(model(input_ids=token, past_key_values=out.past_key_values).logits)
+            logits.append(model(input_ids=token, **cache_argument(cache_of(out))).logits)
         assert not narrow or logits[-1].dtype is torch.bfloat16
         return {"": torch.cat(logits, 1)[:, -9:].float()}
 

@@ -78,7 +78,9 @@ def test_float32_features_in_a_bf16_model_are_as_near_as_unpatched() -> None:
     model, exact = model_of("idefics", case).bfloat16(), model_of("idefics", case)
     inputs = inputs_of("idefics", case, model)
     with torch.no_grad():
-        unpatched, precise = model(**inputs).logits, exact(**inputs).logits
+        # Since transformers 5.24 the unpatched model does not convert features.
+        converted = {name: x.bfloat16() if x.is_floating_point() else x for name, x in inputs.items()}
+        unpatched, precise = model(**converted).logits, exact(**inputs).logits
         found = patch_model(model)(**inputs).logits
     assert_as_near_as_unpatched({"logits": found}, {"logits": unpatched}, {"logits": precise})
 

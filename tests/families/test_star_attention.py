@@ -14,6 +14,7 @@ from family_cases import BATCHES, FUSED, LANGUAGE_MODELS
 from family_harness import TOLERANCE, build, forward, on_ranks, settings, slow_unless
 from generation_cases import BEAMS
 from mllm_seqpar import patch_model
+from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.errors import ConfigError, MaskError
 from mllm_seqpar.runtime.star import block_length
 from outcomes import error
@@ -155,7 +156,7 @@ def test_context_blocks_send_nothing_and_last_rank_stores_new_tokens() -> None:
         hidden = {"hidden": (world - 1) * batch * width * 4} if comm.rank == 0 else {}
         assert {label: count for label, count in sent.items() if count} == {"o": merged} | hidden
         out = model.generate(**inputs, **settings(return_dict_in_generate=True))
-        stored = [layer.keys.shape[2] for layer in out.past_key_values.layers[:layers]]
+        stored = [layer.keys.shape[2] for layer in cache_of(out).layers[:layers]]
         assert stored == [block + (query + 5 if comm.rank == world - 1 else 0)] * layers  # the last token is not read
 
     prompt = PROMPTS["mPLUG-Owl3, text only"]
@@ -203,7 +204,7 @@ def conversation(model: Any, inputs: dict[str, Any], again: dict[str, Any], **gi
     first = model.generate(**inputs, **settings(return_dict_in_generate=True, **given))
     asked = torch.cat([first.sequences, torch.tensor([[7, 8, 9, 10]])], dim=1)
     if given["use_cache"]:
-        again = {"past_key_values": first.past_key_values}
+        again = cache_argument(cache_of(first))
     return [first.sequences, model.generate(asked, **again, **settings(**given))]
 
 
@@ -219,8 +220,8 @@ def test_second_question_sees_the_whole_cache() -> None:
 
 def _step_with_gradients(model: Any, inputs: dict[str, Any]) -> None:
     with torch.no_grad():
-        cache = model(**inputs, use_cache=True).past_key_values
-    model(inputs["input_ids"][:, :1], past_key_values=cache)
+        cache = cache_of(model(**inputs, use_cache=True))
+    model(inputs["input_ids"][:, :1], **cache_argument(cache))
 
 
 def _no_anchor(model: Any, inputs: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from family_cases import QWENS
 from family_harness import on_ranks, settings
 from memory_meters import Peak, saved
 from mllm_seqpar import patch_model
+from mllm_seqpar._compat import cache_of
 from mllm_seqpar.patches.mplug_owl3.sizes import model_sizes
 from mllm_seqpar.planner import ParallelSpec
 from mllm_seqpar.planner.memory import (
@@ -282,7 +283,7 @@ def test_answer_keeps_and_sends_as_many_bytes_as_planned(family: str) -> None:
 
     def run(model: Any, inputs: dict[str, Any], comm: Any) -> tuple[dict[str, Any], int, dict[str, int]]:
         options = settings(use_cache=True, return_dict_in_generate=True, max_new_tokens=answer)
-        cache = model.generate(**inputs, **options).past_key_values
+        cache = cache_of(model.generate(**inputs, **options))
         kept = [x for layer in cache.layers for x in (layer.keys, layer.values) if x is not None]
         return model.config.to_dict(), sum(x.nbytes for x in kept), dict(comm.bytes.sent)
 
