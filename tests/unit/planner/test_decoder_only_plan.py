@@ -1,4 +1,4 @@
-"""Layer: pure Python, and one process. Plans for Qwen2.5-VL and Qwen3-VL: sizes, times, memory, and what is refused."""
+"""Layer: pure Python. Plans for Qwen2.5-VL and Qwen3-VL: sizes, times and memory."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Layer: one process. Files of clusters and models, model directories, and errors for invalid ones."""
+"""Layer: one process. Files of clusters and models, and model directories."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Layer: one process. The command `mllm-seqpar`: its tables, JSON, figure, cluster file and errors."""
+"""Layer: one process. The commands `plan` and `calibrate`: their tables, JSON, figure and cluster file."""
 
 import functools
 import json
