@@ -1,14 +1,16 @@
-"""Layer: one process. Files of clusters and models, model directories, and errors for invalid ones."""
+"""Layer: one process. Files of clusters and models, and model directories."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from clusters import ROUND, with_
 
+from mllm_seqpar.cli.check_data import Totals, _visual
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import read_cluster, write_cluster
 from mllm_seqpar.planner.model_sizes import read_model
@@ -48,6 +50,17 @@ def test_cost_model_imports_neither_torch_nor_yaml() -> None:
 PUBLISHED = {"mplug-owl3-7b": 8.07, "idefics-9b": 8.93, "idefics-80b": 80.0}
 PUBLISHED |= {"llama-3.2-11b-vision": 10.7, "llama-3.2-90b-vision": 88.6}
 """Billions of parameters, sums over the tensors of the published checkpoints."""
+QWENS = {
+    "qwen2_5_vl_3b": 3_754_622_976,
+    "qwen2_5_vl_7b": 8_292_166_656,
+    "qwen2_5_vl_32b": 33_452_718_336,
+    "qwen2_5_vl_72b": 73_410_777_344,
+    "qwen3_vl_2b": 2_127_532_032,
+    "qwen3_vl_4b": 4_437_815_808,
+    "qwen3_vl_8b": 8_767_123_696,
+    "qwen3_vl_32b": 33_357_390_064,
+}
+"""Parameters of the published checkpoints."""
 CLIP = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
 FLAMINGO = {"model_type": "open_flamingo", "vision_config": CLIP | {"patch_size": 14}}
 MPT = {"model_type": "mpt", "d_model": 2048, "n_layers": 24, "n_heads": 16, "vocab_size": 50280}
@@ -65,6 +78,26 @@ HF_CONFIGS = {
 }
 
 
+def qwen_config(name: str) -> dict[str, Any]:
+    """Return the configuration that a model file describes, with the names of the published `config.json`."""
+    sizes = read_model(find_file("model", name))
+    text, vision, deepstack = sizes.text, sizes.vision, sizes.vision.deepstack
+    language = {"hidden_size": text.hidden, "num_hidden_layers": text.layers, "num_attention_heads": text.heads}
+    language |= {"num_key_value_heads": text.kv_heads, "intermediate_size": text.mlp_inner}
+    language |= {"vocab_size": text.vocabulary, "tie_word_embeddings": text.tied_embeddings}
+    tower = {"depth": vision.layers, "hidden_size": vision.width, "num_heads": vision.heads, "patch_size": vision.patch}
+    tower |= {"intermediate_size": vision.mlp_inner, "out_hidden_size": text.hidden}
+    if not deepstack:
+        tower |= {"window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
+        return {"model_type": "qwen2_5_vl", **language, "vision_config": tower}
+    tower |= {"deepstack_visual_indexes": list(range(deepstack)), "num_position_embeddings": 2304}
+    return {"model_type": "qwen3_vl", "text_config": language | {"head_dim": text.head_dim}, "vision_config": tower}
+
+
+for _name in ("qwen2_5_vl_7b", "qwen3_vl_8b"):
+    HF_CONFIGS[_name] = qwen_config(_name)
+
+
 def test_model_files_of_the_package_are_valid() -> None:
     names = sorted(path.stem for path in (CONFIGS / "models").glob("*.yaml"))
     models = {name: read_model(find_file("model", name)) for name in names}
@@ -75,11 +108,39 @@ def test_model_files_of_the_package_are_valid() -> None:
         find_file("model", "gpt")
 
 
-@pytest.mark.parametrize("name", HF_CONFIGS)
-def test_model_directory_equals_the_model_file(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "nested"), [*((name, None) for name in HF_CONFIGS), ("qwen2_5_vl_7b", True), ("qwen3_vl_8b", False)]
+)
+def test_model_directory_equals_the_model_file(name: str, nested: bool | None, tmp_path: Path) -> None:
+    """transformers has moved the fields of Qwen's language models into `text_config`."""
     (folder := tmp_path / name).mkdir()
-    (folder / "config.json").write_text(json.dumps(HF_CONFIGS[name]))
+    config = dict(HF_CONFIGS[name])
+    if nested:
+        config["text_config"] = {
+            key: value for key, value in config.items() if key not in ("model_type", "vision_config")
+        }
+    elif nested is False:
+        config |= config.pop("text_config")
+    (folder / "config.json").write_text(json.dumps(config))
     assert read_model(folder) == read_model(folder / "config.json") == read_model(find_file("model", name))
+    if name in QWENS:
+        assert _visual(Totals(), str(folder)) == ""  # the number of visual tokens depends on the size of the images
+
+
+@pytest.mark.parametrize("name", QWENS)
+def test_parameters_are_those_of_the_real_classes(name: str) -> None:
+    """The classes of transformers on the meta device have as many; the sizes leave out norms and biases."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    config = qwen_config(name)
+    text = {key: value for key, value in config.items() if key not in ("model_type", "vision_config", "text_config")}
+    fields = {"text_config": config.get("text_config", text), "vision_config": config["vision_config"]}
+    fields["tie_word_embeddings"] = fields["text_config"]["tie_word_embeddings"]
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(config["model_type"], **fields))
+    model.tie_weights()
+    assert sum(parameter.numel() for parameter in model.parameters()) == QWENS[name]
+    assert read_model(find_file("model", name)).parameters == pytest.approx(QWENS[name], rel=0.0025)
 
 
 def test_default_configurations_of_transformers_are_read(tmp_path: Path) -> None:

@@ -140,6 +140,9 @@ def test_chunked_mlps_are_recomputed_once() -> None:
     assert chunked.forward == plain.forward
     assert chunked.backward.seconds == pytest.approx(1.5 * plain.backward.seconds)
     assert both.backward == chunked.backward  # the recomputation of a layer stops before its MLP
+    idefics = read_model(find_file("model", "idefics-9b"))  # its cross-attention layers have MLPs, before a gate
+    chunked, both = (lv_plan(model=idefics, **changes).parts["MLP"].backward.seconds for changes in options[1:])
+    assert both / chunked == pytest.approx((32 * 3 + 8 * 4) / (32 * 3 + 8 * 3))
 
 
 def test_memory_of_parameters_features_and_activations() -> None:
@@ -331,6 +334,9 @@ def test_memory_with_offload_does_not_grow_with_the_video(trained: str) -> None:
     assert total(4096, "cpu") == total(65536, "cpu") < total(4096, None)
     assert total(65536, None) - total(4096, None) > replace(ASK, frames=65536 - 4096).features_bytes
     assert CHUNK_BYTES == visual_features.CHUNK_BYTES
+    runs = [replace(ASK, trained=name, visual_offload="cpu") for name in (trained, "no-vision")]
+    chunks = [peak_memory(run, LV8)["features"] for run in runs]
+    assert chunks[1] == chunks[0] / 2 * 5  # two of the features; two of their gradient, and one to add
 
 
 def test_longest_video_on_cards_of_24_gb() -> None:

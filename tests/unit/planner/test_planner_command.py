@@ -1,4 +1,4 @@
-"""Layer: one process. The command `mllm-seqpar`: its tables, JSON, figure, cluster file and errors."""
+"""Layer: one process. The commands `plan` and `calibrate`: their tables, JSON, figure and cluster file."""
 
 import functools
 import json
@@ -17,6 +17,7 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import read_cluster
 
 RUN = {"model": "mplug-owl3-7b", "frames": "4096", "text": "8192", "gpus": "16", "cluster": "a100-80g-4x4"}
+QWEN = {"model": "qwen2_5_vl_7b", "frames": "1024", "text": "1024", "gpus": "8", "cluster": "a100-80g-8xN"}
 
 
 def plan(*options: str, **changes: str) -> int:
@@ -24,8 +25,8 @@ def plan(*options: str, **changes: str) -> int:
     return main(["plan", *(part for name, value in (RUN | changes).items() for part in (f"--{name}", value)), *options])
 
 
-def plan_json(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
-    status = plan("--json", *options)
+def plan_json(capsys: pytest.CaptureFixture[str], *options: str, **changes: str) -> dict[str, Any]:
+    status = plan("--json", *options, **changes)
     printed = json.loads(capsys.readouterr().out)
     assert status == (0 if any(row["fits"] for row in printed["strategies"]) else 1)
     return printed
@@ -89,6 +90,8 @@ def test_plan_draws_a_timeline(tmp_path: Path) -> None:
     assert plan("--timeline", str(picture), gpus="3") == 1
     assert picture.read_bytes().startswith(b"\x89PNG\r\n")
     assert plan("--timeline", str(tmp_path / "timeline.mp3")) == 2
+    assert plan("--gradient_checkpointing", "--timeline", str(figure), **QWEN) == 0
+    assert "One self-attention layer of qwen2_5_vl_7b" in figure.read_text()
 
 
 def test_plan_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,6 +131,28 @@ def test_plan_of_lora(capsys: pytest.CaptureFixture[str]) -> None:
     assert "frozen weights of 0.5, adapters of 4" in printed
     row = plan_json(capsys, "--lora_r", "16")["strategies"][0]
     assert 0 < row["memory"]["optimizer"] < row["memory"]["parameters"] / 20
+
+
+def test_plan_of_a_decoder_only_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--gradient_checkpointing", "--lora_r", "16", "--samples", "1000", **QWEN) == 0
+    text = capsys.readouterr().out
+    assert "1,024 frames, 299 tokens for every 2 of them" in " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= 100
+    assert "  patch_model(model)\n" in text and "LoRA of rank 16 on attention, mlp)" in text
+    assert "cross" not in text and "K and V of frames" not in text and "\n  ring: " in text
+    shown = plan_json(capsys, "--gradient_checkpointing", "--self_attention", "mesh", **QWEN)
+    (row,) = shown["strategies"]
+    expected = {"self_attention": "mesh", "tile": row["tile"]}
+    assert shown["best"]["patch_model"] == expected and "self_attention_call" in row
+    answer = ["--trained", "none", "--answer", "64"]
+    assert plan(*answer, **QWEN) == 0
+    text = capsys.readouterr().out
+    for part in ("time of an answer of 64 tokens", "each token", "bytes, parameters of 2, on every"):
+        assert part in text
+    shown = plan_json(capsys, *answer, "--frame-tokens", "1280x720", **QWEN)
+    assert "cache" in shown["strategies"][0]["memory"]
+    tall = shown["run"]["model"]["vision"]
+    assert (tall["keys"], tall["tokens"]) == (1196, 4 * 1196)
 
 
 def test_plan_of_too_long_a_video_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
