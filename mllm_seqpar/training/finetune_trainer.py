@@ -179,7 +179,10 @@ class FineTuneTrainer(SeqParTrainer):
         """Yield the arguments of forward; inside, the vision tower returns stored outputs if the batch has them."""
         arguments = dict(inputs)
         rows = arguments.pop(ARGUMENT, None)
-        with contextlib.nullcontext() if self._features is None else self._features.running(rows):
+        if rows is None or self._features is None:
+            yield arguments
+            return
+        with self._features.running(rows):
             yield arguments
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:

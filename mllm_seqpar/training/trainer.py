@@ -157,11 +157,6 @@ class SeqParMixin(_Base):
             if parallelism is not None and PARALLELISM_ON_CPU.applies():
                 set_parallelism_on_cpu(self.accelerator, parallelism)
         disable_context_parallelism(self.accelerator)
-        if self.accelerator.dispatch_batches:
-            raise ConfigError(
-                "SeqParTrainer: dispatch_batches=True lets rank 0 read for all ranks and splits its batches by the "
-                "number of processes, so that the ranks of a group would get different samples; leave it out"
-            )
         # The default None means True for datasets without a length, but every rank must read those itself too.
         self.accelerator.dataloader_config.dispatch_batches = False
         if self.sequence_parallel_size > 1:

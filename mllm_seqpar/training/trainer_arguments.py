@@ -42,6 +42,11 @@ def refuse_unsupported(args: TrainingArguments, degree: int) -> None:
             "rank; leave it out",
         ),
         (
+            args.accelerator_config.dispatch_batches,
+            "dispatch_batches=True lets rank 0 read for all ranks and splits its batches by the number of processes, "
+            "so that the ranks of a group would get different samples; leave it out",
+        ),
+        (
             not args.average_tokens_across_devices,
             "average_tokens_across_devices=False divides by the tokens of one rank's batches over the ranks that share "
             "them, in some versions rounded; leave it out, and the loss is exact",

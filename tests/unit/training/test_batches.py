@@ -10,6 +10,7 @@ from typing import Any
 
 import av
 import pytest
+import torch
 
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.comm.agreement import attempt
@@ -20,6 +21,7 @@ from mllm_seqpar.errors import AgreementError, ConfigError, DataError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.training import batches as batches_module
 from mllm_seqpar.training.batches import READ_AHEAD_BYTES, BatchReader, LoadedBatch, SampleOrder
+from mllm_seqpar.training.stored_tower import ARGUMENT, TowerRows
 from tiny_models.mplug_owl3 import IMAGE_SIZE, IMAGE_TOKEN, tiny_model, tiny_tokenizer
 
 SAMPLES, FRAMES = 9, 12
@@ -251,6 +253,23 @@ def test_other_errors_of_one_rank_are_raised_on_all(folder: Path, monkeypatch: p
     first, second = train(folder / "train.jsonl", 2, 2)
     assert isinstance(second[0], MemoryError)
     assert "reading the training data: rank 1: MemoryError: no memory" in str(first[0])
+
+
+def test_features_are_used_only_if_all_ranks_have_them(folder: Path) -> None:
+    """Under FSDP all ranks run the tower, or none does."""
+
+    def rank(comm: Communicator) -> list[bool]:
+        class Stored:
+            def rows(self, batch: Any, shard: Any, read: bool) -> TowerRows:
+                found = comm.rank == 0 or not batch.places[0].endswith("train.jsonl:1")
+                return TowerRows((), torch.empty(0) if read and found else None)
+
+        reader = BatchReader(opened(folder / "train.jsonl", on_bad_media="skip"), comm, comm, features=Stored())  # type: ignore[arg-type]
+        read = [(batch, batch.arguments[ARGUMENT].states) for batch in reader.read_all([[0], [1], [0]])]
+        assert all(batch.has_features is (states is not None) for batch, states in read)
+        return [batch.has_features for batch, _ in read]
+
+    assert run_loopback(2, rank, timeout=30) == [[False, True, False]] * 2
 
 
 def test_errors_of_a_processor_name_the_place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
