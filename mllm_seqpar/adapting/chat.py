@@ -10,10 +10,10 @@ from mllm_seqpar.data.chat_family import (
     answer_spans,
     image_counts,
     known_processors,
-    to_pil_images,
     tokenize,
 )
 from mllm_seqpar.data.chat_format import media_of, media_parts
+from mllm_seqpar.data.images import to_pil_images
 from mllm_seqpar.data.reader import check_range
 from mllm_seqpar.data.sources import FrameSource, ImageListSource, ImageTensorSource
 

@@ -350,13 +350,6 @@ def image_counts(media: Sequence[Sequence[FrameSource]]) -> list[int]:
     return [sum(len(source) for source in sources) for sources in media]
 
 
-def to_pil_images(frames: Tensor) -> list[Any]:
-    """Convert (n, 3, H, W) uint8 to PIL images, which image processors of every backend treat in the same way."""
-    from PIL import Image
-
-    return [Image.fromarray(frame.permute(1, 2, 0).contiguous().numpy()) for frame in frames]
-
-
 def answer_spans(
     messages: Sequence[dict[str, Any]], write: Callable[[Sequence[dict[str, Any]], bool], str]
 ) -> list[Span]:

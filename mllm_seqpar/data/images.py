@@ -69,14 +69,19 @@ def read_image(name: str, size: tuple[int, int] | None) -> Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
+def to_pil_images(frames: Tensor) -> list[Any]:
+    """Convert (n, 3, H, W) uint8 to PIL images, which image processors of every backend treat in the same way."""
+    pillow = optional_import("PIL.Image", extra="video", needed_for="images of Pillow")
+    return [pillow.fromarray(frame.permute(1, 2, 0).contiguous().numpy()) for frame in frames]
+
+
 def jpeg_of(frame: Tensor, width: int | None = None, quality: int = 80) -> bytes:
     """Return a frame (3, H, W), uint8, as a JPEG, reduced to this width if it is wider.
 
     Raises:
         ConfigError: Pillow is not installed.
     """
-    pillow = optional_import("PIL.Image", extra="video", needed_for="writing images")
-    image = pillow.fromarray(frame.permute(1, 2, 0).contiguous().cpu().numpy())
+    (image,) = to_pil_images(frame[None].cpu())
     if width is not None and image.width > width:
         image = image.resize((width, max(1, round(image.height * width / image.width))))
     buffer = io.BytesIO()

@@ -1,6 +1,5 @@
 """Layer: one process, real files. Frames of a store are those of the video; unusable stores are refused."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 from clips import write_clip
 
+from chats import chat, video, write_rows
 from mllm_seqpar.cli.check_data import check
 from mllm_seqpar.data import ChatDataset, VideoSource, sources
 from mllm_seqpar.data.feature_store import source_key
@@ -15,20 +15,11 @@ from mllm_seqpar.data.frame_store import FrameStore
 from mllm_seqpar.errors import ConfigError, DataError, VideoError
 
 
-def write_rows(path: Path, *clips: Path) -> Path:
-    rows = []
-    for clip in clips:
-        content = [{"type": "video", "path": str(clip)}, {"type": "text", "text": "What?"}]
-        rows.append({"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "x"}]})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     """A data set of two videos, one of them rotated."""
     clips = write_clip(tmp_path / "a.mp4"), write_clip(tmp_path / "b.mp4", rotation=90)
-    return write_rows(tmp_path / "data.jsonl", *clips)
+    return write_rows(tmp_path / "data.jsonl", [chat(video(clip), "What?") for clip in clips])
 
 
 @pytest.fixture
@@ -70,7 +61,7 @@ def test_any_range_of_a_lossless_store_is_that_of_the_video_and_decodes_nothing(
 def test_videos_are_found_by_content_and_data_sets_read_them(data: Path, store: Path) -> None:
     (data.parent / "a.mp4").rename(data.parent / "moved.mp4")
     assert opened(data, "moved.mp4", store).stored is not None
-    moved = write_rows(data, data.parent / "moved.mp4")
+    moved = write_rows(data, [chat(video(data.parent / "moved.mp4"))])
     (source,) = ChatDataset(moved, None, fps=10, frame_store=store)[0].sources
     assert isinstance(source, VideoSource) and source.stored is not None
 
@@ -151,7 +142,7 @@ def test_a_damaged_store_is_refused(data: Path, store: Path) -> None:
 def test_a_broken_video_is_broken_in_the_store_too(tmp_path: Path) -> None:
     clip = write_clip(tmp_path / "cut.mp4", container={"movflags": "faststart"})
     clip.write_bytes(clip.read_bytes()[: clip.stat().st_size // 2])
-    data, store = write_rows(tmp_path / "data.jsonl", clip), tmp_path / "store"
+    data, store = write_rows(tmp_path / "data.jsonl", [chat(video(clip))]), tmp_path / "store"
     assert check([str(data), "--store", str(store), "--fps", "10"]) == 1
     with pytest.raises(VideoError, match="cannot be decoded"):
         ChatDataset(data, None, fps=10, frame_store=store)[0]

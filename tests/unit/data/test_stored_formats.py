@@ -18,6 +18,7 @@ import torch
 from clips import write_clip
 from PIL import Image
 
+from chats import chat, write_rows
 from mllm_seqpar.data import ChatDataset, chat_family, load_local_images
 from mllm_seqpar.data.downloads import CACHE_VARIABLE
 from mllm_seqpar.data.needle import make_tokenizer
@@ -55,9 +56,9 @@ def kind(name: str) -> str:
     return "image" if name.endswith("png") else "video"
 
 
-def chat(name: str, path: str) -> dict[str, Any]:
-    content = [{"type": kind(name), "path": path}, {"type": "text", "text": "What is it?"}]
-    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": TEXTS[name]}]}
+def shown(name: str, path: str) -> dict[str, Any]:
+    """Return a file of the data set as a conversation that names it by `path`."""
+    return chat({"type": kind(name), "path": path}, "What is it?", answer=TEXTS[name])
 
 
 def batches(data: ChatDataset, processor: Any) -> list[Any]:
@@ -71,7 +72,7 @@ def batches(data: ChatDataset, processor: Any) -> list[Any]:
 @pytest.fixture(scope="module")
 def reference(media: Path, processor: Any) -> list[Any]:
     """The batches of the data set as chats in JSONL beside the media."""
-    (media / "reference.jsonl").write_text("".join(json.dumps(chat(name, name)) + "\n" for name in TEXTS))
+    write_rows(media / "reference.jsonl", [shown(name, name) for name in TEXTS])
     return batches(ChatDataset(media / "reference.jsonl", processor), processor)
 
 
@@ -170,7 +171,7 @@ def write_shards(members: str) -> Callable[[Path, Path], list[Any]]:
                     if members == "other names":
                         record[kind(name)] = f"somewhere/{name}"
                     if members == "chats":
-                        record = chat(name, f"{number:04d}.{suffix}")
+                        record = shown(name, f"{number:04d}.{suffix}")
                     add(archive, f"{key}.{suffix}", (media / name).read_bytes())
                     add(archive, f"{key}.json", json.dumps(record).encode())
         return [folder / "shard-{000000..000001}.tar", folder / "shard-*.tar", folder]
@@ -229,7 +230,7 @@ def test_video_of_an_id_is_found_beside_the_table(tmp_path: Path, media: Path, p
     (tmp_path / "data").mkdir()
     (tmp_path / "data/xyz.mkv").symlink_to(media / "b.mkv")
     row = {"videoID": "xyz", "question": "What is it?", "options": ["Red.", "Blue."], "answer": "B"}
-    (tmp_path / "test.jsonl").write_text(json.dumps(row))
+    write_rows(tmp_path / "test.jsonl", [row])
     batch = ChatDataset(tmp_path / "test.jsonl", processor, num_frames=2, template="{question}").batch([0])
     assert batch.frames == 2
     (tmp_path / "data/xyz.mkv").unlink()
@@ -271,9 +272,7 @@ def test_missing_datasets_and_damaged_tables_are_named(tmp_path: Path, monkeypat
 def test_data_urls_are_files_of_the_cache(tmp_path: Path, media: Path, processor: Any, cache: Path) -> None:
     content = base64.b64encode((media / "1.png").read_bytes()).decode()
     part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{content}"}}
-    messages = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "Red."}]
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"messages": messages}))
+    path = write_rows(tmp_path / "a.jsonl", [chat(part)])
     data = ChatDataset(path, processor)
     assert not cache.exists() and data.batch([0]).frames == 1
     assert [file.suffix for file in (cache / "media").iterdir() if file.suffix != ".lock"] == [".png"]
