@@ -331,7 +331,7 @@ def parse(body: bytes) -> Any:
     Raises:
         ApiError: 400 if it is not JSON in UTF-8, 413 if it has too many values.
     """
-    if sum(body.count(sign) for sign in (b",", b"[", b"{", b":")) > MOST_VALUES:
+    if sum(_count(body, sign) for sign in (b",", b"[", b"{", b":")) > MOST_VALUES:
         raise ApiError(
             413, f"the body has more than {MOST_VALUES} values or commas; upload files, or send less", code="too_large"
         )
@@ -339,6 +339,14 @@ def parse(body: bytes) -> Any:
         return from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON ({error})") from error
+
+
+def _count(body: bytes, sign: bytes) -> int:
+    """Return how often a sign occurs, or more than `MOST_VALUES`; `find` is faster in a long URL than `count`."""
+    position = count = 0
+    while count <= MOST_VALUES and (position := body.find(sign, position) + 1):
+        count += 1
+    return count
 
 
 def read_request(body: Any) -> ChatRequest:

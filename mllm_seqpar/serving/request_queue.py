@@ -161,12 +161,13 @@ class RequestQueue:
 
     def _refuse_rest(self) -> None:
         while not self._turns.empty():
-            if (found := self._turns.get()) is not None:
+            if (found := self._turns.get()) is not None and found[-1].set_running_or_notify_cancel():
                 found[-1].set_exception(SHUTTING_DOWN)
 
     def _take_turn(self, worker: Worker, job: Job, request: Waiting, turn: Future[Answer]) -> None:
         if request.cancelled.is_set():
             turn.cancel()
+        if not turn.set_running_or_notify_cancel():
             return
         request.record.queue = request.record.seconds
         try:

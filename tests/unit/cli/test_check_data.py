@@ -95,26 +95,6 @@ def test_several_data_sets_and_one_video_of_many_questions(
     ] * 2
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["none.jsonl"], "none.jsonl: cannot be read (No such file or directory)"),
-        (["a.jsonl", "--fps", "inf"], "--fps: inf is not allowed; give a number above 0"),
-        (["a.jsonl", "--fps", "nan"], "--fps: nan is not allowed"),
-        (["a.jsonl", "--workers", "0"], "--workers: 0 is not allowed"),
-        (["a.jsonl", "--fps", "1", "--num-frames", "3"], "--fps: 1, but num_frames is 3; give one of them"),
-        (["a.jsonl", "--max-length", "3"], "--max_length needs --model"),
-        (["a.jsonl", "--store_size", "8"], "--store_size 8 would have no effect: it belongs to --store DIR"),
-        (["a.jsonl", "--store", "s", "--frame_store", "t"], "--frame_store t would have no effect: --store writes"),
-        (["--fps", "1"], "the following arguments are required: DATA"),
-        (["a.jsonl", "--model", "nowhere"], "--model nowhere: no config.json there"),
-    ],
-)
-def test_wrong_options_are_one_line(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
-    assert main(["check-data", *argv]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {message}")
-
-
 def test_help_describes_each_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["check-data", "--help"])
