@@ -195,7 +195,7 @@ def key_spans(case: Case, n: int) -> list[Spans]:
     return [tuple((start * case.tokens, stop * case.tokens) for start, stop in spans) for spans in by_rank]
 
 
-def run_case(comm: Communicator, case: Case, again: int = 1) -> dict[str, Any]:
+def run_case(comm: Communicator, case: Case) -> dict[str, Any]:
     """This rank's o, lse, dq (its rows, in the order of the layout), dk, dv (its keys), text_dk, text_dv, and bytes."""
     total = case.total(comm.size)
     whole = inputs(case, total)
@@ -204,13 +204,12 @@ def run_case(comm: Communicator, case: Case, again: int = 1) -> dict[str, Any]:
     own = {name: whole[name][:, :, rows] for name in ("q", "do", "text_k", "text_v")}
     own |= {name: take_spans(whole[name], keys, dim=2) for name in ("k", "v")}
     mask = frame_mask(case, total, rows)
-    for _ in range(again):
-        leaves = {name: x.clone().requires_grad_() for name, x in own.items() if name != "do"}
-        comm.bytes.reset()
-        o, lse = _call(comm, case, leaves, mask, total)
-        forward = dict(comm.bytes.sent)
-        comm.bytes.reset()
-        o.backward(own["do"])
+    leaves = {name: x.clone().requires_grad_() for name, x in own.items() if name != "do"}
+    comm.bytes.reset()
+    o, lse = _call(comm, case, leaves, mask, total)
+    forward = dict(comm.bytes.sent)
+    comm.bytes.reset()
+    o.backward(own["do"])
     grads = {f"{name[:-1]}d{name[-1]}": x.grad for name, x in leaves.items()}
     return {"o": o.detach(), "lse": lse, **grads, "forward": forward, "backward": dict(comm.bytes.sent)}
 
@@ -251,10 +250,10 @@ def _call(
     return attend(x["q"], sources, comm=comm, scale=case.dim**-0.5, kernel=case.kernel)
 
 
-def over_gloo(rank: int, world: int, cases: list[Case], again: int = 1) -> list[dict[str, Any]]:
+def over_gloo(rank: int, world: int, cases: list[Case]) -> list[dict[str, Any]]:
     """`run_case` for several cases, for `ranks(n).run`."""
     comm = as_communicator(None)
-    return [run_case(comm, case, again) for case in cases]
+    return [run_case(comm, case) for case in cases]
 
 
 def exact(case: Case, n: int) -> dict[str, Tensor]:

@@ -313,7 +313,11 @@ def exact_cases() -> Iterator[Any]:
     for family, cases in EXACT.items():
         for index, (name, case) in enumerate(cases.items()):
             short = name.split(": ")[-1]
-            sizes = (1, 3) if short in ("left padding", "one sample") else (2 + index % 3,)
+            sizes: tuple[int, ...] = ((2, 3, 2, 4)[index % 4],)
+            if short in ("left padding", "one sample"):
+                sizes = (1, 3)
+            if "shorter than the group" in short or "fewer" in short:
+                sizes = (4,)
             for size in sizes:
                 quick = short in QUICK and (size == 3 or len(sizes) == 1) and "fused: left" not in name
                 marks = () if quick else pytest.mark.slow

@@ -119,8 +119,8 @@ def check_move(name: str, move: str, found: tuple[Tensor, Tensor]) -> None:
     assert error(found[1], conversation.uncached(OTHER, [0, 1])) < TOLERANCE, (move, "the original")
 
 
-ROWS = [(ranks, options, name) for ranks, options in ((3, {}), (3, SHARDED)) for name in PROMPTS]
-ROWS += [(1, {}, name) for name in list(PROMPTS)[::2]]
+ROWS = [(3, SHARDED, name) for name in PROMPTS]
+ROWS += [(size, {}, name) for first, size in enumerate((1, 3)) for name in list(PROMPTS)[first::2]]
 
 
 @pytest.mark.parametrize(

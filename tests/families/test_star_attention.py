@@ -1,8 +1,18 @@
-"""Layer: one process, loopback ranks. Star Attention: patched models compute the unpatched ones under its mask."""
+"""Layer: one process, loopback ranks. Star Attention: patched models compute the unpatched ones under its mask.
+
+    prompt = c_1 ... c_n query: a token of block c_i attends to c_1 and, up to itself, c_i; a later token to all
+    before it
+
+The anchor's K and V are those of c_1 itself, whose tokens attend to nothing else. One forward pass of an unpatched
+model over the whole text with this mask is therefore phase 1 and phase 2 together, and one for each new token is
+generation.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +28,6 @@ from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.errors import ConfigError, MaskError
 from mllm_seqpar.runtime.star import block_length
 from outcomes import error
-from star_reference import counted, opt_positions, under_star_mask
 from tiny_models.idefics import Case as Idefics
 from tiny_models.mllama import Case as Mllama
 from tiny_models.mplug_owl3 import IMAGE_TOKEN
@@ -31,6 +40,70 @@ SLIDING = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_lay
 STAR = {"self_attention": "star", "shard_prompt_from": 2}
 GREEDY: dict[str, dict[str, Any]] = {"greedy": {}}
 BOTH = GREEDY | {"beams": BEAMS}
+
+
+def star_mask(prompt: int, block: int, ranks: int, real: Tensor, window: int | None = None) -> Tensor:
+    """Return the mask that attention adds to its scores, (B, 1, L, L) float32; `real` (B, L) is False for padding."""
+    length = real.shape[1]
+    position = torch.arange(length)
+    row, key = position[:, None], position[None]
+    part = position // block
+    assert block * ranks < prompt <= length
+    visible = (key <= row) & ((row >= block * ranks) | (part[None] == 0) | (part[None] == part[:, None]))
+    if window is not None:
+        visible &= row - key < window
+    visible = visible & real[:, None]
+    return torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)[:, None]
+
+
+def counted(mask: Tensor) -> Tensor:
+    """Return positions that count real tokens only, as IDEFICS computes them from its attention mask."""
+    return (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+
+
+def opt_positions(mask: Tensor) -> Tensor:
+    """Return positions as OPT computes them."""
+    return mask.cumsum(1) * mask - 1
+
+
+@contextmanager
+def under_star_mask(
+    owner: Any,
+    prompt: int,
+    block: int,
+    ranks: int,
+    positions: Callable[[Tensor], Tensor] | None = None,
+    window: int | None = None,
+) -> Iterator[None]:
+    """Apply Star Attention's mask in every pass of an unpatched model over a text that begins with the prompt.
+
+    Args:
+        owner: the module whose `forward` takes `attention_mask`.
+        prompt: number of tokens of the prompt.
+        block: number of tokens of each rank's block.
+        ranks: number of ranks.
+        positions: how the model computes positions from a padding mask, which it cannot from this mask.
+        window: of sliding layers, which then have a mask of their own.
+    """
+    unpatched = owner.forward
+
+    @functools.wraps(unpatched)
+    def forward(input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        assert mask.shape == input_ids.shape and not kwargs.get("past_key_values"), "a pass over the whole text"
+        if positions is not None and kwargs.get("position_ids") is None:
+            kwargs["position_ids"] = positions(mask)
+        whole: Any = star_mask(prompt, block, ranks, mask.bool())
+        if window is not None:
+            sliding = star_mask(prompt, block, ranks, mask.bool(), window)
+            whole = {"full_attention": whole, "sliding_attention": sliding}
+        return unpatched(input_ids=input_ids, attention_mask=whole, **kwargs)
+
+    owner.forward = forward
+    try:
+        yield
+    finally:
+        del owner.forward
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,7 @@ THREE, TWICE = (VIDEO, TEXT, ONE_FRAME), (VIDEO, VIDEO)
 RUNS: dict[str, Run] = {
     "gated": Run("mplug_owl3", 2, (THREE,), sharded_first=False),
     "fused, checkpointing, ulysses": Run(
-        *("mplug_owl3", 4, ((FUSED_VIDEO, TEXT, ONE_FRAME),)), checkpointing=True, options=ULYSSES
+        *("mplug_owl3", 2, ((FUSED_VIDEO, TEXT, ONE_FRAME),)), checkpointing=True, options=ULYSSES
     ),
     "gated, checkpointing, auto and mesh": Run(
         *("mplug_owl3", 4, (THREE,)),
@@ -235,8 +235,9 @@ RUNS: dict[str, Run] = {
     "k_proj of LoRA and what is in it": Run(
         *("mplug_owl3", 2, (TWICE,), r"v_kv_proj(|\.lora_A\.default|\.base_layer)"), lora=True
     ),
-    "mllama, replicate": Run("mllama", 2, ((IMAGES,),), KV["mllama"], options={"strategy": "replicate"}),
-    "mllama, K and V saved": Run("mllama", 2, ((IMAGES, IMAGES),), KV["mllama"], options=SAVED),
+    "mllama, replicate, K and V saved": Run(
+        *("mllama", 2, ((IMAGES, IMAGES),), KV["mllama"]), options=SAVED | {"strategy": "replicate"}
+    ),
     "idefics, mesh": Run("idefics", 2, ((IDEFICS,),), KV["idefics"], options={"strategy": "mesh"}),
     # A pass calls modules within these, and not these themselves.
     "mllama, the language model, tower and embeddings": Run(

@@ -86,7 +86,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return entries
 
 
-@pytest.mark.parametrize("op,n", slow_unless(lambda row: row == ("lv", 3), [("lv", 3), ("ring", 4)]))
+@pytest.mark.parametrize("op,n", slow_unless(lambda row: row == ("lv", 3), [("lv", 3), ("ring", 2)]))
 @pytest.mark.parametrize(
     "mask,frames",
     [
