@@ -30,8 +30,7 @@ from mllm_seqpar.patching import patch_of
 from mllm_seqpar.sharding import FrameShard
 
 from .encoding import EncodedVideo, encode_video, encoder_of
-from .evidence import evidence_of
-from .frame_attention import record_attention
+from .evidence import evidence_of, record_attention
 from .generation import Answer, AnswerStreamer, ForcedTokens, OnText, Sampling, StopWatch, longest_text
 
 _log = get_logger(__name__)
