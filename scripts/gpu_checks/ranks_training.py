@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.models.loading import layer_classes
-from mllm_seqpar.patches.mplug_owl3.sizes import model_sizes
+from mllm_seqpar.patches.sizes import mplug_owl3 as model_sizes
 from mllm_seqpar.planner import ParallelSpec
 from mllm_seqpar.planner.memory import USABLE, peak_memory
 from mllm_seqpar.planner.workload import Workload

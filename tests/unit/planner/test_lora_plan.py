@@ -8,7 +8,7 @@ import pytest
 from peft import LoraConfig, get_peft_model
 
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.patches.mplug_owl3.sizes import model_sizes
+from mllm_seqpar.patches.sizes import mplug_owl3 as model_sizes
 from mllm_seqpar.planner import ParallelSpec, read_cluster
 from mllm_seqpar.planner.memory import peak_memory
 from mllm_seqpar.planner.model_sizes import read_model

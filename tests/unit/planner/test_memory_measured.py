@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memory_meters import Peak, saved
 from mllm_seqpar import patch_model
-from mllm_seqpar.patches.mplug_owl3.sizes import model_sizes
+from mllm_seqpar.patches.sizes import mplug_owl3 as model_sizes
 from mllm_seqpar.planner import ParallelSpec
 from mllm_seqpar.planner.memory import (
     frozen_tower_memory,
