@@ -27,7 +27,7 @@ from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.integrations.accelerate import enable_fsdp2_on_cpu, require_sharded, set_fsdp_units
 from mllm_seqpar.models.loading import layer_classes
 from mllm_seqpar.models.mplug_owl3.configuration import GATES
-from mllm_seqpar.patches.mplug_owl3.sizes import model_sizes
+from mllm_seqpar.patches.sizes import mplug_owl3 as model_sizes
 from mllm_seqpar.planner import ParallelSpec
 from mllm_seqpar.planner.memory import USABLE, peak_memory
 from mllm_seqpar.planner.workload import Workload

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -117,6 +117,30 @@ def check_move(name: str, move: str, found: tuple[Tensor, Tensor]) -> None:
     expected = conversation.moved(move)[0] if name == "mllama" else conversation.uncached(NEW, rows)
     assert error(found[0], expected) < TOLERANCE, move
     assert error(found[1], conversation.uncached(OTHER, [0, 1])) < TOLERANCE, (move, "the original")
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+@torch.no_grad()
+def test_cache_is_taken_by_either_name(name: str) -> None:
+    """transformers 5.24 renamed `past_key_values` to `cache`; no pass warns (`filterwarnings` in pyproject.toml)."""
+    conversation = Conversation(name)
+    natively = conversation.family == "mplug_owl3"
+    for patches in [False] * natively + [True]:
+        with patched(conversation.model) if patches else nullcontext():
+            cache, token = conversation.fill(), {"input_ids": NEW[:, :1], **conversation.masks([0, 1], 0, 1)}
+            logits = [
+                conversation.model(**token, **{argument: copy.deepcopy(cache)}).logits
+                for argument in ("cache", "past_key_values")
+            ]
+            assert torch.equal(*logits)
+            with pytest.raises(ConfigError, match="cache and past_key_values are two names of one argument"):
+                conversation.model(**token, cache=cache, past_key_values=cache)
+            whole = conversation.prompt_and(NEW)
+            tokens = [
+                conversation.model.generate(**whole, **{argument: copy.deepcopy(cache)}, **settings())
+                for argument in ("cache", "past_key_values")
+            ]
+            assert torch.equal(*tokens)
 
 
 ROWS = [(3, SHARDED, name) for name in PROMPTS]

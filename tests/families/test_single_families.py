@@ -15,7 +15,7 @@ from family_harness import TOLERANCE, build, inputs_of, model_of
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.errors import AdapterError, ConfigError, ShapeError
 from mllm_seqpar.models.mplug_owl3 import HyperAttention
-from mllm_seqpar.patches.open_flamingo.language_models import BIAS_DIMS, bias_dims
+from mllm_seqpar.patches.open_flamingo_language import BIAS_DIMS, bias_dims
 from outcomes import error
 from tiny_models import mllama
 from tiny_models.idefics import Case as Idefics

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.masks import FrameBlockMasks, FrameMask
-from mllm_seqpar.patches.mplug_owl3.sizes import model_sizes
+from mllm_seqpar.patches.sizes import mplug_owl3 as model_sizes
 from mllm_seqpar.planner import Cluster, ParallelSpec, read_cluster
 from mllm_seqpar.planner.memory import CHUNK_BYTES, COMMUNICATOR_BYTES, COMMUNICATORS, KINDS, USABLE, peak_memory
 from mllm_seqpar.planner.model_sizes import read_model

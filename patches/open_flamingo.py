@@ -65,8 +65,8 @@ from mllm_seqpar.adapting.transformers import (
     takes_cache,
 )
 
-from .language_models import LANGUAGE_MODELS, language_model_of
-from .sizes import model_sizes
+from . import sizes
+from .open_flamingo_language import LANGUAGE_MODELS, language_model_of
 
 _IMAGE, _END_OF_CHUNK = "<image>", "<|endofchunk|>"
 
@@ -221,7 +221,7 @@ class OpenFlamingoFamily(Family[MediaInputs]):
     chat = OpenFlamingoChats
     model_types = ("open_flamingo",)
     parts = {"vision": ("vision_encoder",), "projector": ("perceiver",), "language": ("lang_encoder",)}
-    model_sizes = staticmethod(model_sizes)
+    model_sizes = staticmethod(sizes.open_flamingo)
     frame_arguments = ("vision_x", "pixel_values")
     checkpoints_visual_layers = False
 

@@ -54,7 +54,7 @@ from mllm_seqpar.adapting.transformers import (
     split_heads,
 )
 
-from .sizes import model_sizes
+from . import sizes
 
 _FRAME_ARGUMENTS = ("pixel_values", "image_encoder_embeddings", "perceiver_embeddings")
 _IMAGE, _AROUND, _END = "<image>", "<fake_token_around_image>", "<end_of_utterance>"
@@ -207,7 +207,7 @@ class IdeficsFamily(Family[_IdeficsInputs]):
             "lm_head",
         ),
     }
-    model_sizes = staticmethod(model_sizes)
+    model_sizes = staticmethod(sizes.idefics)
     frame_arguments = visual_arguments = _FRAME_ARGUMENTS
     output_class = IdeficsCausalLMOutputWithPast
     forward_doc = VISUAL_SHARD_DOC.format(frames=", ".join(_FRAME_ARGUMENTS))

@@ -60,7 +60,7 @@ from mllm_seqpar.models.mplug_owl3.hyper_attention import HyperAttention
 from mllm_seqpar.models.mplug_owl3.media import MediaLayout, check_layout
 from mllm_seqpar.models.mplug_owl3.visual_inputs import continued_visual_cache
 
-from .sizes import model_sizes
+from . import sizes
 
 _ENDS = ("<|im_end|>", "<|endoftext|>")
 
@@ -282,7 +282,7 @@ class MPlugOwl3Family(Family[Any]):
     chat = MPlugOwl3Chats
     model_types = ("mplugowl3",)
     parts = {"vision": ("vision_model",), "projector": ("vision2text_model",), "language": ("language_model",)}
-    model_sizes = staticmethod(model_sizes)
+    model_sizes = staticmethod(sizes.mplug_owl3)
     frame_arguments = ("pixel_values", "image_embeds")
     forward_doc = VISUAL_SHARD_DOC.format(frames="`pixel_values` or `image_embeds`")
 

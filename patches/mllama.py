@@ -57,7 +57,7 @@ from mllm_seqpar.adapting.transformers import (
     split_heads,
 )
 
-from .sizes import model_sizes
+from . import sizes
 
 _log = get_logger(__name__)
 _ASPECT_RATIOS = ("aspect_ratio_ids", "aspect_ratio_mask")
@@ -291,7 +291,7 @@ class MllamaFamily(Family[MllamaInputs]):
         "projector": ("model.multi_modal_projector",),
         "language": ("model.language_model", "lm_head"),
     }
-    model_sizes = staticmethod(model_sizes)
+    model_sizes = staticmethod(sizes.mllama)
     frame_arguments = ("pixel_values", "cross_attention_states")
     visual_arguments = (*frame_arguments, *_ASPECT_RATIOS, "visual_shard")
     frame_layout = "zigzag"
