@@ -23,7 +23,7 @@ from family_harness import on_ranks, settings
 from memory_meters import Peak, saved
 from mllm_seqpar import patch_model
 from mllm_seqpar._compat import cache_of
-from mllm_seqpar.patches import sizes as sizes_of
+from mllm_seqpar.patches import sizes as family_sizes
 from mllm_seqpar.patches.sizes import mplug_owl3 as model_sizes
 from mllm_seqpar.planner import ParallelSpec
 from mllm_seqpar.planner.memory import (
@@ -208,7 +208,7 @@ def tiny_qwen(family: str, dtype: torch.dtype) -> tuple[Any, Any, ModelSizes]:
     for name, value in {"hidden_size": 128, "intermediate_size": 352, "out_hidden_size": 256}.items():
         setattr(config.vision_config, name, value)
     model = CLASSES[family](config).to(dtype)
-    sizes = getattr(sizes_of, family)(config.to_dict(), "tiny")
+    sizes = getattr(family_sizes, family)(config.to_dict(), "tiny")
     return testing, model, sizes.with_frame_tokens(TOKENS)
 
 
@@ -289,7 +289,7 @@ def test_answer_keeps_and_sends_as_many_bytes_as_planned(family: str) -> None:
         return model.config.to_dict(), sum(x.nbytes for x in kept), dict(comm.bytes.sent)
 
     ranks = on_ranks(2, family, case.with_options(shard_prompt_from=8), run)
-    sizes = getattr(sizes_of, family)(ranks[0][0], "tiny")
+    sizes = getattr(family_sizes, family)(ranks[0][0], "tiny")
     prompt = qwen_workload(sizes.with_frame_tokens(TOKENS), torch.float32, frames, length - TOKENS * frames)
     asked = replace(prompt, gpus=2, trained="none", self_attention="ring", answer=answer)
     row = make_plan(asked, ROUND).best
