@@ -247,7 +247,7 @@ def calls_of(size: int, decodes: bool) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("size", "decodes", "a_pass", "a_layer"), [(1, False, 492, 86), (2, False, 1111, 151), (2, True, 225, 48)]
+    ("size", "decodes", "a_pass", "a_layer"), [(1, False, 460, 75), (2, False, 1060, 133), (2, True, 225, 45)]
 )
 def test_pass_takes_few_calls(size: int, decodes: bool, a_pass: int, a_layer: int) -> None:
     """The host must stay ahead of the device. Calls of the loopback transport do not count."""

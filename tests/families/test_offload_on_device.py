@@ -16,7 +16,7 @@ from family_cases import BATCHES, CROSS_ATTENTION, Owl
 from family_harness import TOLERANCE, build, expected_tokens, reference, settings
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import LoopbackCommunicator, run_loopback
-from mllm_seqpar.runtime import host_copies, visual_features
+from mllm_seqpar.runtime import offload, visual_features
 
 OFFLOAD = {"visual_offload": "cpu", "vision_chunk_size": 1}
 CASES = {family: (family, BATCHES[family]) for family in CROSS_ATTENTION}
@@ -60,7 +60,7 @@ class _OnDevice(LoopbackCommunicator):
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_copies, "CudaStreams", _EmulatedStreams)
+    monkeypatch.setattr(offload, "CudaStreams", _EmulatedStreams)
     monkeypatch.setattr(visual_features, "CHUNK_BYTES", 1)
     monkeypatch.setattr(visual_features, "CUDA_CHUNK_BYTES", 1)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device=None: torch.get_rng_state()[:16].clone())
