@@ -11,7 +11,7 @@ from mllm_seqpar.models.auto_classes import register_on_import as _register_nati
 
 if TYPE_CHECKING:
     from mllm_seqpar.config import SeqParConfig
-    from mllm_seqpar.inference.frame_attention import FrameAttention, attention_over_frames, record_attention
+    from mllm_seqpar.inference.evidence import FrameAttention, attention_over_frames, record_attention
     from mllm_seqpar.masks import FrameMask
     from mllm_seqpar.patching import patch_model, unpatch_model
     from mllm_seqpar.patching.registry import register_adapter
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 _EXPORTED_FROM = {
-    "FrameAttention": "inference.frame_attention",
+    "FrameAttention": "inference.evidence",
     "FrameMask": "masks",
     "FrameShard": "sharding",
     "HostFrames": "sharding",
@@ -50,11 +50,11 @@ _EXPORTED_FROM = {
     "SeqParDataCollator": "training.collator",
     "SeqParMixin": "training.trainer",
     "SeqParTrainer": "training.trainer",
-    "attention_over_frames": "inference.frame_attention",
+    "attention_over_frames": "inference.evidence",
     "frame_range": "sharding",
     "frame_ranges": "sharding",
     "patch_model": "patching",
-    "record_attention": "inference.frame_attention",
+    "record_attention": "inference.evidence",
     "register_adapter": "patching.registry",
     "shard_sequence": "sharding",
     "unpatch_model": "patching",

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stderr.write(f"error: {error}\n")
             return 2
     if command.ranks == "here":
-        return int(load_entry("mllm_seqpar.cli.own_ranks:start_ranks_if_asked")(command.entry, rest))
+        return int(load_entry("mllm_seqpar.cli.launch:start_ranks_if_asked")(command.entry, rest))
     run = "run_alone" if command.ranks == "none" else "run"
     return int(load_entry(f"mllm_seqpar.cli.program_exit:{run}")(load_entry(command.entry), rest))
 

@@ -6,10 +6,12 @@ installation gives one clear error and not an AttributeError deep inside a forwa
 """
 
 import argparse
+import functools
 import importlib
+import inspect
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from importlib import metadata
 from types import ModuleType
 from typing import Any
@@ -102,6 +104,21 @@ SINGLE_TENSOR_COLLECTIVES = Gate(
     delete_when="MINIMUM of torch is 2.13; then call the new functions",
 )
 
+CACHE_IS_PAST_KEY_VALUES = Gate(
+    package="transformers",
+    fixed_in="5.24",
+    reason="modules take the cache as `past_key_values` and not as `cache`, and outputs have a field of that name",
+    delete_when="MINIMUM of transformers is 5.24; then write `cache`, and keep `takes_cache` as long as transformers "
+    "accepts the former name",
+)
+
+CACHE_DROPPED_WITHOUT_GRADIENTS = Gate(
+    package="transformers",
+    fixed_in="5.24",
+    reason="in training mode, layers with gradient checkpointing drop the cache even if no gradients are computed",
+    delete_when="MINIMUM of transformers is 5.24; then `drops_cache` needs no gate",
+)
+
 
 def release(version: str) -> tuple[int, ...]:
     """Return the release numbers of a version without trailing zeros: "2.11.0+cpu" -> (2, 11).
@@ -119,7 +136,7 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-@cache
+@functools.cache
 def installed(package: str) -> tuple[int, ...]:
     """Return the release numbers of an installed package.
 
@@ -163,6 +180,53 @@ def optional_import(module: str, *, extra: str, needed_for: str) -> ModuleType:
         raise ConfigError(
             f"{needed_for} needs the module {module!r}, which is not installed; run: pip install 'mllm-seqpar[{extra}]'"
         ) from error
+
+
+def cache_argument(cache: Any) -> dict[str, Any]:
+    """Return a cache as a keyword argument of transformers' modules, masks and outputs, by its name there."""
+    return {cache_name(): cache}
+
+
+@functools.cache
+def cache_name() -> str:
+    return "past_key_values" if CACHE_IS_PAST_KEY_VALUES.applies() else "cache"
+
+
+def cache_of(output: Any) -> Any:
+    """Return the cache in the output of a model or of `generate`."""
+    return getattr(output, cache_name())
+
+
+def takes_cache(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a function with a parameter `cache`, so that it also takes `past_key_values`, the name before 5.24.
+
+    The signature has the name that the installed transformers uses.
+
+    Raises:
+        ConfigError: from the decorated function, if it is called with both.
+    """
+
+    @functools.wraps(function)
+    def with_either_name(*args: Any, **kwargs: Any) -> Any:
+        if "past_key_values" in kwargs:
+            former = kwargs.pop("past_key_values")
+            if former is not None and kwargs.get("cache") is not None:
+                raise ConfigError("cache and past_key_values are two names of one argument; pass one of them")
+            kwargs["cache"] = former if kwargs.get("cache") is None else kwargs["cache"]
+        return function(*args, **kwargs)
+
+    signature = inspect.signature(function)
+    parameters = [x.replace(name=cache_name()) if x.name == "cache" else x for x in signature.parameters.values()]
+    with_either_name.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return with_either_name
+
+
+def drops_cache(module: Any) -> bool:
+    """Return whether a module with an attribute `gradient_checkpointing` runs its layers without the cache."""
+    import torch
+
+    checkpoints = module.training and module.gradient_checkpointing
+    return bool(checkpoints) and (torch.is_grad_enabled() or CACHE_DROPPED_WITHOUT_GRADIENTS.applies())
 
 
 def graph_task() -> int:

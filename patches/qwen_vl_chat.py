@@ -33,8 +33,9 @@ from mllm_seqpar.adapting.chat import (
     tokenize,
 )
 
-from .qwen_vl_inputs import FEATURES, GRIDS, PIXELS
-
+PIXELS = ("pixel_values", "pixel_values_videos")
+FEATURES = "visual_embeds"
+GRIDS = ("image_grid_thw", "video_grid_thw")
 _MARKS = ("im_start", "im_end", "vision_start", "vision_end", "image_pad", "video_pad")
 FPS_OF_PICTURES = 2.0
 """Frames per second of a list of images that is a video, the processors' own default for sampling."""
@@ -287,3 +288,15 @@ def _size_of(source: FrameSource) -> tuple[int, int]:
 def _seconds(source: FrameSource, index: int) -> float:
     found = source.seconds(index)
     return index / FPS_OF_PICTURES if found is None else found
+
+
+class Qwen2_5_VLChats(QwenVLChats):
+    """`Qwen2_5_VLProcessor` and `Qwen2_5_VLForConditionalGeneration`."""
+
+    passes_times = True
+
+
+class Qwen3VLChats(QwenVLChats):
+    """`Qwen3VLProcessor` and `Qwen3VLForConditionalGeneration`."""
+
+    budget_of_video = True

@@ -12,33 +12,46 @@ check failed.
 from __future__ import annotations
 
 import argparse
+import copy
+import json
 import logging
 import os
 import platform
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from checkpoint_checks.comparison import compare
-from checkpoint_checks.media import drawn_video, image_file
-from checkpoint_checks.weights import describe_files, missing_memory, names_and_shapes
+from safetensors import safe_open
+from torch import Tensor, nn
 
+from mllm_seqpar import patch_model
 from mllm_seqpar.cli.launch import DTYPES
-from mllm_seqpar.data.chat_family import chat_family
+from mllm_seqpar.comm import Communicator, run_loopback
+from mllm_seqpar.data.chat_family import ChatFamily, chat_family
 from mllm_seqpar.data.sources import FrameSource, VideoSource
-from mllm_seqpar.errors import SeqParError
+from mllm_seqpar.errors import ConfigError, SeqParError
 from mllm_seqpar.inference.engine import load_for_inference
-from mllm_seqpar.models.loading import load_processor
+from mllm_seqpar.models.loading import load_model, load_processor
 
 LARGEST_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 """The largest mean absolute difference of the logits, relative to their standard deviation, that rounding explains."""
 QUESTIONS = {"image": "Describe the image in one sentence.", "video": "What happens in the video?"}
+PUBLISHED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+MEMORY_FACTOR = 1.25
+"""Memory needed relative to the weights, with activations of a few frames."""
+TRANSFER_S = 3600.0
+"""Time limit of a transfer: a rank of a large model on a CPU may compute for long before it sends."""
+SIZE = (288, 512)
+"""Height and width."""
 
 
 @dataclass(frozen=True)
@@ -133,19 +146,82 @@ def ask(args: argparse.Namespace, model: torch.nn.Module, processor: Any, kind: 
         media = drawn_video(args.frames)
     else:
         media = VideoSource.open(args.video, num_frames=args.frames)
-    result = compare(model, family, media, kind, QUESTIONS[kind], args.ranks, args.max_new_tokens)
+    largest, text = compare(model, family, media, kind, args.ranks, args.max_new_tokens)
+    text += f"\n{time.monotonic() - start:.0f} s"
     dtype = next(model.parameters()).dtype
-    text = (
-        f"patched on {args.ranks} ranks against unpatched: logits differ by {result.difference:.1e} of their standard "
-        f"deviation; generated tokens are within {result.disagreement:.1e} of the unpatched model's most likely ones\n"
-        f"prompt of {result.prompt_tokens} tokens for {result.frames} frames: {result.prompt!r}\n"
-        f"answer: {result.answer!r}\n{time.monotonic() - start:.0f} s"
-    )
-    if not result.finite:
-        raise ValueError(f"the unpatched model's logits are not finite\n{text}")
-    if max(result.difference, result.disagreement) > LARGEST_DIFFERENCE[dtype]:
-        raise ValueError(f"the patched model differs by more than {LARGEST_DIFFERENCE[dtype]:g} in {dtype}\n{text}")
+    limit = LARGEST_DIFFERENCE[dtype]
+    if not largest <= limit:
+        raise ValueError(f"the patched model differs by more than {limit:g} in {dtype}\n{text}")
     return text
+
+
+@torch.no_grad()
+def compare(
+    model: nn.Module, family: ChatFamily, media: FrameSource, kind: str, ranks: int, max_new_tokens: int
+) -> tuple[float, str]:
+    """Ask about `media`, an "image" or a "video", with the model unpatched and patched on `ranks` ranks.
+
+    The ranks are threads that share one copy of the weights.
+
+    Returns:
+        The larger of two differences of the patched from the unpatched model, relative to the standard deviation of the
+        logits and over all ranks: the mean absolute difference of the logits, and `disagreement`; and the findings.
+    """
+    weight = next(model.parameters())
+    messages = [{"role": "user", "content": [{"type": kind}, {"type": "text", "text": QUESTIONS[kind]}]}]
+    text = family.text([messages], [[media]], add_generation_prompt=True)
+    frames = {
+        name: x.to(weight.device, weight.dtype if x.is_floating_point() else None)
+        for name, x in family.unsharded(media).items()
+    }
+    arguments = {name: x.to(weight.device) for name, x in family.arguments(text).items()}
+    logits = model(**arguments, **frames).logits[0].float()
+    if not logits.isfinite().all():
+        raise ValueError("the unpatched model's logits are not finite")
+
+    def one_rank(comm: Communicator) -> tuple[float, Tensor]:
+        with torch.no_grad():
+            shared = {id(x): x for x in chain(model.parameters(), model.buffers())}
+            patched: Any = patch_model(copy.deepcopy(model, shared), group=comm)
+            difference = (patched(**arguments, **frames).logits[0].float() - logits).abs().mean() / logits.std()
+            options = family.generation(patched) | {"do_sample": False, "max_new_tokens": max_new_tokens}
+            return float(difference), patched.generate(**arguments, **frames, **options)[0]
+
+    results = run_loopback(ranks, one_rank, timeout=TRANSFER_S)
+    length, decode = text.input_ids.shape[1], family.tokenizer.decode
+    tokens = results[0][1][length:]
+    difference = max(difference for difference, _ in results)
+    below = disagreement(model, family, arguments, frames, tokens)
+    return max(difference, below), (
+        f"patched on {ranks} ranks against unpatched: logits differ by {difference:.1e} of their standard "
+        f"deviation; generated tokens are within {below:.1e} of the unpatched model's most likely ones\n"
+        f"prompt of {length} tokens for {len(media)} frames: {decode(text.input_ids[0])!r}\n"
+        f"answer: {decode(tokens, skip_special_tokens=True)!r}"
+    )
+
+
+def disagreement(
+    model: Any, family: ChatFamily, arguments: dict[str, Tensor], frames: dict[str, Tensor], tokens: Tensor
+) -> float:
+    """Return how far the unpatched model's logit of a generated token is below its largest logit, at most.
+
+    It is relative to the standard deviation of the logits; 0: both choose the same tokens.
+    """
+    length, added = arguments[family.ids_name].shape[1], tokens.shape[0]
+    extended = dict(arguments)
+    for name, x in arguments.items():
+        if name == family.ids_name:
+            extended[name] = torch.cat([x, tokens[None]], dim=1)
+        elif name in ("attention_mask", "mm_token_type_ids") or (x.dim() > 2 and x.shape[1] == length):
+            # The answer attends to the same images as the last token of the prompt.
+            extended[name] = torch.cat([x, x[:, -1:].expand(-1, added, *x.shape[2:])], dim=1)
+    logits = model(**extended, **frames).logits[0, length - 1 : -1].float()
+    for ids in family.generation(model).get("bad_words_ids") or ():
+        if len(ids) == 1:
+            logits[:, ids] = -torch.inf
+    chosen = logits.gather(1, tokens[:, None]).squeeze(1)
+    finite = logits[logits.isfinite()]
+    return float(((logits.amax(dim=1) - chosen) / finite.std()).max())
 
 
 def describe_processor(processor: Any) -> tuple[str, Any]:
@@ -177,6 +253,111 @@ def environment() -> str:
         f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}, "
         f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, {gpu}"
     )
+
+
+def headers(path: str) -> dict[str, tuple[str, list[int]]]:
+    """Return dtype and shape of each tensor of a directory from the headers of its safetensors files."""
+    found = {}
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a dictionary
+                part = tensors.get_slice(name)
+                found[name] = (part.get_dtype(), part.get_shape())
+    if not found:
+        raise ConfigError(f"{path}: no *.safetensors files; mllm-seqpar convert writes them")
+    return found
+
+
+def describe_files(path: str) -> str:
+    """Return the config's model type, the number of tensors by dtype, their size, and the other files, as text."""
+    try:
+        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        message = f"{path}: config.json cannot be read ({error}); pass the directory of a checkpoint"
+        raise ConfigError(message) from error
+    tensors = headers(path)
+    kinds = Counter(dtype for dtype, _ in tensors.values())
+    total = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+    others = sorted(file.name for file in Path(path).iterdir() if file.suffix != ".safetensors")
+    numbers = ", ".join(f"{count} {dtype}" for dtype, count in kinds.items())
+    size = f"{len(tensors)} tensors, {total / 2**30:.2f} GiB, {numbers}"
+    return f"model_type {config.get('model_type')!r}, {size}\nother files: {', '.join(others)}"
+
+
+def names_and_shapes(path: str) -> str:
+    """Compare the names and shapes in the files with the model's, on the meta device: nothing is read or allocated."""
+    model: Any = load_model(path, dtype="auto", device_map="meta")
+    config = model.config
+    names = ("gate", "projector_layers", "hyper_layers", "cross_layer_interval", "additional_vocab_size")
+    facts = ", ".join(f"{name}={getattr(config, name)}" for name in names if hasattr(config, name))
+    size = sum(p.numel() for p in model.parameters()) / 1e9
+    return f"{type(model).__name__} of {size:.3f} billion parameters: all names and shapes match\n{facts}".strip()
+
+
+def missing_memory(path: str, dtype: str, device: str) -> tuple[torch.dtype, str | None]:
+    """Return the dtype to load in, and an explanation if the model does not fit into the memory of `device`."""
+    kinds = Counter({name: 0 for name in PUBLISHED_DTYPES})
+    for kind, shape in headers(path).values():
+        kinds[kind] += prod(shape)
+    published = PUBLISHED_DTYPES.get(kinds.most_common(1)[0][0], torch.float32)
+    free = free_memory(device)
+    for wanted in [torch.float32, published] if dtype == "auto" else [getattr(torch, dtype)]:
+        need = MEMORY_FACTOR * kinds.total() * wanted.itemsize
+        if free is None or need <= free:
+            return wanted, None
+    return wanted, (
+        f"{need / 2**30:.1f} GiB are needed in {wanted}, {free / 2**30:.1f} GiB are free on {device}; "
+        "run this on a machine with more memory"
+    )
+
+
+def free_memory(device: str) -> int | None:
+    """Return the free memory of a device in bytes, or None if it is unknown."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+@dataclass(frozen=True)
+class Frames(FrameSource):
+    """Frames in memory, (n, 3, H, W) uint8."""
+
+    frames: Tensor
+
+    def __len__(self) -> int:
+        return self.frames.shape[0]
+
+    def sizes(self) -> list[tuple[int, int]]:
+        return [(self.frames.shape[2], self.frames.shape[3])] * len(self)
+
+    def read(self, start: int, stop: int, *, size: Any = None, batch: int = 16) -> Iterator[Tensor]:
+        yield self.frames[start:stop]
+
+
+def disc(x: float, y: float, colour: tuple[int, int, int]) -> Tensor:
+    """Return an image (3, H, W) of a disc on grey; `x` and `y` are its centre as fractions of width and height."""
+    height, width = SIZE
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    inside = (columns - x * width) ** 2 + (rows - y * height) ** 2 < (height / 5) ** 2
+    image = torch.full((3, height, width), 200, dtype=torch.uint8)
+    return torch.where(inside, torch.tensor(colour, dtype=torch.uint8)[:, None, None], image)
+
+
+def image_file(folder: Path) -> Path:
+    """Write a red disc on grey to a file in `folder`; return its path."""
+    from PIL import Image
+
+    path = folder / "disc.png"
+    Image.fromarray(disc(0.5, 0.5, (220, 30, 30)).permute(1, 2, 0).numpy()).save(path)
+    return path
+
+
+def drawn_video(frames: int) -> Frames:
+    return Frames(torch.stack([disc(x, 0.5, (30, 60, 220)) for x in torch.linspace(0.2, 0.8, frames).tolist()]))
 
 
 if __name__ == "__main__":

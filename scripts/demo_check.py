@@ -10,8 +10,7 @@ import argparse
 import copy
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,6 @@ from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.data import ChatDataset, chat_family, load_local_images
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration
 from mllm_seqpar.models.mplug_owl3.processing import MPlugOwl3Processor
-from mllm_seqpar.schedules.bytes_sent import Problem, expanded, ring_bytes
-from mllm_seqpar.sharding import frame_bounds
 
 # Labels of the visual attention's transfers; Ring Attention alone sends k, v, dk, dv.
 LABELS = ("q", "o", "do", "delta", "lse", "dq", "k", "v", "dk", "dv")
@@ -39,11 +36,11 @@ def answers(one: Path, many: Path, expected: str) -> int:
     return int(text != expected or tokens[0] != tokens[1])
 
 
-def accuracy(answers: Path, least: float) -> int:
+def accuracy(answers: Path, at_least: float) -> int:
     """Return 0 if at least this part of the answers of a data set is correct, else 1."""
     correct = [json.loads(line)["correct"] for line in answers.read_text().splitlines()]
     print(f"accuracy on unseen videos: {sum(correct)} of {len(correct)} right")
-    return int(sum(correct) < least * len(correct))
+    return int(sum(correct) < at_least * len(correct))
 
 
 def evidence(one: Path, many: Path, data: Path) -> int:
@@ -60,20 +57,20 @@ def evidence(one: Path, many: Path, data: Path) -> int:
     return int(abs(share - other) > 1e-3)
 
 
-def count_bytes(model_path: Path, data: Path, ranks: int) -> int:
-    """Print what each strategy sends for frames in one step; return 1 if Ring Attention differs from its formula."""
-    model = MPlugOwl3ForConditionalGeneration.from_pretrained(model_path)
-    processor = MPlugOwl3Processor.from_pretrained(model_path)
+def count_bytes(model: Path, data: Path, ranks: int) -> int:
+    """Print what each strategy sends for frames in one step; return 1 if LV-XAttn sends more than Ring Attention."""
+    processor = MPlugOwl3Processor.from_pretrained(model)
+    loaded = MPlugOwl3ForConditionalGeneration.from_pretrained(model)
     batch = ChatDataset(data, processor).batch([0])
     with torch.no_grad():
-        embeds = model.encode_frames(*load_local_images(batch, range(batch.frames), chat_family(processor)))
+        embeds = loaded.encode_frames(*load_local_images(batch, range(batch.frames), chat_family(processor)))
     names = ("input_ids", "attention_mask", "labels", "media_offset")
     inputs: dict[str, Any] = {name: getattr(batch, name) for name in names} | {"image_embeds": embeds}
-    ids = inputs["input_ids"].masked_fill(inputs["input_ids"] == model.config.image_token_id, 0)
+    ids = inputs["input_ids"].masked_fill(inputs["input_ids"] == loaded.config.image_token_id, 0)
     text_only = inputs | {"input_ids": ids, "media_offset": None, "image_embeds": embeds[:0]}
 
     def step(comm: Communicator, strategy: str, given: dict[str, Any]) -> tuple[float, int]:
-        local = copy.deepcopy(model)
+        local = copy.deepcopy(loaded)
         patch_model(local, strategy, group=comm)
         loss = local(**given, use_cache=False).loss
         loss.backward()
@@ -86,16 +83,9 @@ def count_bytes(model_path: Path, data: Path, ranks: int) -> int:
         results = run_loopback(ranks, step, strategy, inputs)
         losses[strategy] = results[0][0]
         sent[strategy] = sum(total - text for (_, total), (_, text) in zip(results, without_frames, strict=True))
-    config = model.config
-    heads = {"heads": config.num_attention_heads, "kv_heads": config.num_key_value_heads}
-    keys = tuple((stop - start) * embeds.shape[1] for start, stop in frame_bounds(batch.frames, ranks))
-    dim = config.hidden_size // config.num_attention_heads
-    problem = Problem(rows=1, keys=keys, **heads, dim=dim, element=4)
-    grouped, repeated = (len(config.hyper_layers) * _ring_total(x) for x in (problem, expanded(problem)))
-    if sent["ring"] != grouped:
-        print(f"Ring Attention sent {sent['ring']} bytes; the formula says {grouped}")
-        return 1
-    lv = sent["lv-xattn"]
+    # Repeated for every query head, K, V, dK and dV have as many times the bytes.
+    config, lv, grouped = loaded.config, sent["lv-xattn"], sent["ring"]
+    repeated = grouped * config.num_attention_heads // config.num_key_value_heads
     print(
         f"bytes sent by the visual attention of one training step, {ranks} ranks, {batch.frames} frames of "
         f"{embeds.shape[1]} tokens, {ids.shape[1]} text tokens, float32 (losses {losses['lv-xattn']:.6f}, "
@@ -104,42 +94,29 @@ def count_bytes(model_path: Path, data: Path, ranks: int) -> int:
     print(f"  LV-XAttn                             {lv / 1e6:9.2f} MB")
     print(f"  Ring Attention, KV heads             {grouped / 1e6:9.2f} MB   LV-XAttn sends {lv / grouped:.1%} of it")
     print(f"  Ring Attention, expanded to heads    {repeated / 1e6:9.2f} MB   LV-XAttn sends {lv / repeated:.1%} of it")
-    return 0
+    return int(not 0 < lv < grouped)
 
 
-def _ring_total(problem: Problem) -> int:
-    """Return the bytes that Ring Attention sends in forward and backward of one layer, summed over all ranks."""
-    calls = [replace(problem, rank=rank) for rank in range(problem.ranks)]
-    return sum(sum(ring_bytes(call, backward=b).values()) for call in calls for b in (False, True))
+CHECKS: dict[Callable[..., int], dict[str, Callable[[str], Any]]] = {
+    answers: {"one": Path, "many": Path, "expected": str},
+    accuracy: {"answers": Path, "at-least": float},
+    evidence: {"one": Path, "many": Path, "data": Path},
+    count_bytes: {"model": Path, "data": Path, "ranks": int},
+}
+"""The options of each command, which are the arguments of its function."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run a command; return its exit status, 0 if the check passes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    comparing = commands.add_parser("answers", help="compare the reports of two inference runs")
-    comparing.add_argument("--one", type=Path, required=True)
-    comparing.add_argument("--many", type=Path, required=True)
-    comparing.add_argument("--expected", required=True)
-    scoring = commands.add_parser("accuracy", help="require an accuracy of a data set of questions")
-    scoring.add_argument("--answers", type=Path, required=True)
-    scoring.add_argument("--at-least", type=float, required=True)
-    looking = commands.add_parser("evidence", help="find the marker among the moments of two inference runs")
-    looking.add_argument("--one", type=Path, required=True)
-    looking.add_argument("--many", type=Path, required=True)
-    looking.add_argument("--data", type=Path, required=True)
-    counting = commands.add_parser("bytes", help="count the bytes that LV-XAttn and Ring Attention send")
-    counting.add_argument("--model", type=Path, required=True)
-    counting.add_argument("--data", type=Path, required=True)
-    counting.add_argument("--ranks", type=int, default=4)
-    args = parser.parse_args(argv)
-    if args.command == "answers":
-        return answers(args.one, args.many, args.expected)
-    if args.command == "accuracy":
-        return accuracy(args.answers, args.at_least)
-    if args.command == "evidence":
-        return evidence(args.one, args.many, args.data)
-    return count_bytes(args.model, args.data, args.ranks)
+    commands = parser.add_subparsers(required=True)
+    for check, options in CHECKS.items():
+        command = commands.add_parser(check.__name__.removeprefix("count_"), help=(check.__doc__ or "").splitlines()[0])
+        command.set_defaults(check=check)
+        for name, kind in options.items():
+            command.add_argument(f"--{name}", type=kind, required=True)
+    args = vars(parser.parse_args(argv))
+    return args.pop("check")(**args)
 
 
 if __name__ == "__main__":

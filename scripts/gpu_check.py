@@ -28,23 +28,43 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-sys.path.append(str(Path(__file__).parent / "bench"))  # for harness.py and kernels.py
-sys.path.append(str(Path(__file__).parent / "lib"))  # for tiny_models
+sys.path += [str(Path(__file__).parent / "bench"), str(Path(__file__).parent / "lib")]
 
-from gpu_checks import ranks_lost
-from gpu_checks.processes import refusal, run_ranks
-from gpu_checks.rows import Row, read, table, write
+from gpu_checks.common import Row, read, table, write
+from rank_processes import Ended, run_ranks
 
 from mllm_seqpar.cli import program_exit
 from mllm_seqpar.cli.launch import launched_ranks
 
+
+class Part(NamedTuple):
+    check: str  # module and function of `gpu_checks`
+    limit_s: float
+
+
+PARTS = {
+    "kernels": Part("kernels.check_kernel", 75.0),  # runs once for each of KERNELS
+    "one_gpu": Part("kernels.check_one_gpu", 75.0),
+    "ring": Part("attention.check_in_one_process", 75.0),
+    "memory": Part("training.check_memory", 75.0),
+    "training": Part("training.check_in_one_process", 120.0),
+}
+RANKS_PARTS = {
+    "ranks_groups": Part("groups.check", 100.0),
+    "ranks_attention": Part("attention.check_ranks", 150.0),
+    "ranks_training": Part("training.check_ranks", 150.0),
+    "ranks_fsdp": Part("training.check_users", 150.0),
+    "ranks_lost": Part("attention.check_lost_rank", 150.0),
+}
+"""The parts of --ranks, which run in one process per rank."""
 BUDGET_S = 450.0
-"""Time of all parts together; parts that no longer fit are reported as not run."""
+"""Time of all parts on one GPU together; parts that no longer fit are reported as not run."""
 KERNELS = {
     "cuda": [
         *("flash_attn_3", "flash_attn_4", "flash_attn", "cuda_flash@FA3", "cuda_flash@FA4"),
@@ -52,13 +72,14 @@ KERNELS = {
     ],
     "cpu": ["torch_cpu", "blocked_matmul"],
 }
-LIMITS_S = {"kernels": 75.0, "one_gpu": 75.0, "ring": 75.0, "memory": 75.0, "training": 120.0}
-"""Time limit of each part. A part is a module of `gpu_checks` with a function `check`; "kernels" runs once a kernel."""
-RANKS_LIMITS_S = {"ranks_groups": 100.0, "ranks_attention": 150.0, "ranks_training": 150.0, "ranks_fsdp": 150.0}
-RANKS_LIMITS_S |= {"ranks_lost": 150.0}
-"""Time limit of each part of --ranks; its `check` runs in one process per rank."""
-TIMEOUT_S = 60.0
-"""Time limit of the ranks' process group; in the part "ranks_lost" its own."""
+TIMEOUT_S, LOST_TIMEOUT_S = 60.0, 30.0
+"""Time limit of the ranks' process group, and in the part "ranks_lost"."""
+GRACE_S = 10.0
+"""Time for the other ranks to end after one has failed."""
+MARGIN_S = {"cuda": 60.0, "cpu": 30.0}
+"""Time that ranks may need beyond LOST_TIMEOUT_S: on CUDA, NCCL's watchdog writes a report and aborts the process."""
+MESSAGES = ("another rank ended", "most likely ended", "watchdog", "timeout", "timed out", "nccl")
+"""What a rank may write after another one was lost."""
 
 
 def main() -> int:
@@ -66,7 +87,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: a rehearsal with tiny sizes")
     parser.add_argument("--ranks", action="store_true", help="check all ranks that torchrun started on this node")
-    parser.add_argument("--parts", nargs="+", choices=[*LIMITS_S, *RANKS_LIMITS_S], help="only these parts")
+    parser.add_argument("--parts", nargs="+", choices=[*PARTS, *RANKS_PARTS], help="only these parts")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -89,11 +110,7 @@ def main() -> int:
     from harness import print_environment
 
     print_environment(args.device)
-    rows = (
-        run_all_on_ranks(args.device, int(os.environ["LOCAL_WORLD_SIZE"]), args.parts)
-        if args.ranks
-        else run_all(args.device, args.parts)
-    )
+    rows = run_all(args.device, args.parts, int(os.environ["LOCAL_WORLD_SIZE"]) if args.ranks else 0)
     print(table(rows))
     if args.json:
         args.json.unlink(missing_ok=True)
@@ -102,17 +119,38 @@ def main() -> int:
     return 1 if any(row.ok is False for row in rows) else 0
 
 
-def run_all(device: str, only: Sequence[str] | None = None) -> list[Row]:
-    """Run every part (or those of `only`) in a process of its own and return the rows."""
+def refusal(device: str, gpus: int) -> str | None:
+    """Return why this launch cannot check several ranks, or None."""
+    world, local = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if world < 2:
+        return "--ranks checks 2 or more ranks; start it with torchrun --nproc-per-node N scripts/gpu_check.py --ranks"
+    if world != local:
+        return (
+            f"--ranks checks the {local} ranks of one node, and {world} ranks were started on several nodes; start it "
+            "on each node separately, with torchrun --standalone"
+        )
+    if device == "cuda" and gpus < local:
+        return f"{local} ranks were started and this node has {gpus} GPUs; start one rank for each GPU"
+    return None
+
+
+def run_all(device: str, only: Sequence[str] | None = None, ranks: int = 0) -> list[Row]:
+    """Run every part, or those of --ranks (or of `only`), in processes of their own, and return the rows."""
     rows: list[Row] = []
     start = time.monotonic()
-    for part in [f"kernels:{name}" for name in KERNELS[device]] + ["one_gpu", "ring", "memory", "training"]:
-        if only and part.split(":")[0] not in only:
+    if ranks:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # torchrun's; the ranks of the current part then end
+    for name, part in (RANKS_PARTS if ranks else PARTS).items():
+        if only and name not in only:
             continue
-        elapsed = time.monotonic() - start
-        limit = min(LIMITS_S[part.split(":")[0]], BUDGET_S - elapsed)
-        print(f"[{elapsed:4.0f} s] {part}", flush=True)
-        rows += run_child(part, device, limit) if limit > 10 else [Row(part, "", "not run: out of time", "", False)]
+        for full_name in [f"kernels:{kernel}" for kernel in KERNELS[device]] if name == "kernels" else [name]:
+            elapsed = time.monotonic() - start
+            limit = part.limit_s if ranks else min(part.limit_s, BUDGET_S - elapsed)
+            print(f"[{elapsed:4.0f} s] {full_name}", flush=True)
+            if limit > 10:
+                rows += run_child(full_name, device, limit, ranks)
+            else:
+                rows.append(Row(full_name, "", "not run: out of time", "", False))
     return rows
 
 
@@ -122,40 +160,44 @@ def run_child(part: str, device: str, limit_s: float, ranks: int = 0) -> list[Ro
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.jsonl"
         command = [sys.executable, __file__, "--device", device, "--part", part, "--json", str(path)]
-        command += ["--ranks"] if ranks else []
+        commands = [command + ["--ranks"] * bool(ranks)] * max(1, ranks)
         if part == "ranks_lost":  # here the ranks must fail, and without help
-            return ranks_lost.rows_of(run_ranks(command, ranks, limit_s, grace_s=limit_s), device)
-        ended = run_ranks(command, ranks or 1, limit_s)
-        rows = read(path)
-    return rows + [Row(part, "", rank.problem, "", False) for rank in ended if rank.problem]
+            return lost_rank_rows(run_ranks(commands, limit_s=limit_s, grace_s=limit_s), device)
+        ended = run_ranks(commands, limit_s=limit_s, grace_s=GRACE_S)
+        return read(path) + [Row(part, "", rank.problem, "", False) for rank in ended if rank.problem]
 
 
-def run_all_on_ranks(device: str, ranks: int, only: Sequence[str] | None = None) -> list[Row]:
-    """Run every part of --ranks (or those of `only`) and return the rows."""
-    rows: list[Row] = []
-    start = time.monotonic()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # torchrun's; it then kills the ranks of the current part
-    for part, limit in RANKS_LIMITS_S.items():
-        if only and part not in only:
-            continue
-        print(f"[{time.monotonic() - start:4.0f} s] {part}", flush=True)
-        rows += run_child(part, device, limit, ranks)
+def lost_rank_rows(ended: Sequence[Ended], device: str) -> list[Row]:
+    """Return one row for each rank that was not killed; times count from the end of the killed rank."""
+    limit, killed = LOST_TIMEOUT_S + MARGIN_S[device], ended[-1]
+    rows = []
+    for rank in ended[:-1]:
+        seconds = rank.seconds - killed.seconds
+        named = any(text in rank.output.lower() for text in MESSAGES)
+        ok = killed.status == -signal.SIGKILL and bool(rank.status) and seconds <= limit and named
+        how = "did not end" if rank.status is None else f"ended with status {rank.status}"
+        found = f"{how} after {seconds:.1f} s: {rank.message}"
+        rows.append(Row("lost rank", f"rank {rank.rank} of {len(ended)}", found, f"a message within {limit:.0f} s", ok))
     return rows
 
 
 def run_part_on_ranks(part: str, device: str, path: Path) -> None:
     """Run one part as one of several ranks; rank 0 writes each row as soon as it is known."""
-    timeout = ranks_lost.TIMEOUT_S if part == "ranks_lost" else TIMEOUT_S
-    with launched_ranks(device, timeout) as (comm, rank_device):
-        for row in importlib.import_module(f"gpu_checks.{part}").check(comm, rank_device):
+    with launched_ranks(device, LOST_TIMEOUT_S if part == "ranks_lost" else TIMEOUT_S) as (comm, rank_device):
+        for row in check_of(RANKS_PARTS[part])(comm, rank_device):
             if comm.rank == 0:
                 write(path, row)
 
 
 def run_part(part: str, device: str) -> Iterator[Row]:
     """Run one part in this process and yield each row as soon as it is known."""
-    module, _, kernel = part.partition(":")
-    return importlib.import_module(f"gpu_checks.{module}").check(*([kernel] if kernel else []), device)
+    name, _, kernel = part.partition(":")
+    return check_of(PARTS[name])(*([kernel] if kernel else []), device)
+
+
+def check_of(part: Part) -> Callable[..., Iterator[Row]]:
+    module, _, function = part.check.partition(".")
+    return getattr(importlib.import_module(f"gpu_checks.{module}"), function)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,15 @@
 
     results = run_nccl_model(n, run_case, case)         # all ranks in this process
     results = ranks(n).run(over_gloo, [case, ...])      # real processes
-    assert_exact(case, results)
+    assert_exact(case, results)                         # against dense float64 attention
+    assert_counted(case, n, results)                    # bytes, against the formulas of `schedules.bytes_sent`
 
 Shapes as everywhere: q (B, H, S, D) with S rows of all ranks, k and v (B or 1, G, T, D).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -22,8 +23,10 @@ from mllm_seqpar.attention.joint import attend
 from mllm_seqpar.attention.keys import AccumulateDtype, GivenKeys, accumulation, call_spec_for, problem_of
 from mllm_seqpar.comm import Communicator, as_communicator
 from mllm_seqpar.masks import BlockMasks, CausalBlockMasks, FrameMask, FullBlockMasks
+from mllm_seqpar.schedules.bytes_sent import Problem, lv_xattn_bytes, mesh_bytes, ring_bytes, ulysses_bytes
 from mllm_seqpar.sharding import (
     Spans,
+    frame_bounds,
     frame_spans,
     in_frame_order,
     padded_length,
@@ -192,7 +195,7 @@ def key_spans(case: Case, n: int) -> list[Spans]:
     return [tuple((start * case.tokens, stop * case.tokens) for start, stop in spans) for spans in by_rank]
 
 
-def run_case(comm: Communicator, case: Case, again: int = 1) -> dict[str, Any]:
+def run_case(comm: Communicator, case: Case) -> dict[str, Any]:
     """This rank's o, lse, dq (its rows, in the order of the layout), dk, dv (its keys), text_dk, text_dv, and bytes."""
     total = case.total(comm.size)
     whole = inputs(case, total)
@@ -201,13 +204,12 @@ def run_case(comm: Communicator, case: Case, again: int = 1) -> dict[str, Any]:
     own = {name: whole[name][:, :, rows] for name in ("q", "do", "text_k", "text_v")}
     own |= {name: take_spans(whole[name], keys, dim=2) for name in ("k", "v")}
     mask = frame_mask(case, total, rows)
-    for _ in range(again):
-        leaves = {name: x.clone().requires_grad_() for name, x in own.items() if name != "do"}
-        comm.bytes.reset()
-        o, lse = _call(comm, case, leaves, mask, total)
-        forward = dict(comm.bytes.sent)
-        comm.bytes.reset()
-        o.backward(own["do"])
+    leaves = {name: x.clone().requires_grad_() for name, x in own.items() if name != "do"}
+    comm.bytes.reset()
+    o, lse = _call(comm, case, leaves, mask, total)
+    forward = dict(comm.bytes.sent)
+    comm.bytes.reset()
+    o.backward(own["do"])
     grads = {f"{name[:-1]}d{name[-1]}": x.grad for name, x in leaves.items()}
     return {"o": o.detach(), "lse": lse, **grads, "forward": forward, "backward": dict(comm.bytes.sent)}
 
@@ -248,16 +250,22 @@ def _call(
     return attend(x["q"], sources, comm=comm, scale=case.dim**-0.5, kernel=case.kernel)
 
 
-def over_gloo(rank: int, world: int, cases: list[Case], again: int = 1) -> list[dict[str, Any]]:
+def over_gloo(rank: int, world: int, cases: list[Case]) -> list[dict[str, Any]]:
     """`run_case` for several cases, for `ranks(n).run`."""
     comm = as_communicator(None)
-    return [run_case(comm, case, again) for case in cases]
+    return [run_case(comm, case) for case in cases]
+
+
+def exact(case: Case, n: int) -> dict[str, Tensor]:
+    """The results of one dense float64 attention; "terms o" and so on: the size of the terms that each sums."""
+    op = case.op if case.op in ("causal", "joint") else "lv"
+    how: dict[str, Any] = {"by": "ring", "frames_by": "lv-xattn", "tile": None, "frame_layout": "contiguous"}
+    how |= {"table": False, "kernel": "auto", "accumulate": "auto", "overlap": True, "layout": "zigzag"}
+    return _exact(replace(case, op=op, **how), case.total(n))  # none of which changes the result
 
 
 @cache
-def exact(case: Case, n: int) -> dict[str, Tensor]:
-    """The results of one dense float64 attention; "terms o" and so on: the size of the terms that each sums."""
-    total = case.total(n)
+def _exact(case: Case, total: int) -> dict[str, Tensor]:
     x = {name: t.double().requires_grad_() for name, t in inputs(case, total).items()}
     seen = visible_frames(case, total)
     text = ["text_k", "text_v"]
@@ -315,11 +323,92 @@ def assert_exact(case: Case, results: list[dict[str, Any]]) -> None:
         assert error <= EXACT[case.dtype], f"{name} is off by {error:.1e} with {len(results)} ranks: {case}"
 
 
-def check(n: int, **options: Any) -> list[dict[str, Any]]:
-    """Assert that a case is exact on n ranks over the model of NCCL, and return its results."""
-    case = Case(**options)
+CONTROL = ("agreement", "mask")
+"""Labels of the few numbers by which ranks check that they agree and learn each other's masks."""
+
+
+def problem(case: Case, n: int, rank: int) -> Problem:
+    """The sizes of a case for the byte formulas."""
+    rows = case.total(n) // n
+    frames = tuple((stop - start) * case.tokens for start, stop in frame_bounds(case.frames, n))
+    return Problem(
+        **{"rows": rows, "keys": (rows,) * n if case.op == "causal" else frames, "rank": rank},
+        **{"heads": case.heads, "kv_heads": case.groups, "dim": case.dim, "element": case.dtype.itemsize},
+        **{"batch": case.batch, "key_batch": 1 if case.shared_keys else case.batch},
+        accumulated=accumulation(case.accumulate, case.dtype).itemsize,
+        direct_element=case.dtype.itemsize if case.accumulate == "auto" else None,
+    )
+
+
+@cache
+def visible_row_counts(case: Case, n: int) -> list[list[int]] | None:
+    """How many rows of rank i attend to any key of rank j, counted in the dense mask."""
+    total = case.total(n)
+    visible = visible_frames(case, total)
+    if visible is None:
+        return None
+    bounds = [(start * case.tokens, stop * case.tokens) for start, stop in frame_bounds(case.frames, n)]
+    by_rank = torch.stack([visible[..., start:stop].any(-1) for start, stop in bounds], dim=-1)
+    if not case.shared_keys:
+        by_rank = by_rank.any(0, keepdim=True)
+    rows = [sequence_positions(total, rank, n, case.layout) for rank in range(n)]
+    return [by_rank[:, index].sum((0, 1)).tolist() for index in rows]
+
+
+def prunes(case: Case, n: int) -> bool:
+    """Whether some rank has rows that attend to no key of some other rank; if not, rows go around the ring."""
+    visible, rows = visible_row_counts(case, n), case.total(n) // n * (case.batch if case.shared_keys else 1)
+    return visible is not None and any(visible[i][j] < rows for i in range(n) for j in range(n) if i != j)
+
+
+def has_formula(case: Case, n: int) -> bool:
+    """Whether `expected_bytes` knows the case: no mesh shape that is chosen, no rows that a hybrid prunes."""
+    if case.op == "joint" or (case.op == "causal" and (case.text != "plain" or case.shared_keys)):
+        return False
+    if "mesh" in (case.op, case.by):
+        return case.tile is not None
+    return case.op != "ulysses" or case.tile is None or case.mask is None or not case.tile[0] > 1 == case.tile[1]
+
+
+def expected_bytes(case: Case, n: int, rank: int, *, backward: bool) -> dict[str, int]:
+    """Bytes that the formulas say a rank sends, by label."""
+    by, sizes = case.by if case.op == "causal" else case.op, problem(case, n, rank)
+    tile, visible = case.tile, visible_row_counts(case, n)
+    if by in ("lv", "direct") or (by == "mesh" and tile == (n, 1) and visible is not None):
+        visible = visible if prunes(case, n) else None
+        sent = lv_xattn_bytes(sizes, backward=backward, visible_rows=visible, direct=by == "direct")
+    elif by == "ring":
+        sent = ring_bytes(sizes, backward=backward)
+    else:
+        mesh = by == "mesh"
+        sent = (mesh_bytes if mesh else ulysses_bytes)(sizes, tile or (n if mesh else 1, 1), backward=backward)
+    if case.dtype is torch.float64:
+        sent |= {name: 2 * sent[name] for name in ("lse", "delta") if name in sent}  # float64 as well
+    return {label: size for label, size in sent.items() if size}
+
+
+def assert_counted(case: Case, n: int, results: list[dict[str, Any]]) -> None:
+    """Hold the counted bytes of every rank against the formulas."""
+    for rank, result in enumerate(results):
+        for backward in (False, True):
+            sent = dict(result["backward" if backward else "forward"])
+            control = sum(sent.pop(label, 0) for label in CONTROL)
+            assert control == 0 if backward else control < 4096 * n
+            expected = expected_bytes(case, n, rank, backward=backward)
+            assert {label: size for label, size in sent.items() if size} == expected, (rank, backward)
+
+
+def check(n: int, case: Case | None = None, **options: Any) -> list[dict[str, Any]]:
+    """Assert that a case is exact on n ranks over the model of NCCL and sends the bytes of the formulas.
+
+    Returns:
+        the results of the ranks.
+    """
+    case = case or Case(**options)
     results = run_nccl_model(n, run_case, case)
     assert_exact(case, results)
+    if has_formula(case, n):
+        assert_counted(case, n, results)
     return results
 
 
@@ -327,3 +416,26 @@ def same_bits(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> bool
     """Whether two runs gave the same bits on every rank."""
     pairs = [(a[name], b[name]) for a, b in zip(first, second, strict=True) for name in a]
     return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))
+
+
+_MASKED: dict[str, Any] = {"mask": "growing", "batch": 2, "layout": "contiguous"}
+_SHARED: dict[str, Any] = {"batch": 2, "shared_keys": True}
+OVER_TRANSPORTS: list[tuple[tuple[int, ...], Case]] = [
+    ((2, 3, 4), Case(op="lv", rows=24)),
+    ((2, 3, 4), Case(op="lv", rows=24, mask="far frame", **_SHARED)),  # rows are sent point to point
+    ((3, 4), Case(op="lv", rows=24, mask="some rows", frames=2)),  # some ranks have no frames, some post nothing
+    ((2, 3, 4), Case(op="ring", rows=24, **_MASKED)),
+    ((2, 3, 4), Case(op="causal", rows=19, batch=2, text="padded left")),
+    ((3,), Case(op="causal", rows=1)),  # text shorter than the group
+    ((4, 6), Case(op="mesh", rows=24, tile=None, **_MASKED)),
+    ((4,), Case(op="mesh", rows=24, tile=(2, 2))),
+    ((3,), Case(op="causal", by="mesh", layout="striped", rows=24, batch=2)),
+    ((6,), Case(op="causal", by="mesh", tile=(3, 2), rows=24)),
+    ((2, 3, 4), Case(op="ulysses", rows=24, heads=12, groups=2, **_MASKED)),
+    ((4,), Case(op="causal", by="ulysses", tile=(2, 1), rows=24)),
+    ((4,), Case(op="ulysses", tile=(1, 2), rows=24, mask="random")),
+    ((2, 3, 4), Case(op="joint", rows=19, **_MASKED)),
+    ((4,), Case(op="joint", by="ulysses", frames_by="lv-xattn", rows=19, mask="one frame")),
+    ((3,), Case(op="joint", by="ulysses", frames_by="lv-xattn", heads=12, mask="holes", text="padded left", batch=2)),
+]
+"""Every kind of schedule, with the numbers of ranks on which the transports run it."""

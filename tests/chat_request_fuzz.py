@@ -14,74 +14,33 @@ from typing import Any
 
 from launch import HANG
 
-NUMBERS = [
-    0,
-    1,
-    2,
-    -1,
-    3,
-    5,
-    0.0,
-    0.5,
-    1.0,
-    1.5,
-    -0.5,
-    2.0,
-    1e-9,
-    1e-300,
-    5e-324,
-    1e30,
-    1e308,
-    2**31,
-    2**63,
-    10**30,
-    -(2**70),
-]
-TEXTS = [
-    "",
-    "x",
-    "1",
-    "2",
-    "auto",
-    "none",
-    "\n",
-    "\0",
-    "\N{SNOWMAN}",
-    "\ud800",
-    "<|im_end|>",
-    "<|image|>",
-    "<image>",
-    "a" * 3000,
-    "{",
-    "[]",
-]
+NUMBERS = [0, 1, 2, -1, 3, 5, 0.0, 0.5, 1.0, 1.5, -0.5, 2.0, 1e-9, 1e-300, 5e-324, 1e30, 1e308]
+NUMBERS += [2**31, 2**63, 10**30, -(2**70)]
+TEXTS = ["", "x", "1", "2", "auto", "none", "\n", "\0", "\N{SNOWMAN}", "\ud800", "a" * 3000, "{", "[]"]
+TEXTS += ["<|im_end|>", "<|image|>", "<image>"]
 USUAL = [0, 1, 2, 0.1, 0.5, 0.9, 1.0, 1.2, 5]
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-OTHER = (
-    *("seed", "stop", "max_completion_tokens", "min_tokens", "n", "stream", "stream_options", "evidence", "logprobs"),
-    *(
-        "presence_penalty",
-        "frequency_penalty",
-        "tools",
-        "tool_choice",
-        "response_format",
-        "logit_bias",
-        "user",
-        "metadata",
-        "generation_config",
-        "model",
-        "foo",
-    ),
-    *(
-        "chat_template_kwargs",
-        "mm_processor_kwargs",
-        "media_io_kwargs",
-        "best_of",
-        "priority",
-        "ignore_eos",
-        "modalities",
-    ),
-)
+OTHER = """
+seed stop max_completion_tokens min_tokens n stream stream_options evidence logprobs presence_penalty frequency_penalty
+tools tool_choice response_format logit_bias user metadata generation_config model foo chat_template_kwargs
+mm_processor_kwargs media_io_kwargs best_of priority ignore_eos modalities
+""".split()
+INNER = [
+    "fps",
+    "num_frames",
+    "max_frames",
+    "type",
+    "text",
+    "url",
+    "video",
+    "include_usage",
+    "do_sample",
+    "x",
+    *SAMPLING,
+]
+URLS = ["clip.mp4", "none.mp4", "../x", "data:,x", "data:;base64,QUJD", "http://127.0.0.1:1/", "file:///etc/passwd"]
+URLS += ["\ud800", "C:x", "http://[", "//[x", "file://[x", "a" * 3000, "clip.mp4/x"]
+URLS += ["subfile,,start,0,end,9,,:/etc/passwd"]
 LENGTH = 4
 
 
@@ -91,22 +50,7 @@ class Bodies:
     def __init__(self, folder: Path, seed: int) -> None:
         self._random = random.Random(seed)
         image = base64.b64encode(next(folder.glob("*.mp4")).read_bytes()).decode()
-        self._urls = [
-            "clip.mp4",
-            "none.mp4",
-            "../x",
-            "data:,x",
-            "data:;base64,QUJD",
-            "http://127.0.0.1:1/",
-            "file:///etc/passwd",
-        ]
-        self._urls += [
-            "data:video/mp4;base64," + image,
-            "\ud800",
-            "C:x",
-            *("http://[", "//[x", "file://[x", "a" * 3000, "clip.mp4/x"),
-            "subfile,,start,0,end,9,,:/etc/passwd",
-        ]
+        self._urls = [*URLS, "data:video/mp4;base64," + image]
 
     def value(self, depth: int = 0) -> Any:
         """Return any JSON value."""
@@ -120,19 +64,7 @@ class Bodies:
         if kind == "list":
             return [self.value(depth + 1) for _ in range(draw.randint(0, 4))]
         if kind == "object":
-            names = [
-                "fps",
-                "num_frames",
-                "max_frames",
-                "type",
-                "text",
-                "url",
-                "video",
-                "include_usage",
-                "do_sample",
-                "x",
-            ]
-            return {draw.choice([*names, *SAMPLING]): self.value(depth + 1) for _ in range(draw.randint(0, 4))}
+            return {draw.choice(INNER): self.value(depth + 1) for _ in range(draw.randint(0, 4))}
         return draw.choice([True, False]) if kind == "flag" else None
 
     def number(self) -> Any:
@@ -141,9 +73,8 @@ class Bodies:
     def part(self) -> Any:
         draw = self._random
         kind = draw.choice(["text", "text", "video_url", "video_url", "image_url", "file", "input_audio"])
-        inner: Any = (
-            {"url": draw.choice(["clip.mp4", *self._urls])} if kind.endswith("url") else {"file_id": draw.choice(TEXTS)}
-        )
+        url, file_id = draw.choice(["clip.mp4", *self._urls]), draw.choice(TEXTS)
+        inner: Any = {"url": url} if kind.endswith("url") else {"file_id": file_id}
         part = {"type": kind, kind: draw.choice(TEXTS) if kind == "text" else inner}
         for place in (part, inner):
             if draw.random() < 0.3:
@@ -153,10 +84,8 @@ class Bodies:
     def message(self) -> Any:
         draw = self._random
         content = draw.choice([draw.choice(TEXTS), [self.part() for _ in range(draw.randint(0, 3))], self.value()])
-        message = {
-            "role": draw.choice(["user", "user", "system", "assistant", "developer", "tool"]),
-            "content": content,
-        }
+        roles = ["user", "user", "system", "assistant", "developer", "tool"]
+        message = {"role": draw.choice(roles), "content": content}
         if draw.random() < 0.1:
             message[draw.choice(["name", "tool_calls", "refusal", "x"])] = self.value()
         return message if draw.random() < 0.95 else self.value()

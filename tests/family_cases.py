@@ -1,7 +1,7 @@
 """The batches on which every family is compared with its unpatched model, by family and name, with a number of ranks.
 
-`EXACT` and `STRATEGIES` compare a training step or a forward pass, `GENERATED` the tokens of `generate`. A case fails
-for its own reason and not for its number of ranks, so 1 to 4 ranks are spread over the cases.
+A case fails for its own reason and not for its number of ranks, so 1 to 4 ranks are spread over the cases, and what
+does not depend on the family or the kind of layer is spread over these.
 """
 
 from __future__ import annotations
@@ -72,13 +72,28 @@ def named_case(name: str) -> tuple[str, Any]:
 
 
 def shared(family: str) -> dict[str, Any]:
-    """Return the cases that all families have."""
+    """Return the cases that all families have, and every second one of those that differ in options only."""
     batch, padded = BATCHES[family], PADDED[family]
     stored = {"recompute_visual": False}
-    cases = {name: for_family(family, case) for name, case in _shared(batch, padded, stored).items()}
+    cases = {
+        "two samples": batch,
+        "left padding": padded,
+        "right padding, few targets": replace(batch, padding="right", labels="few"),
+        "local frames": replace(batch, local_frames=True),
+    }
     if family not in QWENS:  # which refuse it
         cases["local frames, zigzag"] = replace(batch, local_frames=True, frame_layout="zigzag")
-    return cases
+    options = {
+        "no labels": replace(batch, labels=None),
+        "few targets, no logits": replace(batch, padding="right", labels="few").with_options(logits="none"),
+        "local text, no logits": padded.with_options(self_attention="local", logits="none"),
+        "ring, striped text": batch.with_options(strategy="ring", text_layout="striped"),
+        "contiguous text, K and V stored": batch.with_options(text_layout="contiguous", **stored),
+        "local text, ring": padded.with_options(self_attention="local", strategy="ring", **stored),
+        "all logits in training, chunks": batch.with_options(logits="full", mlp_chunk_size=5, vision_chunk_size=1),
+    }
+    names = list(options)[list(BATCHES).index(family) % 2 :: 2] if family != "mplug_owl3" else list(options)
+    return {name: for_family(family, case) for name, case in (cases | {x: options[x] for x in names}).items()}
 
 
 def for_family(family: str, case: Any) -> Any:
@@ -86,22 +101,6 @@ def for_family(family: str, case: Any) -> Any:
     if family not in QWENS:
         return case
     return replace(case, options={name: value for name, value in case.options.items() if name != "strategy"})
-
-
-def _shared(batch: Any, padded: Any, stored: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "two samples": batch,
-        "left padding": padded,
-        "right padding, few targets": replace(batch, padding="right", labels="few"),
-        "no labels": replace(batch, labels=None),
-        "few targets, no logits": replace(batch, padding="right", labels="few").with_options(logits="none"),
-        "local text, no logits": padded.with_options(self_attention="local", logits="none"),
-        "local frames": replace(batch, local_frames=True),
-        "ring, striped text": batch.with_options(strategy="ring", text_layout="striped"),
-        "contiguous text, K and V stored": batch.with_options(text_layout="contiguous", **stored),
-        "local text, ring": padded.with_options(self_attention="local", strategy="ring", **stored),
-        "all logits in training, chunks": batch.with_options(logits="full", mlp_chunk_size=5, vision_chunk_size=1),
-    }
 
 
 def _owl() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -144,18 +143,17 @@ def _owl() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 _EVERY_KIND, _ONCE = _owl()
-_GATED_ONLY = (
-    "no labels",
-    "shifted labels",
-    "gradients of pixels",
-    "sliding window, striped text",
-    "local text, packed",
-)
+_BOTH_KINDS = ("two samples", "left padding", "local frames", "a sample without frames", "local features")
+"""Cases for gates and for one softmax; the others alternate between the two."""
 _LATENTS = Idefics(frames=(3, 2), features="perceiver", model=RESAMPLER)
 EXACT: dict[str, dict[str, Any]] = {
-    "mplug_owl3": _EVERY_KIND
-    | _ONCE
-    | {f"fused: {name}": case.with_model(**FUSED) for name, case in _EVERY_KIND.items() if name not in _GATED_ONLY},
+    "mplug_owl3": _ONCE
+    | {name: case for number, (name, case) in enumerate(_EVERY_KIND.items()) if number % 2 or name in _BOTH_KINDS}
+    | {
+        f"fused: {name}": case.with_model(**FUSED)
+        for number, (name, case) in enumerate(_EVERY_KIND.items())
+        if not number % 2 or name in _BOTH_KINDS
+    },
     "idefics": shared("idefics")
     | {
         "one sample": Idefics(model=INSTRUCT),
@@ -199,24 +197,27 @@ EXACT: dict[str, dict[str, Any]] = {
         "training mode": replace(MLLAMA, train=True),
     },
 }
-for _family, _qwen in QWENS.items():
+for _number, (_family, _qwen) in enumerate(QWENS.items()):
     _one = replace(_qwen, frames=_qwen.frames[:1])
-    EXACT[_family] = shared(_family) | {
-        "one sample": replace(_one, length=44),
+    _alternating = {
         "a sample without frames": replace(_qwen, frames=((), ((2, 4, 4),)), length=32),
         "fewer frames than ranks, local": replace(_qwen, frames=(((2, 2),),), length=11, local_frames=True),
         "text only": replace(_qwen, frames=((), ()), length=11),
         "text shorter than the group": replace(_qwen, frames=((), ()), length=3),
-        "packed sequences": replace(_qwen, frames=((),), length=20, packed=(9, 11)),
         "one token an image": replace(_qwen, frames=(((5, 2, 2), (2, 2)),), length=40),
         "shifted labels": replace(_qwen, labels="shifted"),
         "items counted by the caller": replace(_qwen, arguments=COUNTED),
-        "gradients of pixels": replace(_qwen, wants_grad=("pixel_values", "pixel_values_videos")),
-        "gradients of embeddings": replace(_qwen, embeds=True, wants_grad=("inputs_embeds",)),
         "training mode, local logits": replace(_qwen, train=True).with_options(logits="local"),
+        "gradients of embeddings": replace(_qwen, embeds=True, wants_grad=("inputs_embeds",)),
         "local text, chunks": replace(_one, length=44).with_options(self_attention="local", vision_chunk_size=2),
     }
-    if TAKES_EMBEDDINGS:
+    EXACT[_family] = shared(_family) | {
+        "one sample": replace(_one, length=44),
+        "packed sequences": replace(_qwen, frames=((),), length=20, packed=(9, 11)),
+        "gradients of pixels": replace(_qwen, wants_grad=("pixel_values", "pixel_values_videos")),
+        **dict(list(_alternating.items())[_number::2]),
+    }
+    if TAKES_EMBEDDINGS:  # the embeddings of deepstack are a difference between the two
         _features = replace(_qwen, features="embeddings")
         EXACT[_family] |= {"gradients of features": replace(_features, wants_grad=("visual_embeds",))}
         EXACT[_family] |= {"local features": replace(_features, local_frames=True)}
@@ -290,14 +291,13 @@ def strategy_cases() -> Iterator[Any]:
                 batch = batch.with_model(language_model=four_heads[index % 3])
             fused = "-fused" if batch.model == FUSED else ""
             turn = (place - index) % len(batches)
-            if turn > 1:
+            if turn > (name != "auto"):  # which measures
                 continue
             marks = pytest.mark.slow if turn or index % 2 else ()
             yield pytest.param(family, 4, batch.with_options(**options), id=f"{family}{fused}-{name}", marks=marks)
-    for family, batch in QWENS.items():
-        for index, options in enumerate(ON_FOUR_RANKS_WITHOUT_FRAMES):
-            measures = options == {"self_attention": "auto"}  # for a second, as {"strategy": "auto"} does
-            marks = pytest.mark.slow if measures or index % 2 == (family == "qwen3_vl") else ()
+    for index, options in enumerate(ON_FOUR_RANKS_WITHOUT_FRAMES):
+        for family, batch in list(QWENS.items())[index % 2 :][: 1 + (index == 0)]:
+            marks = pytest.mark.slow if "auto" in options.values() else ()  # measures for a second
             name = ", ".join(f"{option} {value}" for option, value in options.items())
             yield pytest.param(family, 4, batch.with_options(**options), id=f"{family}-{name}", marks=marks)
     if LANGUAGE_MODELS:  # ALiBi differs by head, and MPT has three heads
@@ -313,7 +313,11 @@ def exact_cases() -> Iterator[Any]:
     for family, cases in EXACT.items():
         for index, (name, case) in enumerate(cases.items()):
             short = name.split(": ")[-1]
-            sizes = (1, 3) if short in ("left padding", "one sample") else (2 + index % 3,)
+            sizes: tuple[int, ...] = ((2, 3, 2, 4)[index % 4],)
+            if short in ("left padding", "one sample"):
+                sizes = (1, 3)
+            if "shorter than the group" in short or "fewer" in short:
+                sizes = (4,)
             for size in sizes:
                 quick = short in QUICK and (size == 3 or len(sizes) == 1) and "fused: left" not in name
                 marks = () if quick else pytest.mark.slow

@@ -5,7 +5,6 @@ Weights are random, no gate is closed, and answers depend on the images. A token
 
 import atexit
 import importlib.util
-import json
 import shutil
 from functools import cache, partial
 from importlib import import_module
@@ -32,6 +31,7 @@ from transformers.models.idefics.image_processing_pil_idefics import IdeficsImag
 from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
 from transformers.utils import is_torchvision_available
 
+from chats import asks, image, says, write_rows
 from mllm_seqpar.data.needle import make_needle_videos
 from tiny_models.idefics import tiny_model as tiny_idefics
 from tiny_models.mllama import TILES
@@ -160,40 +160,22 @@ if importlib.util.find_spec("open_flamingo"):  # scripts/test.sh installs it, wi
     MAKERS["open_flamingo"] = make_open_flamingo
 
 
-def text(value: str) -> dict[str, str]:
-    return {"type": "text", "text": value}
-
-
-def image(number: int) -> dict[str, str]:
-    return {"type": "image", "path": f"{number}.png"}
-
-
-def says(value: str) -> dict[str, str]:
-    return {"role": "assistant", "content": value}
-
-
-def asks(*parts: Any) -> dict[str, Any]:
-    return {"role": "user", "content": list(parts)}
-
-
 VIDEO = {"type": "video", "path": "clip.mp4", "num_frames": 3}
 CHATS: dict[str, list[dict[str, Any]]] = {
-    "a video": [asks(VIDEO, text("What is it?")), says("A dot.")],
-    "an image within text": [asks(text("Here "), image(0), text("or "), image(1), text("?")), says("The second.")],
+    "a video": [asks(VIDEO, "What is it?"), says("A dot.")],
+    "an image within text": [
+        asks("Here ", image("0.png"), "or ", image("1.png"), "?"),
+        says("The second."),
+    ],
     "turns": [
         {"role": "system", "content": "Be brief."},
-        asks(image(2), VIDEO, text("First?")),
+        asks(image("2.png"), VIDEO, "First?"),
         says("Red."),
-        asks(text("And now? "), image(1)),
+        asks("And now? ", image("1.png")),
         says("Blue, I think."),
     ],
-    "words alone": [asks(text("Say hello.")), says("Hello!")],
+    "words alone": [asks("Say hello."), says("Hello!")],
 }
-
-
-def write_chats(path: Path, chats: list[list[dict[str, Any]]]) -> Path:
-    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats))
-    return path
 
 
 @cache
@@ -205,7 +187,7 @@ def family_folder() -> Path:
     rng = np.random.default_rng(0)
     for number, size in enumerate(((40, 40), (24, 90), (80, 30))):
         Image.fromarray(rng.integers(0, 255, (*size, 3), dtype=np.uint8)).save(root / f"{number}.png")
-    write_chats(root / "train.jsonl", [*CHATS.values()])
+    write_rows(root / "train.jsonl", [{"messages": messages} for messages in CHATS.values()])
     for name, make in MAKERS.items():
         make(root / name)
     return root

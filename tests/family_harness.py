@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import io
 import pickle
-import pkgutil
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +30,7 @@ T = TypeVar("T")
 TOLERANCE = 1e-5
 """Float32 through a few layers and their gradients. A wrong mask, scale or position shows as 1e-3 and more."""
 
-FAMILIES = tuple(module.name for module in pkgutil.iter_modules(patches.__path__) if module.ispkg)
+FAMILIES = tuple(sorted(spec.name for spec in patches.FAMILIES))
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from mllm_seqpar.integrations.accelerate.fsdp2 import enable_fsdp2_on_cpu, require_sharded, set_fsdp_units
+from mllm_seqpar.integrations.accelerate import enable_fsdp2_on_cpu, require_sharded, set_fsdp_units
 
 
 def fsdp2_accelerator() -> Accelerator:

@@ -70,7 +70,7 @@ GENERATED: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
     | {
         f"fused: {name}": (case.with_model(**FUSED), given)
         for index, (name, (case, given)) in enumerate(_OWL_GENERATED.items())
-        if index % 2 or "sharded" in name
+        if index % 3 == 1 or name == "sharded prompt, local frames"
     },
     "idefics": {
         "greedy": (_IDEFICS_ONE, GREEDY),
@@ -105,27 +105,30 @@ GENERATED: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
         "sharded prompt, lookup": (_MLLAMA_ONE.with_options(**SHARDED), LOOKUP),
     },
 }
-for _family, _qwen in QWENS.items():
+for _number, (_family, _qwen) in enumerate(QWENS.items()):
     _one = replace(_qwen, frames=_qwen.frames[:1], length=44, labels=None)
     _two, _text = replace(_qwen, padding="left", labels=None), replace(_qwen, frames=((), ()), length=11, labels=None)
+    _alternating = {
+        "no cache, beams": (_two, NO_CACHE | {"num_beams": 2}),
+        "static cache, beams": (_two, STATIC | BEAMS),
+        "local frames, no cache": (_local(_two), NO_CACHE),
+        "local text": (_two.with_options(self_attention="local"), GREEDY),
+        "lookup": (_one, LOOKUP),
+        "sharded prompt, chunks": (_two.with_options(**_CHUNKS, **SHARDED, self_attention="ulysses"), THREE_BEAMS),
+        "sharded prompt, striped, local frames": (_local(_two).with_options(**SHARDED, text_layout="striped"), GREEDY),
+        "sharded prompt, lookup": (_one.with_options(**SHARDED), LOOKUP),
+        "sharded prompt, text only": (_text.with_options(**SHARDED), GREEDY),
+        "sharded prompt, beams": (_two.with_options(**SHARDED), BEAMS),
+        "embeddings": (replace(_two, embeds=True), GREEDY),
+        "ulysses, beams": (_two.with_options(**SHARDED, self_attention="ulysses"), BEAMS),
+        "local frames, lookup": (_local(_one), LOOKUP),
+    }
     GENERATED[_family] = {
         "greedy": (_one, GREEDY),
         "beams, padded batch": (_two, BEAMS),
         "sharded prompt": (_two.with_options(**SHARDED), GREEDY),
-        "no cache, beams": (_two, NO_CACHE | {"num_beams": 2}),
-        "static cache, beams": (_two, STATIC | BEAMS),
         "local frames, beams": (_local(_two), THREE_BEAMS),
-        "local frames, no cache": (_local(_two), NO_CACHE),
-        "local text": (_two.with_options(self_attention="local"), GREEDY),
-        "lookup": (_one, LOOKUP),
-        "sharded prompt, beams": (_two.with_options(**SHARDED), BEAMS),
-        "sharded prompt, lookup": (_one.with_options(**SHARDED), LOOKUP),
-        "sharded prompt, striped, local frames": (_local(_two).with_options(**SHARDED, text_layout="striped"), GREEDY),
-        "sharded prompt, text only": (_text.with_options(**SHARDED), GREEDY),
-        "sharded prompt, chunks": (_two.with_options(**_CHUNKS, **SHARDED, self_attention="ulysses"), THREE_BEAMS),
-        "embeddings": (replace(_two, embeds=True), GREEDY),
-        "ulysses, beams": (_two.with_options(**SHARDED, self_attention="ulysses"), BEAMS),
-        "local frames, lookup": (_local(_one), LOOKUP),
+        **dict(list(_alternating.items())[_number::2]),
     }
     if TAKES_EMBEDDINGS:
         _features = _local(replace(_two, features="embeddings")).with_options(**SHARDED)

@@ -27,24 +27,28 @@ def saved(forward: Callable[[], object], *excluded: torch.Tensor) -> int:
 
 
 class Peak(TorchDispatchMode):
-    """Records the peak bytes of operator results, without those of the excluded tensors.
+    """Records the peak bytes of operator results, and those of the largest, without the excluded tensors.
 
-    Scratch memory inside an operator depends on the processor; neither this class nor the planner counts it.
+    With `size`, only results with a dimension of this size count. Scratch memory inside an operator depends on the
+    processor; neither this class nor the planner counts it.
     """
 
-    def __init__(self, *excluded: torch.Tensor) -> None:
+    def __init__(self, *excluded: torch.Tensor, size: int | None = None) -> None:
         super().__init__()
-        self.live = self.bytes = 0
+        self.live = self.bytes = self.largest = 0
+        self._size = size
         self._known = {x.untyped_storage()._cdata for x in excluded}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **kwargs or {})
         for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor) and (storage := x.untyped_storage())._cdata not in self._known:
+            if not isinstance(x, torch.Tensor) or self._size not in (None, *x.shape):
+                continue
+            if (storage := x.untyped_storage())._cdata not in self._known:
                 address, size = storage._cdata, storage.nbytes()
                 self._known.add(address)
                 self.live += size
-                self.bytes = max(self.bytes, self.live)
+                self.bytes, self.largest = max(self.bytes, self.live), max(self.largest, size)
                 weakref.finalize(storage, self._freed, address, size)
         return out
 

@@ -104,7 +104,7 @@ def two_nodes() -> Iterator[TwoNodes]:
     """Yield two nodes; skip the test with the reason if this process cannot make network namespaces."""
     sys.path.insert(0, str(ROOT / "scripts" / "bench"))
     try:
-        module = importlib.import_module("namespaces")
+        module = importlib.import_module("rank_processes")
     finally:
         sys.path.pop(0)
     reason = module.obstacle()

@@ -1,5 +1,6 @@
 """The toolkit for adapters of models of transformers: `Family`, and what its methods and its layers use."""
 
+from mllm_seqpar._compat import cache_argument, cache_name, cache_of, takes_cache
 from mllm_seqpar.integrations.transformers.attention import (
     causal_mask,
     merge_heads,
@@ -11,6 +12,7 @@ from mllm_seqpar.integrations.transformers.attention import (
 from mllm_seqpar.integrations.transformers.cache import SequenceParallelCacheState, cache_state_of, mark_visual_layers
 from mllm_seqpar.integrations.transformers.checks import require_same_inputs
 from mllm_seqpar.integrations.transformers.family import (
+    MULTIMODAL_OUTPUT,
     VISUAL_SHARD_DOC,
     DecoderOnlyFamily,
     Family,
@@ -26,10 +28,14 @@ __all__ = [
     "DecoderOnlyFamily",
     "Family",
     "ForwardInputs",
+    "MULTIMODAL_OUTPUT",
     "SequenceParallelCacheState",
     "VISUAL_SHARD_DOC",
     "as_compared_tensors",
     "as_forward",
+    "cache_argument",
+    "cache_name",
+    "cache_of",
     "cache_state_of",
     "causal_mask",
     "decoder_arguments",
@@ -42,6 +48,7 @@ __all__ = [
     "require_same_inputs",
     "run_pass",
     "split_heads",
+    "takes_cache",
     "text_keys",
     "use_seqpar_attention",
 ]

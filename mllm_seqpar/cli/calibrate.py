@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from mllm_seqpar.comm.agreement import agree, attempt
-from mllm_seqpar.data.decoding_work import decode_rate
+from mllm_seqpar.data.reader import decode_rate
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner.calibrate import AttentionShape, calibrate, kernel_rates
 from mllm_seqpar.planner.cluster import cluster_text

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from mllm_seqpar.data.chat import ChatDataset, ChatSample, collate
 from mllm_seqpar.data.chat_format import media_parts
-from mllm_seqpar.data.decoding_work import frames_to_decode
 from mllm_seqpar.data.formats import DEFAULT_TEMPLATE
-from mllm_seqpar.data.frame_store import FrameStore, FrameStoreError
+from mllm_seqpar.data.frame_store import FrameStore
+from mllm_seqpar.data.reader import frames_to_decode
 from mllm_seqpar.data.sources import FrameSource, VideoSource
 from mllm_seqpar.data.video import probe
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError
@@ -41,7 +41,7 @@ class CheckDataOptions(StoredFrameOptions):
     """The options of `mllm-seqpar check-data`: those of training, and what is written and reported."""
 
     data: tuple[str, ...] = option(
-        "JSONL, JSON, parquet, arrow, tar shards, a directory with metadata.jsonl, or an id on the Hub; may be several"
+        "JSONL, JSON, CSV, parquet, arrow, tar shards, a directory of them, or an id on the Hub; may be several"
     )
     model: str | None = option("directory or Hub id of a model, whose processor counts the tokens too", None)
     num_frames: int | None = option("number of frames per video, instead of --fps", None)
@@ -183,6 +183,10 @@ class _Medium:
     core_seconds: float = 0.0  # to decode them
 
 
+_Row = tuple[Sequence[Mapping[str, Any]], Sequence[Future[_Medium]]]
+"""The messages of a sample, and its media that are being checked."""
+
+
 def check_dataset(
     dataset: ChatDataset,
     totals: Totals,
@@ -200,51 +204,36 @@ def check_dataset(
         store: the frames of videos are written to it.
     """
     pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="check-data")
+    rows: list[_Row | str] = []  # or what is wrong with the record
+    submitted: dict[Hashable, Future[_Medium]] = {}
     try:
-        submitted: dict[Any, Future[_Medium]] = {}
-        for row in [_submit(dataset, index, pool, submitted, store) for index in range(len(dataset))]:
-            yield from _report(dataset, row, totals, long)
+        for index in range(len(dataset)):
+            try:
+                messages = dataset.messages(index)
+            except DataError as error:
+                rows.append(str(error))
+                continue
+            parts = media_parts(messages)
+            keys = [_key(dataset, index, part) for part in parts]
+            for key, part in zip(keys, parts, strict=True):
+                if key not in submitted:
+                    submitted[key] = pool.submit(_check_medium, dataset, index, part, store)
+            rows.append((messages, [submitted[key] for key in keys]))
+        for index, row in enumerate(rows):
+            yield from _report(dataset, index, row, totals, long)
     finally:
         pool.shutdown(cancel_futures=True)  # after Ctrl-C, no further files are opened
 
 
-@dataclass(frozen=True)
-class _CheckedSample:
-    """A sample, and its media that are being checked; or what is wrong with its record."""
-
-    index: int
-    messages: Sequence[Mapping[str, Any]]
-    media: Sequence[tuple[Mapping[str, Any], Future[_Medium]]]
-    fault: str | None = None
-
-
-def _submit(
-    dataset: ChatDataset,
-    index: int,
-    pool: ThreadPoolExecutor,
-    submitted: dict[Any, Future[_Medium]],
-    store: FrameStore | None,
-) -> _CheckedSample:
-    try:
-        messages = dataset.messages(index)
-    except DataError as error:
-        return _CheckedSample(index, (), (), str(error))
-    parts = media_parts(messages)
-    keys = [_key(dataset, index, part) for part in parts]
-    for key, part in zip(keys, parts, strict=True):
-        if key not in submitted:
-            submitted[key] = pool.submit(_check_medium, dataset, index, part, store)
-    return _CheckedSample(index, messages, [(part, submitted[key]) for key, part in zip(keys, parts, strict=True)])
-
-
-def _report(dataset: ChatDataset, row: _CheckedSample, totals: Totals, long: float) -> Iterator[str]:
+def _report(dataset: ChatDataset, index: int, row: _Row | str, totals: Totals, long: float) -> Iterator[str]:
     """Yield the lines of a sample, and count it."""
-    place = dataset.records.place(row.index)
-    faults, found = [row.fault] if row.fault else [], list[_Medium]()
-    for part, future in row.media:
+    place = dataset.records.place(index)
+    messages, futures = ((), ()) if isinstance(row, str) else row
+    faults, media = [row] if isinstance(row, str) else [], list[_Medium]()
+    for part, future in zip(media_parts(messages), futures, strict=True):
         try:
             medium = future.result()
-        except (FrameStoreError, ConfigError):  # an error of the store or the installation, not of the sample
+        except (DataError, ConfigError):  # an error of the store or the installation, not of the sample
             raise
         except SeqParError as error:
             faults.append(str(error))
@@ -252,14 +241,13 @@ def _report(dataset: ChatDataset, row: _CheckedSample, totals: Totals, long: flo
         except Exception as error:  # an error of a decoder, such as Pillow's for very large images
             faults.append(f"{part.get('path')}: {type(error).__name__}: {error}")
             continue
-        found.append(medium)
+        media.append(medium)
         if medium.seconds > long:
             totals.long += 1
-            frames = len(medium.source)
-            yield f"{place}: long: {part['path']} has {_clock(medium.seconds)}, {frames:,} frames are used"
+            yield f"{place}: long: {part['path']} has {_clock(medium.seconds)}, {len(medium.source):,} frames are used"
     if not faults:
-        sample = ChatSample(place, row.messages, tuple(x.source for x in found))
-        faults = _count(dataset, sample, totals, found)
+        sample = ChatSample(place, messages, tuple(medium.source for medium in media))
+        faults = _count(dataset, sample, totals, media)
     totals.samples, totals.broken = totals.samples + 1, totals.broken + bool(faults)
     for fault in faults:
         yield f"{place}: broken: {fault.removeprefix(f'{place}: ')}"

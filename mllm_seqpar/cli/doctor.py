@@ -27,9 +27,8 @@ from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.comm.backends import setting_problems
 from mllm_seqpar.kernels import choose_kernel
 
-from .launch import DEVICES, launched_ranks
+from .launch import DEVICES, launched_ranks, own_ranks, started_by_launcher
 from .options import CommandOptions, option, parse_options
-from .own_ranks import own_ranks, started_by_launcher
 
 ENTRY = "mllm_seqpar.cli.doctor:doctor"
 TIMEOUT_S = 60.0

@@ -48,11 +48,11 @@ def attention_errors(comm: Communicator, device: torch.device, dtype: torch.dtyp
 def model_errors(comm: Communicator, device: torch.device) -> Iterator[tuple[str, float]]:
     """Yield (model, largest relative error of the loss and the gradients over all ranks) of tiny patched models."""
     frames = 2 * comm.size + 1  # one rank has more frames than the others
-    yield "tiny model with cross-attention", _model_error(_tiny_model(), _inputs(frames), comm, device)
-    yield (
-        "tiny decoder-only model",
-        _model_error(_tiny_decoder_only_model(), _decoder_only_inputs(frames), comm, device),
-    )
+    for name, make in (
+        ("tiny model with cross-attention", _with_cross_attention),
+        ("tiny decoder-only model", _decoder_only),
+    ):
+        yield name, _model_error(*make(frames), comm, device)
 
 
 def _model_error(model: Any, inputs: dict[str, Tensor], comm: Communicator, device: torch.device) -> float:
@@ -91,17 +91,28 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
     return o.detach(), *torch.autograd.grad(o, leaves, do.double())
 
 
-def _tiny_model() -> Any:
-    """Return a model of two layers, one of them with cross-attention, whose gates are open."""
+def _with_cross_attention(frames: int) -> tuple[Any, dict[str, Tensor]]:
+    """Return a model of two layers, one of them with cross-attention, whose gates are open, and one sample.
+
+    The sample has a placeholder for each frame, some text, and labels for all of it.
+    """
     width = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     vision = SiglipVisionConfig(**width, num_attention_heads=2, image_size=IMAGE_SIZE, patch_size=14)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "hyper_layers": [1], "gate": "vector"}
     config = MPlugOwl3Config(**width, **heads, vocab_size=64, image_token_id=IMAGE_TOKEN, vision_config=vision)
-    return _spread_weights(MPlugOwl3ForConditionalGeneration(config))
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, IMAGE_TOKEN, (1, 2 * frames + 8), generator=generator)
+    ids[:, 1 : 2 * frames : 2] = IMAGE_TOKEN
+    pixels = torch.randn(frames, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator)
+    inputs = {"input_ids": ids, "pixel_values": pixels, "labels": ids.clone()}
+    return _spread_weights(MPlugOwl3ForConditionalGeneration(config)), inputs
 
 
-def _tiny_decoder_only_model() -> Any:
-    """Return a Qwen3-VL of two layers, whose features of the tower's first layer go to the decoder's first layer."""
+def _decoder_only(frames: int) -> tuple[Any, dict[str, Tensor]]:
+    """Return a Qwen3-VL of two layers, whose features of the tower's first layer go to the decoder's first layer.
+
+    The sample has images of four placeholders each, some text, and labels for all of it.
+    """
     width = {"hidden_size": 64, "intermediate_size": 96}
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
     text = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -114,7 +125,17 @@ def _tiny_decoder_only_model() -> Any:
         vision_start_token_id=1,
         vision_end_token_id=2,
     )
-    return _spread_weights(Qwen3VLForConditionalGeneration(config))
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, IMAGE_TOKEN - 1, (1, 6 * frames + 8), generator=generator)
+    ids[:, : 6 * frames] = torch.tensor([5, *[IMAGE_TOKEN] * 4, 7]).repeat(frames)
+    inputs = {
+        "input_ids": ids,
+        "pixel_values": torch.randn(frames * 16, 3 * 2 * PATCH**2, generator=generator),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * frames),
+        "mm_token_type_ids": (ids == IMAGE_TOKEN).long(),
+        "labels": ids.clone(),
+    }
+    return _spread_weights(Qwen3VLForConditionalGeneration(config)), inputs
 
 
 def _spread_weights(model: Any) -> Any:
@@ -126,26 +147,3 @@ def _spread_weights(model: Any) -> Any:
             scale = weight[0].numel() ** -0.5 if weight.dim() > 1 else 0.5
             weight.copy_(torch.randn(weight.shape, generator=generator) * scale + (0.5 if weight.dim() == 1 else 0.0))
     return model.train()
-
-
-def _inputs(frames: int) -> dict[str, Tensor]:
-    """Return one sample with a placeholder for each frame, some text, and labels for all of it."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, IMAGE_TOKEN, (1, 2 * frames + 8), generator=generator)
-    ids[:, 1 : 2 * frames : 2] = IMAGE_TOKEN
-    pixels = torch.randn(frames, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator)
-    return {"input_ids": ids, "pixel_values": pixels, "labels": ids.clone()}
-
-
-def _decoder_only_inputs(frames: int) -> dict[str, Tensor]:
-    """Return one sample with images of four placeholders each, some text, and labels for all of it."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, IMAGE_TOKEN - 1, (1, 6 * frames + 8), generator=generator)
-    ids[:, : 6 * frames] = torch.tensor([5, *[IMAGE_TOKEN] * 4, 7]).repeat(frames)
-    return {
-        "input_ids": ids,
-        "pixel_values": torch.randn(frames * 16, 3 * 2 * PATCH**2, generator=generator),
-        "image_grid_thw": torch.tensor([[1, 4, 4]] * frames),
-        "mm_token_type_ids": (ids == IMAGE_TOKEN).long(),
-        "labels": ids.clone(),
-    }

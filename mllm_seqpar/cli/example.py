@@ -22,8 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mllm_seqpar.data.formats import MultipleChoice
-from mllm_seqpar.data.formats.choices import LETTERS
+from mllm_seqpar.data.formats import LETTERS, MultipleChoice
 from mllm_seqpar.data.needle import (
     COLOURS,
     QUESTION,

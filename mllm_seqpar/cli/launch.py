@@ -1,15 +1,27 @@
-"""The device, the process group and the time limit of a program, from its launcher's environment variables.
+"""The ranks of a program: those of a launcher, or those that the program starts itself on this machine.
 
-Only RANK and its companion variables are needed, so `torchrun`, `accelerate launch` with any configuration, and plain
-`python` all work.
+`launched_ranks` joins them. It needs only RANK and its companion variables, so `torchrun`, `accelerate launch` with any
+configuration, and plain `python` all work.
+
+`own_ranks` starts ranks, so that a program receives keyboard input and Ctrl-C: a launcher passes the terminal to none
+of its ranks, and Ctrl-C to all of them. The program itself is rank 0. The other ranks are processes in separate
+sessions, whose standard input is a pipe from rank 0. The pipe closes when rank 0 ends for any reason, and then they end
+as well. Rank 0 watches each of them in a thread, which ends the program with a message if that rank ends first.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,9 +31,19 @@ from mllm_seqpar.comm import Communicator, launched_processes, transfer_communic
 from mllm_seqpar.comm.backends import order_launches
 from mllm_seqpar.errors import ConfigError
 
+from .commands import load_entry
+from .options import Parser
+from .program_exit import run
+
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 """What a model may be loaded or written in; auto is that of the checkpoint."""
+
+GRACE = 3.0
+"""Seconds for rank 0 to report its own error after another rank has ended."""
+
+_MARK = "MLLM_SEQPAR_OWN_RANKS"
+"""The environment variable that is set in the ranks that `own_ranks` started."""
 
 _log = get_logger(__name__)
 
@@ -89,3 +111,162 @@ def require_rendezvous() -> None:
             f"{variable}={processes}: {processes} processes were started, and each would process all of the data; "
             "start the script with torchrun or accelerate launch, once on each node"
         )
+
+
+def started_by_launcher() -> bool:
+    """Return whether a launcher, and not `own_ranks`, started several processes."""
+    return launched_processes()[0] > 1 and _MARK not in os.environ
+
+
+@contextmanager
+def own_ranks(
+    count: int | None, entry: str, argv: Sequence[str], before_exit: Callable[[], object] = lambda: None
+) -> Iterator[None]:
+    """Make this process rank 0 of `count`, and start the others; at the end of the block, wait until they have ended.
+
+    `launched_ranks` then joins them. If a launcher or this function has already started ranks, they are used.
+
+    Args:
+        count: 1 or more; None: one for each GPU of this machine, or 1 without any.
+        entry: "module:function", called as function(argv) in the other processes.
+        argv: the arguments of the command line.
+        before_exit: called before the program ends because another rank has failed.
+
+    Raises:
+        ConfigError: `count` is below 1, more than this machine can run, or not the number of processes that a launcher
+            has started.
+    """
+    if count is not None and count < 1:
+        raise ConfigError(f"--num_processes: {count} is not allowed; give 1 or more")
+    if started_by_launcher() and count not in (None, launched_processes()[0]):
+        raise ConfigError(
+            f"--num_processes {count}: a launcher has started {launched_processes()[0]} processes already; leave "
+            "--num_processes out, or start the command without a launcher"
+        )
+    gpus, processors = torch.cuda.device_count(), os.cpu_count() or 1
+    count = count or max(1, gpus)
+    if count == 1 or started_by_launcher() or _MARK in os.environ:
+        yield
+        return
+    if count > (most := max(gpus, 2 * processors, 8)):  # eight on any machine, to try things
+        raise ConfigError(
+            f"--num_processes {count}: this machine has {processors} processors and {gpus} GPUs; give at most {most} "
+            "(a launcher starts ranks on several machines)"
+        )
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    rendezvous |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), _MARK: "1"}
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        rendezvous["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    if "OMP_NUM_THREADS" not in os.environ:  # more threads than cores would slow down all ranks
+        threads = max(1, processors // count)
+        rendezvous["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)
+    before, others = dict(os.environ), _OtherRanks(count, [entry, *argv], rendezvous, before_exit)
+    try:
+        load_entry(entry)  # this rank imports the modules while the others do
+        # The imports may take longer than the timeout of a collective. If a rank ends before, its thread ends the
+        # program.
+        while not all(store.check([_ready(rank)]) for rank in range(1, count)):
+            time.sleep(0.05)
+        os.environ.update(rendezvous, RANK="0", LOCAL_RANK="0")
+        yield
+        others.wait()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        others.close()
+
+
+def _ready(rank: int) -> str:
+    """Return the key of the store that a rank sets when it has imported its modules."""
+    return f"ready/{rank}"
+
+
+class _OtherRanks:
+    """The processes of ranks 1 and above, with a thread for each that waits for its end."""
+
+    def __init__(
+        self, count: int, argv: Sequence[str], rendezvous: dict[str, str], before_exit: Callable[[], object]
+    ) -> None:
+        self._before_exit, self._closing = before_exit, threading.Event()
+        command = [sys.executable, "-m", __spec__.name if __spec__ else __name__, *argv]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        for rank in range(1, count):
+            environment = {**os.environ, **rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
+            self._processes.append(process)
+            threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
+
+    def wait(self) -> None:
+        """Wait until all processes have ended. If one has failed, its thread ends the program."""
+        for process in self._processes:
+            if process.wait():
+                time.sleep(2 * GRACE)
+
+    def close(self) -> None:
+        """End the processes that still run."""
+        for rank, process in enumerate(self._processes, 1):
+            if process.poll():  # it ended earlier, which may be the reason why this rank ends
+                self._report(rank, process.returncode)
+        self._closing.set()
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        status = process.wait()
+        if status == 0 or self._closing.wait(GRACE):
+            return
+        self._before_exit()
+        self._report(rank, status)
+        os._exit(1)  # the other ranks end when their input closes
+
+    def _report(self, rank: int, status: int) -> None:
+        ended = f"with exit status {status}" if status >= 0 else f"by signal {-status} ({signal.Signals(-status).name})"
+        hint = "; it may have run out of memory" if status == -signal.SIGKILL else ""
+        sys.stderr.write(f"\nstopped: rank {rank} ended {ended}{hint}\n")
+        sys.stderr.flush()
+
+
+def start_ranks_if_asked(entry: str, argv: Sequence[str]) -> int:
+    """Run a command, with --num_processes N on N ranks of this machine.
+
+    Args:
+        entry: "module:function" of the command.
+        argv: the arguments, with --num_processes N or without. The command gets the others.
+
+    Returns:
+        The exit status of rank 0. The program ends with a message if another rank fails.
+    """
+
+    def on_ranks(argv: Sequence[str]) -> int | None:
+        parser = Parser(add_help=False)
+        parser.add_argument("--num_processes", type=int)
+        args, rest = parser.parse_known_args(argv)
+        if args.num_processes is None or not {"-h", "--help"}.isdisjoint(rest):
+            return load_entry(entry)(rest)
+        with own_ranks(args.num_processes, entry, rest):
+            return run(load_entry(entry), rest)  # destroys the process group before `own_ranks` waits
+
+    return run(on_ranks, argv)
+
+
+def _end_with_rank_0() -> None:
+    while os.read(0, 1024):
+        pass
+    os._exit(1)
+
+
+def main(argv: Sequence[str]) -> NoReturn:
+    """Run a rank that `own_ranks` started: `argv` is "module:function" and the arguments of the function."""
+    threading.Thread(target=_end_with_rank_0, daemon=True).start()
+    entry = load_entry(argv[0])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
+    store.set(_ready(int(os.environ["RANK"])), "")
+    run(entry, argv[1:])  # the status of the program is that of rank 0
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

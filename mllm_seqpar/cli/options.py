@@ -95,7 +95,7 @@ def parse_options(
 
 
 def show_ranks_option(parser: argparse.ArgumentParser) -> None:
-    """Add --num_processes to the --help of a command. `own_ranks.start_ranks_if_asked` reads it before the command."""
+    """Add --num_processes to the --help of a command. `launch.start_ranks_if_asked` reads it before the command."""
     text = "start N ranks on this machine, without a launcher"
     parser.add_argument("--num_processes", action=_ReadBefore, default=argparse.SUPPRESS, metavar="N", help=text)
 

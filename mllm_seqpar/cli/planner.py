@@ -11,7 +11,7 @@ from mllm_seqpar.planner.cluster import read_cluster
 from mllm_seqpar.planner.model_sizes import ModelSizes, read_model
 from mllm_seqpar.planner.plan import DataSet, make_plan
 from mllm_seqpar.planner.records import find_file, known_files
-from mllm_seqpar.planner.report import as_json, as_text
+from mllm_seqpar.planner.report import as_json, as_text, draw_plan
 from mllm_seqpar.planner.workload import BASE_BYTES, SELF_ATTENTION, TARGETS, TRAINED, Workload
 from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
 
@@ -149,8 +149,6 @@ def plan(argv: Sequence[str]) -> int:
     )
     result = make_plan(workload, read_cluster(find_file("cluster", args.cluster)), args.strategy or STRATEGIES)
     if args.timeline:
-        from mllm_seqpar.planner.timeline_figure import draw_plan
-
         draw_plan(result, args.timeline)
     sys.stdout.write(
         (json.dumps(as_json(result, data_set), indent=2) if args.json else as_text(result, data_set)) + "\n"

@@ -2,11 +2,11 @@
 
 from .chat import ChatBatch, ChatDataset, ChatSample, MediaError, collate, load_local_images
 from .chat_family import ChatFamily, ChatText, chat_family
-from .feature_store import FeatureStore, model_fingerprint, open_features, save_features, source_meta
+from .feature_store import FeatureStore, model_fingerprint, open_features, save_features
 from .frame_choice import FrameChoice
 from .reader import read_frames
 from .sources import FrameSource, ImageListSource, VideoSource
-from .video import FramePlan, VideoInfo, plan_frames, probe, scan
+from .video import FramePlan, VideoInfo, plan_frames, probe, scan, source_meta
 
 __all__ = [
     "ChatBatch",

@@ -2,7 +2,7 @@
 
 Before any frame is decoded, every rank has the number of frames of a micro-batch. The frames of all samples form one
 flat list in the order of the placeholders in the text. A rank decodes its range of that list. `chat_format` describes a
-conversation, and `formats` the data sets that are read.
+conversation, `records` how data sets are read, and `formats` what their records may look like.
 """
 
 import os
@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from mllm_seqpar.comm.base import fingerprint
 from mllm_seqpar.errors import ConfigError, DataError, VideoError
 from mllm_seqpar.sharding import join_spans
 
 from .chat_family import ChatFamily, ChatText, chat_family
 from .chat_format import check_record, media_parts, part_files
-from .formats import DEFAULT_TEMPLATE, check_template, open_records, to_chat
-from .formats.tables import is_embedded
+from .formats import DEFAULT_TEMPLATE, check_template, to_chat
 from .frame_choice import DEFAULT_FRAMES, FrameChoice
 from .frame_store import FrameStore
 from .media_files import is_remote, media_size
+from .records import open_records
 from .sources import FrameSource, ImageListSource, VideoSource, ranges_by_source
+from .store_files import digest_of
 
 ON_BAD_MEDIA = ("fail", "skip")
 """What training does if media cannot be read: stop, or use another sample instead."""
@@ -116,7 +116,7 @@ class ChatDataset(Dataset[ChatSample]):
     """The conversations of a data set. Opening it validates all records; a sample's videos are opened on access.
 
     Args:
-        path: a data set that `formats.open_records` opens.
+        path: a data set that `records.open_records` opens.
         processor: the model's processor; its family (`chat_family`) turns conversations into tokens. None reads samples
             without a model, for checks; batches are then not available.
         fps, num_frames, max_frames: the frames of each video, see `FrameChoice`. `fps` and `num_frames` override what a
@@ -125,7 +125,7 @@ class ChatDataset(Dataset[ChatSample]):
         max_length: the largest number of tokens of a sample; a longer sample is refused.
         on_bad_media: "fail" checks here that all local files exist; "skip" leaves missing and damaged files to the
             reader of the samples (`training.batches`).
-        media_root, template: see `formats.open_records` and `formats.to_chat`.
+        media_root, template: see `records.open_records` and `formats.to_chat`.
         validate: False validates a record only when it is accessed.
         threads, decoder: how videos are decoded, see `read_frames`.
         frame_store: directory of a `FrameStore` that is read instead of the videos.
@@ -181,7 +181,7 @@ class ChatDataset(Dataset[ChatSample]):
 
     def messages(self, index: int, check_files: bool = False) -> list[Mapping[str, Any]]:
         """Return the validated messages of a record; DataError names its place."""
-        files = partial(self.records.check, index) if check_files else None
+        files = partial(self.records.identify, index) if check_files else None
         marks = self._family.marks if self._family else ()
         try:
             return check_record(to_chat(self.records.record(index), template=self._template), files, marks)
@@ -216,25 +216,23 @@ class ChatDataset(Dataset[ChatSample]):
         return batch
 
     def content_digest(self) -> str:
-        """Return a hash of the records, and of the names and sizes of the media files that they name.
-
-        Files inside a table are left out: the digest of the records covers them.
-        """
+        """Return a hash of the records, and of the names and sizes of the media files that they name."""
         files = (
             (index, name)
             for index in range(len(self))
             for part in media_parts(self.messages(index))
             for name in part_files(part)
         )
-        media = [f"{name} {self._size(index, name)}" for index, name in files if not is_embedded(name)]
-        return f"{self.digest[:16]}-{fingerprint(chr(10).join(media)):016x}"
+        media = [f"{name} {self._size(index, name)}" for index, name in files]
+        return digest_of("\n".join([self.digest, *media]))
 
     def _size(self, index: int, name: str) -> int:
-        """Return the number of bytes of a file; -1 if it is missing, and -2 for a URL."""
+        """Return the number of bytes of a file; -1 if it is missing, and -2 for a URL or a file inside a table."""
         try:
-            return -2 if is_remote(name) else media_size(self.records.locate(index, name))
+            found = self.records.identify(index, name)
         except VideoError:
             return -1
+        return -2 if isinstance(found, tuple) or is_remote(found) else media_size(found)
 
     def source(self, index: int, part: Mapping[str, Any]) -> FrameSource:
         """Return the frames of a media part of record `index`; VideoError if the file is missing or unreadable."""

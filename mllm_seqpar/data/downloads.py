@@ -1,23 +1,35 @@
-"""The media cache, for media that are not local files: downloads, and images and videos stored inside tables.
+"""Downloads: the contents of http(s) and data: URLs, and the media cache, which keeps them.
 
-Each file is named by a digest, written under a temporary name and renamed, so it is complete or absent. Processes of
-one machine lock the name, so one of them downloads. Nothing is deleted: if the cache is full, an error is raised.
+Each file of the cache is named by a digest, written under a temporary name and renamed, so it is complete or absent.
+Processes of one machine lock the name, so one of them downloads. Nothing is deleted: if the cache is full, an error is
+raised.
+
+The URLs of a data set are opened without a check, through the proxies of the environment. The URLs of requests to a
+server need `hosts`, those that its operator allows. The host "*" stands for every host with a public address. Its name
+is resolved once, addresses that are not public are dropped, and the connection uses one of the others. No refused
+address is ever contacted, and the name cannot resolve to another address between check and use. Redirects are checked
+like the first URL. No proxy is used.
 """
 
 from __future__ import annotations
 
-import hashlib
+import base64
 import http.client
+import ipaddress
 import os
+import socket
+import ssl
+import time
 import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import Any
+from urllib.parse import unquote_to_bytes, urlsplit
 
 from mllm_seqpar.errors import VideoError
 
-from .store_files import atomic_write
-from .urls import blocks, open_url
+from .store_files import atomic_write, digest_of
 
 CACHE_VARIABLE = "MLLM_SEQPAR_CACHE"
 """Environment variable with the directory of the cache; default: mllm-seqpar below the user's cache directory."""
@@ -25,6 +37,20 @@ CACHE_VARIABLE = "MLLM_SEQPAR_CACHE"
 SIZE_VARIABLE = "MLLM_SEQPAR_CACHE_GB"
 """Environment variable with the largest size of the whole cache in GB; default: 200. One file may take a tenth of
 it."""
+
+SECONDS = 60.0
+"""Seconds that a host may take to answer, and between two blocks of its answer."""
+
+LEAST_RATE = 10_000.0
+"""Bytes per second that a host must send, on average over each `SECONDS`."""
+
+_BLOCK = 1 << 20  # a multiple of four, so that a block of base64 is complete
+
+_UNICAST = ipaddress.ip_network("2000::/3")
+"""All public IPv6 addresses, and none with an IPv4 address in its last bits (::ffff:0:0/96, 64:ff9b::/96)."""
+
+_NOT_PUBLIC = [ipaddress.ip_network(block) for block in ("192.88.99.0/24", "2001::/23", "2002::/16", "3fff::/20")]
+"""Blocks that `is_global` of some versions of Python lets pass: gateways to IPv4, and documentation."""
 
 
 def media_cache() -> Path:
@@ -53,16 +79,22 @@ def download(url: str) -> Path:
         suffix = Path(urlsplit(url).path).suffix[:8]
     except ValueError as error:
         raise VideoError(f"{url}: not a valid URL ({error})") from error
-    return _cached(hashlib.sha256(url.encode()).hexdigest()[:40] + suffix, url, lambda: _blocks_of(url))
+    return stored(digest_of(url) + suffix, url, lambda: _blocks_of(url))
 
 
 def store_bytes(content: bytes, suffix: str) -> Path:
     """Return the file of the cache that has this content; `suffix` only helps people who inspect the cache."""
-    name = hashlib.sha256(content).hexdigest()[:40] + suffix
-    return _cached(name, f"{len(content)} bytes of a table or data URL", lambda: iter([content]))
+    return stored(
+        digest_of(content) + suffix, f"{len(content)} bytes of an image or a data URL", lambda: iter([content])
+    )
 
 
-def _cached(name: str, what: str, chunks: Callable[[], Iterator[bytes]]) -> Path:
+def stored(name: str, what: str, chunks: Callable[[], Iterator[bytes]]) -> Path:
+    """Return the file of the cache with this name; if there is none, it is written from `chunks`.
+
+    Raises:
+        VideoError: it cannot be written, or is too large; begins with `what`.
+    """
     from filelock import FileLock
 
     path = media_cache() / name
@@ -90,8 +122,7 @@ def _write(path: Path, what: str, chunks: Iterator[bytes]) -> None:
             if written > limit / 10 or used + written > limit:
                 raise VideoError(
                     f"{what}: with this file, the cache {path.parent} would exceed its limit of {limit / 1e9:g} GB, "
-                    "of which "
-                    f"one file may have a tenth; delete files there, or set {SIZE_VARIABLE} to a larger number"
+                    f"of which one file may have a tenth; delete files there, or set {SIZE_VARIABLE} to a larger number"
                 )
             file.write(chunk)
 
@@ -114,3 +145,147 @@ def _blocks_of(url: str) -> Iterator[bytes]:
         raise VideoError(
             f"{url}: cannot be downloaded ({why}); without a network, download it elsewhere and give its path"
         ) from error
+
+
+def open_url(url: str, hosts: set[str] | None = None) -> Any:
+    """Open an http(s) URL; return the answer, with `headers`, for `blocks`.
+
+    Args:
+        url: of the file.
+        hosts: the allowed ones, in lower case; None allows all, and uses proxies.
+
+    Raises:
+        NotAllowed: the host, or that of a redirect, is not allowed.
+        OSError, http.client.HTTPException, ValueError: the URL cannot be read.
+    """
+    request = urllib.request.Request(url, headers={"User-Agent": "mllm-seqpar"})
+    if hosts is None:
+        return urllib.request.urlopen(request, timeout=SECONDS)
+    _require_allowed(hosts, url)
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.HTTPDefaultErrorHandler(),
+        urllib.request.HTTPErrorProcessor(),
+        _Redirects(hosts),
+        _Connections(hosts),
+    ):
+        opener.add_handler(handler)
+    return opener.open(request, timeout=SECONDS)
+
+
+def blocks(answer: Any, longest: float | None = None) -> Iterator[bytes]:
+    """Yield the bytes that a host sends, as they come.
+
+    Args:
+        answer: of `open_url`.
+        longest: seconds that all of them may take; None: as long as the host sends `LEAST_RATE`.
+
+    Raises:
+        OSError: they come too slowly, or end before the stated length.
+    """
+    began = counted = time.monotonic()
+    received = 0
+    while block := answer.read1(_BLOCK):
+        now, received = time.monotonic(), received + len(block)
+        if longest is not None and now - began > longest:
+            raise OSError(f"the download takes more than {longest:.0f} s")
+        if now - counted >= SECONDS:
+            if received < LEAST_RATE * (now - counted):
+                rate = received / (now - counted)
+                raise OSError(f"the host sends {rate:.3g} bytes per second; {LEAST_RATE:g} are required")
+            counted, received = now, 0
+        yield block
+    if answer.length:
+        raise OSError(f"it ended {answer.length} bytes early")
+
+
+def data_blocks(url: str) -> Iterator[bytes]:
+    """Yield the bytes in a data: URL, block by block, because the decoder of base64 keeps all threads waiting.
+
+    Raises:
+        ValueError: it has no data, or not base64 although it says so.
+    """
+    start = url.find(",") + 1
+    if not start or start == len(url):
+        raise ValueError("it has no data")
+    if not url[:start].endswith(";base64,"):
+        yield unquote_to_bytes(url[start:])
+        return
+    for first in range(start, len(url), _BLOCK):
+        yield base64.b64decode(url[first : first + _BLOCK], validate=True)
+
+
+class NotAllowed(Exception):
+    """A URL whose host or address the operator has not allowed."""
+
+
+def _require_allowed(hosts: set[str], url: str) -> None:
+    parts = urlsplit(url)
+    host = (parts.hostname or "").lower()
+    if parts.scheme not in ("http", "https") or not ("*" in hosts or host in hosts):
+        raise NotAllowed(
+            f"URLs of {host or url[:40]} are not allowed; upload the file, or start the server with --allow_urls {host}"
+        )
+
+
+def is_public(address: str) -> bool:
+    """Return whether an IP address leads to the public internet, and to no IPv4 address inside an IPv6 address."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if not ip.is_global or ip.is_multicast or (ip.version == 6 and ip not in _UNICAST):
+        return False
+    return not any(ip in block for block in _NOT_PUBLIC if block.version == ip.version)
+
+
+def _connect(hosts: set[str], host: str, port: int) -> socket.socket:
+    """Return a connection to the first address of a host that is allowed and accepts it."""
+    named = host.lower() in hosts
+    try:
+        found = [entry[4][0] for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    except OSError:
+        if named:
+            raise
+        found = []
+    addresses = [str(address) for address in found if named or is_public(str(address))]
+    if not addresses:  # one message for both cases, so that it reveals nothing about names of the server's own network
+        raise NotAllowed(f"{host} has no public address")
+    for number, address in enumerate(addresses, 1):
+        try:
+            return socket.create_connection((address, port), SECONDS)
+        except OSError:
+            if number == len(addresses):
+                raise
+    raise AssertionError("a loop over addresses that neither returns nor raises")
+
+
+class _Connections(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    """Opens http and https URLs of allowed hosts."""
+
+    def __init__(self, hosts: set[str]) -> None:
+        super().__init__()
+        self._hosts = hosts
+
+    def http_open(self, req: Any) -> Any:
+        hosts, secure = self._hosts, req.type == "https"
+
+        class Connection(http.client.HTTPSConnection if secure else http.client.HTTPConnection):  # type: ignore[misc]
+            def connect(self) -> None:
+                self.sock = _connect(hosts, self.host, self.port)
+                if secure:
+                    context = ssl.create_default_context()
+                    self.sock = context.wrap_socket(self.sock, server_hostname=self.host)
+
+        return self.do_open(Connection, req)
+
+    def https_open(self, req: Any) -> Any:
+        return self.http_open(req)
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Follows redirects to allowed hosts."""
+
+    def __init__(self, hosts: set[str]) -> None:
+        self._hosts = hosts
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        _require_allowed(self._hosts, newurl)
+        return super().redirect_request(req, fp, code, msg, headers, newurl)

@@ -26,20 +26,14 @@ from torch import Tensor
 
 from mllm_seqpar.errors import DataError, VideoError
 
-from .decoding import decode_threads
-from .feature_store import source_meta
-from .frame_batches import FrameBatches
-from .jpeg import jpeg_of
-from .prefetch import read_ahead
+from .images import jpeg_of
+from .prefetch import FrameBatches, read_ahead
+from .reader import decode_threads
 from .store_files import atomic_write, reading_index, write_json, writing
-from .video import FramePlan
+from .video import FramePlan, source_meta
 
 INDEX = "frames.json"
 _AGAIN = "run `mllm-seqpar check-data --store` with this directory"
-
-
-class FrameStoreError(DataError):
-    """A frame store that is incomplete, damaged, made with other settings, or cannot be written."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +60,7 @@ class FrameFile:
         """Yield the frames with these numbers, as `VideoSource.read` does; only their bytes are read.
 
         Raises:
-            FrameStoreError: the file is missing or damaged.
+            DataError: the file is missing or damaged.
         """
         threads = decode_threads() if threads is None else threads
         try:
@@ -97,8 +91,8 @@ class FrameFile:
         with Image.open(io.BytesIO(content), formats=["JPEG"]) as image:
             return np.array(image)
 
-    def _damaged(self, found: str) -> FrameStoreError:
-        return FrameStoreError(f"{self.path}: damaged ({found}); delete the file, and {_AGAIN}")
+    def _damaged(self, found: str) -> DataError:
+        return DataError(f"{self.path}: damaged ({found}); delete the file, and {_AGAIN}")
 
 
 @dataclass(frozen=True)
@@ -120,11 +114,11 @@ class FrameStore:
         """Open a store that a run of check-data has finished.
 
         Raises:
-            FrameStoreError: there is no store, or it is incomplete.
+            DataError: there is no store, or it is incomplete.
         """
         store, complete = cls._read(Path(directory))
         if not complete:
-            raise FrameStoreError(
+            raise DataError(
                 f"{directory}: the frame store is incomplete, because the run that writes it has not finished; "
                 f"{_AGAIN} again, which writes only what is missing"
             )
@@ -137,13 +131,13 @@ class FrameStore:
         """Open a store for writing. It is incomplete until `finish`; frames that it already has are kept.
 
         Raises:
-            FrameStoreError: it stores frames with other settings, or cannot be written.
+            DataError: it stores frames with other settings, or cannot be written.
         """
         store = cls(Path(directory), quality, shorter_side)
         if (store.directory / INDEX).exists():
             found, _ = cls._read(store.directory)
             if found != store:
-                raise FrameStoreError(
+                raise DataError(
                     f"{directory}: this frame store has frames {found.description}, not {store.description}; give the "
                     "same --store_quality and --store_size, or another directory"
                 )
@@ -154,8 +148,8 @@ class FrameStore:
     def _read(cls, directory: Path) -> tuple["FrameStore", bool]:
         path = directory / INDEX
         if not path.exists():
-            raise FrameStoreError(f"{directory}: no frame store ({INDEX} is missing); {_AGAIN}")
-        with reading_index(path, "a frame store", f"delete the directory, and {_AGAIN}", FrameStoreError):
+            raise DataError(f"{directory}: no frame store ({INDEX} is missing); {_AGAIN}")
+        with reading_index(path, "a frame store", f"delete the directory, and {_AGAIN}"):
             index = json.loads(path.read_text())
             return cls(directory, index["quality"], index["shorter_side"]), bool(index["complete"])
 
@@ -181,7 +175,7 @@ class FrameStore:
         """Return the frames of a plan.
 
         Raises:
-            FrameStoreError: the store has none, or others of this video, or they are damaged.
+            DataError: the store has none, or others of this video, or they are damaged.
             VideoError: the video could not be decoded when the store was written.
         """
         path = self._path(plan)
@@ -206,14 +200,14 @@ class FrameStore:
         except VideoError:
             raise
         except (OSError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise FrameStoreError(f"{path}: damaged ({error}); delete the file, and {_AGAIN}") from error
+            raise DataError(f"{path}: damaged ({error}); delete the file, and {_AGAIN}") from error
         return found
 
     def has(self, plan: FramePlan) -> bool:
         """Return whether `find` returns frames of this plan."""
         try:
             self.find(plan)
-        except (FrameStoreError, VideoError):
+        except (DataError, VideoError):
             return False
         return True
 
@@ -221,7 +215,7 @@ class FrameStore:
         """Store the frames of a plan, uint8 tensors (n, 3, height, width) of one size.
 
         Raises:
-            FrameStoreError: they cannot be written.
+            DataError: they cannot be written.
             VideoError: they cannot be decoded; the reason is stored instead.
         """
         path = self._path(plan)
@@ -254,7 +248,7 @@ class FrameStore:
         meta = source_meta(plan)
         return self.directory / "videos" / meta["source_digest"] / f"{meta['frame_times']}.json"
 
-    def _absent(self, plan: FramePlan, path: Path) -> FrameStoreError:
+    def _absent(self, plan: FramePlan, path: Path) -> DataError:
         """Return the error for a plan that the store does not have; it names the frames of this video that it has."""
         wanted = f"the {len(plan)} frames from {plan.seconds(0):.2f} to {plan.seconds(-1):.2f} s of {plan.path}"
         others = []
@@ -263,9 +257,9 @@ class FrameStore:
                 others.append(json.loads(other.read_text()))
         others = [header for header in others if "ends" in header]
         if not others:
-            return FrameStoreError(f"{self.directory}: the frame store does not have {wanted}; {_AGAIN} and its data")
+            return DataError(f"{self.directory}: the frame store does not have {wanted}; {_AGAIN} and its data")
         has = ", ".join(f"{len(x['ends'])} from {x['seconds'][0]:.2f} to {x['seconds'][1]:.2f} s" for x in others[:3])
-        return FrameStoreError(
+        return DataError(
             f"{self.directory}: the frame store does not have {wanted}, but others ({has}); give the --fps, "
             f"--num_frames and --max_frames that it was made with, or {_AGAIN} and these"
         )
@@ -279,4 +273,4 @@ class FrameStore:
         remedy = (
             "free some space or give another directory, and run the same command again, which keeps what is written"
         )
-        return writing(self.directory, "the frames", remedy, FrameStoreError)
+        return writing(self.directory, "the frames", remedy)

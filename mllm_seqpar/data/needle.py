@@ -16,7 +16,7 @@ import numpy as np
 
 from mllm_seqpar.errors import ConfigError
 
-from .video import require_av
+from .video import write_video
 
 COLOURS = {
     "red": (230, 30, 30),
@@ -26,6 +26,10 @@ COLOURS = {
     "purple": (190, 30, 210),
     "white": (250, 250, 250),
 }
+_H264 = {"preset": "veryfast", "crf": "20", "g": "30", "bf": "0"}
+"""With B-frames, x264 makes another file of the same frames about once in 5,000 times."""
+
+_MPEG4 = {"qmin": "2", "qmax": "4", "g": "30"}
 QUESTION = "Which colour is the marker?"
 
 
@@ -81,7 +85,8 @@ def make_needle_videos(
         colour = colours[number % len(colours)]
         marker = int(rng.integers(length))
         path = folder / f"{number:05d}.mp4"
-        _write(path, _frames(rng, length, size, marker, COLOURS[colour]), size, rate)
+        frames_of = _frames(rng, length, size, marker, COLOURS[colour])
+        write_video(path, frames_of, rate=rate, options=_H264, fallback=_MPEG4, threads=1)
         videos.append(NeedleVideo(path=str(path), colour=colour, frames=length, marker=marker))
     return videos
 
@@ -125,21 +130,3 @@ def _frames(rng: np.random.Generator, count: int, size: int, marker: int, colour
             top, left = rng.integers(0, size - side + 1, 2)
             frame[top : top + side, left : left + side] = rng.normal(colour, 8, (side, side, 3))
         yield frame.clip(0, 255).astype(np.uint8)
-
-
-def _write(path: Path, frames: Any, size: int, rate: int) -> None:
-    av = require_av()
-    # With B-frames, x264 makes another file of the same frames about once in 5,000 times.
-    codec, options = "libx264", {"preset": "veryfast", "crf": "20", "g": "30", "bf": "0"}
-    try:
-        av.codec.Codec(codec, "w")
-    except ValueError:  # This build has no x264; every build has mpeg4.
-        codec, options = "mpeg4", {"qmin": "2", "qmax": "4", "g": "30"}
-    with av.open(str(path), "w") as file:
-        stream = file.add_stream(codec, rate=rate, options=options)
-        stream.height = stream.width = size
-        stream.pix_fmt = "yuv420p"
-        stream.codec_context.thread_count = 1
-        for image in frames:
-            file.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
-        file.mux(stream.encode())

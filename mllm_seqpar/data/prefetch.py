@@ -1,10 +1,16 @@
-"""Read-ahead: threads compute the next results while the current one is used."""
+"""Read-ahead: threads compute the next results while the current one is used, and fill tensors with images."""
 
+import math
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -69,3 +75,72 @@ def read_ahead(
         finally:
             for future in waiting:
                 future.cancel()
+
+
+class FrameBatches:
+    """Tensors that several threads fill with images, each of which is copied once.
+
+    Writing to new memory takes longer than writing to memory that has been used. The memory of a tensor that no longer
+    exists is therefore used again. New memory comes from NumPy, which asks the kernel for huge pages.
+    """
+
+    def __init__(self, total: int, batch: int) -> None:
+        self._total, self._batch = total, batch
+        self._arrays: dict[int, np.ndarray] = {}
+        self._others: dict[int, np.ndarray] = {}  # images of another size than the first that their batch received
+        self._unused: list[np.ndarray] = []  # the memory of tensors that no longer exist
+        self._lock = threading.Lock()
+        self._finished = self._next = 0
+
+    def write(self, position: int, image: np.ndarray) -> None:
+        """Copy an image (height, width, 3) to its position among all images, with its channels first."""
+        image = image.transpose(2, 0, 1)
+        number, row = divmod(position, self._batch)
+        with self._lock:
+            if number not in self._arrays:
+                length = min(self._batch, self._total - number * self._batch)
+                self._arrays[number] = self._array((length, *image.shape))
+        array = self._arrays[number]
+        if image.shape == array.shape[1:]:
+            array[row] = image
+        else:
+            self._others[position] = image.copy()
+
+    def _array(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Return an array whose memory is used again when the tensor that is made from it no longer exists."""
+        memory = self._unused.pop() if self._unused else np.empty(0, np.uint8)
+        if memory.size < math.prod(shape):
+            memory = np.empty(math.prod(shape), np.uint8)
+        array = np.ndarray(shape, np.uint8, memory)
+        weakref.finalize(array, self._unused.append, memory)
+        return array
+
+    def finish(self, count: int) -> Iterator[Tensor]:
+        """Yield the tensors that are complete now that the next `count` images have been written."""
+        self._finished += count
+        while self._next in self._arrays:
+            first = self._next * self._batch
+            if first + len(self._arrays[self._next]) > self._finished:
+                return
+            array = self._arrays.pop(self._next)
+            self._next += 1
+            if self._others:
+                images = (self._others.pop(first + row, array[row]) for row in range(len(array)))
+                yield from stacked(map(torch.from_numpy, images), self._batch)
+            else:
+                yield torch.from_numpy(array)
+
+
+def stacked(images: Iterable[Tensor], batch: int) -> Iterator[Tensor]:
+    """Yield images in tensors of at most `batch`; a change of size starts a new tensor."""
+    found: list[Tensor] = []
+    for image in images:
+        if found and image.shape != found[0].shape:
+            yield torch.stack(found)
+            found = []
+        found.append(image)
+        if len(found) == batch:
+            yield torch.stack(found)
+            found = []
+    if found:
+        yield torch.stack(found)

@@ -15,7 +15,10 @@ wanted, the decoder itself runs on several threads. Third, the thread that conve
 that is returned.
 """
 
+import os
+import tempfile
 import threading
+import time
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
@@ -25,6 +28,7 @@ from functools import partial
 from itertools import accumulate, chain, groupby
 from math import inf
 from operator import itemgetter
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -33,13 +37,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mllm_seqpar._compat import REFORMAT_THREADS
+from mllm_seqpar._compat import REFORMAT_THREADS, optional_import
+from mllm_seqpar._logging import get_logger
 from mllm_seqpar.errors import ConfigError, VideoError
 
-from .decoding import DECODERS, decode_threads, import_torchcodec
-from .frame_batches import FrameBatches
-from .prefetch import read_ahead
-from .video import FramePlan, index_of, open_video, reason, require_av
+from .prefetch import FrameBatches, read_ahead
+from .video import FramePlan, index_of, open_video, plan_frames, probe, reason, require_av, write_video
+
+DECODERS = ("pyav", "torchcodec")
+"""The decoders of videos: PyAV, or torchcodec (the extra "torchcodec"), which can also decode on a GPU."""
 
 _FORWARD_SECONDS = 2
 """Without an index, a jump shorter than this, or than the longest GOP so far, decodes the frames in between instead of
@@ -53,6 +59,11 @@ _AHEAD_BYTES = 256 << 20
 
 _TORCHCODEC_CONTAINERS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 """FFmpeg's names of the containers in which torchcodec 0.13 finds every frame by its time."""
+
+_HEIGHT, _WIDTH, _FRAMES, _RATE = 720, 1280, 90, 30
+"""The video that `decode_rate` measures."""
+
+_log = get_logger(__name__)
 
 
 def read_frames(
@@ -499,3 +510,108 @@ def _time(packet: Any) -> int:
     if time is None:
         raise _Damaged("a keyframe without presentation time")
     return time
+
+
+def decode_threads() -> int:
+    """Return the number of decoding threads of one rank: the cores of this process divided by the ranks of this host.
+
+    The number of ranks is the variable LOCAL_WORLD_SIZE, which torchrun, accelerate and our own launcher set.
+    """
+    return max(1, available_cores() // _local_ranks())
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _local_ranks() -> int:
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+
+
+def check_decoding(threads: int | None, decoder: str) -> None:
+    """Check the options --decode_threads and --decoder of a command, before anything is decoded.
+
+    More threads than cores are allowed, with a warning that they are not faster.
+
+    Raises:
+        ConfigError: `threads` below 1, or a decoder that is unknown, not installed, or cannot be loaded.
+    """
+    if threads is not None and threads < 1:
+        raise ConfigError(f"--decode_threads: {threads} is not allowed; give 1 or more")
+    if decoder not in DECODERS:
+        raise ConfigError(f"--decoder: {decoder!r} is not allowed; give one of {', '.join(DECODERS)}")
+    if decoder == "torchcodec":
+        import_torchcodec("--decoder torchcodec")
+    cores, ranks = available_cores(), _local_ranks()
+    if threads is not None and threads * ranks > max(cores, ranks) and os.environ.get("RANK", "0") == "0":
+        _log.warning(
+            "--decode_threads %d on %d %s of this machine is more than its %d %s, which decodes no faster; leave it "
+            "out for %d",
+            *(threads, ranks, "rank" if ranks == 1 else "ranks", cores, "core" if cores == 1 else "cores"),
+            decode_threads(),
+        )
+
+
+def import_torchcodec(wanted: str) -> Any:
+    """Return the module torchcodec.decoders; ConfigError if it is not installed or cannot be loaded."""
+    try:
+        return optional_import("torchcodec.decoders", extra="torchcodec", needed_for=wanted)
+    except RuntimeError as error:  # torchcodec is installed, but does not find FFmpeg or the libraries of CUDA
+        lines = str(error).strip().splitlines()
+        raise ConfigError(
+            f"torchcodec cannot be loaded ({lines[0]}); install FFmpeg, or use the decoder pyav"
+        ) from error
+
+
+def frames_to_decode(plan: FramePlan) -> int:
+    """Return how many frames of the file the reader decodes for all entries of a plan, at most.
+
+    It decodes from the keyframe before an entry, or continues from its position. Frames that no other frame refers to
+    are counted, although they are decoded only if they are used. Nothing is decoded here; a file without an index is
+    read.
+    """
+    with open_video(plan.path) as (container, stream):
+        found = [(entry.timestamp, entry.is_keyframe) for entry in index_of(stream)]
+        delay = 0
+        packets = container.demux(stream)
+        if found:
+            first = next(packets, None)
+            if first is not None and first.pts is not None and first.dts is not None:
+                delay = first.pts - first.dts
+        else:
+            times = ((packet.pts if packet.pts is not None else packet.dts, packet) for packet in packets)
+            found = [(when, packet.is_keyframe) for when, packet in times if when is not None and packet.size]
+    found.sort()
+    times_of_all = [when for when, _ in found]
+    keys = [number for number, (_, is_key) in enumerate(found) if is_key] or [0]
+    decoded, position = 0, -1
+    for tick in plan.ticks:
+        wanted = max(0, bisect_right(times_of_all, tick - delay) - 1)
+        key = keys[max(0, bisect_right(keys, wanted) - 1)]
+        decoded += max(0, wanted + 1 - max(key, position + 1))
+        position = max(position, wanted)
+    return decoded
+
+
+def decode_rate() -> float:
+    """Measure how many frames per second one core decodes: H.264 in 720p of 30 frames/s, written here for it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "measured.mp4"
+        write_video(path, _moving_noise(), rate=_RATE, options={"preset": "veryfast"})
+        plan = plan_frames(probe(path), fps=_RATE / 15)
+        for _ in read_frames(plan, threads=1):  # the file is in memory, and libraries are loaded
+            pass
+        begin = time.thread_time()
+        for _ in read_frames(plan, threads=1):
+            pass
+        return frames_to_decode(plan) / (time.thread_time() - begin)
+
+
+def _moving_noise() -> Iterator[np.ndarray]:
+    """Yield a moving pattern with noise, (height, width, 3) each."""
+    noise = np.random.default_rng(0).integers(0, 24, (_HEIGHT, _WIDTH, 3), dtype=np.uint8)
+    rows, columns = np.mgrid[:_HEIGHT, :_WIDTH]
+    pattern = np.stack([rows % 256, columns % 232, (rows + columns) % 232], -1).clip(0, 231).astype(np.uint8)
+    for number in range(_FRAMES):
+        yield np.roll(pattern, 8 * number, 1) + np.roll(noise, 37 * number, 0)

@@ -7,28 +7,22 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from mllm_seqpar._compat import optional_import
 from mllm_seqpar.errors import ConfigError, VideoError
 
-from .feature_store import source_meta
-from .frame_batches import stacked
 from .frame_store import FrameFile, FrameStore
-from .media_files import IMAGE_FORMATS, local_media, media_digest, media_size, open_media
+from .images import image_size, read_image
+from .media_files import local_media, media_size
+from .prefetch import stacked
 from .reader import check_range, read_frames
-from .video import FramePlan, plan_frames, probe
-
-_ORIENTATION = 0x0112
-"""The EXIF tag; values of 5 and above rotate the image by 90 degrees."""
+from .store_files import file_digest
+from .video import FramePlan, plan_frames, probe, source_meta
 
 
 class FrameSource(ABC):
@@ -116,7 +110,7 @@ class VideoSource(FrameSource):
     ) -> "VideoSource":
         """Probe `path`, a file or a URL, and plan its frames by the rules of `plan_frames`.
 
-        With `frame_store`, frames are read from this store. FrameStoreError is raised if it does not have them.
+        With `frame_store`, frames are read from this store. DataError is raised if it does not have them.
         """
         info = probe(local_media(path))
         plan = plan_frames(info, fps=fps, num_frames=num_frames, max_frames=max_frames, start=start, end=end)
@@ -180,7 +174,7 @@ class ImageListSource(FrameSource):
 
     def sizes(self) -> list[tuple[int, int]]:
         """Return (height, width) of each image, from the files' headers."""
-        return [_image_size(name) for name in self.paths]
+        return [image_size(name) for name in self.paths]
 
     @property
     def name(self) -> str:
@@ -188,12 +182,12 @@ class ImageListSource(FrameSource):
 
     def key(self) -> str:
         """Return the digests of the files."""
-        return json.dumps([media_digest(path) for path in self.paths])
+        return json.dumps([file_digest(path) for path in self.paths])
 
     def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
         """Yield images start <= i < stop; without `size`, a change of size starts a new tensor."""
         check_range(start, stop, len(self), batch)
-        yield from stacked((_read_image(name, size) for name in self.paths[start:stop]), batch)
+        yield from stacked((read_image(name, size) for name in self.paths[start:stop]), batch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,51 +212,8 @@ class ImageTensorSource(FrameSource):
             yield image[None]
 
 
-def is_image_file(name: str) -> bool:
-    """Return whether a file is one image, by its content; animations count as videos."""
-    try:
-        with _open_image(name) as (file, _):
-            return getattr(file, "n_frames", 1) == 1 or file.format in ("JPEG", "MPO", "TIFF", "ICO")
-    except VideoError:
-        return False
-
-
 @lru_cache(maxsize=4096)
 def _first_size(source: VideoSource) -> tuple[int, int]:
     # A phone's rotation is stored with the frames, not in the container, so one frame is decoded.
     height, width = next(iter(source.read(0, 1))).shape[2:]
     return int(height), int(width)
-
-
-@lru_cache(maxsize=65_536)
-def _image_size(name: str) -> tuple[int, int]:
-    with _open_image(name) as (file, _):
-        width, height = file.size
-        turned = file.getexif().get(_ORIENTATION, 1) >= 5
-    return (width, height) if turned else (height, width)
-
-
-@contextmanager
-def _open_image(name: str) -> Iterator[tuple[Any, Any]]:
-    """Open an image file; yield it and the module PIL.ImageOps."""
-    image, ops = (
-        optional_import(f"PIL.{part}", extra="video", needed_for="reading images") for part in ("Image", "ImageOps")
-    )
-    image.init()
-    try:
-        known = [name for name in IMAGE_FORMATS if name in image.OPEN]
-        with open_media(name) as content, image.open(content, formats=known) as file:
-            yield file, ops
-    except (OSError, SyntaxError, ValueError) as error:  # Pillow raises any of these for broken files
-        if media_size(name) == 0:
-            raise VideoError(f"{name}: the file is empty (0 bytes); was the download interrupted?") from error
-        reason = str(error).partition(" <")[0]  # without the repr of the file
-        raise VideoError(f"{name}: not a readable image ({reason}); replace or convert it") from error
-
-
-def _read_image(name: str, size: tuple[int, int] | None) -> Tensor:
-    with _open_image(name) as (file, ops):
-        image: Any = ops.exif_transpose(file).convert("RGB")
-    if size is not None:
-        image = image.resize((size[1], size[0]), resample=3)  # bicubic
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)

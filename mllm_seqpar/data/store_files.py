@@ -1,6 +1,6 @@
 """What stores on disk share: atomic writing, the index as JSON, the settings that data were made with, and the errors.
 
-`remedy` is the end of a message: what the user can do. `kind` is the class of the error.
+`remedy` is the end of a message: what the user can do.
 """
 
 from __future__ import annotations
@@ -16,10 +16,23 @@ from typing import Any
 
 from mllm_seqpar.errors import DataError, SeqParError
 
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+
 
 def digest_of(content: str | bytes) -> str:
     """Return the digest of a text or of bytes that names or identifies data, 32 hexadecimal digits."""
     return hashlib.blake2b(content.encode() if isinstance(content, str) else content, digest_size=16).hexdigest()
+
+
+def file_digest(path: str | os.PathLike[str]) -> str:
+    """Return a digest of the size and of evenly spaced samples of a file, so that a long video is not read whole."""
+    size = os.path.getsize(path)
+    digest = hashlib.blake2b(str(size).encode(), digest_size=16)
+    with open(path, "rb") as file:
+        for sample in range(_SAMPLES):
+            file.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 @contextmanager
@@ -41,27 +54,27 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def reading_index(path: Path, what: str, remedy: str, kind: type[SeqParError] = DataError) -> Iterator[None]:
-    """Raise an error if the index at `path` cannot be read, or does not have the entries that are read inside."""
+def reading_index(path: Path, what: str, remedy: str) -> Iterator[None]:
+    """Raise DataError if the index at `path` cannot be read, or does not have the entries that are read inside."""
     try:
         yield
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise kind(f"{path}: not an index of {what} ({error!r}); {remedy}") from error
+        raise DataError(f"{path}: not an index of {what} ({error!r}); {remedy}") from error
 
 
 @contextmanager
-def writing(where: object, what: str, remedy: str, kind: type[SeqParError] = DataError) -> Iterator[None]:
-    """Raise an error if `what` cannot be written inside the context."""
+def writing(where: object, what: str, remedy: str) -> Iterator[None]:
+    """Raise DataError if `what` cannot be written inside the context."""
     try:
         yield
     except OSError as error:
-        raise kind(f"{where}: {what} cannot be written ({error.strerror or error}); {remedy}") from error
+        raise DataError(f"{where}: {what} cannot be written ({error.strerror or error}); {remedy}") from error
 
 
 def require_made_with(
     where: str, found: Mapping[str, Any], expected: Mapping[str, Any], remedy: str, kind: type[SeqParError] = DataError
 ) -> None:
-    """Raise an error unless the data of `where` were made with the values of `expected`."""
+    """Raise an error of class `kind` unless the data of `where` were made with the values of `expected`."""
     for name, value in expected.items():
         if found.get(name) != value:
             raise kind(f"{where} were made with {name} = {found.get(name)!r}, and now it is {value!r}; {remedy}")

@@ -9,10 +9,11 @@ not after it, or for the first frame if there is none. `reader.read_frames` deco
 import errno
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Any
 
 from mllm_seqpar._compat import optional_import
@@ -20,7 +21,23 @@ from mllm_seqpar._logging import get_logger
 from mllm_seqpar.errors import ConfigError, VideoError
 
 from .frame_choice import FrameChoice
-from .media_files import media_size, underlying_file, video_options
+from .media_files import media_size
+from .store_files import digest_of, file_digest
+
+_CONTAINERS = (
+    "mov,mp4,m4a,3gp,3g2,mj2 matroska,webm avi mpegts mpeg flv ogg asf mxf nut ivf dv rm gif apng wav mp3 aac flac"
+)
+_STREAMS = "h264 hevc av1 obu m4v mpegvideo h263 yuv4mpegpipe"
+_PICTURES = "png_pipe jpeg_pipe webp_pipe bmp_pipe tiff_pipe"
+
+VIDEO_OPTIONS = {
+    "format_whitelist": ",".join(f"{_CONTAINERS} {_STREAMS} {_PICTURES}".split()),
+    "protocol_whitelist": "file",
+}
+"""Options with which FFmpeg opens self-contained files only, by their content, never by the name of the file.
+
+A file may come from anyone, and FFmpeg also reads playlists (HLS, DASH, concat, SDP) that name other files and hosts.
+"""
 
 _log = get_logger(__name__)
 
@@ -83,6 +100,19 @@ class FramePlan:
         return float((tick - self.start) * self.time_base)
 
 
+def source_meta(plan: FramePlan) -> dict[str, Any]:
+    """Return metadata that identifies the frames of a plan: path, size, mtime and digest of the file; the times."""
+    times = digest_of(repr((plan.ticks, plan.time_base)))
+    return {
+        "source_path": os.path.abspath(plan.path),
+        "source_size": media_size(plan.path),
+        "source_mtime": int(os.stat(plan.path).st_mtime),
+        "source_digest": file_digest(plan.path),
+        "frames": len(plan),
+        "frame_times": times,
+    }
+
+
 @contextmanager
 def open_video(path: str | os.PathLike[str]) -> Iterator[tuple[Any, Any]]:
     """Open a file and yield (container, video stream); raise VideoError if it has no readable video stream."""
@@ -95,7 +125,7 @@ def open_video(path: str | os.PathLike[str]) -> Iterator[tuple[Any, Any]]:
         raise VideoError(f"{name}: the file is empty (0 bytes); was the download interrupted?")
     try:
         # "file:" keeps a name such as concat:a.mp4 from being read as a protocol
-        container = av.open(name if underlying_file(name) != name else f"file:{name}", options=video_options(name))
+        container = av.open(f"file:{name}", options=VIDEO_OPTIONS)
     except (av.error.FFmpegError, OSError) as error:
         if getattr(error, "errno", None) == errno.EINVAL:  # the format is not in the whitelist
             raise VideoError(
@@ -229,6 +259,37 @@ def _info(path: Any, stream: Any, frames: int, start: int, length: int, ticks: t
         time_base=stream.time_base,
         ticks=ticks,
     )
+
+
+def write_video(
+    path: str | os.PathLike[str],
+    frames: Iterable[Any],
+    *,
+    rate: int,
+    options: Mapping[str, str],
+    fallback: Mapping[str, str] = MappingProxyType({}),
+    threads: int = 0,
+) -> None:
+    """Write images (height, width, 3), uint8, as H.264, or as MPEG-4 if this build of PyAV has no x264.
+
+    Args:
+        options, fallback: of the encoder of H.264, and of that of MPEG-4.
+        threads: of the encoder; 0 leaves the number to it.
+    """
+    av = require_av()
+    codec, chosen = "libx264", options
+    try:
+        av.codec.Codec(codec, "w")
+    except ValueError:
+        codec, chosen = "mpeg4", fallback  # which every build has
+    with av.open(os.fspath(path), "w") as file:
+        stream = file.add_stream(codec, rate=rate, options=dict(chosen))
+        stream.pix_fmt, stream.codec_context.thread_count = "yuv420p", threads
+        for number, image in enumerate(frames):
+            if not number:
+                stream.height, stream.width = image.shape[:2]
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
+        file.mux(stream.encode())
 
 
 def index_of(stream: Any) -> Any:

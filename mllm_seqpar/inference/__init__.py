@@ -13,9 +13,8 @@ from mllm_seqpar.cli.launch import launched_ranks
 from .conversation import Conversation, answer
 from .encoding import EncodedVideo, encode_video
 from .engine import load_for_inference, shard_weights
-from .evidence import Evidence
+from .evidence import Evidence, attention_over_frames, record_attention
 from .evidence_page import write_evidence_page
-from .frame_attention import attention_over_frames, record_attention
 from .generation import Answer, Sampling
 from .stored_features import load_video, open_store, save_video
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
+from mllm_seqpar._compat import cache_name, cache_of
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.data.chat_family import VIDEO_MARK, ChatText, FeatureFrames, chat_family
@@ -29,8 +30,7 @@ from mllm_seqpar.patching import patch_of
 from mllm_seqpar.sharding import FrameShard
 
 from .encoding import EncodedVideo, encode_video, encoder_of
-from .evidence import evidence_of
-from .frame_attention import record_attention
+from .evidence import evidence_of, record_attention
 from .generation import Answer, AnswerStreamer, ForcedTokens, OnText, Sampling, StopWatch, longest_text
 
 _log = get_logger(__name__)
@@ -267,10 +267,10 @@ class Conversation:
         arguments = {name: value.to(device) for name, value in self._family.arguments(text).items()}
         arguments |= self._feature_arguments(text, device)
         if self._cache is not None:
-            options["past_key_values"] = self._cache
+            options[cache_name()] = self._cache
         self._cache = None  # a pass that fails may leave the cache with only some of its layers filled
         output = self._model.generate(**arguments, use_cache=True, return_dict_in_generate=True, **options)
-        self._cache = cache = output.past_key_values
+        self._cache = cache = cache_of(output)
         self._cached_ids = output.sequences[0, : cache.get_seq_length()].tolist()
         return output
 

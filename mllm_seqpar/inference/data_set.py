@@ -3,30 +3,57 @@
 The groups take turns with the videos. The ranks of a group encode a video together, and answer all questions about it,
 whose common beginning stays in the KV cache. A video or question that cannot be used gets a line with an error, on
 which the ranks of the group agree. Groups communicate only at the end.
+
+A record is read as training reads it (`mllm_seqpar.data.formats`), but needs no answer. The answer that a record has
+to its last question is the reference. If a record is a conversation of several turns, its last question is asked, with
+the earlier turns as context.
+
+The answer file has one JSON object a line, and a run that stopped is resumed from it. Group 0 appends each answer to
+the file itself, and every other group of ranks appends to its own part next to it, so that all answers survive a
+crash. When a run starts, it collects the answers of all parts, and drops a last line that was not written completely.
+When it ends, it writes all answers in the order of the questions. A second file records what the answers depend on, so
+that a run with another model or other options is refused. It is locked during the run, so that a second run with the
+same output is refused too.
 """
 
 from __future__ import annotations
 
+import glob
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+import os
+import sys
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 import torch
 
+from mllm_seqpar.cli.outputs import stream_descriptor
 from mllm_seqpar.cli.progress import note, progress_bar, say
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
-from mllm_seqpar.errors import DataError
+from mllm_seqpar.data.chat import ChatDataset
+from mllm_seqpar.data.chat_family import chat_family
+from mllm_seqpar.data.chat_format import check_record, media_parts, part_files
+from mllm_seqpar.data.formats import CATEGORY_KEYS, OPTION_KEYS, MultipleChoice, read_choice, to_chat
+from mllm_seqpar.data.sources import FrameSource
+from mllm_seqpar.data.store_files import require_made_with
+from mllm_seqpar.errors import ConfigError, DataError, SeqParError
 
-from .answer_file import AnswerFile, Line
 from .arguments import AskArguments
 from .choices import accuracy_table, letter_log_likelihoods
 from .conversation import Conversation
-from .engine import Engine
-from .questions import Question, QuestionSet, media_names
-from .rank_groups import RankGroups, tried
+from .engine import Engine, RankGroups, tried
+
+_ID_KEYS = ("id", "question_id", "qid")
+_GROUPING_KEYS = ("duration", "duration_group", *CATEGORY_KEYS, "sub_category")
+"""Columns by which accuracy is reported."""
+
+Line = dict[str, Any]
+"""An answer: "index" is the number of its question; "error" says why there is no answer."""
 
 _SETTINGS = "fps num_frames max_frames max_new_tokens temperature top_p seed choices template dtype".split()
 """Options on which an answer depends; strategies, kernels and numbers of ranks change it by rounding at most."""
@@ -152,3 +179,300 @@ def _finish(file: AnswerFile, questions: QuestionSet, ranks: RankGroups) -> int:
         raise DataError(text)
     note(text)
     return len(faults)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """One question of a data set.
+
+    Attributes:
+        index: the number of the record, from 0.
+        place: the place of the record, for messages; FILE:LINE of JSONL.
+        id: the record's own id, if it has one.
+        messages: system, user and earlier assistant messages; the last is the user's.
+        reference: the answer of the record, if it has one.
+        choice: the options of a multiple-choice question.
+        categories: the columns by which accuracy is reported.
+        fault: why the record is not a question; it then has no messages.
+    """
+
+    index: int
+    place: str
+    id: str | int | None = None
+    messages: Sequence[Mapping[str, Any]] = ()
+    reference: str | None = None
+    choice: MultipleChoice | None = None
+    categories: Mapping[str, str] = field(default_factory=dict)
+    fault: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The text of the last message."""
+        return _text(self.messages[-1]["content"]) if self.messages else ""
+
+    @property
+    def media(self) -> list[Mapping[str, Any]]:
+        return media_parts(self.messages)
+
+
+class QuestionSet:
+    """The questions of a data set in any form that training reads.
+
+    Args:
+        args: `questions`, `media_root`, `template`, `choices` and the frame options.
+        processor: the model's.
+
+    Raises:
+        ConfigError: no question has options, and they are asked for.
+        DataError: the data set cannot be read.
+    """
+
+    def __init__(self, args: AskArguments, processor: Any) -> None:
+        assert args.questions is not None  # the caller's condition
+        options: dict[str, Any] = {"media_root": args.media_root, "template": args.template, "on_bad_media": "skip"}
+        sampling = {name: getattr(args, name) for name in ("fps", "num_frames", "max_frames")}
+        self._dataset = ChatDataset(args.questions, processor, **options, **sampling, **args.decoding(), validate=False)
+        self.digest = self._dataset.digest
+        self._marks, self._template = chat_family(processor).marks, args.template
+        self.questions = [self._question(index) for index in range(len(self._dataset))]
+        if args.choices and not any(question.choice for question in self.questions):
+            keys = ", ".join(OPTION_KEYS)
+            raise ConfigError(
+                f"--choices: no record of {args.questions} is a question with options ({keys}); leave it out"
+            )
+
+    def by_media(self) -> list[list[Question]]:
+        """Return the questions grouped by their media; groups are in the order of their first questions."""
+        groups: dict[Any, list[Question]] = {}
+        for question in self.questions:
+            groups.setdefault(self._key(question), []).append(question)
+        return list(groups.values())
+
+    def sources(self, question: Question) -> list[FrameSource]:
+        """Return the frames of the question's media; VideoError if a file is missing or unreadable."""
+        return [self._dataset.source(question.index, part) for part in question.media]
+
+    def _question(self, index: int) -> Question:
+        place = self._dataset.records.place(index)
+        try:
+            record = self._dataset.records.record(index)
+        except DataError as error:
+            return Question(index=index, place=place, fault=str(error))
+        columns = record if isinstance(record, Mapping) else {}
+        name = next((columns[key] for key in _ID_KEYS if isinstance(columns.get(key), (str, int))), None)
+        try:
+            chat = to_chat(record, template=self._template, answered=False)
+            messages = check_record(chat, None, self._marks, answered=False)
+            choice = read_choice(columns) if _has_options(columns) else None
+            reference = None
+            if messages[-1]["role"] == "assistant":
+                *messages, last = messages
+                reference = _text(last["content"]) or None
+            if not messages or messages[-1]["role"] != "user":
+                raise DataError("has no question; its last message, apart from an answer, must be the user's")
+        except DataError as error:
+            return Question(index=index, place=place, id=name, fault=str(error))
+        categories = {key: str(columns[key]) for key in _GROUPING_KEYS if isinstance(columns.get(key), _kinds(key))}
+        found: dict[str, Any] = {"reference": reference, "choice": choice, "categories": categories}
+        return Question(index=index, place=place, id=name, messages=tuple(messages), **found)
+
+    def _key(self, question: Question) -> Hashable:
+        """Return a key that is equal for equal files with equal sampling."""
+        try:
+            return tuple(self._dataset.identify(question.index, part) for part in question.media)
+        except SeqParError:  # a file is missing, and `sources` will say so
+            return tuple(media_names(question)), "missing"
+
+
+def media_names(question: Question) -> list[str]:
+    """Return the names of the files that a question asks about, as its record writes them."""
+    return [name for part in question.media for name in part_files(part)]
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content if part["type"] == "text")
+
+
+def _has_options(columns: Mapping[str, Any]) -> bool:
+    return "question" in columns and any(key in columns for key in OPTION_KEYS)
+
+
+def _kinds(key: str) -> tuple[type, ...]:
+    return (str,) if key == "duration" else (str, int)  # a number is a time, which is not a category
+
+
+class AnswerFile:
+    """The answers of one run, and the files that they are in.
+
+    Args:
+        path: the file; directories are created.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._settings = self.path.with_name(self.path.name + ".settings.json")
+        self._file: TextIO | None = None
+        self._locked: TextIO | None = None
+
+    def resume(self, settings: Mapping[str, Any]) -> dict[int, Line]:
+        """Return the answers of an earlier run with the same settings, and collect them in the file. Call this on one
+        process only.
+
+        Lines with an error are dropped: their questions are asked again.
+
+        Raises:
+            ConfigError: the file has answers that were made with other settings, another run is writing to it, it is
+                not a regular file, or it cannot be written.
+            DataError: a line of the file is not an answer.
+        """
+        if stream_descriptor(self.path) is not None or (self.path.exists() and not self.path.is_file()):
+            raise ConfigError(
+                f"--output {self.path}: not a regular file, so a run could not be resumed from it; give a regular file"
+            )
+        with _writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = self._locked = self._settings.open("a+", encoding="utf-8")
+            self._lock(file)
+            done = self._collect()
+            if done or (self.path.exists() and self.path.stat().st_size):
+                self._require_same(file, settings)
+            else:
+                file.truncate(0)
+                file.write(json.dumps(dict(settings), indent=1) + "\n")
+                file.flush()
+            answered = {index: line for index, line in done.items() if "error" not in line}
+            self._write_all(answered.values())
+        return answered
+
+    def open(self, group: int) -> Path:
+        """Open this group's part for appending, and return its path."""
+        path = self._part(group)
+        with _writing(path):
+            self._file = path.open("a", encoding="utf-8")
+        return path
+
+    def require_parts(self, groups: int) -> None:
+        """Raise ConfigError unless this process finds the parts that all groups of ranks have opened."""
+        missing = [path for path in map(self._part, range(groups)) if not path.exists()]
+        if missing:
+            raise ConfigError(
+                f"--output: {missing[0]}, which another node has created, is not visible here; give a path on a file "
+                "system that all nodes share"
+            )
+
+    def write(self, line: Line) -> None:
+        """Append an answer to this group's part in one write; raise ConfigError if that fails."""
+        assert self._file is not None  # `open` precedes
+        with _writing(self.path):
+            self._file.write(_encoded(line))
+            self._file.flush()
+
+    def close_part(self) -> None:
+        """Close this group's part, if it is open; raise ConfigError if it could not be written."""
+        file, self._file = self._file, None
+        if file is not None:
+            with _writing(self.path):
+                file.close()
+
+    def close(self) -> None:
+        """Close the part and release the lock, at the end of a run, even if it failed."""
+        with suppress(ConfigError):
+            self.close_part()
+        if self._locked is not None:
+            self._locked.close()
+
+    def finish(self) -> list[Line]:
+        """Write the answers of all parts in the order of the questions, delete the parts, and return the answers.
+
+        Call this on one process only, after `close_part` on all.
+        """
+        with _writing(self.path):
+            lines = [line for _, line in sorted(self._collect().items())]
+            self._write_all(lines)
+        return lines
+
+    def _part(self, group: int) -> Path:
+        return self.path.with_name(f"{self.path.name}.part-{group}") if group else self.path
+
+    def _parts(self) -> list[Path]:
+        return sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}.part-*"))
+
+    def _collect(self) -> dict[int, Line]:
+        """Return the lines of the file and all parts by the number of their question; an answer replaces an error."""
+        found: dict[int, Line] = {}
+        for path in (self.path, *self._parts()):
+            for line in _read(path):
+                if line["index"] not in found or "error" in found[line["index"]]:
+                    found[line["index"]] = line
+        return found
+
+    def _write_all(self, lines: Iterable[Line]) -> None:
+        temporary = self.path.with_name(self.path.name + ".new")
+        temporary.write_text("".join(map(_encoded, lines)), encoding="utf-8")
+        os.replace(temporary, self.path)
+        for part in self._parts():
+            part.unlink()
+
+    def _lock(self, file: TextIO) -> None:
+        """Lock a file until it is closed, if the file system supports it; raise ConfigError if another process holds
+        the lock."""
+        if sys.platform == "win32":
+            return
+        import fcntl
+
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            raise ConfigError(
+                f"{self.path}: another run is writing its answers there; wait until it ends, or give another --output"
+            ) from error
+        except OSError:  # a file system without locks
+            pass
+
+    def _require_same(self, file: TextIO, settings: Mapping[str, Any]) -> None:
+        files = ", ".join(str(path) for path in (self.path, *self._parts()) if path.exists())
+        remedy = f"give another --output, or delete {files} to begin again"
+        file.seek(0)
+        try:
+            earlier = dict(json.loads(file.read()))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{self.path}: it is not empty, and {self._settings.name}, which says what its answers were made with, "
+                f"cannot be read; {remedy}"
+            ) from error
+        require_made_with(f"{self.path}: its answers", earlier, settings, remedy, ConfigError)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Raise ConfigError if a file cannot be written within this context."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or path}: cannot be written ({error.strerror}); answers that it has are kept; make it "
+            "writable and start again, or give another --output"
+        ) from error
+
+
+def _encoded(line: Line) -> str:
+    return json.dumps(line, ensure_ascii=False) + "\n"
+
+
+def _read(path: Path) -> list[Line]:
+    """Return the lines of a file, without a last line that was not written completely."""
+    rows = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    lines: list[Line] = []
+    for number, row in enumerate(rows[:-1], 1):  # what follows the last line break is incomplete, or empty
+        try:
+            line = json.loads(row)
+            if not isinstance(line, dict) or not isinstance(line.get("index"), int):
+                raise ValueError('expected an object with "index"')
+        except ValueError as error:
+            if number == len(rows) - 1:  # a machine that stops may leave its last block unwritten
+                break
+            raise DataError(f"{path}:{number}: not an answer ({error}); give another --output") from error
+        lines.append(line)
+    return lines

@@ -1,23 +1,28 @@
 """Evidence: the moments of a video that an answer attends to most.
 
-The shares of `frame_attention` are averaged over the tokens of the answer, without special tokens. A moment begins with
-the frame of the largest share that is in no moment yet. It extends to the frames before and after it while their shares
-are at least the midpoint of that share and the median of all frames. The moments with the largest sums are reported. A
-share does not prove that a frame caused the answer; docs/concepts/evidence.md explains what it shows and what it does
-not show.
+While a patched model generates, `record_attention` records the share of attention that each frame receives;
+`runtime.attention_record` defines and computes the shares. They are averaged over the tokens of the answer, without
+special tokens. A moment begins with the frame of the largest share that is in no moment yet. It extends to the frames
+before and after it while their shares are at least the midpoint of that share and the median of all frames. The
+moments with the largest sums are reported. A share does not prove that a frame caused the answer;
+docs/concepts/evidence.md explains what it shows and what it does not show.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
-from mllm_seqpar.data.sources import FrameSource
+from torch import nn
 
-from .frame_attention import FrameAttention
+from mllm_seqpar.data.sources import FrameSource
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.patching import patch_of
+from mllm_seqpar.runtime.attention_record import AttentionRecord, FrameAttention
 
 MOMENTS = 5
 """The number of moments, unless the user states one."""
@@ -201,3 +206,50 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(tenths, 600)
     text = f"{minutes % 60 if minutes >= 60 else minutes:d}:{rest / 10:04.1f}"
     return f"{minutes // 60}:{text.zfill(7)}" if minutes >= 60 else text
+
+
+@contextmanager
+def record_attention(model: nn.Module) -> Iterator[AttentionRecord]:
+    """Record the attention over frames of each `generate` within this context. Read `result()` within it too.
+
+    The generated tokens do not change. Each pass stores the queries of one row, H * D elements for each cross-attention
+    layer and token. Every rank of the model's group enters the context.
+
+    Args:
+        model: patched by `patch_model`.
+
+    Raises:
+        ConfigError: the model is not patched, or its attention is being recorded already. Within the context, by
+            `generate`: several samples, beams, assisted generation, or no cache.
+    """
+    patch = patch_of(model)
+    if patch is None:
+        raise ConfigError("record_attention: the model is not patched; call patch_model(model) first")
+    records = patch.context.records
+    if records:
+        raise ConfigError("record_attention: the attention of this model is being recorded already; use that record")
+    record = AttentionRecord(patch.context.comm)
+    records.append(record)
+    try:
+        yield record
+    finally:
+        records.clear()
+        record.begin_answer()  # it refers to K of the frames
+
+
+def attention_over_frames(model: nn.Module, *args: Any, **kwargs: Any) -> FrameAttention:
+    """Generate an answer, and return the share of attention that each frame receives for each of its tokens.
+
+    Args:
+        model: patched by `patch_model`. Every rank of its group calls this.
+        *args, **kwargs: the arguments of `model.generate`, of one sample.
+
+    Returns:
+        The attention (tokens, frames), with the output of `generate` as `output`.
+
+    Raises:
+        ConfigError: as for `record_attention`.
+    """
+    with record_attention(model) as recorded:
+        output = model.generate(*args, **kwargs)  # type: ignore[operator]
+        return replace(recorded.result(), output=output)

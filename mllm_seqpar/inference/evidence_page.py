@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from mllm_seqpar.data.jpeg import jpeg_of
+from mllm_seqpar.data.images import jpeg_of
 from mllm_seqpar.data.sources import FrameSource
 from mllm_seqpar.errors import ConfigError, SeqParError
 

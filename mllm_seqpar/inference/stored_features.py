@@ -18,11 +18,11 @@ from mllm_seqpar.data.feature_store import (
     model_fingerprint,
     open_features,
     save_features,
-    source_meta,
 )
 from mllm_seqpar.data.frame_choice import FrameChoice
 from mllm_seqpar.data.sources import VideoSource
 from mllm_seqpar.data.store_files import writing
+from mllm_seqpar.data.video import source_meta
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.sharding import FrameShard, frame_spans
 

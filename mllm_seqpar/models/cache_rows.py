@@ -37,7 +37,7 @@ class RowsLayer(getattr(cache_utils, "DummyLayer", object)):  # type: ignore[mis
         rows = torch.arange(batch) if self.rows is None else self.rows
         if rows.numel() != batch:
             raise ShapeError(
-                f"past_key_values has {rows.numel()} rows and the call has {batch}; repeat or select the rows of the "
+                f"the cache has {rows.numel()} rows and the call has {batch}; repeat or select the rows of the "
                 "cache first (batch_repeat_interleave, batch_select_indices)"
             )
         return rows

@@ -1,14 +1,21 @@
 """Cost and memory model: estimates for an attention call or a training step on a described cluster.
 
 `cluster` describes the machines, `simulation` runs schedules on them as events, `call_cost` estimates one attention
-call for a parallel spec, `selection` takes the fastest spec, and `plan` estimates a whole step. These modules are plain
-Python. `calibrate`, which measures the machine at hand, and `auto`, which implements `strategy="auto"`, need torch.
+call for a parallel spec and takes the fastest, and `plan` estimates a whole step. These modules are plain Python.
+`calibrate`, which measures the machine at hand, and `auto`, which implements `strategy="auto"`, need torch.
 """
 
-from .call_cost import CallCost, VisualProjection, call_cost, overlap_ratios_by_rates
-from .candidates import ParallelSpec
+from .call_cost import (
+    CallCost,
+    Candidate,
+    ParallelSpec,
+    Selection,
+    VisualProjection,
+    call_cost,
+    overlap_ratios_by_rates,
+    select_strategy,
+)
 from .cluster import Cluster, read_cluster, write_cluster
-from .selection import Candidate, Selection, select_strategy
 
 __all__ = [
     "CallCost",

@@ -8,20 +8,19 @@ from math import ceil, log2
 
 import torch
 
+from mllm_seqpar._compat import graph_task
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.masks import BlockMasks, FrameBlockMasks
 from mllm_seqpar.runtime.strategy_selector import CandidateStrategies, SelectedStrategy, VisualLayers
-from mllm_seqpar.schedules import OverlapRatios
 from mllm_seqpar.schedules.bytes_sent import Problem
 
-from .calibrate import AttentionShape, Calibrations
-from .call_cost import VisibleFraction, VisualProjection, overlap_ratios_by_rates
-from .candidates import ParallelSpec
+from . import calibrate
+from .calibrate import AttentionShape
+from .call_cost import Selection, VisibleFraction, VisualProjection, overlap_ratios_by_rates, select_strategy
 from .cluster import Cluster, read_cluster
-from .selection import Selection, select_strategy
 
 _log = get_logger(__name__)
 
@@ -35,12 +34,22 @@ class ClusterSelector:
     """Selects for one patched model by the rates of `cluster`, or by rates that forward passes measure; logs each
     selection once, with the reason.
 
+    A model may be patched on the CPU in float32 and run on a GPU in bf16, so nothing is measured before a forward pass
+    asks for the rates of its own queries. A pass may ask for several shapes, such as those of cross-attention and of
+    self-attention; the links are measured once for each device type.
+
     It is not a dataclass: FSDP2 with mixed precision copies dataclasses among a layer's arguments, and with them its
     caches.
+
+    Args:
+        cluster: the rates; None to measure them.
+        comm: the group that measures.
+        kernel: the block kernel of the model's attention, or "auto".
     """
 
-    def __init__(self, cluster: Cluster | Calibrations) -> None:
-        self.cluster = cluster
+    def __init__(self, cluster: Cluster | None, comm: Communicator | None = None, kernel: str = "auto") -> None:
+        self.cluster, self.comm, self.kernel = cluster, comm, kernel
+        self._measured: dict[tuple[str, AttentionShape], Cluster] = {}
         self._selections: dict[object, tuple[SelectedStrategy, Selection]] = {}
         self._logged: set[object] = set()
 
@@ -55,10 +64,15 @@ class ClusterSelector:
         mesh_shape: tuple[int, int] | None = None,
         visual: VisualLayers | None = None,
     ) -> SelectedStrategy:
-        cluster, problem, mean = self._cluster(problem, like), _round_lengths(problem), _visible_fraction(blocks)
+        heads = {"heads": problem.heads, "kv_heads": problem.kv_heads, "dim": problem.dim}
+        cluster = self.cluster or self.measured(
+            like.device, AttentionShape(**heads, dtype=like.dtype, kernel=self.kernel)
+        )
+        problem, mean, pruned = _round_lengths(problem), 1.0, None
+        if isinstance(blocks, FrameBlockMasks):  # in percent steps
+            mean, pruned = max(round(blocks.visible_fraction, 2), 0.01), blocks if blocks.prunes else None
         if candidates.causal:
             mean /= 2
-        pruned = blocks if isinstance(blocks, FrameBlockMasks) and blocks.prunes else None
         key = problem, training, visual, mean, pruned is not None, candidates, mesh_shape, cluster
         if key not in self._selections:
             visible: VisibleFraction = mean
@@ -77,24 +91,51 @@ class ClusterSelector:
                 visible=visible,
                 visual=None if visual is None else VisualProjection(**visual._asdict(), trained=training),
             )
-            spec = selection.spec
+            spec, ratios = selection.spec, None
+            if 1 not in spec.mesh_shape:  # a mesh orders its steps by them
+                forward, backward = (
+                    overlap_ratios_by_rates(
+                        problem,
+                        spec.mesh_shape,
+                        cluster,
+                        backward=backward,
+                        head_degree=spec.head_degree,
+                        visible=mean,
+                    )
+                    for backward in (False, True)
+                )
+                ratios = forward, backward
             shape = spec.mesh_shape if spec.strategy in ("mesh", "ulysses") else None
-            ratios = _overlap_ratios(spec, problem, cluster, mean)
             self._selections[key] = SelectedStrategy(spec.strategy, shape, ratios, spec.all_pairs), selection
-            logged = candidates.option, spec
-            if logged not in self._logged:
-                self._logged.add(logged)
+            if (candidates.option, spec) not in self._logged:
+                self._logged.add((candidates.option, spec))
                 _log.info("%s on %s: %s", candidates.option, cluster.name, selection.reason)
         return self._selections[key][0]
 
-    def _cluster(self, problem: Problem, like: torch.Tensor) -> Cluster:
-        """Return the cluster for the queries of a call; on their first use, all ranks measure it."""
-        if isinstance(self.cluster, Cluster):
-            return self.cluster
-        heads, kv_heads, dim = problem.heads, problem.kv_heads, problem.dim
-        kernel = self.cluster.kernel
-        shape = AttentionShape(heads=heads, kv_heads=kv_heads, dim=dim, dtype=like.dtype, kernel=kernel)
-        return self.cluster.cluster(like.device, shape)
+    def measured(self, device: torch.device, shape: AttentionShape) -> Cluster:
+        """Return the measured rates for queries of `shape` on `device`. Collective when a shape is asked for first.
+
+        All ranks of the group ask for the same shapes in the same order, because they run the same layers on inputs
+        that they agreed on. A recomputation in the backward pass repeats attention of its forward pass, so it finds the
+        shape measured. Ranks that ask for different ones raise AgreementError.
+        """
+        key = device.type, shape
+        if key not in self._measured:
+            assert self.comm is not None
+            # In backward, ranks may be in different layers: FSDP2 and DDP reduce gradients meanwhile.
+            assert graph_task() == -1, f"calibration for {shape} was requested in a backward pass"
+            agree(self.comm, "calibration", lambda: {"device": device.type, "shape": shape}, dict)
+            known = next((cluster for (kind, _), cluster in self._measured.items() if kind == device.type), None)
+            cluster = calibrate.calibrate(self.comm, device=device, shape=shape, links_of=known)
+            self._measured[key] = cluster
+            _log.info(
+                "calibrated: %s: attention forward %.3g, backward %.3g, matmul %.3g FLOP/s; links in a node %.3g, "
+                "between nodes %.3g bytes/s",
+                cluster.source,
+                *(cluster.attention_forward, cluster.attention_backward, cluster.matmul),
+                *(cluster.node_link, cluster.network_link),
+            )
+        return self._measured[key]
 
 
 def selector_for(config: SeqParConfig, comm: Communicator) -> ClusterSelector:
@@ -104,26 +145,11 @@ def selector_for(config: SeqParConfig, comm: Communicator) -> ClusterSelector:
     still be moved to another device or dtype. A file that cannot be used raises ConfigError; files that differ between
     the ranks raise AgreementError.
     """
-    path = config.cluster
-    if path is None:
-        return ClusterSelector(Calibrations(comm, config.kernel))
-    cluster = agree(comm, "patch_model(cluster=...)", lambda: read_cluster(path), lambda found: {"cluster": found})
-    cluster.check_ranks(comm.size)
-    return ClusterSelector(cluster)
-
-
-def _overlap_ratios(
-    spec: ParallelSpec, problem: Problem, cluster: Cluster, visible: float
-) -> tuple[OverlapRatios, OverlapRatios] | None:
-    """Return the ratios that a mesh orders its steps by, forward and backward; None for any other strategy."""
-    if 1 in spec.mesh_shape:
-        return None
-
-    def ratios(backward: bool) -> OverlapRatios:
-        degree, shape = spec.head_degree, spec.mesh_shape
-        return overlap_ratios_by_rates(problem, shape, cluster, backward=backward, head_degree=degree, visible=visible)
-
-    return ratios(False), ratios(True)
+    path, cluster = config.cluster, None
+    if path is not None:
+        cluster = agree(comm, "patch_model(cluster=...)", lambda: read_cluster(path), lambda found: {"cluster": found})
+        cluster.check_ranks(comm.size)
+    return ClusterSelector(cluster, comm, config.kernel)
 
 
 def _round_lengths(problem: Problem) -> Problem:
@@ -136,8 +162,3 @@ def _round_lengths(problem: Problem) -> Problem:
         ceil(2 ** (ceil(4 * log2(length)) / 4)) if length > 0 else 0 for length in (problem.rows, max(problem.keys))
     )
     return replace(problem, rows=rows, keys=(keys,) * problem.ranks)
-
-
-def _visible_fraction(blocks: BlockMasks) -> float:
-    """Return the fraction of entries that a frame mask shows, in percent steps; 1 for any other mask."""
-    return max(round(blocks.visible_fraction, 2), 0.01) if isinstance(blocks, FrameBlockMasks) else 1.0

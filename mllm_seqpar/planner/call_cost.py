@@ -1,26 +1,113 @@
-"""The cost of one attention call: its schedule is simulated with the FLOPs and bytes of closed formulas.
+"""One attention call: the specs that can compute it, their costs, and the selection of the fastest.
 
-Attention counts 4 FLOPs forward and 10 backward (scores are recomputed) per query, visible key, head and channel.
-Projecting K and V from visual features costs 4 d_vis G D FLOPs per key; backward costs twice that for the gradients,
-and once more where K and V are recomputed.
+The schedule of a spec is simulated with the FLOPs and bytes of closed formulas. Attention counts 4 FLOPs forward and 10
+backward (scores are recomputed) per query, visible key, head and channel. Projecting K and V from visual features costs
+4 d_vis G D FLOPs per key; backward costs twice that for the gradients, and once more where K and V are recomputed.
 """
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from math import ceil
+from typing import Any
 
+from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.schedules import AttentionBlock, Axis, OverlapRatios, Transfer, TransferKind, schedule_for
 from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem, mesh_axis_bytes
 from mllm_seqpar.schedules.head_sharding import HeadShards
 from mllm_seqpar.schedules.mesh import mesh_ranks
+from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
 
-from .candidates import ParallelSpec, problem_between_groups, symmetry_period
-from .cluster import Cluster
-from .costs import Cost, all_gather, all_to_all
+from .cluster import Cluster, Cost, Passes, all_gather, all_to_all
 from .simulation import Computation, Phase, SentMessage, Timeline, simulate
+
+MARGIN = 0.02
+"""Relative differences in predicted time below this value are ignored."""
 
 VisibleFraction = float | Sequence[Sequence[float]]
 """Fraction of visible entries: one number for all blocks, or [i][j] for block (i, j)."""
+
+
+@dataclass(frozen=True)
+class ParallelSpec:
+    """The strategy, mesh shape and head-sharding degree of one attention call.
+
+    Attributes:
+        strategy: one of STRATEGIES.
+        mesh_shape: (a, b), Q shards by KV shards; of the ranks, or of the groups of `head_degree` ranks.
+        head_degree: the number of consecutive ranks that shard the heads by all-to-all (Ulysses); 1 for none.
+        all_pairs: whether LV-XAttn sends Q shards point to point even if no mask requires it.
+    """
+
+    strategy: str
+    mesh_shape: tuple[int, int]
+    head_degree: int = 1
+    all_pairs: bool = False
+
+    def __str__(self) -> str:
+        a, b = self.mesh_shape
+        if self.strategy == "mesh":
+            return f"mesh {a}x{b}"
+        if self.strategy == "ulysses" and self.mesh_shape != (1, 1):
+            return f"ulysses {self.head_degree} x tile {a}x{b}"
+        return f"{self.strategy} among all pairs" if self.all_pairs else self.strategy
+
+
+def candidate_specs(
+    problem: Problem, strategies: Sequence[str] = STRATEGIES, *, all_pairs: bool = False
+) -> Iterator[ParallelSpec]:
+    """Yield all legal specs of `strategies` in the order of STRATEGIES; raise ConfigError for an unknown strategy.
+
+    `all_pairs` includes LV-XAttn among all pairs of ranks. With 2 ranks it is the ring.
+    """
+    unknown = sorted(set(strategies) - set(STRATEGIES))
+    if unknown:
+        raise ConfigError(f"strategies: cannot plan {', '.join(unknown)}; choose from {', '.join(STRATEGIES)}")
+    n = problem.ranks
+    degrees = [degree for degree in reversed(_divisors(n)) if degree > 1 and problem.heads % degree == 0]
+    specs = (
+        ParallelSpec("lv-xattn", (n, 1)),
+        *([ParallelSpec("lv-xattn", (n, 1), all_pairs=True)] if all_pairs and n > 2 else []),
+        ParallelSpec("ring", (1, n)),
+        *(ParallelSpec("mesh", (a, n // a)) for a in _divisors(n)[1:-1]),
+        *(ParallelSpec("ulysses", (a, n // d // a), d) for d in degrees for a in _divisors(n // d)),
+        ParallelSpec("replicate", (n, 1)),
+    )
+    yield from (spec for spec in specs if spec.strategy in strategies)
+
+
+def _divisors(n: int) -> list[int]:
+    return [a for a in range(1, n + 1) if n % a == 0]
+
+
+def problem_between_groups(problem: Problem, head_degree: int) -> Problem:
+    """Return the problem that groups of `head_degree` ranks solve after head sharding: longer shards, fewer heads."""
+    if head_degree == 1:
+        return problem
+    keys, shards = problem.keys, HeadShards(problem.heads, problem.kv_heads, head_degree)
+    return replace(
+        problem,
+        rows=problem.rows * head_degree,
+        keys=tuple(sum(keys[i : i + head_degree]) for i in range(0, len(keys), head_degree)),
+        heads=problem.heads // head_degree,
+        kv_heads=max(shards.computed_kv_heads(member) for member in range(head_degree)),
+        rank=problem.rank // head_degree,
+    )
+
+
+def symmetry_period(spec: ParallelSpec, ranks: int, cluster: Cluster) -> int:
+    """Return how many ranks represent all ranks if the shards are even: the smallest shift that preserves the schedule.
+
+    It moves by whole Q groups, or within every Q group, and maps nodes to nodes.
+    """
+    a, degree, node = spec.mesh_shape[0], spec.head_degree, cluster.gpus_per_node
+    one_node = ranks <= node
+    for period in _divisors(ranks):
+        if period % degree or (not one_node and period % node):
+            continue
+        shift = period // degree
+        if shift % a == 0 or (a % shift == 0 and (one_node or a * degree % node == 0)):
+            return period
+    return ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,57 +160,66 @@ def call_cost(
         overlap: False waits for transfers before computing.
         record: whether the timeline keeps its spans.
     """
-    degree, replicated = spec.head_degree, spec.strategy == "replicate"
+    degree, mesh_shape, replicated = spec.head_degree, spec.mesh_shape, spec.strategy == "replicate"
+    direct = spec.all_pairs or visible_rows is not None
     inner = problem_between_groups(problem, degree)
+    visible = _group_means(visible, degree)
+    ranks = ratios = None
     if replicated:  # every rank attends to all keys, which it projects itself
-        inner = replace(inner, keys=(sum(problem.keys),) * problem.ranks)
-    by_group, ratios = _group_means(visible, degree), None
-    if 1 not in spec.mesh_shape:
+        inner, mesh_shape, direct = replace(inner, keys=(sum(problem.keys),) * problem.ranks), (1, 1), False
+    elif 1 not in mesh_shape:
         mean = visible if isinstance(visible, float | int) else sum(map(sum, visible)) / sum(map(len, visible))
+        ranks = _mesh_ranks(inner, mesh_shape, cluster, degree, backward=backward)
         ratios = overlap_ratios_by_rates(
-            problem, spec.mesh_shape, cluster, backward=backward, head_degree=degree, visible=mean
+            problem, mesh_shape, cluster, backward=backward, head_degree=degree, visible=mean
         )
 
-    ranks = None if replicated else _mesh_ranks(inner, spec.mesh_shape, cluster, degree, backward=backward)
+    def computation(block: AttentionBlock) -> Computation:
+        i, j = block.q_shard, block.kv_shard
+        fraction = visible if isinstance(visible, float | int) else visible[i][j]
+        seconds = block_seconds(inner, cluster, inner.keys[j], backward=backward, visible=fraction)
+        return Computation(seconds / block.parts, f"Q{i} KV{j}")
+
+    def message(transfer: Transfer, group: int, member: int) -> SentMessage:
+        kind, axis, shard, length = transfer.kind, transfer.axis, transfer.send_shard, None
+        if axis == "kv":
+            length = inner.key_batch * inner.keys[shard]
+        elif visible_rows is not None:
+            length = inner.key_batch * visible_rows[shard][transfer.dst if kind == "input" else group]
+        sent = sent_tensors(inner, spec, kind, axis, backward=backward, direct=direct, length=length)
+        return SentMessage(transfer.dst * degree + member, total_bytes(sent), f"{_LABELS[kind, axis][backward]}{shard}")
 
     def rank_phases(rank: int) -> list[Phase]:
         group, member = divmod(rank, degree)
-
-        def computation(block: AttentionBlock) -> Computation:
-            i, j = block.q_shard, block.kv_shard
-            fraction = by_group if isinstance(by_group, float | int) else by_group[i][j]
-            seconds = block_seconds(inner, cluster, inner.keys[j], backward=backward, visible=fraction)
-            return Computation(seconds / block.parts, f"Q{i} KV{j}")
-
-        def message(transfer: Transfer) -> SentMessage:
-            size = transfer_bytes(inner, transfer, spec, backward=backward, sender=group, visible_rows=visible_rows)
-            label = f"{_LABELS[transfer.kind, transfer.axis][backward]}{transfer.send_shard}"
-            return SentMessage(transfer.dst * degree + member, size, label)
-
         schedule = schedule_for(
-            (1, 1) if replicated else spec.mesh_shape,
+            mesh_shape,
             0 if replicated else group,
             backward=backward,
             ranks=ranks,
-            direct=(spec.all_pairs or visible_rows is not None) and not replicated,
+            direct=direct,
             overlap_ratios=ratios,
         )
         return [
             Phase(
-                tuple(message(transfer) for transfer in step.transfers),
+                tuple(message(transfer, group, member) for transfer in step.transfers),
                 tuple(transfer.src * degree + member for transfer in step.transfers),
-                tuple(computation(block) for block in step.blocks),
+                tuple(map(computation, step.blocks)),
             )
             for step in schedule
         ]
 
     even = len(set(problem.keys)) == 1 and isinstance(visible, float | int) and visible_rows is None
-    in_nodes = spec if ranks is None else replace(spec, mesh_shape=spec.mesh_shape[::-1])
+    in_nodes = spec if ranks is None else replace(spec, mesh_shape=mesh_shape[::-1])
     period = symmetry_period(in_nodes, problem.ranks, cluster) if even else problem.ranks
     phases = [rank_phases(rank) for rank in range(period)]
     timeline = simulate(phases, problem.ranks, cluster, overlap=overlap, record=record)
     collectives = _collectives(problem, spec, cluster, backward, visual)
-    projection = _projection_seconds(problem, spec, cluster, visual, backward)
+    projection = 0.0
+    if visual is not None:
+        keys = max(problem.keys) * (problem.ranks if replicated else 1)
+        projection = 4 * problem.key_batch * keys * visual.dim * problem.kv_heads * problem.dim / cluster.matmul
+        if backward:  # gradients, and K and V once more
+            projection *= visual.weights_trained + visual.trained + visual.recompute
     return CallCost(
         seconds=timeline.seconds + collectives.seconds + projection,
         attention=timeline.most("computing"),
@@ -145,6 +241,16 @@ _LABELS: dict[tuple[TransferKind, Axis], tuple[str, str]] = {
 }
 
 
+def _group_means(visible: VisibleFraction, degree: int) -> VisibleFraction:
+    if isinstance(visible, float | int) or degree == 1:
+        return visible
+    groups, members = range(len(visible) // degree), range(degree)
+    return [
+        [sum(visible[i * degree + x][j * degree + y] for x in members for y in members) / degree**2 for j in groups]
+        for i in groups
+    ]
+
+
 def block_seconds(problem: Problem, cluster: Cluster, keys: int, *, backward: bool, visible: float = 1.0) -> float:
     """Return the seconds of one block, a Q shard with `keys` keys; 0 if no entry is visible."""
     entries = problem.batch * problem.rows * keys * visible
@@ -155,51 +261,35 @@ def block_seconds(problem: Problem, cluster: Cluster, keys: int, *, backward: bo
 
 
 def sent_tensors(
-    problem: Problem, spec: ParallelSpec, kind: TransferKind, axis: Axis, length: int, *, backward: bool, direct: bool
+    problem: Problem,
+    spec: ParallelSpec,
+    kind: TransferKind,
+    axis: Axis,
+    *,
+    backward: bool,
+    direct: bool = False,
+    length: int | None = None,
 ) -> list[tuple[int, Hashable]]:
     """Return bytes and dtype of each tensor of a transfer of `length` rows or keys, over all samples.
 
-    `direct` results go straight to their owner.
+    By default, these are the rows of one rank, or the keys of rank 0. `direct` results go straight to their owner.
     """
     a, b = spec.mesh_shape
     if axis == "kv":
+        keys = problem.key_batch * problem.keys[0] if length is None else length
         element = problem.element if kind == "input" else problem.result_element(b)
-        return [(length * problem.kv_heads * problem.dim * element, element)] * 2
+        return [(keys * problem.kv_heads * problem.dim * element, element)] * 2
+    rows = (problem.batch * problem.rows if length is None else length) * problem.heads
     element = problem.element if kind == "input" else problem.result_element(a, direct=direct)
-    rows, lse = (length * problem.heads * problem.dim * element, element), (length * problem.heads * LSE_BYTES, "lse")
+    full, lse = (rows * problem.dim * element, element), (rows * LSE_BYTES, "lse")
     if kind == "input":  # Q; with dO, the log-sum-exp and delta
-        return [rows, lse] * 2 if backward else [rows]
-    return [rows] if backward else [rows, lse]
+        return [full, lse] * 2 if backward else [full]
+    return [full] if backward else [full, lse]
 
 
-def transfer_bytes(
-    problem: Problem,
-    transfer: Transfer,
-    spec: ParallelSpec,
-    *,
-    backward: bool,
-    sender: int,
-    visible_rows: Sequence[Sequence[int]] | None = None,
-) -> int:
-    """Return the bytes of one transfer; their sums over a schedule equal the formulas of `schedules.bytes_sent`.
-
-    With `visible_rows`, the argument of `lv_xattn_bytes`, the rank `sender` determines which rows are sent.
-    """
-    if transfer.axis == "kv":
-        length = problem.key_batch * problem.keys[transfer.send_shard]
-    elif visible_rows is None:
-        length = problem.batch * problem.rows
-    else:
-        receiver = transfer.dst if transfer.kind == "input" else sender
-        length = problem.key_batch * visible_rows[transfer.send_shard][receiver]
-    direct = spec.all_pairs or visible_rows is not None
-    tensors = sent_tensors(problem, spec, transfer.kind, transfer.axis, length, backward=backward, direct=direct)
+def total_bytes(tensors: list[tuple[int, Hashable]]) -> int:
+    """Return the bytes of one transfer; their sums over a schedule equal the formulas of `schedules.bytes_sent`."""
     return sum(size for size, _ in tensors)
-
-
-def shard_bytes(problem: Problem, spec: ParallelSpec, kind: TransferKind, axis: Axis, *, backward: bool) -> int:
-    """Return the bytes of a transfer of the first shard, without a mask."""
-    return transfer_bytes(problem, Transfer(kind, axis, 0, 0, 0, 0), spec, backward=backward, sender=0)
 
 
 def overlap_ratios_by_rates(
@@ -219,7 +309,6 @@ def overlap_ratios_by_rates(
     keys = ceil(sum(inner.keys) / len(inner.keys))
     block = block_seconds(inner, cluster, keys, backward=backward, visible=visible)
     a, b = mesh_shape
-    spec = ParallelSpec("mesh", mesh_shape)
     kv_first = _mesh_ranks(inner, mesh_shape, cluster, head_degree, backward=backward) is not None
     first = b if kv_first else a
     near = _slowest_hop(cluster, problem.ranks, distance=head_degree, span=first * head_degree)
@@ -227,7 +316,7 @@ def overlap_ratios_by_rates(
     q_hop, kv_hop = (far, near) if kv_first else (near, far)
 
     def blocks(kind: TransferKind, axis: Axis) -> float:
-        size = shard_bytes(inner, spec, kind, axis, backward=backward)
+        size = total_bytes(sent_tensors(inner, ParallelSpec("mesh", mesh_shape), kind, axis, backward=backward))
         rate, latency, _ = q_hop if axis == "q" else kv_hop
         seconds = latency + size / rate + cluster.step_overhead_s
         return float(f"{seconds / block:.2g}") if block else 1.0
@@ -242,17 +331,13 @@ def overlap_ratios_by_rates(
 
 
 def _mesh_ranks(
-    problem: Problem, mesh_shape: tuple[int, int], cluster: Cluster, head_degree: int, *, backward: bool
+    inner: Problem, mesh_shape: tuple[int, int], cluster: Cluster, head_degree: int, *, backward: bool
 ) -> tuple[int, ...] | None:
-    """Return the ranks by position of a mesh of groups of `head_degree` ranks; None: by number.
-
-    Args:
-        problem: the call between the groups.
-    """
+    """Return the ranks by position of a mesh of groups of `head_degree` ranks; None: by number, as if it is a ring."""
     if 1 in mesh_shape:
         return None
-    nodes = tuple(rank * head_degree // cluster.gpus_per_node for rank in range(problem.ranks))
-    numbers, sent = tuple(range(problem.ranks)), mesh_axis_bytes(problem, mesh_shape, backward=backward)
+    nodes = tuple(rank * head_degree // cluster.gpus_per_node for rank in range(inner.ranks))
+    numbers, sent = tuple(range(inner.ranks)), mesh_axis_bytes(inner, mesh_shape, backward=backward)
     ranks = mesh_ranks(numbers, nodes, mesh_shape, *sent)
     return None if ranks == numbers else ranks
 
@@ -273,21 +358,28 @@ def _collectives(
 ) -> Cost:
     """Return the cost of the collectives around the schedule; no computation hides them."""
     if spec.strategy == "replicate" and problem.ranks > 1:
-        return _replication(problem, cluster, backward, visual)
+        # One layer's part of gathering the features, or of summing their gradients; without features, K and V.
+        keys, layers = problem.key_batch * max(problem.keys), 1
+        size = 2 * keys * problem.kv_heads * problem.dim
+        if visual is not None:
+            if backward and not visual.trained:
+                return Cost()
+            size, layers = keys * visual.dim, visual.layers
+        cost = all_gather(cluster, problem.ranks, size * (problem.accumulated if backward else problem.element))
+        seconds = cost.seconds / layers
+        return Cost(seconds, seconds, 0.0, cost.node_bytes // layers, cost.network_bytes // layers)
     if spec.head_degree == 1:
         return Cost()
-    kv_heads = _sharded_kv_heads(problem, spec.head_degree)
     q = head_sharding_bytes(problem, spec.head_degree, kv=False)
     kv = head_sharding_bytes(problem, spec.head_degree, kv=True) - q
     if backward:  # dO, and K and V if they were recomputed; then dQ, dK, dV
-        partial = kv_heads > problem.kv_heads  # ranks that share a KV head have partial gradients of it
+        partial = _sharded_kv_heads(problem, spec.head_degree) > problem.kv_heads  # ranks share a KV head
         element = problem.result_element(spec.head_degree, direct=True)
         kv_gradients = kv // problem.element * element if partial else kv
         sizes = (q + (kv if visual is not None and visual.recompute else 0), q + kv_gradients)
     else:  # Q, K, V; then O and the log-sum-exp
         sizes = (q + kv, q + problem.batch * problem.rows * problem.heads * LSE_BYTES)
-    costs = [all_to_all(cluster, problem.ranks, spec.head_degree, size) for size in sizes]
-    return sum(costs, Cost())
+    return sum((all_to_all(cluster, problem.ranks, spec.head_degree, size) for size in sizes), Cost())
 
 
 def _sharded_kv_heads(problem: Problem, degree: int) -> int:
@@ -303,37 +395,98 @@ def head_sharding_bytes(problem: Problem, degree: int, *, kv: bool) -> int:
     return (rows + keys) * problem.dim * problem.element
 
 
-def _replication(problem: Problem, cluster: Cluster, backward: bool, visual: VisualProjection | None) -> Cost:
-    """Return one layer's part of gathering the features once per step, or of summing their gradients; without
-    features, of gathering K and V."""
-    keys, layers = problem.key_batch * max(problem.keys), 1
-    size = 2 * keys * problem.kv_heads * problem.dim
-    if visual is not None:
-        if backward and not visual.trained:
-            return Cost()
-        size, layers = keys * visual.dim, visual.layers
-    cost = all_gather(cluster, problem.ranks, size * (problem.accumulated if backward else problem.element))
-    seconds = cost.seconds / layers
-    return Cost(seconds, seconds, 0.0, cost.node_bytes // layers, cost.network_bytes // layers)
+@dataclass(frozen=True)
+class Candidate(Passes):
+    """A spec and its costs, as a `CallCost` for each pass; without training, backward costs nothing."""
+
+    spec: ParallelSpec = field(kw_only=True)
 
 
-def _projection_seconds(
-    problem: Problem, spec: ParallelSpec, cluster: Cluster, visual: VisualProjection | None, backward: bool
-) -> float:
-    if visual is None:
-        return 0.0
-    keys = max(problem.keys) * (problem.ranks if spec.strategy == "replicate" else 1)
-    forward = 4 * problem.key_batch * keys * visual.dim * problem.kv_heads * problem.dim / cluster.matmul
-    if not backward:
-        return forward
-    return forward * (visual.weights_trained + visual.trained + visual.recompute)  # gradients, and K and V once more
+@dataclass(frozen=True, kw_only=True)
+class Selection(Candidate):
+    """The selected candidate, a line for the log, and all candidates, fastest first."""
+
+    reason: str
+    candidates: tuple[Candidate, ...] = field(repr=False)
 
 
-def _group_means(visible: VisibleFraction, degree: int) -> VisibleFraction:
-    if isinstance(visible, float | int) or degree == 1:
-        return visible
-    groups, members = range(len(visible) // degree), range(degree)
-    return [
-        [sum(visible[i * degree + x][j * degree + y] for x in members for y in members) / degree**2 for j in groups]
-        for i in groups
+def select_strategy(
+    problem: Problem,
+    cluster: Cluster,
+    *,
+    training: bool = True,
+    strategies: Sequence[str] = STRATEGIES,
+    mesh_shape: tuple[int, int] | None = None,
+    visible_rows: Sequence[Sequence[int]] | None = None,
+    margin: float = MARGIN,
+    **call: Any,
+) -> Selection:
+    """Return the fastest legal spec of an attention call: all legal candidates are simulated.
+
+    The result is deterministic: ranks with the same problem and cluster select the same spec.
+
+    Args:
+        problem: the call; `problem.rank` is ignored.
+        cluster: the rates to simulate with.
+        training: forward and backward; False for forward only.
+        strategies: the strategies to compare.
+        mesh_shape: the only mesh shape to consider; None for any.
+        visible_rows: rows of rank i that attend to any key of rank j, if the mask reduces what LV-XAttn sends.
+        margin: the fraction by which another candidate must be faster than LV-XAttn (or Ring Attention, if LV-XAttn is
+            not a candidate) to be selected.
+        **call: further arguments of `call_cost`: visible, visual, overlap.
+
+    Raises:
+        ConfigError: no strategy is legal, or one is unknown.
+    """
+
+    def cost(spec: ParallelSpec, backward: bool) -> CallCost:
+        rows = visible_rows if spec.strategy == "lv-xattn" else None
+        return call_cost(problem, spec, cluster, backward=backward, visible_rows=rows, **call)
+
+    # All pairs may exchange inside a node with symmetric links. Under a mask with `visible_rows` they do so anyway.
+    all_pairs = visible_rows is None and cluster.all_pairs and problem.ranks <= cluster.gpus_per_node
+    candidates = [
+        Candidate(cost(spec, False), cost(spec, True) if training else Cost(), spec=spec)
+        for spec in candidate_specs(problem, strategies, all_pairs=all_pairs)
+        if mesh_shape in (None, spec.mesh_shape)
     ]
+    # LV-XAttn among all pairs must be faster than LV-XAttn around the ring, which is the first candidate beside it.
+    candidates = [c for c in candidates if not c.spec.all_pairs or c.seconds * (1 + margin) < candidates[0].seconds]
+    if not candidates:
+        raise ConfigError(
+            f"strategies: none of {', '.join(strategies)} is legal for {problem.heads} heads on "
+            f"{problem.ranks} ranks; allow lv-xattn or ring, which are always legal"
+        )
+    by_time = sorted(candidates, key=lambda candidate: candidate.seconds)  # stable: equal ones stay in order
+    best, preferred = by_time[0], candidates[0]
+    if preferred.spec.strategy in ("lv-xattn", "ring") and preferred.seconds <= best.seconds * (1 + margin):
+        best = preferred
+    reason = _reason(best, by_time, problem)
+    return Selection(best.forward, best.backward, spec=best.spec, reason=reason, candidates=tuple(by_time))
+
+
+def _reason(best: Candidate, by_time: Sequence[Candidate], problem: Problem) -> str:
+    sent = best.both.node_bytes + best.both.network_bytes
+    exposed = f"{duration(best.exposed)} of it waiting"
+    hidden = "all transfers hidden" if best.exposed < 0.01 * best.seconds else exposed
+    fastest: dict[str, Candidate] = {}
+    for candidate in by_time:
+        fastest.setdefault(candidate.spec.strategy, candidate)
+    slower = [candidate for name, candidate in fastest.items() if name != best.spec.strategy]
+    others = ", ".join(f"{candidate.spec} {duration(candidate.seconds)}" for candidate in slower[:3])
+    return (
+        f"{best.spec}: {duration(best.seconds)} a call, {hidden}, {sent / 1e6:.3g} MB sent per rank "
+        f"({problem.batch * problem.rows} rows, {sum(problem.keys)} keys, {problem.ranks} ranks)"
+        + (f"; {others}" if others else "")
+    )
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in seconds, milliseconds or microseconds, to three digits or more."""
+    if seconds >= 1000:
+        return f"{seconds:,.0f} s"
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us" if seconds else "0"

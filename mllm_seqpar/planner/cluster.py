@@ -4,16 +4,20 @@ Rates are effective: kernels reach them; the hardware's peak is given for compar
 per direction, sends and receives at once, and is shared evenly by the transfers on it. Inside a node every GPU has its
 own link. Between nodes each node has one link (`network_link`), of which a single GPU may reach less (with one network
 card per GPU: `network_link_per_gpu`).
+
+Collectives, in which all ranks do the same at once, have closed formulas here. Schedules are simulated (`simulation`).
 """
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+from collections import Counter
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import ClassVar
 
 from mllm_seqpar.errors import ConfigError
 
-from .records import Record, build, read_yaml
+from .records import Record, build, number, one_of, read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,46 +37,34 @@ class Cluster(Record):
         overlap: fraction of computation that can run while transfers are in flight: 1 if transfers do not slow it down,
             0 if a step takes the sum of both.
         peak_flops: peak of one GPU according to its maker, dense bf16; None if unknown.
-        all_pairs: whether every GPU of a node reaches `node_link` to any other while all pairs exchange (NVSwitch, or
-            NVLink between all pairs), so that rows may be sent to their ranks directly instead of around a ring.
         memory_rate: bytes per second that a kernel reads from the memory of its GPU; None if unknown. It bounds
             generation.
         decode_rate: frames per second that one core decodes; None if unknown.
         links: which links the figures describe: "all", "node" (measured on one node) or "none" (measured on one GPU);
             see `check_ranks`.
+        all_pairs: whether every GPU of a node reaches `node_link` to any other while all pairs exchange (NVSwitch, or
+            NVLink between all pairs), so that rows may be sent to their ranks directly instead of around a ring.
     """
 
-    units: ClassVar[Mapping[str, str]] = {
-        "gpus_per_node": "a whole number of GPUs",
-        **dict.fromkeys(("attention_forward", "attention_backward", "matmul", "peak_flops"), "FLOP/s"),
-        "memory_bytes": "bytes",
-        **dict.fromkeys(("node_link", "network_link", "network_link_per_gpu", "memory_rate"), "bytes/s"),
-        **dict.fromkeys(("node_latency_s", "network_latency_s", "block_overhead_s", "step_overhead_s"), "seconds"),
-        "overlap": "a fraction",
-        "decode_rate": "frames/s",
-    }
-    least: ClassVar[Mapping[str, int]] = {name: 0 for name in units if name.endswith("_s") or name == "overlap"}
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"links": ("all", "node", "none")}
-
     name: str
-    gpus_per_node: int
-    attention_forward: float
-    attention_backward: float
-    matmul: float
-    memory_bytes: float
-    node_link: float
-    node_latency_s: float
-    network_link: float
-    network_latency_s: float
-    network_link_per_gpu: float | None = None
-    block_overhead_s: float = 0.0
-    step_overhead_s: float = 0.0
-    overlap: float = 1.0
-    peak_flops: float | None = None
-    memory_rate: float | None = None
-    decode_rate: float | None = None
+    gpus_per_node: int = number("a whole number of GPUs")
+    attention_forward: float = number("FLOP/s")
+    attention_backward: float = number("FLOP/s")
+    matmul: float = number("FLOP/s")
+    memory_bytes: float = number("bytes")
+    node_link: float = number("bytes/s")
+    node_latency_s: float = number("seconds", least=0)
+    network_link: float = number("bytes/s")
+    network_latency_s: float = number("seconds", least=0)
+    network_link_per_gpu: float | None = number("bytes/s", None)
+    block_overhead_s: float = number("seconds", 0.0, least=0)
+    step_overhead_s: float = number("seconds", 0.0, least=0)
+    overlap: float = number("a fraction", 1.0, least=0)
+    peak_flops: float | None = number("FLOP/s", None)
+    memory_rate: float | None = number("bytes/s", None)
+    decode_rate: float | None = number("frames/s", None)
     source: str = ""
-    links: str = "all"
+    links: str = one_of(("all", "node", "none"), "all")
     all_pairs: bool = False
 
     def __post_init__(self) -> None:
@@ -92,13 +84,6 @@ class Cluster(Record):
                 f"cluster {self.name!r}: {ranks} ranks need {missing} alone could not measure; calibrate with more, or "
                 "write the figures into the file and remove `links`"
             )
-
-    def pairs_exchange(self, ranks: int) -> bool:
-        """Return whether all of `ranks` ranks are in one node whose links are symmetric."""
-        return self.all_pairs and ranks <= self.gpus_per_node
-
-    def same_node(self, rank: int, other: int) -> bool:
-        return rank // self.gpus_per_node == other // self.gpus_per_node
 
     @property
     def gpu_network_link(self) -> float:
@@ -123,3 +108,105 @@ def cluster_text(cluster: Cluster) -> str:
     present = {name: value for name, value in asdict(cluster).items() if value is not None}
     text: str = yaml.safe_dump(present, sort_keys=False, width=110)
     return text
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of the slowest rank, including transfers, and the largest number of bytes that any rank sends.
+
+    Attributes:
+        exposed: seconds in which a rank waits for transfers or for other ranks.
+        hidden: seconds of transfers that run under computation.
+        node_bytes, network_bytes: bytes sent inside the node and to other nodes.
+    """
+
+    seconds: float = 0.0
+    exposed: float = 0.0
+    hidden: float = 0.0
+    node_bytes: int = 0
+    network_bytes: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*(x + y for x, y in zip(_figures(self), _figures(other), strict=True)))
+
+    def __mul__(self, count: int) -> Cost:
+        return Cost(*(x * count for x in _figures(self)))
+
+
+_figures = attrgetter("seconds", "exposed", "hidden", "node_bytes", "network_bytes")
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The costs of the forward and of the backward pass; `seconds` and `exposed` are those of both together."""
+
+    forward: Cost = Cost()
+    backward: Cost = Cost()
+
+    def __add__(self, other: Passes) -> Passes:
+        return Passes(self.forward + other.forward, self.backward + other.backward)
+
+    def __mul__(self, count: int) -> Passes:
+        return Passes(self.forward * count, self.backward * count)
+
+    @property
+    def both(self) -> Cost:
+        return self.forward + self.backward
+
+    @property
+    def seconds(self) -> float:
+        return self.both.seconds
+
+    @property
+    def exposed(self) -> float:
+        return self.both.exposed
+
+
+def all_to_all(cluster: Cluster, ranks: int, group: int, size: int) -> Cost:
+    """Return the cost of all-to-all in all groups of `group` consecutive ranks at once, with `size` bytes per rank.
+
+    Groups may straddle nodes by different amounts. The slowest rank and the fullest node link determine the time.
+    """
+    if group == 1 or size == 0:
+        return Cost()
+    node = cluster.gpus_per_node
+    inside = outside = 0  # most peers of any rank
+    leaving_node: Counter[int] = Counter()
+    for rank in range(min(ranks, (2 * min(node, ranks) + 1) * group)):  # then the pattern repeats
+        first = rank - rank % group
+        members = range(first, min(first + group, ranks))
+        near = sum(rank // node == other // node for other in members) - 1
+        far = len(members) - 1 - near
+        inside, outside = max(inside, near), max(outside, far)
+        leaving_node[rank // node] += far
+    part = size / group
+    seconds = inside * part / cluster.node_link + cluster.node_latency_s
+    if outside:
+        by_gpu = outside * part / cluster.gpu_network_link
+        by_node = max(leaving_node.values()) * part / cluster.network_link
+        seconds = max(seconds, max(by_gpu, by_node) + cluster.network_latency_s)
+    return _waiting(seconds + cluster.step_overhead_s, int(inside * part), int(outside * part))
+
+
+def all_gather_seconds(cluster: Cluster, ranks: int, size: float) -> float:
+    """Return the seconds of an all-gather of `size` bytes from each rank, or of a reduce-scatter of the same size.
+
+    This is a lower bound: each node receives the data that it lacks through its network link once.
+    """
+    if ranks == 1:
+        return 0.0
+    node = min(cluster.gpus_per_node, ranks)
+    inside = (ranks - 1) * size / cluster.node_link + cluster.node_latency_s if node > 1 else 0.0
+    outside = (ranks - node) * size / cluster.network_link + cluster.network_latency_s if ranks > node else 0.0
+    return max(inside, outside) + cluster.step_overhead_s
+
+
+def all_gather(cluster: Cluster, ranks: int, size: int) -> Cost:
+    """Return the cost of an all-gather in which each rank sends its `size` bytes to every other rank."""
+    inside = min(ranks, cluster.gpus_per_node) - 1
+    return _waiting(all_gather_seconds(cluster, ranks, size), size * inside, size * (ranks - 1 - inside))
+
+
+def _waiting(seconds: float, node_bytes: int, network_bytes: int) -> Cost:
+    """Return the cost of transfers that nothing hides."""
+    return Cost(seconds, seconds, 0.0, node_bytes, network_bytes)

@@ -15,6 +15,9 @@ from the sizes of each call, longest first.
 Activations are counted as autograd saves them, each tensor once: `tests/unit/planner/test_memory_measured.py` compares
 the formulas with real, patched models. Dropout and position embeddings are left out. Norms are counted as RMS norms
 that compute in float32, which save the most; layer norms, as in OpenFlamingo, save less.
+
+With `visual_offload="cpu"` the features are in host memory, and two chunks of them on the device. Then all Q shards and
+their results are on the device during a call.
 """
 
 from collections import defaultdict
@@ -26,10 +29,8 @@ from mllm_seqpar.schedules import Axis, MeshShape, TransferKind
 from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem, mesh_bytes
 from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of, resolve_tile
 
-from . import offload
-from .call_cost import sent_tensors, shard_bytes
-from .candidates import ParallelSpec, problem_between_groups
-from .model_sizes import LayerSizes, ResamplerSizes, TextSizes, VisionSizes
+from .call_cost import ParallelSpec, problem_between_groups, sent_tensors, total_bytes
+from .model_sizes import LayerSizes, TextSizes
 from .workload import FLOAT32, Workload
 
 USABLE = 0.92
@@ -47,6 +48,9 @@ two connections of a ring, without the buffers of its other protocols. Users rep
 issue 864). Fewer channels (NCCL_MAX_NCHANNELS) or smaller buffers take less.
 """
 
+CHUNK_BYTES = 64 << 20
+"""As `runtime.visual_features.CHUNK_BYTES`, the size of a chunk of features in host memory."""
+
 Sizes = dict[Hashable, list[int]]
 """Bytes of the buffers of each kind, longest first."""
 
@@ -59,25 +63,32 @@ def peak_memory(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
 
     `spec` is the spec of cross-attention, or of self-attention in a decoder-only model.
     """
-    n, trained = workload.gpus if workload.weights_sharded else 1, workload.trained_parameters
+    model, text, training = workload.model, workload.model.text, workload.training
+    n, trained, lora = workload.gpus if workload.weights_sharded else 1, workload.trained_parameters, workload.lora_r
     kinds = memory_after_tower(workload, spec)
-    kinds["transfers"] += communicator_memory(workload)
-    if workload.training:
-        kinds["activations"] += saved_before_features(workload) + _saved_by_adapters(workload)
-    if workload.training and workload.trained == "all":  # the first layer of a trained tower saves the pixels
-        kinds["activations"] += pixels_on_device(workload, workload.local_frames)
-    if (
-        n > 1
-    ):  # FSDP2: the current layer and the next one, gathered; in backward, one unsharded gradient of a trained layer
-        kinds["buffers"] += (
-            workload.model.largest_layer
-            * workload.element
-            * (3 if workload.training and workload.lora_r is None else 2)
-        )
+    if workload.gpus > 1:
+        kinds["transfers"] += COMMUNICATORS * COMMUNICATOR_BYTES
+    if training:
+        kinds["activations"] += saved_before_features(workload)
+        if lora is not None:  # the r channels between the two layers of each adapter on text
+            adapted = [model.linear[target] for target in workload.lora_target]
+            count = sum((1 if workload.checkpointing else one.layers) * len(one.text) for one in adapted)
+            kinds["activations"] += count * lora * workload.tokens * workload.element
+        if workload.trained == "all":  # the first layer of a trained tower saves the pixels
+            kinds["activations"] += pixels_on_device(workload, workload.local_frames)
+    if n > 1:
+        # FSDP2 gathers the current and the next layer, or embeddings; in backward, it has one unsharded gradient.
+        attention, mlp, cross = (model.linear[name].parameters for name in ("attention", "mlp", "cross"))
+        crossing = cross + model.gate_parameters if model.cross.layers else 0
+        largest = max(attention + mlp, crossing, text.vocabulary * text.hidden)
+        kinds["buffers"] += largest * workload.element * (3 if training and lora is None else 2)
     chunk = min(workload.local_frames, workload.vision_chunk_size or workload.local_frames)
     tower = pixels_on_device(workload, chunk) + frozen_tower_memory(workload) - kinds["features"] - kinds["activations"]
+    stored = model.parameters * workload.parameter
+    if lora is not None:
+        stored = workload.frozen_bytes + trained * workload.parameter
     return {
-        "parameters": workload.stored_parameters // n,
+        "parameters": stored // n,
         "gradients": trained * workload.parameter // n,
         "optimizer": trained * workload.optimizer // n,
         **kinds,
@@ -88,31 +99,36 @@ def peak_memory(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
 
 def pixels_on_device(workload: Workload, frames: int) -> int:
     """Return the bytes of the pixels of frames, which move from host memory (`HostFrames`) as float32."""
-    return frames * workload.model.vision.tokens * workload.model.vision.patch_values * FLOAT32
+    vision = workload.model.vision
+    return frames * vision.tokens * 3 * vision.temporal_patch * vision.patch**2 * FLOAT32
 
 
 def memory_after_tower(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
     """Return features, activations, receive buffers and other buffers of the language model and cross-attention."""
-    text, element, tokens = workload.model.text, workload.element, workload.tokens
-    if workload.model.decoder_only:  # those of deepstack are released after the layers, before the logits
-        features = workload.placed_tokens * (text.hidden if workload.training else workload.model.embedding_width)
+    model, text, element = workload.model, workload.model.text, workload.element
+    training = workload.training
+    backward = training and workload.trains_features
+    if model.decoder_only:  # those of deepstack are released after the layers, before the logits
+        placed = workload.batch * -(-workload.encoded_frames * model.vision.keys // workload.text_ranks)
+        features = placed * (text.hidden if training else workload.embedding_width)
     else:
-        features = _visual_tokens(workload, spec) * workload.model.cross.visual_dim
-    backward = workload.training and workload.trains_features
+        features = _visual_tokens(workload, spec) * model.cross.visual_dim
     buffers = max(_attention_buffers(workload, spec), _mlp_buffers(workload))
     if spec.strategy == "replicate" and workload.gpus > 1:
         # The shards before concatenation; in backward, the gradient's shards, float32 sums and whole.
         buffers = max(buffers, features * (element + (2 * FLOAT32 if backward else 0)))
-    if workload.training:
+    if training:
         activations = saved_for_backward(workload, spec)
     else:  # one layer at a time
-        activations = 2 * tokens * text.hidden * element + _attention_layer(workload, text)
+        activations = 2 * workload.tokens * text.hidden * element + _attention_layer(workload, text)
         activations += workload.mlp_tokens * _mlp_token(element, text.mlp_inner, text.mlp_matrices)
-    logits = workload.scored_tokens * text.vocabulary * (element + (2 * FLOAT32 if workload.training else 0))
-    # The gradient of a decoder-only model's embeddings is computed after the gradients of the layers.
-    on_device = features * element * (2 if backward and not workload.model.decoder_only else 1)
+    logits = workload.scored_tokens * text.vocabulary * (element + (2 * FLOAT32 if training else 0))
+    if workload.visual_offload:  # two chunks of features; two of their gradient, and one more to add
+        copies = 5 if backward else 2
+    else:  # the gradient of a decoder-only model's embeddings is computed after the gradients of the layers
+        copies = 2 if backward and not model.decoder_only else 1
     return {
-        "features": offload.features_memory(workload) if workload.visual_offload else on_device,
+        "features": features * element * copies,
         "activations": activations + logits,
         "transfers": receive_buffer_memory(workload, spec),
         "buffers": buffers,
@@ -121,52 +137,51 @@ def memory_after_tower(workload: Workload, spec: ParallelSpec) -> dict[str, int]
 
 def saved_for_backward(workload: Workload, spec: ParallelSpec) -> int:
     """Return the bytes that the language model and cross-attention save, without the logits."""
-    text, cross = workload.model.text, workload.model.cross
-    decoder = _attention_layer(workload, text) + _mlp_layer(workload, text)
+    text, cross, element, tokens = workload.model.text, workload.model.cross, workload.element, workload.tokens
+    decoder, crossing = _layer(workload, text), _layer(workload, cross)
     if text.head_norm:
-        decoder += workload.tokens * _head_norm("float32", text.heads + text.kv_heads, text.head_dim, workload.element)
-    crossing = _attention_layer(workload, cross)
+        decoder += tokens * _head_norm("float32", text.heads + text.kv_heads, text.head_dim, element)
     if cross.own_queries:  # the two results that the gates scale, and the norm of Q
-        token = 2 * text.hidden * workload.element + _head_norm(
-            cross.key_norm, cross.heads, cross.head_dim, workload.element
-        )
-        crossing += workload.tokens * token
+        crossing += tokens * 2 * text.hidden * element
+        crossing += tokens * _head_norm(cross.key_norm, cross.heads, cross.head_dim, element)
     if cross.gate == "per_head":  # the visual and the text part that it weights
-        crossing += workload.tokens * 2 * cross.heads * cross.head_dim * workload.element
-    if cross.mlp_inner:
-        crossing += _mlp_layer(workload, cross)
-    crossing += 0 if workload.recompute else _keys_values_and_norms(workload, spec)
+        crossing += tokens * 2 * cross.heads * cross.head_dim * element
+    if not workload.recompute:  # K and V, and what the norms before them save
+        token = 2 * cross.kv_heads * cross.head_dim * element
+        token += _head_norm(cross.key_norm, cross.kv_heads, cross.head_dim, element)
+        if cross.features_norm:  # a float32 copy of another dtype, the normalized features for its weight, its result
+            copies = (FLOAT32 if element < FLOAT32 else 0) + (element if workload.language_trained else 0)
+            token += cross.visual_dim * (copies + element) + FLOAT32
+        crossing += _visual_tokens(workload, spec) * token
     kinds = [(text.layers, decoder), *([(cross.layers, crossing)] if cross.layers else [])]
-    if workload.checkpointing:  # the input of every layer, and the inside of one
-        layer_input = workload.tokens * text.hidden * workload.element
-        return sum(layers * layer_input + inside for layers, inside in kinds) + _kept_results(workload, spec)
-    return sum(layers * inside for layers, inside in kinds)
+    if not workload.checkpointing:
+        return sum(layers * inside for layers, inside in kinds)
+    # The input of every layer, the inside of one, and the results of attention that are kept.
+    layer_input = tokens * text.hidden * element
+    return sum(layers * layer_input + inside for layers, inside in kinds) + _kept_results(workload, spec)
 
 
 def _kept_results(workload: Workload, spec: ParallelSpec) -> int:
-    """Return the bytes of the attention results that checkpointed layers keep: o and the log-sum-exp of each call.
+    """Return the bytes of the results that recomputation keeps: o and the log-sum-exp of each call.
 
     With head sharding, o is kept by heads and by rows. Text and frames share a call unless the layer has two outputs.
     """
-    text, cross = workload.model.text, workload.model.cross
-    if workload.recompute_attention:
-        return 0
-
-    def kept(sizes: LayerSizes, problem: Problem, sharded: bool) -> int:
-        row = sizes.head_dim * workload.element * (2 if sharded else 1) + LSE_BYTES
-        return sizes.layers * problem.batch * problem.rows * sizes.heads * row
-
-    local = workload.self_attention == "local"  # torch's own attention
-    total = 0 if local else kept(text, workload.text_problem, workload.self_attention == "ulysses")
+    cross, local = workload.model.cross, workload.self_attention == "local"  # local: torch's own attention
+    kept: list[tuple[str, LayerSizes, bool]] = []
+    if not local:
+        kept.append(("self-attention", workload.model.text, workload.self_attention == "ulysses"))
     if local or cross.own_queries or cross.gate == "per_head":
-        total += kept(cross, workload.cross_problem, spec.head_degree > 1)
+        kept.append(("cross-attention", cross, spec.head_degree > 1))
+    total = 0
+    for part, sizes, sharded in kept if not workload.recompute_attention else ():
+        problem, row = workload.problem(part), sizes.head_dim * workload.element * (2 if sharded else 1) + LSE_BYTES
+        total += sizes.layers * problem.batch * problem.rows * sizes.heads * row
     return total
 
 
 def saved_before_features(workload: Workload) -> int:
     """Return the bytes that the projector, the resampler and a trained vision tower save."""
-    model, element, frame = workload.model, workload.element, 0
-    vision = model.vision
+    model, vision, element, frame = workload.model, workload.model.vision, workload.element, 0
     if not workload.trains_features:
         return 0
     if model.projector:  # the input of its layers, and of the activation function between them; the normalized input
@@ -174,48 +189,52 @@ def saved_before_features(workload: Workload) -> int:
         frame += vision.keys * inputs * (1 + vision.deepstack) * element
     if model.resampler:  # its input, the inside of each layer, and the input of the last norm
         frame += vision.width * (vision.tokens + vision.keys) * element
-        frame += model.resampler.layers * _resampler_layer(model.resampler, vision, element)
-    if workload.trained == "all":  # the inside of each layer; or its input
-        inside, outputs = _tower_layer(vision, element), vision.layers * vision.width * element
-        frame += vision.tokens * (outputs + inside if workload.checkpointing else vision.layers * inside)
+        frame += model.resampler.layers * _resampler_layer(workload)
+    if workload.trained == "all":
+        # A layer saves q, k, v, o, inner activations, and two norms with their results. Rotated q and k are saved
+        # beside the projection that v is a part of, and o once more as the next layer takes it.
+        width = vision.width * element
+        norm = _normalized(vision.norm, vision.width, element) if vision.norm == "float32" else width
+        inside = (7 if vision.rotary else 4) * width + 2 * (norm + width)
+        inside += _mlp_token(element, vision.mlp_inner, vision.mlp_matrices)
+        frame += vision.tokens * (vision.layers * width + inside if workload.checkpointing else vision.layers * inside)
     return workload.local_frames * frame
 
 
-def _saved_by_adapters(workload: Workload) -> int:
-    """Return the bytes that adapters save in addition to their layers: r channels of each, for text."""
-    count = sum((1 if workload.checkpointing else x.layers) * len(x.text) for x in workload.adapted())
-    return count * (workload.lora_r or 0) * workload.tokens * workload.element
+def _resampler_layer(workload: Workload) -> int:
+    """Return the saved bytes of one resampler layer and frame.
 
-
-def _tower_layer(vision: VisionSizes, element: int) -> int:
-    """Return the saved bytes per token of one layer of a trained tower: q, k, v, o, inner activations, two norms.
-
-    Rotated q and k are saved beside the projection that v is a part of, and o once more as the next layer takes it.
+    Latents and patches are normalized and concatenated, latents attend to both, and an MLP follows. IDEFICS
+    concatenates for K and for V, and normalizes Q and K. Its ReLU saves one inner activation, Flamingo's GELU two. A
+    layer norm saves a mean and a factor per normalized row.
     """
-    norm = _normalized(vision.norm, vision.width, element) if vision.norm == "float32" else vision.width * element
-    width = vision.width * element
-    return (
-        (7 if vision.rotary else 4) * width
-        + 2 * (norm + width)
-        + _mlp_token(element, vision.mlp_inner, vision.mlp_matrices)
-    )
+    resampler, vision = workload.model.resampler, workload.model.vision
+    assert resampler is not None
+    latents, both, attended = vision.keys, vision.keys + vision.tokens, resampler.heads * resampler.head_dim
+    idefics = resampler.code == "idefics"  # a bool counts as 0 or 1
+    elements = both * ((1 + idefics) * vision.width + (2 + idefics) * attended)  # concatenation; k, v
+    elements += latents * (4 * vision.width + (2 + idefics) * attended)  # two norms; q, o
+    elements += 2 * resampler.heads * latents * both  # probabilities, and their copy for the product with V
+    elements += latents * (2 - idefics) * resampler.mlp_inner
+    normalized = vision.tokens + 2 * latents + idefics * resampler.heads * (both + latents)
+    return workload.element * elements + 2 * FLOAT32 * normalized
 
 
 def _attention_layer(workload: Workload, sizes: LayerSizes) -> int:
-    """Return the saved bytes of one attention layer.
-
-    The layer saves the norm before it, q, k, v, o twice (once as its projection takes it) and the log-sum-exp. K and V
-    of frames are counted separately.
-    """
+    """Return the saved bytes of one attention layer, without K and V of frames: the norm before it, q, k, v, o twice
+    (once as its projection takes it) and the log-sum-exp."""
     kv_heads = sizes.kv_heads if isinstance(sizes, TextSizes) else 0
     elements = (3 * sizes.heads + 2 * kv_heads) * sizes.head_dim
     return _norm(workload) + workload.tokens * (workload.element * elements + sizes.heads * LSE_BYTES)
 
 
-def _mlp_layer(workload: Workload, sizes: LayerSizes) -> int:
-    """Return the saved bytes of one MLP: the norm before it, and inner activations unless chunks recompute them."""
-    inner = 0 if workload.chunked else _mlp_token(workload.element, sizes.mlp_inner, sizes.mlp_matrices)
-    return _norm(workload) + workload.tokens * inner
+def _layer(workload: Workload, sizes: LayerSizes) -> int:
+    """Return the saved bytes of one layer, with its MLP, whose inner activations are recomputed if it has chunks."""
+    saved = _attention_layer(workload, sizes)
+    if sizes.mlp_inner:
+        inner = 0 if workload.chunked else _mlp_token(workload.element, sizes.mlp_inner, sizes.mlp_matrices)
+        saved += _norm(workload) + workload.tokens * inner
+    return saved
 
 
 def _mlp_token(element: int, inner: int, matrices: int) -> int:
@@ -240,42 +259,12 @@ def _normalized(kind: str, width: int, element: int) -> int:
 
 
 def _visual_tokens(workload: Workload, spec: ParallelSpec) -> int:
-    if workload.visual_offload:  # one chunk is computed with at a time
-        return offload.chunk_keys(workload)
-    copies = workload.gpus if spec.strategy == "replicate" else 1
-    return workload.local_frames * workload.model.vision.keys * copies
-
-
-def _keys_values(workload: Workload, spec: ParallelSpec, element: int) -> int:
-    cross = workload.model.cross
-    return 2 * _visual_tokens(workload, spec) * cross.kv_heads * cross.head_dim * element
-
-
-def _keys_values_and_norms(workload: Workload, spec: ParallelSpec) -> int:
-    """Return the bytes of K and V of one layer and of what the norms before them save."""
-    cross, element = workload.model.cross, workload.element
-    token = _head_norm(cross.key_norm, cross.kv_heads, cross.head_dim, element)
-    if cross.features_norm:  # a float32 copy of another dtype, the normalized features to train its weight, its result
-        copies = (FLOAT32 if element < FLOAT32 else 0) + (element if workload.language_trained else 0)
-        token += cross.visual_dim * (copies + element) + FLOAT32
-    return _keys_values(workload, spec, element) + _visual_tokens(workload, spec) * token
-
-
-def _resampler_layer(resampler: ResamplerSizes, vision: VisionSizes, element: int) -> int:
-    """Return the saved bytes of one resampler layer and frame.
-
-    Latents and patches are normalized and concatenated, latents attend to both, and an MLP follows. IDEFICS
-    concatenates for K and for V, and normalizes Q and K. Its ReLU saves one inner activation, Flamingo's GELU two. A
-    layer norm saves a mean and a factor per normalized row.
-    """
-    latents, both, attended = vision.keys, vision.keys + vision.tokens, resampler.heads * resampler.head_dim
-    idefics = resampler.code == "idefics"  # a bool counts as 0 or 1
-    elements = both * ((1 + idefics) * vision.width + (2 + idefics) * attended)  # concatenation; k, v
-    elements += latents * (4 * vision.width + (2 + idefics) * attended)  # two norms; q, o
-    elements += 2 * resampler.heads * latents * both  # probabilities, and their copy for the product with V
-    elements += latents * (2 - idefics) * resampler.mlp_inner
-    normalized = vision.tokens + 2 * latents + idefics * resampler.heads * (both + latents)
-    return element * elements + 2 * FLOAT32 * normalized
+    """Return the visual tokens that cross-attention of a rank has on the device at one time."""
+    keys, frames = workload.model.vision.keys, workload.local_frames
+    if workload.visual_offload:  # one chunk of frames is computed with at a time
+        frame = keys * workload.model.cross.visual_dim * workload.element
+        return min(frames, max(1, CHUNK_BYTES // frame)) * keys
+    return frames * keys * (workload.gpus if spec.strategy == "replicate" else 1)
 
 
 def frozen_tower_memory(workload: Workload) -> int:
@@ -310,10 +299,14 @@ def _attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
     if workload.model.decoder_only:
         kv, grads = 0, 2 * problem.batch * problem.rows * problem.kv_heads * problem.dim * problem.accumulated
     else:
-        kv, grads = (_keys_values(workload, spec, size) for size in (problem.element, problem.accumulated))
-    if workload.visual_offload:
-        rows = offload.rows_memory(workload, backward=workload.training)
-        return kv + rows + (grads if workload.training else 0)
+        elements = 2 * _visual_tokens(workload, spec) * cross.kv_heads * cross.head_dim
+        kv, grads = elements * problem.element, elements * problem.accumulated
+    if (
+        workload.visual_offload
+    ):  # the rows of all ranks and their results, as they are sent and as they are computed with
+        ring = ParallelSpec("lv-xattn", (problem.ranks, 1))
+        rows = sum(_shards(problem, ring, "q", backward=workload.training))
+        return kv + (2 * workload.gpus - 1) * rows + (grads if workload.training else 0)
     forward = kv + _partial_results(problem, spec, backward=False)
     if not workload.training:
         return forward
@@ -328,14 +321,20 @@ def _attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
     return max(forward, backward)
 
 
+def _shards(problem: Problem, spec: ParallelSpec, axis: Axis, *, backward: bool) -> tuple[int, int]:
+    """Return the bytes of the first shard of an axis as an input and as a result."""
+    sent = sent_tensors(problem, spec, "input", axis, backward=backward, direct=spec.all_pairs)
+    back = sent_tensors(problem, spec, "result", axis, backward=backward, direct=spec.all_pairs)
+    return total_bytes(sent), total_bytes(back)
+
+
 def _partial_results(problem: Problem, spec: ParallelSpec, *, backward: bool) -> int:
     """Return the bytes of a rank's results, and of the partial results for other ranks that it holds at one time.
 
     A ring holds two of each kind, a mesh one for every other rank of its groups. Ulysses holds all its heads once more.
     """
     held = replace(problem, direct_element=None)  # results are rounded, if at all, when they are sent
-    q, o = (shard_bytes(held, spec, kind, "q", backward=backward) for kind in ("input", "result"))
-    kv, dkv = (shard_bytes(held, spec, kind, "kv", backward=backward) for kind in ("input", "result"))
+    (q, o), (kv, dkv) = (_shards(held, spec, axis, backward=backward) for axis in ("q", "kv"))
     dkv = dkv if backward else 0
     if spec.strategy == "replicate":
         return o
@@ -345,10 +344,10 @@ def _partial_results(problem: Problem, spec: ParallelSpec, *, backward: bool) ->
 
 
 def _mlp_buffers(workload: Workload) -> int:
-    """Return the buffer bytes of one MLP in backward.
+    """Return the buffer bytes of one MLP in backward: gradients of two inner activations.
 
-    Gradients of two inner activations; in chunks, also one chunk's inner activations and the
-    float32 sums of the weight gradients."""
+    In chunks, these are also one chunk's inner activations and the float32 sums of the weight gradients.
+    """
     model, tokens, element, largest = workload.model, workload.mlp_tokens, workload.element, 0
     for sizes in (model.text, model.cross) if workload.training else ():
         inner, matrices = sizes.mlp_inner, sizes.mlp_matrices
@@ -359,17 +358,12 @@ def _mlp_buffers(workload: Workload) -> int:
     return largest
 
 
-def communicator_memory(workload: Workload) -> int:
-    """Return the bytes of NCCL's communicators."""
-    return COMMUNICATORS * COMMUNICATOR_BYTES if workload.gpus > 1 else 0
-
-
 def receive_buffer_memory(workload: Workload, spec: ParallelSpec) -> int:
     """Return the bytes of the receive buffers that stay allocated in a step with this spec.
 
     The spec is for cross-attention, or for self-attention in a decoder-only model.
     """
-    text, problem = workload.self_attention, workload.text_problem
+    text, problem = workload.self_attention, workload.problem("self-attention")
     calls = [(workload.problem(workload.compared), spec)]
     directions = (False, True) if workload.training else (False,)
     if text != "local" and not workload.model.decoder_only:
@@ -403,9 +397,8 @@ def receive_buffers(problem: Problem, spec: ParallelSpec, *, backward: bool) -> 
     counts |= {("result", "q"): int(a > 1), ("result", "kv"): int(b > 1 and backward)}
     found: defaultdict[Hashable, list[int]] = defaultdict(list)
     for (kind, axis), count in counts.items():
-        for size, dtype in sent_tensors(
-            inner, spec, kind, axis, lengths[axis], backward=backward, direct=spec.all_pairs
-        ):
+        sent = sent_tensors(inner, spec, kind, axis, backward=backward, direct=spec.all_pairs, length=lengths[axis])
+        for size, dtype in sent:
             found[kind, axis, dtype] += [size] * count
     return dict(found)
 

@@ -10,17 +10,17 @@ same, because what they save for backward is not negligible (see `memory`).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from math import isqrt
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.families import family_specs
 
-from .records import Record, build, read_yaml
+from .records import Record, build, number, one_of, read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,26 +44,6 @@ class LayerSizes(Record):
             raise ConfigError(f"{self.kv_heads} kv_heads do not divide {self.heads} heads")
 
 
-@dataclass(frozen=True)
-class LinearLayers:
-    """Equal layers of one kind, as (input, output) channels of their linear layers.
-
-    Attributes:
-        layers: the number of equal layers.
-        text: the linear layers that compute on text tokens.
-        visual: those that compute on visual tokens, `VisionSizes.keys` to a frame.
-    """
-
-    layers: int
-    text: tuple[tuple[int, int], ...] = ()
-    visual: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def parameters(self) -> int:
-        """Parameters of one layer."""
-        return sum(inputs * outputs for inputs, outputs in (*self.text, *self.visual))
-
-
 @dataclass(frozen=True, kw_only=True)
 class TextSizes(LayerSizes):
     """The language model; `layers` does not count cross-attention layers that replace a decoder layer.
@@ -73,30 +53,16 @@ class TextSizes(LayerSizes):
         head_norm: whether each head of Q and K is normalized in a float32 copy (Qwen3).
     """
 
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"norm": ("float32", "mixed")}
-
     hidden: int
     vocabulary: int
     tied_embeddings: bool = False
-    norm: str = "float32"
+    norm: str = one_of(("float32", "mixed"), "float32")
     head_norm: bool = False
 
     @property
-    def attention(self) -> LinearLayers:
-        q, kv = (self.hidden, self.heads * self.head_dim), (self.hidden, self.kv_heads * self.head_dim)
-        return LinearLayers(self.layers, text=(q, kv, kv, q[::-1]))
-
-    @property
-    def mlp(self) -> LinearLayers:
-        return LinearLayers(self.layers, text=((self.hidden, self.mlp_inner),) * self.mlp_matrices)
-
-    @property
-    def attention_parameters(self) -> int:
-        return self.attention.parameters
-
-    @property
-    def mlp_parameters(self) -> int:
-        return self.mlp.parameters
+    def embeddings(self) -> int:
+        """Parameters of the embeddings, and of the head unless it is tied to them."""
+        return self.vocabulary * self.hidden * (1 if self.tied_embeddings else 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,19 +79,14 @@ class CrossAttentionSizes(LayerSizes):
         earlier_frames: whether text attends to earlier frames only (mPLUG-Owl3, Llama 3.2).
     """
 
-    least: ClassVar[Mapping[str, int]] = dict.fromkeys(("layers", "mlp_inner", "mlp_matrices"), 0)
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "key_norm": ("none", "float32", "mixed"),
-        "gate": ("none", "per_head"),
-    }
-
     visual_dim: int
+    layers: int = number(least=0)
     own_queries: bool = True
-    mlp_inner: int = 0
-    mlp_matrices: int = 0
+    mlp_inner: int = number(default=0, least=0)
+    mlp_matrices: int = number(default=0, least=0)
     features_norm: bool = False
-    key_norm: str = "none"
-    gate: str = "none"
+    key_norm: str = one_of(("none", "float32", "mixed"), "none")
+    gate: str = one_of(("none", "per_head"), "none")
     earlier_frames: bool = False
 
 
@@ -154,9 +115,6 @@ class VisionSizes(Record):
         deepstack: further features of each visual token, each from a layer of its own, through a projector of its own.
     """
 
-    least: ClassVar[Mapping[str, int]] = dict.fromkeys(("window", "full_layers", "deepstack"), 0)
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"norm": ("layer", "float32")}
-
     width: int
     layers: int
     heads: int
@@ -168,28 +126,20 @@ class VisionSizes(Record):
     temporal_patch: int = 1
     patch: int = 14
     mlp_matrices: int = 2
-    norm: str = "layer"
+    norm: str = one_of(("layer", "float32"), "layer")
     rotary: bool = False
-    window: int = 0
-    full_layers: int = 0
-    deepstack: int = 0
+    window: int = number(default=0, least=0)
+    full_layers: int = number(default=0, least=0)
+    deepstack: int = number(default=0, least=0)
 
-    @property
-    def patch_values(self) -> int:
-        """Values of the pixels of a token."""
-        return 3 * self.temporal_patch * self.patch**2
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.full_layers > self.layers:
+            raise ConfigError(f"{self.full_layers} full_layers are more than {self.layers} layers")
 
     @property
     def parameters(self) -> int:
         return self.layers * (4 * self.width**2 + self.mlp_matrices * self.width * self.mlp_inner)
-
-    @property
-    def attended(self) -> int:
-        """Tokens that a token attends to, summed over the layers."""
-        if not self.window:
-            return self.layers * self.tokens
-        windows = self.layers - self.full_layers
-        return self.full_layers * self.tokens + windows * min(self.window, self.tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,14 +149,30 @@ class ResamplerSizes(Record):
     `code` names the implementation. "flamingo" and "idefics" compute the same, but save different tensors for backward.
     """
 
-    least: ClassVar[Mapping[str, int]] = dict.fromkeys(("mlp_inner",), 0)
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"code": ("flamingo", "idefics")}
-
     layers: int
     heads: int
     head_dim: int
-    mlp_inner: int
-    code: str = "flamingo"
+    mlp_inner: int = number(least=0)
+    code: str = one_of(("flamingo", "idefics"), "flamingo")
+
+
+class LinearLayers(NamedTuple):
+    """Equal layers of one kind, as (input, output) channels of their linear layers.
+
+    Attributes:
+        layers: the number of equal layers.
+        text: the linear layers that compute on text tokens.
+        visual: those that compute on visual tokens, `VisionSizes.keys` to a frame.
+    """
+
+    layers: int
+    text: tuple[tuple[int, int], ...] = ()
+    visual: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of one layer."""
+        return sum(inputs * outputs for inputs, outputs in (*self.text, *self.visual))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,21 +192,10 @@ class ModelSizes:
     resampler: ResamplerSizes | None = None
     projector: tuple[int, ...] | None = None
 
-    def __post_init__(self) -> None:
-        if self.vision.full_layers > self.vision.layers:
-            raise ConfigError(
-                f"vision: {self.vision.full_layers} full_layers are more than {self.vision.layers} layers"
-            )
-
     @property
     def decoder_only(self) -> bool:
         """Whether the visual tokens are tokens of the text."""
         return self.cross.layers == 0
-
-    @property
-    def embedding_width(self) -> int:
-        """Channels of a visual token of a decoder-only model, those of deepstack included."""
-        return (1 + self.vision.deepstack) * self.text.hidden
 
     def with_frame_tokens(self, count: int) -> ModelSizes:
         """Return the model with `count` visual tokens per frame, as images of another size have.
@@ -261,61 +216,34 @@ class ModelSizes:
         side = self.vision.patch * isqrt(self.vision.tokens // self.vision.keys)
         return max(1, round(height / side)) * max(1, round(width / side))
 
-    @property
-    def cross_parameters(self) -> int:
-        gate = self.cross.head_dim**2 if self.cross.gate == "per_head" else 0
-        return self.linear_layers("cross").parameters + gate
+    @cached_property
+    def linear(self) -> dict[str, LinearLayers]:
+        """The linear layers by what adapters may be on: attention, mlp, cross, and connector (behind the tower)."""
+        text, cross, resampler, width = self.text, self.cross, self.resampler, self.text.hidden
+        q, kv = (width, text.heads * text.head_dim), (width, text.kv_heads * text.head_dim)
+        crossing = ((width, cross.heads * cross.head_dim),) * (2 if cross.own_queries else 0)
+        crossing += ((width, cross.mlp_inner),) * cross.mlp_matrices
+        connector = tuple(pairwise(self.projector or ())) * (1 + self.vision.deepstack)
+        if resampler:
+            inner = ((self.vision.width, resampler.mlp_inner),) * (2 if resampler.mlp_inner else 0)
+            attention = ((self.vision.width, resampler.heads * resampler.head_dim),) * 4
+            connector += (attention + inner) * resampler.layers
+        return {
+            "attention": LinearLayers(text.layers, (q, kv, kv, q[::-1])),
+            "mlp": LinearLayers(text.layers, ((width, text.mlp_inner),) * text.mlp_matrices),
+            "cross": LinearLayers(cross.layers, crossing, ((cross.visual_dim, cross.kv_heads * cross.head_dim),) * 2),
+            "connector": LinearLayers(1, visual=connector),
+        }
 
     @property
-    def connector_parameters(self) -> int:
-        return self.linear_layers("connector").parameters
-
-    @property
-    def connector_work(self) -> int:
-        """Multiply-adds of resampler and projector for one frame: parameters times tokens."""
-        work, r = self.vision.keys * self.connector_parameters, self.resampler
-        if r:  # K and V are projected from the patches, too
-            work += r.layers * 2 * self.vision.tokens * self.vision.width * r.heads * r.head_dim
-        return work
+    def gate_parameters(self) -> int:
+        """Parameters of the gate of one cross-attention layer."""
+        return self.cross.head_dim**2 if self.cross.gate == "per_head" else 0
 
     @property
     def parameters(self) -> int:
-        text = self.text
-        embeddings = text.vocabulary * text.hidden * (1 if text.tied_embeddings else 2)  # tied: no separate head
-        return (
-            text.layers * (text.attention_parameters + text.mlp_parameters)
-            + embeddings
-            + self.cross.layers * self.cross_parameters
-            + self.vision.parameters
-            + self.connector_parameters
-        )
-
-    def linear_layers(self, target: str) -> LinearLayers:
-        """Return the linear layers of one of LoRA's targets: attention, mlp, cross or connector."""
-        text, cross, width = self.text, self.cross, self.text.hidden
-        if target in ("attention", "mlp"):
-            return text.attention if target == "attention" else text.mlp
-        if target == "cross":
-            own = ((width, cross.heads * cross.head_dim),) * (2 if cross.own_queries else 0)
-            own += ((width, cross.mlp_inner),) * cross.mlp_matrices
-            return LinearLayers(cross.layers, own, ((cross.visual_dim, cross.kv_heads * cross.head_dim),) * 2)
-        layers = tuple(pairwise(self.projector or ())) * (1 + self.vision.deepstack)
-        if self.resampler:
-            r, vision = self.resampler, self.vision.width
-            one = ((vision, r.heads * r.head_dim),) * 4 + (((vision, r.mlp_inner),) * 2 if r.mlp_inner else ())
-            layers += one * r.layers
-        return LinearLayers(1, visual=layers)
-
-    @property
-    def largest_layer(self) -> int:
-        """The most parameters that FSDP2 gathers at once: one layer, or the embeddings."""
-        text = self.text
-        layer = text.attention_parameters + text.mlp_parameters
-        crossing = self.cross_parameters if self.cross.layers else 0
-        return max(layer, crossing, text.vocabulary * text.hidden)
-
-
-_SECTIONS = {"text": TextSizes, "cross": CrossAttentionSizes, "vision": VisionSizes, "resampler": ResamplerSizes}
+        layers = sum(one.layers * one.parameters for one in self.linear.values())
+        return layers + self.cross.layers * self.gate_parameters + self.text.embeddings + self.vision.parameters
 
 
 def read_model(path: str | Path) -> ModelSizes:
@@ -327,7 +255,8 @@ def read_model(path: str | Path) -> ModelSizes:
     if path.is_dir() or path.suffix == ".json":
         return _read_hf_config(path)
     sections, origin = read_yaml(path, "model"), str(path)
-    for name, cls in _SECTIONS.items():
+    kinds = {"text": TextSizes, "cross": CrossAttentionSizes, "vision": VisionSizes, "resampler": ResamplerSizes}
+    for name, cls in kinds.items():
         if name not in sections or (name == "resampler" and sections[name] is None):
             continue
         if not isinstance(sections[name], dict):

@@ -4,20 +4,22 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import ClassVar
 
-from .candidates import STRATEGIES, ParallelSpec
-from .cluster import Cluster
-from .costs import Passes
+from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
+
+from .call_cost import MARGIN, Candidate, ParallelSpec
+from .cluster import Cluster, Passes
 from .memory import USABLE, peak_memory
-from .records import Record
-from .selection import MARGIN, Candidate
+from .records import Record, number
 from .step_cost import attention_candidates, step_parts
 from .workload import SELF, Workload
 
 MAX_FRAMES = 2**27
 """The longest video to consider: four years at one frame per second."""
-POWERS_OF_TWO = tuple(2**i for i in range(17))
+
+DECODE_RATE = 400.0
+"""Frames per second that one core decodes where the cluster file does not say: H.264 in 720p, measured."""
+
 _ORDER = (*STRATEGIES, "local")
 
 
@@ -38,9 +40,9 @@ class StrategyPlan(Passes):
     max_frames: int
     call: Candidate
 
-
-DECODE_RATE = 400.0
-"""Frames per second that one core decodes where the cluster file does not say: H.264 in 720p, measured."""
+    @property
+    def memory_total(self) -> int:
+        return sum(self.memory.values())
 
 
 @dataclass(frozen=True)
@@ -85,10 +87,8 @@ class Plan:
 class DataSet(Record):
     """The samples of a run, and how often it processes them."""
 
-    units: ClassVar[Mapping[str, str]] = {"samples": "a number of samples", "epochs": "a number of epochs"}
-
-    samples: int
-    epochs: float = 1.0
+    samples: int = number("a number of samples")
+    epochs: float = number("a number of epochs", 1.0)
 
     def steps(self, batch: int) -> int:
         """Return the number of steps of `batch` samples each, the last one of an epoch with fewer."""
@@ -111,14 +111,14 @@ def make_plan(workload: Workload, cluster: Cluster, strategies: Sequence[str] = 
     else:
         text = attention_candidates(workload, cluster, "self-attention")[0]
     possible = ("lv-xattn",) if workload.visual_offload else strategies
-    candidates = attention_candidates(workload, cluster, workload.compared, possible)
     by_strategy: dict[str, list[Candidate]] = {}
-    for candidate in candidates:
+    for candidate in attention_candidates(workload, cluster, workload.compared, possible):
         by_strategy.setdefault(candidate.spec.strategy, []).append(candidate)
     rows = [_strategy_plan(workload, cluster, found, text) for found in by_strategy.values()]
     rows.sort(key=lambda row: (not row.fits, row.seconds, _ORDER.index(row.spec.strategy)))
     illegal = {name: _why_illegal(name, workload) for name in strategies if name not in by_strategy}
-    enough = (n for n in POWERS_OF_TWO if _fits(*_preferred_run(replace(workload, gpus=n)), cluster))
+    powers_of_two = (2**i for i in range(17))
+    enough = (n for n in powers_of_two if _fits(*_preferred_run(replace(workload, gpus=n)), cluster))
     return Plan(workload, cluster, tuple(rows), illegal, text or rows[0].call, next(enough, None))
 
 
@@ -162,12 +162,12 @@ def max_frames(workload: Workload, cluster: Cluster, spec: ParallelSpec) -> int:
     model the visual tokens are counted apart.
     """
     placeholders = 0 if workload.model.decoder_only else 1
-    frames, others = range(1, MAX_FRAMES + 1), max(0, workload.text - placeholders * workload.frames)
+    others = max(0, workload.text - placeholders * workload.frames)
 
-    def fits(count: int) -> bool:
-        return _fits(replace(workload, frames=count, text=others + placeholders * count), spec, cluster)
+    def too_many(count: int) -> bool:
+        return not _fits(replace(workload, frames=count, text=others + placeholders * count), spec, cluster)
 
-    return bisect_left(frames, True, key=lambda count: not fits(count))
+    return bisect_left(range(1, MAX_FRAMES + 1), True, key=too_many)
 
 
 def _why_illegal(strategy: str, workload: Workload) -> str:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.models.hub import local_config
@@ -22,42 +22,48 @@ CONFIGS = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.
 """The folder of model and cluster files: inside an installed package, at the top of a repository checkout."""
 
 
-class Record:
-    """A frozen dataclass whose fields are checked by their annotations.
+def number(unit: str | None = None, default: Any = MISSING, *, least: int | None = None) -> Any:
+    """Return a field that holds a number: what it counts or is measured in, and the smallest value.
 
-    Attributes:
-        units: what the number in a field counts, or is measured in.
-        least: the smallest value of a field, other than 1 for whole numbers and above 0 for others.
-        choices: the allowed values of a field.
+    Without `least`, a whole number is 1 or more, and any other number is above 0.
     """
+    return field(default=default, metadata={"unit": unit, "least": least})
 
-    units: ClassVar[Mapping[str, str]] = {}
-    least: ClassVar[Mapping[str, int]] = {}
-    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+def one_of(choices: tuple[Any, ...], default: Any = MISSING) -> Any:
+    """Return a field that holds one of `choices`."""
+    return field(default=default, metadata={"choices": choices})
+
+
+class Record:
+    """A frozen dataclass whose fields are checked by their annotations, and by what `number` and `one_of` allow."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            valid, expected = self._expected(field.name, {*re.findall(r"\w+", str(field.type))}, value)
+        for item in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, item.name)
+            valid, expected = _check(item, value)
             if not valid:
-                raise ConfigError(f"{field.name} is {value!r}; expected {expected}")
+                raise ConfigError(f"{item.name} is {value!r}; expected {expected}")
 
-    def _expected(self, name: str, annotation: set[str], value: Any) -> tuple[bool, str]:
-        least = self.least.get(name)
-        if name in self.choices:
-            return value in self.choices[name], f"one of {', '.join(map(str, self.choices[name]))}"
-        if (value is None and "None" in annotation) or "tuple" in annotation:
-            return True, ""
-        if "bool" in annotation:
-            return isinstance(value, bool), "true or false"
-        if "float" in annotation:
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            valid = number and (value > 0 if least is None else value >= least) and value < float("inf")
-            return valid, f"{self.units.get(name, 'a number')}, {'above 0' if least is None else f'{least} or more'}"
-        if "int" in annotation:
-            least = 1 if least is None else least
-            return type(value) is int and value >= least, f"{self.units.get(name, 'a whole number')}, {least} or more"
-        return "str" not in annotation or isinstance(value, str), "a string"
+
+def _check(item: Field[Any], value: Any) -> tuple[bool, str]:
+    """Return whether a field may hold `value`, and what it may hold."""
+    types, choices, least = {*re.findall(r"\w+", str(item.type))}, *map(item.metadata.get, ("choices", "least"))
+    if choices is not None:
+        return value in choices, f"one of {', '.join(map(str, choices))}"
+    if (value is None and "None" in types) or "tuple" in types:
+        return True, ""
+    if "bool" in types:
+        return isinstance(value, bool), "true or false"
+    if "float" in types:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        valid = is_number and (value > 0 if least is None else value >= least) and value < float("inf")
+        return valid, f"{item.metadata.get('unit') or 'a number'}, {'above 0' if least is None else f'{least} or more'}"
+    if "int" in types:
+        least = 1 if least is None else least
+        unit = item.metadata.get("unit") or "a whole number"
+        return type(value) is int and value >= least, f"{unit}, {least} or more"
+    return "str" not in types or isinstance(value, str), "a string"
 
 
 def find_file(what: str, name: str) -> Path:
@@ -100,24 +106,22 @@ def build(cls: type[T], values: Mapping[str, Any], origin: str) -> T:
 
     YAML reads 25e9, without a dot, as text; such values of float fields are converted to numbers.
     """
-    units: Mapping[str, str] = getattr(cls, "units", {})
-    all_fields: tuple[Field[Any], ...] = fields(cls)  # type: ignore[arg-type]
-    known = {field.name: field for field in all_fields}
+    known: dict[str, Field[Any]] = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
     unknown = sorted(map(str, set(values) - set(known)))
     if unknown:
         raise ConfigError(f"{origin}: unknown field {', '.join(unknown)}; allowed fields: {', '.join(sorted(known))}")
-    missing = [f.name for f in all_fields if f.default is MISSING and f.name not in values]
+    missing = [item for item in known.values() if item.default is MISSING and item.name not in values]
     if missing:
-        listed = ", ".join(f"{name} ({units[name]})" if name in units else name for name in missing)
-        raise ConfigError(f"{origin}: {listed} missing")
+        units = [(item.name, item.metadata.get("unit")) for item in missing]
+        raise ConfigError(
+            f"{origin}: {', '.join(f'{name} ({unit})' if unit else name for name, unit in units)} missing"
+        )
+    converted = dict(values)
+    for name, value in values.items():
+        if isinstance(value, str) and "float" in str(known[name].type):
+            with suppress(ValueError):  # the dataclass rejects it with a message that names the field
+                converted[name] = float(value)
     try:
-        return cls(**{name: _number(known[name], value) for name, value in values.items()})
+        return cls(**converted)
     except ConfigError as error:
         raise ConfigError(f"{origin}: {error}") from error
-
-
-def _number(field: Field[Any], value: Any) -> Any:
-    if isinstance(value, str) and "float" in str(field.type):
-        with suppress(ValueError):  # the dataclass rejects it with a message that names the field
-            return float(value)
-    return value

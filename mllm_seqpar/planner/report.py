@@ -1,16 +1,18 @@
-"""A plan as a text for people and as a mapping for programs."""
+"""A plan as a text for people, as a mapping for programs, and one layer of it as a figure."""
 
 import textwrap
+from collections.abc import Iterable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from .call_cost import CallCost
-from .candidates import ParallelSpec
-from .costs import Cost, Passes
+from mllm_seqpar.errors import ConfigError
+
+from .call_cost import MARGIN, CallCost, Candidate, ParallelSpec, call_cost, duration
+from .cluster import Passes
 from .memory import USABLE
-from .offload import host_bytes
 from .plan import DataSet, Plan, StrategyPlan
-from .selection import MARGIN, Candidate, duration
+from .simulation import Timeline
 from .workload import Workload
 
 _NAMES = {"lv-xattn": "LV-XAttn", "ring": "Ring Attention"}
@@ -22,68 +24,62 @@ WIDTH = 100
 def as_text(plan: Plan, data_set: DataSet | None = None) -> str:
     """Return a heading, a table with a column for each strategy, and the best one with the reason; lines of WIDTH."""
     lines = [*_heading(plan), "", *_table(plan), "", *_verdict(plan)]
-    if data_set is not None:
-        lines += _duration(plan, data_set)
-    return "\n".join(lines)
+    return "\n".join(lines if data_set is None else [*lines, *_duration(plan, data_set)])
 
 
 def as_json(plan: Plan, data_set: DataSet | None = None) -> dict[str, Any]:
     """Return the plan as plain numbers and strings, in seconds and bytes, and hours of a data set."""
-    best, text = plan.best.spec, plan.text
+    best, workload = plan.best, plan.workload
+    call_name = f"{workload.compared.replace('-', '_')}_call"
+
+    def shape(spec: ParallelSpec) -> dict[str, Any]:
+        return {"tile": list(spec.mesh_shape), "heads_over": spec.head_degree}
+
+    def seconds(passes: Passes) -> dict[str, float]:
+        return {"forward": passes.forward.seconds, "backward": passes.backward.seconds}
+
+    def part(passes: Passes) -> dict[str, float]:
+        return seconds(passes) | {name: value for name, value in asdict(passes.both).items() if name != "seconds"}
+
+    def call(candidate: Candidate) -> dict[str, dict[str, Any]]:
+        passes = {"forward": candidate.forward, "backward": candidate.backward}
+        calls = {name: vars(cost) for name, cost in passes.items() if isinstance(cost, CallCost)}
+        return {name: {k: v for k, v in values.items() if k != "timeline"} for name, values in calls.items()}
+
+    def strategy(row: StrategyPlan) -> dict[str, Any]:
+        return {
+            "strategy": row.spec.strategy,
+            **shape(row.spec),
+            "seconds": row.seconds,
+            **seconds(row),
+            "parts": {name: part(passes) for name, passes in row.parts.items()},
+            "memory": dict(row.memory),
+            "memory_total": row.memory_total,
+            "fits": row.fits,
+            "longest_frames": row.max_frames,
+            call_name: call(row.call),
+            "cores_per_gpu": plan.cores_per_gpu(row),
+        }
+
     values: dict[str, Any] = {
-        "run": asdict(plan.workload),
+        "run": asdict(workload),
         "cluster": asdict(plan.cluster),
         "best": {
-            "strategy": best.strategy,
-            "tile": list(best.mesh_shape),
+            "strategy": best.spec.strategy,
+            "tile": list(best.spec.mesh_shape),
             "patch_model": patch_options(plan),
             "why": " ".join(reasons(plan)),
         },
         "enough_gpus": plan.min_gpus,
-        "self_attention": {**_shape_json(text.spec), "call": _call_json(text)},
-        "strategies": [
-            _row_json(row, plan.workload.compared) | {"cores_per_gpu": plan.cores_per_gpu(row)} for row in plan.rows
-        ],
+        "self_attention": {**shape(plan.text.spec), "call": call(plan.text)},
+        "strategies": [strategy(row) for row in plan.rows],
         "not legal": dict(plan.illegal),
     }
     if data_set is not None:
-        steps, hours = data_set.steps(plan.workload.batch), data_set.hours(plan.workload.batch, plan.best.seconds)
-        values["data_set"] = {**asdict(data_set), "steps": steps, "hours": hours}
-        values["data_set"] |= {"gpu_hours": hours * plan.workload.gpus}
+        steps, hours = data_set.steps(workload.batch), data_set.hours(workload.batch, best.seconds)
+        totals = {"steps": steps, "hours": hours, "gpu_hours": hours * workload.gpus}
+        values["data_set"] = asdict(data_set) | totals
     return values
-
-
-def _row_json(row: StrategyPlan, attention: str) -> dict[str, Any]:
-    return {
-        "strategy": row.spec.strategy,
-        **_shape_json(row.spec),
-        "seconds": row.seconds,
-        **_seconds(row),
-        "parts": {name: _seconds(part) | _transfers(part.both) for name, part in row.parts.items()},
-        "memory": dict(row.memory),
-        "memory_total": sum(row.memory.values()),
-        "fits": row.fits,
-        "longest_frames": row.max_frames,
-        f"{attention.replace('-', '_')}_call": _call_json(row.call),
-    }
-
-
-def _shape_json(spec: ParallelSpec) -> dict[str, Any]:
-    return {"tile": list(spec.mesh_shape), "heads_over": spec.head_degree}
-
-
-def _call_json(candidate: Candidate) -> dict[str, dict[str, Any]]:
-    passes = {"forward": candidate.forward, "backward": candidate.backward}
-    calls = {name: cost for name, cost in passes.items() if isinstance(cost, CallCost)}
-    return {name: {k: v for k, v in vars(cost).items() if k != "timeline"} for name, cost in calls.items()}
-
-
-def _seconds(cost: Passes) -> dict[str, float]:
-    return {"forward": cost.forward.seconds, "backward": cost.backward.seconds}
-
-
-def _transfers(cost: Cost) -> dict[str, float]:
-    return {name: value for name, value in asdict(cost).items() if name != "seconds"}
 
 
 def patch_options(plan: Plan) -> dict[str, Any]:
@@ -111,35 +107,36 @@ def _needs_tile(spec: ParallelSpec) -> bool:
 
 
 def _heading(plan: Plan) -> list[str]:
-    workload, cluster, model = plan.workload, plan.cluster, plan.workload.model
-    peak = f" ({cluster.attention_forward / cluster.peak_flops:.0%} of peak)" if cluster.peak_flops else ""
-    batch = f", batch {workload.batch}" if workload.batch > 1 else ""
+    workload, cluster, model, vision = plan.workload, plan.cluster, plan.workload.model, plan.workload.model.vision
     what, parameters = workload.trained, f"parameters of {workload.parameter}"
     if workload.lora_r is not None:
-        what = f"LoRA of rank {workload.lora_r} on {', '.join(_targets(workload))}"
-        parameters = (
-            f"frozen weights of {workload.base_parameter or workload.element}, adapters of {workload.parameter}"
-        )
+        targets = [name for name in workload.lora_target if name != "cross" or not model.decoder_only]
+        what = f"LoRA of rank {workload.lora_r} on {', '.join(targets)}"
+        stored = workload.base_parameter or workload.element
+        parameters = f"frozen weights of {stored}, adapters of {workload.parameter}"
     where = "on every GPU" if workload.answer and not workload.shard_weights else "sharded by FSDP2"
     assumptions = [f"activations of {workload.element} bytes, {parameters}, {where}"]
     if workload.training:
         assumptions[0] += f", gradients of {workload.parameter}, optimizer {workload.optimizer} bytes each"
         if not model.decoder_only:
             assumptions.append("K and V of frames " + ("recomputed in backward" if workload.recompute else "saved"))
-        kept = ", attention computed again" if workload.recompute_attention else ", results of attention kept"
-        assumptions.append(
-            "with gradient checkpointing" + kept if workload.checkpointing else "no gradient checkpointing"
-        )
+        again = "attention computed again" if workload.recompute_attention else "results of attention kept"
+        with_, without = f"with gradient checkpointing, {again}", "no gradient checkpointing"
+        assumptions.append(with_ if workload.checkpointing else without)
     if workload.visual_offload:
-        assumptions.append(f"features in host memory, {host_bytes(workload) / 1e9:.3g} GB of a rank")
+        assumptions.append(f"features in host memory, {workload.features_bytes / 1e9:.3g} GB of a rank")
     if workload.mlp_chunk_size is not None:
         assumptions.append(f"MLPs of {workload.mlp_chunk_size} tokens at once")
     if not model.decoder_only:
-        self_attention = "local" if workload.self_attention == "local" else str(plan.text.spec)
-        assumptions.append(f"self-attention {self_attention}")
+        local = workload.self_attention == "local"
+        assumptions.append(f"self-attention {'local' if local else plan.text.spec}")
+    video = f"{workload.frames:,} frames of {vision.keys} tokens"
+    if vision.temporal_patch > 1:
+        video = f"{workload.frames:,} frames, {vision.keys} tokens for every {vision.temporal_patch} of them"
+    peak = f" ({cluster.attention_forward / cluster.peak_flops:.0%} of peak)" if cluster.peak_flops else ""
     paragraphs = [
         f"{model.name}: {model.parameters / 1e9:.2f} B parameters, {workload.trained_parameters / 1e9:.3g} B trained "
-        f"({what}); {_video(workload)}, {workload.text:,} text tokens" + batch,
+        f"({what}); {video}, {workload.text:,} text tokens" + (f", batch {workload.batch}" * (workload.batch > 1)),
         f"{workload.gpus} GPUs of {cluster.name}: attention {cluster.attention_forward / 1e12:.4g} TFLOP/s forward"
         f"{peak}, {cluster.gpus_per_node} to a node at {cluster.node_link / 1e9:.4g} GB/s, "
         f"{cluster.network_link / 1e9:.4g} GB/s between nodes",
@@ -148,108 +145,91 @@ def _heading(plan: Plan) -> list[str]:
     return [line for paragraph in paragraphs for line in _wrapped(paragraph)]
 
 
-def _targets(workload: Workload) -> list[str]:
-    """Return the layers with adapters, without those that the model lacks."""
-    return [name for name in workload.lora_target if name != "cross" or not workload.model.decoder_only]
-
-
-def _video(workload: Workload) -> str:
-    vision = workload.model.vision
-    if vision.temporal_patch == 1:
-        return f"{workload.frames:,} frames of {vision.keys} tokens"
-    return f"{workload.frames:,} frames, {vision.keys} tokens for every {vision.temporal_patch} of them"
-
-
-def _cells(row: StrategyPlan, usable: float, cores: float, answer: int) -> dict[str, str]:
-    """Return the column of a strategy: a cell with its unit by the name of the line."""
-    kinds = {name: row.parts[f"{name}-attention"] for name in ("cross", "self") if f"{name}-attention" in row.parts}
-    first, part = next(iter(kinds.items()))
-    names = {name: f"  {name}" for name in row.parts} | {"parameters": "  waiting for parameters"}
-    if "decoding" in row.parts:
-        cells = {f"time of an answer of {answer:,} tokens": duration(row.seconds)}
-        cells |= {"  each token": duration(row.parts["decoding"].seconds / answer)}
-    else:
-        cells = {"time of a step": duration(row.seconds)}
-        cells |= {
-            "  forward, of all parts": duration(row.forward.seconds),
-            "  backward": duration(row.backward.seconds),
-        }
-    cells |= {names[name]: duration(row.parts[name].seconds) for name in row.parts}
-    cells["transfers of attention"] = ""
-    for name, each in kinds.items():
-        cells |= {f"  {name}, waited for": duration(each.exposed), f"  {name}, overlapped": duration(each.both.hidden)}
-    cells["data, cores for each GPU"] = f"{cores:.3g}"
-    cells["bytes sent by the busiest GPU"] = ""
-    cells |= {
-        f"  {first}, within the node": _bytes(part.both.node_bytes),
-        f"  {first}, to other nodes": _bytes(part.both.network_bytes),
-    }
-    cells["  all parts, to other nodes"] = _bytes(row.both.network_bytes)
-    cells["memory of a GPU at the peak"] = _bytes(sum(row.memory.values()))
-    cells |= {f"  {kind} ": _bytes(size) for kind, size in row.memory.items()}
-    cells[f"  fits into {_bytes(usable)}"] = "yes" if row.fits else "no"
-    cells["longest video, in frames"] = f"{row.max_frames:,}"
-    return cells
-
-
 def _table(plan: Plan) -> list[str]:
-    """Return the table with a column for each strategy, the best one first."""
+    """Return the table with a column for each strategy, the best one first; each cell has its unit."""
     rows = [plan.best, *(row for row in plan.rows if row is not plan.best)]
-    usable, answer = USABLE * plan.cluster.memory_bytes, plan.workload.answer
-    columns = [_cells(row, usable, plan.cores_per_gpu(row), answer) for row in rows]
-    heads = [str(row.spec).partition(" ") for row in rows]
-    names = ["", "", *columns[0]]
-    body = [[head[0], head[2], *cells.values()] for head, cells in zip(heads, columns, strict=True)]
-    left, widths = max(map(len, names)), [max(map(len, cells)) for cells in body]
-    lines = zip(names, zip(*body, strict=True), strict=True)
+    lines: list[list[str]] = []
+
+    def add(name: str, cells: Iterable[str] = ()) -> None:
+        lines.append([name, *(cells or [""] * len(rows))])
+
+    answer, usable = plan.workload.answer, _bytes(USABLE * plan.cluster.memory_bytes)
+    add("", (str(row.spec).partition(" ")[0] for row in rows))
+    add("", (str(row.spec).partition(" ")[2] for row in rows))
+    if answer:
+        add(f"time of an answer of {answer:,} tokens", (duration(row.seconds) for row in rows))
+        add("  each token", (duration(row.parts["decoding"].seconds / answer) for row in rows))
+    else:
+        add("time of a step", (duration(row.seconds) for row in rows))
+        add("  forward, of all parts", (duration(row.forward.seconds) for row in rows))
+        add("  backward", (duration(row.backward.seconds) for row in rows))
+    for part in rows[0].parts:
+        name = "waiting for parameters" if part == "parameters" else part
+        add(f"  {name}", (duration(row.parts[part].seconds) for row in rows))
+    add("transfers of attention")
+    kinds = [kind for kind in ("cross", "self") if f"{kind}-attention" in rows[0].parts]
+    for kind in kinds:
+        part = f"{kind}-attention"
+        add(f"  {kind}, waited for", (duration(row.parts[part].exposed) for row in rows))
+        add(f"  {kind}, overlapped", (duration(row.parts[part].both.hidden) for row in rows))
+    add("data, cores for each GPU", (f"{plan.cores_per_gpu(row):.3g}" for row in rows))
+    add("bytes sent by the busiest GPU")
+    compared = plan.workload.compared
+    add(f"  {kinds[0]}, within the node", (_bytes(row.parts[compared].both.node_bytes) for row in rows))
+    add(f"  {kinds[0]}, to other nodes", (_bytes(row.parts[compared].both.network_bytes) for row in rows))
+    add("  all parts, to other nodes", (_bytes(row.both.network_bytes) for row in rows))
+    add("memory of a GPU at the peak", (_bytes(row.memory_total) for row in rows))
+    for kind in rows[0].memory:
+        add(f"  {kind}", (_bytes(row.memory[kind]) for row in rows))
+    add(f"  fits into {usable}", ("yes" if row.fits else "no" for row in rows))
+    add("longest video, in frames", (f"{row.max_frames:,}" for row in rows))
+    left, *widths = (max(map(len, column)) for column in zip(*lines, strict=True))
     return [
-        "  ".join([name.rstrip().ljust(left), *(c.rjust(w) for c, w in zip(cells, widths, strict=True))]).rstrip()
-        for name, cells in lines
+        "  ".join([name.ljust(left), *(cell.rjust(w) for cell, w in zip(cells, widths, strict=True))]).rstrip()
+        for name, *cells in lines
     ]
 
 
 def reasons(plan: Plan) -> list[str]:
     """Return sentences that say why the best row is the best: faster and equal ones, memory, and the next ones."""
-    best, usable = plan.best, USABLE * plan.cluster.memory_bytes
-    others = [row for row in plan.rows if row is not best]
+    best, part = plan.best, plan.workload.compared
     if not best.fits:
-        least = min(plan.rows, key=_total)
-        return [f"{least.spec} needs the least memory: {_bytes(_total(least))} of a GPU, of {_bytes(usable)}."]
+        least, usable = min(plan.rows, key=lambda row: row.memory_total), _bytes(USABLE * plan.cluster.memory_bytes)
+        return [f"{least.spec} needs the least memory: {_bytes(least.memory_total)} of a GPU, of {usable}."]
+    others = [row for row in plan.rows if row is not best]
     equal = [row for row in others if row.fits and row.seconds <= best.seconds * (1 + MARGIN)]
-    slower = [row for row in others if row.fits and row not in equal]
-    unfit = [row for row in others if not row.fits and row.seconds < best.seconds]
     said = []
     if equal:
-        names = ", ".join(f"{row.spec} ({_bytes(_total(row))})" for row in equal)
+        names = ", ".join(f"{row.spec} ({_bytes(row.memory_total)})" for row in equal)
         prefers = f", and {_NAMES[plan.preferred]} is preferred among equals"
-        prefers = prefers if best.spec.strategy == plan.preferred else ""
-        said.append(f"Equal within {MARGIN:.0%}{prefers}: {names}; {best.spec} needs {_bytes(_total(best))} of a GPU.")
-    for row in slower:
-        more = row.parts[plan.workload.compared].exposed - best.parts[plan.workload.compared].exposed
+        said.append(
+            f"Equal within {MARGIN:.0%}{prefers if best.spec.strategy == plan.preferred else ''}: {names}; {best.spec} "
+            f"needs {_bytes(best.memory_total)} of a GPU."
+        )
+    for row in (row for row in others if row.fits and row not in equal):
+        more = row.parts[part].exposed - best.parts[part].exposed
         waits = more > (row.seconds - best.seconds) / 2
         cause = f": {duration(more)} more of transfers that computation does not hide" if waits else ""
         said.append(f"{row.spec} takes {row.seconds / best.seconds:.3g} times as long{cause}.")
-    for row in unfit:
-        said.append(f"{row.spec} would take {duration(row.seconds)}, but needs {_bytes(_total(row))} of a GPU.")
+    for row in (row for row in others if not row.fits and row.seconds < best.seconds):
+        said.append(f"{row.spec} would take {duration(row.seconds)}, but needs {_bytes(row.memory_total)} of a GPU.")
     return said or ["No other strategy was compared."]
 
 
 def _verdict(plan: Plan) -> list[str]:
-    workload, best = plan.workload, plan.best
+    workload, best, enough = plan.workload, plan.best, plan.min_gpus
     lines = [f"{name}: left out, {reason}" for name, reason in plan.illegal.items()]
     if best.fits:
         options = "".join(f", {name}={value!r}" for name, value in patch_options(plan).items())
-        lines += [
-            f"Best: {best.spec}, {duration(best.seconds)} {'an answer' if workload.answer else 'a step'}",
-            f"  patch_model(model{options})",
-        ]
+        lines.append(f"Best: {best.spec}, {duration(best.seconds)} {'an answer' if workload.answer else 'a step'}")
+        lines.append(f"  patch_model(model{options})")
         lines += [line for reason in reasons(plan) for line in _wrapped(f"  {reason}", "  ")]
-        if plan.min_gpus and plan.min_gpus < workload.gpus:
-            lines.append(f"With {_NAMES[plan.preferred]}, {plan.min_gpus} GPUs are enough.")
+        if enough and enough < workload.gpus:
+            lines.append(f"With {_NAMES[plan.preferred]}, {enough} GPUs are enough.")
     else:
         most = max(row.max_frames for row in plan.rows)
         frames = f"at most {most:,} frames fit" if most else "not even one frame fits"
-        gpus = f"{plan.min_gpus} GPUs are enough" if plan.min_gpus else "no number of GPUs is enough"
+        gpus = f"{enough} GPUs are enough" if enough else "no number of GPUs is enough"
         lines.append(f"Nothing fits with {workload.frames:,} frames; {frames}; {gpus}.")
         lines += [line for reason in reasons(plan) for line in _wrapped(reason)]
     two = not workload.model.decoder_only and workload.self_attention != "auto"
@@ -263,36 +243,25 @@ def _duration(plan: Plan, data_set: DataSet) -> list[str]:
     """Return the hours of a data set with the best strategy, and with the two others that fit and are compared most."""
     workload, batch = plan.workload, plan.workload.batch
     named = {row.spec.strategy: row for row in plan.rows if row.fits}
-    rows = [
-        plan.best,
-        *(named[name] for name in (plan.preferred, "ring") if name in named and named[name] is not plan.best),
-    ]
+    compared = [named[name] for name in (plan.preferred, "ring") if name in named and named[name] is not plan.best]
     epochs = f" x {data_set.epochs:g} epochs" if data_set.epochs != 1 else ""
     kind = "steps" if workload.training else "forward passes"
     lines = _wrapped(
         f"{data_set.samples:,} samples{epochs} in {data_set.steps(batch):,} {kind} of {batch} on {workload.gpus} GPUs:"
     )
-    for row in rows:
+
+    def digits(value: float) -> str:
+        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+    for row in (plan.best, *compared):
         hours = data_set.hours(batch, row.seconds)
-        lines.append(f"  {row.spec}: {_hours(hours)}, {_number(hours * workload.gpus)} GPU-hours")
+        days = f" ({hours / 24:.1f} days)" if hours >= 48 else ""
+        lines.append(f"  {row.spec}: {digits(hours)} hours{days}, {digits(hours * workload.gpus)} GPU-hours")
     return lines
 
 
-def _hours(hours: float) -> str:
-    days = f" ({hours / 24:.1f} days)" if hours >= 48 else ""
-    return f"{_number(hours)} hours{days}"
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _total(row: StrategyPlan) -> int:
-    return sum(row.memory.values())
-
-
 def _wrapped(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent="", subsequent_indent=indent + "  ", break_long_words=False)
+    return textwrap.wrap(text, WIDTH, subsequent_indent=indent + "  ", break_long_words=False)
 
 
 def _bytes(size: float) -> str:
@@ -300,3 +269,89 @@ def _bytes(size: float) -> str:
         if size >= 0.9995 * scale:
             return f"{size / scale:.3g} {unit}"
     return f"{size:.0f} B" if size else "0"
+
+
+# The figure: a lane of computing and waiting above a lane of sending for each rank. Operations before and after a
+# schedule (all-to-all, gathering of features, projections) are not drawn.
+COLORS = {"compute": "#4c78a8", "wait": "#e45756", "transfer": "#72b7b2"}
+KINDS = {"compute": "computes a block", "wait": "waits for a transfer", "transfer": "sends"}
+MAX_RANKS = 8
+ROOM = 0.05
+"""The part of the time axis that a label needs."""
+
+
+def draw_plan(plan: Plan, path: str | Path) -> None:
+    """Draw one cross-attention layer, or decoder layer of a decoder-only model, to a file, whose suffix chooses the
+    format.
+
+    The best strategy is on top, and LV-XAttn and Ring Attention are below it on the same time axis, if the plan
+    compares them. A strategy has at most MAX_RANKS ranks.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("--timeline needs matplotlib; install mllm-seqpar[plot]") from error
+    workload, by_name = plan.workload, {row.spec.strategy: row for row in plan.rows}
+    compared = [by_name[name] for name in ("lv-xattn", "ring") if name in by_name and by_name[name] is not plan.best]
+    specs = [row.spec for row in (plan.best, *compared)]
+    problem, options = workload.problem(workload.compared), workload.call_options(workload.compared)
+    passes = [("forward", False), ("backward", True)][: 2 if workload.training else 1]
+    panels = [
+        [
+            (name, call_cost(problem, spec, plan.cluster, backward=backward, record=True, **options).timeline)
+            for name, backward in passes
+        ]
+        for spec in specs
+    ]
+    longest = max(sum(timeline.seconds for _, timeline in panel) for panel in panels)
+    ranks = min(problem.ranks, MAX_RANKS)
+    figure = Figure(figsize=(11, 1.4 + len(specs) * (0.4 * ranks + 0.7)), layout="constrained")
+    figure.suptitle(
+        f"One {workload.compared} layer of {workload.model.name}: {workload.frames:,} frames, {workload.text:,} text "
+        f"tokens, {workload.gpus} GPUs of {plan.cluster.name}",
+        fontsize="medium",
+        fontweight="bold",
+    )
+    all_axes = figure.subplots(len(specs), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, spec, panel in zip(all_axes, specs, panels, strict=True):
+        begin = 0.0
+        for name, timeline in panel:
+            for rank in range(ranks):
+                _draw_rank(axes, rank, begin, timeline, longest)
+            axes.axvline(begin, color="#888888", linewidth=0.8)
+            if timeline.seconds > ROOM * longest:
+                axes.text(begin, 0, f" {name}", fontsize=8, va="bottom")
+            begin += timeline.seconds
+        axes.axvline(begin, color="#888888", linewidth=0.8)
+        title = f"{spec}: {', '.join(f'{name} {duration(timeline.seconds)}' for name, timeline in panel)}"
+        more = f" ({problem.ranks - ranks} more ranks are not drawn)" if problem.ranks > ranks else ""
+        axes.set_title(title + more, loc="left", fontsize="small", pad=14)
+        axes.set_yticks([rank + 0.45 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
+        axes.set_ylim(ranks, 0)
+        axes.set_xlim(0, longest)
+        axes.xaxis.set_major_formatter(lambda seconds, _: duration(seconds))
+        axes.tick_params(labelbottom=True, labelsize="small")
+        axes.spines[["top", "right"]].set_visible(False)
+    all_axes[-1].set_xlabel("time, the same scale for all strategies", fontsize="small")
+    handles, labels = all_axes[0].get_legend_handles_labels()
+    figure.legend(handles[: len(KINDS)], labels[: len(KINDS)], loc="outside lower center", ncols=3, fontsize="small")
+    try:
+        figure.savefig(path, bbox_inches="tight", dpi=150)
+    except ValueError as error:  # an unknown suffix
+        raise ConfigError(f"--timeline {path}: {error}") from error
+
+
+def _draw_rank(axes: Any, rank: int, begin: float, timeline: Timeline, longest: float) -> None:
+    """Draw the lanes of a rank in one pass; labels are drawn where they have room."""
+    for kind, color in COLORS.items():
+        spans = [span for span in timeline.by_rank[rank % timeline.period].spans if span.kind == kind]
+        bars = [(begin + span.start, span.end - span.start) for span in spans]
+        lane = (rank + 0.45, 0.4) if kind == "transfer" else (rank + 0.05, 0.4)
+        edge = 0.3 if all(length > ROOM / 20 * longest for _, length in bars) else 0.0
+        axes.broken_barh(bars, lane, facecolor=color, edgecolor="white", linewidth=edge, label=KINDS[kind])
+        last = -longest
+        for span in spans if rank < timeline.period else ():  # the others only take as long
+            middle = begin + (span.start + span.end) / 2
+            if span.end - span.start > ROOM * longest and middle - last > ROOM * longest:
+                axes.text(middle, lane[0] + lane[1] / 2, span.label, fontsize=7, ha="center", va="center")
+                last = middle

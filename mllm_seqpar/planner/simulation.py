@@ -10,13 +10,13 @@ then represents all ranks that equal r modulo the period, and what it sends to s
 """
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 from typing import Any, Literal, NamedTuple
 
 from .cluster import Cluster
-from .costs import Cost
 
 
 class SentMessage(NamedTuple):
@@ -56,16 +56,26 @@ class TimelineSpan(NamedTuple):
     label: str = ""
 
 
-@dataclass(frozen=True)
-class RankTimeline(Cost):
+@dataclass(slots=True)
+class RankTimeline:
     """What one rank does until it ends after `seconds`, `computing` of which it computes.
 
-    `hidden` are the seconds in which it computes while its step's transfers are in flight. `spans` are its activities,
-    ordered by time; empty unless they were recorded.
+    `exposed` are the seconds in which it waits, `hidden` those in which it computes while its step's transfers are in
+    flight. `spans` are its activities, ordered by time; empty unless they were recorded.
     """
 
-    computing: float = field(kw_only=True)
-    spans: tuple[TimelineSpan, ...] = field(kw_only=True)
+    seconds: float = 0.0
+    computing: float = 0.0
+    exposed: float = 0.0
+    hidden: float = 0.0
+    node_bytes: int = 0
+    network_bytes: int = 0
+    spans: list[TimelineSpan] = field(default_factory=list)
+    # During the simulation: the step, when it began, its transfers that have not ended, and when the last one ended.
+    step: int = field(default=-1, repr=False)
+    begin: float = field(default=0.0, repr=False)
+    pending: int = field(default=0, repr=False)
+    transfers_done: float = field(default=0.0, repr=False)
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,7 @@ _Port = tuple[str, int]
 """One direction of a link: its kind (see `_Simulation.capacity`), and the rank or node that it belongs to."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Transfer:
     """A transfer between two simulated ranks; `remaining` bytes at time `since`, moving at `rate`."""
 
@@ -118,36 +128,13 @@ class _Transfer:
     to: int
     message: SentMessage
     step: int
-    network: bool
     ports: tuple[_Port, ...]
-    remaining: float = 0.0
+    latency: float
+    remaining: float
     rate: float = 0.0
     since: float = 0.0
     start: float = 0.0
     version: int = 0
-
-
-@dataclass(slots=True)
-class _Rank:
-    step: int = -1
-    begin: float = 0.0
-    pending: int = 0
-    transfers_done: float = 0.0
-    end: float = 0.0
-    computing: float = 0.0
-    exposed: float = 0.0
-    hidden: float = 0.0
-    node_bytes: int = 0
-    network_bytes: int = 0
-    spans: list[TimelineSpan] = field(default_factory=list)
-
-    def timeline(self) -> RankTimeline:
-        spans = tuple(sorted(self.spans, key=lambda span: (span.start, span.end)))
-        figures = (self.end, self.exposed, self.hidden, self.node_bytes, self.network_bytes)
-        return RankTimeline(*figures, computing=self.computing, spans=spans)
-
-
-_BEGIN, _ACTIVE, _DONE = range(3)
 
 
 class _Simulation:
@@ -158,50 +145,39 @@ class _Simulation:
         self.period = len(phases)
         self.serial = 1.0 - cluster.overlap if overlap else 1.0
         """Fraction of a step's computation that cannot run while its transfers are in flight."""
-        self.state = [_Rank() for _ in phases]
-        self.events: list[tuple[float, int, int, int | _Transfer, int]] = []
+        self.by_rank = [RankTimeline() for _ in phases]
+        self.events: list[tuple[float, int, Callable[[float], None]]] = []
         self.event_count = 0
         self.posted: defaultdict[tuple[int, int], deque[tuple[float, _Transfer]]] = defaultdict(deque)
         self.expected: defaultdict[tuple[int, int], deque[float]] = defaultdict(deque)
         self.on_port: defaultdict[_Port, dict[int, _Transfer]] = defaultdict(dict)
+        self.changed: set[_Port] = set()
         rates = {"": cluster.node_link, "card ": cluster.gpu_network_link, "node ": cluster.network_link}
         self.capacity = {f"{link}{way}": rate for link, rate in rates.items() for way in ("out", "in")}
 
     def run(self) -> Timeline:
         for rank in range(self.period):
-            self._push(0.0, _BEGIN, rank)
+            self._at(0.0, partial(self._begin_step, rank))
         while self.events:
             now = self.events[0][0]
-            changed: set[_Port] = set()
             while self.events and self.events[0][0] <= now * (1 + 1e-12):
-                _, _, kind, subject, version = heappop(self.events)
-                if isinstance(subject, int):
-                    self._begin_step(subject, now)
-                elif kind == _ACTIVE:
-                    subject.since = now
-                    changed.update(subject.ports)
-                    for port in subject.ports:
-                        self.on_port[port][id(subject)] = subject
-                elif version == subject.version:  # otherwise the rate has changed since this event was pushed
-                    changed.update(subject.ports)
-                    for port in subject.ports:
-                        del self.on_port[port][id(subject)]
-                    self._finish(subject, now)
-            if changed:
-                self._update_rates(changed, now)
-        for rank, state in enumerate(self.state):
+                heappop(self.events)[2](now)
+            if self.changed:
+                self._update_rates(now)
+        for rank, state in enumerate(self.by_rank):
             if state.step < len(self.phases[rank]):
                 raise ValueError(f"simulate: rank {rank} waits forever in step {state.step}")
-        return Timeline(self.ranks, tuple(state.timeline() for state in self.state))
+            state.spans.sort(key=lambda span: (span.start, span.end))
+        return Timeline(self.ranks, tuple(self.by_rank))
 
-    def _push(self, time: float, kind: int, subject: int | _Transfer, version: int = 0) -> None:
+    def _at(self, time: float, event: Callable[[float], None]) -> None:
         self.event_count += 1
-        heappush(self.events, (time, self.event_count, kind, subject, version))
+        heappush(self.events, (time, self.event_count, event))
 
     def _begin_step(self, rank: int, now: float) -> None:
-        state = self.state[rank]
+        state = self.by_rank[rank]
         state.step += 1
-        state.begin = state.end = state.transfers_done = now
+        state.begin = state.seconds = state.transfers_done = now
         if state.step == len(self.phases[rank]):
             return
         phase = self.phases[rank][state.step]
@@ -216,55 +192,64 @@ class _Simulation:
             self._end_step(rank)
 
     def _post(self, rank: int, message: SentMessage, now: float) -> None:
-        to, node, state = message.to % self.period, self.cluster.gpus_per_node, self.state[rank]
-        network = not self.cluster.same_node(rank, message.to)
-        ports: tuple[_Port, ...] = (("out", rank), ("in", to))
-        if network:
-            ports = (("card out", rank), ("card in", to), ("node out", rank // node), ("node in", to // node))
-            state.network_bytes += message.size
+        to, cluster, state = message.to % self.period, self.cluster, self.by_rank[rank]
+        node = cluster.gpus_per_node
+        if rank // node == message.to // node:
+            ports: tuple[_Port, ...] = (("out", rank), ("in", to))
+            latency, state.node_bytes = cluster.node_latency_s, state.node_bytes + message.size
         else:
-            state.node_bytes += message.size
-        transfer = _Transfer(rank, to, message, state.step, network, ports, remaining=float(message.size))
+            ports = (("card out", rank), ("card in", to), ("node out", rank // node), ("node in", to // node))
+            latency, state.network_bytes = cluster.network_latency_s, state.network_bytes + message.size
+        if not message.size:  # empty shards are not sent
+            ports, latency = (), 0.0
+        transfer = _Transfer(rank, to, message, state.step, ports, latency, remaining=float(message.size))
         self.posted[rank, to].append((now, transfer))
         self._match(rank, to)
 
     def _match(self, source: int, to: int) -> None:
         """Start the next transfer between two ranks once both have posted it."""
         posted, expected = self.posted[source, to], self.expected[source, to]
-        if not posted or not expected:
-            return
-        time, transfer = posted.popleft()
-        transfer.start = max(time, expected.popleft())
-        latency = self.cluster.network_latency_s if transfer.network else self.cluster.node_latency_s
-        if transfer.message.size:
-            self._push(transfer.start + latency, _ACTIVE, transfer)
-        else:  # empty shards are not sent
-            self._push(transfer.start, _DONE, transfer)
-            transfer.ports = ()
+        if posted and expected:
+            time, transfer = posted.popleft()
+            transfer.start = max(time, expected.popleft())
+            event = partial(self._share_links, transfer) if transfer.ports else partial(self._finish, transfer, 0)
+            self._at(transfer.start + transfer.latency, event)
 
-    def _update_rates(self, changed: set[_Port], now: float) -> None:
+    def _share_links(self, transfer: _Transfer, now: float) -> None:
+        transfer.since = now
+        self.changed.update(transfer.ports)
+        for port in transfer.ports:
+            self.on_port[port][id(transfer)] = transfer
+
+    def _update_rates(self, now: float) -> None:
         """Give each transfer on the changed ports its new rate: the smallest of its even shares."""
-        transfers = {key: transfer for port in changed for key, transfer in self.on_port[port].items()}
+        transfers = {key: transfer for port in self.changed for key, transfer in self.on_port[port].items()}
+        self.changed.clear()
         for transfer in transfers.values():
             rate = min(self.capacity[port[0]] / len(self.on_port[port]) for port in transfer.ports)
             if rate != transfer.rate:
                 transfer.remaining = max(0.0, transfer.remaining - transfer.rate * (now - transfer.since))
                 transfer.since, transfer.rate, transfer.version = now, rate, transfer.version + 1
-                self._push(now + transfer.remaining / rate, _DONE, transfer, transfer.version)
+                self._at(now + transfer.remaining / rate, partial(self._finish, transfer, transfer.version))
 
-    def _finish(self, transfer: _Transfer, now: float) -> None:
+    def _finish(self, transfer: _Transfer, version: int, now: float) -> None:
+        if version != transfer.version:  # the rate has changed since this event was scheduled
+            return
+        self.changed.update(transfer.ports)
+        for port in transfer.ports:
+            del self.on_port[port][id(transfer)]
         if self.record and transfer.message.size:
             span = TimelineSpan("transfer", transfer.start, now, transfer.step, transfer.message.label)
-            self.state[transfer.source].spans.append(span)
+            self.by_rank[transfer.source].spans.append(span)
         for rank in (transfer.source, transfer.to):
-            state = self.state[rank]
+            state = self.by_rank[rank]
             state.transfers_done = max(state.transfers_done, now)
             state.pending -= 1
             if not state.pending:
                 self._end_step(rank)
 
     def _end_step(self, rank: int) -> None:
-        state = self.state[rank]
+        state = self.by_rank[rank]
         phase = self.phases[rank][state.step]
         busy = sum(item.seconds for item in phase.work)
         moving = state.transfers_done - state.begin
@@ -278,9 +263,9 @@ class _Simulation:
         state.computing += busy
         state.exposed += end - state.begin - busy
         state.hidden += max(0.0, moving + busy - (end - state.begin))
-        self._push(end, _BEGIN, rank)
+        self._at(end, partial(self._begin_step, rank))
 
-    def _record(self, state: _Rank, phase: Phase, end: float, busy: float) -> None:
+    def _record(self, state: RankTimeline, phase: Phase, end: float, busy: float) -> None:
         at = begin = state.begin if self.serial < 1.0 else end - busy
         for item in phase.work:
             if item.seconds:

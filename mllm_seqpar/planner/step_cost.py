@@ -11,19 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.schedules.bytes_sent import Problem
+from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
 
-from . import offload
-from .call_cost import head_sharding_bytes
-from .candidates import STRATEGIES, ParallelSpec
-from .cluster import Cluster
-from .costs import Cost, Passes, all_gather, all_gather_seconds, all_to_all
-from .selection import Candidate, select_strategy
-from .workload import FLOAT32, Workload
+from .call_cost import Candidate, ParallelSpec, head_sharding_bytes, select_strategy
+from .cluster import Cluster, Cost, Passes, all_gather, all_gather_seconds, all_to_all
+from .workload import FLOAT32, SELF, Workload
 
 PARTS = ("vision tower", "self-attention", "cross-attention", "MLP", "vocabulary", "parameters")
-_ADAPTED = {"self-attention": "attention", "MLP": "mlp", "cross-attention": "cross", "vision tower": "connector"}
-"""The layers with adapters that each part contains."""
+
+HOST_LINK = 20e9
+"""Bytes per second from pinned memory to a GPU: about four fifths of PCIe 4.0 with 16 lanes, 25 GB/s in practice."""
 
 
 def attention_candidates(
@@ -33,23 +30,22 @@ def attention_candidates(
 
     `strategies` are for cross-attention; the workload has the strategies of self-attention.
     """
+    kind = workload.self_attention
+    if part == "self-attention":
+        strategies = ("ring",) if workload.text_ranks == 1 else SELF if kind == "auto" else (kind,)
     options, problem = workload.call_options(part), workload.problem(part)
-    if part != "self-attention":
-        return select_strategy(
-            problem, cluster, training=workload.training, strategies=strategies, **options
-        ).candidates
     try:
-        found = select_strategy(
-            problem, cluster, training=workload.training, strategies=workload.text_strategies, **options
-        ).candidates
+        selection = select_strategy(problem, cluster, training=workload.training, strategies=strategies, **options)
     except ConfigError as error:
+        if part != "self-attention":
+            raise
         raise ConfigError(
-            f"self_attention: {workload.self_attention} cannot shard {workload.model.text.heads} heads over "
-            f"{workload.gpus} GPUs; choose ring, or another number of GPUs"
+            f"self_attention: {kind} cannot shard {problem.heads} heads over {workload.gpus} GPUs; choose ring, or "
+            "another number of GPUs"
         ) from error
-    if workload.self_attention == "local":
-        return [replace(candidate, spec=ParallelSpec("local", (1, 1))) for candidate in found]
-    return found
+    if part == "self-attention" and kind == "local":
+        return [replace(candidate, spec=ParallelSpec("local", (1, 1))) for candidate in selection.candidates]
+    return selection.candidates
 
 
 def step_parts(workload: Workload, cluster: Cluster, cross: Candidate | None, text: Candidate) -> Mapping[str, Passes]:
@@ -57,132 +53,124 @@ def step_parts(workload: Workload, cluster: Cluster, cross: Candidate | None, te
 
     A decoder-only model has no cross-attention. An answer has one more part, "decoding".
     """
-    sizes, trained = workload.model.text, workload.language_trained
-    layer = _linear(workload, cluster, sizes.attention_parameters, trained=trained, recomputed=workload.checkpointing)
-    vocabulary = sizes.vocabulary * sizes.hidden
-    parts = {
-        "vision tower": _vision(workload, cluster) + _exchanged_embeddings(workload, cluster),
-        "self-attention": (layer + _attention_call(workload, cluster, text, workload.text_problem)) * sizes.layers,
-        **({} if cross is None else {"cross-attention": _cross_attention(workload, cluster, cross)}),
-        "MLP": _mlp(workload, cluster),
-        "vocabulary": _linear(workload, cluster, vocabulary, trained=trained, tokens=workload.scored_tokens),
-    }
-    for name, target in _ADAPTED.items():
-        if name in parts:
-            parts[name] += _adapters(workload, cluster, target)
-    parts["parameters"] = _parameters(workload, cluster, parts)
+    model, tokens, layers = workload.model, workload.tokens, workload.checkpointing
+    full = workload.lora_r is None
+
+    def linear(parameters: int, trained: bool, recomputed: int = 0, tokens: int = tokens) -> Passes:
+        """Return the cost of linear layers with this number of recomputations, by default on all tokens of a rank."""
+        once = 2 * parameters * tokens / cluster.matmul
+        return Passes(Cost(once), Cost(once * (1 + trained + recomputed) if workload.training else 0.0))
+
+    trained, sizes = workload.language_trained, model.cross
+    attention, mlp = (model.linear[name].parameters for name in ("attention", "mlp"))
+    one_layer = linear(attention, trained, layers) + _attention_call(workload, cluster, "self-attention", text)
+    parts = {"vision tower": _vision(workload, cluster), "self-attention": one_layer * model.text.layers}
+    if cross is not None:
+        queries = 2 * model.text.hidden * sizes.heads * sizes.head_dim if sizes.own_queries else 0
+        one_layer = linear(queries, full, layers) + _attention_call(workload, cluster, "cross-attention", cross)
+        parts["cross-attention"] = one_layer * sizes.layers
+    # Chunks of an MLP are recomputed in backward. The recomputation of a decoder layer stops before its MLP, so that
+    # chunks are recomputed once. The MLP of a cross-attention layer is followed by a gate that saves its result, so
+    # that it is recomputed by both.
+    crossing = sizes.layers * sizes.mlp_matrices * model.text.hidden * sizes.mlp_inner
+    parts["MLP"] = linear(model.text.layers * mlp, trained, layers or workload.chunked)
+    parts["MLP"] += linear(crossing, full, layers + workload.chunked)
+    parts["vocabulary"] = linear(model.text.vocabulary * model.text.hidden, trained, tokens=workload.scored_tokens)
+    places = {"attention": "self-attention", "mlp": "MLP", "cross": "cross-attention", "connector": "vision tower"}
+    for target in workload.lora_target if not full else ():
+        adapted = model.linear[target]
+        if adapted.layers:
+            channels, visual = map(workload.adapter_channels, (adapted.text, adapted.visual))
+            work = linear(channels * adapted.layers, True, layers)
+            work += linear(visual * adapted.layers, True, layers, workload.local_frames * model.vision.keys)
+            parts[places[target]] += work
+    parts["parameters"] = _parameters(workload, cluster, sum(parts.values(), Passes()))
     return parts | ({"decoding": _decoded_token(workload, cluster) * workload.answer} if workload.answer else {})
 
 
-def _linear(
-    workload: Workload, cluster: Cluster, parameters: int, *, trained: bool, recomputed: int = 0, tokens: int = 0
-) -> Passes:
-    """Return the cost of linear layers with this number of recomputations, by default on all tokens of a rank."""
-    once = 2 * parameters * (tokens or workload.tokens) / cluster.matmul
-    backward = once * (1 + (trained and workload.lora_r is None) + recomputed) if workload.training else 0.0
-    return Passes(Cost(once), Cost(backward))
-
-
-def _adapters(workload: Workload, cluster: Cluster, target: str) -> Passes:
-    """Return the cost of the adapters of one kind of layers, which have both gradients in backward."""
-    keys, work = workload.local_frames * workload.model.vision.keys, 0
-    for found in workload.adapted((target,)):
-        text, visual = (workload.adapter_channels(layers) for layers in (found.text, found.visual))
-        work += found.layers * (text * workload.tokens + visual * keys)
-    once = 2 * work / cluster.matmul
-    return Passes(Cost(once), Cost(once * (2 + workload.checkpointing)))
-
-
 def _vision(workload: Workload, cluster: Cluster) -> Passes:
-    """Return the cost of tower, resampler and projector on a rank's frames; a frozen tower has no backward pass."""
-    vision, frames = workload.model.vision, workload.local_frames
+    """Return the cost of tower, resampler and projector on a rank's frames; a frozen tower has no backward pass.
+
+    In a decoder-only model, the embeddings are then sent to the ranks that have their tokens by one all-to-all, or with
+    local text by one all-gather; in backward, the gradients travel the other way.
+    """
+    model, vision, frames = workload.model, workload.model.vision, workload.local_frames
     tokens = frames * vision.tokens
+    attended = vision.layers * vision.tokens
+    if vision.window:
+        in_windows = (vision.layers - vision.full_layers) * min(vision.window, vision.tokens)
+        attended = vision.full_layers * vision.tokens + in_windows
     linear = 2 * vision.parameters * tokens / cluster.matmul
-    entries = tokens * vision.attended * vision.width
-    forward = linear + 4 * entries / cluster.attention_forward
-    backward = 0.0
+    entries = tokens * attended * vision.width
+    forward, backward = linear + 4 * entries / cluster.attention_forward, 0.0
     if workload.trained == "all":
         backward = 2 * linear + 10 * entries / cluster.attention_backward
         backward += forward if workload.checkpointing else 0.0
-    connector = 2 * workload.model.connector_work * frames / cluster.matmul
-    if workload.training and workload.trains_features:
+    work, r = vision.keys * model.linear["connector"].parameters, model.resampler
+    if r:  # K and V are projected from the patches, too
+        work += r.layers * 2 * vision.tokens * vision.width * r.heads * r.head_dim
+    connector = 2 * work * frames / cluster.matmul
+    training = workload.training and workload.trains_features
+    if training:
         backward += connector * (2 if workload.lora_r is None else 1)
-    return Passes(Cost(forward + connector), Cost(backward))
-
-
-def _exchanged_embeddings(workload: Workload, cluster: Cluster) -> Passes:
-    """Return the cost of sending a decoder-only model's embeddings to the ranks that have their tokens.
-
-    It is one all-to-all, or with local text one all-gather; in backward, the gradients travel the other way.
-    """
-    model, gpus = workload.model, workload.gpus
-    if not model.decoder_only or gpus == 1:
-        return Passes()
-    size = workload.local_frames * model.vision.keys * model.embedding_width * workload.element
+    passes = Passes(Cost(forward + connector), Cost(backward))
+    if not model.decoder_only or workload.gpus == 1:
+        return passes
+    gpus, size = workload.gpus, frames * vision.keys * workload.embedding_width * workload.element
     local = workload.self_attention == "local"
-    cost = all_gather(cluster, gpus, size) if local else all_to_all(cluster, gpus, gpus, size)
-    return Passes(cost, cost if workload.training and workload.trains_features else Cost())
+    sent = all_gather(cluster, gpus, size) if local else all_to_all(cluster, gpus, gpus, size)
+    return passes + Passes(sent, sent if training else Cost())
 
 
-def _cross_attention(workload: Workload, cluster: Cluster, cross: Candidate) -> Passes:
-    sizes = workload.model.cross
-    queries = 2 * workload.model.text.hidden * sizes.heads * sizes.head_dim if sizes.own_queries else 0
-    layer = _linear(workload, cluster, queries, trained=True, recomputed=workload.checkpointing)
-    call = _attention_call(workload, cluster, cross, workload.cross_problem, recomputed_kv=workload.recompute)
-    layer += offload.with_copies(workload, call) if workload.visual_offload else call
-    if workload.self_attention == "local":
-        layer += _gathered_rows(workload, cluster)
-    return layer * sizes.layers
-
-
-def _attention_call(
-    workload: Workload, cluster: Cluster, candidate: Candidate, problem: Problem, recomputed_kv: bool = False
-) -> Passes:
+def _attention_call(workload: Workload, cluster: Cluster, part: str, candidate: Candidate) -> Passes:
     """Return the cost of one attention call.
 
     With checkpointing, backward repeats the forward pass with its transfers, or, if its results are kept, only the
-    all-to-all of Q, and of given K and V, to head shards.
+    all-to-all of Q, and of given K and V, to head shards. With local text, every rank gathers the rows of O of the
+    others for cross-attention; backward sums their gradients in float32.
     """
-    again = Cost()
+    problem, crossing = workload.problem(part), part == "cross-attention"
+    again, degree = Cost(), candidate.spec.head_degree
     if workload.training and workload.checkpointing:
         if workload.recompute_attention:
             again = candidate.forward
-        elif (degree := candidate.spec.head_degree) > 1:
-            size = head_sharding_bytes(problem, degree, kv=not recomputed_kv)
+        elif degree > 1:
+            size = head_sharding_bytes(problem, degree, kv=not (crossing and workload.recompute))
             again = all_to_all(cluster, problem.ranks, degree, size)
-    return Passes(candidate.forward, candidate.backward + again)
+    call = Passes(candidate.forward, candidate.backward + again)
+    if crossing and workload.visual_offload:
+        call = _with_copies(workload, call)
+    if crossing and workload.self_attention == "local":
+        elements = problem.batch * problem.rows * problem.heads * problem.dim
+        rows, gradients = (
+            all_gather(cluster, workload.gpus, elements * size) for size in (problem.element, problem.accumulated)
+        )
+        backward = gradients + rows * workload.checkpointing if workload.training else Cost()
+        call += Passes(rows, backward)
+    return call
 
 
-def _gathered_rows(workload: Workload, cluster: Cluster) -> Passes:
-    """Return the cost of gathering rows for local text.
+def _with_copies(workload: Workload, call: Passes) -> Passes:
+    """Return the cost of an attention call with features in host memory.
 
-    Every rank gathers the rows of O of the others; backward sums their gradients in float32.
+    A layer brings all features of the rank once per pass, under the computation of the chunk before, so a pass of a
+    layer takes at least features / HOST_LINK seconds. Q, O and the log-sum-exp are exchanged before and after the
+    computation, so none of these transfers overlaps with it.
     """
-    problem = workload.cross_problem
-    elements = problem.batch * problem.rows * problem.heads * problem.dim
-    rows = all_gather(cluster, workload.gpus, elements * problem.element)
-    if not workload.training:
-        return Passes(rows)
-    gradients = all_gather(cluster, workload.gpus, elements * problem.accumulated)
-    return Passes(rows, gradients + rows * workload.checkpointing)
+    once = workload.features_bytes / HOST_LINK
+    copies = 1 + workload.trains_features  # copies in the two directions overlap
+    copies += workload.checkpointing  # backward repeats the forward pass
+    hidden = call.both.hidden / (2 if workload.training else 1)
+
+    def exposing(cost: Cost, seconds: float) -> Cost:
+        return replace(
+            cost, seconds=max(cost.seconds + hidden, seconds), exposed=cost.exposed + cost.hidden, hidden=0.0
+        )
+
+    return Passes(exposing(call.forward, once), exposing(call.backward, once * copies) if workload.training else Cost())
 
 
-def _mlp(workload: Workload, cluster: Cluster) -> Passes:
-    """Return the cost of the MLPs. Chunks are recomputed in backward, whether or not the layer is checkpointed.
-
-    The recomputation of a decoder layer stops before its MLP, so that chunks are recomputed once. The MLP of a
-    cross-attention layer is followed by a gate that saves its result, so that it is recomputed by both.
-    """
-    text, cross, chunked, layers = workload.model.text, workload.model.cross, workload.chunked, workload.checkpointing
-    decoder = text.layers * text.mlp_parameters
-    crossing = cross.layers * cross.mlp_matrices * text.hidden * cross.mlp_inner
-    trained = workload.language_trained
-    return _linear(workload, cluster, decoder, trained=trained, recomputed=layers or chunked) + _linear(
-        workload, cluster, crossing, trained=True, recomputed=layers + chunked
-    )
-
-
-def _parameters(workload: Workload, cluster: Cluster, parts: Mapping[str, Passes]) -> Passes:
+def _parameters(workload: Workload, cluster: Cluster, computed: Passes) -> Passes:
     """Return the cost of FSDP2: parameters are gathered forward and again in backward, and gradients are reduced.
 
     These transfers hide under all computation of the step.
@@ -193,7 +181,6 @@ def _parameters(workload: Workload, cluster: Cluster, parts: Mapping[str, Passes
     if workload.lora_r is not None:  # frozen weights are gathered as they are stored
         parameters = workload.frozen_bytes + workload.trained_parameters * workload.element
     gradients = workload.trained_parameters * workload.parameter
-    computed = sum(parts.values(), Passes())
 
     def waiting(under: float, *sizes: int) -> Cost:
         seconds = sum(all_gather_seconds(cluster, workload.gpus, size / workload.gpus) for size in sizes)
@@ -210,15 +197,15 @@ def _decoded_token(workload: Workload, cluster: Cluster) -> Passes:
 
     Every rank computes all layers of the token, over its own keys. Sharded weights are gathered for each token.
     """
-    text, gpus = workload.model.text, workload.gpus
-    layers = text.layers * (text.attention_parameters + text.mlp_parameters)
+    text, gpus, linear = workload.model.text, workload.gpus, workload.model.linear
+    layers = text.layers * (linear["attention"].parameters + linear["mlp"].parameters)
     weights = layers + text.vocabulary * text.hidden
     seconds = 2 * weights * workload.batch / cluster.matmul
     if cluster.memory_rate is not None:
         seconds = max(seconds, weights * workload.element / cluster.memory_rate)
         seconds += workload.cache_bytes / cluster.memory_rate
     cost = Cost(seconds)
-    if gpus > 1 and workload.self_attention != "local":
+    if workload.text_ranks > 1:
         merged = workload.batch * text.heads * (text.head_dim + 1) * FLOAT32
         cost += all_gather(cluster, gpus, merged) * text.layers
     if workload.weights_sharded:

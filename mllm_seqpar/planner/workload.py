@@ -7,16 +7,16 @@ the gradient passes through them to earlier layers. Left out: dropout on the inp
 that an adapter in another dtype makes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.schedules.bytes_sent import Problem
 
 from .call_cost import VisualProjection
-from .model_sizes import LayerSizes, LinearLayers, ModelSizes
-from .records import Record
+from .model_sizes import ModelSizes
+from .records import Record, number, one_of
 
 FLOAT32 = 4
 TRAINED = ("all", "no-vision", "language", "connector", "none")
@@ -62,96 +62,66 @@ class Workload(Record):
     """
 
     model: ModelSizes
-    frames: int
-    text: int
+    frames: int = number("a number of frames")
+    text: int = number("a number of tokens")
     gpus: int
     batch: int = 1
-    trained: str = "no-vision"
-    self_attention: str = "ring"
+    trained: str = one_of(TRAINED, "no-vision")
+    self_attention: str = one_of(SELF_ATTENTION, "ring")
     recompute: bool = True
     checkpointing: bool = False
     recompute_attention: bool = False
-    mlp_chunk_size: int | None = None
-    vision_chunk_size: int | None = 32
-    content_tiles: int | None = None
-    visual_offload: str | None = None
+    mlp_chunk_size: int | None = number("a number of tokens", None)
+    vision_chunk_size: int | None = number("a number of frames", 32)
+    content_tiles: int | None = number("a number of tiles", None)
+    visual_offload: str | None = one_of((None, "cpu"), None)
     overlap: bool = True
-    element: int = 2
-    parameter: int = 4
-    optimizer: int = 8
-    lora_r: int | None = None
+    element: int = one_of((1, 2, 4, 8), 2)
+    parameter: int = number("a number of bytes", 4)
+    optimizer: int = number("a number of bytes", 8, least=0)
+    lora_r: int | None = number("a rank of adapters", None)
     lora_target: tuple[str, ...] = ("attention", "mlp", "cross")
-    base_parameter: float | None = None
-    decode_per_frame: float = 30.0
-    answer: int = 0
+    base_parameter: float | None = one_of((None, *BASE_BYTES), None)
+    decode_per_frame: float = number("a number of frames", 30.0, least=0)
+    answer: int = number("a number of tokens", 0, least=0)
     shard_weights: bool = False
-
-    units: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("frames", "vision_chunk_size", "decode_per_frame"), "a number of frames"),
-        **dict.fromkeys(("text", "mlp_chunk_size", "answer"), "a number of tokens"),
-        **dict.fromkeys(("parameter", "optimizer"), "a number of bytes"),
-        **{"content_tiles": "a number of tiles", "lora_r": "a rank of adapters"},
-    }
-    least: ClassVar[Mapping[str, int]] = {"optimizer": 0, "answer": 0, "decode_per_frame": 0}
-    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "trained": TRAINED,
-        "self_attention": SELF_ATTENTION,
-        "visual_offload": (None, "cpu"),
-        "element": (1, 2, 4, 8),
-        "base_parameter": (None, *BASE_BYTES),
-    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        tiles = self.model.vision.tiles
+        model, tiles = self.model, self.model.vision.tiles
         if self.content_tiles is not None and self.content_tiles > tiles:
-            raise ConfigError(f"content_tiles is {self.content_tiles}; a frame of {self.model.name} has {tiles}")
+            raise ConfigError(f"content_tiles is {self.content_tiles}; a frame of {model.name} has {tiles}")
         if self.visual_offload and not self.recompute:
             raise ConfigError('visual_offload="cpu" projects K and V again in backward; do not keep them')
-        if self.model.decoder_only and (self.visual_offload or not self.recompute):
+        if model.decoder_only and (self.visual_offload or not self.recompute):
             raise ConfigError(
-                f"{'visual_offload' if self.visual_offload else 'recompute=False'}: {self.model.name} has no "
+                f"{'visual_offload' if self.visual_offload else 'recompute=False'}: {model.name} has no "
                 "cross-attention, whose features and K and V this is about; leave it out"
             )
-        if self.answer and (self.training or not self.model.decoder_only):
+        if self.answer and (self.training or not model.decoder_only):
             why = f"with trained={self.trained!r} nothing is generated; pass trained='none'"
-            if not self.model.decoder_only:
-                why = f"generation is planned for decoder-only models, and {self.model.name} has cross-attention"
+            if not model.decoder_only:
+                why = f"generation is planned for decoder-only models, and {model.name} has cross-attention"
             raise ConfigError(f"answer: {why}, or leave answer out")
         if self.shard_weights and not self.answer:
             raise ConfigError("shard_weights: has no effect without answer, because a step shards the weights anyway")
-        self._check_lora()
-
-    def _check_lora(self) -> None:
-        """Raise ConfigError if the options of LoRA are invalid, or contradict others."""
-        r, target, base = self.lora_r, self.lora_target, self.base_parameter
-        if r is None:
-            if base is not None:
-                raise ConfigError("base_parameter: has no effect without lora_r; pass both, or neither")
-            return
-        if unknown := [name for name in target if name not in TARGETS]:
-            raise ConfigError(f"lora_target: {unknown[0]!r} is unknown; choose from {', '.join(TARGETS)}")
-        if not target or len(set(target)) < len(target):
-            raise ConfigError(f"lora_target: {list(target)!r}; name one or more of {', '.join(TARGETS)}, each once")
-        if self.trained != "no-vision":
-            raise ConfigError(
-                f"trained: {self.trained!r} has no effect with lora_r, which trains adapters only; leave trained out, "
-                "and name their layers by lora_target"
-            )
+        if self.lora_r is None and self.base_parameter is not None:
+            raise ConfigError("base_parameter: has no effect without lora_r; pass both, or neither")
+        if self.lora_r is not None:
+            target, known = self.lora_target, ", ".join(TARGETS)
+            if unknown := [name for name in target if name not in TARGETS]:
+                raise ConfigError(f"lora_target: {unknown[0]!r} is unknown; choose from {known}")
+            if not target or len(set(target)) < len(target):
+                raise ConfigError(f"lora_target: {list(target)!r}; name one or more of {known}, each once")
+            if self.trained != "no-vision":
+                raise ConfigError(
+                    f"trained: {self.trained!r} has no effect with lora_r, which trains adapters only; leave trained "
+                    "out, and name their layers by lora_target"
+                )
 
     @property
     def training(self) -> bool:
         return self.trained != "none"
-
-    @property
-    def rows(self) -> int:
-        """Tokens of one sample on each rank, padding included; all of them if the text is not sharded."""
-        return self.length if self.self_attention == "local" else -(-self.length // self.gpus)
-
-    @property
-    def length(self) -> int:
-        """Tokens of one sample that the decoder layers compute: in a decoder-only model, also the visual ones."""
-        return self.text + (self.encoded_frames * self.model.vision.keys if self.model.decoder_only else 0)
 
     @property
     def encoded_frames(self) -> int:
@@ -159,9 +129,51 @@ class Workload(Record):
         return -(-self.frames // self.model.vision.temporal_patch)
 
     @property
+    def local_frames(self) -> int:
+        """Frames of all samples on the rank that has the most frames."""
+        return -(-self.encoded_frames // self.gpus) * self.batch
+
+    @property
+    def features_bytes(self) -> int:
+        """Bytes of the visual features of a rank's frames, without their gradient."""
+        return self.local_frames * self.model.vision.keys * self.model.cross.visual_dim * self.element
+
+    @property
+    def embedding_width(self) -> int:
+        """Channels of a visual token of a decoder-only model, those of deepstack included."""
+        return (1 + self.model.vision.deepstack) * self.model.text.hidden
+
+    @property
     def weights_sharded(self) -> bool:
         """Whether FSDP2 shards the weights."""
         return self.gpus > 1 and (self.shard_weights or not self.answer)
+
+    @property
+    def text_ranks(self) -> int:
+        """The ranks that share the text; 1 if every rank computes all of it."""
+        return 1 if self.self_attention == "local" else self.gpus
+
+    @property
+    def rows(self) -> int:
+        """Tokens of one sample that the decoder layers of each rank compute, padding included.
+
+        In a decoder-only model, these are also the visual ones.
+        """
+        visual = self.encoded_frames * self.model.vision.keys if self.model.decoder_only else 0
+        return -(-(self.text + visual) // self.text_ranks)
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.rows
+
+    @property
+    def mlp_tokens(self) -> int:
+        """Tokens that an MLP computes at once: all of them if a rank has no more than one chunk."""
+        return self.tokens if self.mlp_chunk_size is None else min(self.tokens, self.mlp_chunk_size)
+
+    @property
+    def chunked(self) -> bool:
+        return self.mlp_tokens < self.tokens
 
     @property
     def scored_tokens(self) -> int:
@@ -176,28 +188,8 @@ class Workload(Record):
     @property
     def cache_bytes(self) -> int:
         """Bytes of the K and V of a rank at the end of an answer."""
-        text, ranks = self.model.text, 1 if self.self_attention == "local" else self.gpus
-        tokens = self.tokens + self.batch * -(-self.answer // ranks)
+        text, tokens = self.model.text, self.tokens + self.batch * -(-self.answer // self.text_ranks)
         return 2 * text.layers * tokens * text.kv_heads * text.head_dim * self.element
-
-    @property
-    def placed_tokens(self) -> int:
-        """Visual tokens of all samples among the tokens of a rank of a decoder-only model."""
-        keys = self.encoded_frames * self.model.vision.keys
-        return self.batch * (keys if self.self_attention == "local" else -(-keys // self.gpus))
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.rows
-
-    @property
-    def mlp_tokens(self) -> int:
-        return self.tokens if self.mlp_chunk_size is None else min(self.tokens, self.mlp_chunk_size)
-
-    @property
-    def chunked(self) -> bool:
-        """Whether MLPs run in chunks; a rank with no more tokens than one chunk computes them as usual."""
-        return self.mlp_tokens < self.tokens
 
     @property
     def visible(self) -> float:
@@ -212,25 +204,22 @@ class Workload(Record):
         return content * (1 - placeholders / (2 * self.text))
 
     @property
-    def local_frames(self) -> int:
-        """Frames of all samples on the rank that has the most frames."""
-        return -(-self.encoded_frames // self.gpus) * self.batch
+    def compared(self) -> str:
+        """The part of a step that strategies are compared for."""
+        return "self-attention" if self.model.decoder_only else "cross-attention"
 
-    @property
-    def cross_problem(self) -> Problem:
-        """One cross-attention call; every rank has as many keys as the rank with the most keys."""
-        keys = -(-self.encoded_frames // self.gpus) * self.model.vision.keys
-        return self._problem(self.model.cross, -(-self.text // self.gpus), (keys,) * self.gpus)
-
-    @property
-    def text_problem(self) -> Problem:
-        keys = (self.rows,) * (1 if self.self_attention == "local" else self.gpus)
-        return self._problem(self.model.text, self.rows, keys)
-
-    def _problem(self, sizes: LayerSizes, rows: int, keys: tuple[int, ...]) -> Problem:
+    def problem(self, part: str) -> Problem:
+        """Return one call of the attention of a part; every rank has as many keys as the rank with the most keys."""
+        if part == "self-attention":
+            sizes: Any = self.model.text
+            rows = keys = self.rows
+            ranks = self.text_ranks
+        else:
+            sizes, rows, ranks = self.model.cross, -(-self.text // self.gpus), self.gpus
+            keys = self.local_frames // self.batch * self.model.vision.keys
         return Problem(
             rows=rows,
-            keys=keys,
+            keys=(keys,) * ranks,
             heads=sizes.heads,
             kv_heads=sizes.kv_heads,
             dim=sizes.head_dim,
@@ -240,80 +229,54 @@ class Workload(Record):
             direct_element=self.element,
         )
 
-    @property
-    def compared(self) -> str:
-        """The part of a step that strategies are compared for."""
-        return "self-attention" if self.model.decoder_only else "cross-attention"
-
-    @property
-    def text_strategies(self) -> Sequence[str]:
-        """The strategies of self-attention to compare."""
-        if self.self_attention == "local" or self.gpus == 1:
-            return ("ring",)
-        return SELF if self.self_attention == "auto" else (self.self_attention,)
-
-    def problem(self, part: str) -> Problem:
-        """Return one call of the attention of a part."""
-        return self.text_problem if part == "self-attention" else self.cross_problem
-
     def call_options(self, part: str) -> dict[str, Any]:
         """Return the arguments of `call_cost` besides the problem: a causal mask halves every block."""
         if part == "self-attention":
             return {"visible": 0.5, "visual": None, "overlap": self.overlap}
-        return {"visible": self.visible, "visual": self.visual, "overlap": self.overlap}
+        cross = self.model.cross
+        options = {"recompute": self.recompute, "trained": self._tower_output_trained}
+        options["weights_trained"] = self.lora_r is None
+        visual = VisualProjection(dim=cross.visual_dim, layers=cross.layers, **options)
+        return {"visible": self.visible, "visual": visual, "overlap": self.overlap}
 
     @property
-    def visual(self) -> VisualProjection:
-        cross = self.model.cross
-        trained = self.trained == "all" or (self.training and self.model.connector_parameters > 0)
+    def _tower_output_trained(self) -> bool:
         if self.lora_r is not None:
-            trained = "connector" in self.lora_target
-        options = {"recompute": self.recompute, "trained": trained, "weights_trained": self.lora_r is None}
-        return VisualProjection(dim=cross.visual_dim, layers=cross.layers, **options)
+            return "connector" in self.lora_target
+        return self.trained == "all" or (self.training and self.model.linear["connector"].parameters > 0)
 
-    def adapted(self, targets: Sequence[str] = TARGETS) -> list[LinearLayers]:
-        """Return the linear layers of the targets that have LoRA adapters."""
-        names = () if self.lora_r is None else targets
-        return [self.model.linear_layers(target) for target in names if target in self.lora_target]
-
-    def adapter_channels(self, layers: Sequence[tuple[int, int]]) -> int:
-        """Return the parameters of the adapters on linear layers, which are the multiply-adds of a token."""
-        return (self.lora_r or 0) * sum(inputs + outputs for inputs, outputs in layers)
+    @property
+    def trains_features(self) -> bool:
+        """Whether the features have a gradient."""
+        return self._tower_output_trained and self.trained != "language"
 
     @property
     def language_trained(self) -> bool:
         """Whether the weights of the decoder layers have gradients."""
         return self.lora_r is None and self.trained in ("all", "no-vision", "language")
 
-    @property
-    def trains_features(self) -> bool:
-        """Whether the features have a gradient."""
-        return self.visual.trained and self.trained != "language"
-
-    @property
-    def stored_parameters(self) -> int:
-        """Bytes of all stored parameters of all ranks."""
-        if self.lora_r is None:
-            return self.model.parameters * self.parameter
-        return self.frozen_bytes + self.trained_parameters * self.parameter
+    def adapter_channels(self, layers: Sequence[tuple[int, int]]) -> int:
+        """Return the parameters of the adapters on linear layers, which are the multiply-adds of a token."""
+        return (self.lora_r or 0) * sum(inputs + outputs for inputs, outputs in layers)
 
     @property
     def frozen_bytes(self) -> int:
         """Bytes of all frozen weights beside adapters. Embeddings and the head are not quantised."""
-        model = self.model
         stored = self.element if self.base_parameter is None else self.base_parameter
-        embeddings = model.text.vocabulary * model.text.hidden * (1 if model.text.tied_embeddings else 2)
-        return int((model.parameters - embeddings) * stored + embeddings * max(stored, self.element))
+        embeddings = self.model.text.embeddings
+        return int((self.model.parameters - embeddings) * stored + embeddings * max(stored, self.element))
 
     @property
     def trained_parameters(self) -> int:
         model = self.model
         if self.lora_r is not None:
-            return sum(x.layers * self.adapter_channels((*x.text, *x.visual)) for x in self.adapted())
+            adapted = [model.linear[target] for target in self.lora_target]
+            return sum(one.layers * self.adapter_channels((*one.text, *one.visual)) for one in adapted)
+        connector, cross = model.linear["connector"].parameters, model.linear["cross"].parameters
         return {
             "all": model.parameters,
             "no-vision": model.parameters - model.vision.parameters,
-            "language": model.parameters - model.vision.parameters - model.connector_parameters,
-            "connector": model.connector_parameters + model.cross.layers * model.cross_parameters,
+            "language": model.parameters - model.vision.parameters - connector,
+            "connector": connector + model.cross.layers * (cross + model.gate_parameters),
             "none": 0,
         }[self.trained]

@@ -6,7 +6,6 @@ been accepted by all ranks; comments (": ...") then report the progress of the e
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
@@ -23,15 +22,12 @@ from starlette.exceptions import HTTPException
 from mllm_seqpar.data.frame_choice import FrameChoice
 from mllm_seqpar.errors import SeqParError
 from mllm_seqpar.inference.engine import Job
-from mllm_seqpar.inference.generation import Sampling
+from mllm_seqpar.inference.generation import Answer, Sampling
 
-from .guard import Guard
-from .json_body import parse
-from .media import MediaStore
-from .monitor import CLIENT_GONE, CONTENT_TYPE, Metrics, Monitor, RequestRecord, error_response, record_of
-from .preview import Previews
-from .protocol import ApiError, ChatRequest, Completion, event, read_request
-from .request_queue import RequestQueue, Waiting
+from .media import MediaStore, Previews
+from .middleware import CONTENT_TYPE, Guard, Metrics, Monitor, error_response, record_of
+from .protocol import ApiError, ChatRequest, Completion, event, parse, read_request
+from .request_queue import ClientGone, RequestQueue, Waiting
 
 PAGE = Path(__file__).parent / "page"
 FORM = 1024
@@ -134,21 +130,11 @@ def _add_state(app: FastAPI, service: Service, metrics: Metrics) -> None:
 
 async def _complete(service: Service, request: Request) -> Response:
     record = record_of(request.scope)
-    asked = await run_in_threadpool(read_request, await _json(request), service.sampling)
+    asked = await run_in_threadpool(read_request, await _json(request))
     _require_model(service, asked.model or service.model)
-    service.queue.enter()
-    try:
-        waiting = await run_in_threadpool(_waiting, service, asked, asyncio.get_running_loop())
-    except BaseException:
-        service.queue.leave()
-        raise
-    try:
-        service.queue.put(waiting)
-    except ApiError:
-        waiting.release()
-        raise
     completion = Completion(service.model, record.id, asked.include_usage)
-    events = _Events(request, waiting, record)
+    sampling = asked.sampling(service.sampling)
+    events = Waiting(request.receive, record, lambda waiting: _answer(service, asked, sampling, waiting))
     headers = {"Cache-Control": "no-cache"}
     if asked.ignored:
         headers["Warning"] = f'299 mllm-seqpar "fields without effect: {", ".join(asked.ignored)}"'
@@ -168,72 +154,17 @@ async def _complete(service: Service, request: Request) -> Response:
     return JSONResponse(completion.whole(value), headers=headers)
 
 
-def _waiting(service: Service, asked: ChatRequest, loop: asyncio.AbstractEventLoop) -> Waiting:
-    """Return the request with the files of its media, which may have to be downloaded."""
-    stack = ExitStack()
-    files = stack.enter_context(service.store.files(asked.media, asked.frames.over(service.frames)))
-    kinds = iter(files)
-    messages = [
-        {
-            "role": message["role"],
-            "content": [{"type": next(kinds).kind} if part["type"] == "media" else part for part in message["content"]],
-        }
-        for message in asked.messages
-    ]
-    job = Job(messages=messages, media=files, sampling=asked.sampling, stop=asked.stop, evidence=asked.evidence)
-    return Waiting(job=job, loop=loop, release=stack.close)
+async def _answer(service: Service, asked: ChatRequest, sampling: Sampling, waiting: Waiting) -> Answer:
+    """Return the answer to a request, whose media may have to be downloaded first."""
+    with service.queue.place(), ExitStack() as stack:
+        media = service.store.files(asked.media(), asked.frames().over(service.frames))
+        files = await run_in_threadpool(stack.enter_context, media)
+        messages = asked.conversation(file.kind for file in files)
+        job = Job(messages=messages, media=files, sampling=sampling, stop=tuple(asked.stop), evidence=asked.evidence)
+        return await service.queue.answer(job, waiting)
 
 
-class _Events:
-    """The events of a request, which it notes in the record; raises ClientGone when the client disconnects."""
-
-    def __init__(self, request: Request, waiting: Waiting, record: RequestRecord) -> None:
-        self._waiting, self._record = waiting, record
-        self._gone = asyncio.ensure_future(_disconnect(request))
-        self._ended = False
-
-    def __aiter__(self) -> _Events:
-        return self
-
-    async def __anext__(self) -> tuple[str, Any]:
-        event = asyncio.ensure_future(self._waiting.events.get())
-        await asyncio.wait({event, self._gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not event.done():
-            event.cancel()
-            raise ClientGone
-        kind, value = event.result()
-        self._note(kind, value)
-        return kind, value
-
-    def _note(self, kind: str, value: Any) -> None:
-        record = self._record
-        if self._waiting.taken is not None:
-            record.queue = self._waiting.taken - record.began
-        if kind == "text" and record.first_token is None:
-            record.first_token = record.seconds
-        if kind == "reply":
-            record.reply = value
-        elif kind == "error":
-            record.fail(value.status, str(value))
-        self._ended = kind in ("reply", "error")
-
-    def close(self) -> None:
-        if not self._ended:
-            self._record.fail(CLIENT_GONE, "the client has closed the connection")
-        self._waiting.cancelled.set()
-        self._gone.cancel()
-
-
-class ClientGone(Exception):
-    """The client has closed its connection."""
-
-
-async def _disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _stream(events: _Events, completion: Completion, kind: str, value: Any) -> AsyncIterator[str]:
+async def _stream(events: Waiting, completion: Completion, kind: str, value: Any) -> AsyncIterator[str]:
     """Yield the chunks of an answer; the generation ends with the stream, for any reason."""
     try:
         began = False

@@ -8,16 +8,19 @@ own tokens.
 
 from __future__ import annotations
 
+import glob
 import os
 import signal
 import sys
+import termios
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from mllm_seqpar.cli.launch import own_ranks, started_by_launcher
 from mllm_seqpar.cli.options import option, parse_options
-from mllm_seqpar.cli.own_ranks import own_ranks, started_by_launcher
 from mllm_seqpar.cli.progress import FramesBar, note, quiet_transformers, say
 from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES, FrameChoice
 from mllm_seqpar.errors import ConfigError, SeqParError
@@ -27,9 +30,9 @@ from mllm_seqpar.inference.engine import Job, MediaFile
 from mllm_seqpar.inference.evidence import MOMENTS
 
 from .jobs import Impossible, Worker, joined_worker
-from .line_editing import line_editing
 
 ENTRY = "mllm_seqpar.serving.chat:chat"
+HISTORY_LINES = 1000
 SIGNAL_POLL = 0.2
 """Seconds after which a Ctrl-C that did not interrupt the wait for a key is handled."""
 
@@ -84,7 +87,7 @@ def chat(argv: Sequence[str]) -> None:
             "it as mllm-seqpar chat --num_processes N"
         )
     media = _open_video(args, args.video) if args.video is not None else None
-    with terminal_restored() as restore, own_ranks(args.num_processes, ENTRY, argv, restore):
+    with own_ranks(args.num_processes, ENTRY, argv, before_exit=terminal_restorer()):
         with joined_worker(args, keep=1) as worker:
             if worker.engine.comm.rank:
                 worker.follow()
@@ -97,36 +100,26 @@ class Terminal:
 
     def __init__(self, args: ChatOptions, worker: Worker, video: MediaFile | None) -> None:
         self._args, self._worker, self._video = args, worker, video
-        self._messages: list[dict[str, Any]] = []
         self._stop = self._reading = False
         self._reset()
 
     def talk(self) -> None:
         """Read lines until the end of the input."""
+        ranks, keep = self._worker.engine.comm.size, edit_lines()
         with self._interrupts():
-            self._talk()
-
-    def _talk(self) -> None:
-        ranks = self._worker.engine.comm.size
-        note(f"{self._args.model} on {ranks} rank{'s' * (ranks > 1)}; /help lists the commands")
-        if self._video is not None:
-            self._describe_frames()
-        with line_editing(_NAMES) as keep:
-            self._answer_lines(keep)
-
-    def _answer_lines(self, keep: Callable[[], object]) -> None:
-        while (line := self._read_line()) is not None:
-            keep()
-            try:
-                if line.startswith("/"):
-                    name, _, rest = line.partition(" ")
-                    if name in ("/exit", "/quit"):
-                        return
-                    self._command(name, rest.strip())
-                elif line:
-                    self._ask(line)
-            except (SeqParError, Impossible) as error:
-                note(f"error: {error}")
+            note(f"{self._args.model} on {ranks} rank{'s' * (ranks > 1)}; /help lists the commands")
+            if self._video is not None:
+                self._describe_frames()
+            while (line := self._read_line()) is not None and line.partition(" ")[0] not in ("/exit", "/quit"):
+                keep()
+                try:
+                    if line.startswith("/"):
+                        name, _, rest = line.partition(" ")
+                        self._command(name, rest.strip())
+                    elif line:
+                        self._ask(line)
+                except (SeqParError, Impossible) as error:
+                    note(f"error: {error}")
 
     def _read_line(self) -> str | None:
         """Return the next line, empty after Ctrl-C; None at the end of the input."""
@@ -154,33 +147,31 @@ class Terminal:
         elif name == "/evidence":
             note(self._evidence)
         elif name == "/video" and value:
-            self._video = _open_video(replace(self._args, start=None, end=None), value)
-            self._reset()
-            self._describe_frames()
-        elif name == "/frames":
-            if self._video is None:
-                raise ConfigError("no video yet: /video PATH chooses one")
-            if value:
-                if not (value.isdigit() and int(value)):
-                    raise ConfigError(f"/frames {value}: give a number above 0")
-                frames = replace(self._video.frames, fps=None, max_frames=None, num_frames=int(value))
-                self._video = replace(self._video, frames=frames)
-                self._reset()
-            self._describe_frames()
-        elif name == "/clip":
-            if self._video is None:
-                raise ConfigError("no video yet: /video PATH chooses one")
-            video = replace(self._video, frames=_clip(value, self._video.frames))
-            video.open(self._worker.engine.family)  # raises if the video has no such part
-            self._video = video
-            self._reset()
-            self._describe_frames()
-        else:
+            self._show(_open_video(replace(self._args, start=None, end=None), value))
+        elif name not in ("/frames", "/clip"):
             raise ConfigError(f"{name}: unknown, or without its argument\n{COMMANDS}")
+        elif self._video is None:
+            raise ConfigError("no video yet: /video PATH chooses one")
+        elif name == "/clip":
+            self._show(replace(self._video, frames=_clip(value, self._video.frames)))
+        elif not value:
+            self._describe_frames()
+        elif value.isdigit() and int(value):
+            frames = replace(self._video.frames, fps=None, max_frames=None, num_frames=int(value))
+            self._show(replace(self._video, frames=frames))
+        else:
+            raise ConfigError(f"/frames {value}: give a number above 0")
+
+    def _show(self, video: MediaFile) -> None:
+        """Begin a conversation about a video; raise VideoError if it does not have these frames."""
+        video.open(self._worker.engine.family)
+        self._video = video
+        self._reset()
+        self._describe_frames()
 
     def _reset(self) -> None:
         system = self._args.system
-        self._messages = [] if system is None else [{"role": "system", "content": system}]
+        self._messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self._evidence = "no answer about a video yet"
 
     def _describe_frames(self) -> None:
@@ -243,20 +234,67 @@ class Terminal:
                 signal.signal(number, handler)
 
 
-@contextmanager
-def terminal_restored() -> Iterator[Callable[[], None]]:
-    """Yield a function that restores the terminal's settings, which line editing changes; call it before `os._exit`."""
+def terminal_restorer() -> Callable[[], None]:
+    """Return a function that restores the terminal's settings, which `input` changes; call it before `os._exit`."""
     try:
-        import termios
-
         settings = termios.tcgetattr(sys.stdin.fileno())
-    except (ImportError, OSError, ValueError):  # not a terminal; termios.error is an OSError since Python 3.3
-        yield lambda: None
-        return
-    except termios.error:
-        yield lambda: None
-        return
-    yield lambda: termios.tcsetattr(sys.stdin.fileno(), termios.TCSADRAIN, settings)
+    except (OSError, ValueError, termios.error):  # not a terminal
+        return lambda: None
+    return lambda: termios.tcsetattr(sys.stdin.fileno(), termios.TCSADRAIN, settings)
+
+
+def history_file() -> Path:
+    """Return the file of the history, in the directory for such files of the XDG specification."""
+    state = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
+    return Path(state) / "mllm-seqpar" / "chat_history"
+
+
+def edit_lines() -> Callable[[], object]:
+    """Let `input` edit lines with a history, if standard input is a terminal and Python has readline.
+
+    Returns:
+        a function to call after each line, which adds it to the history file. A chat may end with any line.
+    """
+    try:
+        import readline
+    except ImportError:
+        readline = None  # type: ignore[assignment]
+    if readline is None or not sys.stdin.isatty():
+        return lambda: None
+    path = history_file()
+    readline.set_history_length(HISTORY_LINES)
+    with suppress(OSError):  # a chat works without its history
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        readline.read_history_file(path)
+        readline.write_history_file(path)  # at most HISTORY_LINES
+    readline.set_completer_delims("")  # paths may have spaces
+    readline.set_completer(lambda text, state: [*completions(text), None][state])
+    editline = "libedit" in (readline.__doc__ or "")
+    readline.parse_and_bind("bind ^I rl_complete" if editline else "tab: complete")
+    known = readline.get_current_history_length()
+
+    def keep() -> None:
+        nonlocal known
+        added, known = readline.get_current_history_length() - known, readline.get_current_history_length()
+        with suppress(OSError, AttributeError):  # editline cannot append
+            readline.append_history_file(added, path)
+
+    return keep
+
+
+def completions(line: str) -> list[str]:
+    """Return the lines that `line` may become: its command, or the path after its command, is complete."""
+    command, space, start = line.partition(" ")
+    if not space:
+        return [name for name in _NAMES if name.startswith(command)] if command.startswith("/") else []
+    if command not in _NAMES:
+        return []
+    found = sorted(glob.glob(glob.escape(os.path.expanduser(start)) + "*"))
+    home = os.path.expanduser("~")
+    if start.startswith("~/"):
+        found = ["~" + name.removeprefix(home) for name in found]
+    return [f"{command} {name}{'/' if os.path.isdir(os.path.expanduser(name)) else ''}" for name in found]
 
 
 def _open_video(args: ChatOptions, name: str) -> MediaFile:

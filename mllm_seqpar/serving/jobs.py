@@ -1,8 +1,8 @@
 """A job on all ranks: rank 0 runs it with a user and sends it to the others, which follow.
 
-A rank that waits in a collective fails when the timeout of the process group has passed, and users may make the ranks
-wait for days. Ranks therefore poll a store on rank 0 for a job, and increment a counter in it as their heartbeat. A
-rank whose connection to rank 0 breaks raises immediately. Rank 0 raises if a rank has missed `LOST` heartbeats.
+Ranks that wait for a job are in a collective, which fails when the timeout of the process group has passed, and users
+may make them wait for days. A thread on rank 0 therefore sends an empty job every few seconds. It also notices a rank
+that has ended or does not answer, and a rank whose connection to rank 0 breaks raises.
 
 An error of one job must not end the program, and afterwards all ranks must keep the same conversations. All ranks
 therefore agree on the outcome of `Engine.prepare`, and on an error that `Conversation.answer` raises before its first
@@ -12,12 +12,10 @@ other ranks, because they wait for this one in a collective.
 
 from __future__ import annotations
 
-import os
-import time
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from enum import IntEnum
 from typing import Any
 
@@ -33,11 +31,8 @@ from mllm_seqpar.inference.engine import Engine, Job
 from mllm_seqpar.inference.generation import Answer, OnText
 
 HEARTBEAT = 10.0
-"""Seconds between the heartbeats of a waiting rank."""
-POLL = 0.02
-"""Seconds between two polls of the store."""
-LOST = 6
-_END, _CLOSED = "", "closed"
+"""Seconds between the empty jobs that rank 0 sends to waiting ranks."""
+_WAIT, _END = "", "end"
 
 
 class JobChannel:
@@ -45,69 +40,54 @@ class JobChannel:
 
     Args:
         comm: the ranks.
-        heartbeat: seconds between heartbeats.
+        heartbeat: seconds between the texts to waiting ranks; less than the timeout of the group.
     """
 
     def __init__(self, comm: Communicator, heartbeat: float = HEARTBEAT) -> None:
-        self._comm, self.heartbeat, self._number = comm, heartbeat, 0
-        self._beats: dict[int, tuple[int, float]] = {}
-        if comm.size == 1:
-            return
-        host, limit = os.environ.get("MASTER_ADDR", "127.0.0.1"), timedelta(seconds=300)
-        if comm.rank == 0:
-            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
-        port = int(comm.gather_texts(str(self._store.port) if comm.rank == 0 else "")[0])
-        if comm.rank:
-            self._store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+        self._comm, self.heartbeat = comm, heartbeat
+        self._turn, self._closed = threading.Lock(), threading.Event()
+        self._lost: Exception | None = None
 
-    def send(self, job: str) -> None:
-        """Send a job, which is not empty, to all other ranks."""
-        if self._comm.size == 1:
-            return
-        self._store.set(f"job/{self._number}", job)
-        self._store.delete_key(f"job/{self._number - 2}")  # every rank has taken part in a later job
-        self._number += 1
-        self._beats.clear()
+    @contextmanager
+    def keeping_alive(self) -> Iterator[None]:
+        """On rank 0, keep waiting ranks alive inside the block, and release them at its end if it raises nothing."""
+        if self._comm.rank == 0:
+            threading.Thread(target=self._beat, daemon=True).start()
+        try:
+            yield
+        finally:
+            self._closed.set()
+        if self._comm.rank == 0:
+            with self.send(_END):
+                pass
 
-    def close(self) -> None:
-        """Make `receive` return None on all other ranks, and wait until they have read it, but not for a lost rank."""
-        self.send(_END)
-        deadline = time.monotonic() + self.heartbeat
-        while self._comm.size > 1 and self._store.add(_CLOSED, 0) < self._comm.size - 1:
-            if time.monotonic() > deadline:
-                return
-            time.sleep(POLL)
+    def _beat(self) -> None:
+        while self._lost is None and not self._closed.wait(self.heartbeat):
+            with self._turn:
+                _, self._lost = attempt(lambda: self._comm.gather_texts(_WAIT))
+
+    @contextmanager
+    def send(self, job: str) -> Iterator[None]:
+        """Send a job to all other ranks; inside the block, all ranks run it."""
+        with self._turn:
+            self.require_alive()
+            self._comm.gather_texts(job)
+            yield
 
     def receive(self) -> str | None:
-        """Wait for the next job without a time limit. Return None after `close`.
+        """Wait for the next job without a time limit, and return it; None at the end.
 
         Raises:
             TransferError: rank 0 has ended.
         """
-        key, beat = f"job/{self._number}", time.monotonic()
-        try:
-            while not self._store.check([key]):  # a wait with a timeout would log warnings
-                time.sleep(POLL)
-                if time.monotonic() - beat > self.heartbeat:
-                    beat = time.monotonic()
-                    self._store.add(f"alive/{self._comm.rank}", 1)
-            self._number += 1
-            job = self._store.get(key).decode()
-            if job == _END:
-                self._store.add(_CLOSED, 1)
-            return job or None
-        except (dist.DistNetworkError, dist.DistStoreError) as error:
-            raise TransferError(f"rank 0 does not answer ({error})") from error
+        while (job := self._comm.gather_texts(_WAIT)[0]) == _WAIT:
+            pass
+        return None if job == _END else job
 
     def require_alive(self) -> None:
-        """Raise TransferError if a waiting rank has had no heartbeat for a while. Rank 0 calls this between jobs."""
-        now = time.monotonic()
-        for rank in range(1, self._comm.size):
-            count = self._store.add(f"alive/{rank}", 0)
-            last, since = self._beats.get(rank, (-1, now))
-            self._beats[rank] = (count, since if count == last else now)
-            if now - self._beats[rank][1] > LOST * self.heartbeat:
-                raise TransferError(f"rank {rank} has not answered for {now - since:.0f} s while it waited for a job")
+        """Raise TransferError if a waiting rank has ended or does not answer."""
+        if self._lost is not None:
+            raise self._lost
 
 
 class Outcome(IntEnum):
@@ -148,14 +128,43 @@ class Impossible(Exception):
 
 
 class Worker:
-    """The engine of a rank, and its channel. Every rank creates it."""
+    """The engine of a rank, and its channel. Every rank creates it; rank 0 calls `run`, the others `follow`."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.channel = engine, JobChannel(engine.comm)
+        timeout = engine.options.timeout
+        self.engine = engine
+        self.channel = JobChannel(engine.comm, HEARTBEAT if timeout is None else min(HEARTBEAT, timeout / 4))
         self._computing = False  # whether a pass has begun, so that other ranks may wait for this one
         engine.model.register_forward_pre_hook(lambda *_: setattr(self, "_computing", True))
 
-    def run(
+    def run(self, job: Job, **callbacks: Any) -> Answer:
+        """Run a job on all ranks.
+
+        Args:
+            job: of the user.
+            **callbacks: `on_start` and `progress` of the encoding, `on_text`, and `interrupted`, which ends the answer
+                when it returns True.
+
+        Raises:
+            Impossible: the job cannot be answered.
+        """
+        with self.channel.send(job.to_json()):
+            return self._run(job, **callbacks)
+
+    def follow(self) -> None:
+        """Run the jobs of rank 0 until it ends."""
+        while self.follow_one():
+            pass
+
+    def follow_one(self) -> Answer | Impossible | None:
+        """Run the next job of rank 0; return what its `run` returns or raises, or None at the end."""
+        text = self.channel.receive()
+        try:
+            return None if text is None else self._run(Job.from_json(text))
+        except Impossible as error:  # rank 0 reports it to its user
+            return error
+
+    def _run(
         self,
         job: Job,
         *,
@@ -164,23 +173,15 @@ class Worker:
         on_text: OnText | None = None,
         interrupted: Callable[[], bool] | None = None,
     ) -> Answer:
-        """Run a job, which rank 0 first sends to the other ranks.
-
-        Raises:
-            Impossible: the job cannot be answered.
-        """
-        if self.engine.comm.rank == 0:
-            self.channel.send(job.to_json())
         prepared, error = attempt(lambda: self.engine.prepare(job, progress, interrupted))
         self._require_success(error)
         assert prepared is not None
         on_start()
         conversation, text = prepared
         options: dict[str, Any] = {"stop": job.stop, "on_text": on_text, "evidence": job.evidence}
-        options["interrupted"] = interrupted or (lambda: False)  # rank 0 alone has one
         self._computing = False
         try:
-            return conversation.answer(text, job.sampling, **options)
+            return conversation.answer(text, job.sampling, interrupted=interrupted or (lambda: False), **options)
         except Exception as raised:
             if self._computing and self.engine.comm.size > 1:
                 raise
@@ -206,14 +207,6 @@ class Worker:
             except Exception as cause:
                 raise Impossible(cause, outcome) from cause
 
-    def follow(self) -> None:
-        """Run the jobs of rank 0 until it closes the channel; the other ranks call this."""
-        while (text := self.channel.receive()) is not None:
-            try:
-                self.run(Job.from_json(text))
-            except Impossible:
-                pass  # rank 0 reports it to its user
-
 
 @contextmanager
 def joined_worker(args: ServingOptions, keep: int) -> Iterator[Worker]:
@@ -222,6 +215,5 @@ def joined_worker(args: ServingOptions, keep: int) -> Iterator[Worker]:
         engine = Engine(args, comm, device, keep)
         engine.load()
         worker = Worker(engine)
-        yield worker
-        if comm.rank == 0:
-            worker.channel.close()
+        with worker.channel.keeping_alive():
+            yield worker

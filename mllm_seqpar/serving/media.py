@@ -1,64 +1,96 @@
 """Files that requests name: uploads, data: URLs, files below a folder, and URLs of hosts that the operator allows.
 
 A request cannot access the file system or the network unless the operator has allowed it: paths are resolved and must
-be below `media_root`, and http(s) URLs need their host in `allowed_hosts` (`data.urls`).
+be below `media_root`, and http(s) URLs need their host in `allowed_hosts` (`data.downloads`).
+
+The folder of the uploads is removed with the server, even if the server is killed: while it runs, a server holds a lock
+on a file in its folder, and the next server on the same machine removes the folders whose lock it can take. In a shared
+directory, folders of other machines are kept, because locks may not work across machines.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import http.client
 import os
 import shutil
+import socket
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from mllm_seqpar.data.downloads import NotAllowed, blocks, data_blocks, open_url
 from mllm_seqpar.data.frame_choice import FrameChoice
-from mllm_seqpar.data.sources import is_image_file
-from mllm_seqpar.data.urls import NotAllowed, blocks, data_blocks, open_url
+from mllm_seqpar.data.images import is_image_file, jpeg_of
+from mllm_seqpar.data.reader import read_frames
+from mllm_seqpar.data.video import probe
+from mllm_seqpar.errors import ConfigError, VideoError
 from mllm_seqpar.inference.engine import MediaFile
 
-from .protocol import ApiError, MediaReference
+from .protocol import ApiError, FilePart, ImagePart, MediaPart
 
 LONGEST = 600.0
 """Seconds that a download may take."""
 
+WIDTH = 240
+"""Pixels of a preview."""
+
+PREFIX = "mllm-seqpar-"
+_LOCK = "server.lock"
 _BLOCK = 1 << 20
+
+
+@contextmanager
+def upload_folder(parent: str | None) -> Iterator[Path]:
+    """Yield a new folder below `parent` (default: the system's temporary directory), and remove it at the end."""
+    for folder in Path(parent or tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        _remove_if_dead(folder)
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True) as name:
+        # Locked before it has its name, so that no other server finds it without its owner.
+        unnamed = Path(name, f"{_LOCK}.new")
+        with unnamed.open("w") as lock:
+            lock.write(socket.gethostname())
+            lock.flush()
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            unnamed.rename(Path(name, _LOCK))
+            yield Path(name)
+
+
+def _remove_if_dead(folder: Path) -> None:
+    with suppress(OSError):  # of another user, or just removed by its owner
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            return
+        with Path(folder, _LOCK).open() as lock:
+            if lock.read() == socket.gethostname():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Upload:
-    """An uploaded file."""
+    """An uploaded file, with the names of OpenAI's file object."""
 
-    id: str
     path: Path
+    id: str
     filename: str
     purpose: str
-    size: int
-    created: int
+    bytes: int
+    created_at: int
 
     def describe(self) -> dict[str, Any]:
         """Return OpenAI's file object."""
-        same = {"id": self.id, "object": "file", "bytes": self.size, "created_at": self.created}
-        return {**same, "filename": self.filename, "purpose": self.purpose, "status": "processed"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Claim:
-    """A file that a request uses, what its client calls it, and the bytes that are counted for it."""
-
-    path: Path
-    name: str
-    reserved: int = 0
+        facts = {name: value for name, value in vars(self).items() if name != "path"}
+        return {**facts, "object": "file", "status": "processed"}
 
 
 class MediaStore:
@@ -87,53 +119,37 @@ class MediaStore:
         self._used: Counter[Path] = Counter()
         self._removed: set[Path] = set()
         self._reserved = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @property
     def stored(self) -> int:
         """The bytes that count against `max_total`."""
         with self._lock:
-            return self._stored()
+            return self._reserved + sum(upload.bytes for upload in self._uploads.values())
 
     def require_room(self, size: int) -> None:
         """Raise ApiError 413 if `size` further bytes do not fit."""
-        with self._lock:
-            self._require_room(size, "file")
+        if (stored := self.stored) + size > self._max_total:
+            raise ApiError(
+                413,
+                f"{size} bytes do not fit: {stored} of {self._max_total} are in use (--max_stored_mb); delete files "
+                "first (DELETE /v1/files/ID), or try again when other requests have ended",
+            )
 
     def add(self, file: Any, filename: str, purpose: str) -> Upload:
         """Store an upload from a binary file; raise ApiError 413 if it does not fit."""
-        path = self._temporary()
-        with path.open("wb") as target:
-            shutil.copyfileobj(file, target, _BLOCK)
-        size, upload_id = path.stat().st_size, f"file-{os.urandom(12).hex()}"
-        upload = Upload(
-            id=upload_id,
-            path=self._folder / f"{upload_id}{_safe_suffix(filename)}",
-            filename=filename,
-            purpose=purpose,
-            size=size,
-            created=int(time.time()),
-        )
-        try:
+        suffix, upload_id = Path(filename).suffix.lower(), f"file-{os.urandom(12).hex()}"
+        path = self._folder / (upload_id + (suffix if suffix[1:].isalnum() and len(suffix) <= 8 else ""))
+        with self._temporary() as temporary:
+            with temporary.open("wb") as target:
+                shutil.copyfileobj(file, target, _BLOCK)
+            facts = {"bytes": temporary.stat().st_size, "created_at": int(time.time())}
+            upload = Upload(path=path, id=upload_id, filename=filename, purpose=purpose, **facts)
             with self._lock:
-                self._require_room(size, "file")
-                path.rename(upload.path)
+                self.require_room(upload.bytes)
+                temporary.rename(path)
                 self._uploads[upload_id] = upload
-        finally:
-            path.unlink(missing_ok=True)
         return upload
-
-    def _stored(self) -> int:
-        return self._reserved + sum(upload.size for upload in self._uploads.values())
-
-    def _require_room(self, size: int, param: str) -> None:
-        if (stored := self._stored()) + size > self._max_total:
-            raise ApiError(
-                413,
-                f"{param}: {size} bytes, and {stored} of {self._max_total} are in use (--max_stored_mb); delete files "
-                "first (DELETE /v1/files/ID), or try again when other requests have ended",
-                param=param,
-            )
 
     def uploads(self) -> list[Upload]:
         with self._lock:
@@ -153,129 +169,118 @@ class MediaStore:
         with self._lock:
             del self._uploads[file_id]
             self._removed.add(upload.path)
-        self._remove_unused(upload.path)
+            self._remove_unused(upload.path)
 
     @contextmanager
-    def files(self, media: Sequence[MediaReference], frames: FrameChoice) -> Iterator[tuple[MediaFile, ...]]:
+    def files(self, media: Mapping[str, MediaPart], frames: FrameChoice) -> Iterator[tuple[MediaFile, ...]]:
         """Yield the files of a request's media. Files that exist only for this request are removed at the end.
 
         Args:
-            media: of the request.
-            frames: of a video, as far as its reference states nothing else.
+            media: the parts of the request that name them, by their places in it, for messages.
+            frames: of a video, as far as its part states nothing else.
 
         Raises:
-            ApiError: a reference that is not allowed, or that cannot be resolved.
+            ApiError: a file that is not allowed, or that cannot be read.
         """
-        claims: list[_Claim] = []
-        try:
+        with ExitStack() as used:
             found = []
-            for reference in media:
-                claim = self._claim(reference)
-                claims.append(claim)
-                found.append(_media_file(claim, reference, frames))
+            for where, part in media.items():
+                try:
+                    path, name = self._upload(used, part) if isinstance(part, FilePart) else self._named(used, part.url)
+                    found.append(_media_file(str(path), name, part, frames))
+                except ApiError as error:
+                    raise error.at(where) from error
             yield tuple(found)
+
+    @contextmanager
+    def _using(self, path: Path) -> Iterator[None]:
+        """Keep a file of the folder until the end of the block."""
+        with self._lock:
+            self._used[path] += 1
+        try:
+            yield
         finally:
-            for claim in claims:
-                with self._lock:
-                    self._reserved -= claim.reserved
-                    self._used[claim.path] -= 1
-                    self._used += Counter()  # drops unused files
-                self._remove_unused(claim.path)
+            with self._lock:
+                self._used[path] -= 1
+                self._remove_unused(path)
 
     def _remove_unused(self, path: Path) -> None:
-        with self._lock:
-            if self._used[path] <= 0 and path in self._removed:
+        if not self._used[path]:
+            del self._used[path]
+            if path in self._removed:
                 self._removed.discard(path)
                 path.unlink(missing_ok=True)
 
-    def _claim(self, reference: MediaReference) -> _Claim:
-        """Return the file of a reference; it stays until it is released."""
-        if reference.file_id is not None:
-            with self._lock:
-                upload = self._uploads.get(reference.file_id)
-                if upload is not None:
-                    self._used[upload.path] += 1
-            if upload is None:
-                raise _refused(reference, f"no uploaded file has the id {reference.file_id}")
-            return _Claim(path=upload.path, name=upload.filename)
-        assert reference.url is not None
-        scheme, colon, _ = reference.url[:20].partition(":")  # a data: URL may be long
+    def _upload(self, used: ExitStack, part: FilePart) -> tuple[Path, str]:
+        with self._lock:
+            if (upload := self._uploads.get(part.file_id)) is None:
+                raise ApiError(400, f"no uploaded file has the id {part.file_id}")
+            used.enter_context(self._using(upload.path))
+        return upload.path, upload.filename
+
+    def _named(self, used: ExitStack, url: str) -> tuple[Path, str]:
+        """Return the file of a URL or path, which stays until `used` closes, and its name for messages."""
+        scheme, colon, _ = url[:20].partition(":")  # a data: URL may be long
         scheme = scheme.lower() if colon and scheme.isalnum() else ""
         if scheme == "data":
-            return self._inline(reference)
+            return self._inline(used, url), "the data: URL"
         if scheme in ("http", "https"):
-            return self._download(reference)
+            return self._download(used, url), url
         if scheme == "file" or not scheme:
-            return self._local(reference)
-        raise _refused(reference, f"the scheme {scheme}: is not supported; expected data:, http:, https: or a path")
+            return self._local(url), url
+        raise ApiError(400, f"the scheme {scheme}: is not supported; expected data:, http:, https: or a path")
 
-    def _local(self, reference: MediaReference) -> _Claim:
-        assert reference.url is not None
+    def _local(self, url: str) -> Path:
         try:
-            parts = urlsplit(reference.url)
-            name = unquote(parts.path) if parts.scheme else reference.url
+            parts = urlsplit(url)
+            name = unquote(parts.path) if parts.scheme else url
             if self._root is None or parts.netloc not in ("", "localhost") or "\0" in name:
-                raise _refused(
-                    reference, "paths are not allowed; start the server with --media_root DIR, or upload the file"
-                )
+                raise ApiError(400, "paths are not allowed; start the server with --media_root DIR, or upload the file")
             path = (self._root / name).resolve()  # also of links, so that they cannot lead out of the folder
             is_file = path.is_file()
         except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, or not a URL
-            raise _refused(reference, "not a valid path") from error
-        if not path.is_relative_to(self._root):
-            raise _refused(reference, "the path is not below the server's --media_root")
-        if not is_file:
-            raise _refused(reference, "no such file below the server's --media_root")
-        with self._lock:
-            self._used[path] += 1
-        return _Claim(path=path, name=reference.url)
+            raise ApiError(400, "not a valid path") from error
+        if not (is_file and path.is_relative_to(self._root)):
+            raise ApiError(400, "no such file below the server's --media_root")
+        return path
 
-    def _inline(self, reference: MediaReference) -> _Claim:
-        assert reference.url is not None
+    def _inline(self, used: ExitStack, url: str) -> Path:
         # The name depends on the content, so that a later request with the same video finds it.
         try:
-            return self._keep(data_blocks(reference.url), reference, "the data: URL")
+            return self._keep(used, data_blocks(url))
         except ValueError as error:
-            raise _refused(reference, f"not a data: URL with a file ({error})") from error
+            raise ApiError(400, f"not a data: URL with a file ({error})") from error
 
-    def _download(self, reference: MediaReference) -> _Claim:
-        assert reference.url is not None
+    def _download(self, used: ExitStack, url: str) -> Path:
         try:
-            with open_url(reference.url, self._hosts) as answer:
+            with open_url(url, self._hosts) as answer:
                 length = answer.headers.get("Content-Length") or ""
                 expected = int(length) if length.isdecimal() else 0
-                if expected > self.max_bytes:
-                    raise self._too_long(reference)
                 version = answer.headers.get("ETag") or os.urandom(8).hex()
-                name = hashlib.sha256(f"{reference.url} {version}".encode()).hexdigest()
-                return self._keep(blocks(answer, LONGEST), reference, reference.url, name=name, expected=expected)
+                name = hashlib.sha256(f"{url} {version}".encode()).hexdigest()
+                return self._keep(used, blocks(answer, LONGEST), name=name, expected=expected)
         except NotAllowed as error:
-            raise _refused(reference, str(error)) from error
+            raise ApiError(400, str(error)) from error
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise _refused(reference, f"the URL cannot be read ({error})") from error
+            raise ApiError(400, f"the URL cannot be read ({error})") from error
 
-    def _keep(
-        self, blocks: Iterable[bytes], reference: MediaReference, shown: str, *, name: str = "", expected: int = 0
-    ) -> _Claim:
+    def _keep(self, used: ExitStack, blocks: Iterable[bytes], *, name: str = "", expected: int = 0) -> Path:
         """Write a file for one request; an equal file of another request is shared.
 
         Args:
+            used: at its end, the file and the bytes that are counted for it are released.
             blocks: the content; written and counted one after another.
-            shown: the name of the file in messages.
             name: what equal files have in common; default: a digest of the content.
             expected: the size, if it is known; counted before the first block is read.
         """
-        temporary, size, reserved, digest = self._temporary(), 0, 0, hashlib.sha256()
-        try:
+        reserve, size, digest = used.enter_context(self._reservation()), 0, hashlib.sha256()
+        with self._temporary() as temporary:
             with temporary.open("wb") as target:
                 for block in chain([b""], blocks):
                     size += len(block)
-                    if size > self.max_bytes:
-                        raise self._too_long(reference)
-                    with self._lock:
-                        more = max(size, expected) - reserved
-                        self._require_room(more, reference.param)
-                        self._reserved, reserved = self._reserved + more, reserved + more
+                    if max(size, expected) > self.max_bytes:
+                        raise ApiError(413, f"more than the allowed {self.max_bytes} bytes (--max_upload_mb)")
+                    reserve(max(size, expected))
                     digest.update(block)
                     target.write(block)
             os.utime(temporary, (0, 0))  # the time is a part of the version, and the name states the content
@@ -283,41 +288,83 @@ class MediaStore:
             with self._lock:
                 temporary.replace(path)
                 self._removed.add(path)
-                self._used[path] += 1
-        except BaseException:
+                used.enter_context(self._using(path))
+        return path
+
+    @contextmanager
+    def _reservation(self) -> Iterator[Callable[[int], None]]:
+        """Yield a function that sets the number of bytes that count against `max_total` until the end of the block."""
+        reserved = 0
+
+        def reserve(size: int) -> None:
+            nonlocal reserved
+            with self._lock:
+                self.require_room(size - reserved)
+                self._reserved, reserved = self._reserved + size - reserved, size
+
+        try:
+            yield reserve
+        finally:
             with self._lock:
                 self._reserved -= reserved
-            raise
-        finally:
-            temporary.unlink(missing_ok=True)
-        return _Claim(path=path, name=shown, reserved=reserved)
 
-    def _too_long(self, reference: MediaReference) -> ApiError:
-        return ApiError(
-            413,
-            f"{reference.param}: more than the allowed {self.max_bytes} bytes (--max_upload_mb)",
-            param=reference.param,
-        )
-
-    def _temporary(self) -> Path:
+    @contextmanager
+    def _temporary(self) -> Iterator[Path]:
+        """Yield an empty file, which is removed at the end of the block if it still has its name."""
         handle, name = tempfile.mkstemp(dir=self._folder)
         os.close(handle)
-        return Path(name)
+        try:
+            yield Path(name)
+        finally:
+            Path(name).unlink(missing_ok=True)
 
 
-def _media_file(claim: _Claim, reference: MediaReference, frames: FrameChoice) -> MediaFile:
-    kind = reference.kind or ("image" if is_image_file(str(claim.path)) else "video")
-    if kind == "video":
-        return MediaFile.of(kind, str(claim.path), reference.frames.over(frames), name=claim.name)
-    if given := reference.frames.given():
-        raise _refused(reference, f"{next(iter(given))} of an image; only a video takes it")
-    return MediaFile.of(kind, str(claim.path), name=claim.name)
+def _media_file(path: str, name: str, part: MediaPart, frames: FrameChoice) -> MediaFile:
+    if isinstance(part, ImagePart) or (isinstance(part, FilePart) and is_image_file(path)):
+        if isinstance(part, FilePart) and (given := part.frames().given()):
+            raise ApiError(400, f"{next(iter(given))} of an image; only a video takes it")
+        return MediaFile.of("image", path, name=name)
+    return MediaFile.of("video", path, part.frames().over(frames), name=name)
 
 
-def _safe_suffix(filename: str) -> str:
-    suffix = Path(filename).suffix.lower()
-    return suffix if suffix[1:].isalnum() and len(suffix) <= 8 else ""
+class Previews:
+    """Facts and frames of the uploads in `store`. One frame is decoded at a time, to leave the cores to the model."""
 
+    def __init__(self, store: MediaStore) -> None:
+        self._store, self._decoding = store, threading.Lock()
+        self._probed = lru_cache(maxsize=16)(probe)
 
-def _refused(reference: MediaReference, reason: str) -> ApiError:
-    return ApiError(400, f"{reference.param}: {reason}", param=reference.param)
+    def describe(self, file_id: str) -> dict[str, Any]:
+        """Return whether an upload is a video or an image, and the seconds and frames per second of a video.
+
+        Raises:
+            ApiError: 404, or 400 if the file is not a readable video.
+        """
+        with self._file(file_id) as file:
+            if file.kind == "image":
+                return {"kind": "image"}
+            info = self._probed(file.path)
+            return {"kind": "video", "seconds": info.duration, "fps": info.fps}
+
+    def frame(self, file_id: str, seconds: float) -> bytes:
+        """Return the frame of a video that is shown at a time, or the last one before it, as a JPEG.
+
+        Raises:
+            ApiError: 404, or 400 if the upload has no readable frame at that time.
+        """
+        with self._file(file_id) as file, self._decoding:
+            if file.kind == "image":
+                raise ApiError(400, f"{file.name}: an image has no time; give the id of a video", param="seconds")
+            info = self._probed(file.path)
+            plan = info.plan([info.start + min(max(0, int(seconds / info.time_base)), info.length - 1)])
+            return jpeg_of(next(read_frames(plan, threads=1))[0], WIDTH)
+
+    @contextmanager
+    def _file(self, file_id: str) -> Iterator[MediaFile]:
+        self._store.upload(file_id)
+        part = FilePart.model_validate({"type": "file", "file": {"file_id": file_id}})
+        with self._store.files({"id": part}, FrameChoice()) as (file,):
+            try:
+                yield file
+            except (VideoError, ConfigError) as error:
+                raise ApiError(400, str(error).replace(file.path, file.name), param="id") from error

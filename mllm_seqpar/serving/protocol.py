@@ -12,11 +12,11 @@ import json
 import reprlib
 import secrets
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic_core import from_json
 
 from mllm_seqpar.data.frame_choice import FrameChoice
 from mllm_seqpar.errors import ConfigError
@@ -73,6 +73,10 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.param, self.code, self.kind = status, param, code, kind
 
+    def at(self, where: str) -> ApiError:
+        """Return the error with the part of the request that it belongs to."""
+        return ApiError(self.status, f"{where}: {self}", param=where, code=self.code, kind=self.kind)
+
     def body(self) -> dict[str, Any]:
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
@@ -80,26 +84,10 @@ class ApiError(Exception):
 MOMENTS = 100
 """The most moments that a request may ask for."""
 
+MOST_VALUES = 200_000
+"""The most values of a body, of which each takes memory; commas and colons in its texts count as values."""
+
 _MOST = 2**31 - 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class MediaReference:
-    """A media part as the request names it: by URL or by the id of an uploaded file.
-
-    Attributes:
-        kind: "video", "image", or None for that of the uploaded file.
-        url: data:, http(s):, file: or a path.
-        file_id: of an uploaded file.
-        frames: which frames of a video are used, as far as the part states it.
-        param: the part of the request, for messages.
-    """
-
-    kind: str | None
-    url: str | None = None
-    file_id: str | None = None
-    frames: FrameChoice = FrameChoice()
-    param: str
 
 
 class _Object(BaseModel):
@@ -130,12 +118,11 @@ class _Frames(_Object):
     end: float | None = None
 
     @model_validator(mode="after")
-    def _check(self) -> _Frames:
-        _Frames.frames(self)
+    def _check_frames(self) -> Self:
+        self.frames()  # raises ConfigError, which pydantic reports as a fault
         return self
 
     def frames(self) -> FrameChoice:
-        """Return the choice; raise ConfigError, which pydantic reports as a fault."""
         return FrameChoice(**{name: getattr(self, name) for name in _Frames.model_fields})
 
 
@@ -144,90 +131,48 @@ class TextPart(_Object):
     text: str
 
 
-class _Url(_Object):
-    url: str = Field(min_length=1)
+class _MediaPart(_Object):
+    """A part with media. The members of its object, such as {"url": "x", "fps": 1}, become fields of the part.
 
-
-class _ImageUrl(_Url):
-    detail: str | None = None
-
-
-class _VideoUrl(_Url, _Frames):
-    pass
-
-
-class _FileId(_Frames):
-    file_id: str = Field(min_length=1)
-
-
-class _Media(_Object):
-    """A part with media; `uuid` is a name for caches."""
+    Attributes:
+        uuid: a name for caches.
+    """
 
     uuid: str | None = None
 
     @classmethod
     def prepare(cls, given: dict[str, Any]) -> dict[str, Any]:
-        kind = given.get("type")
-        if kind in ("image_url", "video_url") and isinstance(given.get(kind), str):
-            given[kind] = {"url": given[kind]}
-        return given
-
-    def ignored(self) -> list[str]:
-        return [] if self.uuid is None else ["uuid"]
-
-
-class _Image(_Media):
-    type: Literal["image_url"]
-    image_url: _ImageUrl
-
-    def reference(self, where: str) -> MediaReference:
-        return MediaReference(kind="image", url=self.image_url.url, param=where)
-
-    def ignored(self) -> list[str]:
-        return super().ignored() + (["detail"] if self.image_url.detail not in (None, "auto") else [])
-
-
-class _Clip(_Media, _Frames):
-    """A part with the sampling of its video beside or within its object."""
-
-    def within(self) -> _Frames:
-        raise NotImplementedError
-
-    @model_validator(mode="after")
-    def _merge(self) -> _Clip:
-        beside, within = (frames.given() for frames in (super().frames(), self.within().frames()))
-        if twice := sorted(beside.keys() & within.keys()):
+        kind = given["type"]
+        within = given.pop(kind, None)
+        if isinstance(within, str) and kind != "file":
+            within = {"url": within}
+        if not isinstance(within, dict):
+            raise ValueError(f"{kind} is not an object")
+        if twice := sorted(given.keys() & within.keys()):
             raise ValueError(f"{twice[0]} is given twice; give it once")
-        self.frames()
-        return self
-
-    def frames(self) -> FrameChoice:
-        return FrameChoice(**super().frames().given(), **self.within().frames().given())
+        return given | {name: value for name, value in within.items() if value is not None}
 
 
-class _Video(_Clip):
+class ImagePart(_MediaPart):
+    type: Literal["image_url"]
+    url: str = Field(min_length=1)
+    detail: str | None = None
+
+
+class VideoPart(_MediaPart, _Frames):
     type: Literal["video_url"]
-    video_url: _VideoUrl
-
-    def within(self) -> _Frames:
-        return self.video_url
-
-    def reference(self, where: str) -> MediaReference:
-        return MediaReference(kind="video", url=self.video_url.url, frames=self.frames(), param=where)
+    url: str = Field(min_length=1)
 
 
-class _File(_Clip):
+class FilePart(_MediaPart, _Frames):
+    """An uploaded video or image."""
+
     type: Literal["file"]
-    file: _FileId
-
-    def within(self) -> _Frames:
-        return self.file
-
-    def reference(self, where: str) -> MediaReference:
-        return MediaReference(kind=None, file_id=self.file.file_id, frames=self.frames(), param=where)
+    file_id: str = Field(min_length=1)
 
 
-_Part = Annotated[TextPart | _Image | _Video | _File, Field(discriminator="type")]
+MediaPart = ImagePart | VideoPart | FilePart
+_Part = Annotated[TextPart | MediaPart, Field(discriminator="type")]
 
 
 class _Message(_Object):
@@ -278,7 +223,7 @@ class _GenerationConfig(_SamplingFields):
     @model_validator(mode="before")
     @classmethod
     def _parse(cls, given: Any) -> Any:
-        return json.loads(given) if isinstance(given, str) else given
+        return from_json(given, allow_inf_nan=False) if isinstance(given, str) else given
 
     @classmethod
     def prepare(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -302,8 +247,8 @@ class _MediaOptions(_Object):
     video: _Frames = _Frames()
 
 
-class Body(_SamplingFields):
-    """The body of a request, without the fields that have no effect."""
+class ChatRequest(_SamplingFields):
+    """A valid body of a request. `read_request` removes the fields that have no effect, and names them in `ignored`."""
 
     model: str = ""
     messages: Annotated[list[_Message], FailFast(), Field(min_length=1)]
@@ -318,97 +263,119 @@ class Body(_SamplingFields):
     generation_config: _GenerationConfig = _GenerationConfig()
     mm_processor_kwargs: _Frames = _Frames()
     media_io_kwargs: _MediaOptions = _MediaOptions()
+    _ignored: Sequence[str] = ()
 
     @classmethod
     def prepare(cls, given: dict[str, Any]) -> dict[str, Any]:
         return given | ({"stop": [given["stop"]]} if isinstance(given.get("stop"), str) else {})
 
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
 
-@dataclass(frozen=True, kw_only=True)
-class ChatRequest:
-    """A valid request.
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """The names of the fields that have no effect."""
+        names = [*self._ignored]
+        for part in self.media().values():
+            names += ["uuid"] * (part.uuid is not None)
+            names += ["detail"] * (isinstance(part, ImagePart) and part.detail not in (None, "auto"))
+        return tuple(dict.fromkeys(names))
 
-    Attributes:
-        messages: with parts of type text and {"type": "media"}, in the order of `media`.
-        frames: which frames of its videos are used, as far as their parts state nothing else.
-        ignored: the names of the fields that have no effect.
+    def media(self) -> dict[str, MediaPart]:
+        """Return the parts with media, by their places in the request."""
+        return {
+            f"messages[{number}].content[{index}]": part
+            for number, message in enumerate(self.messages)
+            for index, part in enumerate(message.content)
+            if not isinstance(part, TextPart)
+        }
+
+    def conversation(self, kinds: Iterable[str]) -> list[dict[str, Any]]:
+        """Return the messages for the model, given whether each of `media` is a video or an image."""
+        following = iter(kinds)
+        return [
+            {
+                "role": message.role.replace("developer", "system"),
+                "content": [
+                    {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": next(following)}
+                    for part in message.content
+                ],
+            }
+            for message in self.messages
+        ]
+
+    def frames(self) -> FrameChoice:
+        """Return which frames of its videos are used, as far as their parts state nothing else."""
+        return self.mm_processor_kwargs.frames().over(self.media_io_kwargs.video.frames())
+
+    def sampling(self, defaults: Sampling) -> Sampling:
+        """Return the sampling options, with `defaults` for what the request does not state; raise ApiError 400."""
+        lengths = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(lengths) > 1:
+            raise ApiError(400, "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
+        own = {"max_new_tokens": next(iter(lengths), None), "min_new_tokens": self.min_tokens}
+        values = {name: value for name, value in own.items() if value is not None}
+        values = vars(defaults) | self.generation_config.given() | self.given() | values
+        values["seed"] = secrets.randbits(62) if self.seed is None else self.seed
+        try:
+            return Sampling(**values)
+        except ConfigError as error:
+            text = str(error).replace("max_new_tokens", "max_tokens").replace("min_new_tokens", "min_tokens")
+            raise ApiError(400, text, param=text.partition(":")[0]) from error
+
+
+def parse(body: bytes) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ApiError: 400 if it is not JSON in UTF-8, 413 if it has too many values.
     """
-
-    model: str
-    messages: list[dict[str, Any]]
-    media: tuple[MediaReference, ...]
-    sampling: Sampling
-    stop: tuple[str, ...]
-    stream: bool
-    include_usage: bool
-    evidence: int = 0
-    frames: FrameChoice = FrameChoice()
-    ignored: tuple[str, ...] = ()
+    if sum(_count(body, sign) for sign in (b",", b"[", b"{", b":")) > MOST_VALUES:
+        raise ApiError(
+            413, f"the body has more than {MOST_VALUES} values or commas; upload files, or send less", code="too_large"
+        )
+    try:
+        return from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON ({error})") from error
 
 
-def read_request(body: Any, defaults: Sampling) -> ChatRequest:
-    """Return the request in a decoded JSON body; `defaults` has what it does not state.
+def _count(body: bytes, sign: bytes) -> int:
+    """Return how often a sign occurs, or more than `MOST_VALUES`; `find` is faster in a long URL than `count`."""
+    position = count = 0
+    while count <= MOST_VALUES and (position := body.find(sign, position) + 1):
+        count += 1
+    return count
+
+
+def read_request(body: Any) -> ChatRequest:
+    """Return the request in a decoded JSON body.
 
     Raises:
         ApiError: 400, with the name of the field.
     """
     if not isinstance(body, dict):
         raise ApiError(400, "the body is not a JSON object")
-    ignored = [name for name in body if name in IGNORED and body[name] is not None]
-    fields = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
+    fields = {name: value for name, value in body.items() if value is not None}
+    ignored = [name for name in fields if name in IGNORED]
+    for name in ignored:
+        del fields[name]
     for name in NEUTRAL.keys() & fields.keys():
         if (value := fields.pop(name)) not in NEUTRAL[name]:
             raise ApiError(400, f"{name}: {_short(value)} is not supported by this server; leave it out", param=name)
     try:
-        asked = Body.model_validate(fields)
+        request = ChatRequest.model_validate(fields)
     except ValidationError as error:
         raise _as_api_error(error) from error
-    except RecursionError as error:
-        raise ApiError(400, "the body is nested too deeply") from error
-    if asked.stream_options is not None and not asked.stream:
+    request._ignored = ignored
+    if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options: with stream=true only", param="stream_options")
-    if asked.messages[-1].role != "user":
+    if request.messages[-1].role != "user":
         raise ApiError(
             400, "messages: the last message is not the user's, so there is nothing to answer", param="messages"
         )
-    messages, media = [], []
-    for number, message in enumerate(asked.messages):
-        parts: list[dict[str, Any]] = []
-        for index, part in enumerate(message.content):
-            if isinstance(part, TextPart):
-                parts.append({"type": "text", "text": part.text})
-            else:
-                parts.append({"type": "media"})
-                media.append(part.reference(f"messages[{number}].content[{index}]"))
-                ignored += part.ignored()
-        messages.append({"role": message.role.replace("developer", "system"), "content": parts})
-    return ChatRequest(
-        model=asked.model,
-        messages=messages,
-        media=tuple(media),
-        sampling=_sampling(asked, defaults),
-        stop=tuple(asked.stop),
-        stream=asked.stream,
-        include_usage=asked.stream_options is not None and asked.stream_options.include_usage,
-        evidence=asked.evidence,
-        frames=asked.mm_processor_kwargs.frames().over(asked.media_io_kwargs.video.frames()),
-        ignored=tuple(dict.fromkeys(ignored)),
-    )
-
-
-def _sampling(asked: Body, defaults: Sampling) -> Sampling:
-    lengths = {asked.max_tokens, asked.max_completion_tokens} - {None}
-    if len(lengths) > 1:
-        raise ApiError(400, "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
-    own = {"max_new_tokens": next(iter(lengths), None), "min_new_tokens": asked.min_tokens}
-    values = {name: value for name, value in own.items() if value is not None}
-    values = vars(defaults) | asked.generation_config.given() | asked.given() | values
-    values["seed"] = secrets.randbits(62) if asked.seed is None else asked.seed
-    try:
-        return Sampling(**values)
-    except ConfigError as error:
-        text = str(error).replace("max_new_tokens", "max_tokens").replace("min_new_tokens", "min_tokens")
-        raise ApiError(400, text, param=text.partition(":")[0]) from error
+    return request
 
 
 def _as_api_error(error: ValidationError) -> ApiError:

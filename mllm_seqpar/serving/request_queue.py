@@ -6,10 +6,10 @@ import asyncio
 import queue
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 from mllm_seqpar.inference.conversation import LengthError
@@ -17,137 +17,188 @@ from mllm_seqpar.inference.engine import Job
 from mllm_seqpar.inference.generation import Answer
 
 from .jobs import Impossible, Outcome, Worker
+from .middleware import CLIENT_GONE, RequestRecord
 from .protocol import ApiError
 
 SHUTTING_DOWN = ApiError(503, "the server is shutting down", code="shutting_down", kind="server_error")
 
 
-@dataclass(kw_only=True, eq=False)
+class ClientGone(Exception):
+    """The client has closed its connection."""
+
+
 class Waiting:
-    """A request: its job, and the events that its HTTP handler waits for.
+    """A request that waits for its answer: an iterator over events, for its handler in the running event loop.
 
     The events are ("started", None), ("progress", (done, total)), ("text", piece), and last ("reply", Answer) or
-    ("error", ApiError).
+    ("error", an exception). They are noted in the record. The iterator raises ClientGone when the client disconnects.
+
+    Args:
+        receive: returns the messages of the request's ASGI connection.
+        record: of the request.
+        answer: returns the answer, or raises; it passes this object to `RequestQueue.answer`.
 
     Attributes:
-        cancelled: set by the handler when the client has disconnected.
-        release: called once when the files of the job are no longer needed.
-        taken: the time, by `time.perf_counter`, at which the model started on the request.
+        cancelled: set by `close`, after which the answer is not needed.
     """
 
-    job: Job
-    loop: asyncio.AbstractEventLoop
-    release: Callable[[], object]
-    events: asyncio.Queue[tuple[str, Any]] = field(default_factory=asyncio.Queue)
-    cancelled: threading.Event = field(default_factory=threading.Event)
-    taken: float | None = None
+    def __init__(
+        self,
+        receive: Callable[[], Awaitable[Any]],
+        record: RequestRecord,
+        answer: Callable[[Waiting], Awaitable[Answer]],
+    ) -> None:
+        self.record, self.cancelled, self._ended = record, threading.Event(), False
+        self._events: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._gone, self._work = self._loop.create_task(_disconnect(receive)), self._loop.create_task(self._run(answer))
+
+    async def _run(self, answer: Callable[[Waiting], Awaitable[Answer]]) -> None:
+        try:
+            self.put("reply", await answer(self))
+        except Exception as error:  # noqa: BLE001 - raised by the handler
+            self.put("error", error)
 
     def put(self, kind: str, value: Any = None) -> None:
-        """Pass an event from the main thread to the handler."""
-        self.loop.call_soon_threadsafe(self.events.put_nowait, (kind, value))
+        """Add an event, from any thread."""
+        self._loop.call_soon_threadsafe(self._events.put_nowait, (kind, value))
+
+    def __aiter__(self) -> Waiting:
+        return self
+
+    async def __anext__(self) -> tuple[str, Any]:
+        event = asyncio.ensure_future(self._events.get())
+        await asyncio.wait({event, self._gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not event.done():
+            event.cancel()
+            raise ClientGone
+        kind, value = event.result()
+        if kind == "text" and self.record.first_token is None:
+            self.record.first_token = self.record.seconds
+        elif kind == "reply":
+            self.record.reply = value
+        elif kind == "error" and isinstance(value, ApiError):
+            self.record.fail(value.status, str(value))
+        self._ended = kind in ("reply", "error")
+        return kind, value
+
+    def close(self) -> None:
+        if not self._ended:
+            self.record.fail(CLIENT_GONE, "the client has closed the connection")
+        self.cancelled.set()
+        self._gone.cancel()
+
+
+async def _disconnect(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class RequestQueue:
-    """At most `limit` requests wait while one is answered."""
+    """At most `limit` requests wait while one is answered.
+
+    `answer_all` runs in the main thread, `place` and `answer` in the event loop of the HTTP interface.
+    """
 
     def __init__(self, limit: int) -> None:
-        self._limit, self._waiting, self._lock = limit, 0, threading.Lock()
-        self._requests: queue.SimpleQueue[Waiting | None] = queue.SimpleQueue()
-        self.running = self.stopping = False
+        self._limit, self._entered = limit, 0
+        self._turns: queue.SimpleQueue[tuple[Job, Waiting, Future[Answer]] | None] = queue.SimpleQueue()
+        self.running = self.stopping = self._ended = False
 
     @property
     def waiting(self) -> int:
-        return self._waiting
+        return self._entered - self.running
 
-    def enter(self) -> None:
-        """Reserve a place for a request that `put` will add, before its media are fetched.
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """Count a request as waiting or running, from before its media are fetched until its end.
 
         Raises:
             ApiError: 429 if too many wait, 503 if the server is shutting down.
         """
-        with self._lock:
-            if self.stopping:
-                raise SHUTTING_DOWN
-            if self._waiting >= self._limit + (not self.running):
-                raise ApiError(
-                    429,
-                    f"{self._waiting} requests are waiting, which is the limit of this server; try again later",
-                    code="rate_limit_exceeded",
-                    kind="rate_limit_error",
-                )
-            self._waiting += 1
+        if self.stopping:
+            raise SHUTTING_DOWN
+        if self._entered > self._limit:
+            raise ApiError(
+                429,
+                f"{self.waiting} requests are waiting, which is the limit of this server; try again later",
+                code="rate_limit_exceeded",
+                kind="rate_limit_error",
+            )
+        self._entered += 1
+        try:
+            yield
+        finally:
+            self._entered -= 1
 
-    def leave(self) -> None:
-        """Release the place of a request that will not be added."""
-        with self._lock:
-            self._waiting -= 1
-
-    def put(self, request: Waiting) -> None:
-        """Add a request that has entered; raise ApiError 503 if the server is shutting down."""
-        with self._lock:
-            if self.stopping:
-                self._waiting -= 1
-                raise SHUTTING_DOWN
-            self._requests.put(request)
+    async def answer(self, job: Job, request: Waiting) -> Answer:
+        """Return the answer to a job after those before it; raise ApiError if there is none."""
+        turn: Future[Answer] = Future()
+        self._turns.put((job, request, turn))
+        if self._ended:  # only now, because `answer_all` may have ended between a check and the addition
+            self._refuse_rest()
+        return await asyncio.wrap_future(turn)
 
     def stop(self) -> None:
         """Refuse further requests, and end `answer_all`. A signal handler may call this, so it takes no lock."""
         self.stopping = True
-        self._requests.put(None)
+        self._turns.put(None)
 
     def answer_all(self, worker: Worker) -> None:
         """Answer requests one after another until `stop`; rank 0's main thread calls this."""
         while not self.stopping:
             try:
-                request = self._requests.get(timeout=worker.channel.heartbeat)
+                found = self._turns.get(timeout=worker.channel.heartbeat)
             except queue.Empty:
                 worker.channel.require_alive()
                 continue
-            if request is not None:
-                with self._lock:
-                    self._waiting, self.running = self._waiting - 1, True
-                request.taken = time.perf_counter()
-                self._answer(worker, request)
+            if found is not None:
+                self.running = True
+                self._take_turn(worker, *found)
                 self.running = False
-        with self._lock:  # `put` has added its request before this, or refuses it
-            while not self._requests.empty():
-                if (request := self._requests.get()) is not None:
-                    request.put("error", SHUTTING_DOWN)
-                    request.release()
+        self._ended = True
+        self._refuse_rest()
 
-    def _answer(self, worker: Worker, request: Waiting) -> None:
-        try:
-            if not request.cancelled.is_set():
-                request.put(*self._run(worker, request))
-        except BaseException:
-            request.put("error", ApiError(500, "the server failed and ends; its log says why", kind="server_error"))
-            raise
-        finally:
-            request.release()
+    def _refuse_rest(self) -> None:
+        while not self._turns.empty():
+            if (found := self._turns.get()) is not None and found[-1].set_running_or_notify_cancel():
+                found[-1].set_exception(SHUTTING_DOWN)
 
-    def _run(self, worker: Worker, request: Waiting) -> tuple[str, Answer | ApiError]:
+    def _take_turn(self, worker: Worker, job: Job, request: Waiting, turn: Future[Answer]) -> None:
+        if request.cancelled.is_set():
+            turn.cancel()
+        if not turn.set_running_or_notify_cancel():
+            return
+        request.record.queue = request.record.seconds
         try:
             reply = worker.run(
-                request.job,
+                job,
                 on_start=lambda: request.put("started"),
                 progress=lambda done, total: request.put("progress", (done, total)),
                 on_text=lambda piece: request.put("text", piece),
                 interrupted=lambda: self.stopping or request.cancelled.is_set(),
             )
         except Impossible as error:
-            if self.stopping:
-                return "error", SHUTTING_DOWN
-            failed = error.outcome >= Outcome.FAILED
-            if failed:
-                sys.stderr.write("".join(traceback.format_exception(error.cause)))
-            if failed and error.outcome is not Outcome.OUT_OF_MEMORY:
-                return "error", ApiError(500, "the server failed to answer; its log says why", kind="server_error")
-            status, kind = (500, "server_error") if failed else (400, "invalid_request_error")
-            text = str(error)
-            for file in request.job.media:  # clients must not learn where files are
-                text = text.replace(file.path, file.name)
-            code = "context_length_exceeded" if isinstance(error.cause, LengthError) else None
-            return "error", ApiError(status, text, code=code, kind=kind, param="messages")
-        if reply.finish_reason == "interrupted":
-            return "error", SHUTTING_DOWN
-        return "reply", reply
+            turn.set_exception(SHUTTING_DOWN if self.stopping else _as_api_error(error, job))
+        except BaseException:
+            turn.set_exception(ApiError(500, "the server failed and ends; its log says why", kind="server_error"))
+            raise
+        else:
+            if reply.finish_reason == "interrupted":
+                turn.set_exception(SHUTTING_DOWN)
+            else:
+                turn.set_result(reply)
+
+
+def _as_api_error(error: Impossible, job: Job) -> ApiError:
+    failed = error.outcome >= Outcome.FAILED
+    if failed:
+        sys.stderr.write("".join(traceback.format_exception(error.cause)))
+    if failed and error.outcome is not Outcome.OUT_OF_MEMORY:
+        return ApiError(500, "the server failed to answer; its log says why", kind="server_error")
+    status, kind = (500, "server_error") if failed else (400, "invalid_request_error")
+    text = str(error)
+    for file in job.media:  # clients must not learn where files are
+        text = text.replace(file.path, file.name)
+    code = "context_length_exceeded" if isinstance(error.cause, LengthError) else None
+    return ApiError(status, text, code=code, kind=kind, param="messages")

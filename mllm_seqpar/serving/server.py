@@ -17,21 +17,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from mllm_seqpar._compat import optional_import
+from mllm_seqpar.cli.launch import own_ranks
 from mllm_seqpar.cli.options import option, parse_options
-from mllm_seqpar.cli.own_ranks import own_ranks
 from mllm_seqpar.cli.progress import note, quiet_transformers
 from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.inference.arguments import ServingOptions
 
 from .jobs import Worker, joined_worker
-from .upload_folder import upload_folder
-
-if TYPE_CHECKING:
-    from .request_queue import RequestQueue
 
 ENTRY = "mllm_seqpar.serving.server:serve"
 API_KEY = "MLLM_SEQPAR_API_KEY"
@@ -93,7 +88,10 @@ def serve(argv: Sequence[str]) -> None:
         with joined_worker(args, args.keep_conversations) as worker:
             worker.follow()
         return
-    _require_packages()
+    for module in ("fastapi", "prometheus_client", "pydantic", "python_multipart", "uvicorn"):
+        optional_import(module, extra="serve", needed_for="serve")
+    from .media import upload_folder
+
     with _bound_socket(args) as listener, upload_folder(args.upload_dir) as folder:
         remove = functools.partial(shutil.rmtree, folder, ignore_errors=True)
         with own_ranks(args.num_processes, ENTRY, argv, before_exit=remove):
@@ -136,26 +134,14 @@ def _serve(args: ServeOptions, worker: Worker, listener: socket.socket, folder: 
     note(f"{args.name} on {service.ranks} rank{'s' * (service.ranks > 1)}: http://{host}:{port} (page), /v1 (API)")
     if key is None and not host.startswith("127.") and host != "::1":
         note(f"warning: everyone who can reach {host} can use this server; --api_key restricts it")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: requests.stop())
     try:
-        with _stopped_by_signals(requests):
-            requests.answer_all(worker)
+        requests.answer_all(worker)
     finally:
         server.should_exit = True
         thread.join(5.0)
     note("stopped")
-
-
-@contextmanager
-def _stopped_by_signals(requests: RequestQueue) -> Iterator[None]:
-    def stop(number: int, frame: Any) -> None:
-        requests.stop()
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
@@ -171,8 +157,3 @@ def _bound_socket(args: ServeOptions) -> Iterator[socket.socket]:
                 f"--host {args.host} --port {args.port}: {error.strerror}; choose another port"
             ) from error
         yield listener
-
-
-def _require_packages() -> None:
-    for module in ("fastapi", "prometheus_client", "pydantic", "python_multipart", "uvicorn"):
-        optional_import(module, extra="serve", needed_for="serve")

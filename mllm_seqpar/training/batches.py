@@ -1,41 +1,34 @@
-"""The micro-batches of a run in training order, read by all ranks together, with replacements for bad samples.
+"""The micro-batches of a run: which samples a step trains on, and how all ranks read them together.
 
-A rank decodes only its own frames of a video, so a single rank may find a fault. After each micro-batch, all ranks
-exchange one small message. A sample that any rank of a group cannot read is replaced on all ranks of the group by
-another one (`replacement`); any other error is raised on all ranks at the same micro-batch, so that they can still
-save a checkpoint together.
+A rank decodes only its own frames of a video, so a single rank may find a fault. Threads decode the next micro-batches
+while the current ones are used, as far ahead as a limit on their bytes allows. When a micro-batch is taken, all ranks
+exchange one small message. A sample that any rank of a group cannot read is replaced on all ranks of the group by the
+next one; any other error is raised on all ranks at the same micro-batch, so that they can still save a checkpoint
+together.
 
-The exchange must not use a communicator that the training uses, because the next micro-batches are read in threads
-while the current one is computed: `reader_communicator` creates a separate gloo group. Several threads decode one
-micro-batch each, as far ahead as a limit on their bytes allows. One thread agrees on the micro-batches with the other
-ranks, in order. It uses what another thread has decoded, unless the agreement has replaced one of these samples.
+`Trainer`'s own samplers give each step the same samples on any number of ranks only if the samples of an epoch fill its
+last step, and its loaders read ahead in processes, to which a rank's share of the frames would have to be sent.
 """
 
 from __future__ import annotations
 
-import math
+import random
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import closing
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import partial
-from itertools import count
+from functools import lru_cache, partial
 from typing import Any
 
-import torch.distributed as dist
-from torch.utils.data import IterableDataset
-
 from mllm_seqpar._logging import get_logger
-from mllm_seqpar.comm import Communicator, as_communicator
+from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.data.chat import ChatBatch, ChatDataset, MediaError, load_local_images
 from mllm_seqpar.data.chat_family import chat_family
-from mllm_seqpar.data.decoding import decode_threads
 from mllm_seqpar.data.prefetch import ReadAheadLimit
-from mllm_seqpar.errors import DataError, SeqParError
+from mllm_seqpar.data.reader import decode_threads
+from mllm_seqpar.errors import ConfigError, DataError, SeqParError
 from mllm_seqpar.sharding import FrameShard
 
 from .stored_tower import ARGUMENT, StoredTower
@@ -55,15 +48,71 @@ _LOADERS = 4
 """The largest number of threads that decode micro-batches; each of them uses `--decode_threads` threads."""
 
 
-def reader_communicator(timeout: float) -> Communicator:
-    """Return a communicator of all ranks for `BatchReader`. All ranks must call this at the same point of the program.
+@dataclass(frozen=True, kw_only=True)
+class SampleOrder:
+    """The samples of each step and data parallel group: index arithmetic, the same on every rank.
 
-    Args:
-        timeout: seconds that a rank waits for the others.
+    An optimizer step takes the next `global_batch` samples of the epoch's permutation and distributes them over
+    micro-batches, and each micro-batch over the data parallel groups, so a step trains on the same samples for any
+    number of ranks: with G = dp * micro_batch, micro-batch m holds samples m*G ... m*G + G - 1 of the step, and group g
+    takes the g-th `micro_batch` of those. Samples at the end of an epoch that do not fill a step are left out of it.
+
+    Attributes:
+        samples: number of samples in the data.
+        global_batch: samples of one optimizer step.
+        micro_batch: samples of one forward pass of one group.
+        dp: number of data parallel groups.
+        seed: seed of the permutations.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return as_communicator("self")
-    return as_communicator(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)))
+
+    samples: int
+    global_batch: int
+    micro_batch: int
+    dp: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        per_pass = self.micro_batch * self.dp
+        if self.global_batch % per_pass:
+            raise ConfigError(
+                f"--global_batch_size {self.global_batch} is not a multiple of {per_pass} = "
+                f"--per_device_train_batch_size {self.micro_batch} x {self.dp} data parallel groups; change one "
+                "of them or --sp"
+            )
+        if self.samples < self.global_batch:
+            raise ConfigError(
+                f"a step has {self.global_batch} samples (--per_device_train_batch_size x groups x "
+                f"--gradient_accumulation_steps), more than the {self.samples} samples of the training data; lower one "
+                "of these options"
+            )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of optimizer steps in one pass over the data."""
+        return self.samples // self.global_batch
+
+    @property
+    def micro_batches(self) -> int:
+        """Number of forward passes of each group in one optimizer step."""
+        return self.global_batch // (self.micro_batch * self.dp)
+
+    def passes(self, group: int, first: int, end: int) -> Iterator[list[int]]:
+        """Yield the samples of each micro-batch of `group` from optimizer step `first` to the step before `end`."""
+        size = self.micro_batch
+        for step in range(first, end):
+            epoch, index = divmod(step, self.steps_per_epoch)
+            order = _permutation(self.samples, f"{self.seed}/{epoch}")
+            samples = order[index * self.global_batch : (index + 1) * self.global_batch]
+            for start in range(group * size, self.global_batch, size * self.dp):
+                yield samples[start : start + size]
+
+
+@lru_cache(maxsize=1)
+def _permutation(samples: int, seed: str) -> list[int]:
+    """Return the order of an epoch; cached, because shuffling a million samples takes most of a second."""
+    order = list(range(samples))
+    random.Random(seed).shuffle(order)
+    return order
 
 
 @dataclass(frozen=True)
@@ -74,6 +123,7 @@ class LoadedBatch:
         chat: the text, with the numbers of targets, tokens and frames, and the places of the samples.
         arguments: the arguments of the model's forward, on the CPU; with stored features, also a `TowerRows`.
         samples: numbers of the samples in the data set, replacements included.
+        has_features: whether stored features replace the frames.
     """
 
     chat: ChatBatch
@@ -82,14 +132,8 @@ class LoadedBatch:
     has_features: bool = False
 
 
-def replacement(sample: int, number: int, samples: int) -> int:
-    """Return the `number`-th sample that may replace `sample`, of `samples` in the data; the first of them is itself.
-
-    Each sample is returned once. The step is near the golden ratio of their number, because neighbours often share a
-    video. It depends on nothing else, so a resumed run and a run with other ranks find the same replacements.
-    """
-    step = next(step for step in count(max(1, round(0.618 * samples))) if math.gcd(step, samples) == 1)
-    return (sample + number * step) % samples
+_Begun = tuple[tuple[int, ...], Future[LoadedBatch]]
+"""Samples that another thread loads as one micro-batch, with replacements, and the result."""
 
 
 class BatchReader:
@@ -98,7 +142,7 @@ class BatchReader:
     Args:
         dataset: its option `on_bad_media` says whether bad samples are replaced.
         group: the consecutive ranks that share samples.
-        comm: all ranks of the run; `reader_communicator()`.
+        comm: all ranks of the run, for one small exchange per micro-batch; any group that `as_communicator` takes.
         ahead_bytes: limit on the bytes of frames that are read ahead; one micro-batch is always allowed.
         features: read instead of frames if all ranks have those of a micro-batch.
 
@@ -110,15 +154,15 @@ class BatchReader:
         self,
         dataset: ChatDataset,
         group: Any,
-        comm: Communicator,
+        comm: Any = None,
         ahead_bytes: int = READ_AHEAD_BYTES,
         features: StoredTower | None = None,
     ) -> None:
-        self._dataset, self._group, self._comm = dataset, as_communicator(group), comm
+        self._dataset, self._group, self._comm = dataset, as_communicator(group), as_communicator(comm)
         self._ahead_bytes, self._features = ahead_bytes, features
         self._family = chat_family(dataset.processor)
         self._opening = threading.Lock()  # tokenizers and tables are used by one thread at a time
-        first = comm.rank - self._group.rank
+        first = self._comm.rank - self._group.rank
         self._members = range(first, first + self._group.size)
         self._skips = dataset.on_bad_media == "skip"
         self.skipped: dict[int, str] = {}
@@ -126,26 +170,24 @@ class BatchReader:
     def read_all(self, passes: Iterable[Sequence[int]], ahead: int = 1) -> Generator[LoadedBatch]:
         """Yield the samples of each pass as one micro-batch, while at least `ahead` of the following ones are read.
 
-        All ranks take the same number. If they stop early, they still agree on the micro-batches that any rank has
-        begun.
+        All ranks take the same number.
         """
-        limit, waiting = ReadAheadLimit(self._ahead_bytes), deque[Future[LoadedBatch]]()
+        limit, waiting = ReadAheadLimit(self._ahead_bytes), deque[tuple[int, Sequence[int], _Begun]]()
         threads = min(_LOADERS, self._dataset.threads or decode_threads())
         loading = ThreadPoolExecutor(threads, thread_name_prefix="load")
-        agreeing = ThreadPoolExecutor(1, thread_name_prefix="agree")
-        released = count()
 
         def following() -> LoadedBatch:
-            batch = waiting.popleft().result()
-            limit.release(next(released))
+            number, samples, begun = waiting.popleft()
+            wait([begun[1]])  # in any case, because a batch is released only after it was admitted
+            batch = self.read(samples, begun)
+            limit.release(number)
             return batch
 
         try:
             for number, samples in enumerate(passes):
-                chosen, _ = attempt(partial(self._chosen, samples))  # `read` raises the error, on all ranks
-                chosen = chosen or tuple(samples)
-                begun = loading.submit(self._load, chosen, partial(limit.admit, number))
-                waiting.append(agreeing.submit(self.read, samples, (chosen, begun)))
+                chosen = attempt(partial(self._chosen, samples))[0] or tuple(samples)  # `read` raises the error
+                begun = chosen, loading.submit(self._load, chosen, partial(limit.admit, number))
+                waiting.append((number, samples, begun))
                 if len(waiting) > max(ahead, _READ_AHEAD):
                     yield following()
             while waiting:
@@ -153,16 +195,13 @@ class BatchReader:
         finally:
             limit.close()
             loading.shutdown(cancel_futures=True)
-            agreeing.shutdown()
 
-    def read(
-        self, samples: Sequence[int], begun: tuple[tuple[int, ...], Future[LoadedBatch]] | None = None
-    ) -> LoadedBatch:
+    def read(self, samples: Sequence[int], begun: _Begun | None = None) -> LoadedBatch:
         """Return these samples as one micro-batch. Every rank of the run must call this the same number of times.
 
         Args:
             samples: of this rank's group.
-            begun: the samples, with replacements, that another thread loads, and its result.
+            begun: what another thread loads already.
 
         Raises:
             SeqParError: on all ranks, if a rank cannot read its part and the sample must not be replaced.
@@ -170,57 +209,53 @@ class BatchReader:
         loaded: LoadedBatch | None = None
         decode = False
         while True:
-            error: Exception | None = None
-            if loaded is None:
-                loaded, error = attempt(partial(self._usable, samples, begun, decode))
-            stopped = isinstance(error, CancelledError)
+            loaded, error = attempt(partial(self._usable, samples, loaded, begun, decode))
             bad = error.sample if self._skips and isinstance(error, MediaError) else -1
-            fatal = error is not None and bad < 0 and not stopped
-            has_features = loaded is not None and loaded.has_features
-            numbers = bad, has_features
+            numbers = bad, loaded is not None and loaded.has_features
             _, rows = agree(
                 self._comm,
                 "reading the training data",
-                error=error if fatal else None,
+                error=None if bad >= 0 else error,
                 numbers=lambda _, numbers=numbers: numbers,
             )
+            features = {row[1] for row in rows}
             if any(row[0] >= 0 for row in rows):
                 messages = self._comm.gather_texts(str(error) if bad >= 0 else "")
                 faults = {rows[rank][0]: messages[rank] for rank in self._members if rows[rank][0] >= 0}
                 for sample, message in [(self._replaced(samples[place]), text) for place, text in faults.items()]:
                     self._skip(sample, message)
-                    loaded = None
-            elif any(row[1] for row in rows) and not all(row[1] for row in rows):
-                decode = True  # some rank computes features, so all do
-                loaded = None if has_features else loaded
-            elif loaded is None:
-                raise CancelledError
-            else:
+            elif len(features) == 1:
+                assert loaded is not None
                 return loaded
+            else:
+                decode = True  # some rank computes features, so all do
 
     def _usable(
-        self, samples: Sequence[int], begun: tuple[tuple[int, ...], Future[LoadedBatch]] | None, decode: bool
+        self, samples: Sequence[int], loaded: LoadedBatch | None, begun: _Begun | None, decode: bool
     ) -> LoadedBatch:
-        """Load these samples, with replacements for those that are known to be bad; `begun` if it has the same."""
+        """Return these samples, with replacements for those that are known to be bad; load what is not loaded yet."""
         chosen = self._chosen(samples)
-        if begun is not None:
-            loading, result = begun
-            result.exception()  # waits in any case, because a batch is released only after it was admitted
-            if loading == chosen and not decode:
-                return result.result()
+        if loaded is not None and loaded.samples == chosen and not (decode and loaded.has_features):
+            return loaded
+        if begun is not None and begun[0] == chosen and not decode:
+            return begun[1].result()
         return self._load(chosen, decode=decode)
 
     def _chosen(self, samples: Sequence[int]) -> tuple[int, ...]:
         return tuple(map(self._replaced, samples))
 
     def _replaced(self, sample: int) -> int:
-        """Return `sample`, or its first replacement that is not known to be bad; DataError if there is none."""
+        """Return `sample`, or the next one that is not known to be bad; DataError if there is none.
+
+        It depends on nothing else, so a resumed run and a run with other ranks find the same replacements.
+        """
         total = len(self._dataset)
-        for number in range(min(total, MOST_REPLACEMENTS + 1)):
-            if (found := replacement(sample, number, total)) not in self.skipped:
+        tried = min(total, MOST_REPLACEMENTS + 1)
+        for number in range(tried):
+            if (found := (sample + number) % total) not in self.skipped:
                 return found
         raise DataError(
-            f"{number + 1} samples in a row cannot be read, so the media are probably in another place; "
+            f"{tried} samples in a row cannot be read, so the media are probably in another place; "
             f"run `mllm-seqpar check-data`. One of them: {self.skipped[sample]}"
         )
 
@@ -275,22 +310,3 @@ class BatchReader:
             self.skipped[sample] = message
             if self._comm.rank == self._members[0]:
                 _log.warning("skipped, %d so far: %s", len(self.skipped), message)
-
-
-class Restarted(IterableDataset[Any]):
-    """What `begin` yields, from its start in each iteration, for a `DataLoader` with `batch_size=None`.
-
-    Args:
-        begin: called by each iteration.
-        length: the number of items of a whole iteration.
-    """
-
-    def __init__(self, begin: Callable[[], Generator[Any]], length: int) -> None:
-        self._begin, self._length = begin, length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __iter__(self) -> Iterator[Any]:
-        with closing(self._begin()) as items:
-            yield from items

@@ -1,7 +1,7 @@
 """Names and numbers on the command line of fine-tuning, checked before torch and transformers are imported.
 
 Their import takes seconds, and a run on several ranks repeats it on each. The options are therefore read from the
-source of the dataclasses that define them. What is found wrong here would be found later too (`command_line`): if a
+source of the dataclasses that define them. What is found wrong here would be found later too (`arguments`): if a
 release of transformers defines its options in another way, nothing is checked here.
 """
 
@@ -16,10 +16,6 @@ from pathlib import Path
 from mllm_seqpar.cli import options
 
 _FILES = (Path(options.__file__).with_name("shared_options.py"), Path(__file__).with_name("arguments.py"))
-_CLASSES = (
-    *("TrainingArguments", "FineTuningArguments", "ModelAndData"),
-    *("FrameOptions", "StoredFrameOptions", "StrategyOptions", "SequenceParallel"),
-)
 _OTHER = {"num_processes": "int", "config": "str"}
 """Options beside the fields of these classes, and their types."""
 
@@ -44,7 +40,7 @@ def check_command_line(argv: Sequence[str]) -> None:
 def _fields(file: Path) -> Iterator[tuple[str, str]]:
     """Yield the name and the annotation of each field of the classes in a file."""
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef) and node.name in _CLASSES:
+        if isinstance(node, ast.ClassDef):
             for field in node.body:
                 if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
                     yield field.target.id, ast.unparse(field.annotation)

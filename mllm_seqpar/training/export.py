@@ -1,4 +1,4 @@
-"""Export of the trained model as an ordinary directory: safetensors, config and processor; its upload to the Hub.
+"""Export of the trained model as an ordinary directory: safetensors, config, processor, model card; its upload.
 
 For --push_to_hub, `Trainer` would create the repository on rank 0 alone, after the model is loaded, and upload what is
 in --output_dir, where the final model is not. Here, all ranks check before anything is loaded whether the repository
@@ -8,20 +8,23 @@ can be written to.
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi, ModelCardData
 from torch import nn
 from transformers import TrainingArguments
 
+from mllm_seqpar import __version__
 from mllm_seqpar.comm import Communicator, as_communicator
 from mllm_seqpar.errors import ConfigError, first_line
 from mllm_seqpar.models.hub import local_directory
 
-from .arguments import SAVE_DTYPES
+from .arguments import SAVE_DTYPES, FineTuneOptions
 
 
 def export_dtype(choice: str, source: str) -> torch.dtype | None:
@@ -110,7 +113,7 @@ def create_repository(args: TrainingArguments) -> str:
     """
     name = args.hub_model_id or Path(str(args.output_dir)).absolute().name
     try:
-        return str(_api(args).create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id)
+        return str(HfApi(token=args.hub_token).create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id)
     except Exception as error:  # of huggingface_hub, of its HTTP client, or of the operating system
         raise ConfigError(
             f"--push_to_hub: the repository {name} cannot be created ({type(error).__name__}: {first_line(error)}); "
@@ -120,7 +123,7 @@ def create_repository(args: TrainingArguments) -> str:
 
 def upload(args: TrainingArguments, directory: Path) -> str:
     """Upload a directory to the repository; return its address."""
-    commit = _api(args).upload_folder(
+    commit = HfApi(token=args.hub_token).upload_folder(
         repo_id=str(args.hub_model_id),
         folder_path=directory,
         revision=args.hub_revision,
@@ -129,7 +132,73 @@ def upload(args: TrainingArguments, directory: Path) -> str:
     return str(commit.commit_url)
 
 
-def _api(args: TrainingArguments) -> Any:
-    from huggingface_hub import HfApi
+_CARD_OPTIONS = (
+    *("strategy", "self_attention", "sp", "fps", "max_frames", "freeze", "train", "global_batch_size"),
+    *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save", "load_in_4bit"),
+    *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "optim", "bf16", "seed"),
+)
+"""Options that the model card shows if they are set."""
 
-    return HfApi(token=args.hub_token)
+
+def model_card(options: FineTuneOptions, log: Sequence[Mapping[str, Any]], samples: int, steps: int) -> str:
+    """Return the README.md of the result: the base model, the data, the options and the losses.
+
+    Args:
+        log: `log_history` of the trainer's state.
+        samples: number of training samples.
+        steps: number of steps that were trained.
+    """
+    run = options.run
+    base = str(run.model)
+    is_directory = os.path.exists(base)
+    base = os.path.abspath(base) if is_directory else base.partition("@")[0]  # without the revision
+    # The Hub refuses an upload whose card has a path as its base model.
+    metadata = ModelCardData(
+        base_model=None if is_directory else base,
+        library_name="peft" if run.use_peft else "transformers",
+        tags=["lora", "mllm-seqpar"] if run.use_peft else ["mllm-seqpar"],
+    )
+    results = {"last training loss": "loss", "last evaluation loss": "eval_loss"}
+    found = {text: [row[name] for row in log if name in row] for text, name in results.items()}
+    losses = [f"- {text}: {values[-1]:.4g}" for text, values in found.items() if values]
+    given = {**vars(options.training), **vars(run), **vars(options.frames), **vars(options.parallel)}
+    names = [name for name in _CARD_OPTIONS if run.use_peft or not name.startswith("lora_")]
+    rows = [f"| `--{name}` | {_text(given[name])} |" for name in names if given[name] not in (None, [], False)]
+    packages = ["torch", "transformers", "accelerate", *(["peft"] if run.use_peft else [])]
+    versions = [f"- mllm-seqpar {__version__}", *(f"- {name} {version(name)}" for name in packages)]
+    newline = "\n"
+    return f"""\
+---
+{metadata.to_yaml()}
+---
+
+# {Path(str(options.training.output_dir)).absolute().name}
+
+{"LoRA adapters" if run.use_peft else "A model"} fine-tuned from `{base}` on `{run.data}` ({samples:,} samples) \
+for {steps:,} steps with `mllm-seqpar finetune`.
+
+## Use
+
+```bash
+mllm-seqpar ask --model THIS_DIRECTORY --video movie.mp4 --question "What happens?"
+```
+
+## Results
+
+{newline.join(losses) or "No loss was logged."}
+
+## Options
+
+| option | value |
+|---|---|
+{newline.join(rows)}
+
+## Versions
+
+{newline.join(versions)}
+"""
+
+
+def _text(value: Any) -> str:
+    value = getattr(value, "value", value)  # of an Enum
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

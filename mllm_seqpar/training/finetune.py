@@ -7,6 +7,7 @@ Steps that can fail on one rank only (arguments, files, data) run first, and all
 next collective. Then the model is loaded, and the trainer patches and shards it.
 """
 
+import json
 import logging
 import math
 import os
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import TrainingArguments
 
 from mllm_seqpar._logging import get_logger
@@ -26,31 +26,22 @@ from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.comm.backends import order_launches
 from mllm_seqpar.data.chat import ChatDataset
 from mllm_seqpar.data.chat_family import chat_family
-from mllm_seqpar.data.feature_store import model_fingerprint
-from mllm_seqpar.data.tower_store import TowerStore
-from mllm_seqpar.errors import ConfigError, first_line
-from mllm_seqpar.integrations.accelerate.fsdp2 import (
-    allocate,
-    receives_weights,
-    reshard,
-    send_buffers,
-    shard_weights_by_fsdp2,
-)
-from mllm_seqpar.models.adapters import add_adapters, refuse_adapter
+from mllm_seqpar.data.feature_store import TowerStore, model_fingerprint
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.integrations.accelerate import reshard, send_buffers, shard_weights_by_fsdp2
+from mllm_seqpar.models.adapters import refuse_adapter
 from mllm_seqpar.models.hub import local_directory
-from mllm_seqpar.models.loading import load_model, load_processor, model_digest
+from mllm_seqpar.models.loading import load_processor, model_digest
 from mllm_seqpar.patching.registry import find_adapter
 
-from .arguments import FineTuneOptions, ModelAndData
-from .command_line import make_options, read_options
-from .export import create_repository, export_dtype, export_model, run_on_rank_0, upload
+from .arguments import FineTuneOptions, make_options, read_options
+from .batches import SampleOrder
+from .checkpoints import find_checkpoint, require_shared_directory
+from .export import create_repository, export_dtype, export_model, model_card, run_on_rank_0, upload
 from .finetune_trainer import FineTuneData, FineTuneTrainer
-from .parameters import choose_parameters
-from .resume import find_checkpoint, require_shared_directory, step_of
-from .sample_order import SampleOrder
-from .summary import model_card, run_summary
-from .terminal_log import write_figure
-from .trainer_checks import find_parallelism
+from .model import load_for_training
+from .run_log import write_figure
+from .trainer_arguments import find_parallelism
 
 _LAUNCH_SETTINGS = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_", "FSDP_", "PARALLELISM_CONFIG_")
 """The variables by which `accelerate launch` passes its configuration to the ranks begin with these."""
@@ -85,7 +76,8 @@ def fine_tune(argv: Sequence[str]) -> int:
         return _fine_tune(*prepare(values, problem))
 
 
-def _fine_tune(trainer: FineTuneTrainer, options: FineTuneOptions, checkpoint: Path | None) -> int:
+def _fine_tune(trainer: FineTuneTrainer, checkpoint: Path | None) -> int:
+    options = trainer.options
     try:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     finally:
@@ -109,7 +101,7 @@ def _fine_tune(trainer: FineTuneTrainer, options: FineTuneOptions, checkpoint: P
     # Adapters keep their dtype: float32, as they were trained.
     dtype = None if options.run.use_peft else export_dtype(options.run.save_dtype, str(options.run.model))
     card = model_card(options, state.log_history, len(trainer.data.training), state.global_step)
-    export_model(model, trainer.data.processor, output, dtype, card)
+    export_model(model, trainer.data.training.processor, output, dtype, card)
     _log.info("the final %s in %s", "adapters are" if options.run.use_peft else "model is", output)
     if options.training.push_to_hub:
         run_on_rank_0(as_communicator(), lambda: _log.info("uploaded: %s", upload(options.training, output)))
@@ -123,9 +115,7 @@ def _save_log(trainer: FineTuneTrainer) -> None:
         write_figure(trainer.state.log_history, Path(str(trainer.args.output_dir)))
 
 
-def prepare(
-    values: dict[str, Any] | None, problem: Exception | None
-) -> tuple[FineTuneTrainer, FineTuneOptions, Path | None]:
+def prepare(values: dict[str, Any] | None, problem: Exception | None) -> tuple[FineTuneTrainer, Path | None]:
     """Prepare the run up to its first step; all ranks agree on the result of each part.
 
     Args:
@@ -133,7 +123,7 @@ def prepare(
         problem: what it raised, or None.
 
     Returns:
-        The trainer, the options, and the checkpoint to continue from.
+        The trainer, and the checkpoint to continue from.
     """
     cpu = _start_processes(values or {})
     comm = as_communicator()
@@ -147,21 +137,12 @@ def prepare(
     if options.training.push_to_hub:
         names = agree(comm, "hub", lambda: create_repository(options.training) if comm.rank == 0 else "")
         options.training.hub_model_id = names
-    model = agree(comm, "model", lambda: _load(options, data.processor))
+    model = agree(comm, "model", lambda: load_for_training(options, data.training.processor))
     send_buffers(model)
     options.training.use_cache = bool(getattr(getattr(model, "config", None), "use_cache", True))  # keep it unchanged
-    trainer = FineTuneTrainer(
-        data=data,
-        save_minutes=options.run.save_minutes,
-        stop_after=options.run.stop_after,
-        model=model,
-        args=options.training,
-        sequence_parallel_size=options.parallel.sp,
-        seqpar=options.seqpar,
-    )
-    steps = last_step(options.training, data.order)
-    _log.info("%s", run_summary(trainer, options, steps, checkpoint))
-    return trainer, options, checkpoint
+    trainer = FineTuneTrainer(model, data, options)
+    _log.info("%s", _summary(trainer, checkpoint))
+    return trainer, checkpoint
 
 
 def _start_processes(values: dict[str, Any]) -> bool:
@@ -200,13 +181,7 @@ def _open_data(options: FineTuneOptions) -> tuple[FineTuneData, Path | None, dic
     sampling |= {"fps": options.frames.fps, "max_frames": options.frames.max_frames, **options.frames.decoding()}
     training = ChatDataset(str(run.data), processor, on_bad_media=run.on_bad_media, **sampling)
     evaluation = ChatDataset(run.eval_data, processor, **sampling) if run.eval_data else None
-    sp = options.parallel.sp
-    if sp is not None and args.world_size % sp:
-        raise ConfigError(
-            f"--sp {sp}: {sp} ranks per sample do not divide {args.world_size} processes; give a divisor of "
-            f"{args.world_size}, or start another number of processes (--num_processes)"
-        )
-    parallelism = find_parallelism(args, sp, None)
+    parallelism = find_parallelism(args, options.parallel.sp, None)
     groups = args.world_size // (1 if parallelism is None else parallelism.cp_size)
     passes = groups * args.per_device_train_batch_size
     if run.global_batch_size:
@@ -219,12 +194,12 @@ def _open_data(options: FineTuneOptions) -> tuple[FineTuneData, Path | None, dic
         seed=args.seed if args.data_seed is None else args.data_seed,
     )
     checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
-    done = 0 if checkpoint is None else step_of(checkpoint)
+    state = None if checkpoint is None else json.loads((checkpoint / "trainer_state.json").read_text())
+    done = 0 if state is None else state["global_step"]
     last = last_step(args, order)
     if run.stop_after is not None and not done < run.stop_after <= last:
         raise ConfigError(f"--stop_after {run.stop_after}: the steps of this run are {done + 1} to {last}; give one")
-    features, ahead = _features(options, processor), int(run.read_ahead_gib * 2**30)
-    data = FineTuneData(processor, training, evaluation, order, training.content_digest(), ahead, features)
+    data = FineTuneData(training, evaluation, order, training.content_digest(), _features(options, processor))
     facts = {"training data": data.digest, "evaluation data": evaluation and evaluation.content_digest()}
     return data, checkpoint, facts | {"checkpoint": checkpoint, "model's weights": model_digest(str(run.model))}
 
@@ -249,54 +224,37 @@ def _features(options: FineTuneOptions, processor: Any) -> TowerStore | None:
     return TowerStore(run.features, settings)
 
 
-def _load(options: FineTuneOptions, processor: Any) -> nn.Module:
-    run = options.run
-    if run.load_in_4bit:
-        model = _load_in_4bit(str(run.model))
-    elif receives_weights():
-        model = allocate(load_model(str(run.model), device_map="meta"))
+def _summary(trainer: FineTuneTrainer, checkpoint: Path | None) -> str:
+    """Return the block that precedes the first step; `checkpoint` is the one that the run continues from."""
+    options, order = trainer.options, trainer.data.order
+    args, run, seqpar = options.training, options.run, options.seqpar
+    count: Any = getattr(trainer.model, "get_nb_trainable_parameters", None)  # PEFT's: 4 bits as before packing
+    sizes = [(x.numel(), x.requires_grad) for x in trainer.model.parameters()]
+    trained, every = count() if count else (sum(n for n, trains in sizes if trains), sum(n for n, _ in sizes))
+    if args.device.type != "cpu":
+        device = torch.cuda.get_device_name(args.device)
     else:
-        model = load_model(str(run.model))
-    chat_family(processor).check(model)
-    parts = getattr(find_adapter(model)[0], "parts", {})
-    frozen = choose_parameters(model, run.freeze or (), run.train or (), parts)
-    if run.use_peft:
-        model = _with_adapters(model, run, frozen, options.training.seed)
-    return model.train()
-
-
-def _with_adapters(model: Any, run: ModelAndData, frozen: Sequence[str], seed: int) -> nn.Module:
-    """Return the model with LoRA adapters, none of them inside the frozen parts."""
-    import peft
-
-    torch.manual_seed(seed)  # all ranks initialise the same adapters
-    targets = run.lora_target_modules or ["all-linear"]
-    config = peft.LoraConfig(
-        r=run.lora_r,
-        lora_alpha=run.lora_alpha,
-        lora_dropout=run.lora_dropout,
-        target_modules=targets[0] if len(targets) == 1 else targets,  # one may be a regular expression
-        exclude_modules=sorted({name.rpartition(".")[0] for name in frozen}) or None,
-        modules_to_save=run.lora_modules_to_save,
-    )
-    try:
-        adapted = add_adapters(model, config)
-    except ValueError as error:
-        raise ConfigError(f"--lora_target_modules {' '.join(targets)}: {first_line(error)}") from error
-    base = str(run.model)  # an absolute path, so that the adapters can be loaded from any directory
-    adapted.peft_config["default"].base_model_name_or_path = os.path.abspath(base) if os.path.exists(base) else base
-    return adapted
-
-
-def _load_in_4bit(path: str) -> nn.Module:
-    from transformers import BitsAndBytesConfig
-
-    # FSDP shards tensors of one dtype, so the packed weights take the dtype of the others.
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=torch.bfloat16,
-        bnb_4bit_quant_storage=torch.bfloat16,
-    )
-    device = f"cuda:{torch.cuda.current_device()}"
-    return load_model(path, torch.bfloat16, device, quantization_config=quantization)
+        device = "on the CPU" if torch.cuda.device_count() else "on the CPU: torch finds no GPU"
+    if args.world_size == 1:
+        weights = "whole, on one rank"
+    elif trainer.is_fsdp_enabled:
+        weights = f"sharded over {args.world_size} ranks (FSDP2)"
+    else:
+        weights = "replicated on each rank (DDP); --shard_weights shards them"
+    rows = {
+        "model": f"{type(find_adapter(trainer.model)[1]).__name__} from {run.model}",
+        "trainable": f"{trained:,} of {every:,} parameters ({100 * trained / every:.3g}%)"
+        + (f", LoRA of rank {run.lora_r}" if run.use_peft else ""),
+        "data": f"{run.data}, {len(trainer.data.training):,} samples",
+        "evaluation": f"{run.eval_data}, {len(trainer.data.evaluation):,} samples" if trainer.data.evaluation else None,
+        "steps": f"{last_step(args, order):,}, {order.steps_per_epoch:,} an epoch",
+        "global batch": f"{order.global_batch} samples, in {order.micro_batches} forward passes of each rank",
+        "ranks": f"{order.dp} data parallel x {trainer.sequence_parallel_size} sequence parallel ranks, {device}",
+        "weights": weights,
+        "attention": f"{seqpar.strategy}; of the text {seqpar.self_attention}, {seqpar.text_layout}",
+        "time": "estimated in each row (ETA), from the second step on",
+        "output": str(args.output_dir),
+        "continues": checkpoint,
+    }
+    width = max(map(len, rows)) + 2
+    return "\n".join(f"{name:<{width}}{text}" for name, text in rows.items() if text is not None)

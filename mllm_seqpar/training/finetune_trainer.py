@@ -15,33 +15,34 @@ It changes the following of `SeqParTrainer`:
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from mllm_seqpar._logging import get_logger
+from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.data.chat import ChatDataset
 from mllm_seqpar.data.chat_family import chat_family
-from mllm_seqpar.data.tower_store import TowerStore
+from mllm_seqpar.data.feature_store import TowerStore
 from mllm_seqpar.errors import DataError, TransferError
-from mllm_seqpar.integrations.accelerate.fsdp2 import reshard
+from mllm_seqpar.integrations.accelerate import reshard
 from mllm_seqpar.patching import patch_of
 
-from .batches import READ_AHEAD_BYTES, BatchReader, LoadedBatch, Restarted, reader_communicator
-from .checkpoint_clock import CheckpointClock
-from .resume import RunLayout
-from .sample_order import SampleOrder, eval_order
+from .arguments import FineTuneOptions
+from .batches import BatchReader, LoadedBatch, SampleOrder
+from .checkpoints import CheckpointClock, RunLayout
+from .run_log import TerminalLog
 from .stored_tower import ARGUMENT, StoredTower
-from .terminal_log import TerminalLog
 from .trainer import SeqParTrainer, frame_arguments_of, with_host_frames
 
 _log = get_logger(__name__)
@@ -49,46 +50,45 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class FineTuneData:
-    """The processor, the data sets and the order of the samples of a run.
+    """What a run reads.
 
     Attributes:
-        processor: that of the model.
         training, evaluation: the data sets; the second may be None.
         order: of the training samples.
         digest: of the training data.
-        ahead_bytes: the most bytes of frames that a rank reads ahead.
         features: where the outputs of the frozen vision tower are stored; None computes them in every pass.
     """
 
-    processor: Any
     training: ChatDataset
     evaluation: ChatDataset | None
     order: SampleOrder
     digest: str
-    ahead_bytes: int = READ_AHEAD_BYTES
     features: TowerStore | None = None
 
 
 class FineTuneTrainer(SeqParTrainer):
     """The trainer that the module describes. All ranks must create it at the same point, because it creates process
-    groups.
+    groups."""
 
-    Args:
-        data: what the run reads.
-        save_minutes, stop_after: see `CheckpointClock`.
-        **given: arguments of `SeqParTrainer`.
-    """
-
-    def __init__(self, *, data: FineTuneData, save_minutes: float, stop_after: int | None, **given: Any) -> None:
-        self.data = data
-        super().__init__(train_dataset=data.training, eval_dataset=data.evaluation, **given)
-        # The thread that reads ahead, evaluation and the clock communicate at the same time.
-        self._reading, self._evaluating, deciding = (reader_communicator(self.args.ddp_timeout) for _ in range(3))
+    def __init__(self, model: nn.Module, data: FineTuneData, options: FineTuneOptions) -> None:
+        self.data, self.options = data, options
+        super().__init__(
+            model=model,
+            args=options.training,
+            train_dataset=data.training,
+            eval_dataset=data.evaluation,
+            sequence_parallel_size=options.parallel.sp,
+            seqpar=options.seqpar,
+        )
+        distributed = dist.is_initialized() and dist.get_world_size() > 1
+        limit = timedelta(seconds=self.args.ddp_timeout)
+        # of the host's messages, for which a rank does not wait for its GPU
+        self._host = as_communicator(dist.new_group(backend="gloo", timeout=limit) if distributed else "self")
         self._features = None
         if data.features is not None:
-            self._features = StoredTower(data.features, chat_family(data.processor), self.model)
+            self._features = StoredTower(data.features, chat_family(data.training.processor), self.model)
         self.model_accepts_loss_kwargs = True  # or Trainer divides the loss by the number of micro-batches once more
-        self.clock = CheckpointClock(deciding, save_minutes, stop_after)
+        self.clock = CheckpointClock(self._host, options.run.save_minutes, options.run.stop_after)
         self.add_callback(self.clock)
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
@@ -97,71 +97,65 @@ class FineTuneTrainer(SeqParTrainer):
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the repository exists (see `export`)."""
 
-    def _reader(self, dataset: ChatDataset, comm: Any) -> BatchReader:
-        patch = patch_of(self.model)
-        assert patch is not None
-        return BatchReader(dataset, patch.context.comm, comm, self.data.ahead_bytes, self._features)
-
     @property
-    def _sample_group(self) -> int:
+    def _group_index(self) -> int:
         return self.accelerator.process_index // self.sequence_parallel_size
 
-    def get_train_dataloader(self) -> DataLoader:
-        reader, order = self._reader(self.data.training, self._reading), self.data.order
-        epoch = Restarted(lambda: self._epoch(reader), order.steps_per_epoch * order.micro_batches)
-        return DataLoader(epoch, batch_size=None, collate_fn=self._frames_on_host)
+    def _reader(self, dataset: ChatDataset) -> BatchReader:
+        patch = patch_of(self.model)
+        assert patch is not None
+        ahead_bytes = int(self.options.run.read_ahead_gib * 2**30)
+        return BatchReader(dataset, patch.context.comm, self._host, ahead_bytes, self._features)
 
-    def _epoch(self, reader: BatchReader) -> Generator[Any]:
-        """Yield the arguments of forward for each micro-batch of the epoch that the run is in.
-
-        Where a run resumes in the middle of an epoch, None stands for each micro-batch that `Trainer` skips, which is
-        then not decoded.
-        """
-        order, start = self.data.order, self.state.global_step
-        epoch, done = order.position(start)
-        yield from [None] * (done * order.micro_batches)
-        end = (epoch + 1) * order.steps_per_epoch
-        passes = order.passes(self._sample_group, start, end)
-        with closing(reader.read_all(passes, order.micro_batches)) as batches:
-            for batch in batches:
-                yield batch.arguments
-
-    def _frames_on_host(self, arguments: Any) -> Any:
-        return with_host_frames(arguments, frame_arguments_of(self.model))
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        dataset: Any = self.data.evaluation if eval_dataset is None else eval_dataset
-        groups = self.accelerator.num_processes // self.sequence_parallel_size
-        passes = eval_order(len(dataset), self.args.per_device_eval_batch_size, groups, self._sample_group)
-        reader = self._reader(dataset, self._evaluating)
-
-        def begin() -> Generator[tuple[LoadedBatch, bool]]:
-            with closing(reader.read_all(samples for samples, _ in passes)) as batches:
-                for batch, (_, counts) in zip(batches, passes, strict=True):
-                    yield batch, counts
-
-        return Restarted(begin, len(passes))  # which `evaluation_loop` reads
-
-    def num_examples(self, dataloader: DataLoader) -> int:
-        return len(self.data.training)
-
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list, Tensor]:
-        """Return the micro-batches of a step and the number of their target tokens over all groups."""
-        with self._throughput.data_wait():
-            batches = list(itertools.islice(self._saving_at_errors(epoch_iterator), num_batches))
-        targets = torch.stack([_targets(batch) for batch in batches]).sum()
-        total = self.accelerator.reduce(targets.to(device), "sum")
-        return batches, total // self.sequence_parallel_size
-
-    def _saving_at_errors(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches; if `BatchReader` raises on all ranks, save a checkpoint first."""
+    def _read(self, reader: BatchReader, passes: Iterable[Sequence[int]], ahead: int = 1) -> Iterator[LoadedBatch]:
+        """Yield the passes as micro-batches; if the reader raises on all ranks, save a checkpoint first."""
         try:
-            for batch in batches:  # noqa: UP028 - `yield from` would close the iterator of the epoch
-                yield batch
+            with closing(reader.read_all(passes, ahead)) as batches:
+                yield from batches
         except TransferError:  # a rank has ended
             raise
         except Exception as error:
             self._save_and_raise(error)
+
+    def get_train_dataloader(self) -> DataLoader:
+        reader, order = self._reader(self.data.training), self.data.order
+
+        def epoch() -> Generator[Any]:
+            """Yield the arguments of forward for each micro-batch of the epoch that the run is in.
+
+            Where a run resumes in the middle of an epoch, None stands for each micro-batch that `Trainer` skips, which
+            is then not decoded.
+            """
+            start = self.state.global_step
+            done = start % order.steps_per_epoch
+            yield from [None] * (done * order.micro_batches)
+            passes = order.passes(self._group_index, start, start - done + order.steps_per_epoch)
+            for batch in self._read(reader, passes, order.micro_batches):
+                yield batch.arguments
+
+        stream = _Stream(epoch, order.steps_per_epoch * order.micro_batches)
+        return DataLoader(stream, batch_size=None, collate_fn=self._frames_on_host)
+
+    def _frames_on_host(self, arguments: Any) -> Any:
+        return with_host_frames(arguments, frame_arguments_of(self.model))
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Return the data and the samples of this group's passes, for `evaluation_loop`, which reads them itself.
+
+        All groups have the same number of passes; the last one of some groups may be empty.
+        """
+        dataset: Any = self.data.evaluation if eval_dataset is None else eval_dataset
+        size, samples = self.args.per_device_eval_batch_size, range(len(dataset))
+        starts = range(self._group_index * size, len(dataset) + self._group_index * size, self.data.order.dp * size)
+        return DataLoader(dataset, batch_sampler=[list(samples[start : start + size]) for start in starts])
+
+    def num_examples(self, dataloader: DataLoader) -> int:
+        return len(self.data.training)
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: Any) -> Tensor:
+        """Return the number of target tokens of a step over all groups."""
+        targets = torch.stack([_targets(batch) for batch in batch_samples]).sum()
+        return self.accelerator.reduce(targets.to(device), "sum") // self.sequence_parallel_size
 
     def compute_loss(
         self,
@@ -174,9 +168,8 @@ class FineTuneTrainer(SeqParTrainer):
         groups."""
         with self._stored_tower(inputs) as arguments:
             outputs = model(**arguments)
-        groups = self.accelerator.num_processes // self.sequence_parallel_size
         assert num_items_in_batch is not None
-        loss = outputs.loss * (_targets(inputs) * groups / num_items_in_batch)
+        loss = outputs.loss * (_targets(inputs) * self.data.order.dp / num_items_in_batch)
         if not loss.requires_grad:  # only the visual path trains, and no rank of the group has frames
             loss = loss.detach().requires_grad_()
         return (loss, outputs) if return_outputs else loss
@@ -186,7 +179,10 @@ class FineTuneTrainer(SeqParTrainer):
         """Yield the arguments of forward; inside, the vision tower returns stored outputs if the batch has them."""
         arguments = dict(inputs)
         rows = arguments.pop(ARGUMENT, None)
-        with contextlib.nullcontext() if self._features is None else self._features.running(rows):
+        if rows is None or self._features is None:
+            yield arguments
+            return
+        with self._features.running(rows):
             yield arguments
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -222,21 +218,25 @@ class FineTuneTrainer(SeqParTrainer):
     ) -> EvalLoopOutput:
         """Return the mean loss over all target tokens of the evaluation data."""
         self.callback_handler.eval_dataloader = dataloader
+        passes: Any = dataloader.batch_sampler
+        # Under FSDP all ranks join every forward pass, so a group without samples repeats one, which does not count.
+        batches = self._read(self._reader(dataloader.dataset), [samples or [0] for samples in passes])  # type: ignore[arg-type]
         total = torch.zeros(3, dtype=torch.float64, device=self.args.device)  # loss, targets, samples
         self.model.eval()
         with torch.no_grad(), self.compute_loss_context_manager():
-            for batch, counts in self._saving_at_errors(dataloader):
+            for samples, batch in zip(passes, batches, strict=True):
                 with self._stored_tower(self._prepare_inputs(self._frames_on_host(batch.arguments))) as arguments:
                     loss = self.model(**arguments).loss
-                if counts:
+                if samples:
                     targets = batch.chat.targets
-                    total += torch.stack([loss.double() * targets, *total.new_tensor([targets, len(batch.samples)])])
+                    total += torch.stack([loss.double() * targets, *total.new_tensor([targets, len(samples)])])
                 self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         self.model.train()
         reshard(self.model)
-        loss_sum, targets, samples = self.accelerator.reduce(total, "sum").tolist()
-        metrics, count = {f"{metric_key_prefix}_loss": loss_sum / max(1.0, targets)}, round(samples)
-        count //= self.sequence_parallel_size  # every rank of a group counts its samples
+        loss_sum, targets, count = self.accelerator.reduce(total, "sum").tolist()
+        metrics = {f"{metric_key_prefix}_loss": loss_sum / max(1.0, targets)}
+        # Every rank of a group counts its samples.
+        count = round(count) // self.sequence_parallel_size
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=count)
 
     def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
@@ -250,6 +250,19 @@ class FineTuneTrainer(SeqParTrainer):
 
     def _layout(self) -> RunLayout:
         return replace(super()._layout(), data=f"{self.data.digest}/{self.data.order.seed}")
+
+
+class _Stream(IterableDataset[Any]):
+    """What `begin` yields, for a `DataLoader` with `batch_size=None`; `length` items from the first one on."""
+
+    def __init__(self, begin: Callable[[], Iterator[Any]], length: int) -> None:
+        self._begin, self._length = begin, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._begin()
 
 
 def _targets(inputs: dict[str, Any]) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.data.chat import ChatBatch
 from mllm_seqpar.data.chat_family import ChatFamily
-from mllm_seqpar.data.tower_store import TowerStore, source_key
+from mllm_seqpar.data.feature_store import TowerStore, source_key
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.patching.registry import find_adapter
 from mllm_seqpar.sharding import FrameShard
@@ -84,11 +84,8 @@ class StoredTower:
         return TowerRows(tuple(segments), states)
 
     @contextmanager
-    def running(self, rows: TowerRows | None) -> Iterator[None]:
+    def running(self, rows: TowerRows) -> Iterator[None]:
         """Return a context in which the tower returns the outputs of `rows`, or stores what it computes."""
-        if rows is None:
-            yield
-            return
         compute, states, found, done = getattr(self._tower, self._method), rows.states, [], 0
         replaced = vars(self._tower).get(self._method)  # by the autocast of accelerate, or by FSDP
         order: list[int] = []

@@ -13,8 +13,8 @@ and FSDP2 shards parameters over all of them. `SeqParTrainer` changes the follow
   with the same `per_device_eval_batch_size`.
 - Frames stay in host memory (`HostFrames`) until the vision tower of a rank needs them.
 - FSDP2 works on CPU, where accelerate would silently use DDP, and `save_model` writes an unsharded model.
-- The log has the speed, the exposed communication and the memory of the ranks (`throughput.py`), and a checkpoint is
-    resumed only by a run whose steps have the same number of samples (`resume.py`).
+- The log has the speed, the exposed communication and the memory of the ranks (`run_log.py`), and a checkpoint is
+  resumed only by a run whose steps have the same number of samples (`checkpoints.py`).
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from torch.utils.data import IterableDataset
+from transformers import Trainer
 
 from mllm_seqpar._compat import PARALLELISM_ON_CPU, prepared_models
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.integrations.accelerate.context_parallel import disable_context_parallelism
-from mllm_seqpar.integrations.accelerate.fsdp2 import (
+from mllm_seqpar.integrations.accelerate import (
+    disable_context_parallelism,
     enable_fsdp2_on_cpu,
     launched_with_fsdp2,
     require_sharded,
@@ -50,12 +51,11 @@ from mllm_seqpar.patching.changes import Patch
 from mllm_seqpar.patching.registry import find_adapter
 from mllm_seqpar.sharding import HostFrames
 
-from .evaluation import count_streamed_samples, gather_once, mask_duplicate_samples
+from .checkpoints import FILE, RunLayout
 from .export import export_model
-from .resume import FILE, RunLayout
-from .throughput import Throughput
-from .trainer_checks import find_parallelism, patched_degree, refuse_rankwise_arguments, refuse_unsupported
-from .trl import explain_lacking_ids, refuse_collator, remove_fused_head, trl_trainer, use_token_scores
+from .run_log import Throughput
+from .trainer_arguments import find_parallelism, refuse_unsupported
+from .trl import refuse_collator, remove_fused_head, trl_trainer, use_token_scores
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -101,18 +101,17 @@ class SeqParMixin(_Base):
         seqpar: SeqParConfig | None = None,
         **kwargs: Any,
     ) -> None:
-        self._requested_degree = sequence_parallel_size
         self._trl = trl_trainer(type(self))
         model = kwargs.get("model", args[0] if args else None)
-        training = next((x for x in (*args, *kwargs.values()) if isinstance(x, TrainingArguments)), None)
-        if model is None or kwargs.get("model_init") is not None:
+        if model is None:
             raise ConfigError("SeqParTrainer: pass model=...; model_init, which creates models later, is not supported")
-        self._patched_degree = patched_degree(model, seqpar)
-        patched = any(patch_of(x) for x in (*args, *kwargs.values()) if isinstance(x, nn.Module))
-        refuse_unsupported(training, sequence_parallel_size, self._trl, patched, seqpar)
-        with explain_lacking_ids(self._trl):
-            super().__init__(*args, **kwargs)
-        refuse_rankwise_arguments(self.args, self.sequence_parallel_size)
+        self._degrees = sequence_parallel_size, patched_degree(model, seqpar)
+        if self._trl is not None and any(patch_of(x) for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)):
+            raise ConfigError(
+                f"SeqParMixin: a model is patched already, and TRL's {self._trl} would replace the patched forward; "
+                "pass models unpatched, and the options as seqpar=SeqParConfig(...)"
+            )
+        super().__init__(*args, **kwargs)
         if self._trl is not None:
             refuse_collator(self.data_collator, self.processing_class)
         group = self._group()
@@ -142,7 +141,8 @@ class SeqParMixin(_Base):
         return self.get_cp_size()
 
     def create_accelerator_and_postprocess(self) -> None:
-        parallelism = find_parallelism(self.args, self._requested_degree, self._patched_degree)
+        parallelism = find_parallelism(self.args, *self._degrees)
+        refuse_unsupported(self.args, 1 if parallelism is None else parallelism.cp_size)
         cpu = self.args.device.type == "cpu"
         self.args.parallelism_config = None if cpu and PARALLELISM_ON_CPU.applies() else parallelism
         if self.args.ddp_find_unused_parameters is None:
@@ -157,16 +157,23 @@ class SeqParMixin(_Base):
             if parallelism is not None and PARALLELISM_ON_CPU.applies():
                 set_parallelism_on_cpu(self.accelerator, parallelism)
         disable_context_parallelism(self.accelerator)
-        if self.accelerator.dispatch_batches:
-            raise ConfigError(
-                "SeqParTrainer: dispatch_batches=True lets rank 0 read for all ranks and splits its batches by the "
-                "number of processes, so that the ranks of a group would get different samples; leave it out"
-            )
         # The default None means True for datasets without a length, but every rank must read those itself too.
         self.accelerator.dataloader_config.dispatch_batches = False
-        gather = functools.partial(gather_once, self.accelerator, self.accelerator.gather_for_metrics)
-        self.accelerator.gather_for_metrics = gather
-        self.gather_function = functools.partial(gather, use_gather_object=self.args.eval_use_gather_object)
+        if self.sequence_parallel_size > 1:
+            self.gather_function = self.accelerator.gather_for_metrics = self._gather_once
+
+    def _gather_once(self, data: Any) -> Any:
+        """Gather tensors as `gather_for_metrics` does, but from one rank of each group, whose samples are the same."""
+        from accelerate.utils import recursively_apply
+
+        state = self.accelerator.gradient_state
+
+        def select(gathered: Tensor) -> Tensor:
+            rows = gathered.unflatten(0, (self.accelerator.num_processes, -1))[:: self.sequence_parallel_size]
+            rows = rows.flatten(0, 1)
+            return rows[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else rows
+
+        return recursively_apply(select, self.accelerator.gather(data))
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **kwargs)
@@ -235,13 +242,9 @@ class SeqParMixin(_Base):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _layout(self) -> RunLayout:
-        return RunLayout(
-            processes=self.args.world_size,
-            sequence_parallel_size=self.sequence_parallel_size,
-            per_device_train_batch_size=self.args.per_device_train_batch_size,
-            gradient_accumulation_steps=self.args.gradient_accumulation_steps,
-            fsdp=bool(self.is_fsdp_enabled),
-        )
+        groups = self.args.world_size // self.sequence_parallel_size
+        samples = groups * self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        return RunLayout(samples=samples, fsdp=bool(self.is_fsdp_enabled))
 
     def prediction_step(
         self,
@@ -251,7 +254,7 @@ class SeqParMixin(_Base):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
         """Exclude duplicate samples from the loss, and return full logits on every rank if logits are wanted."""
-        inputs = mask_duplicate_samples(self.accelerator, self.sequence_parallel_size, inputs)
+        inputs = self._without_duplicates(inputs)
         inner = find_adapter(model)[1]
         if not prediction_loss_only:
             mode = _patch_of(inner).context.config.logits
@@ -265,6 +268,22 @@ class SeqParMixin(_Base):
                 )
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
+    def _without_duplicates(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Set the labels of duplicate samples to -100 in a batch that also has other samples.
+
+        accelerate repeats samples to complete the last batch over the groups, and drops the duplicate rows when it
+        gathers. The loss is one number per batch, from which it cannot drop them.
+        """
+        state, labels = self.accelerator.gradient_state, inputs.get("labels")
+        if labels is None or not state.end_of_dataloader or state.remainder <= 0:
+            return inputs
+        rows = labels.shape[0]
+        real = state.remainder - self.accelerator.process_index // self.sequence_parallel_size * rows
+        if real <= 0 or real >= rows:  # with no real sample, the loss of the whole batch is dropped
+            return inputs
+        duplicate = torch.arange(rows, device=labels.device)[:, None] >= real
+        return {**inputs, "labels": labels.masked_fill(duplicate, -100)}
+
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate, also before any training, and reshard the parameters that FSDP2 left gathered."""
         # accelerate shards only with an optimizer
@@ -272,8 +291,8 @@ class SeqParMixin(_Base):
             self.create_optimizer()
             self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
             self.model_wrapped = self.model
-        with count_streamed_samples(dataloader):
-            result = super().evaluation_loop(dataloader, *args, **kwargs)
+        count_streamed_samples(dataloader)
+        result = super().evaluation_loop(dataloader, *args, **kwargs)
         reshard(self.model)
         return result
 
@@ -319,6 +338,47 @@ class SeqParMixin(_Base):
         export_model(self.accelerator.unwrap_model(self.model), self.processing_class, directory)
 
 
+def count_streamed_samples(loader: Any) -> None:
+    """Make `loader`, if it reads a stream, set the number of samples in its last round that are not duplicates.
+
+    accelerate sets it only for datasets with a length.
+
+    Raises:
+        ConfigError: worker processes read the stream, where the samples cannot be counted.
+    """
+    from accelerate.data_loader import IterableDatasetShard
+
+    shard = getattr(loader, "dataset", None)
+    if not isinstance(shard, IterableDatasetShard) or shard.drop_last:
+        return
+    if loader.num_workers:
+        raise ConfigError(
+            f"SeqParTrainer: dataloader_num_workers={loader.num_workers} and an evaluation set that is a stream, over "
+            f"{shard.num_processes} groups of ranks: duplicates in the last batch could not be counted; use 0 workers, "
+            "or a dataset with a length"
+        )
+    shard.dataset = _CountedStream(shard.dataset, loader)
+
+
+class _CountedStream(IterableDataset):
+    """Yields the samples of a stream, and then sets how many of the loader's last round are not duplicates."""
+
+    def __init__(self, stream: Any, loader: Any) -> None:
+        self._stream, self._loader = stream, loader
+        shard = loader.dataset
+        self._round = shard.batch_size * (1 if shard.split_batches else shard.num_processes)
+
+    def __iter__(self) -> Iterator[Any]:
+        count = 0
+        for sample in self._stream:
+            count += 1
+            yield sample
+        self._loader.remainder = count % self._round
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)  # accelerate reads set_epoch and generator
+
+
 class SeqParTrainer(SeqParMixin, Trainer):
     """A `transformers.Trainer` that shares each sample among several ranks; see `SeqParMixin`."""
 
@@ -347,6 +407,23 @@ def _patch_of(model: nn.Module) -> Patch:
     patch = patch_of(model)
     assert patch is not None
     return patch
+
+
+def patched_degree(model: Any, seqpar: SeqParConfig | None) -> int | None:
+    """Return the size of the group that `model` is patched for, or None if it is not patched.
+
+    Raises:
+        ConfigError: it is patched with other options than `seqpar`, which would be ignored.
+    """
+    patch = None if isinstance(model, str) else patch_of(find_adapter(model)[1])  # TRL loads a model by its name
+    if patch is None:
+        return None
+    if seqpar is not None and seqpar != patch.context.config:
+        raise ConfigError(
+            f"SeqParTrainer: seqpar={seqpar!r} would be ignored: the model is patched already, with "
+            f"{patch.context.config}; leave seqpar out, or call unpatch_model(model) first"
+        )
+    return patch.context.comm.size
 
 
 def frame_arguments_of(model: nn.Module) -> tuple[str, ...]:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,25 +64,6 @@ def refuse_collator(collator: Any, processor: Any) -> None:
         raise ConfigError(
             f"SeqParMixin: TRL's {name} {reason}; pass data_collator=SeqParDataCollator(processor), from mllm_seqpar"
         )
-
-
-@contextmanager
-def explain_lacking_ids(trainer: str | None) -> Iterator[None]:
-    """Raise ConfigError if a trainer of TRL tokenizes chats with a processor that has another name for the ids.
-
-    TRL tokenizes a data set without a column of images when the trainer is created, whatever the data collator is.
-    """
-    try:
-        yield
-    except KeyError as error:
-        if trainer is None or error.args != ("input_ids",):
-            raise
-        raise ConfigError(
-            f"TRL's {trainer} tokenizes a data set without a column of images itself, and this processor has another "
-            "name for the ids, as OpenFlamingo's does (lang_x); add a column images, which may have empty lists, and "
-            "pass "
-            "data_collator=SeqParDataCollator(processor), from mllm_seqpar"
-        ) from error
 
 
 def remove_fused_head(model: nn.Module) -> None:

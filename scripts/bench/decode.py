@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
@@ -31,13 +32,13 @@ Run = tuple[Tensor, list[float]]
 
 def main() -> None:
     args = parse()
-    harness.begin(args, args.ranks)
-    rows = []
+    harness.run(args, rows_of, report.decoding_table, args.ranks)
+
+
+def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for name in args.family:
         for images in args.images:
-            rows.append(measure(name, images, args))
-            harness.record(args, rows[-1:])
-    print(report.decoding_table(harness.as_text(rows)))
+            yield measure(name, images, args)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

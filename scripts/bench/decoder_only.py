@@ -24,18 +24,21 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import harness
 import torch
 from harness import synchronize
-from network_run import EmulatedKernel
+from network_calls import EmulatedKernel
 from torch import Tensor
 
 from mllm_seqpar import patch_model, unpatch_model
+from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.config import CHOICES
 from peak_memory import peak_memory
@@ -47,9 +50,12 @@ LATER = 2
 """Questions of a round behind the first."""
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
-    harness.begin(args, max(args.ranks))
+def main() -> None:
+    args = parse()
+    harness.run(args, rows_of, ranks=max(args.ranks))
+
+
+def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for frames in args.frames:
         alone: dict[str, Any] | None = None
         for ranks in args.ranks:
@@ -59,11 +65,10 @@ def main(argv: list[str] | None = None) -> None:
             alone = alone or row
             if abs(row["loss"] - alone["loss"]) > 1e-4 * alone["loss"] or row["answers"] != alone["answers"]:
                 raise SystemExit(f"decoder_only.py: {ranks} ranks give another loss or other answers than the first")
-            report(args, ranks, row)
+            yield columns(args, ranks, row)
 
 
-def report(args: argparse.Namespace, ranks: int, row: dict[str, Any]) -> None:
-    """Print the row of one number of ranks, and append it to the file of rows."""
+def columns(args: argparse.Namespace, ranks: int, row: dict[str, Any]) -> dict[str, Any]:
     line = {
         "family": args.family,
         "tokens": row["tokens"],
@@ -77,11 +82,10 @@ def report(args: argparse.Namespace, ranks: int, row: dict[str, Any]) -> None:
         later = [value for index, value in enumerate(row[name]) if index % (1 + LATER)]
         short = name.replace("econds", "")
         line |= {f"first_{short}": median(firsts), f"next_{short}": median(later)}
-    print(", ".join(f"{name} {value}" for name, value in harness.digits(line).items()), flush=True)
-    harness.record(args, [line])
+    return line
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     parser = harness.options(__doc__)
     parser.add_argument("--family", default="qwen3_vl", choices=["qwen2_5_vl", "qwen3_vl"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
@@ -93,7 +97,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, help="default: tiny")
     parser.add_argument("--logits", choices=CHOICES["logits"], default="auto", help="of the training step")
     parser.add_argument("--real", action="store_true", help="compute the attention of the training step")
-    return parser.parse_args(argv)
+    return parser.parse_args()
 
 
 def measured(args: argparse.Namespace, frames: int) -> dict[str, Any]:
@@ -134,42 +138,35 @@ def memory_of_passes(model: Any, inputs: dict[str, Any], args: argparse.Namespac
     with nullcontext() if args.real else kernel.registered():
         patch_model(model, shard_prompt_from=1, kernel="auto" if args.real else kernel.name, logits=args.logits)
         model.train().gradient_checkpointing_enable({"use_reentrant": False})
-        peak, loss = step(model, inputs, args.device)
-        found["peak_mib"] = peak / MIB
+        with peak_of_pass(args.device) as peak:
+            loss = model(**inputs, use_cache=False).loss
+            loss.backward()
+        found["peak_mib"] = peak.bytes / MIB
         model.eval().gradient_checkpointing_disable()
         if args.real or as_communicator(None).size > 1:  # a single rank's prompt takes torch's own attention
-            found["prefill_mib"] = prefill(model, inputs, args.device) / MIB
+            prompt = {name: x for name, x in inputs.items() if name != "labels"}
+            with torch.no_grad(), peak_of_pass(args.device) as peak:
+                model(**prompt, use_cache=True, logits_to_keep=1)
+            found["prefill_mib"] = peak.bytes / MIB
     model.zero_grad()
-    return {"mib": found, "loss": loss}
+    return {"mib": found, "loss": loss.item()}
 
 
-def step(model: Any, inputs: dict[str, Any], device: str) -> tuple[int, float]:
-    """Return the peak bytes and the loss of a training step."""
-    gc.collect()
-    as_communicator(None).kept.buffers.clear()  # so that each step allocates its own
-    with peak_memory(torch.device(device)) as peak:
-        loss = model(**inputs, use_cache=False).loss
-        loss.backward()
-        synchronize(device)
-    return peak.bytes, loss.item()
-
-
-def prefill(model: Any, inputs: dict[str, Any], device: str) -> int:
-    """Return the peak bytes of the pass over a prompt."""
+@contextmanager
+def peak_of_pass(device: str) -> Iterator[SimpleNamespace]:
+    """Measure the peak `bytes` of the pass inside, which allocates its own receive buffers."""
     gc.collect()
     as_communicator(None).kept.buffers.clear()
-    prompt = {name: x for name, x in inputs.items() if name != "labels"}
-    with torch.no_grad(), peak_memory(torch.device(device)) as peak:
-        model(**prompt, use_cache=True, logits_to_keep=1)
+    with peak_memory(torch.device(device)) as peak:
+        yield peak
         synchronize(device)
-    return peak.bytes
 
 
 def ask(model: Any, inputs: dict[str, Any], length: int, args: argparse.Namespace) -> dict[str, list[Any]]:
     """Return the tokens of the answers, and the times of all questions, those of a round one after another."""
     times: dict[str, list[Any]] = {"answers": [], "cpu_seconds": [], "seconds": []}
     for number in range(args.rounds * (1 + LATER)):
-        more: dict[str, Any] = {} if number % (1 + LATER) == 0 else {"past_key_values": cache}  # noqa: F821
+        more: dict[str, Any] = {} if number % (1 + LATER) == 0 else cache_argument(cache)  # noqa: F821
         question = torch.full((1, 8), 5 + number, device=args.device)
         kinds = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(question)], 1)
         given = inputs | {"input_ids": torch.cat([inputs["input_ids"], question], 1), "mm_token_type_ids": kinds}
@@ -182,7 +179,7 @@ def ask(model: Any, inputs: dict[str, Any], length: int, args: argparse.Namespac
         times["seconds"].append(time.perf_counter() - start)
         times["cpu_seconds"].append(time.process_time() - cpu_start)
         times["answers"].append(out.sequences[0, -1:].tolist())
-        cache = out.past_key_values
+        cache = cache_of(out)
         cache.crop(length - cache.get_seq_length())
     return times
 

@@ -1,7 +1,8 @@
 """What the benchmarks share: their common options, rows in CSV files, timing, memory, and the ranks of a process group.
 
-A benchmark makes its options with `options`, reads them with `begin`, which prints where it runs, and passes what it
-measures to `record`. Rows go to the file `--out`: one line per measurement, column names in the first line.
+A benchmark makes its options with `options`, and yields rows from a function that `run` calls: it prints where the
+benchmark runs, a line for each row and a table of all, and appends rows to the file `--out`, with the columns of
+`environment`: one line per measurement, column names in the first line.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from mllm_seqpar.comm import Communicator
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "lib"))  # for tiny_models and peak_memory
 
+T = TypeVar("T")
 Row = Mapping[str, Any]
 Text = dict[str, str]
 """A row as it stands in a file, without its empty columns."""
@@ -47,18 +49,32 @@ def options(doc: str | None, *, repeats: int | None = None, device: bool = True)
     return parser
 
 
-def begin(args: argparse.Namespace, ranks: int = 1) -> None:
-    """Set the number of threads, and print where the benchmark runs; exit if there are fewer GPUs than ranks."""
-    if args.device == "cuda" and torch.cuda.device_count() < ranks:
+def run(
+    args: argparse.Namespace,
+    rows_of: Callable[[argparse.Namespace], Iterable[Row]],
+    table: Callable[[Sequence[Text]], str] | None = None,
+    ranks: int = 1,
+) -> None:
+    """Measure on one process or start `ranks` at most; print and record the rows of `rows_of(args)`."""
+    device = getattr(args, "device", "cpu")
+    if device == "cuda" and torch.cuda.device_count() < ranks:
         raise SystemExit(f"--ranks {ranks}: this machine has {torch.cuda.device_count()} GPUs; use --device cpu")
-    torch.set_num_threads(args.threads)
-    print_environment(args.device)
+    torch.set_num_threads(args.threads if hasattr(args, "device") else 1)
+    print_environment(device)
+    rows = []
+    for row in rows_of(args):
+        rows.append(row)
+        print(", ".join(f"{name} {value}" for name, value in digits(row).items()), flush=True)
+        record(args, [row])
+    if table is not None:
+        print(f"\n{table(as_text(rows))}")
 
 
 def record(args: argparse.Namespace, rows: Sequence[Row]) -> None:
-    """Append rows to the file of --out, if it is given, with the columns of `environment`."""
+    """Append rows to the file of --out, if it is given, with the columns of `environment` that they do not have."""
     if args.out is not None:
-        append(args.out, [digits({**row, **environment(getattr(args, "device", "cpu"))}) for row in rows])
+        machine = environment(getattr(args, "device", "cpu"))
+        append(args.out, [digits(dict(row) | machine | dict(row)) for row in rows])
 
 
 def append(path: str | Path, rows: Sequence[Row]) -> None:
@@ -144,13 +160,13 @@ def once_ms(run: Callable[[], object], device: str) -> float:
     return first.elapsed_time(last)
 
 
-def rounds(names: Iterable[str], repeats: int, *, warm_up: int = 1, seed: int = 0) -> Iterator[tuple[str, bool]]:
+def rounds(names: Iterable[T], repeats: int, *, warm_up: int = 1) -> Iterator[tuple[T, bool]]:
     """Yield each name once per round, and whether the round is timed or one of those that warm up.
 
     The order changes with each round: machines drift (clock frequency, other users), and a fixed order would favour
     one of the runs.
     """
-    order, shuffler = list(names), random.Random(seed)
+    order, shuffler = list(names), random.Random(0)
     for number in range(warm_up + repeats):
         yield from ((name, number >= warm_up) for name in order)
         shuffler.shuffle(order)

@@ -11,11 +11,12 @@ kernel with different results is reported as wrong and not timed.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import harness
+import report
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -36,14 +37,20 @@ Runs = dict[str, Callable[[], Any]]
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
-    harness.begin(args)
-    print(f"{'B,H,G,S,T,D':>26} {'kernel':>15} {'fwd ms':>9} {'bwd ms':>9} {'/sdpa':>6} {'/sdpa':>6} {'TFLOP/s':>15}")
+    harness.run(parse(argv), rows_of, table)
+
+
+def rows_of(args: argparse.Namespace) -> Iterator[Row]:
     for shape in args.shape or SHAPES[args.device]:
         sizes = tuple(map(int, shape.split(",")))
-        for row in measure_shape(sizes, args.dtype, args.device, args.kernels, args.causal, args.repeats):
-            print(text(row), flush=True)
-            harness.record(args, [row])
+        yield from measure_shape(sizes, args.dtype, args.device, args.kernels, args.causal, args.repeats)
+
+
+def table(rows: Sequence[report.Row]) -> str:
+    units = {"ms": ("ms", ".2f"), "/ sdpa": ("ratio", ".2f"), "TFLOP/s": ("tflops", ".3f")}
+    columns = {"B,H,G,S,T,D": "shape", "kernel": "kernel"}
+    columns |= {f"{d}, {unit}": f"{d}_{name} {form}" for unit, (name, form) in units.items() for d in FLOPS}
+    return report.table(rows, columns | {"problem": "problem"})
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -118,12 +125,6 @@ def check_results(
         if not error <= CLOSE[q.dtype]:
             return f"wrong: {name} differs by {error:.1e} from scaled_dot_product_attention", {}
     return None, {f"{kernel.name} forward": forward, f"{kernel.name} backward": backward}
-
-
-def text(row: Row) -> str:
-    columns = {"ms": "9.2f", "ratio": "6.2f", "tflops": "7.3f"}
-    found = [f"{row[f'{d}_{name}']:{form}}" for name, form in columns.items() for d in FLOPS if "problem" not in row]
-    return f"{row['shape']:>26} {row['kernel']:>15} {row.get('problem', ' '.join(found))}"
 
 
 if __name__ == "__main__":

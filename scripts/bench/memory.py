@@ -39,7 +39,7 @@ from torch import Tensor
 
 from mllm_seqpar import FrameShard, frame_range, patch_model, unpatch_model
 from mllm_seqpar.comm import Communicator, as_communicator
-from mllm_seqpar.planner.candidates import ParallelSpec
+from mllm_seqpar.planner.call_cost import ParallelSpec
 from mllm_seqpar.planner.memory import memory_after_tower
 from mllm_seqpar.planner.model_sizes import read_model
 from mllm_seqpar.planner.records import CONFIGS
@@ -56,8 +56,6 @@ PUBLISHED_FRAMES = 1024
 """Frames of a video at the published sizes, which sets the fraction of a video that is projected at once."""
 WORDS = 8
 """Minimum number of text tokens in addition to the frame placeholders."""
-ATTEMPTS = 12
-"""Largest number of video lengths that the search for the longest video tries."""
 
 
 @dataclass(frozen=True)
@@ -163,36 +161,31 @@ class MemoryBenchmark:
         `small` and `large` are results of `step_bytes` for two video lengths. The columns are frames, peak_bytes, and
         the peak with one more frame per rank (next_peak_bytes), or "capped" if the text cannot hold more placeholders.
         """
-        n = self.comm.size
+        n, most = self.comm.size, (self.text - WORDS) // self.comm.size
         known = {row["frames"] // n: row["peak_bytes"] for row in (small, large)}
-        for attempt in range(ATTEMPTS):
+        while True:
             below = max((count for count, peak in known.items() if peak <= budget), default=0)
-            above = min((count for count, peak in known.items() if peak > budget), default=None)
+            above = min((count for count, peak in known.items() if count > below and peak > budget), default=None)
             if above == below + 1:
                 return {"frames": below * n, "peak_bytes": known.get(below, 0), "next_peak_bytes": known[above]}
-            if attempt % 2 and above is not None:
-                count = (below + above) // 2  # bisection, in case the peak is not linear in the number of frames
-            else:
-                count = min(_interpolate(known, budget, below, above), (self.text - WORDS) // n)
-            if count in known:
+            if below == most:
                 return {"frames": below * n, "peak_bytes": known[below], "capped": True}
+            count = min(2 * below, most) if above is None else (below + above) // 2
             known[count] = self.step_bytes(mode, count * n)["peak_bytes"]
-        raise SystemExit(f"memory.py: {mode} on {n} ranks: no longest video found for {budget} bytes; tried {known}")
 
     def recomputation_cost(self, frames: int, repeats: int) -> dict[str, Any]:
         """Return the seconds of a step with and without recomputation of K and V, by LV-XAttn, and their ratio.
 
-        Each repetition times both, in alternating order, and the ratio is the median of the repetitions' ratios: the
-        speed of a shared machine changes over minutes.
+        Each repetition times both, and the ratio is the median of the repetitions' ratios: the speed of a shared
+        machine changes over minutes.
         """
-        pairs = []
-        for repeat in range(1 + repeats):  # the first one warms up
-            order = (True, False) if repeat % 2 else (False, True)
-            seconds = {recompute: self.step_s(Mode("lv-xattn", recompute), frames) for recompute in order}
-            if repeat:
-                pairs.append(seconds)
-        ratio = median(pair[True] / pair[False] for pair in pairs)
-        times = {"again_s": median(pair[True] for pair in pairs), "kept_s": median(pair[False] for pair in pairs)}
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        for recompute, timed in harness.rounds(seconds, repeats):
+            found = self.step_s(Mode("lv-xattn", recompute), frames)
+            if timed:
+                seconds[recompute].append(found)
+        ratio = median(again / kept for again, kept in zip(seconds[True], seconds[False], strict=True))
+        times = {"again_s": median(seconds[True]), "kept_s": median(seconds[False])}
         return {"frames": frames, "repeats": repeats, **times, "ratio": ratio, "share": 1 - 1 / ratio}
 
     def step_s(self, mode: Mode, frames: int) -> float:
@@ -204,20 +197,14 @@ class MemoryBenchmark:
             return timer.seconds
 
 
-def _interpolate(known: dict[int, int], budget: int, below: int, above: int | None) -> int:
-    """Return where the line through the two peaks nearest to the budget reaches it, between `below` and `above`."""
-    one, other = sorted(sorted(known, key=lambda count: abs(known[count] - budget))[:2])
-    slope = (known[other] - known[one]) / (other - one)
-    count = min(2 * max(known), int(one + (budget - known[one]) / slope)) if slope > 0 else 2 * max(known)
-    count = count + 1 if count <= below else count
-    return max(below + 1, count if above is None else min(count, above - 1))
-
-
 def main() -> None:
     args = parse()
-    harness.begin(args, max(args.ranks))
+    harness.run(args, rows_of, report.memory_tables, max(args.ranks))
+
+
+def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for ranks in args.ranks:
-        harness.record(args, harness.run_on_ranks(ranks, args.device, args.threads, rows_of, args)[0])
+        yield from harness.run_on_ranks(ranks, args.device, args.threads, rows_on_rank, args)[0]
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -235,8 +222,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def rows_of(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure on this group of ranks; return all rows, the same on each rank. Rank 0 prints them."""
+def rows_on_rank(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure on this group of ranks; return all rows, the same on each rank."""
     rows: list[dict[str, Any]] = []
     for family in args.family:
         frames, text = DEFAULTS[family]
@@ -252,8 +239,6 @@ def rows_of(args: argparse.Namespace) -> list[dict[str, Any]]:
             bench.text = args.cost_text
             cost = bench.recomputation_cost(2 * frames, args.repeats)
             found.append(bench.columns(Mode("lv-xattn", True)) | {"measure": "cost"} | cost)
-        if bench.comm.rank == 0:
-            print(f"\n{report.memory_of_family(harness.as_text(found))}", flush=True)
         rows += found
     return rows
 

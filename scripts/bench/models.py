@@ -33,6 +33,9 @@ WORDS = range(256, 1024)
 """Token ids of words; those of images, and other special tokens, are smaller."""
 MEDIA = {"mplug_owl3": 255, "open_flamingo": 60}
 """The token that stands for an image, of the families that have one."""
+FEATURES = {"mplug_owl3": "image_embeds", "open_flamingo": "vision_x", "idefics": "perceiver_embeddings"}
+FEATURES |= {"mllama": "cross_attention_states"}
+"""The argument of forward that takes visual features."""
 LATENTS = 64
 """Tokens of an image behind the resamplers of IDEFICS and OpenFlamingo."""
 Inputs = dict[str, Any]
@@ -116,24 +119,34 @@ def subject(name: str, images: int, prompt: int, sizes: Sizes | None = None) -> 
     family = name.removesuffix("_all")
     options = {"immediate": name == family, "width": min(sizes.tower_width, 128)} if family == "open_flamingo" else {}
     model = tiny_model(family, sizes, **options)
-    ids, ones = _words(prompt), partial(torch.ones, dtype=torch.long)
+    ids = _words(prompt)
     if family in MEDIA:
         ids = torch.cat([torch.full((1, images), MEDIA[family]), ids], dim=1)
     pixels = torch.randn(1, images, 3, sizes.image, sizes.image, generator=torch.Generator().manual_seed(2))
     patches = (sizes.image // 14) ** 2
-    if family == "idefics":
-        inputs = {"input_ids": ids, "image_attention_mask": ones(1, prompt, images), "pixel_values": pixels}
-        return Subject(model, inputs, images * LATENTS)
-    if family == "open_flamingo":
-        from tiny_models.open_flamingo import unpatched_generate
+    match family:
+        case "mplug_owl3":
+            return Subject(model, inputs_of(family, ids, images, pixel_values=pixels[0]), images * patches)
+        case "idefics":
+            return Subject(model, inputs_of(family, ids, images, pixel_values=pixels), images * LATENTS)
+        case "open_flamingo":
+            from tiny_models.open_flamingo import unpatched_generate
 
-        inputs = {"vision_x": pixels.unsqueeze(2), "lang_x": ids, "attention_mask": torch.ones_like(ids)}
-        return Subject(model, inputs, images * LATENTS, partial(unpatched_generate, model))
-    if family == "mllama":  # images of one tile, which has one more key
-        ratios = {"aspect_ratio_ids": ones(1, images), "aspect_ratio_mask": ones(1, images, 1)}
-        inputs = {"input_ids": ids, "pixel_values": pixels.unsqueeze(2), **ratios}
-        return Subject(model, inputs | {"cross_attention_mask": ones(1, prompt, images, 1)}, images * (patches + 1))
-    return Subject(model, {"input_ids": ids, "pixel_values": pixels[0]}, images * patches)
+            inputs = inputs_of(family, ids, images, vision_x=pixels.unsqueeze(2))
+            return Subject(model, inputs, images * LATENTS, partial(unpatched_generate, model))
+    ones = partial(torch.ones, dtype=torch.long)  # images of one tile, which has one more key
+    tiles = {"aspect_ratio_ids": ones(1, images), "aspect_ratio_mask": ones(1, images, 1)}
+    tiles |= {"cross_attention_mask": ones(1, prompt, images, 1), "pixel_values": pixels.unsqueeze(2)}
+    return Subject(model, inputs_of(family, ids, images, **tiles), images * (patches + 1))
+
+
+def inputs_of(family: str, ids: Tensor, frames: int, **visual: Any) -> Inputs:
+    """Return arguments of forward in which every token attends to all frames before it."""
+    if family == "open_flamingo":
+        return {"lang_x": ids, "attention_mask": torch.ones_like(ids), **visual}
+    if family == "idefics":
+        visual["image_attention_mask"] = ids.new_ones(1, ids.shape[1], frames)
+    return {"input_ids": ids, **visual}
 
 
 @dataclass(frozen=True)
@@ -157,18 +170,9 @@ class ScaledModel:
         ids[:, : shard.total] = MEDIA.get(self.family, WORDS.start)
         labels = ids.clone()
         labels[:, : max(text // 2, shard.total)] = -100
-        ids = ids.to(features.device)
-        inputs: Inputs = {"input_ids": ids, "labels": labels.to(features.device), "visual_shard": shard}
-        match self.family:
-            case "mplug_owl3":
-                return inputs | {"image_embeds": features}
-            case "mllama":
-                return inputs | {"cross_attention_states": features}
-            case "idefics":
-                visible = torch.ones(1, text, shard.total, dtype=torch.long, device=ids.device)
-                return inputs | {"image_attention_mask": visible, "perceiver_embeddings": features}
-        inputs["lang_x"] = inputs.pop("input_ids")
-        return inputs | {"attention_mask": torch.ones_like(ids), "vision_x": features}
+        ids, labels = ids.to(features.device), labels.to(features.device)
+        visual = {FEATURES[self.family]: features, "visual_shard": shard}
+        return inputs_of(self.family, ids, shard.total, labels=labels, **visual)
 
 
 PUBLISHED = {

@@ -4,11 +4,16 @@
     python scripts/bench/network.py --suite steps real-steps [--settings a100-owl3 ...] [--repeats 3] [--out rows.csv]
     torchrun --nproc-per-node 8 scripts/bench/network.py --suite full --no-namespaces [--out rows.csv]
 
-Ranks are processes in network namespaces of their own with capped links (see `namespaces`) and use gloo; this needs
+Suites: `paper` (the proportions of the paper's clusters, emulated blocks, 8 ranks), `tiles` (all mesh shapes on both
+sides of the crossover, emulated blocks, 4 to 8 ranks), `real` (as `paper`, with real blocks, 2 ranks), `full` (the
+paper's unscaled lengths, on the GPUs of a launcher); whole training steps in `steps` (emulated blocks, 8 ranks) and
+`real-steps` (2 ranks); `smallest` and `smallest-steps` check that the benchmark works.
+
+Ranks are processes in network namespaces of their own with capped links (see `rank_processes`) and use gloo; this needs
 root. With --no-namespaces, ranks and network are those of the launcher, with NCCL on CUDA.
 
 Attention blocks are real if there are enough cores for the ranks, or emulated: an emulated block sleeps for a given
-time while the real bytes are sent, so 8 ranks reproduce a cluster's proportions on few cores (see `network_settings`).
+time while the real bytes are sent, so 8 ranks reproduce a cluster's proportions on few cores (see `network_calls`).
 Everything but the block's arithmetic is the package's own code. The mode `none` computes the same blocks without
 transfers. The order of modes changes from repetition to repetition. Times are medians, those of the slowest rank.
 `predicted` is the planner's cost model, given the time of a block in mode `none` and the speed of the link, which is
@@ -17,7 +22,7 @@ measured first with all ranks sending at once.
 Each timed call is checked: the bytes sent equal the formulas; real blocks give the same results with every strategy;
 all strategies compute the same number of emulated blocks.
 
-A step is forward, backward, the average of gradients and AdamW of a real model at a small width (see `step_cases`).
+A step is forward, backward, the average of gradients and AdamW of a real model at a small width (see `network_steps`).
 Loss and gradient norm of all modes agree in every step. `none` is LV-XAttn without the transfers of cross-attention.
 `predicted` adds to a step of `none` what they add to the planner's time of the calls. Ratios are those of steps in the
 same repetition, their median. `auto_over_best` compares "auto" with the mode that is fastest by its median; `spread` is
@@ -36,11 +41,9 @@ import harness
 import report
 import torch
 import torch.distributed as dist
-from namespaces import launch, obstacle
-from network_run import Link, NetworkBenchmark
-from network_settings import SUITES, Setting, suite
-from step_cases import STEP_SUITES, Case, step_cases
-from step_run import StepBenchmark
+from network_calls import SUITES, Link, NetworkBenchmark, Setting
+from network_steps import STEP_SUITES, Case, StepBenchmark
+from rank_processes import launch, obstacle
 
 from mllm_seqpar.comm import as_communicator
 
@@ -62,12 +65,9 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = harness.options(__doc__, repeats=5)
-    suites = "; ".join(f"{name}: {what}" for name, what in (SUITES | STEP_SUITES).items())
-    parser.add_argument("--suite", nargs="+", default=["smallest"], choices=[*SUITES, *STEP_SUITES], help=suites)
+    parser.add_argument("--suite", nargs="+", default=["smallest"], choices=[*SUITES, *STEP_SUITES], help="see above")
     parser.add_argument("--settings", nargs="+", help="measure only these settings of the suite")
-    parser.add_argument("--modes", nargs="+", help="measure only these modes, and those that they are compared with")
     parser.add_argument("--ranks", type=int, help="number of ranks, instead of the suite's own; not of steps")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the order of modes")
     parser.add_argument("--no-namespaces", action="store_true", help="use the ranks and the network of the launcher")
     parser.add_argument("--only-ranks", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -87,7 +87,9 @@ def parse() -> argparse.Namespace:
 
 def every(args: argparse.Namespace) -> list[Setting | Case]:
     return [
-        case for name in args.suite for case in (step_cases(name) if name in STEP_SUITES else suite(name, args.ranks))
+        case
+        for name in args.suite
+        for case in (STEP_SUITES[name]() if name in STEP_SUITES else SUITES[name](args.ranks))
     ]
 
 
@@ -110,7 +112,7 @@ def rank_main(args: argparse.Namespace) -> None:
         if args.only_ranks not in (None, case.ranks):
             continue
         bench = StepBenchmark(case, comm) if isinstance(case, Case) else NetworkBenchmark(case, comm, device)
-        rows = bench.run(args.repeats, args.seed, link, args.modes)
+        rows = bench.run(args.repeats, link)
         if comm.rank == 0:
             print(summary(rows), flush=True)
             harness.record(args, rows)

@@ -11,9 +11,10 @@ Attention sends K and V expanded to all query heads; its LV-XAttn sends our sche
 
 from __future__ import annotations
 
+import argparse
 import csv
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +22,7 @@ from statistics import median
 
 import harness
 import numpy as np
+import report
 
 from mllm_seqpar.planner import Cluster, ParallelSpec, call_cost, read_cluster
 from mllm_seqpar.planner.model_sizes import ModelSizes, read_model
@@ -178,30 +180,33 @@ def _cluster(table: str) -> Cluster:
 def main() -> None:
     parser = harness.options(__doc__, device=False)
     parser.add_argument("--fitted", type=int, choices=[0, 1, 2], default=1, help="the row of each model that is fitted")
-    args = parser.parse_args()
-    for table in CLUSTERS:
-        harness.record(args, _print(check(table, args.fitted)))
+    harness.run(parser.parse_args(), rows_of, table)
 
 
-def _print(result: Result) -> list[dict[str, object]]:
-    """Print one table; return its figures, one row each."""
-    cluster, rows = _cluster(result.table), []
-    print(f"\n{result.table}: {GPUS[result.table]} GPUs, {cluster.name}. Fitted rates:")
-    for name, value in sorted(result.rates.items()):
-        print(f"  {name:<28}{_describe(name, value, cluster)}")
-    print(f"{'row (text/keys)':>32} {'':>9} {'paper s':>9} {'planner s':>10} {'error':>7}")
-    for row in read_table(result.table):
-        for strategy, paper in row.seconds.items():
-            ours, fitted = result.found[row.name][strategy], (row.name, strategy) not in result.errors
-            mark = "  fitted" if fitted else ""
-            print(f"{row.name:>32} {strategy:>9} {paper:9.2f} {ours:10.2f} {ours / paper - 1:+7.1%}{mark}")
-            figures = {"table": result.table, "row": row.name, "strategy": strategy, "paper_s": paper}
-            rows.append(figures | {"planner_s": ours, "fitted": fitted})
-    worst = max(result.errors, key=lambda key: abs(result.errors[key]))
-    order = "right in every row" if result.order_right else "WRONG in some row"
-    print(f"rows that were not fitted: median error {result.median:.1%}, worst {result.errors[worst]:+.1%} ", end="")
-    print(f"({worst[0]}, {worst[1]}); order of strategies {order}")
-    return rows
+def rows_of(args: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Print what was fitted for each table and how well it predicts; yield the figures, one row each."""
+    for name in CLUSTERS:
+        result, cluster = check(name, args.fitted), _cluster(name)
+        print(f"{name}: {GPUS[name]} GPUs, {cluster.name}. Fitted rates:")
+        for rate, value in sorted(result.rates.items()):
+            print(f"  {rate:<28}{_describe(rate, value, cluster)}")
+        worst = max(result.errors, key=lambda key: abs(result.errors[key]))
+        order = "right in every row" if result.order_right else "WRONG in some row"
+        print(
+            f"rows that were not fitted: median error {result.median:.1%}, worst {result.errors[worst]:+.1%} ", end=""
+        )
+        print(f"({worst[0]}, {worst[1]}); order of strategies {order}")
+        for row in read_table(name):
+            for strategy, paper in row.seconds.items():
+                ours, fitted = result.found[row.name][strategy], (row.name, strategy) not in result.errors
+                figures = {"table": name, "row": row.name, "strategy": strategy, "paper_s": paper, "planner_s": ours}
+                yield figures | {"error": ours / paper - 1, "fitted": fitted}
+
+
+def table(rows: Sequence[report.Row]) -> str:
+    columns = {"table": "table", "row (text/keys)": "row", "strategy": "strategy", "paper, s": "paper_s .2f"}
+    columns |= {"planner, s": "planner_s .2f", "error": "error +.1%", "fitted": "fitted"}
+    return report.table(rows, columns)
 
 
 def _describe(name: str, value: float, cluster: Cluster) -> str:

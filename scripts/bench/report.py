@@ -1,24 +1,27 @@
 """Tables and figures made from the rows of benchmarks, for the terminal and for `docs/benchmarks.md`.
 
-In the page, a generated part stands between the lines `<!-- rows: NAME -->` and `<!-- end of rows -->`, where NAME is a
-key of `PARTS`; the text around it is written by hand. A part is a function from the folder of rows to Markdown. It also
-draws its figure into that folder if matplotlib is installed.
+In the page, a generated part stands between the lines `<!-- rows: NAME -->` and `<!-- end of rows -->`; the text around
+it is written by hand. `run_all.py` has the table of parts. A part is a function from the folder of rows to Markdown. It
+also draws its figure into that folder if matplotlib is installed: horizontal bars with their values, labelled axes, and
+one legend below all panels.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench_figures import BLUE, GREY, ORANGE, RED, Series, grouped_bars
 from harness import groups, read
 
 Row = dict[str, str]
-Cell = Callable[[Row], str]
+BLUE, ORANGE, RED, GREY = "#2b6cb0", "#dd8a2f", "#c0392b", "#9aa0a6"
+TICKS = (1, 2, 5, 10, 20, 50)
 MACHINE = ("hardware", "threads", "cuda", "torch", "transformers", "commit")
 OVER_NONE = "time / time without communication"
 HEADLINE = {
@@ -29,10 +32,10 @@ HEADLINE = {
 }
 
 
-def update(page: str, folder: Path) -> str:
+def update(page: str, folder: Path, parts: Mapping[str, Callable[[Path], str]]) -> str:
     return re.sub(
         r"(?s)(<!-- rows: (\S+) -->\n).*?(<!-- end of rows -->)",
-        lambda match: f"{match[1]}\n{PARTS[match[2]](folder) or 'No rows.'}\n\n{match[3]}",
+        lambda match: f"{match[1]}\n{parts[match[2]](folder) or 'No rows.'}\n\n{match[3]}",
         page,
     )
 
@@ -87,6 +90,10 @@ def network_clusters(folder: Path, name: str) -> str:
     return joined(rows, ratio_table(list(settings.values())), figure, *map(setting_table, settings.values()))
 
 
+network_paper = partial(network_clusters, name="network-paper")
+network_real = partial(network_clusters, name="network-real")
+
+
 def ratio_table(settings: Sequence[Sequence[Row]]) -> str:
     lines = []
     for rows in settings:
@@ -99,10 +106,9 @@ def ratio_table(settings: Sequence[Sequence[Row]]) -> str:
         if "paper_ring_s" in lv:
             line["paper"] = str(_ratio(lv, "paper_ring_s", "paper_lv_xattn_s"))
         lines.append(line)
-    names = {"ring / LV-XAttn": "ring", "predicted": "ring_predicted", "expanded / LV-XAttn": "expanded"}
-    names |= {"predicted ": "expanded_predicted", "paper": "paper"}
-    ratios = {name: number(column, ".2f") for name, column in names.items()}
-    return table(lines, {"setting": text("setting"), **ratios, "LV-XAttn / none": number("over_none", ".3f")})
+    columns = {"setting": "setting", "ring / LV-XAttn": "ring .2f", "predicted": "ring_predicted .2f"}
+    columns |= {"expanded / LV-XAttn": "expanded .2f", "predicted ": "expanded_predicted .2f", "paper": "paper .2f"}
+    return table(lines, columns | {"LV-XAttn / none": "over_none .3f"})
 
 
 def setting_table(rows: Sequence[Row]) -> str:
@@ -119,10 +125,8 @@ def setting_table(rows: Sequence[Row]) -> str:
         f"{row['heads']} heads, {row['kv_heads']} KV heads of {row['dim']}, {row['dtype']}; a block's forward pass "
         f"{float(row['block_ms']):.3g} ms, links {link}."
     )
-    times = {"ms": "seconds", "min": "least_s", "max": "most_s"}
-    columns = {"mode": text("mode")} | {name: number(column, ".1f", 1e3) for name, column in times.items()}
-    columns |= {"over none": number("over_none", ".3f"), "MB sent": number("sent_bytes", ".2f", 1e-6)}
-    columns |= {"predicted, ms": number("predicted_s", ".1f", 1e3)}
+    columns = {"mode": "mode", "ms": "seconds .1f 1e3", "min": "least_s .1f 1e3", "max": "most_s .1f 1e3"}
+    columns |= {"over none": "over_none .3f", "MB sent": "sent_bytes .2f 1e-6", "predicted, ms": "predicted_s .1f 1e3"}
     return f"{description}\n\n{table(rows, columns)}"
 
 
@@ -140,17 +144,15 @@ def step_table(cases: Sequence[Sequence[Row]]) -> str:
     for rows in cases:
         modes = {row["mode"].partition(" ")[0] if "ulysses" in row["mode"] else row["mode"]: row for row in rows}
         lv = modes["lv-xattn"]
-        line = lv | {name: row["over_lv_xattn"] for name, row in modes.items()}
+        line = lv | {name.rpartition(" ")[2]: row["over_lv_xattn"] for name, row in modes.items()}
         if "paper_ring_s" in lv:
             line["paper"] = str(_ratio(lv, "paper_ring_s", "paper_lv_xattn_s"))
         lines.append(line)
-    columns = {"case": text("setting"), "blocks": text("blocks"), "ranks": text("ranks")}
-    names = {"ring / LV-XAttn": "ring", "expanded / LV-XAttn": "ring, expanded", "paper": "paper"}
-    columns |= {name: number(column, ".2f") for name, column in (names | {"Ulysses / LV-XAttn": "ulysses"}).items()}
-    columns |= {"LV-XAttn / none": number("over_none", ".3f"), "auto": text("selected")}
-    columns |= {"auto / best": number("auto_over_best", ".3f"), "spread": number("spread", ".3f")}
-    shares = {"cross-attention": "cross_share", "paper's": "paper_cross_share"}
-    columns |= {name: number(column, ".0%") for name, column in shares.items()} | {"load": number("load", ".1f")}
+    columns = {"case": "setting", "blocks": "blocks", "ranks": "ranks", "ring / LV-XAttn": "ring .2f"}
+    columns |= {"expanded / LV-XAttn": "expanded .2f", "paper": "paper .2f", "Ulysses / LV-XAttn": "ulysses .2f"}
+    columns |= {"LV-XAttn / none": "over_none .3f", "auto": "selected", "auto / best": "auto_over_best .3f"}
+    columns |= {"spread": "spread .3f", "cross-attention": "cross_share .0%", "paper's": "paper_cross_share .0%"}
+    columns |= {"load": "load .1f"}
     return table(lines, columns)
 
 
@@ -186,7 +188,7 @@ def mesh_table(settings: Sequence[Sequence[Row]]) -> str:
         lines.append(line)
     columns = {"setting": "setting", "measured, ms": "seconds", "predicted, ms": "predicted_s"}
     columns |= {"best as predicted": "best", "its place as measured": "place"}
-    return table(lines, {name: text(column) for name, column in columns.items()})
+    return table(lines, columns)
 
 
 def memory(folder: Path) -> str:
@@ -207,8 +209,12 @@ def memory(folder: Path) -> str:
         ]
     title = "Peak memory of the rank with most, in forward and backward"
     grouped_bars(path, panels, title=title, x_label="peak, MiB", y_label="strategy", form=".1f")
-    families = [memory_of_family(measured) for measured in groups(rows, "family").values()]
-    return joined(rows, shown(path, "Peak memory of each strategy, with K and V stored and recomputed"), *families)
+    figure = shown(path, "Peak memory of each strategy, with K and V stored and recomputed")
+    return joined(rows, figure, memory_tables(rows))
+
+
+def memory_tables(rows: Sequence[Row]) -> str:
+    return "\n\n".join(memory_of_family(measured) for measured in groups(rows, "family").values())
 
 
 def memory_of_family(rows: Sequence[Row]) -> str:
@@ -219,11 +225,12 @@ def memory_of_family(rows: Sequence[Row]) -> str:
         fits = longest.get(tuple(row[name] for name in mode), {})
         at_least = ">= " if "capped" in fits else ""  # the text cannot hold more placeholders
         longer = f"{at_least}{float(fits['longer']):.2f}" if "longer" in fits else ""
-        lines.append(row | {"longest": at_least + fits.get("frames", ""), "longer": longer})
-    sizes = {"saved, MiB": "kept_bytes", "peak, MiB": "peak_bytes", "planner, MiB": "planned_bytes"}
-    columns = {"ranks": text("ranks"), "strategy": text("strategy"), "K and V": _key_values, "frames": text("frames")}
-    columns |= {name: number(column, ".2f", 2**-20) for name, column in sizes.items()}
-    columns |= {"longest video": text("longest"), "ratio": text("longer")}
+        fit = {"longest": at_least + fits.get("frames", ""), "longer": longer}
+        lines.append(row | fit | {"key_values": _key_values(row)})
+    columns = {"ranks": "ranks", "strategy": "strategy", "K and V": "key_values", "frames": "frames"}
+    sizes = {"saved": "kept", "peak": "peak", "planner": "planned"}
+    columns |= {f"{name}, MiB": f"{column}_bytes .2f {2**-20}" for name, column in sizes.items()}
+    columns |= {"longest video": "longest", "ratio": "longer"}
     costs = "\n".join(
         f"- {row['ranks']} rank{'' if row['ranks'] == '1' else 's'}, {row['frames']} frames, {row['text']} tokens: a "
         f"step takes {float(row['again_s']):.3f} s with recomputation and {float(row['kept_s']):.3f} s without; "
@@ -254,55 +261,34 @@ def decoding(folder: Path) -> str:
 
 
 def decoding_table(rows: Sequence[Row]) -> str:
-    columns = {name.replace("_", " "): text(name) for name in ("family", "images", "visual_keys", "ranks")}
-    for name, column in {"tokens/s": "patched_s_per_token", "unpatched": "unpatched_s_per_token"}.items():
-        columns[name] = lambda row, column=column: f"{1 / float(row[column]):.1f}"
-    columns |= {"ratio": number("ratio", ".1f"), "prompt, s": number("patched_prompt_s", ".2f")}
-    return table(rows, columns | {"unpatched, s": number("unpatched_prompt_s", ".2f")})
+    lines = [
+        row | {name: str(1 / float(row[f"{name}_s_per_token"])) for name in ("patched", "unpatched")} for row in rows
+    ]
+    columns = {"family": "family", "images": "images", "visual keys": "visual_keys", "ranks": "ranks"}
+    columns |= {"tokens/s": "patched .1f", "unpatched": "unpatched .1f", "ratio": "ratio .1f"}
+    return table(lines, columns | {"prompt, s": "patched_prompt_s .2f", "unpatched, s": "unpatched_prompt_s .2f"})
 
 
 def decoder_only(folder: Path) -> str:
     rows = read(folder / "decoder-only.csv")
-    columns = {"family": text("family"), "tokens": number("tokens", ",.0f"), "ranks": text("ranks")}
-    columns["attention"] = text("attention")
-    peaks = {"training step": "peak", "prompt": "prefill"}
-    columns |= {f"{title}, MiB": number(f"{name}_mib", ".1f") for title, name in peaks.items()}
-    return joined(rows, table(rows, columns))
+    columns = {"family": "family", "tokens": "tokens ,.0f", "ranks": "ranks", "attention": "attention"}
+    return joined(rows, table(rows, columns | {"training step, MiB": "peak_mib .1f", "prompt, MiB": "prefill_mib .1f"}))
 
 
 def questions(folder: Path) -> str:
     rows = read(folder / "decoder-only-questions.csv")
     lines = [row | {"ratio": str(_ratio(row, "first_cpu_s", "next_cpu_s"))} for row in rows]
-    columns = {"family": text("family"), "tokens": number("tokens", ",.0f"), "ranks": text("ranks")}
-    columns |= {"first question, processor s": number("first_cpu_s", ".1f"), "next": number("next_cpu_s", ".3f")}
-    columns |= {"first / next": number("ratio", ".0f")}
-    return joined(
-        rows, table(lines, columns | {"first, s": number("first_s", ".1f"), "next ": number("next_s", ".3f")})
-    )
+    columns = {"family": "family", "tokens": "tokens ,.0f", "ranks": "ranks"}
+    columns |= {"first question, processor s": "first_cpu_s .1f", "next": "next_cpu_s .3f", "first / next": "ratio .0f"}
+    return joined(rows, table(lines, columns | {"first, s": "first_s .1f", "next ": "next_s .3f"}))
 
 
 def video(folder: Path) -> str:
     rows = read(folder / "video.csv")
-    columns = {"file": text("kind"), "frames per second": text("fps"), "frames": number("frames", ",.0f")}
-    columns |= {f"{name}, s": number(f"{name}_s", ".2f") for name in ("ours", "torchcodec", "decord")}
-    columns |= {"ours / fastest of the others": number("ratio", ".2f")}
-    columns |= {"with their default threads": number("default_ratio", ".2f")}
-    return joined(rows, table(rows, columns | {"processor time": number("cpu_ratio", ".2f")}))
-
-
-PARTS: dict[str, Callable[[Path], str]] = {
-    "headline": headline,
-    "network-error": network_error,
-    "network-paper": partial(network_clusters, name="network-paper"),
-    "network-tiles": mesh_shapes,
-    "network-real": partial(network_clusters, name="network-real"),
-    "end-to-end": end_to_end,
-    "memory": memory,
-    "decode": decoding,
-    "decoder-only": decoder_only,
-    "decoder-only-questions": questions,
-    "video": video,
-}
+    columns = {"file": "kind", "frames per second": "fps", "frames": "frames ,.0f", "ours, s": "ours_s .2f"}
+    columns |= {"torchcodec, s": "torchcodec_s .2f", "decord, s": "decord_s .2f"}
+    columns |= {"ours / fastest of the others": "ratio .2f", "with their default threads": "default_ratio .2f"}
+    return joined(rows, table(rows, columns | {"processor time": "cpu_ratio .2f"}))
 
 
 def joined(rows: Sequence[Row], *parts: str) -> str:
@@ -314,20 +300,21 @@ def joined(rows: Sequence[Row], *parts: str) -> str:
     return "\n\n".join(filter(None, [measured_on, *parts]))
 
 
-def table(rows: Sequence[Row], columns: Mapping[str, Cell]) -> str:
-    """Return a Markdown table; columns of numbers are aligned right."""
-    body = [[cell(row) for cell in columns.values()] for row in rows]
+def table(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
+    """Return a Markdown table; columns of numbers are aligned right.
+
+    `columns` has, by title, the name of a column of the rows, and for numbers a format and a factor, such as
+    "seconds .1f 1e3". A title may end with spaces, so that two columns have the same one.
+    """
+    body = [[_cell(row, *column.split()) for column in columns.values()] for row in rows]
     numeric = [all(re.match(r"(>= )?[-+\d]|$", line[i]) for line in body) for i in range(len(columns))]
     lines = [[name.strip() for name in columns], ["---:" if right else "---" for right in numeric], *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def text(column: str) -> Cell:
-    return lambda row: row.get(column, "")
-
-
-def number(column: str, form: str, factor: float = 1.0) -> Cell:
-    return lambda row: f"{float(row[column]) * factor:{form}}" if column in row else ""
+def _cell(row: Row, column: str, form: str = "", factor: str = "1") -> str:
+    value = row.get(column, "")
+    return f"{float(value) * float(factor):{form}}" if form and value else value
 
 
 def _ratio(row: Row, column: str, other: str) -> float:
@@ -337,3 +324,100 @@ def _ratio(row: Row, column: str, other: str) -> float:
 def shown(path: Path, description: str) -> str:
     """Return Markdown that shows a figure in the folder of rows, which lies beside the page, if it exists."""
     return f"![{description}]({path.parent.name}/{path.name})" if path.exists() else ""
+
+
+@dataclass(frozen=True)
+class Series:
+    """Bars of one kind: the name in the legend, the colour, and a length by the name of the line; None: no bar."""
+
+    name: str
+    color: str
+    lengths: Mapping[str, float]
+
+
+def grouped_bars(
+    path: Path,
+    panels: Mapping[str, Sequence[Series]],
+    *,
+    title: str,
+    x_label: str,
+    y_label: str = "",
+    columns: int = 2,
+    form: str = ".2f",
+    marks: Mapping[str, Mapping[str, float]] | None = None,
+    mark_name: str = "",
+    log_from: float | None = None,
+) -> None:
+    """Draw groups of bars: per panel title the series, whose lines have the same names.
+
+    Args:
+        form: the format of the value that is written beside each bar.
+        marks: per panel and line, a value that is marked; `mark_name` is its name in the legend.
+        log_from: where a logarithmic scale begins; None for a linear scale from 0.
+    """
+    lines = max((sum(len(s.lengths) for s in series) for series in panels.values()), default=0)
+    with _figure(path, panels, columns, 0.9 + 0.21 * lines, title) as axes:
+        for axis, (name, series) in zip(axes, panels.items(), strict=False):
+            names = list(dict.fromkeys(line for s in series for line in s.lengths))
+            thickness = 0.8 / len(series)
+            for number, bars in enumerate(series):
+                for place, line in enumerate(names):
+                    if line not in bars.lengths:
+                        continue
+                    y, length = place + (number + 0.5) * thickness - 0.4, bars.lengths[line]
+                    axis.barh(y, length, 0.92 * thickness, color=bars.color, label=bars.name)
+                    mark = (marks or {}).get(name, {}).get(line)
+                    if mark is not None:
+                        axis.plot([mark], [y], "k|", markersize=8, markeredgewidth=1.5, label=mark_name)
+                    axis.text(max(length, mark or 0), y, f"  {length:{form}}", va="center", fontsize=8)
+            axis.set_yticks(range(len(names)), names)
+            axis.set_ylim(len(names) - 0.5, -0.5)
+            _describe(axis, name, x_label, y_label)
+            longest = max(max(s.lengths.values()) for s in series)
+            if log_from is None:
+                axis.set_xlim(0, 1.18 * longest)
+            else:
+                axis.set_xscale("log")
+                axis.set_xticks(TICKS, map(str, TICKS))
+                axis.minorticks_off()
+                axis.set_xlim(log_from, 1.45 * longest)
+
+
+def _describe(axis: Any, name: str, x_label: str, y_label: str) -> None:
+    axis.set_title(name, fontsize=10, loc="left")
+    axis.set_xlabel(x_label, fontsize=9)
+    axis.set_ylabel(y_label, fontsize=9)
+
+
+@contextmanager
+def _figure(path: Path, panels: Mapping[str, Any], columns: int, height: float, title: str) -> Iterator[list[Any]]:
+    """Yield the axes of a new figure, add the legend and save it; yield no axes without panels or matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        yield []
+        return
+    if not panels:
+        yield []
+        return
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    drawn = Figure(figsize=(9, height * rows + 0.8), layout="constrained")
+    FigureCanvasAgg(drawn)
+    drawn.suptitle(title, fontsize=11, fontweight="bold")
+    grid = drawn.subplots(rows, columns, squeeze=False)
+    for axis in grid.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(labelsize=8.5)
+    for axis in grid.flat[len(panels) :]:
+        axis.set_axis_off()
+    yield list(grid.flat)
+    found = {
+        label: handle for axis in grid.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    found = dict(sorted(found.items(), key=lambda item: not hasattr(item[1], "patches")))  # bars before marks
+    drawn.legend(
+        found.values(), found.keys(), loc="outside lower center", ncols=min(4, len(found)), fontsize=9, frameon=False
+    )
+    drawn.savefig(path, dpi=130, metadata={"Software": None})

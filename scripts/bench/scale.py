@@ -15,6 +15,8 @@ import argparse
 from contextlib import suppress
 from dataclasses import replace
 
+import report
+
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import read_cluster
 from mllm_seqpar.planner.model_sizes import read_model
@@ -40,23 +42,15 @@ def main(argv: list[str] | None = None) -> None:
     }
     print(f"{model.name}, {args.text} text tokens, {cluster.name}\n")
     rows = {key: {row.spec.strategy: row for row in reversed(plan.rows)} for key, plan in plans.items()}
-    print_table(
-        ["video", "GPUs", *STRATEGIES, "whole step"],
-        [
-            [_length(minutes), str(n), *(_cell(plan, rows[minutes, n].get(s)) for s in STRATEGIES), _whole_step(plan)]
-            for (minutes, n), plan in plans.items()
-        ],
-    )
+    steps = [
+        {"video": _length(minutes), "GPUs": str(n), "whole_step": _whole_step(plan)}
+        | {s: _cell(plan, rows[minutes, n].get(s)) for s in STRATEGIES}
+        for (minutes, n), plan in plans.items()
+    ]
+    print(report.table(steps, {name: name for name in ("video", "GPUs", *STRATEGIES)} | {"whole step": "whole_step"}))
+    longest = [{"GPUs": str(n)} | {s: _longest(rows[args.minutes[0], n].get(s)) for s in STRATEGIES} for n in args.gpus]
     print("\nLongest video that fits\n")
-    print_table(
-        ["GPUs", *STRATEGIES],
-        [[str(n), *(_longest(rows[args.minutes[0], n].get(name)) for name in STRATEGIES)] for n in args.gpus],
-    )
-
-
-def print_table(head: list[str], rows: list[list[str]]) -> None:
-    for line in (head, ["---"] * len(head), *rows):
-        print("| " + " | ".join(line) + " |")
+    print(report.table(longest, {name: name for name in ("GPUs", *STRATEGIES)}))
 
 
 def _cell(plan: Plan, row: StrategyPlan | None) -> str:

@@ -23,7 +23,7 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from math import nan
 from pathlib import Path
 from statistics import median
@@ -44,16 +44,15 @@ KINDS = ["h264-720p", "h264-720p-k30", "h264-1080p", "h264-1080p-k30", "hevc-720
 
 
 def main() -> None:
-    args = parse()
-    torch.set_num_threads(1)
-    harness.print_environment("cpu")
+    harness.run(parse(), rows_of)
+
+
+def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as scratch:
         for kind in args.kinds:
             path = make_file(kind, args.seconds, args.folder or Path(scratch))
             for fps in args.fps:
-                row = measure(kind, path, fps, args)
-                print(", ".join(f"{key} {value}" for key, value in harness.as_text([row])[0].items()), flush=True)
-                harness.record(args, [row])
+                yield measure(kind, path, fps, args)
 
 
 def parse() -> argparse.Namespace:

@@ -1,10 +1,13 @@
-"""Draw the figures of docs/figures with matplotlib.
+"""Draw the figures of docs/figures with matplotlib, from the schedules that the executor runs.
 
     python scripts/docs/figures.py                                               # all figures
     python scripts/docs/figures.py --tile 4 2 --backward --output mesh.svg       # one mesh shape
 
-An SVG file stores the data that it shows (`figure_data`) as JSON in its description. A test compares it with the
-current data, independently of fonts and of the version of matplotlib.
+A figure is a grid of ranks by steps. A cell holds the attention blocks that are computed, and the transfers that are
+sent meanwhile. Collectives that have no schedule are run on small tensors, and their recorded transfers are shown.
+
+An SVG file stores the data that it shows (`FigureData`) as JSON in its description. A test compares it with the current
+data, independently of fonts and of the version of matplotlib.
 """
 
 from __future__ import annotations
@@ -12,40 +15,349 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import figure_data
-from figure_data import Block, FigureData, Panel, Sent
+import torch
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
+from torch import Tensor
+
+from mllm_seqpar.attention.joint import SCATTER_ROWS, merge_over_ranks
+from mllm_seqpar.comm import Communicator, Pending, Recv, Send
+from mllm_seqpar.comm.autograd import gather_shards
+from mllm_seqpar.comm.base import ExchangeCollectives
+from mllm_seqpar.comm.loopback import run_loopback
+from mllm_seqpar.masks import FrameBlockMasks, FrameMask
+from mllm_seqpar.runtime.star import StarText
+from mllm_seqpar.schedules import AttentionBlock, Transfer, schedule_for
+from mllm_seqpar.schedules.head_sharding import HeadShards
+from mllm_seqpar.sharding import FRAME_LAYOUTS, LAYOUTS, frame_spans, sequence_positions
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "figures"
 COLORS = ("#f7b27a", "#9cc7ea", "#a8d59a", "#f6da74", "#cfaee6", "#8ed8cd", "#f4a3b5", "#cdc9a5")
 """Colours of the owner ranks, all light, so that dark text is readable on each."""
 DARK, GREY = "#222222", "#666666"
-FIGURES: dict[str, Callable[[], FigureData]] = {
-    "lv-xattn": lambda: figure_data.mesh_figure("LV-XAttn, mesh shape (4, 1): Q shards move, KV shards stay", (4, 1)),
-    "lv-xattn-mask": figure_data.frame_mask,
-    "lv-xattn-frames": figure_data.frame_layouts,
-    "ring": lambda: figure_data.mesh_figure("Ring Attention, mesh shape (1, 4): KV shards move, Q shards stay", (1, 4)),
-    "ring-causal": figure_data.causal_layouts,
-    "mesh": lambda: figure_data.mesh_figure(
-        "Mesh-Attention, mesh shape (3, 2), if every transfer takes as long as a block", (3, 2)
-    ),
-    "ulysses": figure_data.ulysses,
-    "replicate": figure_data.replicate,
-    "decoding": figure_data.decoding,
-    "star": figure_data.star,
-}
 # Sizes in points, which are the units of the axes.
 CHARACTER, BLOCK, SENT, PADDING, LINE, NARROWEST = 7.4, 26, 23, 8, 20, 560
 SVG = {"svg.fonttype": "none", "svg.hashsalt": "mllm-seqpar", "font.family": "sans-serif"}
 """Text stays text, and equal figures are equal files."""
+CELL = "A cell: the attention blocks computed (Q shard, KV shard); below, the transfers sent meanwhile."
+OWN = "Framed: this rank's Q shard with its own KV shard. Half filled: half of its queries."
+MEANING = {
+    "Q": "Q: queries",
+    "O": "O: partial output and its log-sum-exp",
+    "KV": "KV: keys and values",
+    "Q+": "Q+: Q, dO, delta and the log-sum-exp of queries",
+    "dQ": "dQ: partial gradient of Q",
+    "dKV": "dKV: partial gradients of K and V",
+}
+Fraction = Callable[[int, int], float]
+"""(Q shard, KV shard) -> fraction of the block's scores that the mask shows."""
+
+
+@dataclass(frozen=True)
+class Block:
+    q: str  # label of the Q shard
+    kv: str  # label of the KV shard
+    q_owners: Sequence[int] = ()  # ranks, which give the colours; empty for replicated shards
+    kv_owners: Sequence[int] = ()
+    part: int = 0  # only queries from part/parts to (part + 1)/parts are computed
+    parts: int = 1
+    own: bool = False  # whether the computing rank owns both shards
+    hidden: bool = False  # whether the mask hides the whole block
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A transfer that a rank sends: a shard owned by rank `owner`, and the destination."""
+
+    label: str
+    owner: int
+    to: str
+
+
+@dataclass(frozen=True)
+class Cell:
+    blocks: Sequence[Block] = ()
+    sent: Sequence[Sent] = ()
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pass: the names of its steps, and a (name, cells) row for each rank."""
+
+    title: str
+    steps: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[Cell]]]
+
+
+@dataclass(frozen=True)
+class FigureData:
+    """Panels one above the other, and the legend below them."""
+
+    title: str
+    panels: Sequence[Panel]
+    legend: Sequence[str]
+
+
+def transfer_label(transfer: Transfer, backward: bool) -> str:
+    """Return the short name of what a transfer carries; see MEANING."""
+    q_axis = transfer.axis == "q"
+    if transfer.kind == "input":
+        return ("Q+" if backward else "Q") if q_axis else "KV"
+    return ("dQ" if backward else "O") if q_axis else "dKV"
+
+
+def schedule_panel(
+    title: str, mesh_shape: tuple[int, int], *, backward: bool, fraction: Fraction | None = None, pruned: bool = False
+) -> Panel:
+    """Return the panel of one pass; if `pruned`, Q shards are sent point-to-point, only where they attend to any
+    key."""
+
+    def block(b: AttentionBlock) -> Block:
+        i, j = b.q_shard, b.kv_shard
+        visible = 1.0 if fraction is None else fraction(i, j)
+        kv = f"KV{j}" + (f" {visible:.0%}" if 0 < visible < 1 else "")
+        return Block(f"Q{i}", kv, [i], [j], b.part, b.parts, i == j, visible == 0)
+
+    def is_sent(transfer: Transfer, rank: int) -> bool:
+        computed_by = transfer.dst if transfer.kind == "input" else rank
+        return not (pruned and fraction and fraction(transfer.send_shard, computed_by) == 0)
+
+    def sent(t: Transfer) -> Sent:
+        return Sent(f"{transfer_label(t, backward)}{t.send_shard}", t.send_shard, str(t.dst))
+
+    rows = []
+    for rank in range(mesh_shape[0] * mesh_shape[1]):
+        steps = schedule_for(mesh_shape, rank, backward=backward, direct=pruned)
+        cells = [Cell([*map(block, s.blocks)], [sent(t) for t in s.transfers if is_sent(t, rank)]) for s in steps]
+        rows.append((f"rank {rank}", cells))
+    return Panel(title, [f"step {i + 1}" for i in range(len(rows[0][1]))], rows)
+
+
+def legend_of(panels: Sequence[Panel]) -> str:
+    labels = {sent.label.rstrip("0123456789") for p in panels for _, cells in p.rows for c in cells for sent in c.sent}
+    return "; ".join(meaning for label, meaning in MEANING.items() if label in labels) + "."
+
+
+def mesh_figure(title: str, mesh_shape: tuple[int, int], passes: Sequence[bool] = (False, True)) -> FigureData:
+    """Return the figure of a mesh shape, forward (False) and backward (True)."""
+    panels = [schedule_panel("backward" if b else "forward", mesh_shape, backward=b) for b in passes]
+    return FigureData(title, panels, [CELL, OWN, legend_of(panels)])
+
+
+def frame_mask() -> FigureData:
+    """LV-XAttn under a mask: each of 16 queries attends to 6 of 16 frames."""
+    rows = torch.arange(16)[None]
+    mask = FrameMask.from_intervals((rows - 5).clamp(min=0), rows + 1, 1, 16)
+    positions = [torch.arange(4 * rank, 4 * rank + 4) for rank in range(4)]
+    blocks = FrameBlockMasks([mask.take(p) for p in positions], frame_spans(16, 4))
+    visible_rows = blocks.visible_row_counts()
+    panel = schedule_panel("forward", (4, 1), backward=False, fraction=lambda i, j: visible_rows[i][j] / 4, pruned=True)
+    example = (
+        "Example: 16 queries and 16 frames; query i attends to frames i - 5 to i. Percent: queries of the Q shard that "
+        "attend to any key of the KV shard; only these are sent, point-to-point, and so are their results. Dashed: no "
+        "query does."
+    )
+    title = "LV-XAttn under a mask that hides most frames, 4 ranks"
+    return FigureData(title, [panel], [CELL, OWN, example, legend_of([panel])])
+
+
+def frame_layouts() -> FigureData:
+    """LV-XAttn in each layout of the frames: each of 16 rows attends to the frames up to its own of 16."""
+    rows, panels = torch.arange(16)[None], []
+    mask = FrameMask.from_intervals(torch.zeros_like(rows), rows + 1, 1, 16)
+    masks = [mask.take(sequence_positions(16, rank, 4, "zigzag")) for rank in range(4)]
+    owned = []
+    for layout in FRAME_LAYOUTS:
+        blocks = FrameBlockMasks(masks, frame_spans(16, 4, layout))
+        visible = blocks.visible_fractions()
+        loads = ", ".join(f"{sum(row[j] for row in visible) / blocks.visible_fraction / 4:.2f}" for j in range(4))
+        fraction: Fraction = lambda i, j, visible=visible: visible[i][j]  # noqa: E731
+        title = f"{layout} frames: the ranks compute {loads} of the mean"
+        panels.append(schedule_panel(title, (4, 1), backward=False, fraction=fraction, pruned=True))
+        frames = (" and ".join(f"{start} to {stop - 1}" for start, stop in spans) for spans in blocks.frames)
+        owned.append(f"Frames of the ranks, {layout}: {'; '.join(frames)}.")
+    example = (
+        "16 rows of text, in the zigzag layout, and 16 frames; row i attends to frames 0 to i. Percent: visible "
+        "fraction of the block's scores. Dashed: none, so the block is not computed, and its queries are not sent."
+    )
+    title = "LV-XAttn where rows attend to earlier frames only, forward, 4 ranks"
+    return FigureData(title, panels, [CELL, OWN, *owned, example, legend_of(panels)])
+
+
+def causal_layouts() -> FigureData:
+    """Ring Attention over causal text in each layout."""
+    panels = []
+    for layout in LAYOUTS:
+        positions = [torch.as_tensor(sequence_positions(16, rank, 4, layout)) for rank in range(4)]
+        tokens = ", ".join(f"{rank}: {' '.join(map(str, p.tolist()))}" for rank, p in enumerate(positions))
+
+        def fraction(i: int, j: int, positions: Sequence[Tensor] = positions) -> float:
+            return float((positions[i][:, None] >= positions[j][None, :]).double().mean())
+
+        title = f"{layout} (16 tokens; rank {tokens})"
+        panels.append(schedule_panel(title, (1, 4), backward=False, fraction=fraction))
+    percent = "Percent: visible fraction of the block's scores; dashed: none, so the block is not computed."
+    return FigureData("Ring Attention over causal text, forward, 4 ranks", panels, [CELL, percent])
+
+
+def ulysses() -> FigureData:
+    """DeepSpeed-Ulysses, and the hybrid with a mesh between its groups."""
+    plain = head_panel("4 ranks, 8 query heads, 2 KV heads: each KV head is sent to the 2 ranks that use it", 4, 8, 2)
+    hybrid = head_panel("hybrid: heads sharded over 2 ranks, tile=(2, 1) between the 2 groups", 2, 4, 4, (2, 1))
+    legend = ["h0-1: heads 0 and 1. Q0-1: the queries of ranks 0 and 1. O: output and its log-sum-exp."]
+    return FigureData("DeepSpeed-Ulysses and the hybrid, forward", [plain, hybrid], legend)
+
+
+def head_panel(title: str, size: int, heads: int, kv_heads: int, mesh_shape: tuple[int, int] = (1, 1)) -> Panel:
+    """Return the forward pass of heads sharded over `size` ranks, with a mesh between the groups."""
+    shards = HeadShards(heads, kv_heads, size)
+
+    def span(indices: range) -> str:
+        return str(indices[0]) if len(indices) == 1 else f"{indices[0]}-{indices[-1]}"
+
+    def members(group: int) -> range:
+        return range(group * size, (group + 1) * size)
+
+    rows = []
+    for rank in range(size * mesh_shape[0] * mesh_shape[1]):
+        group, member = divmod(rank, size)
+        others = [(i, peer) for i, peer in enumerate(members(group)) if i != member]
+        own_heads = span(shards.query_heads_of(member))
+
+        def block(b: AttentionBlock, heads: str = own_heads) -> Block:
+            q, kv = members(b.q_shard), members(b.kv_shard)
+            return Block(f"Q{span(q)}", f"KV{span(kv)} h{heads}", [*q], [*kv], b.part, b.parts, q == kv)
+
+        def sent(t: Transfer, member: int = member) -> Sent:
+            label = f"{transfer_label(t, False)}{span(members(t.send_shard))}"
+            return Sent(label, t.send_shard * size, str(t.dst * size + member))
+
+        scatter = [
+            Sent(f"Q{rank} h{span(shards.query_heads_of(i))}, KV{rank} h{span(shards.kv_heads_of(i))}", rank, str(peer))
+            for i, peer in others
+        ]
+        steps = schedule_for(mesh_shape, group, backward=False)
+        cells = [Cell([*map(block, step.blocks)], [*map(sent, step.transfers)]) for step in steps]
+        merge = [Sent(f"O{peer} h{own_heads}", peer, str(peer)) for _, peer in others]
+        rows.append((f"rank {rank}", [Cell((), scatter), *cells, Cell((), merge)]))
+    count = len(rows[0][1]) - 2
+    steps = ["compute"] if count == 1 else [f"step {i + 1}" for i in range(count)]
+    return Panel(title, ["all-to-all", *steps, "all-to-all"], rows)
+
+
+class Recorder(ExchangeCollectives):
+    """A communicator that records the (destination, tensor) pairs of every exchange."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm, self.rank, self.size, self.bytes, self.kept = comm, comm.rank, comm.size, comm.bytes, comm.kept
+        self.exchanges: list[list[tuple[int, Tensor]]] = []
+
+    @property
+    def identity(self) -> object:
+        return self.comm.identity
+
+    def exchange(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
+        self.exchanges.append([(send.peer, send.tensor) for send in sends])
+        return self.comm.exchange(sends, recvs)
+
+    def sent(self, index: int, label: str) -> list[Sent]:
+        """Return the transfers of one exchange, `label` formatted with sender and receiver; one for equal tensors."""
+        sent = self.exchanges[index]
+        assert sent
+        if len({tensor.data_ptr() for _, tensor in sent}) == 1:
+            assert sorted(peer for peer, _ in sent) == [r for r in range(self.size) if r != self.rank]
+            return [Sent(label.format(self.rank, ""), self.rank, "all")]
+        return [Sent(label.format(self.rank, peer), self.rank, str(peer)) for peer, _ in sent]
+
+
+def replicate() -> FigureData:
+    """The gathered features of replication, recorded in a run."""
+
+    def one_rank(comm: Communicator) -> tuple[list[Sent], list[Sent]]:
+        recorder = Recorder(comm)
+        features = torch.ones(1, 1, 1, requires_grad=True)
+        sum((shard * 2).sum() for shard in gather_shards(features, recorder)).backward()
+        return recorder.sent(0, "y{0}"), recorder.sent(1, "dy{1}")
+
+    runs = run_loopback(4, one_rank)
+    rows = []
+    for rank, (gathered, reduced) in enumerate(runs):
+        blocks = [Block(f"Q{rank}", f"KV{j}", [rank], [j], own=rank == j) for j in range(len(runs))]
+        rows.append((f"rank {rank}", [Cell((), gathered), Cell(blocks), Cell(blocks), Cell((), reduced)]))
+    steps = ["once: all-gather", "each layer, forward", "each layer, backward", "once: reduce-scatter"]
+    legend = [
+        "y: features of a rank's frames; dy: their gradient, sent to the rank that owns the frames, which sums it.",
+        "Every rank projects K and V from the gathered features: the blocks of a row are computed as one.",
+    ]
+    return FigureData('Replication (strategy="replicate"), 4 ranks', [Panel("", steps, rows)], legend)
+
+
+def decoding() -> FigureData:
+    """The merge of partial results of replicated queries, recorded in runs with few rows and with many."""
+
+    def one_rank(comm: Communicator, rows: int) -> Recorder:
+        merge_over_ranks(torch.zeros(1, 1, rows, 1), torch.zeros(1, 1, rows), recorder := Recorder(comm))
+        return recorder
+
+    many = f"{SCATTER_ROWS} rows or more: each rank merges its shard of them"
+    panels = []
+    for title, count, steps, labels in (
+        ("a new token", 1, ["all-gather"], ["O{0}"]),
+        (many, SCATTER_ROWS, ["all-to-all", "all-gather"], ["O{0} rows {1}", "merged {0}"]),
+    ):
+        rows = []
+        for rank, recorder in enumerate(run_loopback(4, one_rank, count)):
+            assert len(recorder.exchanges) == len(labels)
+            sent = [Cell((), recorder.sent(i, label)) for i, label in enumerate(labels)]
+            rows.append((f"rank {rank}", [Cell([Block("Q", f"KV{rank}", [], [rank])]), *sent]))
+        panels.append(Panel(title, ["compute", *steps], rows))
+    legend = ["Q is the same on every rank; K and V stay on their ranks. O: partial output and its log-sum-exp."]
+    return FigureData("Decoding: replicated queries, sharded K and V, 4 ranks", panels, legend)
+
+
+def star() -> FigureData:
+    """Star Attention: for the context each rank computes the anchor block and its own block, without transfers."""
+    rows = []
+    for rank, text in enumerate(run_loopback(4, lambda comm: StarText(1, 17, comm))):
+        (step,) = schedule_for((1, 1), rank, backward=False)
+        assert not step.transfers
+        parts = text.positions(rank).split(text.block)
+        context = [int(part[0]) // text.block for part in parts if part[0] < text.length]
+        blocks = [
+            Block(f"c{i + 1}", f"c{j + 1}" + (" causal" if i == j else ""), [i], [j])
+            for n, i in enumerate(context)
+            for j in context[: n + 1]
+        ]
+        rows.append((f"rank {rank}", [Cell(blocks), Cell([Block("Q", f"KV{rank}", [], [rank])])]))
+    legend = [
+        "c1 to c4: blocks of the context, left as queries, right as keys. c1, the anchor block, is on all ranks.",
+        "The query and new tokens attend to the KV caches of all ranks; their results are merged as in decoding.",
+    ]
+    panel = Panel("", ["context: no transfers", "query, new tokens"], rows)
+    return FigureData('Star Attention (self_attention="star"), 4 ranks', [panel], legend)
+
+
+FIGURES: dict[str, Callable[[], FigureData]] = {
+    "lv-xattn": lambda: mesh_figure("LV-XAttn, mesh shape (4, 1): Q shards move, KV shards stay", (4, 1)),
+    "lv-xattn-mask": frame_mask,
+    "lv-xattn-frames": frame_layouts,
+    "ring": lambda: mesh_figure("Ring Attention, mesh shape (1, 4): KV shards move, Q shards stay", (1, 4)),
+    "ring-causal": causal_layouts,
+    "mesh": lambda: mesh_figure(
+        "Mesh-Attention, mesh shape (3, 2), if every transfer takes as long as a block", (3, 2)
+    ),
+    "ulysses": ulysses,
+    "replicate": replicate,
+    "decoding": decoding,
+    "star": star,
+}
 
 
 def save(data: FigureData, path: Path) -> None:
@@ -185,7 +497,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.tile:
         a, b = args.tile
-        data = figure_data.mesh_figure(f"mesh shape ({a}, {b})", (a, b), (args.backward,))
+        data = mesh_figure(f"mesh shape ({a}, {b})", (a, b), (args.backward,))
         figures = {args.output or Path("schedule.svg"): data}
     else:
         folder = args.output or FOLDER

@@ -1,18 +1,20 @@
-"""One kernel: its errors against float64 relative to those of `scaled_dot_product_attention`, and its speed."""
+"""On one GPU: the errors and the speed of each kernel against `scaled_dot_product_attention`, and what "auto" takes."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from gpu_checks.rows import Row
+from gpu_checks.common import FEW, Row, build, dtype_name, host_synchronisations, inputs, relative
 from torch import Tensor
 from torch.nn import functional as F
 
+from mllm_seqpar import patch_model
 from mllm_seqpar.errors import first_line
-from mllm_seqpar.kernels import BlockKernel, kernel_by_name
+from mllm_seqpar.kernels import BlockKernel, choose_kernel, kernel_by_name
 from mllm_seqpar.kernels.base import merge
 
 KINDS = ("plain", "causal", "masked")
@@ -24,6 +26,10 @@ SPEED = {
 FLOAT32 = 1e-5
 ROUNDED_PARTIALS, FLOAT32_PARTIALS = 1.5, 1.1
 """Limits in 16-bit dtypes, as multiples of the error of PyTorch's attention, by the dtype of partial results."""
+SYNCHRONISATIONS = 2
+"""Host synchronisations that a forward pass may have, all of them outside of layers."""
+VERSION_2 = ("flash_attn", "cuda_flash")
+"""The kernels that compute with FlashAttention 2; PyTorch's is 3 or 4 where the user has activated that."""
 
 
 @dataclass
@@ -42,7 +48,7 @@ class Problem:
         return {"scale": self.q.shape[-1] ** -0.5, "causal": self.causal, "mask": self.mask}
 
 
-def check(name: str, device: str) -> Iterator[Row]:
+def check_kernel(name: str, device: str) -> Iterator[Row]:
     """Yield the rows of one kernel: exactness for each dtype, then speed for each shape.
 
     "cuda_flash@FA3" activates that implementation in torch first, in this process.
@@ -60,7 +66,7 @@ def check(name: str, device: str) -> Iterator[Row]:
 
 def exactness(name: str, dtype: torch.dtype, device: str) -> Row:
     """Return the largest error over plain, causal and masked blocks, and over o, dq, dk, dv."""
-    subject = f"{name} {str(dtype).removeprefix('torch.')}"
+    subject = f"{name} {dtype_name(dtype)}"
     worst, allowed, refusals, problems = (0.0, ""), 0.0, [], []
     for kind in KINDS:
         p = make(kind, dtype, device)
@@ -162,13 +168,9 @@ def sdpa_errors(p: Problem) -> dict[str, float]:
     return {name: relative(x, exact[name]) for name, x in results.items()}
 
 
-def relative(x: Tensor, exact: Tensor) -> float:
-    return float((x.double() - exact).norm() / exact.norm())
-
-
 def speed(name: str, shape: tuple[int, ...], device: str) -> Row:
     """Return the times of one shape in bf16 relative to PyTorch's attention, or why the kernel was not timed."""
-    from kernels import measure_shape
+    from kernels import measure_shape  # of scripts/bench
 
     _, heads, groups, rows, keys, dim = shape
     subject = f"{name} H{heads} G{groups} S{rows} T{keys} D{dim}"
@@ -185,3 +187,44 @@ def speed(name: str, shape: tuple[int, ...], device: str) -> Row:
         for direction in ("forward", "backward")
     ]
     return Row("kernel speed", subject, "; ".join(texts))
+
+
+def check_one_gpu(device: str) -> Iterator[Row]:
+    """Yield the kernels of "auto", and the synchronisations of a forward pass."""
+    yield from (auto_kernel(device, **kind) for kind in ({}, {"causal": True}, {"masked": True}))
+    model = build(device)
+    given = inputs(model, *FEW, encoded=True)
+    patch_model(model)
+    yield synchronisations(lambda: model(**given, use_cache=False), device, "patched model, 1 rank")
+
+
+def auto_kernel(device: str, causal: bool = False, masked: bool = False) -> Row:
+    """Return the row of the kernel that "auto" takes in bf16; FlashAttention 2 fails on Hopper if 3 or 4 is there."""
+    _, heads, groups, _, _, dim = SIZES[device]
+    q, k = (torch.zeros(1, h, 64, dim, dtype=torch.bfloat16, device=device) for h in (heads, groups))
+    kernel = choose_kernel("auto", q, k, causal=causal, masked=masked)[0]
+    subject = f"bf16, head_dim {dim}, {'causal' if causal else 'masked' if masked else 'plain'}"
+    if device == "cpu" or torch.cuda.get_device_capability() < (9, 0):
+        return Row("auto kernel", subject, kernel.name)
+    activated = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+    newer = [name for name in ("flash_attn_interface", "flash_attn.cute") if is_installed(name)]
+    found = f"{kernel.name}; activated in torch: {activated}; installed: {', '.join(newer) or 'neither 3 nor 4'}"
+    version_2 = kernel.name in VERSION_2 and activated is None
+    return Row("auto kernel", subject, found, "not FlashAttention 2", not (newer and version_2))
+
+
+def is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that contains it
+        return False
+
+
+def synchronisations(run: Any, device: str, subject: str) -> Row:
+    """Return the row of the host synchronisations of one call, after one call that is not counted."""
+    if device != "cuda":
+        return Row("host synchronisations", subject, "not measurable without CUDA")
+    run()
+    lines = host_synchronisations(run)
+    found = f"{lines.total()} in a forward pass" + "".join(f"; {line} x {count}" for line, count in lines.items())
+    return Row("host synchronisations", subject, found, str(SYNCHRONISATIONS), lines.total() <= SYNCHRONISATIONS)

@@ -201,4 +201,4 @@ def test_samples_of_decoder_only_models_run(tmp_path: Path) -> None:
 def test_registry_entry_of_the_guide_is_valid() -> None:
     names: dict[str, Any] = {"FamilySpec": FamilySpec, "DEFINED": patches.FAMILIES}
     exec(blocks()["docs/guides/add_a_family.md 1"].replace("...", "*DEFINED"), names)
-    assert names["FAMILIES"][:-1] == patches.FAMILIES and names["FAMILIES"][-1].folder == "my_family"
+    assert names["FAMILIES"][:-1] == patches.FAMILIES and names["FAMILIES"][-1].name == "my_family"

@@ -6,6 +6,7 @@ All bad inputs of a family go to one patched model, so that anything that a fail
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ import torch
 
 from family_cases import BATCHES, INSTRUCT, QWENS
 from family_harness import FAMILIES, family_module, inputs_of, model_of, on_ranks
-from mllm_seqpar import FrameShard, patch_model
+from mllm_seqpar import FrameShard, frame_range, patch_model
+from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import AgreementError, ConfigError, MaskError, SeqParError, ShapeError
 from mllm_seqpar.runtime.visual_features import fingerprint_of
@@ -135,6 +137,41 @@ MLLAMA_CHANGES: dict[str, Inputs] = {
 }
 
 
+PIXEL_NAMES = ("pixel_values", "pixel_values_videos")
+
+
+def _whole_with_a_shard(x: Inputs, comm: Any) -> Inputs:
+    total = int(x["image_grid_thw"][:, 0].sum() + x["video_grid_thw"][:, 0].sum())
+    local = frame_range(total, comm)
+    return x | {"visual_shard": FrameShard(local.start, local.stop, total)}
+
+
+# Without the embeddings of deepstack, a pass of Qwen3-VL would compute other results.
+WRONG_EMBEDDINGS = {
+    family: dict.fromkeys(PIXEL_NAMES) | {"visual_embeds": torch.zeros(37, width)}
+    for family, width in (("qwen2_5_vl", 32), ("qwen3_vl", 64))
+}
+QWEN_ERRORS: Errors = {
+    (ShapeError, ""): {
+        r"features and \w+ tokens do not match: the text has \d+ .* not truncated": lambda x: {
+            name: x[name][:, :20] for name in ("input_ids", "mm_token_type_ids")
+        },
+        r"rows were passed; the grids mean .* says so by visual_shard": lambda x: {
+            "pixel_values": x["pixel_values"][4:]
+        },
+        "image_grid_thw: found None; expected": {"image_grid_thw": None},
+    },
+    (ShapeError, "", _whole_with_a_shard): {
+        r"means \(\d+, \d+\) rows of pixel_values and pixel_values_videos, the temporal patches of this rank": {}
+    },
+    (ValueError, DIFFERENT): {
+        f"{DIFFERENT} digest of": lambda x: {"video_grid_thw": x["video_grid_thw"][:, [0, 2, 1]]},
+        f"{DIFFERENT} digest": lambda x: {"pixel_values_videos": x["pixel_values_videos"] + 1},
+        DIFFERENT: lambda x: {"pixel_values": x["pixel_values"].clone().requires_grad_()},
+    },
+}
+
+
 def check_errors(family: str, ranks: int, case: Any, errors: Errors) -> None:
     def run(model: Any, inputs: Inputs, comm: Any) -> None:
         for (kind, others, *base), changes in errors.items():
@@ -158,6 +195,19 @@ BAD = {
     "mplug_owl3": (3, OWL, OWL_ERRORS),
     "idefics": (2, IDEFICS, IDEFICS_ERRORS),
     "mllama": (2, MLLAMA, {(SeqParError, ELSEWHERE): MLLAMA_CHANGES}),
+    **{
+        family: (
+            2,
+            replace(case, labels=None),
+            QWEN_ERRORS
+            | {
+                (ShapeError, "", lambda x, comm, f=family: x | WRONG_EMBEDDINGS[f]): {
+                    r"visual_embeds: has shape \(\d+, \d+\); expected \(tokens, \d+\)": {}
+                }
+            },
+        )
+        for family, case in QWENS.items()
+    },
 }
 
 
@@ -222,8 +272,8 @@ def test_unknown_or_misshapen_arguments_are_refused(arguments: Inputs, kind: typ
 @torch.no_grad()
 def test_arguments_are_checked_in_decoding_steps_too(arguments: Inputs, message: str) -> None:
     model = patch_model(tiny_model())
-    cache = model(tiny_text(2), tiny_frames(2), use_cache=True).past_key_values
-    token = {"input_ids": tiny_text(2)[:, :1], "past_key_values": cache}
+    cache = cache_of(model(tiny_text(2), tiny_frames(2), use_cache=True))
+    token = {"input_ids": tiny_text(2)[:, :1], **cache_argument(cache)}
     with pytest.raises(ConfigError, match=message):
         model(**token, **arguments)
     assert model(**token).logits.shape[1] == 1
@@ -319,61 +369,40 @@ def test_frames_are_compared_by_values_and_not_by_memory_layout() -> None:
     assert fingerprint_of(frames) == fingerprint_of(frames.contiguous()) != fingerprint_of(frames + 1)
 
 
-def differing_pass(model: Any, what: str) -> Any:
-    ids, frames = tiny_text(2), tiny_frames(2)
-    more: Inputs = {}
-    match what:
-        case "training mode":
-            model.train()
-        case "gradient checkpointing":
-            model.gradient_checkpointing_enable()
-        case "digest of requires_grad of the parameters":
-            model.requires_grad_(False)
-        case "num_items_in_batch":
-            more = {"num_items_in_batch": 3}
-        case "output_hidden_states: rank 1: True":
-            more = {"output_hidden_states": True}
-        case "dtypes of text, labels and frames":
-            frames = frames.double()
-        case "stopping_criteria":
-            more = {"stopping_criteria": [lambda *_: True]}
-    if what.startswith("stopping"):
-        return model.generate(ids, pixel_values=frames, max_new_tokens=2, pad_token_id=0, streamer=None, **more)
-    with torch.autocast("cpu", torch.bfloat16, enabled=what == "autocast"):
-        return model(ids, frames, labels=ids, **more)
+def generate(model: Any, **given: Any) -> Any:
+    given = {"input_ids": tiny_text(2), "pixel_values": tiny_frames(2), "pad_token_id": 0, "max_new_tokens": 2} | given
+    return model.generate(**given)
 
 
-DIFFERENCES = (
-    "training mode",
-    "gradient checkpointing",
-    "digest of requires_grad of the parameters",
-    "num_items_in_batch",
-)
-DIFFERENCES += (
-    "output_hidden_states: rank 1: True",
-    "dtypes of text, labels and frames",
-    "autocast",
-    "stopping_criteria",
-)
+def step(model: Any, **given: Any) -> Any:
+    return model(**{"input_ids": tiny_text(2), "pixel_values": tiny_frames(2), "labels": tiny_text(2)} | given)
+
+
+DIFFERENCES: dict[str, tuple[Any, Any]] = {
+    "training mode": (step, lambda model: step(model.train())),
+    "gradient checkpointing": (step, lambda model: step((model.gradient_checkpointing_enable(), model)[1])),
+    "digest of requires_grad of the parameters": (step, lambda model: step(model.requires_grad_(False))),
+    "num_items_in_batch": (step, lambda model: step(model, num_items_in_batch=3)),
+    "output_hidden_states: rank 1: True": (step, lambda model: step(model, output_hidden_states=True)),
+    "dtypes of text, labels and frames": (step, lambda model: step(model, pixel_values=tiny_frames(2).double())),
+    "autocast": (step, torch.autocast("cpu", torch.bfloat16)(step)),
+    "stopping_criteria": (generate, lambda model: generate(model, stopping_criteria=[lambda *_: True])),
+    "different calls at the same time: rank 0: forward pass; rank 1: generate": (step, generate),
+}
+"""What rank 0 and what rank 1 calls, by what the error names."""
 
 
 @pytest.mark.parametrize("what", DIFFERENCES)
 def test_ranks_that_compute_differently_are_refused(what: str) -> None:
     """Their losses would differ, or one would wait for a transfer that the other does not send."""
 
-    def run(model: Any, _: Inputs, comm: Any) -> None:
+    def run(model: Any, inputs: Inputs, comm: Any) -> float:
         with pytest.raises(AgreementError) as caught:
-            differing_pass(model, what if comm.rank == 1 else "stopping_none" if "stopping" in what else "")
+            DIFFERENCES[what][comm.rank](model)
         assert what in str(caught.value)
-
-    on_ranks(2, "mplug_owl3", OWL, run)
-
-
-def test_forward_on_one_rank_and_generate_on_another_are_named() -> None:
-    def run(model: Any, inputs: Inputs, comm: Any) -> Any:
-        with pytest.raises(AgreementError, match="different calls .*: rank 0: forward pass; rank 1: generate"):
-            model.generate(inputs["input_ids"], pixel_values=inputs["pixel_values"]) if comm.rank else model(**inputs)
-        return model(**inputs).loss.item()
+        if what.startswith("different calls"):
+            return model(**inputs).loss.item()
+        return 0.0
 
     first, second = on_ranks(2, "mplug_owl3", OWL, run)
     assert first == pytest.approx(second)  # both ranks can go on

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from family_cases import FUSED, QWENS
 from family_harness import TOLERANCE, inputs_of, model_of, on_ranks, settings, slow_unless
 from generation_cases import SHARDED
 from mllm_seqpar import patch_model, unpatch_model
+from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import AgreementError, ConfigError, ShapeError
 from outcomes import error, worst_gradient
@@ -69,7 +70,7 @@ class Conversation:
         return given | self.masks([0, 1], -self.prompt["input_ids"].shape[1], ids.shape[1])
 
     def fill(self, cache: Any = None) -> Any:
-        filled = self.model(**self.prompt, past_key_values=cache, use_cache=True).past_key_values
+        filled = cache_of(self.model(**self.prompt, **cache_argument(cache), use_cache=True))
         if self.family in QWENS:
             self.model.model.rope_deltas += 5  # as if another prompt came between
         return filled
@@ -79,7 +80,7 @@ class Conversation:
         parts = []
         for start, stop in ((0, 2), (2, 3)):
             given = {"input_ids": ids[rows, start:stop], **self.masks(rows, start, stop), **more}
-            parts.append(self.model(**given, past_key_values=cache).logits)
+            parts.append(self.model(**given, **cache_argument(cache)).logits)
         return torch.cat(parts, dim=1)
 
     def reordered(self, cache: Any, **more: Any) -> Tensor:
@@ -118,7 +119,32 @@ def check_move(name: str, move: str, found: tuple[Tensor, Tensor]) -> None:
     assert error(found[1], conversation.uncached(OTHER, [0, 1])) < TOLERANCE, (move, "the original")
 
 
-ROWS = [(ranks, options, name) for ranks, options in ((1, {}), (3, {}), (3, SHARDED)) for name in PROMPTS]
+@pytest.mark.parametrize("name", PROMPTS)
+@torch.no_grad()
+def test_cache_is_taken_by_either_name(name: str) -> None:
+    """transformers 5.24 renamed `past_key_values` to `cache`; no pass warns (`filterwarnings` in pyproject.toml)."""
+    conversation = Conversation(name)
+    natively = conversation.family == "mplug_owl3"
+    for patches in [False] * natively + [True]:
+        with patched(conversation.model) if patches else nullcontext():
+            cache, token = conversation.fill(), {"input_ids": NEW[:, :1], **conversation.masks([0, 1], 0, 1)}
+            logits = [
+                conversation.model(**token, **{argument: copy.deepcopy(cache)}).logits
+                for argument in ("cache", "past_key_values")
+            ]
+            assert torch.equal(*logits)
+            with pytest.raises(ConfigError, match="cache and past_key_values are two names of one argument"):
+                conversation.model(**token, cache=cache, past_key_values=cache)
+            whole = conversation.prompt_and(NEW)
+            tokens = [
+                conversation.model.generate(**whole, **{argument: copy.deepcopy(cache)}, **settings())
+                for argument in ("cache", "past_key_values")
+            ]
+            assert torch.equal(*tokens)
+
+
+ROWS = [(3, SHARDED, name) for name in PROMPTS]
+ROWS += [(size, {}, name) for first, size in enumerate((1, 3)) for name in list(PROMPTS)[first::2]]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +179,7 @@ def test_prompt_with_positions_of_the_caller_follows_a_larger_batch(family: str)
         conversation.fill()
         first = conversation.model(input_ids=ids[:, :3], position_ids=torch.arange(3).expand(3, 1, 3), use_cache=True)
         last = conversation.model(
-            input_ids=ids[:, 3:], position_ids=torch.full((3, 1, 1), 3), past_key_values=first.past_key_values
+            input_ids=ids[:, 3:], position_ids=torch.full((3, 1, 1), 3), **cache_argument(cache_of(first))
         )
     assert error(torch.cat([first.logits, last.logits], 1), expected) < TOLERANCE
 
@@ -190,9 +216,9 @@ def test_cropping_a_prompt_removes_its_frames(native: str, length: int) -> None:
     expected = model(short, frames[:count] if count else None, use_cache=False).logits[:, -3:]
     for is_patched in (False, True):
         with patched(model) if is_patched else torch.no_grad():
-            cache = model(ids, frames, use_cache=True).past_key_values
+            cache = cache_of(model(ids, frames, use_cache=True))
             cache.crop(length - ids.shape[1])
-            found = [model(part, past_key_values=cache).logits for part in (NEW[:1, :2], NEW[:1, 2:])]
+            found = [model(part, **cache_argument(cache)).logits for part in (NEW[:1, :2], NEW[:1, 2:])]
         assert error(torch.cat(found, dim=1), expected) < TOLERANCE, is_patched
 
 
@@ -203,7 +229,7 @@ def two_passes(conversation: Conversation, frames: dict[str, Any], prompt_too: b
     with torch.set_grad_enabled(prompt_too):
         first = conversation.model(**conversation.prompt, labels=labels, use_cache=True)
     masks = conversation.masks([0, 1], 0, 3)
-    second = conversation.model(input_ids=NEW, labels=NEW, past_key_values=first.past_key_values, **masks, **frames)
+    second = conversation.model(input_ids=NEW, labels=NEW, **cache_argument(cache_of(first)), **masks, **frames)
     (2 * second.loss + first.loss * prompt_too).backward()
     grads = {name: None if p.grad is None else p.grad.clone() for name, p in conversation.model.named_parameters()}
     conversation.model.zero_grad(set_to_none=True)
@@ -245,9 +271,9 @@ def test_native_and_patched_model_take_turns_on_a_cropped_cache(native: str, fir
 
     def run(is_patched: bool, text: Tensor, images: Tensor | None = None, cache: Any = None) -> Any:
         with patched(model) if is_patched else torch.no_grad():
-            return model(text, images, past_key_values=cache, use_cache=True)
+            return model(text, images, **cache_argument(cache), use_cache=True)
 
-    cache = run(first_is_patched, ids, frames).past_key_values
+    cache = cache_of(run(first_is_patched, ids, frames))
     cache.crop(length - ids.shape[1])
     run(not first_is_patched, later, cache=cache)
     for copied in (cache, copy.deepcopy(cache)):
@@ -265,14 +291,14 @@ def test_frames_of_the_other_model_follow_text(native: str, first_is_patched: bo
 
     def run(is_patched: bool, ids: Tensor, images: Tensor | None = None, cache: Any = None) -> Any:
         with patched(model) if is_patched else torch.no_grad():
-            return model(ids, images, past_key_values=cache, use_cache=True)
+            return model(ids, images, **cache_argument(cache), use_cache=True)
 
     def check(is_patched: bool, images: Tensor | None, *texts: Tensor) -> None:
         expected = model(torch.cat([text, *texts], 1), images, use_cache=False).logits[:, -3:]
         assert error(run(is_patched, texts[-1], cache=cache).logits, expected) < TOLERANCE
 
     second_is_patched = not first_is_patched
-    cache = run(first_is_patched, text).past_key_values
+    cache = cache_of(run(first_is_patched, text))
     run(second_is_patched, ids, frames[:2], cache)
     check(first_is_patched, frames[:2], ids, OTHER[:1])
     check(second_is_patched, frames[:2], ids, OTHER[:1], OTHER[:1])
@@ -290,16 +316,16 @@ def test_mllama_cache_with_images_is_refused_across_patching() -> None:
     unpatched = conversation.fill()
     with patched(conversation.model):
         of_patched = conversation.fill()
-        text = conversation.model(OTHER, use_cache=True).past_key_values
-        with pytest.raises(ConfigError, match="past_key_values holds K and V of images that an unpatched model comp"):
+        text = cache_of(conversation.model(OTHER, use_cache=True))
+        with pytest.raises(ConfigError, match="the cache holds K and V of images that an unpatched model comp"):
             conversation.resume(unpatched, NEW, [0, 1])
     mask = torch.nn.functional.pad(conversation.prompt["cross_attention_mask"], (0, 0, 0, 0, OTHER.shape[1], 0))
-    conversation.model(**conversation.prompt | {"cross_attention_mask": mask}, past_key_values=text)
+    conversation.model(**conversation.prompt | {"cross_attention_mask": mask}, **cache_argument(text))
     with (
         patched(conversation.model),
-        pytest.raises(ConfigError, match="past_key_values holds K and V of images that an unpatched model comp"),
+        pytest.raises(ConfigError, match="the cache holds K and V of images that an unpatched model comp"),
     ):
-        conversation.model(NEW, past_key_values=text)
+        conversation.model(NEW, **cache_argument(text))
     with pytest.raises(ConfigError, match="in the form of the patched model that filled it; the K and V of the frames"):
         conversation.resume(of_patched, NEW, [0, 1])
     of_patched.reset()
@@ -342,10 +368,10 @@ def test_text_cached_by_two_ranks_gets_frames_on_one() -> None:
         model, ids, frames = tiny_model("per_head"), tiny_text(2), tiny_frames(2)
         expected = model(torch.cat([NEW[:1], ids, OTHER[:1]], 1), frames, use_cache=False).logits[:, -3:]
         with patched(model, group=comm):
-            cache = model(NEW[:1], use_cache=True).past_key_values
+            cache = cache_of(model(NEW[:1], use_cache=True))
         with patched(model, group="self"):
-            model(ids, frames, past_key_values=cache)
-            return error(model(OTHER[:1], past_key_values=cache).logits, expected)
+            model(ids, frames, **cache_argument(cache))
+            return error(model(OTHER[:1], **cache_argument(cache)).logits, expected)
 
     assert max(run_loopback(2, run)) < TOLERANCE
 
@@ -359,18 +385,18 @@ def test_generate_accepts_a_prefix_cache_with_the_whole_prompt(name: str) -> Non
     with patched(conversation.model):
         with torch.no_grad():
             prefix = conversation.fill()
-        found = conversation.model.generate(**given, past_key_values=copy.deepcopy(prefix), **settings())
+        found = conversation.model.generate(**given, **cache_argument(copy.deepcopy(prefix)), **settings())
         assert torch.equal(found, expected)
-        with pytest.raises(ShapeError, match="differ from those stored in past_key_values|others already"):
+        with pytest.raises(ShapeError, match="differ from those stored in the cache|others already"):
             others = given | {"pixel_values": given["pixel_values"] + 1}
-            conversation.model.generate(**others, past_key_values=prefix, **settings())
+            conversation.model.generate(**others, **cache_argument(prefix), **settings())
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", PROMPTS)
 def test_call_with_other_rows_than_the_cache_is_refused(name: str) -> None:
     conversation = Conversation(name)
-    with patched(conversation.model), pytest.raises(ShapeError, match="past_key_values has 2 rows and the call has 1"):
+    with patched(conversation.model), pytest.raises(ShapeError, match="the cache has 2 rows and the call has 1"):
         conversation.resume(conversation.fill(), NEW, [1])
 
 
@@ -397,13 +423,13 @@ def test_ranks_encode_passed_tower_outputs_together_or_not_at_all() -> None:
     def run(model: Any, inputs: dict[str, Any], comm: Any) -> list[int]:
         encoded: list[None] = []
         model.model.perceiver_resampler.register_forward_pre_hook(lambda *_: encoded.append(None))
-        cache, counts = model(**inputs, use_cache=True).past_key_values, []
+        cache, counts = cache_of(model(**inputs, use_cache=True)), []
         name = "image_encoder_embeddings"
         for factor in (1, 1 + 1e-6 * comm.rank):
             counts.append(-len(encoded))
             mask = inputs["image_attention_mask"][:, -1:]
             token = inputs | {"input_ids": inputs["input_ids"][:, -1:], "image_attention_mask": mask}
-            model(**token | {name: inputs[name] * factor}, past_key_values=cache)
+            model(**token | {name: inputs[name] * factor}, **cache_argument(cache))
             counts[-1] += len(encoded)
         return counts
 
@@ -417,11 +443,11 @@ def test_ranks_with_different_caches_or_cached_features_raise_together() -> None
     def run(comm: Any) -> list[str]:
         model = patch_model(tiny_model("per_head"), group=comm, shard_prompt_from=1)
         ids, features = tiny_text(3), torch.randn(3, 4, 64, generator=torch.Generator().manual_seed(1))
-        cache = model(ids, image_embeds=features, use_cache=True).past_key_values
+        cache = cache_of(model(ids, image_embeds=features, use_cache=True))
         static = StaticCache(config=model.config, max_cache_len=64) if comm.rank else None
         given: list[tuple[Tensor, dict[str, Any]]] = [
-            (ids, {"image_embeds": features, "past_key_values": static}),
-            (NEW[:1], {"image_embeds": features + comm.rank, "past_key_values": cache}),
+            (ids, {"image_embeds": features, **cache_argument(static)}),
+            (NEW[:1], {"image_embeds": features + comm.rank, **cache_argument(cache)}),
         ]
         found = []
         for text, arguments in given:

@@ -16,7 +16,8 @@ from mllm_seqpar import patch_model
 from mllm_seqpar.comm import LoopbackCommunicator, LoopbackWorld, Pending, Recv, Send, run_loopback
 from mllm_seqpar.errors import AgreementError
 from mllm_seqpar.kernels.fused import TorchCpuKernel
-from mllm_seqpar.planner import Cluster, calibrate
+from mllm_seqpar.planner import Cluster, auto, calibrate
+from mllm_seqpar.planner.auto import ClusterSelector
 from tiny_models.mplug_owl3 import Case
 
 AUTO = {"strategy": "auto", "self_attention": "auto"}
@@ -60,14 +61,18 @@ def test_model_patched_in_float32_calibrates_for_what_it_runs_in(
             counts.append(len(calibrations))
         return counts
 
-    with caplog.at_level(logging.INFO, logger=calibrate.__name__):
+    with caplog.at_level(logging.INFO, logger=auto.__name__):
         counts, _ = run_loopback(2, run)
     assert counts == [0, 1, 1, 1, 1, 2, 2]
     assert calibrations == [
         ("cpu", calibrate.AttentionShape(dtype=torch.bfloat16, **HEADS), True),
         ("cpu", calibrate.AttentionShape(dtype=torch.float32, **HEADS), False),
     ]
-    logged = {record.getMessage() for record in caplog.records if record.name == calibrate.__name__}
+    logged = {
+        record.getMessage()
+        for record in caplog.records
+        if record.name == auto.__name__ and "calibrated" in record.getMessage()
+    }
     assert len(logged) == 2 and any("bfloat16, 4 heads (2 KV heads) of 16" in line for line in logged)
 
 
@@ -91,10 +96,10 @@ def test_patching_a_model_on_the_cpu_transfers_nothing_from_there() -> None:
 
 def test_calibration_in_a_backward_pass_is_refused(calibrations: list[Any]) -> None:
     """There the ranks need not be at the same place."""
-    measured = calibrate.Calibrations(LoopbackCommunicator(LoopbackWorld(1), 0))
+    selector = ClusterSelector(None, LoopbackCommunicator(LoopbackWorld(1), 0))
     x = torch.ones((), requires_grad=True)
     y = x * 2
-    y.register_hook(lambda grad: measured.cluster(grad.device, calibrate.AttentionShape()) and None)
+    y.register_hook(lambda grad: selector.measured(grad.device, calibrate.AttentionShape()) and None)
     with pytest.raises(AssertionError, match="float32, 8 heads .* was requested in a backward pass"):
         y.backward()
     assert not calibrations
@@ -103,9 +108,8 @@ def test_calibration_in_a_backward_pass_is_refused(calibrations: list[Any]) -> N
 def test_ranks_that_ask_for_different_shapes_raise(calibrations: list[Any]) -> None:
     def run(comm: Any) -> None:
         with pytest.raises(AgreementError) as caught:
-            calibrate.Calibrations(comm).cluster(
-                torch.device("cpu"), calibrate.AttentionShape(heads=8 * (1 + comm.rank))
-            )
+            shape = calibrate.AttentionShape(heads=8 * (1 + comm.rank))
+            ClusterSelector(None, comm).measured(torch.device("cpu"), shape)
         assert "rank 1: float32, 16 heads" in str(caught.value)
 
     run_loopback(2, run)
@@ -118,9 +122,9 @@ def test_links_are_measured_once_for_all_shapes() -> None:
     ]
 
     def run(comm: Any) -> list[Cluster]:
-        measured = calibrate.Calibrations(comm)
+        selector = ClusterSelector(None, comm)
         with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
-            return [measured.cluster(torch.device("cpu"), shape) for shape in (*shapes, shapes[0])]
+            return [selector.measured(torch.device("cpu"), shape) for shape in (*shapes, shapes[0])]
 
     first, second, again = run_loopback(2, run)[0]
     assert first is again and first.node_link == second.node_link and first.source != second.source

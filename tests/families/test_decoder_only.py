@@ -18,9 +18,10 @@ from torch.overrides import TorchFunctionMode
 
 from family_cases import QWENS
 from family_harness import build, check_tokens, model_of, on_ranks, outcome, reference, settings, slow_unless
-from mllm_seqpar import FrameShard, frame_range, patch_model
+from mllm_seqpar import patch_model
+from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.comm import run_loopback
-from mllm_seqpar.errors import AdapterError, ConfigError, ShapeError
+from mllm_seqpar.errors import AdapterError, ConfigError
 from mllm_seqpar.runtime.visual_tokens import LABEL, FrameTokens, TokenRoutes, VisualTokenLayout
 from outcomes import Outcome, average, error, run_case
 from tolerances import assert_as_near_as_unpatched
@@ -172,9 +173,9 @@ def test_further_questions_compute_their_own_tokens_only(family: str, size: int)
             found.append(out.sequences)
             prefills.append(rows[0])
             ran.append(len(towers))
-            kept.append(out.past_key_values.layers[0].keys.shape[2])
-            out.past_key_values.crop(case.length - out.past_key_values.get_seq_length())
-            cache = {"past_key_values": out.past_key_values}
+            kept.append(cache_of(out).layers[0].keys.shape[2])
+            cache_of(out).crop(case.length - cache_of(out).get_seq_length())
+            cache = cache_argument(cache_of(out))
         return found, prefills, ran, kept
 
     for found, prefills, towers, kept in on_ranks(size, family, case.with_options(shard_prompt_from=8), run):
@@ -191,11 +192,11 @@ def test_new_frames_may_follow_those_of_a_filled_cache(family: str) -> None:
     @torch.no_grad()
     def run(model: Any, inputs: dict[str, Any], _: Any = None) -> Tensor:
         given = {name: x for name, x in inputs.items() if name != "attention_mask"}
-        cache = model(**given, use_cache=True).past_key_values
+        cache = cache_of(model(**given, use_cache=True))
         rows, length = given["input_ids"].shape
         given |= {name: 1 - x for name, x in given.items() if name.startswith("pixel_values")}
         given["position_ids"] = torch.arange(length, 2 * length).expand(3, rows, length)
-        return model(**given, past_key_values=cache, use_cache=True).logits
+        return model(**given, **cache_argument(cache), use_cache=True).logits
 
     expected = run(*build(family, case))
     for found in on_ranks(2, family, case, run):
@@ -242,83 +243,13 @@ def test_bf16_steps_over_a_sharded_prompt_are_as_near_to_float32_as_unpatched(fa
         out = model(**inputs, use_cache=True)
         logits = [out.logits]
         for token in answer.split(1, 1):
-            logits.append(model(input_ids=token, past_key_values=out.past_key_values).logits)
+            logits.append(model(input_ids=token, **cache_argument(cache_of(out))).logits)
         assert not narrow or logits[-1].dtype is torch.bfloat16
         return {"": torch.cat(logits, 1)[:, -9:].float()}
 
     exact, unpatched = (steps(*build(family, case), narrow=narrow) for narrow in (False, True))
     for found in on_ranks(3, family, case.with_options(shard_prompt_from=8), steps):
         assert_as_near_as_unpatched(found, unpatched, exact)
-
-
-def refused(family: str, size: int, error: type[Exception], message: str, change: Any) -> None:
-    """Expect the error on every rank, for the inputs of the usual batch after `change` on one rank or all."""
-
-    def run(model: Any, inputs: dict[str, Any], comm: Any) -> None:
-        with pytest.raises(error, match=message):
-            model(**change(inputs, comm))
-
-    on_ranks(size, family, replace(QWENS[family], labels=None), run)
-
-
-@pytest.mark.parametrize("family", QWENS)
-def test_text_that_does_not_match_the_frames_is_refused_on_every_rank(family: str) -> None:
-    def truncated(inputs: dict[str, Any], comm: Any) -> dict[str, Any]:
-        return inputs | {name: inputs[name][:, :20] for name in ("input_ids", "mm_token_type_ids")}
-
-    refused(
-        family, 2, ShapeError, r"features and \w+ tokens do not match: the text has \d+ .* not truncated", truncated
-    )
-
-    def fewer_pixels(inputs: dict[str, Any], comm: Any) -> dict[str, Any]:
-        return inputs | {"pixel_values": inputs["pixel_values"][4:]}
-
-    refused(family, 2, ShapeError, r"rows were passed; the grids mean .* says so by visual_shard", fewer_pixels)
-
-    def no_grid(inputs: dict[str, Any], comm: Any) -> dict[str, Any]:
-        return {name: x for name, x in inputs.items() if name != "image_grid_thw"}
-
-    refused(family, 2, ShapeError, "image_grid_thw: found None; expected", no_grid)
-
-
-@pytest.mark.parametrize("family", QWENS)
-def test_embeddings_of_another_width_are_refused_on_every_rank(family: str) -> None:
-    """Without the embeddings of deepstack, a pass would compute other results."""
-
-    def only_last(inputs: dict[str, Any], comm: Any) -> dict[str, Any]:
-        tokens = sum(int(inputs[name].prod(1).sum()) // 4 for name in ("image_grid_thw", "video_grid_thw"))
-        embeds = torch.zeros(tokens, 64 if family == "qwen3_vl" else 32)
-        return {name: x for name, x in inputs.items() if name not in PIXEL_NAMES} | {"visual_embeds": embeds}
-
-    refused(family, 2, ShapeError, r"visual_embeds: has shape \(\d+, \d+\); expected \(tokens, \d+\)", only_last)
-
-
-def test_ranks_with_other_frames_are_refused() -> None:
-    def another_grid(inputs: dict[str, Any], comm: Any) -> dict[str, Any]:
-        grid = inputs["video_grid_thw"][:, [0, 2, 1]] if comm.rank else inputs["video_grid_thw"]
-        return inputs | {"video_grid_thw": grid}
-
-    refused("qwen2_5_vl", 2, ValueError, "the ranks differ in", another_grid)
-
-    def other_pixels(inputs: dict[str, Any], comm: Any) -> dict[str, Any]:
-        return inputs | {"pixel_values_videos": inputs["pixel_values_videos"] + comm.rank}
-
-    refused("qwen3_vl", 2, ValueError, "the ranks differ in", other_pixels)
-
-    def gradients_of_one(inputs: dict[str, Any], comm: Any) -> dict[str, Any]:
-        return inputs | {"pixel_values": inputs["pixel_values"].clone().requires_grad_(comm.rank == 0)}
-
-    refused("qwen3_vl", 2, ValueError, "the ranks differ in", gradients_of_one)
-
-
-def test_wrong_shard_is_refused() -> None:
-    def whole(inputs: dict[str, Any], comm: Any) -> dict[str, Any]:
-        total = int(inputs["image_grid_thw"][:, 0].sum() + inputs["video_grid_thw"][:, 0].sum())
-        local = frame_range(total, comm)
-        return inputs | {"visual_shard": FrameShard(local.start, local.stop, total)}
-
-    message = r"means \(\d+, \d+\) rows of pixel_values and pixel_values_videos, the temporal patches of this rank"
-    refused("qwen2_5_vl", 2, ShapeError, message, whole)
 
 
 def test_options_of_cross_attention_are_refused() -> None:

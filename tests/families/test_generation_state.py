@@ -18,6 +18,7 @@ from transformers.generation import stopping_criteria
 from family_cases import BATCHES, FUSED
 from family_harness import TOLERANCE, family_module, inputs_of, model_of, on_ranks, settings, slow_unless
 from generation_cases import SHARDED
+from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.models.mplug_owl3.visual_inputs import visual_cache
 from outcomes import error
 from tiny_models.idefics import Case as Idefics
@@ -111,12 +112,12 @@ def two_turns(model: Any, inputs: dict[str, Any]) -> tuple[list[Tensor], Any]:
     first = model.generate(**inputs, **settings(return_dict_in_generate=True))
     # The cache lacks the last token, which the next call reads.
     asked = torch.cat([first.sequences, torch.arange(7, 15).view(2, 4)[: len(first.sequences)]], dim=1)
-    more, cache = {}, copy.deepcopy(first.past_key_values)
+    more, cache = {}, copy.deepcopy(cache_of(first))
     if "cross_attention_mask" in inputs:
         mask = inputs["cross_attention_mask"]
         last = mask[:, -1:].expand(-1, asked.shape[1] - mask.shape[1], -1, -1)
         more = {"cross_attention_mask": torch.cat([mask, last], dim=1)}
-    second = model.generate(asked, past_key_values=first.past_key_values, **more, **settings())
+    second = model.generate(asked, **cache_argument(cache_of(first)), **more, **settings())
     return [first.sequences, second], cache
 
 
@@ -158,8 +159,8 @@ def test_passes_by_hand_accept_a_mask_of_the_whole_text(options: dict[str, Any])
     def passes(model: Any, inputs: dict[str, Any], _: Any = None) -> list[Tensor]:
         found, cache = [], None
         for part in (inputs, {"input_ids": ids[:, :2]}, {"input_ids": ids[:, 2:]}):
-            out = model(**part | {"cross_attention_mask": mask}, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = model(**part | {"cross_attention_mask": mask}, **cache_argument(cache), use_cache=True)
+            cache = cache_of(out)
             found.append(out.logits)
         return found
 
@@ -237,7 +238,7 @@ def likelihoods(model: Any, case: Any, group: Any = None, local: bool = False) -
         first = model(None, context, mask, clear_conditioned_layers=False, use_cache=True)
         for answer in answers[:2]:
             whole = torch.cat([mask, torch.ones_like(answer)], dim=1)
-            cached = {"past_key_values": copy.deepcopy(first.past_key_values), "use_cache": True}
+            cached = {"past_key_values": copy.deepcopy(cache_of(first)), "use_cache": True}  # as `Flamingo` names it
             found.append(model(None, answer, whole, clear_conditioned_layers=False, **cached).logits)
     model.uncache_media()
     assert not model.lang_encoder.is_conditioned()
@@ -286,7 +287,7 @@ def test_new_media_replace_those_of_a_filled_cache(decoder: str) -> None:
 
     @torch.no_grad()
     def run(model: Any, inputs: dict[str, Any], _: Any = None) -> Tensor:
-        cache = model(**inputs, use_cache=True).past_key_values
+        cache = cache_of(model(**inputs, use_cache=True))
         answer = torch.tensor([[flamingo.MEDIA, 5, 6], [7, flamingo.MEDIA, 8]])
         mask = torch.cat([inputs["attention_mask"], torch.ones_like(answer)], dim=1)
         return model(flamingo.pixels(2, 3, seed=5), answer, mask, past_key_values=cache, use_cache=True).logits

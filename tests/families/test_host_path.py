@@ -18,6 +18,7 @@ import mllm_seqpar
 from family_cases import BATCHES, CROSS_ATTENTION, FUSED, PADDED, QWENS
 from family_harness import build, check_exact, check_tokens, on_ranks, settings, slow_unless
 from mllm_seqpar import patch_model
+from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.attention import joint, keys
 from mllm_seqpar.integrations.transformers.cache import SequenceParallelCacheState
 from mllm_seqpar.models.mplug_owl3.hyper_attention import HyperAttention
@@ -216,8 +217,8 @@ def calls_of(size: int, decodes: bool) -> tuple[int, int]:
     def run(model: Any, inputs: dict[str, Any], comm: Any) -> tuple[int, int]:
         with torch.set_grad_enabled(not decodes):
             if decodes:
-                cache = model(**inputs, use_cache=True).past_key_values
-                inputs = {"input_ids": inputs["input_ids"][:, -1:], "past_key_values": cache, "use_cache": True}
+                cache = cache_of(model(**inputs, use_cache=True))
+                inputs = {"input_ids": inputs["input_ids"][:, -1:], **cache_argument(cache), "use_cache": True}
             found = [0, 0]
             attention = model.language_model.model.layers[5].self_attn  # the second, which finds the plans of the first
             forward = attention.forward
@@ -247,7 +248,7 @@ def calls_of(size: int, decodes: bool) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("size", "decodes", "a_pass", "a_layer"), [(1, False, 460, 75), (2, False, 1060, 133), (2, True, 225, 45)]
+    ("size", "decodes", "a_pass", "a_layer"), [(1, False, 470, 75), (2, False, 1065, 133), (2, True, 230, 45)]
 )
 def test_pass_takes_few_calls(size: int, decodes: bool, a_pass: int, a_layer: int) -> None:
     """The host must stay ahead of the device. Calls of the loopback transport do not count."""

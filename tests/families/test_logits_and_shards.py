@@ -13,6 +13,7 @@ from family_cases import FUSED
 from family_harness import TOLERANCE, build, model_of, on_ranks, slow_unless
 from generation_cases import SHARDED
 from mllm_seqpar import patch_model, unpatch_model
+from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.schedules.bytes_sent import Problem, lv_xattn_bytes, ring_bytes
 from mllm_seqpar.sharding import padded_length, sequence_positions
@@ -83,7 +84,7 @@ def test_pass_with_a_cache_and_labels_has_no_logits_if_none_are_wanted(world: in
         model.get_output_embeddings().register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[-2]))
         found = model(**inputs, use_cache=True)
         kept = model(**inputs, use_cache=True, logits_to_keep=LENGTH)
-        assert found.past_key_values.get_seq_length() == LENGTH
+        assert cache_of(found).get_seq_length() == LENGTH
         assert found.logits is None and kept.logits.shape[1] == LENGTH
         return rows, found.loss, kept.loss
 
@@ -172,7 +173,7 @@ def two_passes(model: torch.nn.Module, inputs: dict[str, Any], autocast: bool) -
     """Return the logits of a prompt with a cache, and of one more token for each sample."""
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         first = model(**inputs, use_cache=True)
-        second = model(input_ids=inputs["input_ids"][:, :1], past_key_values=first.past_key_values)
+        second = model(input_ids=inputs["input_ids"][:, :1], **cache_argument(cache_of(first)))
     return {"first": first.logits, "second": second.logits}
 
 

@@ -1,8 +1,18 @@
-"""Layer: one process, loopback ranks. Star Attention: patched models compute the unpatched ones under its mask."""
+"""Layer: one process, loopback ranks. Star Attention: patched models compute the unpatched ones under its mask.
+
+    prompt = c_1 ... c_n query: a token of block c_i attends to c_1 and, up to itself, c_i; a later token to all
+    before it
+
+The anchor's K and V are those of c_1 itself, whose tokens attend to nothing else. One forward pass of an unpatched
+model over the whole text with this mask is therefore phase 1 and phase 2 together, and one for each new token is
+generation.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,10 +24,10 @@ from family_cases import BATCHES, FUSED, LANGUAGE_MODELS
 from family_harness import TOLERANCE, build, forward, on_ranks, settings, slow_unless
 from generation_cases import BEAMS
 from mllm_seqpar import patch_model
+from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.errors import ConfigError, MaskError
 from mllm_seqpar.runtime.star import block_length
 from outcomes import error
-from star_reference import counted, opt_positions, under_star_mask
 from tiny_models.idefics import Case as Idefics
 from tiny_models.mllama import Case as Mllama
 from tiny_models.mplug_owl3 import IMAGE_TOKEN
@@ -30,6 +40,70 @@ SLIDING = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_lay
 STAR = {"self_attention": "star", "shard_prompt_from": 2}
 GREEDY: dict[str, dict[str, Any]] = {"greedy": {}}
 BOTH = GREEDY | {"beams": BEAMS}
+
+
+def star_mask(prompt: int, block: int, ranks: int, real: Tensor, window: int | None = None) -> Tensor:
+    """Return the mask that attention adds to its scores, (B, 1, L, L) float32; `real` (B, L) is False for padding."""
+    length = real.shape[1]
+    position = torch.arange(length)
+    row, key = position[:, None], position[None]
+    part = position // block
+    assert block * ranks < prompt <= length
+    visible = (key <= row) & ((row >= block * ranks) | (part[None] == 0) | (part[None] == part[:, None]))
+    if window is not None:
+        visible &= row - key < window
+    visible = visible & real[:, None]
+    return torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)[:, None]
+
+
+def counted(mask: Tensor) -> Tensor:
+    """Return positions that count real tokens only, as IDEFICS computes them from its attention mask."""
+    return (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+
+
+def opt_positions(mask: Tensor) -> Tensor:
+    """Return positions as OPT computes them."""
+    return mask.cumsum(1) * mask - 1
+
+
+@contextmanager
+def under_star_mask(
+    owner: Any,
+    prompt: int,
+    block: int,
+    ranks: int,
+    positions: Callable[[Tensor], Tensor] | None = None,
+    window: int | None = None,
+) -> Iterator[None]:
+    """Apply Star Attention's mask in every pass of an unpatched model over a text that begins with the prompt.
+
+    Args:
+        owner: the module whose `forward` takes `attention_mask`.
+        prompt: number of tokens of the prompt.
+        block: number of tokens of each rank's block.
+        ranks: number of ranks.
+        positions: how the model computes positions from a padding mask, which it cannot from this mask.
+        window: of sliding layers, which then have a mask of their own.
+    """
+    unpatched = owner.forward
+
+    @functools.wraps(unpatched)
+    def forward(input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        assert mask.shape == input_ids.shape and not kwargs.get("past_key_values"), "a pass over the whole text"
+        if positions is not None and kwargs.get("position_ids") is None:
+            kwargs["position_ids"] = positions(mask)
+        whole: Any = star_mask(prompt, block, ranks, mask.bool())
+        if window is not None:
+            sliding = star_mask(prompt, block, ranks, mask.bool(), window)
+            whole = {"full_attention": whole, "sliding_attention": sliding}
+        return unpatched(input_ids=input_ids, attention_mask=whole, **kwargs)
+
+    owner.forward = forward
+    try:
+        yield
+    finally:
+        del owner.forward
 
 
 @dataclass(frozen=True)
@@ -101,7 +175,7 @@ def expected(name: str, ranks: int) -> tuple[Tensor, list[Tensor], dict[str, Ten
     return out.logits, list(out.hidden_states or ()), tokens
 
 
-CASES = [*((name, 3) for name in PROMPTS), *((name, 4) for name in SOME), ("IDEFICS", 2)]
+CASES = [*((name, 4 if name in SOME else 3) for name in PROMPTS), ("IDEFICS", 2), ("IDEFICS", 3)]
 
 
 @pytest.mark.parametrize(("name", "ranks"), slow_unless(lambda row: row == ("IDEFICS", 3), CASES))
@@ -155,7 +229,7 @@ def test_context_blocks_send_nothing_and_last_rank_stores_new_tokens() -> None:
         hidden = {"hidden": (world - 1) * batch * width * 4} if comm.rank == 0 else {}
         assert {label: count for label, count in sent.items() if count} == {"o": merged} | hidden
         out = model.generate(**inputs, **settings(return_dict_in_generate=True))
-        stored = [layer.keys.shape[2] for layer in out.past_key_values.layers[:layers]]
+        stored = [layer.keys.shape[2] for layer in cache_of(out).layers[:layers]]
         assert stored == [block + (query + 5 if comm.rank == world - 1 else 0)] * layers  # the last token is not read
 
     prompt = PROMPTS["mPLUG-Owl3, text only"]
@@ -203,7 +277,7 @@ def conversation(model: Any, inputs: dict[str, Any], again: dict[str, Any], **gi
     first = model.generate(**inputs, **settings(return_dict_in_generate=True, **given))
     asked = torch.cat([first.sequences, torch.tensor([[7, 8, 9, 10]])], dim=1)
     if given["use_cache"]:
-        again = {"past_key_values": first.past_key_values}
+        again = cache_argument(cache_of(first))
     return [first.sequences, model.generate(asked, **again, **settings(**given))]
 
 
@@ -219,8 +293,8 @@ def test_second_question_sees_the_whole_cache() -> None:
 
 def _step_with_gradients(model: Any, inputs: dict[str, Any]) -> None:
     with torch.no_grad():
-        cache = model(**inputs, use_cache=True).past_key_values
-    model(inputs["input_ids"][:, :1], past_key_values=cache)
+        cache = cache_of(model(**inputs, use_cache=True))
+    model(inputs["input_ids"][:, :1], **cache_argument(cache))
 
 
 def _no_anchor(model: Any, inputs: dict[str, Any]) -> None:

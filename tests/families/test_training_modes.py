@@ -79,19 +79,6 @@ def check_step(found: list[Outcome], expected: Outcome) -> None:
     compare_gradients([each.grads for each in found], expected.grads)
 
 
-@pytest.mark.parametrize("how", slow_unless(lambda how: how in ("gradient checkpointing", "LoRA"), PREPARED))
-def test_prepared_model_equals_unpatched(how: str) -> None:
-    for gate, case, options in (
-        ("per_head", BATCH, {}),
-        (None, ONE_FRAME, {"recompute_visual": False, "strategy": "ring"}),
-    ):
-        models = [PREPARED[how](tiny_model(gate).train()) for _ in range(3)]
-        inputs = inputs_of("mplug_owl3", case, tiny_model(gate))
-        expected = step(models.pop(), inputs)
-        found = run_loopback(2, lambda comm, ms=models, x=inputs, o=options: step(ms[comm.rank], x, comm, **o))
-        check_step(found, expected)
-
-
 def reentrant(model: Any) -> Any:
     model.gradient_checkpointing_enable({"use_reentrant": True})
     return model
@@ -110,16 +97,25 @@ PREPARED_QWEN: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", QWENS)
-@pytest.mark.parametrize("how", slow_unless(lambda how: how == "reentrant checkpointing", PREPARED_QWEN))
-def test_prepared_decoder_only_model_equals_unpatched(family: str, how: str) -> None:
-    for case, options in ((QWENS[family], {}), (FEW_FRAMES[family], {"self_attention": "ulysses"})):
-        models = [PREPARED_QWEN[how](model_of(family, case).train()) for _ in range(3)]
-        inputs = inputs_of(family, case, model_of(family, case))
-        expected = step(models.pop(), inputs)
-        assert any(grad is not None and grad.any() for grad in expected.grads.values())
-        found = run_loopback(2, lambda comm, ms=models, x=inputs, o=options: step(ms[comm.rank], x, comm, **o))
-        check_step(found, expected)
+STORED = {"recompute_visual": False, "strategy": "ring"}
+WAYS: list[tuple[str, str, Any, dict[str, Any]]] = []
+for _index, _how in enumerate(PREPARED):
+    _owl = ("mplug_owl3", _how, BATCH, {}), ("mplug_owl3", _how, ONE_FRAME.with_model(**FUSED), STORED)
+    WAYS += _owl if "LoRA" in _how or "checkpointing" in _how else _owl[_index % 2 :][:1]
+for _index, _how in enumerate(PREPARED_QWEN):
+    _batch, _few = list(QWENS)[:: 1 if _index % 2 else -1]
+    WAYS += [(_batch, _how, QWENS[_batch], {}), (_few, _how, FEW_FRAMES[_few], {"self_attention": "ulysses"})]
+QUICK = ("gradient checkpointing", "LoRA", "reentrant checkpointing")
+
+
+@pytest.mark.parametrize(("family", "how", "case", "options"), slow_unless(lambda row: row[1] in QUICK, WAYS))
+def test_prepared_model_equals_unpatched(family: str, how: str, case: Any, options: dict[str, Any]) -> None:
+    prepare = (PREPARED_QWEN if family in QWENS else PREPARED)[how]
+    inputs = inputs_of(family, case, model_of(family, case))
+    models = [prepare(model_of(family, case).train()) for _ in range(3)]
+    expected = step(models.pop(), inputs)
+    assert any(grad is not None and grad.any() for grad in expected.grads.values())
+    check_step(run_loopback(2, lambda comm: step(models[comm.rank], inputs, comm, **options)), expected)
 
 
 # OpenFlamingo has no gradient checkpointing of its own.

@@ -118,7 +118,9 @@ def test_ctrl_c_stops_the_answer_and_a_lost_rank_the_program(inference_files: Pa
         for _ in range(5):  # at once after the prompt, when `input` does not wait for a key yet
             terminal.type("\x03")
             terminal.read_until(r"/exit or Ctrl-D ends the chat\r\n> ")
-    (rank_1,) = [child for child in psutil.Process(terminal.pid).children() if "own_ranks" in " ".join(child.cmdline())]
+    (rank_1,) = [
+        child for child in psutil.Process(terminal.pid).children() if "cli.launch" in " ".join(child.cmdline())
+    ]
     rank_1.kill()
     terminal.read_until(r"stopped: rank 1 ended by signal 9 \(SIGKILL\)")
     assert terminal.wait() == 1

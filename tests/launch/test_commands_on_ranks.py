@@ -41,7 +41,7 @@ def run(code: str, *argv: object, **variables: str) -> Launched:
 
 def test_ranks_end_by_themselves_or_with_one_line_about_the_rank_that_failed(tmp_path: Path) -> None:
     (tmp_path / "example_command.py").write_text(COMMAND)
-    start = "import sys; from mllm_seqpar.cli.own_ranks import start_ranks_if_asked as start; "
+    start = "import sys; from mllm_seqpar.cli.launch import start_ranks_if_asked as start; "
     start += "sys.exit(start('example_command:main', sys.argv[1:]))"
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = run(start, "--num_processes", 2, "work", tmp_path, PYTHONPATH=path)

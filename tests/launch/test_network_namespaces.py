@@ -18,12 +18,12 @@ BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 @pytest.fixture
 def namespaces(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(BENCH))
-    module = importlib.import_module("namespaces")
+    module = importlib.import_module("rank_processes")
     reason = module.obstacle()
     if reason:
         pytest.skip(reason)
     yield module
-    del sys.modules["namespaces"]
+    del sys.modules["rank_processes"]
 
 
 def of_process(namespaces, pid: int) -> list[str]:
@@ -32,7 +32,7 @@ def of_process(namespaces, pid: int) -> list[str]:
 
 def test_capped_link_slows_ring_attention(namespaces, tmp_path: Path) -> None:
     out = tmp_path / "rows.csv"
-    command = [sys.executable, BENCH / "network.py", "--modes", "ring, waiting", "--repeats", "1", "--out", out]
+    command = [sys.executable, BENCH / "network.py", "--repeats", "1", "--out", out]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
@@ -46,7 +46,7 @@ def test_capped_link_slows_ring_attention(namespaces, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_killed_launcher_leaves_no_process_and_no_namespace(namespaces, number: signal.Signals) -> None:
-    code = "import sys, namespaces; sys.exit(namespaces.launch(2, ['sleep', '300']))"
+    code = "import sys, rank_processes; sys.exit(rank_processes.launch(2, ['sleep', '300']))"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=BENCH)
     try:
         ranks: list[int] = []

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from launch import LaunchHang, launch
+from mllm_seqpar.training.checkpoints import last_checkpoint
 from mllm_seqpar.training.finetune import fine_tune
-from mllm_seqpar.training.resume import last_checkpoint
 from training_logs import assert_same_trajectory, log_of
 
 CONFIG = "configs/fsdp2_cpu_2.yaml"

@@ -41,7 +41,10 @@ THIRD_PARTY = {
     "planner": {"yaml", "matplotlib"},
     "cli": {"matplotlib", "safetensors", "tqdm", "transformers", "yaml"},
     "inference": {"lmms_eval", "transformers"},
-    "serving": {"fastapi", "prometheus_client", "pydantic", "python_multipart", "starlette", "transformers", "uvicorn"},
+    "serving": {
+        *("fastapi", "prometheus_client", "pydantic", "pydantic_core", "python_multipart", "starlette", "transformers"),
+        "uvicorn",
+    },
     "training": {"accelerate", "huggingface_hub", "matplotlib", "peft", "transformers", "yaml"},
     "patches": {"numpy", "PIL", "tokenizers", "transformers", "open_flamingo"},
 }

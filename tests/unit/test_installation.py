@@ -1,5 +1,6 @@
 """Layer: one process. Versions, optional packages, error classes and the log."""
 
+import inspect
 import logging
 from importlib import metadata
 
@@ -23,6 +24,23 @@ def test_old_package_is_rejected_with_the_command_to_upgrade(monkeypatch: pytest
     monkeypatch.setitem(_compat.MINIMUM, "torch", "99.1")
     with pytest.raises(ConfigError, match=r"torch .*needs 99\.1 or later.*pip install --upgrade 'torch>=99\.1'"):
         _compat.check_versions()
+
+
+@pytest.mark.parametrize(("version", "name"), [((5, 23), "past_key_values"), ((5, 24), "cache")])
+def test_signature_has_the_name_of_the_installed_transformers(
+    version: tuple[int, ...], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_compat, "installed", lambda package: version)
+    monkeypatch.setattr(_compat, "cache_name", _compat.cache_name.__wrapped__)
+
+    @_compat.takes_cache
+    def forward(ids: int, cache: str | None = None, **kwargs: int) -> tuple:
+        return ids, cache, kwargs
+
+    assert list(inspect.signature(forward).parameters) == ["ids", name, "kwargs"]
+    assert forward(1, past_key_values="old") == (1, "old", {}) and forward(1, cache="new", a=2) == (1, "new", {"a": 2})
+    assert forward(1, cache=None, past_key_values="old") == (1, "old", {})
+    assert _compat.cache_argument("kept") == {name: "kept"}
 
 
 def test_missing_package_is_rejected_with_the_command_to_install() -> None:

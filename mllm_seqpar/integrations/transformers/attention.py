@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask, sdpa_mask
 
+from mllm_seqpar._compat import cache_argument
 from mllm_seqpar.attention.joint import eager
 from mllm_seqpar.attention.keys import Keys
 from mllm_seqpar.errors import ConfigError
@@ -129,4 +130,5 @@ def causal_mask(config: Any, embeds: Tensor, mask: Any, positions: Tensor, cache
     `config` is that of an attention module of the patched model. A four-dimensional mask is returned unchanged.
     """
     make = create_sliding_window_causal_mask if sliding else create_causal_mask
-    return make(config=config, inputs_embeds=embeds, attention_mask=mask, past_key_values=cache, position_ids=positions)
+    text = {"config": config, "inputs_embeds": embeds, "attention_mask": mask, "position_ids": positions}
+    return make(**text, **cache_argument(cache))

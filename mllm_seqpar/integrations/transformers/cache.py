@@ -19,7 +19,7 @@ from mllm_seqpar.runtime.frames import VisualKVCache
 from mllm_seqpar.runtime.text import TextKVCache, TextShards
 
 _OTHER_MODEL = (
-    "past_key_values holds K and V in the form of the patched model that filled it; {what}. Continue it with that "
+    "the cache holds K and V in the form of the patched model that filled it; {what}. Continue it with that "
     "model, on the same ranks and while it is patched, or begin with a new cache"
 )
 

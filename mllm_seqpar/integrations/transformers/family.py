@@ -10,14 +10,17 @@ import functools
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import modeling_outputs
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPooling, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from mllm_seqpar._compat import cache_argument, drops_cache, takes_cache
 from mllm_seqpar.errors import AdapterError, ConfigError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.patching import Patch
@@ -42,6 +45,9 @@ if TYPE_CHECKING:
 
 InputsT = TypeVar("InputsT", bound=ForwardInputs)
 
+MULTIMODAL_OUTPUT: type = getattr(modeling_outputs, "MultimodalCausalLMOutputWithPast", CausalLMOutputWithPast)
+"""The class of the outputs of most multimodal models since transformers 5.24."""
+
 VISUAL_SHARD_DOC = """
         Sequence-parallel (patched by mllm_seqpar): `visual_shard` says that {frames} hold only this rank's frames of
         `visual_shard.total`, in one flat list without a batch dimension. On several ranks a cache is returned only with
@@ -52,8 +58,8 @@ VISUAL_SHARD_DOC = """
 def as_forward(model: Any, forward: Callable[..., Any], doc: str = "") -> Any:
     """Return `forward(self, ...)` as a method of `model` that takes `return_dict` and `HostFrames`, never compiled.
 
-    Schedules are planned in Python for each mask. Compiling that takes minutes, for every new mask. The docstring is
-    that of the unpatched forward with `doc` appended.
+    Its parameter `cache` is also taken as `past_key_values`. Schedules are planned in Python for each mask. Compiling
+    that takes minutes, for every new mask. The docstring is that of the unpatched forward with `doc` appended.
     """
     forward.__doc__ = (model.forward.__doc__ or "") + doc
 
@@ -61,7 +67,7 @@ def as_forward(model: Any, forward: Callable[..., Any], doc: str = "") -> Any:
     def with_tensors(self: Any, *args: Any, **kwargs: Any) -> Any:
         return forward(self, *map(tensor_of, args), **{name: tensor_of(x) for name, x in kwargs.items()})
 
-    return types.MethodType(torch.compiler.disable(can_return_tuple(with_tensors)), model)
+    return types.MethodType(torch.compiler.disable(can_return_tuple(takes_cache(with_tensors))), model)
 
 
 class Family(ABC, Generic[InputsT]):
@@ -87,6 +93,7 @@ class Family(ABC, Generic[InputsT]):
             them for beams. The patched one repeats none of them, because the beams of a sample share its frames, and
             passes them with the prompt only. With beams, a forward that takes `visual_samples` receives the number of
             samples before they were repeated.
+        output_class: the class of the model's outputs.
         forward_doc: what the docstring of the patched forward adds to that of the unpatched one.
         repeats_frames: whether its `generate` passes `visual_arguments` again with every token.
         has_cross_attention: whether layers attend to frames; otherwise frames are tokens of the text.
@@ -105,6 +112,7 @@ class Family(ABC, Generic[InputsT]):
     parts: Mapping[str, tuple[str, ...]] = {}
     frame_arguments: tuple[str, ...] = ("pixel_values",)
     visual_arguments: tuple[str, ...] = ()
+    output_class: type = CausalLMOutputWithPast
     forward_doc = ""
     repeats_frames = False
     has_cross_attention = True
@@ -221,7 +229,7 @@ class Family(ABC, Generic[InputsT]):
     def text_arguments(
         self,
         *,
-        past_key_values: Any = None,
+        cache: Any = None,
         use_cache: bool | None = None,
         labels: Tensor | None = None,
         shift_labels: Tensor | None = None,
@@ -231,18 +239,17 @@ class Family(ABC, Generic[InputsT]):
         """Return the arguments of `ForwardInputs` for the text and its cache, given the arguments of the forward.
 
         Args:
-            past_key_values, use_cache, labels, shift_labels: as the caller passes them.
+            cache, use_cache, labels, shift_labels: as the caller passes them.
             decoder: the decoder of the unpatched model, if positions separate packed sequences there.
             **given: further arguments that have the same names in both, such as `input_ids` and `visual_shard`.
         """
         either = labels if shift_labels is None else shift_labels
         return given | {
-            "past_key_values": past_key_values,
-            "use_cache": self.makes_cache(past_key_values, use_cache, either),
+            "cache": cache,
+            "use_cache": self.makes_cache(cache, use_cache, either),
             "labels": labels,
             "shift_labels": shift_labels,
-            "detects_packing": decoder is not None
-            and not self.unpatched_makes_cache(decoder, past_key_values, use_cache),
+            "detects_packing": decoder is not None and not self.unpatched_makes_cache(decoder, cache, use_cache),
         }
 
     def makes_cache(self, past: Any, use_cache: bool | None, labels: Tensor | None) -> bool:
@@ -250,23 +257,25 @@ class Family(ABC, Generic[InputsT]):
 
         If the caller does not say (`use_cache=None`), one process makes a cache as the unpatched model does, except in
         training, where the cache would hold K and V that are otherwise recomputed. Several ranks make none, because a
-        cache needs all text on every rank. With gradient checkpointing no new cache is made, as in transformers. With
+        cache needs all text on every rank. Where gradient checkpointing drops the cache, no new one is made. With
         offloaded features none is made in grad mode, because its K and V in host memory have no gradients.
 
         `labels` are those of either kind, shifted or not.
         """
         if past is not None or use_cache is False:
             return past is not None
-        trains = self.model.training and torch.is_grad_enabled()
+        if self.model.training and any(map(drops_cache, self._checkpointed_modules)):
+            return False
         if use_cache:
-            return not (trains and any(module.gradient_checkpointing for module in self._checkpointed_modules))
+            return True
+        trains = self.model.training and torch.is_grad_enabled()
         trains |= self.context.config.visual_offload is not None and torch.is_grad_enabled()
         return self.context.comm.size == 1 and labels is None and not trains and bool(self.text_config.use_cache)
 
     def unpatched_makes_cache(self, decoder: Any, past: Any, use_cache: bool | None) -> bool:
         """Return whether a pass of the unpatched model has a cache; it then ignores packed sequences of positions."""
         wanted = self.text_config.use_cache if use_cache is None else use_cache
-        return past is not None or (bool(wanted) and not (decoder.training and decoder.gradient_checkpointing))
+        return past is not None or (bool(wanted) and not drops_cache(decoder))
 
     # What rows may attend to.
 
@@ -385,8 +394,15 @@ class Family(ABC, Generic[InputsT]):
         return not wanted and inputs.has_labels and isinstance(logits_to_keep, int) and logits_to_keep == 0
 
     def model_output(self, out: CausalLMOutputWithPast, features: Tensor | None, inputs: InputsT) -> Any:
-        """Return the model's own output class; `features` are what this rank encoded in this pass, or None."""
-        return out
+        """Return an `output_class`; `features` are what this rank encoded in this pass, or None.
+
+        Since transformers 5.24 it may have `image_outputs`, the output of the vision tower, which no pass keeps. They
+        are empty if `generate` reads them to pass frames again (`repeats_frames`); otherwise they are None.
+        """
+        if self.output_class is CausalLMOutputWithPast:
+            return out
+        reads = self.repeats_frames and "image_outputs" in {field.name for field in fields(self.output_class)}
+        return self.output_class(**out, **({"image_outputs": BaseModelOutputWithPooling()} if reads else {}))
 
     def continue_cache(self, cache: Any, cache_state: SequenceParallelCacheState, past_length: int) -> None:
         """Bring `cache_state` up to date with a cache of `past_length` tokens, before each pass that uses the cache.
@@ -454,4 +470,4 @@ class DecoderOnlyFamily(Family[InputsT]):
 def decoder_arguments(embeds: Tensor, positions: Tensor, mask: Any, cache: Any, state: ForwardState) -> dict[str, Any]:
     """Return the arguments of `run_decoder` under the names that transformers' decoders have for them."""
     text = {"inputs_embeds": embeds, "position_ids": positions, "attention_mask": mask}
-    return text | {"past_key_values": cache, "use_cache": cache is not None, "seqpar": state}
+    return text | cache_argument(cache) | {"use_cache": cache is not None, "seqpar": state}

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.stopping_criteria import ConfidenceCriteria
 
+from mllm_seqpar._compat import cache_argument, takes_cache
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.errors import ConfigError
@@ -29,8 +30,10 @@ def patch_generate(
     """
     unpatched, comm = model.generate, patch.context.comm
 
+    @takes_cache
     @functools.wraps(unpatched)
-    def generate(*args: Any, **kwargs: Any) -> Any:
+    def generate(*args: Any, cache: Any = None, **kwargs: Any) -> Any:
+        kwargs |= {} if cache is None else cache_argument(cache)
         config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None) or model.generation_config
         records = patch.context.records
         if comm.size > 1:

@@ -57,7 +57,7 @@ class ForwardInputs:
     shift_labels: Tensor | None = None
     pixels_and_features: bool = False
     visual_shard: FrameShard | None = None
-    past_key_values: Any = None
+    cache: Any = None
     use_cache: bool = False
     detects_packing: bool = False
     extras: tuple[Tensor, ...] = ()
@@ -84,7 +84,7 @@ class ForwardInputs:
     @functools.cached_property
     def past_length(self) -> int:
         """Number of tokens in the cache before this pass."""
-        return 0 if self.past_key_values is None else int(self.past_key_values.get_seq_length())
+        return 0 if self.cache is None else int(self.cache.get_seq_length())
 
     @property
     def text_position_ids(self) -> Tensor | None:
@@ -111,7 +111,7 @@ class ForwardInputs:
     @property
     def prompt_rows(self) -> Tensor:
         """(B,) int64: the row of the frames' own pass that each row continues; the rows of a cache may have moved."""
-        state = cache_state_of(self.past_key_values) if self.past_length else None
+        state = cache_state_of(self.cache) if self.past_length else None
         return torch.arange(self.batch) if state is None else state.rows_of(self.batch)
 
     def on_host(self, name: str) -> Tensor | None:

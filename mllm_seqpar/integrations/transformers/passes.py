@@ -100,7 +100,7 @@ Ranks that choose tokens from logits with different last bits would generate dif
 
 def _cached_pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: Mapping[str, Any]) -> Any:
     """Run a pass that fills or continues a cache, and return the model's output."""
-    cache = inputs.past_key_values
+    cache = inputs.cache
     if cache is None:
         cache = DynamicCache(config=family.text_config)
     if inputs.is_decoding_step:

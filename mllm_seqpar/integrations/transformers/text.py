@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from mllm_seqpar._compat import cache_argument
 from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.comm.autograd import group_sum
 from mllm_seqpar.errors import MaskError
@@ -108,7 +109,7 @@ def outputs_without_logits(
 ) -> CausalLMOutputWithPast:
     """Return the loss, given the last hidden states (B, s, C) of the rows that `text` shards, or of all rows."""
     loss = _loss_of_targets(family, inputs, hidden, kwargs, text)
-    return CausalLMOutputWithPast(loss=loss, past_key_values=cache, hidden_states=states)
+    return CausalLMOutputWithPast(loss=loss, hidden_states=states, **cache_argument(cache))
 
 
 def whole_text_outputs(
@@ -126,7 +127,7 @@ def whole_text_outputs(
         # Labels are passed unchanged, because a loss function of the user may take unshifted ones only. Logits may have
         # more columns than `config.vocab_size` (IDEFICS' `additional_vocab_size`).
         loss = family.model.loss_function(logits=logits, labels=inputs.labels, vocab_size=logits.shape[-1], **kwargs)
-    return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=states)
+    return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=states, **cache_argument(cache))
 
 
 def uncached_outputs(

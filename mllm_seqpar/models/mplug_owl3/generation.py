@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 from transformers.cache_utils import Cache
 
+from mllm_seqpar._compat import cache_argument, cache_name, takes_cache
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.runtime.visual_features import fingerprint_of
@@ -30,6 +31,10 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
     """
 
     generation_config: GenerationConfig
+
+    @takes_cache
+    def generate(self, *args: Any, cache: Cache | None = None, **kwargs: Any) -> Any:
+        return super().generate(*args, **kwargs, **({} if cache is None else cache_argument(cache)))
 
     def adjust_generation_fn(self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any) -> None:
         """Set `generation_config` in `from_pretrained`: only the token ids of the directory's file are used.
@@ -93,7 +98,7 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
 
     def _prompt_layout(self, input_ids: Tensor | None, model_kwargs: dict[str, Any]) -> MediaLayout:
         total = self.count_frames(**model_kwargs)
-        cached = visual_cache(model_kwargs.get("past_key_values"))
+        cached = visual_cache(model_kwargs.get(cache_name()))
         if cached is not None and total == 0:
             return cached.layout  # The conversation continues; its frames are in the cache.
         embeds, positions, offset = (model_kwargs.get(x) for x in ("inputs_embeds", "position_ids", "media_offset"))
@@ -103,19 +108,20 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
         ids = input_ids if embeds is None else None
         return self.media_layout(total, input_ids=ids, media_offset=offset, position_ids=positions)
 
+    @takes_cache
     def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Prepare the inputs like transformers; frames are passed only until their K and V are in the cache."""
         kwargs |= {"inputs_embeds": inputs_embeds, "is_first_iteration": is_first_iteration}
-        inputs = super().prepare_inputs_for_generation(input_ids, past_key_values=past_key_values, **kwargs)
-        cached = visual_cache(past_key_values)
-        if past_key_values is None or cached is None or past_key_values.get_seq_length() == 0:
+        inputs = super().prepare_inputs_for_generation(input_ids, **cache_argument(cache), **kwargs)
+        cached = visual_cache(cache)
+        if cache is None or cached is None or cache.get_seq_length() == 0:
             # transformers leaves frames out of all passes of an assistant model, also of the first.
             return inputs | {name: kwargs[name] for name in _FRAMES if kwargs.get(name) is not None}
         passed = self.count_frames(**inputs)
@@ -126,5 +132,5 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
         given = [inputs[name] for name in _FRAMES if inputs.get(name) is not None] if is_first_iteration else []
         known = cached.frame_fingerprints
         if known and any(fingerprint_of(frames) not in known for frames in given):
-            raise ShapeError(f"the frames differ from those stored in past_key_values; {_SAME_FRAMES}")
+            raise ShapeError(f"the frames differ from those stored in the cache; {_SAME_FRAMES}")
         return {name: value for name, value in inputs.items() if name not in (*_FRAMES, "media_layout", "media_offset")}

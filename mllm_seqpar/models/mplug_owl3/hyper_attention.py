@@ -26,6 +26,7 @@ from transformers.models.qwen2.modeling_qwen2 import (
     rotate_half,
 )
 
+from mllm_seqpar._compat import takes_cache
 from mllm_seqpar.runtime.visual_features import KVProjection
 
 from .configuration import MPlugOwl3Config
@@ -57,7 +58,7 @@ class HyperAttention(Qwen2Attention):
         self,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
-        past_key_values: Cache | None,
+        cache: Cache | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Normalised text (B, L, hidden) -> q (B, H, L, D), and k and v (B, G, K, D) of the text up to these tokens.
 
@@ -68,8 +69,8 @@ class HyperAttention(Qwen2Attention):
         k = self.k_proj(hidden_states).view(heads).transpose(1, 2)
         v = self.v_proj(hidden_states).view(heads).transpose(1, 2)
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
         return q, k, v
 
     def visual_projection(self, visual_norm: nn.Module) -> KVProjection:
@@ -107,12 +108,13 @@ class HyperAttention(Qwen2Attention):
         weight = weight.to(text_out.dtype)
         return torch.where(has_frames[..., None], text_out * (1 - weight) + visual_out * weight, text_out)
 
+    @takes_cache
     def forward(
         self,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         visual: VisualInputs | None = None,
         visual_norm: nn.Module | None = None,
         **kwargs: Any,
@@ -121,11 +123,11 @@ class HyperAttention(Qwen2Attention):
 
         `visual` is None in a pass without frames. `visual_norm` is the layer's input norm, applied to the frames too.
         """
-        q, k, v = self.project(hidden_states, position_embeddings, past_key_values)
+        q, k, v = self.project(hidden_states, position_embeddings, cache)
         if visual is None:
             out, weights = self._attend_text(q, k, v, attention_mask, **kwargs)
             return self.o_proj(out), weights
-        visual_k, visual_v = self._visual_states(visual, visual_norm, past_key_values)
+        visual_k, visual_v = self._visual_states(visual, visual_norm, cache)
         if self.fused:
             out, weights = self._attend_jointly(q, k, v, visual_k, visual_v, attention_mask, visual)
             return self.o_proj(out), weights
@@ -138,19 +140,19 @@ class HyperAttention(Qwen2Attention):
         return self.attention_dropout if self.training else 0.0
 
     def _visual_states(
-        self, visual: VisualInputs, visual_norm: nn.Module | None, past_key_values: Cache | None
+        self, visual: VisualInputs, visual_norm: nn.Module | None, cache: Cache | None
     ) -> tuple[Tensor, Tensor]:
         """Return k and v of all frames, (1, G, F * T, D), from the cache; project and cache them on the first call."""
-        cache = visual_cache(past_key_values)
-        if cache is not None and self.layer_idx in cache.states:
-            return cache.states[self.layer_idx]
+        stored = visual_cache(cache)
+        if stored is not None and self.layer_idx in stored.states:
+            return stored.states[self.layer_idx]
         if visual_norm is None:
             raise TypeError("visual_norm is missing: hyper attention normalises the frames with its layer's input norm")
         assert visual.embeds is not None
         rotation = self.visual_rotation(visual.frame_position.to(visual.embeds.device))
         states = self.visual_projection(visual_norm)(visual.embeds, rotation)
-        if cache is not None:
-            cache.states[self.layer_idx] = states
+        if stored is not None:
+            stored.states[self.layer_idx] = states
         return states
 
     def _attend_text(

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from mllm_seqpar._compat import cache_argument, cache_name, drops_cache, takes_cache
 from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.models.cache_rows import attach
 from mllm_seqpar.runtime.text import select_logit_rows
@@ -93,14 +94,14 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         dtype = image_embeds.dtype if torch.is_autocast_enabled(weight.device.type) else weight.dtype
         return image_embeds.to(device=weight.device, dtype=dtype)
 
-    def _cache_for(self, past_key_values: Cache | None, use_cache: bool | None) -> tuple[Cache | None, bool]:
+    def _cache_for(self, cache: Cache | None, use_cache: bool | None) -> tuple[Cache | None, bool]:
         """Return the cache of this call, created here if needed, since the visual K and V are kept with it."""
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        if self.training and self.language_model.model.gradient_checkpointing:
+        if drops_cache(self.language_model.model):
             use_cache = False  # Each layer would drop the cache with a warning.
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        return past_key_values, use_cache
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
+        return cache, use_cache
 
     def new_visual_cache(
         self, layout: MediaLayout, row_offset: int, tokens_per_frame: int, cache: Cache | None
@@ -112,6 +113,7 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
             attach(cache, visual, self.config.num_hidden_layers)
         return visual
 
+    @takes_cache
     def _hidden_states(
         self,
         input_ids: Tensor | None = None,
@@ -119,7 +121,7 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         media_offset: MediaOffset | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         image_embeds: Tensor | None = None,
         media_layout: MediaLayout | None = None,
@@ -131,13 +133,13 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
             raise ShapeError("pass either input_ids or inputs_embeds")
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
-        past_key_values, use_cache = self._cache_for(past_key_values, use_cache)
-        past_length = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+        cache, use_cache = self._cache_for(cache, use_cache)
+        past_length = 0 if cache is None else int(cache.get_seq_length())
         if position_ids is None:
             end = past_length + inputs_embeds.shape[1]
             position_ids = torch.arange(past_length, end, device=inputs_embeds.device)[None]
         embeds = self._frame_features(pixel_values, image_embeds)
-        visual = _cached_visual(past_key_values, past_length, inputs_embeds, embeds)
+        visual = _cached_visual(cache, past_length, inputs_embeds, embeds)
         if visual is None and (embeds is not None or past_length == 0):
             total, (batch, length) = 0 if embeds is None else embeds.shape[0], inputs_embeds.shape[:2]
             layout, row_offset = media_layout, 0
@@ -147,16 +149,15 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
             check_layout(layout, batch, total)
             if embeds is not None:
                 frames = pixel_values if image_embeds is None else image_embeds
-                cached = self.new_visual_cache(layout, row_offset, embeds.shape[1], past_key_values)
-                if past_key_values is not None and frames is not None:
+                cached = self.new_visual_cache(layout, row_offset, embeds.shape[1], cache)
+                if cache is not None and frames is not None:
                     cached.frame_fingerprints = {fingerprint_of(frames)}
                 visual = cached.inputs(past_length, length, batch, embeds)
         text = {"inputs_embeds": inputs_embeds, "attention_mask": attention_mask, "position_ids": position_ids}
-        return self.language_model.model(
-            **text, past_key_values=past_key_values, use_cache=use_cache, visual=visual, **kwargs
-        )
+        return self.language_model.model(**text, **cache_argument(cache), use_cache=use_cache, visual=visual, **kwargs)
 
     @can_return_tuple
+    @takes_cache
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -164,7 +165,7 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         media_offset: MediaOffset | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         image_embeds: Tensor | None = None,
@@ -182,7 +183,7 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
                 the placeholders are the tokens that equal `config.image_token_id`.
             attention_mask: (B, L) text mask, 0 at padding on either side.
             position_ids: (B, L); if None, consecutive positions that continue the cache.
-            past_key_values: cache of earlier tokens. It also keeps the visual K and V, so later calls pass no frames.
+            cache: cache of earlier tokens. It also keeps the visual K and V, so later calls pass no frames.
             inputs_embeds: (B, L, hidden) instead of `input_ids`; with frames it requires `media_offset`.
             labels: (B, L), not shifted; the loss ignores -100.
             image_embeds: (F, T, hidden), the result of `encode_frames`, instead of `pixel_values`.
@@ -202,7 +203,7 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
             media_offset=media_offset,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             image_embeds=image_embeds,
             media_layout=media_layout,
@@ -216,7 +217,7 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         if labels is not None or shift_labels is not None:
             kwargs |= {"labels": labels, "shift_labels": shift_labels, "vocab_size": self.config.vocab_size}
             loss = self.loss_function(logits=logits, **kwargs)
-        kept = {name: getattr(outputs, name) for name in ("past_key_values", "hidden_states", "attentions")}
+        kept = {name: getattr(outputs, name) for name in (cache_name(), "hidden_states", "attentions")}
         return CausalLMOutputWithPast(loss=loss, logits=logits, **kept)
 
 

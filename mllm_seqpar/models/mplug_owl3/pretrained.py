@@ -7,6 +7,7 @@ from typing import Any, Self, cast
 
 from transformers import PreTrainedModel
 
+from mllm_seqpar._compat import cache_name
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.models.auto_classes import LocalCode
 from mllm_seqpar.models.loading import load_clean
@@ -26,7 +27,7 @@ class MPlugOwl3PreTrainedModel(LocalCode, PreTrainedModel):
     # The features are taken before this norm, so a checkpoint may lack it. The same holds for the head
     # (`complete_config`).
     _keys_to_ignore_on_load_missing = [r"^vision_model\.post_layernorm\."]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = [cache_name()]
     _supports_sdpa = True
     _supports_flash_attn = False
     _supports_flex_attn = False

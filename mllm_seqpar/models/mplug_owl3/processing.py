@@ -1,30 +1,53 @@
-"""The processor: conversations, images and videos to model inputs."""
+"""The processor: conversations, images and videos to model inputs.
+
+Samples become rows of token ids (`token_rows`): pieces of text are tokenized one by one, then truncated and padded.
+"""
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 from transformers.feature_extraction_utils import BatchFeature
+from transformers.processing_utils import ProcessingKwargs, VideosKwargs
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME
 
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.models.processor import NativeProcessor, flattened, returned
 
 from . import chat
-from .call_arguments import SUPPORTED, MPlugOwl3ProcessorKwargs, frame_options, row_options, videos_of
 from .chat import IMAGE, TEMPLATES, VIDEO, Message, Piece
 from .checkpoint import hub_options, processor_options
 from .configuration import MPlugOwl3Config
 from .image_processing import Grid, ImageOptions, MPlugOwl3ImageProcessor, frame_list
-from .token_rows import token_rows
 
 _END_OF_DOCUMENT = "<|endoftext|>"
 _OPTIONS = ("video_span", "cut_enable", "cut_template")
 _IMAGE_OPTIONS = tuple(ImageOptions.__annotations__)
+
+
+_OF_VIDEOS = {"fps", "num_frames", "do_sample_frames"}
+
+SUPPORTED = {
+    "text_kwargs": {
+        *("padding", "padding_side", "pad_to_multiple_of", "max_length", "truncation", "return_tensors"),
+        *("return_attention_mask", "return_offsets_mapping", "add_special_tokens", "verbose"),
+    },
+    "images_kwargs": {"cut_enable", *_IMAGE_OPTIONS},
+    "videos_kwargs": _OF_VIDEOS | (set(_IMAGE_OPTIONS) & set(VideosKwargs.__annotations__) - {"input_data_format"}),
+}
+"""The arguments that a call takes, by modality; the format has no special tokens that a tokenizer adds."""
+
+
+class MPlugOwl3ImagesKwargs(ImageOptions, total=False):  # type: ignore[call-arg]
+    cut_enable: bool
+
+
+class MPlugOwl3ProcessorKwargs(ProcessingKwargs, total=False):  # type: ignore[call-arg]
+    images_kwargs: MPlugOwl3ImagesKwargs
 
 
 class MPlugOwl3Processor(NativeProcessor):
@@ -262,3 +285,175 @@ class MPlugOwl3Processor(NativeProcessor):
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
         side = str(padding_side or getattr(self.tokenizer, "padding_side", "right"))
         return token_rows(self.tokenizer, samples, pad=pad, padding_side=side, **options)
+
+
+def frame_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the image processor among the arguments of images or of videos."""
+    return {
+        name: arguments[name]
+        for name in set(_IMAGE_OPTIONS) - {"return_tensors", "input_data_format"}
+        if name in arguments
+    }
+
+
+def row_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `token_rows` for those of transformers' tokenizers."""
+    padding, longest = arguments.get("padding"), arguments.get("max_length")
+    to_longest = padding in (True, "longest", "max_length")
+    if padding == "max_length" and longest is None:
+        raise DataError("padding is 'max_length' and max_length is not given; pass max_length")
+    truncated = arguments.get("truncation") in (True, "longest_first", "only_first")
+    return {
+        "padding": to_longest,
+        "padding_side": arguments.get("padding_side"),
+        "padded_length": longest if padding == "max_length" else None,
+        "multiple_of": arguments.get("pad_to_multiple_of"),
+        "most_tokens": longest if truncated else None,
+        "return_offsets": bool(arguments.get("return_offsets_mapping")),
+    }
+
+
+def videos_of(videos: Any, counts: Sequence[int], options: Mapping[str, Any]) -> list[Any]:
+    """Return the frames of each video in one list; files are decoded."""
+    videos = list(videos)
+    nested = [isinstance(x, (list, tuple)) and (not x or _is_video(x[0])) for x in videos]
+    if videos and all(nested):  # a list of videos for each text
+        videos = flattened(videos, counts, VIDEO, "videos")
+    sampling = {name: options[name] for name in ("fps", "num_frames") if options.get(name)}
+    if sampling and (decoded := [x for x in videos if not isinstance(x, (str, os.PathLike))]):
+        raise DataError(
+            f"{', '.join(sampling)}: {len(decoded)} of the videos are frames already; choose the frames before, or "
+            "pass the path of the file"
+        )
+    return [_decoded(x, sampling) if isinstance(x, (str, os.PathLike)) else x for x in videos]
+
+
+def _is_video(item: Any) -> bool:
+    """Return whether an item of a list is a video, and not a frame of one."""
+    return isinstance(item, (str, os.PathLike, list, tuple)) or getattr(item, "ndim", 0) == 4
+
+
+def _decoded(path: str | os.PathLike, sampling: Mapping[str, Any]) -> Tensor:
+    """Return the frames (n, 3, H, W) of a video file or URL, by the rules of all commands of this package."""
+    from mllm_seqpar.data.sources import VideoSource
+
+    source = VideoSource.open(path, **(sampling or {"fps": 1.0}))
+    return torch.cat(list(source.read(0, len(source))))
+
+
+class _Row(NamedTuple):
+    """A tokenized sample.
+
+    Attributes:
+        ids: the tokens.
+        labels: the tokens of the answers, -100 elsewhere.
+        positions: where the placeholders begin.
+        offsets: for each token its range in the formatted text, if requested.
+    """
+
+    ids: list[int]
+    labels: list[int]
+    positions: list[int]
+    offsets: list[tuple[int, int]]
+
+
+def token_rows(
+    tokenizer: Any,
+    samples: Sequence[Iterable[Piece]],
+    *,
+    pad: int,
+    padding_side: str,
+    padding: bool = True,
+    padded_length: int | None = None,
+    multiple_of: int | None = None,
+    most_tokens: int | None = None,
+    return_labels: bool = False,
+    return_offsets: bool = False,
+) -> dict[str, Any]:
+    """Return `input_ids` and `attention_mask` (B, L), `media_offset` (B, N), and what else is requested.
+
+    Args:
+        tokenizer: tokenizes a piece without special tokens.
+        samples: pieces with one placeholder for each frame.
+        pad: the padding token; labels are padded with -100, positions with -1.
+        padding: False requires texts of equal length.
+        padded_length: the minimum length of the rows.
+        multiple_of: the length of the rows is a multiple of this number.
+        most_tokens: longer samples are truncated on the tokenizer's `truncation_side`.
+        return_labels: add `labels` (B, L).
+        return_offsets: add `offset_mapping` (B, L, 2).
+
+    Raises:
+        DataError: truncation would cut placeholders off, or the texts have several lengths and are not padded.
+    """
+    placeholder: list[int] = tokenizer(IMAGE, add_special_tokens=False)["input_ids"]
+    rows = [_row(tokenizer, pieces, placeholder, return_offsets) for pieces in samples]
+    if most_tokens is not None:
+        from_left = getattr(tokenizer, "truncation_side", "right") == "left"
+        rows = [_truncated(*row, len(placeholder), most_tokens, from_left) for row in enumerate(rows)]
+    lengths = [len(row.ids) for row in rows]
+    length = max([padded_length or 0, *lengths])
+    length += -length % (multiple_of or 1)
+    if not padding:
+        if len(set(lengths)) > 1:
+            raise DataError(f"the texts have {lengths} tokens, and padding is off; pass padding=True")
+        length = lengths[0] if lengths else 0
+    most = max((len(row.positions) for row in rows), default=0)
+    data: dict[str, Any] = {
+        "input_ids": torch.full((len(rows), length), pad),
+        "attention_mask": torch.zeros(len(rows), length, dtype=torch.long),
+        "media_offset": torch.full((len(rows), most), -1),
+    }
+    if return_labels:
+        data["labels"] = torch.full((len(rows), length), -100)
+    if return_offsets:
+        data["offset_mapping"] = torch.zeros(len(rows), length, 2, dtype=torch.long)
+    for sample, row in enumerate(rows):
+        start = length - len(row.ids) if padding_side == "left" else 0
+        columns = slice(start, start + len(row.ids))
+        data["input_ids"][sample, columns] = torch.tensor(row.ids, dtype=torch.long)
+        data["attention_mask"][sample, columns] = 1
+        data["media_offset"][sample, : len(row.positions)] = torch.tensor(row.positions, dtype=torch.long) + start
+        if return_labels:
+            data["labels"][sample, columns] = torch.tensor(row.labels, dtype=torch.long)
+        if row.offsets:
+            data["offset_mapping"][sample, columns] = torch.tensor(row.offsets, dtype=torch.long)
+    return data
+
+
+def _row(tokenizer: Any, pieces: Iterable[Piece], placeholder: list[int], with_offsets: bool) -> _Row:
+    row = _Row([], [], [], [])
+    for piece in pieces:
+        at = 0
+        for number, text in enumerate(piece.text.split(IMAGE)):
+            if number:
+                row.positions.append(len(row.ids))
+                row.ids.extend(placeholder)
+                if with_offsets:
+                    row.offsets.extend([piece.formatted_range(at, at + len(IMAGE))] * len(placeholder))
+                at += len(IMAGE)
+            if text:
+                encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=with_offsets)
+                row.ids.extend(encoded["input_ids"])
+                if with_offsets:
+                    row.offsets.extend(piece.formatted_range(at + x, at + y) for x, y in encoded["offset_mapping"])
+            at += len(text)
+        added = row.ids[len(row.labels) :]
+        row.labels.extend(added if piece.is_target else [-100] * len(added))
+    return row
+
+
+def _truncated(number: int, row: _Row, placeholder: int, most: int, from_left: bool) -> _Row:
+    """Return at most `most` tokens of a sample; `placeholder` is the number of tokens of a placeholder."""
+    cut = len(row.ids) - most
+    if cut <= 0:
+        return row
+    first = cut if from_left else 0
+    lost = sum(not first <= position <= first + most - placeholder for position in row.positions)
+    if lost:
+        raise DataError(
+            f"text {number} has {len(row.ids)} tokens, and max_length={most} cuts off {lost} of its "
+            f"{len(row.positions)} placeholders of frames; raise max_length, or pass truncation=False"
+        )
+    kept = slice(first, first + most)
+    return _Row(row.ids[kept], row.labels[kept], [p - first for p in row.positions], row.offsets[kept])

@@ -100,7 +100,7 @@ class VisualCache(RowsLayer):
         """Return the visual inputs of the `length` tokens that follow `past_length` cached tokens."""
         if not self.is_complete:
             raise ConfigError(
-                "past_key_values holds K and V of the frames of one rank only, because a patched model filled it; "
+                "the cache holds K and V of the frames of one rank only, because a patched model filled it; "
                 "continue it with that model while it is patched, or begin with a new cache"
             )
         features = embeds if embeds is not None else next(iter(self.states.values()), (self.layout.first,))[0]
@@ -116,22 +116,22 @@ class VisualCache(RowsLayer):
         return copied
 
 
-def visual_cache(past_key_values: Any) -> VisualCache | None:
+def visual_cache(cache: Any) -> VisualCache | None:
     """Return the visual KV cache that is kept with a text cache, or None."""
-    return layer_of(past_key_values, VisualCache)
+    return layer_of(cache, VisualCache)
 
 
-def continued_visual_cache(past_key_values: Any, past_length: int) -> VisualCache | None:
+def continued_visual_cache(cache: Any, past_length: int) -> VisualCache | None:
     """Return the visual KV cache that a pass after `past_length` cached tokens continues, or None.
 
     Its layout is cropped to the text that is still in the cache. It is removed if the text that its frames came with is
     no longer in the cache, which was reset or cropped.
     """
-    cached = visual_cache(past_key_values)
+    cached = visual_cache(cache)
     if cached is None:
         return None
     if past_length <= cached.row_offset:
-        detach(past_key_values, VisualCache)
+        detach(cache, VisualCache)
         return None
     cached.layout = cached.layout.cropped(past_length - cached.row_offset, cached.inclusive)
     return cached

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, MptConfig, MptForCaus
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.mpt.modeling_mpt import MptAttention
 
-from mllm_seqpar._compat import model_class_of
+from mllm_seqpar._compat import model_class_of, takes_cache
 from mllm_seqpar.errors import ConfigError
 
 from .configuration import LAYERS
@@ -59,16 +59,17 @@ class QKNormMptAttention(MptAttention):
         self.q_ln = nn.LayerNorm(self.hidden_size, eps=config.layer_norm_epsilon, bias=False)
         self.k_ln = nn.LayerNorm(self.hidden_size, eps=config.layer_norm_epsilon, bias=False)
 
+    @takes_cache
     def forward(
         self,
         hidden_states: Tensor,
         position_bias: Tensor,
-        past_key_values: Any = None,
+        cache: Any = None,
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         """Return the output (B, s, C) and the weights (B, H, s, t); `attention_mask` is True where a key is hidden."""
-        q, k, v = mpt_projections(self, hidden_states, past_key_values)
+        q, k, v = mpt_projections(self, hidden_states, cache)
         scores = q @ k.mT * self.softmax_scale + position_bias[:, :, -k.shape[2] :]
         if attention_mask is not None:
             scores = scores.masked_fill(attention_mask, torch.finfo(q.dtype).min)
@@ -77,7 +78,7 @@ class QKNormMptAttention(MptAttention):
         return self.out_proj((weights @ v).transpose(1, 2).flatten(2)), weights
 
 
-def mpt_projections(attention: Any, hidden_states: Tensor, past_key_values: Any) -> tuple[Tensor, Tensor, Tensor]:
+def mpt_projections(attention: Any, hidden_states: Tensor, cache: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return q (B, H, s, D) of an MptAttention, and k and v appended to the K and V of the cache."""
     qkv = attention.Wqkv(hidden_states)
     if attention.clip_qkv:
@@ -86,8 +87,8 @@ def mpt_projections(attention: Any, hidden_states: Tensor, past_key_values: Any)
     if hasattr(attention, "q_ln"):  # MPT-1B normalises over the full width, before the heads are split
         q, k = attention.q_ln(q).to(v.dtype), attention.k_ln(k).to(v.dtype)
     q, k, v = (x.unflatten(-1, (attention.n_heads, -1)).transpose(1, 2) for x in (q, k, v))
-    if past_key_values is not None:
-        k, v = past_key_values.update(k, v, attention.layer_idx)
+    if cache is not None:
+        k, v = cache.update(k, v, attention.layer_idx)
     return q, k, v
 
 

@@ -18,6 +18,7 @@ from transformers import CLIPVisionModel
 from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from mllm_seqpar._compat import cache_argument, takes_cache
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.models.auto_classes import LocalCode
 
@@ -74,6 +75,18 @@ class ClipTower(CLIPVisionModel):
         return out.pooler_output, out.last_hidden_state[:, 1:]
 
 
+class _LanguageMixin(_Mixin):  # type: ignore[valid-type,misc]
+    """`FlamingoLMMixin`, which passes on a cache by the name that the language model takes it by."""
+
+    @takes_cache
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None, cache: Any = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids, attention_mask, **kwargs, **cache_argument(cache))
+
+    @takes_cache
+    def generate(self, *args: Any, cache: Any = None, **kwargs: Any) -> Any:
+        return super().generate(*args, **kwargs, **({} if cache is None else cache_argument(cache)))
+
+
 class OpenFlamingo(LocalCode, _Flamingo):  # type: ignore[valid-type,misc]
     """`open_flamingo.Flamingo` with the interface of transformers' models for loading, saving and sharding."""
 
@@ -86,7 +99,7 @@ class OpenFlamingo(LocalCode, _Flamingo):  # type: ignore[valid-type,misc]
             language_model = language_model or language_model_class(config.text)._from_config(config.text)
             tower = tower or ClipTower(config.vision)
         language_model.tie_weights()  # no_init_weights skips this
-        _extend(language_model, _Mixin)
+        _extend(language_model, _LanguageMixin)
         language_model.set_decoder_layers_attr_name(layers)
         tokens = config.eoc_token_id, config.media_token_id
         options = {"vis_dim": config.vision.hidden_size, "cross_attn_every_n_layers": config.cross_attn_every_n_layers}
@@ -148,8 +161,9 @@ class OpenFlamingo(LocalCode, _Flamingo):  # type: ignore[valid-type,misc]
         pixel_values: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Call the forward of `Flamingo`; `input_ids` and `pixel_values` are transformers' names of its inputs."""
+        """Call the forward of `Flamingo`; `input_ids`, `pixel_values` and `cache` are transformers' names."""
         vision_x = pixel_values if vision_x is None else vision_x
+        kwargs |= {"past_key_values": kwargs.pop("cache")} if "cache" in kwargs else {}
         return super().forward(vision_x, input_ids if lang_x is None else lang_x, *args, **kwargs)
 
     @classmethod

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import IdeficsConfig, IdeficsForVisionText2Text
 
+from mllm_seqpar._compat import CACHE_IS_PAST_KEY_VALUES
+
 from . import SPECIAL_TOKENS, Sizes, TinyCase, frame_shard, set_weights
 
 VOCABULARY = 128
@@ -113,6 +115,8 @@ def shard_units(model: Any) -> list[nn.Module]:
 def unpatched_forward(model: Any, inputs: dict[str, Any]) -> Any:
     """Return the unpatched model's output. With additional tokens, transformers fails and the loss is computed here."""
     labels = inputs.get("labels")
+    if "perceiver_embeddings" in inputs and not CACHE_IS_PAST_KEY_VALUES.applies():  # 5.24 takes one list of images
+        inputs = inputs | {"perceiver_embeddings": inputs["perceiver_embeddings"].flatten(0, 1)}
     if labels is None or not model.config.additional_vocab_size:
         return model(**inputs, output_hidden_states=True)
     out = model(**inputs | {"labels": None}, output_hidden_states=True)

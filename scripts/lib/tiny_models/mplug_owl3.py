@@ -1,8 +1,6 @@
 """A tiny mPLUG-Owl3: the real classes with random weights. See `tiny_models`."""
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -142,28 +140,3 @@ def tiny_tokenizer(*, placeholder: bool = True, end_of_document: bool = True) ->
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>", eos_token="<|im_end|>", padding_side="left"
     )
-
-
-def write_published_tokenizer(folder: Path) -> None:
-    """Write a small tokenizer in the published form: Qwen2's byte pairs, no token for `<|image|>`.
-
-    As in Qwen2's merges, `>` merges with a line break after it and `<` with a space before it.
-    """
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in plain]
-    characters = [chr(byte) for byte in plain] + [chr(256 + number) for number in range(len(others))]
-    merges = ["> Ċ", "Ġ <", "i m", "im a", "ima g", "imag e", "Ċ Ċ"]
-    words = characters + [merge.replace(" ", "") for merge in merges]
-    marks = {number: mark for number, mark in enumerate(("<|endoftext|>", "<|im_start|>", "<|im_end|>"), len(words))}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(words)}))
-    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
-    token = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
-    settings = {
-        "added_tokens_decoder": {str(number): token | {"content": mark} for number, mark in marks.items()},
-        "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
-        "eos_token": "<|endoftext|>",
-        "pad_token": "<|endoftext|>",
-        "tokenizer_class": "Qwen2Tokenizer",
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -204,7 +204,7 @@ def unpatched_generate(model: Any, **inputs: Any) -> Tensor:
 
     def forward(input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
         if attention_mask is None:
-            cache = kwargs.get("past_key_values")
+            cache = kwargs.get("past_key_values", kwargs.get("cache"))
             past = 0 if cache is None else cache.get_seq_length()
             attention_mask = input_ids.new_ones(input_ids.shape[0], past + input_ids.shape[1])
         return unpatched(input_ids, attention_mask, **kwargs)

@@ -64,9 +64,9 @@ def test_training_is_the_same_on_one_and_two_ranks(folder: Path, tmp_path: Path,
 
 
 def train_with_features(rank: int, world: int, argv: list[str], output: Path) -> None:
-    """Train without stored features, then store them in the first of two epochs, then train on what is stored."""
+    """Train without stored features, then store them in the first of two epochs, then, on two ranks, train on them."""
     with patch.dict(os.environ, LAUNCHED):
-        for name in ("plain", "stored", "again"):
+        for name in ("plain", "stored", "again")[: 3 if world > 1 else 2]:
             features = [] if name == "plain" else ["--features", str(output / "features")]
             fine_tune([*argv, "--output_dir", str(output / name), *features])
             reset_global_state()
@@ -84,5 +84,5 @@ def test_stored_features_train_bit_for_bit_alike(folder: Path, tmp_path: Path, n
         return
     ranks(world).run(train_with_features, [*map(str, argv)], tmp_path)
     assert [*(tmp_path / "features" / "frames").glob("*/*.safetensors")]
-    plain, stored, again = (log_of(tmp_path / run) for run in ("plain", "stored", "again"))
-    assert plain == stored == again
+    logs = [log_of(tmp_path / run) for run in ("plain", "stored", "again")[: 3 if world > 1 else 2]]
+    assert all(log == logs[0] for log in logs)

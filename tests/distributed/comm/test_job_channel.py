@@ -8,29 +8,29 @@ import torch.distributed as dist
 
 from mllm_seqpar.comm import ProcessGroupCommunicator
 from mllm_seqpar.errors import TransferError
-from mllm_seqpar.serving.jobs import LOST, JobChannel
+from mllm_seqpar.serving.jobs import JobChannel
 from ranks import ranks
 
 TIMEOUT = 3.0
 
 
-def idle_then_work(rank: int, world: int) -> list[str | None]:
+def channel_of(heartbeat: float) -> tuple[ProcessGroupCommunicator, JobChannel]:
     comm = ProcessGroupCommunicator(dist.new_group(timeout=timedelta(seconds=TIMEOUT)))
-    channel, received = JobChannel(comm, heartbeat=0.2), []
-    for job in ("first", "second"):
-        if rank == 0:
-            end = time.monotonic() + TIMEOUT + 1
-            while job == "first" and time.monotonic() < end:
-                channel.require_alive()
-                time.sleep(0.1)
-            channel.send(job)
-        else:
+    return comm, JobChannel(comm, heartbeat)
+
+
+def idle_then_work(rank: int, world: int) -> list[str | None]:
+    comm, channel = channel_of(heartbeat=0.2)
+    received: list[str | None] = []
+    with channel.keeping_alive():
+        for job in ("first", "second") if rank == 0 else ():
+            time.sleep(TIMEOUT + 1 if job == "first" else 0)
+            with channel.send(job):
+                comm.gather_ints([rank])
+        while rank and None not in received:
             received.append(channel.receive())
-        comm.gather_ints([rank])
-    if rank == 0:
-        channel.close()
-    else:
-        received.append(channel.receive())
+            if received[-1] is not None:
+                comm.gather_ints([rank])
     return received
 
 
@@ -40,14 +40,15 @@ def test_ranks_wait_longer_than_the_time_limit_of_their_group() -> None:
 
 
 def wait_for_nobody(rank: int, world: int) -> None:
-    channel = JobChannel(ProcessGroupCommunicator(), heartbeat=0.05)
-    deadline = time.monotonic() + 20 * LOST * channel.heartbeat
-    while rank == 0 and time.monotonic() < deadline:  # rank 1 does not wait for a job
-        channel.require_alive()
-        time.sleep(0.02)
+    _, channel = channel_of(heartbeat=0.05)
+    deadline = time.monotonic() + 20 * TIMEOUT
+    with channel.keeping_alive():
+        while rank == 0 and time.monotonic() < deadline:  # rank 1 does not wait for a job
+            channel.require_alive()
+            time.sleep(0.02)
 
 
 @pytest.mark.slow
-def test_rank_without_heartbeat_is_missed() -> None:
+def test_rank_that_does_not_wait_is_missed() -> None:
     errors = ranks(2).errors(wait_for_nobody)
-    assert isinstance(errors[0], TransferError) and "rank 1 has not answered" in str(errors[0])
+    assert isinstance(errors[0], TransferError), errors

@@ -30,7 +30,7 @@ from mllm_seqpar.comm import (
 from mllm_seqpar.comm import transfer_group as module
 from mllm_seqpar.errors import ConfigError, TransferError
 from mllm_seqpar.inference import encode_video
-from mllm_seqpar.inference.rank_groups import divide_ranks
+from mllm_seqpar.inference.engine import divide_ranks
 from mllm_seqpar.patching.patch import patch_of
 from ranks import ranks
 from tiny_models.mplug_owl3 import tiny_model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -98,15 +99,14 @@ def ddp_ranks(
     rank: int, world: int, family: str, find_unused: bool, size: int, parts: tuple[str, ...]
 ) -> dict[tuple[str, str], Any]:
     group, found = dist.new_subgroups(size)[0], {}
-    for trained in ("everything", "LoRA", *parts):
-        for order, groups in ORDERS.items():
-            if family == "idefics" and order == "accumulated":  # in which no group of the second batch has images
-                continue
-            model = new_model(family, trained)
-            patch_model(model, group=group)
-            ddp = DistributedDataParallel(model, find_unused_parameters=find_unused)
-            backward(ddp, [batch_of(family, frames, model) for frames in groups[rank // size]])
-            found[trained, order] = gradients(ddp)
+    orders = list(ORDERS)[: 1 + (family != "idefics")]  # in whose second accumulated batch no group has images
+    alternating = zip(("LoRA", *parts), itertools.cycle(orders))
+    for trained, order in (*(("everything", order) for order in orders), *alternating):
+        model = new_model(family, trained)
+        patch_model(model, group=group)
+        ddp = DistributedDataParallel(model, find_unused_parameters=find_unused)
+        backward(ddp, [batch_of(family, frames, model) for frames in ORDERS[order][rank // size]])
+        found[trained, order] = gradients(ddp)
     return found
 
 

@@ -29,6 +29,7 @@ from family_harness import (
 )
 from generation_cases import SAMPLING
 from mllm_seqpar import patch_model, unpatch_model
+from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.errors import AgreementError, ConfigError, ShapeError
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.planner import Cluster, write_cluster
@@ -177,12 +178,12 @@ def replaced_on_one_rank(rank: int, world: int) -> None:
     inputs = mllama.local_frames(mllama.inputs_of(Mllama(frames=((3, 1, 2),), labels=None), model))
     mask = inputs["cross_attention_mask"]
     with torch.no_grad():
-        cache = model(**inputs, use_cache=True).past_key_values
+        cache = cache_of(model(**inputs, use_cache=True))
         more = {**inputs, "input_ids": torch.full((1, 2), 5), "pixel_values": inputs["pixel_values"] + rank}
         more["cross_attention_mask"] = torch.cat([mask, mask[:, -1:].expand(-1, 2, -1, -1)], 1)
         more.pop("attention_mask", None)
         with pytest.raises(ShapeError, match="frames were passed with a cache that holds"):
-            model(**more, past_key_values=cache, use_cache=True)
+            model(**more, **cache_argument(cache), use_cache=True)
 
 
 def test_frames_that_one_rank_replaces_in_a_cache_are_refused_on_all_ranks() -> None:

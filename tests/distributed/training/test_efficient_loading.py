@@ -21,7 +21,7 @@ from fsdp2_on_cpu import fsdp2_accelerator, shard
 from launch import launch_environment
 from mllm_seqpar import patch_model
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.integrations.accelerate.fsdp2 import allocate, receives_weights, send_buffers, set_fsdp_units
+from mllm_seqpar.integrations.accelerate import allocate, receives_weights, send_buffers, set_fsdp_units
 from mllm_seqpar.models.loading import load_model
 from mllm_seqpar.training import finetune
 from ranks import ranks
@@ -94,7 +94,7 @@ def test_training_is_the_same_if_only_rank_0_reads_the_weights(tmp_path: Path, n
 
 
 def fine_tune(rank: int, world: int, argv: list[str]) -> list[Any]:
-    with mock.patch.object(finetune, "load_model", wraps=load_model) as loaded:
+    with mock.patch("mllm_seqpar.training.model.load_model", wraps=load_model) as loaded:
         finetune.fine_tune(argv)
     return [call.kwargs.get("device_map") for call in loaded.call_args_list]
 

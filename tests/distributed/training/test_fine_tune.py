@@ -8,6 +8,7 @@ without rotary embedding) by the sign of its rounding error, and runs on differe
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,8 @@ from launch import ROOT, launch_environment
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration, MPlugOwl3Processor
 from mllm_seqpar.training import finetune_trainer
-from mllm_seqpar.training.checkpoint_clock import CheckpointClock
+from mllm_seqpar.training.checkpoints import CheckpointClock, last_checkpoint
 from mllm_seqpar.training.finetune import fine_tune
-from mllm_seqpar.training.resume import last_checkpoint
 from ranks import ranks
 from ranks_worker import reset_global_state
 from training_logs import assert_same_trajectory, log_of
@@ -102,6 +102,28 @@ def test_two_groups_of_two_train_as_one_process_and_resume_bit_for_bit(training_
         torch.testing.assert_close(weight, reference[name], rtol=1e-3, atol=3e-4)
 
 
+def two_steps(rank: int, world: int, files: Path, *options: object) -> None:
+    fine_tune(compared(files, files / "two-steps", *options, "--stop_after", 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "config", "options"),
+    [
+        # HSDP: the launch configuration shards the parameters over the two ranks that share a sample.
+        (4, "configs/fsdp2_hsdp_cpu_2x2.yaml", ("--sp", 2)),
+        # DDP: the tower has parameters without a gradient, for which Trainer does not look with checkpointing.
+        (2, None, ("--sp", 1, "--gradient_checkpointing")),
+    ],
+)
+def test_other_placements_of_weights_train_as_one_process(
+    training_files: Path, one_process: Path, world: int, config: str | None, options: tuple[object, ...]
+) -> None:
+    shutil.rmtree(training_files / "two-steps", ignore_errors=True)
+    ranks(world, launch_environment(config) if config else {}).run(two_steps, training_files, *options)
+    assert_same_trajectory(log_of(training_files / "two-steps"), log_of(one_process)[:2])
+
+
 def refused_and_stopped(rank: int, world: int, files: Path, bad: str) -> list[str]:
     """Return the errors of a run with different options, of one with broken media, and of one that skips them."""
     errors = []
@@ -115,28 +137,6 @@ def refused_and_stopped(rank: int, world: int, files: Path, bad: str) -> list[st
             errors.append(f"{type(error).__name__}: {error}")
         reset_global_state()
     return errors
-
-
-def with_copies(rank: int, world: int, files: Path) -> None:
-    fine_tune(compared(files, files / "copies", "--sp", 2, "--stop_after", 2))
-
-
-@pytest.mark.slow
-def test_two_copies_of_the_parameters_train_as_one_process(training_files: Path, one_process: Path) -> None:
-    """HSDP: the launch configuration shards the parameters over the two ranks that share a sample."""
-    ranks(4, launch_environment("configs/fsdp2_hsdp_cpu_2x2.yaml")).run(with_copies, training_files)
-    assert_same_trajectory(log_of(training_files / "copies"), log_of(one_process)[:2])
-
-
-def with_checkpointing(rank: int, world: int, files: Path) -> None:
-    fine_tune(compared(files, files / "ddp", "--sp", 1, "--stop_after", 2, "--gradient_checkpointing"))
-
-
-@pytest.mark.slow
-def test_ddp_with_gradient_checkpointing_trains_as_one_process(training_files: Path, one_process: Path) -> None:
-    """The vision tower has parameters without a gradient, and Trainer does not look for them with checkpointing."""
-    ranks(2).run(with_checkpointing, training_files)
-    assert_same_trajectory(log_of(training_files / "ddp"), log_of(one_process)[:2])
 
 
 @pytest.mark.slow
@@ -299,6 +299,6 @@ def test_weights_are_sharded_without_a_launch_configuration(training_files: Path
 
 
 def test_ranks_that_do_not_divide_the_processes_are_refused(training_files: Path, tmp_path: Path) -> None:
-    message = r"--sp 3: 3 ranks per sample do not divide 1 processes; give a divisor of 1, .*--num_processes"
+    message = r"3 ranks per sample do not divide 1 processes; use a divisor of 1 \(finetune: --sp\)"
     with pytest.raises(ConfigError, match=message):
         fine_tune(arguments(training_files, tmp_path, "--sp", 3))

@@ -11,7 +11,7 @@ import torch
 from test_decode_attention import assert_right, run_decoding
 from torch import Tensor
 
-from attention_cases import Case, assert_exact, run_case, same_bits
+from attention_cases import OVER_TRANSPORTS, Case, assert_exact, run_case, same_bits
 from dense_attention import dense_attention
 from mllm_seqpar.attention import lv_xattn, mesh_attention, ring_attention, ulysses_attention
 from mllm_seqpar.attention.keys import CallSpec
@@ -27,38 +27,19 @@ TIMINGS: list[dict[str, Any]] = [
     {"timing": "random", "one_resource": True},
 ]
 
-MASKED: dict[str, Any] = {"mask": "growing", "batch": 2, "layout": "contiguous"}
-CASES: list[tuple[tuple[int, ...], Case]] = [
-    ((2, 3, 4), Case(op="lv", rows=24)),
-    ((2, 3, 4), Case(op="lv", rows=24, mask="far frame", batch=2, shared_keys=True)),  # rows are sent point to point
-    ((3, 4), Case(op="lv", rows=24, mask="some rows", frames=2)),  # some ranks have no frames, some post nothing
-    ((2, 3, 4), Case(op="ring", rows=24, **MASKED)),
-    ((2, 3, 4), Case(op="causal", rows=19, batch=2, text="padded left")),
-    ((4, 6), Case(op="mesh", rows=24, tile=None, **MASKED)),
-    ((4,), Case(op="mesh", rows=24, tile=(2, 2))),
-    ((6,), Case(op="mesh", rows=24, tile=(2, 3))),
-    ((6,), Case(op="causal", by="mesh", tile=(3, 2), rows=24)),
-    ((2, 3, 4), Case(op="ulysses", rows=24, heads=12, groups=2, **MASKED)),
-    ((4,), Case(op="causal", by="ulysses", tile=(2, 1), rows=24)),
-    ((4,), Case(op="ulysses", tile=(1, 2), rows=24, mask="random")),
-    ((2, 3, 4), Case(op="joint", rows=19, **MASKED)),
-    ((4,), Case(op="joint", by="ulysses", frames_by="lv-xattn", rows=19, mask="one frame")),
-]
-
 
 @pytest.mark.parametrize(
-    "case",
-    slow_unless(lambda case: case.op in ("lv", "ulysses"), [case for _, case in CASES]),
-    ids=lambda case: f"{case.op}-{case.tile}-{case.mask}",
+    ("sizes", "case"),
+    slow_unless(lambda row: row[1].op in ("lv", "ulysses"), OVER_TRANSPORTS),
+    ids=lambda value: f"{value.op}-{value.tile}-{value.mask}" if isinstance(value, Case) else str(value),
 )
-def test_schedules_are_exact_whenever_data_arrives(case: Case) -> None:
-    sizes = next(sizes for sizes, other in CASES if other is case)
+def test_schedules_are_exact_whenever_data_arrives(sizes: tuple[int, ...], case: Case) -> None:
     for n in sizes:
         first = run_nccl_model(n, run_case, case)
         assert_exact(case, first)
         for options in TIMINGS[1:]:
             assert same_bits(first, run_nccl_model(n, run_case, case, seed=n, **options))
-        assert same_bits(first, run_nccl_model(n, run_case, replace(case, overlap=False)))
+    assert same_bits(first, run_nccl_model(n, run_case, replace(case, overlap=False)))
 
 
 @pytest.mark.parametrize("rows", [1, 67])

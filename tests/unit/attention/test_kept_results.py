@@ -106,14 +106,51 @@ def twice(function: Layer) -> Layer:
     return lambda x, w: function(function(x, w), w)
 
 
+def penalised(x: Tensor, w: Tensor) -> Tensor:
+    """A recomputation may start in the forward pass, and again in the backward pass."""
+    y = layer(x, w)
+    (inside,) = torch.autograd.grad(y.square().sum(), y if y.is_leaf else x, retain_graph=True)
+    return layer(y * inside.detach(), w)
+
+
+def with_frozen(x: Tensor, w: Tensor) -> Tensor:
+    return layer(x + attention(x.detach(), w.detach()), w)
+
+
+def offloaded(x: Tensor, w: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        y = layer(x, w)
+    return y * x
+
+
+def save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    stored = op in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.sin.default)
+    return CheckpointPolicy.MUST_SAVE if stored else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+SELECTIVE = functools.partial(create_selective_checkpoint_contexts, save_products)
+REGIONS: dict[str, tuple[Layer, Layer, int]] = {
+    "one layer twice in a region, the region twice": (twice(twice(layer)), twice(again(twice(layer))), 4),
+    "gradients inside a region": (penalised, again(penalised), 2),
+    # the recomputation of the outer region runs the first inner one from the start
+    "nested regions": (twice(layer), again(twice(again(layer))), 2 + 1),
+    "calls without gradients, which are repeated": (with_frozen, again(with_frozen), 2 + 1),
+    # which counts operators, those inside attention too, and would return the result of another one
+    "selective checkpointing": (twice(layer), twice(again(layer, context_fn=SELECTIVE)), 2 * 2),
+    "hooks inside a region": (offloaded, again(offloaded), 2),
+}
+"""What is computed, the same in checkpointed regions, and how many distributed forward passes these run."""
+
+
+@pytest.mark.parametrize("name", REGIONS)
 @pytest.mark.parametrize("early_stop", [True, False])
-def test_repeated_layers_compute_attention_once(calls: list[str], early_stop: bool) -> None:
-    """One layer twice in a region, and the region twice in a model."""
-    expected = gradients(twice(twice(layer)))
-    assert len(calls) == 4
+def test_regions_compute_attention_once_where_they_can(name: str, early_stop: bool, calls: list[str]) -> None:
+    plain, checkpointed, count = REGIONS[name]
+    expected = gradients(plain)
+    del calls[:]
     with set_checkpoint_early_stop(early_stop):
-        assert_same(gradients(twice(again(twice(layer)))), expected)
-    assert len(calls) == 8
+        assert_same(gradients(checkpointed), expected)
+    assert len(calls) == count or not early_stop
 
 
 def test_several_forwards_before_a_backward_find_their_own_results(calls: list[str]) -> None:
@@ -142,25 +179,6 @@ def test_second_backward_hands_back_the_same_results(calls: list[str]) -> None:
     expected = run(twice(layer))
     assert_same(run(twice(again(layer))), expected)
     assert len(calls) == 4
-
-
-def test_gradients_inside_a_region(calls: list[str]) -> None:
-    """A recomputation may start in the forward pass, and again in the backward pass."""
-
-    def penalised(x: Tensor, w: Tensor) -> Tensor:
-        y = layer(x, w)
-        (inside,) = torch.autograd.grad(y.square().sum(), y if y.is_leaf else x, retain_graph=True)
-        return layer(y * inside.detach(), w)
-
-    expected = gradients(penalised)
-    assert_same(gradients(again(penalised)), expected)
-    assert len(calls) == 4
-
-
-def test_nested_regions(calls: list[str]) -> None:
-    expected = gradients(twice(layer))
-    assert_same(gradients(again(twice(again(layer)))), expected)
-    assert len(calls) == 2 + 2 + 1  # the recomputation of the outer region runs the first inner one from the start
 
 
 def live_results() -> int:
@@ -217,30 +235,6 @@ def test_results_changed_in_place_are_computed_again(calls: list[str], off: Any)
     assert len(calls) == 2
 
 
-def save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    stored = op in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.sin.default)
-    return CheckpointPolicy.MUST_SAVE if stored else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def test_selective_checkpointing_computes_attention_again(calls: list[str]) -> None:
-    """It counts operators, those inside attention too, and would return the result of another one."""
-    expected = gradients(twice(layer))
-    contexts = functools.partial(create_selective_checkpoint_contexts, save_products)
-    assert_same(gradients(twice(again(layer, context_fn=contexts))), expected)
-    assert len(calls) == 6
-
-
-def test_hooks_inside_a_region_compute_attention_again(calls: list[str]) -> None:
-    def offloaded(x: Tensor, w: Tensor) -> Tensor:
-        with torch.autograd.graph.save_on_cpu():
-            y = layer(x, w)
-        return y * x
-
-    expected = gradients(offloaded)
-    assert_same(gradients(again(offloaded)), expected)
-    assert len(calls) == 3
-
-
 @pytest.mark.parametrize("replay", [True, False])
 def test_dropout_before_attention(calls: list[str], replay: bool) -> None:
     """Without RNG replay (accelerate's wrapper), the attention's own gradients are still those of its forward pass."""
@@ -280,15 +274,6 @@ def test_unknown_hooks_compute_attention_again(calls: list[str], monkeypatch: py
     monkeypatch.setattr(kept_results, "_variable", variable)
     assert_same(gradients(again(layer)), expected)
     assert len(calls) == 5
-
-
-def test_calls_without_gradients_keep_nothing(calls: list[str]) -> None:
-    def with_frozen(x: Tensor, w: Tensor) -> Tensor:
-        return layer(x + attention(x.detach(), w.detach()), w)
-
-    expected = gradients(with_frozen)
-    assert_same(gradients(again(with_frozen)), expected)
-    assert len(calls) == 2 + 2 + 1  # only the call with gradients is not repeated
 
 
 DISTRIBUTED = {

@@ -1,4 +1,4 @@
-"""Layer: one process. Masks that make (row, rank) pairs empty: which rows are sent and computed, and exactness."""
+"""Layer: one process. Masks that make (row, rank) pairs empty: which rows are sent and computed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention_cases import Case, check, frame_mask, run_case, visible_frames
+from attention_cases import Case, frame_mask, run_case, visible_frames
 from mllm_seqpar.attention import keys
 from mllm_seqpar.attention.keys import CallSpec
 from mllm_seqpar.comm import run_loopback
@@ -19,38 +19,6 @@ from selections import slow_unless
 
 WASTE = 1.3
 """The limit of entries computed on all ranks together, per visible entry."""
-
-BOTH_FORMS = ("one frame", "far frame", "one sample in one place")
-MASKS = [
-    *itertools.product(BOTH_FORMS, (False, True)),
-    *(("same place", False), ("own sample", False), ("random", True), ("holes", False), ("all but one", False)),
-]
-BATCHES = ((1, False), (2, False), (2, True), (3, True))
-
-
-@pytest.mark.parametrize("n", [2, pytest.param(5, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mask,table", MASKS)
-def test_pruned_attention_is_exact(mask: str, table: bool, n: int) -> None:
-    options: dict[str, Any] = {"op": "lv", "layout": "contiguous", "mask": mask}
-    for (batch, shared), (groups, frames) in zip(BATCHES, itertools.cycle([(4, 11), (1, 3)])):
-        check(n, rows=6 * n, batch=batch, shared_keys=shared, groups=groups, frames=frames, table=table, **options)
-        if mask in ("one frame", "far frame") and not table and n == 2:
-            for ranks in (1, 2, 4):  # one row on each rank
-                check(ranks, rows=ranks, batch=batch, shared_keys=shared, frames=2 * ranks, **options)
-
-
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("op", ["lv", "ring"])
-def test_keys_of_scattered_frames_are_gathered(op: str, n: int) -> None:
-    for batch, shared in BATCHES[1:3]:
-        check(n, op=op, rows=4 * n, batch=batch, shared_keys=shared, mask="every third frame", frames=80 * n)
-
-
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("mask", ["far frame", "one sample in one place", "own sample"])
-def test_folded_and_pruned_frames_merge_with_batched_text(mask: str, n: int) -> None:
-    for layout, text in (("zigzag", "padded left"), ("striped", "window")):
-        check(n, op="joint", rows=19, batch=2, layout=layout, text=text, shared_keys=True, mask=mask)
 
 
 def masks_of(case: Case, n: int) -> FrameBlockMasks:
@@ -118,7 +86,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return entries
 
 
-@pytest.mark.parametrize("op,n", slow_unless(lambda row: row == ("lv", 3), [("lv", 1), ("lv", 3), ("ring", 4)]))
+@pytest.mark.parametrize("op,n", slow_unless(lambda row: row == ("lv", 3), [("lv", 3), ("ring", 2)]))
 @pytest.mark.parametrize(
     "mask,frames",
     [

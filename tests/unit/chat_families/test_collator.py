@@ -8,7 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from family_directories import CHATS, MAKERS, asks, image, says, text
+from chats import asks, image, says
+from family_directories import CHATS, MAKERS
 from mllm_seqpar import SeqParDataCollator
 from mllm_seqpar.data.chat import ChatDataset, load_local_images
 from mllm_seqpar.data.chat_family import chat_family
@@ -56,13 +57,13 @@ def test_batch_equals_that_of_fine_tuning(processor: Any, folder: Path) -> None:
 def test_media_may_be_in_columns_and_in_memory(processor: Any, folder: Path) -> None:
     collate = SeqParDataCollator(processor)
     picture = Image.open(folder / "0.png").convert("RGB")
-    expected = collate([{"messages": [asks(image(0) | {"path": str(folder / "0.png")}, text("What?")), says("It.")]}])
+    expected = collate([{"messages": [asks(image(folder / "0.png"), "What?"), says("It.")]}])
     question = [{"type": "image", "text": None}, {"type": "text", "text": "What?", "image": None}]
     for messages, columns in (
         ([{"role": "user", "content": "What?"}, says("It.")], {"images": [picture]}),
         ([{"role": "user", "content": "What?"}, says("It.")], {"image": picture}),
         ([{"role": "user", "content": question}, says("It.")], {"images": [np.array(picture)]}),
-        ([asks({"type": "image", "image": picture}, text("What?")), says("It.")], {"images": []}),
+        ([asks({"type": "image", "image": picture}, "What?"), says("It.")], {"images": []}),
     ):
         assert_same(collate([{"messages": messages, **columns}]), expected)
 
@@ -72,7 +73,7 @@ def test_frames_of_a_video_may_be_in_memory(processor: Any, folder: Path) -> Non
     names = [str(folder / f"{0 if one_size else number}.png") for number in range(2)]
     frames = [Image.open(name).convert("RGB") for name in names]
     found = [
-        SeqParDataCollator(processor)([{"messages": [asks({"type": "video", "video": video}, text("?")), says("x")]}])
+        SeqParDataCollator(processor)([{"messages": [asks({"type": "video", "video": video}, "?"), says("x")]}])
         for video in (names, frames)
     ]
     assert_same(found[1], found[0])
@@ -119,7 +120,7 @@ def test_completions_are_the_targets(processor: Any, folder: Path) -> None:
         ({"messages": [says("x")], "tools": ["t"]}, "example 0 has tools"),
         ({"messages": [asks({"type": "image", "image": np.zeros((3, 4, 4))}), says("x")]}, "an image is .*float64"),
         (
-            {"messages": [asks(text("a long question")), says("x")]},
+            {"messages": [asks("a long question"), says("x")]},
             "conversation 0 of the batch: 47 tokens",
         ),
     ],

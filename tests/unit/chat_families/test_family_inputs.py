@@ -14,16 +14,17 @@ from tokenizers.pre_tokenizers import Split
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from chats import chat, image, text, write_rows
 from family_cases import QWENS
-from family_directories import CHATS, MAKERS, asks, image, says, text, write_chats
+from family_directories import CHATS, MAKERS
 from mllm_seqpar.data import ChatDataset, chat_family, load_local_images
+from mllm_seqpar.data.chat_family import tokenize
 from mllm_seqpar.data.chat_format import media_parts
-from mllm_seqpar.data.image_tokens import tokenize
 from mllm_seqpar.data.sources import ImageTensorSource
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.inference.evidence import frame_times
 from mllm_seqpar.models.loading import load_processor
-from mllm_seqpar.patches.idefics.adapter import prompt_items
+from mllm_seqpar.patches.idefics import prompt_items
 from mllm_seqpar.sharding import frame_bounds, frame_spans, in_frame_order
 
 BATCHES = {"several turns": [2], "text only": [3], "text only first": [3, 0], "all": [0, 1, 2, 3]}
@@ -133,11 +134,11 @@ def test_inputs_equal_those_of_the_own_processor(folder: Path, name: str, rows: 
 def test_unusable_chats_and_tokenizers_are_refused(folder: Path, name: str) -> None:
     processor: Any = load_processor(str(folder / name))
     mark = {"mllama": "<|image|>"}.get(name, "<|video_pad|>" if name in QWENS else "<image>")
-    write_chats(folder / "wrong.jsonl", [CHATS["a video"], [asks(image(0), text(f"{mark} what?")), says("x")]])
+    write_rows(folder / "wrong.jsonl", [{"messages": CHATS["a video"]}, chat(image("0.png"), f"{mark} what?")])
     with pytest.raises(DataError, match=r"wrong.jsonl:2: message 0 \(user\): its text holds <"):
         ChatDataset(folder / "wrong.jsonl", processor)
     # A tokenizer without the image token splits it into characters.
-    write_chats(folder / "right.jsonl", [CHATS["a video"]])
+    write_rows(folder / "right.jsonl", [{"messages": CHATS["a video"]}])
     unknown = processor.tokenizer.unk_token_id
     processor.image_token_id, processor.tokenizer.convert_tokens_to_ids = unknown, lambda token: unknown
     processor.video_token_id = unknown
@@ -180,3 +181,5 @@ def test_stored_features_keep_the_times_of_their_frames(folder: Path, family: st
     stored = chats.stored_frames(len(chats.units(video)), metadata)
     assert frame_times([stored]) == frame_times([video])
     assert [time.start for time in frame_times([stored])] == [0.0, 0.5, 2.0]
+    if family in QWENS:  # whose text depends on the size of the frames
+        assert stored.sizes() == video.sizes()

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
-from mllm_seqpar.data.chat_family import FeatureFrames
 from mllm_seqpar.data.sources import ImageTensorSource
-from mllm_seqpar.inference.evidence import frame_times
-from mllm_seqpar.patches.qwen3_vl.adapter import Qwen3VLChats, Qwen3VLFamily
-from mllm_seqpar.patches.qwen_vl_chat import TemporalPatches
+from mllm_seqpar.patches.qwen_vl import Qwen3VLFamily
+from mllm_seqpar.patches.qwen_vl_chat import Qwen3VLChats, TemporalPatches
 from mllm_seqpar.sharding import frame_bounds
 
 CUT = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
@@ -75,11 +73,3 @@ def test_large_videos_are_resized_within_the_budget_of_all_frames() -> None:
     family = Qwen3VLChats(SimpleNamespace(video_processor=videos), Qwen3VLFamily)
     sizes = {count: family.units(ImageTensorSource(frames(count, 64, 64))).size for count in (2, 4, 8)}  # type: ignore
     assert sizes == {2: (16, 16), 4: (16, 16), 8: (8, 8)}
-
-
-def test_stored_features_of_patches_keep_the_times_of_their_frames() -> None:
-    family = Qwen3VLChats(None, Qwen3VLFamily)
-    video = FeatureFrames(3, (64, 64), [0.0, 0.5, 2.0])
-    stored = family.stored_frames(2, family.frame_metadata(video))
-    assert [time.start for time in frame_times([stored])] == [0.0, 0.5, 2.0]
-    assert frame_times([stored]) == frame_times([video]) and stored.sizes() == video.sizes()

@@ -2,16 +2,14 @@
 
 import gc
 import weakref
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from memory_meters import Peak, saved
 from mllm_seqpar import SeqParConfig
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.patching import Patch
@@ -39,19 +37,7 @@ class Layer(nn.Module):
 def saved_bytes(inner: int, size: int | None) -> int:
     """Return the bytes that autograd saves for the layer's backward pass, without weights."""
     layer, x = Layer(inner, size), torch.randn(2, TOKENS // 2, WIDTH).requires_grad_()
-    found: dict[int, int] = {}
-    alive: list[Tensor] = []
-
-    def pack(x: Tensor) -> Tensor:
-        alive.append(x)  # otherwise another tensor may have its address
-        found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        y = layer(x)
-    del y
-    weights = {p.untyped_storage().data_ptr() for p in layer.parameters()}
-    return sum(count for address, count in found.items() if address not in weights)
+    return saved(lambda: layer(x), *layer.parameters())
 
 
 def test_saved_bytes_do_not_depend_on_the_inner_size() -> None:
@@ -61,40 +47,10 @@ def test_saved_bytes_do_not_depend_on_the_inner_size() -> None:
     assert saved_bytes(240, None) == large + 4 * TOKENS * 240 * 4
 
 
-class MemoryTracker(TorchDispatchMode):
-    """Tracks the tensors that have a dimension of `size`, without the weights: the most `rows` and `peak` bytes."""
-
-    def __init__(self, size: int, weights: nn.Module) -> None:
-        super().__init__()
-        self.size, self.rows, self.live, self.peak = size, 0, 0, 0
-        self._known = {p.untyped_storage().data_ptr() for p in weights.parameters()}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **kwargs or {})
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and self.size in x.shape:
-                self._track(x)
-        return out
-
-    def _track(self, x: Tensor) -> None:
-        storage = x.untyped_storage()
-        address, count = storage.data_ptr(), storage.nbytes()
-        if address in self._known:
-            return
-        self._known.add(address)
-        self.live += count
-        self.rows, self.peak = max(self.rows, x.numel() // self.size), max(self.peak, self.live)
-        weakref.finalize(storage, self._free, address, count)
-
-    def _free(self, address: int, count: int) -> None:
-        self._known.discard(address)
-        self.live -= count
-
-
-def inner_activations(inner: int, size: int | None) -> MemoryTracker:
+def inner_activations(inner: int, size: int | None) -> Peak:
     """Track forward and backward. The weights are frozen, because their gradients have the inner size too."""
     layer, x = Layer(inner, size).requires_grad_(False), torch.randn(2, TOKENS // 2, WIDTH).requires_grad_()
-    with MemoryTracker(inner, layer) as found:
+    with Peak(*layer.parameters(), size=inner) as found:
         layer(x).sum().backward()
     return found
 
@@ -102,19 +58,19 @@ def inner_activations(inner: int, size: int | None) -> MemoryTracker:
 @pytest.mark.parametrize("size", [1, SIZE, 13])
 def test_inner_activations_of_one_chunk_exist_at_a_time(size: int) -> None:
     plain, chunked = inner_activations(48, None), inner_activations(48, size)
-    assert (plain.rows, chunked.rows) == (TOKENS, size)
+    assert (plain.largest, chunked.largest) == (TOKENS * 48 * 4, size * 48 * 4)
     # gate, up, their activation and product, and gradients of two of them
-    assert plain.peak == 6 * TOKENS * 48 * 4
-    assert chunked.peak == 6 * size * 48 * 4
+    assert plain.bytes == 6 * TOKENS * 48 * 4
+    assert chunked.bytes == 6 * size * 48 * 4
 
 
 def test_only_one_chunk_gradient_exists_in_addition_to_sums() -> None:
     layer, x = Layer(512, 2), torch.randn(2, TOKENS // 2, WIDTH).requires_grad_()
     y = layer(x).sum()
-    with MemoryTracker(512, layer) as found:
+    with Peak(*layer.parameters(), size=512) as found:
         y.backward()
     weight = 512 * WIDTH * 4
-    assert 4 * weight <= found.peak < 4.8 * weight
+    assert 4 * weight <= found.bytes < 4.8 * weight
 
 
 @pytest.mark.slow

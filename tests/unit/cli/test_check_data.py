@@ -1,27 +1,22 @@
 """Layer: one process, real files. `mllm-seqpar check-data` reports what is broken or long, and what the data have."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
+from chats import chat, video, write_rows
 from mllm_seqpar.__main__ import main
 from mllm_seqpar.data.chat import ChatDataset
 from mllm_seqpar.data.needle import make_needle_videos
 from mllm_seqpar.models.loading import load_processor
 
 
-def row(**part: Any) -> dict[str, Any]:
-    content = [{"type": "video", **part}, {"type": "text", "text": "What?"}]
-    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "Red."}]}
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (video,) = make_needle_videos(tmp_path, 1, frames=(20, 20), rate=10)
-    Path(video.path).rename(tmp_path / "a.mp4")
+    (needle,) = make_needle_videos(tmp_path, 1, frames=(20, 20), rate=10)
+    Path(needle.path).rename(tmp_path / "a.mp4")
     content = (tmp_path / "a.mp4").read_bytes()
     (tmp_path / "cut.mp4").write_bytes(content[: len(content) // 2])
     Image.new("RGB", (28, 28)).save(tmp_path / "1.png")
@@ -37,17 +32,16 @@ def check(capsys: pytest.CaptureFixture[str], *argv: Any) -> tuple[int, list[str
 def test_every_fault_has_its_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     llava = [{"from": "human", "value": "<image>Look."}, {"from": "gpt", "value": "Red."}]
     rows = [
-        row(path="a.mp4", num_frames=8),
-        row(path="cut.mp4"),
-        row(path="none.mp4"),
+        chat(video("a.mp4", num_frames=8), "What?"),
+        chat(video("cut.mp4"), "What?"),
+        chat(video("none.mp4"), "What?"),
         {"image": "1.png", "conversations": llava},
         {"image": "bad.png", "conversations": llava},
         {"hello": 1},
-        row(path="a.mp4", fps="2"),
-        row(path="a.mp4", fps=4),
+        chat(video("a.mp4", fps="2"), "What?"),
+        chat(video("a.mp4", fps=4), "What?"),
     ]
-    path = folder / "train.jsonl"
-    path.write_text("\n".join([*map(json.dumps, rows), "{"]))
+    path = write_rows(folder / "train.jsonl", [*rows, "{"])
     for workers in (1, 3):
         status, lines = check(capsys, path, "--workers", workers, "--long", 1.5)
         assert status == 1
@@ -72,7 +66,7 @@ def test_every_fault_has_its_line(folder: Path, capsys: pytest.CaptureFixture[st
 
 def test_model_adds_tokens_and_limits(folder: Path, inference_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, model = folder / "train.jsonl", inference_files / "gated"
-    path.write_text("\n".join(json.dumps(row(path="a.mp4", num_frames=n)) for n in (2, 12)))
+    write_rows(path, [chat(video("a.mp4", num_frames=n), "What?") for n in (2, 12)])
     status, lines = check(capsys, path, "--model", model)
     data = ChatDataset(path, load_processor(str(model)))
     batches = [data.batch([index]) for index in range(2)]
@@ -93,7 +87,7 @@ def test_several_data_sets_and_one_video_of_many_questions(
     source = ChatDataset.source
     monkeypatch.setattr(ChatDataset, "source", lambda *args: opened.append(args[2]["path"]) or source(*args))
     for name in ("a.jsonl", "b.jsonl"):
-        (folder / name).write_text("\n".join([json.dumps(row(path="a.mp4"))] * 5))
+        write_rows(folder / name, [chat(video("a.mp4"), "What?")] * 5)
     status, lines = check(capsys, folder / "a.jsonl", folder / "b.jsonl")
     assert status == 0 and opened == ["a.mp4"] * 2
     assert [line.partition(": ")[2] for line in lines if "samples" in line] == [
@@ -101,28 +95,8 @@ def test_several_data_sets_and_one_video_of_many_questions(
     ] * 2
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["none.jsonl"], "none.jsonl: cannot be read (No such file or directory)"),
-        (["a.jsonl", "--fps", "inf"], "--fps: inf is not allowed; give a number above 0"),
-        (["a.jsonl", "--fps", "nan"], "--fps: nan is not allowed"),
-        (["a.jsonl", "--workers", "0"], "--workers: 0 is not allowed"),
-        (["a.jsonl", "--fps", "1", "--num-frames", "3"], "--fps: 1, but num_frames is 3; give one of them"),
-        (["a.jsonl", "--max-length", "3"], "--max_length needs --model"),
-        (["a.jsonl", "--store_size", "8"], "--store_size 8 would have no effect: it belongs to --store DIR"),
-        (["a.jsonl", "--store", "s", "--frame_store", "t"], "--frame_store t would have no effect: --store writes"),
-        (["--fps", "1"], "the following arguments are required: DATA"),
-        (["a.jsonl", "--model", "nowhere"], "--model nowhere: no config.json there"),
-    ],
-)
-def test_wrong_options_are_one_line(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
-    assert main(["check-data", *argv]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {message}")
-
-
 def test_help_describes_each_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["check-data", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "--workers WORKERS files opened at once" in shown and "DATA JSONL, JSON, parquet" in shown
+    assert "--workers WORKERS files opened at once" in shown and "DATA JSONL, JSON, CSV, parquet" in shown

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from mllm_seqpar import __main__, __version__, _compat
 from mllm_seqpar.__main__ import main
-from mllm_seqpar.cli import completion, doctor, exactness, own_ranks, program_exit
+from mllm_seqpar.cli import completion, doctor, exactness, launch, program_exit
 from mllm_seqpar.cli.commands import COMMANDS, Command
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.errors import ConfigError
@@ -81,7 +81,6 @@ def test_help_imports_no_torch_and_shells_complete(tmp_path: Path, capsys: pytes
     assert completed("mllm-seqpar", "chat", "--model", "so") == {"some model"}  # the directory, not the file
     assert completed("mllm-seqpar", "ask", "--video", "some") == {"some model", "some file"}
     assert not completed("mllm-seqpar", "ask", "--seed", "so") - {""}
-    assert main(["completion", "tcsh"]) == 2 and "invalid choice: 'tcsh'" in capsys.readouterr().err
 
 
 def test_convert_writes_safetensors_also_of_pickled_weights(
@@ -110,59 +109,51 @@ def test_convert_writes_safetensors_also_of_pickled_weights(
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["auto", "bfloat16"]
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ([], "nothing to convert: give --model, or for OpenFlamingo --language_model and --vision_model"),
-        (["--language_model", "x"], "nothing to convert"),
-        (
-            ["--model", "x", "--checkpoint", "y"],
-            "--checkpoint y would have no effect: --model names a whole checkpoint",
-        ),
-        (["--model", "nowhere"], "--model nowhere: no config.json there"),
-        (["--model", "x", "--dtype", "int8"], "--dtype: 'int8' is not allowed"),
-        (["--language_model", "nowhere", "--vision_model", "nowhere"], "nowhere"),
-    ],
-)
-def test_convert_refuses_in_one_line(
-    argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+REFUSED = [
+    ("completion", ["tcsh"], "invalid choice: 'tcsh'"),
+    ("convert", [], "nothing to convert: give --model, or for OpenFlamingo --language_model and --vision_model"),
+    ("convert", ["--language_model", "x"], "nothing to convert"),
+    ("convert", ["--model", "x", "--checkpoint", "y"], "--checkpoint y would have no effect: --model names a whole"),
+    ("convert", ["--model", "nowhere"], "--model nowhere: no config.json there"),
+    ("convert", ["--model", "x", "--dtype", "int8"], "--dtype: 'int8' is not allowed"),
+    ("convert", ["--language_model", "nowhere", "--vision_model", "nowhere"], "nowhere"),
+    ("convert", ["--model", "llava"], "LlavaForConditionalGeneration (model_type 'llava') does not belong to a suppor"),
+    ("convert", ["--language_model", "clip", "--vision_model", "clip"], "'clip'; OpenFlamingo supports gpt_neox"),
+    ("convert", ["--model", "x", "--output", "llava"], "it exists and is not an empty directory"),
+    ("example", ["--output", "llava"], "exists and is not an empty directory; choose another name"),
+    ("check-data", ["none.jsonl"], "none.jsonl: cannot be read (No such file or directory)"),
+    ("check-data", ["a.jsonl", "--fps", "inf"], "--fps: inf is not allowed; give a number above 0"),
+    ("check-data", ["a.jsonl", "--fps", "nan"], "--fps: nan is not allowed"),
+    ("check-data", ["a.jsonl", "--workers", "0"], "--workers: 0 is not allowed"),
+    ("check-data", ["a.jsonl", "--fps", "1", "--num-frames", "3"], "--fps: 1, but num_frames is 3; give one of them"),
+    ("check-data", ["a.jsonl", "--max-length", "3"], "--max_length needs --model"),
+    ("check-data", ["a.jsonl", "--store_size", "8"], "--store_size 8 would have no effect: it belongs to --store DIR"),
+    ("check-data", ["a.jsonl", "--store", "s", "--frame_store", "t"], "--frame_store t would have no effect: --store"),
+    ("check-data", ["--fps", "1"], "the following arguments are required: DATA"),
+    ("check-data", ["a.jsonl", "--model", "nowhere"], "--model nowhere: no config.json there"),
+]
+
+
+@pytest.mark.parametrize(("command", "argv", "message"), REFUSED)
+def test_wrong_options_and_inputs_take_one_line_and_leave_no_file(
+    command: str,
+    argv: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert main(["convert", "--output", str(tmp_path / "new"), *argv]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and message in error and error.count("\n") == 1
-    assert not list(tmp_path.iterdir())
-    (tmp_path / "file").write_text("")
-    assert main(["convert", "--output", str(tmp_path), "--model", "x"]) == 2
-    assert "it exists and is not an empty directory" in capsys.readouterr().err
-
-
-def test_convert_refuses_other_families_before_their_weights(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for kind in ("llava", "clip"):
-        (tmp_path / kind).mkdir()
-        (tmp_path / kind / "config.json").write_text(json.dumps({"model_type": kind}))
-    new = str(tmp_path / "new")
-    for argv, message in (
-        (
-            ["--model", "llava"],
-            "LlavaForConditionalGeneration (model_type 'llava') does not belong to a supported family; ",
-        ),
-        (["--language_model", "clip", "--vision_model", "clip"], "model_type 'clip'; OpenFlamingo supports gpt_neox"),
-    ):
-        argv[1] = str(tmp_path / argv[1])
-        assert main(["convert", "--output", new, *argv]) == 2
-        error = capsys.readouterr().err.splitlines()[-1]
-        assert error.startswith("error: ") and message in error
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["clip", "llava"]
-
-
-def test_example_leaves_a_directory_with_files_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("mine")
-    assert main(["example", "--output", str(tmp_path)]) == 2
-    assert "exists and is not an empty directory; choose another name" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.rglob("*")] == ["model", "config.json"]
+    monkeypatch.chdir(tmp_path)
+    for kind in ("llava", "clip"):  # other families
+        Path(kind).mkdir()
+        Path(kind, "config.json").write_text(json.dumps({"model_type": kind}))
+    before = sorted(tmp_path.rglob("*"))
+    if command == "convert" and "--output" not in argv:
+        argv = ["--output", "new", *argv]
+    assert main([command, *argv]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ") and message in error
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_doctor_finds_old_packages_and_wrong_results(
@@ -206,9 +197,9 @@ def test_rank_that_ends_first_ends_the_program_only_if_it_failed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     statuses: list[int] = []
-    monkeypatch.setattr(own_ranks.os, "_exit", statuses.append)
-    monkeypatch.setattr(own_ranks, "GRACE", 0.0)
-    ranks = own_ranks._Ranks(lambda: None)
+    monkeypatch.setattr(launch.os, "_exit", statuses.append)
+    monkeypatch.setattr(launch, "GRACE", 0.0)
+    ranks = launch._OtherRanks(1, [], {}, lambda: None)
     for status in (0, -9):
         process: Any = SimpleNamespace(wait=lambda status=status: status)
         ranks._watch(3, process)
@@ -217,5 +208,5 @@ def test_rank_that_ends_first_ends_the_program_only_if_it_failed(
         "\nstopped: rank 3 ended by signal 9 (SIGKILL); it may have run out of memory"
     )
     for count, message in ((0, ": 0 is not allowed"), (9999, r" 9999: this machine has \d+ processors and \d+ GPUs")):
-        with pytest.raises(ConfigError, match=f"--num_processes{message}"), own_ranks.own_ranks(count, "a:b", []):
+        with pytest.raises(ConfigError, match=f"--num_processes{message}"), launch.own_ranks(count, "a:b", []):
             pass

@@ -1,8 +1,11 @@
-"""Layer: one process. The loopback transport: order, misuse, failure of a rank, collectives and their gradients."""
+"""Layer: one process. What every transport does; loopback: order, failure of a rank, and gradients of collectives."""
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,12 +24,27 @@ from mllm_seqpar.comm import (
 )
 from mllm_seqpar.comm.autograd import gather_shards, group_sum
 from mllm_seqpar.errors import TransferError
+from nccl_model import run_nccl_model
 from transport_cases import collectives, exchanges
 
+TRANSPORTS: dict[str, tuple[Any, Callable[[int], int]]] = {
+    "loopback": (run_loopback, lambda n: (n - 1) * 48),
+    **{
+        f"model of NCCL, {timing}": (functools.partial(run_nccl_model, timing=timing), lambda n: 2 * (n - 1) * 48 // n)
+        for timing in ("late", "early", "random")
+    },
+}
+"""Runs a function on n ranks, and the bytes that a rank sends to reduce 48 bytes; tests/distributed/comm has gloo."""
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_exchange_keeps_the_order_and_rejects_misuse(n: int) -> None:
-    assert run_loopback(n, exchanges) == [{"x": 8 + 6 + 32}] * n
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_every_transport_exchanges_in_order_and_has_the_same_collectives(transport: str, n: int) -> None:
+    run, reduced = TRANSPORTS[transport]
+    assert run(n, exchanges) == [{"x": 8 + 6 + 32}] * n
+    assert run(n, collectives) == [reduced(n)] * n
+    if n == 4:
+        run(n, lambda comm: collectives(Subgroup(comm, [comm.rank % 2, comm.rank % 2 + 2])))
 
 
 def test_sender_may_change_its_tensor_after_wait() -> None:
@@ -77,11 +95,6 @@ def test_failures_are_raised_and_stop_all_ranks() -> None:
     with pytest.raises(LookupError, match="rank 2 failed"):
         run_loopback(4, failing)
     assert time.monotonic() - start < 100  # no rank waits for its time limit of 120 s
-
-
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_collectives(n: int) -> None:
-    assert run_loopback(n, collectives) == [(n - 1) * 48] * n
 
 
 def test_subgroup_uses_the_transport_of_its_parent() -> None:

@@ -1,7 +1,6 @@
 """Layer: one process. The options --decode_threads and --decoder, and the way to the decoder."""
 
 import importlib
-import json
 import logging
 import re
 from pathlib import Path
@@ -10,10 +9,11 @@ from typing import Any
 import pytest
 from clips import write_clip
 
+from chats import chat, video, write_rows
 from mllm_seqpar.cli.check_data import check
-from mllm_seqpar.data import ChatDataset, FrameChoice, VideoSource, decoding, sources
-from mllm_seqpar.data.decoding_work import frames_to_decode
+from mllm_seqpar.data import ChatDataset, FrameChoice, VideoSource, reader, sources
 from mllm_seqpar.data.needle import make_needle_videos
+from mllm_seqpar.data.reader import frames_to_decode
 from mllm_seqpar.data.video import scan
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.inference.engine import MediaFile
@@ -37,12 +37,12 @@ def test_more_threads_than_cores_is_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(decoding, "available_cores", lambda: 8)
+    monkeypatch.setattr(reader, "available_cores", lambda: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         for threads in (None, 2, 3):
-            decoding.check_decoding(threads, "pyav")
+            reader.check_decoding(threads, "pyav")
     (record,) = caplog.records
     assert record.getMessage() == (
         "--decode_threads 3 on 4 ranks of this machine is more than its 8 cores, which decodes no faster; leave it "
@@ -56,16 +56,15 @@ def test_a_decoder_that_is_not_installed_is_one_sentence(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(ConfigError, match=r"--decoder torchcodec needs the module .* pip install 'mllm-seqpar\[torch"):
-        decoding.check_decoding(None, "torchcodec")
+        reader.check_decoding(None, "torchcodec")
 
 
 def test_options_reach_the_decoder(tmp_path: Path, used: list[Any]) -> None:
-    (video,) = make_needle_videos(tmp_path, 1, frames=(4, 4), rate=2)
-    path = tmp_path / "one.jsonl"
-    path.write_text(json.dumps(video.sample(tmp_path)) + "\n")
+    (needle,) = make_needle_videos(tmp_path, 1, frames=(4, 4), rate=2)
+    path = write_rows(tmp_path / "one.jsonl", [needle.sample(tmp_path)])
     (source,) = ChatDataset(path, None, threads=2)[0].sources
     assert isinstance(source, VideoSource) and len(list(source.read(0, 2))) == 1
-    list(MediaFile.of("video", str(video.path), FrameChoice(fps=1.0)).open(None, threads=3, decoder="pyav").read(0, 1))
+    list(MediaFile.of("video", needle.path, FrameChoice(fps=1.0)).open(None, threads=3, decoder="pyav").read(0, 1))
     assert check([str(path)]) == 0 and check([str(path), "--decode_threads", "2"]) == 0
     assert list(dict.fromkeys(used)) == [(2, "pyav"), (3, "pyav"), (1, "pyav")]
     with pytest.raises(ConfigError, match="--decode_threads: -1 is not allowed"):
@@ -92,10 +91,7 @@ def test_frames_to_decode_are_those_since_the_keyframe_or_the_last_entry(tmp_pat
 
 def test_check_data_prints_the_decoding_of_a_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     clip = write_clip(tmp_path / "clip.mp4", options={"bf": "0", "g": "60", "sc_threshold": "0"})
-    part = {"type": "video", "path": str(clip), "num_frames": 3}
-    content = [part, {"type": "text", "text": "What?"}]
-    record = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "x"}]}
-    (tmp_path / "data.jsonl").write_text(2 * (json.dumps(record) + "\n"))
+    write_rows(tmp_path / "data.jsonl", 2 * [chat(video(clip, num_frames=3), "What?")])
     assert check([str(tmp_path / "data.jsonl")]) == 0
     (line,) = [text for text in capsys.readouterr().out.splitlines() if text.startswith("decoding: ")]
     # the middles of three parts of 60 frames are frames 10, 30 and 50, of which 51 frames are decoded

@@ -13,7 +13,7 @@ import pytest
 import torch
 from clips import write_clip
 
-from mllm_seqpar.data import VideoSource, urls
+from mllm_seqpar.data import VideoSource, downloads
 from mllm_seqpar.data.downloads import CACHE_VARIABLE, SIZE_VARIABLE, download
 from mllm_seqpar.data.media_files import local_media
 from mllm_seqpar.errors import VideoError
@@ -81,15 +81,24 @@ def test_video_of_a_url_is_downloaded_once(tmp_path: Path, url: str, requests: l
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("/none.mp4", r"/none.mp4: the server answered 404 \(Not Found\); check the URL"),
-        ("/page", "/page: it is a web page, not a media file; give the URL of the file itself"),
-        ("/short.mp4", r"/short.mp4: .*cannot be downloaded \(it ended 9 bytes early\)"),
+        ("URL/none.mp4", r"/none.mp4: the server answered 404 \(Not Found\); check the URL"),
+        ("URL/page", "/page: it is a web page, not a media file; give the URL of the file itself"),
+        ("URL/short.mp4", r"/short.mp4: .*cannot be downloaded \(it ended 9 bytes early\)"),
+        ("http://127.0.0.1:9/a.mp4", "cannot be downloaded .*; without a network, download it elsewhere"),
+        ("s3://bucket/a.mp4", "s3://bucket/a.mp4: s3 URLs cannot be read; give a path, or an http"),
+        *[(name, "not a valid URL") for name in ("http://[x", "file://[x")],
+        *[(name, "not a data URL") for name in ("data:", "data:,", "data:;base64,?", "data:;base64,a")],
     ],
 )
-def test_failed_download_leaves_nothing(tmp_path: Path, url: str, name: str, message: str) -> None:
+def test_url_that_cannot_be_read_is_named_and_leaves_nothing(tmp_path: Path, url: str, name: str, message: str) -> None:
     with pytest.raises(VideoError, match=message):
-        local_media(url + name)
-    assert not [path for path in (tmp_path / "cache/media").iterdir() if path.suffix != ".lock"]
+        local_media(name.replace("URL", url))
+    assert not [path for path in (tmp_path / "cache").rglob("*.*") if path.suffix != ".lock"]
+
+
+def test_paths_and_file_urls_are_paths(tmp_path: Path) -> None:
+    assert local_media("file:///a%20b.mp4") == "/a b.mp4"
+    assert local_media(tmp_path / "a.mp4") == str(tmp_path / "a.mp4")
 
 
 def test_size_limits_hold_with_and_without_a_stated_size(
@@ -136,33 +145,16 @@ def test_host_that_sends_too_slowly_ends_the_download(
     monkeypatch: pytest.MonkeyPatch, rates: list[tuple[int, float]], longest: float | None, message: str | None
 ) -> None:
     answer, expected = Answer(list(rates)), sum(count for count, _ in rates)
-    monkeypatch.setattr(urls, "time", SimpleNamespace(monotonic=lambda: answer.now))
+    monkeypatch.setattr(downloads, "time", SimpleNamespace(monotonic=lambda: answer.now))
     if message is None:
-        assert sum(map(len, urls.blocks(answer, longest))) == expected
+        assert sum(map(len, downloads.blocks(answer, longest))) == expected
     else:
         with pytest.raises(OSError, match=message):
-            list(urls.blocks(answer, longest))
+            list(downloads.blocks(answer, longest))
 
 
 def test_slow_host_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count(step=1000)
-    monkeypatch.setattr(urls, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    monkeypatch.setattr(downloads, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
     with pytest.raises(VideoError, match=f"{url}/a.mp4: cannot be downloaded .the host sends .* are required.*; with"):
         download(f"{url}/a.mp4")
-
-
-@pytest.mark.parametrize("name", ["http://[x", "file://[x", "data:", "data:,", "data:;base64,?", "data:;base64,a"])
-def test_malformed_url_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    with pytest.raises(VideoError, match="not a (valid|data) URL"):
-        local_media(name)
-
-
-def test_missing_network_and_other_urls_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    with pytest.raises(VideoError, match="cannot be downloaded .*; without a network, download it elsewhere"):
-        local_media("http://127.0.0.1:9/a.mp4")
-    with pytest.raises(VideoError, match="s3://bucket/a.mp4: s3 URLs cannot be read; give a path, or an http"):
-        local_media("s3://bucket/a.mp4")
-    assert local_media("file:///a%20b.mp4") == "/a b.mp4"
-    assert local_media(tmp_path / "a.mp4") == str(tmp_path / "a.mp4")

@@ -14,8 +14,8 @@ from clips import write_clip
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mllm_seqpar.data import plan_frames, probe
-from mllm_seqpar.data.feature_store import model_fingerprint, open_features, save_features, source_meta
+from mllm_seqpar.data import plan_frames, probe, source_meta
+from mllm_seqpar.data.feature_store import model_fingerprint, open_features, save_features
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.sharding import FRAME_LAYOUTS, frame_bounds, frame_spans, take_spans
 

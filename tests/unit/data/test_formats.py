@@ -6,25 +6,10 @@ from typing import Any
 
 import pytest
 
-from mllm_seqpar.data.formats import MultipleChoice, open_records, read_choice, to_chat
+from chats import asks, image, says, video
+from mllm_seqpar.data.formats import MultipleChoice, read_choice, to_chat
+from mllm_seqpar.data.records import open_records
 from mllm_seqpar.errors import DataError
-
-
-def user(*content: Any) -> dict[str, Any]:
-    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
-    return {"role": "user", "content": parts}
-
-
-def says(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
-
-
-def image(path: str) -> dict[str, Any]:
-    return {"type": "image", "path": path}
-
-
-def video(path: str, **sampling: Any) -> dict[str, Any]:
-    return {"type": "video", "path": path, **sampling}
 
 
 def llava(*values: str, **media: Any) -> dict[str, Any]:
@@ -58,37 +43,37 @@ PROMPT = "\nReply with the letter of the correct option."
 CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "LLaVA image": (
         llava("<image>\nWhat?", "A cat.", "And?", "A dog.", image="coco/1.jpg"),
-        [user(image("coco/1.jpg"), "What?"), says("A cat."), {"role": "user", "content": "And?"}, says("A dog.")],
+        [asks(image("coco/1.jpg"), "What?"), says("A cat."), {"role": "user", "content": "And?"}, says("A dog.")],
     ),
     "LLaVA images within text": (
         llava("Is <image> like <image>?", "No.", image=["1.jpg", "2.jpg"]),
-        [user("Is ", image("1.jpg"), " like ", image("2.jpg"), "?"), says("No.")],
+        [asks("Is ", image("1.jpg"), " like ", image("2.jpg"), "?"), says("No.")],
     ),
     "LLaVA video by <image>": (
-        llava("<image>\nWhat?", "It.", video="a.mp4"), [user(video("a.mp4"), "What?"), says("It.")],
+        llava("<image>\nWhat?", "It.", video="a.mp4"), [asks(video("a.mp4"), "What?"), says("It.")],
     ),
     "LLaVA video by <video>": (
-        llava("What?\n<video>", "It.", video="a.mp4", fps=2), [user("What?", video("a.mp4", fps=2)), says("It.")],
+        llava("What?\n<video>", "It.", video="a.mp4", fps=2), [asks("What?", video("a.mp4", fps=2)), says("It.")],
     ),
     "LLaVA text": (llava("Hello.", "Hello!"), [{"role": "user", "content": "Hello."}, says("Hello!")]),
     "OpenAI": (
         {
             "messages": [
                 {"role": "developer", "content": "Be brief."},
-                user("What?", {"type": "image_url", "image_url": {"url": "https://x.org/1.png", "detail": "low"}}),
+                asks("What?", {"type": "image_url", "image_url": {"url": "https://x.org/1.png", "detail": "low"}}),
                 {"role": "assistant", "content": [{"type": "text", "text": "It."}]},
             ]
         },
         [
             {"role": "system", "content": "Be brief."},
-            user("What?", image("https://x.org/1.png")),
+            asks("What?", image("https://x.org/1.png")),
             {"role": "assistant", "content": [{"type": "text", "text": "It."}]},
         ],
     ),
     "OpenAI responses and video_url": (
         {
             "messages": [
-                user(
+                asks(
                     {"type": "input_text", "text": "What?"},
                     {"type": "input_image", "image_url": "1.png"},
                     {"type": "video_url", "video_url": {"url": "a.mp4"}},
@@ -96,32 +81,32 @@ CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
                 says("It."),
             ]
         },
-        [user("What?", image("1.png"), video("a.mp4")), says("It.")],
+        [asks("What?", image("1.png"), video("a.mp4")), says("It.")],
     ),
     "Qwen": (
-        {"messages": [user({"type": "video", "video": "a.mp4", "fps": 2.0}, {"type": "image", "url": "1.png"})]},
-        [user(video("a.mp4", fps=2.0), image("1.png"))],
+        {"messages": [asks({"type": "video", "video": "a.mp4", "fps": 2.0}, {"type": "image", "url": "1.png"})]},
+        [asks(video("a.mp4", fps=2.0), image("1.png"))],
     ),
     "clip of Qwen": (
-        {"messages": [user({"type": "video", "video": "a.mp4", "video_start": 1.5, "video_end": 4})]},
-        [user(video("a.mp4", start=1.5, end=4))],
+        {"messages": [asks({"type": "video", "video": "a.mp4", "video_start": 1.5, "video_end": 4})]},
+        [asks(video("a.mp4", start=1.5, end=4))],
     ),
     "clip of MVBench": (
         MV_BENCH | {"start": 2.0, "end": "0:01:03.5"},
-        [user(video("a.webm", start=2.0, end=63.5), "Which one?\nA. a cup\nB. a box" + PROMPT), says("B")],
+        [asks(video("a.webm", start=2.0, end=63.5), "Which one?\nA. a cup\nB. a box" + PROMPT), says("B")],
     ),
     "clip of a caption": (
         {"video": "a.mp4", "caption": "A cat.", "start_time": "01:02"},
-        [user(video("a.mp4", start=62.0), "Describe the video."), says("A cat.")],
+        [asks(video("a.mp4", start=62.0), "Describe the video."), says("A cat.")],
     ),
     "row of a table": (
         {
             "messages": [
-                user({"type": "image", "text": None, "path": "1.png"}, {"type": "text", "text": "What?", "path": None}),
+                asks({"type": "image", "text": None, "path": "1.png"}, {"type": "text", "text": "What?", "path": None}),
                 says("It.") | {"tool_calls": None},
             ]
         },
-        [user(image("1.png"), "What?"), says("It.")],
+        [asks(image("1.png"), "What?"), says("It.")],
     ),
     "placeholders and lists": (
         {
@@ -129,28 +114,32 @@ CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             "images": ["1.png"],
             "videos": ["a.mp4"],
         },
-        [user(image("1.png"), video("a.mp4"), "What?"), says("It.")],
+        [asks(image("1.png"), video("a.mp4"), "What?"), says("It.")],
     ),
     "parts without a path": (
-        {"messages": [user({"type": "image"}, "What?"), says("It.")], "images": [{"path": "1.png"}]},
-        [user(image("1.png"), "What?"), says("It.")],
+        {"messages": [asks({"type": "image"}, "What?"), says("It.")], "images": [{"path": "1.png"}]},
+        [asks(image("1.png"), "What?"), says("It.")],
     ),
     "Video-MME": (
         VIDEO_MME,
         [
-            user(video("video-id:fFjv93ACGo8"), "How many doors open?\nA. One.\nB. Two.\nC. Three.\nD. Four." + PROMPT),
+            asks(video("video-id:fFjv93ACGo8"), "How many doors open?\nA. One.\nB. Two.\nC. Three.\nD. Four." + PROMPT),
             says("C"),
         ],
     ),
     "LongVideoBench": (
         LONG_VIDEO_BENCH,
-        [user(video("86CxyhFV9MI.mp4"), "What is red?\nA. the door\nB. the lamp" + PROMPT), says("B")],
+        [asks(video("86CxyhFV9MI.mp4"), "What is red?\nA. the door\nB. the lamp" + PROMPT), says("B")],
     ),
-    "MVBench": (MV_BENCH, [user(video("a.webm"), "Which one?\nA. a cup\nB. a box" + PROMPT), says("B")]),
+    "MVBench": (MV_BENCH, [asks(video("a.webm"), "Which one?\nA. a cup\nB. a box" + PROMPT), says("B")]),
     "question and answer": (
-        {"image": "1.png", "question": "What?", "answer": "It."}, [user(image("1.png"), "What?"), says("It.")],
+        {"image": "1.png", "question": "What?", "answer": "It."}, [asks(image("1.png"), "What?"), says("It.")],
     ),
-    "caption": ({"image": "1.png", "text": "A cat."}, [user(image("1.png"), "Describe the image."), says("A cat.")]),
+    "a row of a folder": (
+        {"file_name": "a.mp4", "first_file_names": ["1.png", "2.png"], "question": "What?", "answer": "It."},
+        [asks(image("1.png"), image("2.png"), video("a.mp4"), "What?"), says("It.")],
+    ),
+    "caption": ({"image": "1.png", "text": "A cat."}, [asks(image("1.png"), "Describe the image."), says("A cat.")]),
 }  # fmt: skip
 
 
@@ -163,7 +152,7 @@ def test_record_becomes_a_chat(name: str) -> None:
 
 
 def test_own_chats_are_unchanged() -> None:
-    record = {"messages": [user(video("a.mp4", num_frames=3), "What?"), says("It.")], "id": 17}
+    record = {"messages": [asks(video("a.mp4", num_frames=3), "What?"), says("It.")], "id": 17}
     assert to_chat(record) == record
 
 
@@ -219,13 +208,18 @@ def test_choices_have_texts_letters_and_categories() -> None:
     assert read_choice({"question": "x", "options": ["one", "two"]}).answer is None
 
 
-def test_elements_of_a_json_list_have_their_numbers(tmp_path: Path) -> None:
+def test_elements_of_a_json_list_have_their_numbers_and_lines_theirs(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps([llava("x", "y"), {"b": "]"}, 3], indent=2))
     records = open_records(tmp_path / "a.json")
     assert len(records) == 3 and [records.record(i) for i in range(3)] == [llava("x", "y"), {"b": "]"}, 3]
     assert [records.place(i) for i in (0, 2)] == [f"{tmp_path / 'a.json'}, record {number}" for number in (1, 3)]
     (tmp_path / "dataset_infos.json").write_text("{}")
     assert open_records(tmp_path).place(0) == records.place(0)
+    (tmp_path / "a.data").write_bytes(b'{"a": 1}\n\x1f\x8b\n')
+    lines = open_records(tmp_path / "a.data")
+    assert (lines.record(0), lines.place(1)) == ({"a": 1}, f"{tmp_path / 'a.data'}:2")
+    with pytest.raises(DataError, match="^not JSON"):
+        lines.record(1)
     (tmp_path / "a.json").write_text('\ufeff[{"a": 1}]')
     assert open_records(tmp_path / "a.json").record(0) == {"a": 1}
     for text, message in (
@@ -243,8 +237,6 @@ def test_elements_of_a_json_list_have_their_numbers(tmp_path: Path) -> None:
         ({"a.jsonl": "{}", "b.json": "[1]"}, ".", r"it has several data sets; give one of them: .*a.jsonl, .*b.json"),
         ({"readme.txt": "x"}, ".", r"no data set was found there \(found: readme.txt\); expected JSONL, a JSON list"),
         ({"cats/1.png": "x"}, ".", r"it has media such as 1.png but no texts; add metadata.jsonl"),
-        ({"a.bin": "hello"}, "a.bin", r"a.bin: it is a file that begins with b'hello', which cannot be read; expected"),
-        ({"a.jsonl.gz": "\x1f\x8b"}, "a.jsonl.gz", "it is a gzip file"),
         ({"dataset_dict.json": '{"splits": ["train", "test"]}'}, ".", "several splits; give one of them: .*/train, "),
         ({"data/test-0.parquet": "", "data/train-0.parquet": ""}, ".", "several splits or subsets; give one of them: "),
         ({"s-000.tar": "x"}, "s-{000..002}.tar", "2 of 3 files are missing, first .*s-001.tar"),
@@ -252,14 +244,10 @@ def test_elements_of_a_json_list_have_their_numbers(tmp_path: Path) -> None:
         (
             {"a.jsonl": "{}", "b.jsonl": "{}"},
             "*.jsonl",
-            "2 json files; only parquet, arrow and tar data may consist of several",
-        ),
-        (
-            {"a.json": '{\n"data": [1]\n}'},
-            "a.json",
-            "a.json: contains a single JSON object; expected a list of records",
+            "2 .jsonl files; only parquet, arrow and tar data may have several",
         ),
         ({"a.jsonl": "{}"}, "b.jsonl", r"cannot be read \(No such file or directory\); expected JSONL"),
+        ({"a.jsonl": "{}", "b.csv": "x"}, "*.*", r"matches files of several kinds \(.csv, .jsonl\)"),
     ],
 )
 def test_what_cannot_be_opened_is_named(tmp_path: Path, files: dict[str, str], name: str, message: str) -> None:

@@ -1,5 +1,6 @@
 """Layer: pure Python. Which frames of a video are used: what may be stated, and which statement applies."""
 
+import math
 from typing import Any
 
 import pytest
@@ -38,8 +39,11 @@ def test_unknown_keys_and_nulls_are_not_statements() -> None:
     [
         ({"fps": "2"}, "fps: '2' is not allowed; give a number above 0"),
         ({"fps": float("nan")}, "fps: nan is not allowed"),
+        ({"fps": math.inf}, "fps: inf is not allowed; give a number above 0"),
+        ({"fps": 0}, "fps: 0 is not allowed"),
         ({"num_frames": 2.5}, "num_frames: 2.5 is not allowed; give a whole number above 0"),
         ({"max_frames": True}, "max_frames: True is not allowed"),
+        ({"start": "soon"}, "start: 'soon' is not allowed"),
         ({"start": -1}, "start: -1 is not allowed; give a number of seconds, 0 or more"),
         ({"fps": 1, "num_frames": 3}, "fps: 1, but num_frames is 3; give one of them"),
         ({"start": 3, "end": 3}, "end: 3 is not after the start of the clip, 3; give a later time"),

@@ -1,6 +1,5 @@
 """Layer: one process, real files. Frames of a store are those of the video; unusable stores are refused."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,27 +7,19 @@ import pytest
 import torch
 from clips import write_clip
 
+from chats import chat, video, write_rows
 from mllm_seqpar.cli.check_data import check
 from mllm_seqpar.data import ChatDataset, VideoSource, sources
-from mllm_seqpar.data.frame_store import FrameStore, FrameStoreError
-from mllm_seqpar.data.tower_store import source_key
-from mllm_seqpar.errors import ConfigError, VideoError
-
-
-def write_rows(path: Path, *clips: Path) -> Path:
-    rows = []
-    for clip in clips:
-        content = [{"type": "video", "path": str(clip)}, {"type": "text", "text": "What?"}]
-        rows.append({"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "x"}]})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+from mllm_seqpar.data.feature_store import source_key
+from mllm_seqpar.data.frame_store import FrameStore
+from mllm_seqpar.errors import ConfigError, DataError, VideoError
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     """A data set of two videos, one of them rotated."""
     clips = write_clip(tmp_path / "a.mp4"), write_clip(tmp_path / "b.mp4", rotation=90)
-    return write_rows(tmp_path / "data.jsonl", *clips)
+    return write_rows(tmp_path / "data.jsonl", [chat(video(clip), "What?") for clip in clips])
 
 
 @pytest.fixture
@@ -70,7 +61,7 @@ def test_any_range_of_a_lossless_store_is_that_of_the_video_and_decodes_nothing(
 def test_videos_are_found_by_content_and_data_sets_read_them(data: Path, store: Path) -> None:
     (data.parent / "a.mp4").rename(data.parent / "moved.mp4")
     assert opened(data, "moved.mp4", store).stored is not None
-    moved = write_rows(data, data.parent / "moved.mp4")
+    moved = write_rows(data, [chat(video(data.parent / "moved.mp4"))])
     (source,) = ChatDataset(moved, None, fps=10, frame_store=store)[0].sources
     assert isinstance(source, VideoSource) and source.stored is not None
 
@@ -105,11 +96,11 @@ def test_a_run_that_stopped_is_refused_and_resumed(
 
     with monkeypatch.context() as patch:
         patch.setattr(FrameStore, "write", full)
-        with pytest.raises(FrameStoreError, match="cannot be written .No space left on device.; free some space"):
+        with pytest.raises(DataError, match="cannot be written .No space left on device.; free some space"):
             check(argv)
     (kept,) = store.rglob("*.frames")
     assert not list(store.rglob("*.tmp"))
-    with pytest.raises(FrameStoreError, match="is incomplete, because the run that writes it has not finished"):
+    with pytest.raises(DataError, match="is incomplete, because the run that writes it has not finished"):
         ChatDataset(data, None, fps=10, frame_store=store)
     before = kept.stat().st_mtime_ns
     assert check(argv) == 0 and kept.stat().st_mtime_ns == before and len(list(store.rglob("*.frames"))) == 2
@@ -118,14 +109,12 @@ def test_a_run_that_stopped_is_refused_and_resumed(
 
 
 def test_a_store_without_these_frames_is_refused(data: Path, store: Path, tmp_path: Path) -> None:
-    with pytest.raises(FrameStoreError, match=r"not have the 12 frames .*, but others \(24 from 0.00 to 2.30 s\)"):
+    with pytest.raises(DataError, match=r"not have the 12 frames .*, but others \(24 from 0.00 to 2.30 s\)"):
         opened(data, "a.mp4", store, fps=5)
     other = write_clip(tmp_path / "c.mp4", frames=30)
-    with pytest.raises(FrameStoreError, match=r"does not have the 12 frames from 0.00 to 1.10 s of .*c.mp4; run"):
+    with pytest.raises(DataError, match=r"does not have the 12 frames from 0.00 to 1.10 s of .*c.mp4; run"):
         VideoSource.open(other, fps=10, frame_store=store)
-    with pytest.raises(
-        FrameStoreError, match=r"no frame store \(frames.json is missing\); run `mllm-seqpar check-data"
-    ):
+    with pytest.raises(DataError, match=r"no frame store \(frames.json is missing\); run `mllm-seqpar check-data"):
         opened(data, "a.mp4", tmp_path / "nothing")
 
 
@@ -133,29 +122,27 @@ def test_a_damaged_store_is_refused(data: Path, store: Path) -> None:
     path = opened(data, "a.mp4", store).stored.path  # type: ignore[union-attr]
     content = path.read_bytes()
     path.write_bytes(content[:-1])
-    with pytest.raises(FrameStoreError, match=r"damaged .* does not have the bytes of 24 frames"):
+    with pytest.raises(DataError, match=r"damaged .* does not have the bytes of 24 frames"):
         opened(data, "a.mp4", store)
     path.write_bytes(content[: 7 * 9216] + bytes([content[7 * 9216] ^ 1]) + content[7 * 9216 + 1 :])
-    with pytest.raises(
-        FrameStoreError, match=r"damaged \(frame 7 does not have the checksum .* delete the file, and run"
-    ):
+    with pytest.raises(DataError, match=r"damaged \(frame 7 does not have the checksum .* delete the file, and run"):
         list(opened(data, "a.mp4", store).read(4, 9))
     path.unlink()
-    with pytest.raises(FrameStoreError, match="No such file"):
+    with pytest.raises(DataError, match="No such file"):
         opened(data, "a.mp4", store)
     assert check([str(data), "--store", str(store), "--fps", "10"]) == 0 and path.read_bytes() == content
     path.with_suffix(".json").write_text("{")
-    with pytest.raises(FrameStoreError, match="damaged"):
+    with pytest.raises(DataError, match="damaged"):
         opened(data, "a.mp4", store)
     (store / "frames.json").write_text("[]")
-    with pytest.raises(FrameStoreError, match="not an index of a frame store"):
+    with pytest.raises(DataError, match="not an index of a frame store"):
         opened(data, "a.mp4", store)
 
 
 def test_a_broken_video_is_broken_in_the_store_too(tmp_path: Path) -> None:
     clip = write_clip(tmp_path / "cut.mp4", container={"movflags": "faststart"})
     clip.write_bytes(clip.read_bytes()[: clip.stat().st_size // 2])
-    data, store = write_rows(tmp_path / "data.jsonl", clip), tmp_path / "store"
+    data, store = write_rows(tmp_path / "data.jsonl", [chat(video(clip))]), tmp_path / "store"
     assert check([str(data), "--store", str(store), "--fps", "10"]) == 1
     with pytest.raises(VideoError, match="cannot be decoded"):
         ChatDataset(data, None, fps=10, frame_store=store)[0]
@@ -172,6 +159,6 @@ def test_a_broken_video_is_broken_in_the_store_too(tmp_path: Path) -> None:
     ],
 )
 def test_options_of_a_store_are_checked(data: Path, store: Path, options: list[str], message: str) -> None:
-    with pytest.raises((ConfigError, FrameStoreError), match=message):
+    with pytest.raises((ConfigError, DataError), match=message):
         check([str(data), *[str(store) if option == "DIR" else option for option in options]])
     FrameStore.open(store)  # still complete

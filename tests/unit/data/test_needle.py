@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from chats import write_rows
 from mllm_seqpar.data import ChatDataset, VideoSource, probe
 from mllm_seqpar.data.needle import COLOURS, QUESTION, make_needle_videos, make_tokenizer
 from mllm_seqpar.errors import ConfigError
@@ -45,7 +46,7 @@ def test_same_seed_gives_same_videos(tmp_path: Path) -> None:
 
 def test_chat_file_asks_about_each_video(tmp_path: Path) -> None:
     videos = make_needle_videos(tmp_path / "videos", 4, frames=(3, 6))
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(video.sample(tmp_path)) + "\n" for video in videos))
+    write_rows(tmp_path / "train.jsonl", [video.sample(tmp_path) for video in videos])
     first = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])
     assert first["messages"][0]["content"][0]["path"] == "videos/00000.mp4"
     processor = MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=32), make_tokenizer())

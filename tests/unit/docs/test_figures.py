@@ -21,7 +21,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "docs"))
     yield importlib.import_module("figures")
-    for name in ("figures", "figure_data", "sent"):
+    for name in ("figures", "sent"):
         sys.modules.pop(name, None)
 
 

@@ -13,11 +13,10 @@ from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
 from mllm_seqpar.comm.agreement import attempt, is_reported_by_rank_0
 from mllm_seqpar.errors import AgreementError, ConfigError, DataError, VideoError
 from mllm_seqpar.inference import engine
-from mllm_seqpar.inference.answer_file import AnswerFile
 from mllm_seqpar.inference.arguments import parse
 from mllm_seqpar.inference.ask import ask
 from mllm_seqpar.inference.conversation import Conversation
-from mllm_seqpar.inference.data_set import Answerer, answer_data_set
+from mllm_seqpar.inference.data_set import Answerer, AnswerFile, answer_data_set
 
 pytestmark = pytest.mark.usefixtures("load_one_model_at_a_time")
 CPU = torch.device("cpu")

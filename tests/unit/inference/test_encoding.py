@@ -15,7 +15,7 @@ from mllm_seqpar.comm.agreement import attempt
 from mllm_seqpar.data import FrameSource, chat_family
 from mllm_seqpar.errors import AgreementError, ConfigError, VideoError
 from mllm_seqpar.inference import EncodedVideo, encode_video, encoding
-from mllm_seqpar.inference.rank_groups import tried
+from mllm_seqpar.inference.engine import tried
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.sharding import FrameShard, frame_spans, in_frame_order
 from tiny_models.mplug_owl3 import IMAGE_SIZE, TOKENS_PER_FRAME, tiny_model, tiny_tokenizer

@@ -22,9 +22,16 @@ from mllm_seqpar.inference import (
     evidence_page,
     load_for_inference,
 )
-from mllm_seqpar.inference.evidence import FrameTime, Moment, clock, evidence_of, find_moments, frame_times
+from mllm_seqpar.inference.evidence import (
+    FrameAttention,
+    FrameTime,
+    Moment,
+    clock,
+    evidence_of,
+    find_moments,
+    frame_times,
+)
 from mllm_seqpar.inference.evidence_page import write_evidence_page
-from mllm_seqpar.inference.frame_attention import FrameAttention
 from mllm_seqpar.models.loading import load_processor
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked=1'>&amp;\u2028"

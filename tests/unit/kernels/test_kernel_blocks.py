@@ -9,8 +9,8 @@ import torch
 from kernel_cases import KINDS, Block, Results, block, dense, kernel_for, on_every_kernel, sizes_of_terms
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from memory_meters import Peak
 from mllm_seqpar.kernels.base import BlockKernel, merge, merge_
 from mllm_seqpar.kernels.blocked_matmul import BlockedMatmulKernel
 from tolerances import AGAINST_ONE_DEVICE, AGAINST_ONE_DEVICE_FLOAT32_PARTIALS, EXACT, drift, relative_error
@@ -50,20 +50,6 @@ def check(found: Results, b: Block) -> None:
     assert relative_error(found.lse[~hidden], exact.lse[~hidden], terms["lse"]) <= min(bound, 1e-3)
     for name, value, right in zip(Results._fields, found, exact, strict=True):
         assert name == "lse" or (value.isfinite().all() and relative_error(value, right, terms[name]) <= bound), name
-
-
-class LargestTensor(TorchDispatchMode):
-    """Record the bytes of the largest tensor that any operator returns."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        inputs = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
-        for x in result if isinstance(result, tuple) else (result,):
-            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in inputs:
-                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
-        return result
 
 
 @on_every_kernel
@@ -153,14 +139,14 @@ def test_inputs_may_be_views(name, device, kind):
 def test_large_tensors_are_never_allocated_as_a_whole(name, kind):
     """1,024 rows x 1,024 keys x 8 heads are 32 MiB of scores; a chunk, and what is returned, are far less."""
     b = block(batch=1, heads=8, groups=2, rows=1024, **{**KINDS[kind], "keys": 1024})
-    with LargestTensor() as largest:
+    with Peak(b.q, b.k, b.v, b.do) as found:
         run(kernel_for(name, b), b)
-    assert largest.bytes <= 4 * (1 << 20)
+    assert found.largest <= 4 * (1 << 20)
     if (name, kind) == ("torch_cpu", "plain"):  # long keys are converted to float32 in chunks
         b = block(batch=1, heads=2, groups=2, rows=4, keys=20_000, dim=64, dtype=torch.bfloat16)
-        with LargestTensor() as largest:
+        with Peak(b.q, b.k, b.v) as found:
             kernel_for(name, b).forward(b.q, b.k, b.v, **b.options)
-        assert largest.bytes <= 4 * b.k[:, :, :8192].numel()
+        assert found.largest <= 4 * b.k[:, :, :8192].numel()
 
 
 @on_every_kernel

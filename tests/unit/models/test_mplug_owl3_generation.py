@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, StaticCache
 
 from mllm_seqpar import FrameShard, frame_range, patch_model
+from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.models.mplug_owl3.visual_inputs import visual_cache
@@ -183,36 +184,36 @@ def test_conversation_continues_with_its_cache(gate: str | None) -> None:
     longer = torch.cat([first.sequences, torch.tensor([[5, 6, 7, 8]])], dim=1)
     expected = generate(model, longer, pixel_values=frames, use_cache=False)
     for again in ({"pixel_values": frames}, {}):
-        cache = copy.deepcopy(first.past_key_values)
-        assert torch.equal(generate(model, longer, past_key_values=cache, **again), expected)
+        cache = copy.deepcopy(cache_of(first))
+        assert torch.equal(generate(model, longer, **cache_argument(cache), **again), expected)
 
 
 @pytest.mark.parametrize("gate", GATES)
 def test_frames_may_follow_cached_text(gate: str | None) -> None:
     model, ids, frames = tiny_model(gate), tiny_text(0, seed=4), tiny_frames(2)
-    cache = model(ids).past_key_values
+    cache = cache_of(model(ids))
     for more, pixels in ((tiny_text(2, seed=5), frames), (tiny_text(0, length=3, seed=6), None)):
         ids = torch.cat([ids, more], dim=1)
         whole = model(ids, frames).logits[:, -more.shape[1] :]
-        assert (model(more, pixels, past_key_values=cache).logits - whole).abs().max() < 1e-4
+        assert (model(more, pixels, **cache_argument(cache)).logits - whole).abs().max() < 1e-4
 
 
 def test_new_frames_for_a_cache_with_frames_are_refused() -> None:
     model, ids = tiny_model("per_head"), tiny_text(3)
-    cache = model(ids, tiny_frames(3)).past_key_values
+    cache = cache_of(model(ids, tiny_frames(3)))
     with pytest.raises(ShapeError, match="1 frames were passed with a cache that holds 3"):
-        model(tiny_text(1), tiny_frames(1), past_key_values=cache)
+        model(tiny_text(1), tiny_frames(1), **cache_argument(cache))
     with pytest.raises(ShapeError, match="the cache holds 3 frames and 4 were passed"):
-        generate(model, torch.cat([ids, tiny_text(1)], dim=1), pixel_values=tiny_frames(4), past_key_values=cache)
+        generate(model, torch.cat([ids, tiny_text(1)], dim=1), pixel_values=tiny_frames(4), **cache_argument(cache))
 
 
 def test_reset_cache_has_no_frames() -> None:
     model, text = tiny_model("vector"), tiny_text(0, seed=9)
     cache = StaticCache(config=model.config, max_cache_len=20)
-    model(tiny_text(3), tiny_frames(3), past_key_values=cache)
+    model(tiny_text(3), tiny_frames(3), **cache_argument(cache))
     assert visual_cache(cache) is not None
     cache.reset()
-    assert (model(text, past_key_values=cache).logits - model(text).logits).abs().max() < 1e-4
+    assert (model(text, **cache_argument(cache)).logits - model(text).logits).abs().max() < 1e-4
     assert visual_cache(cache) is None
 
 

@@ -17,7 +17,7 @@ from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.models.mplug_owl3.chat import image_text
 from mllm_seqpar.models.mplug_owl3.image_processing import best_grid
-from tiny_models.mplug_owl3 import GATES, write_published_tokenizer
+from tiny_models.mplug_owl3 import GATES
 
 LAYER = "language_model.model.layers.0.self_attn."
 GATE_NAMES = {"per_head": ["gate_proj.0.weight", "gate_proj.0.bias"], "vector": ["gate"], None: []}
@@ -41,6 +41,31 @@ def options(processor: Any) -> tuple:
 
 def tiny(tokenizer: Any, *options: Any) -> MPlugOwl3Processor:
     return MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=28), tokenizer, *options)
+
+
+def write_published_tokenizer(folder: Path) -> None:
+    """Write a small tokenizer in the published form: Qwen2's byte pairs, no token for `<|image|>`.
+
+    As in Qwen2's merges, `>` merges with a line break after it and `<` with a space before it.
+    """
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    characters = [chr(byte) for byte in plain] + [chr(256 + number) for number in range(len(others))]
+    merges = ["> Ċ", "Ġ <", "i m", "im a", "ima g", "imag e", "Ċ Ċ"]
+    words = characters + [merge.replace(" ", "") for merge in merges]
+    marks = {number: mark for number, mark in enumerate(("<|endoftext|>", "<|im_start|>", "<|im_end|>"), len(words))}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(words)}))
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
+    token = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    settings = {
+        "added_tokens_decoder": {str(number): token | {"content": mark} for number, mark in marks.items()},
+        "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
+        "eos_token": "<|endoftext|>",
+        "pad_token": "<|endoftext|>",
+        "tokenizer_class": "Qwen2Tokenizer",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 @pytest.fixture(scope="module")

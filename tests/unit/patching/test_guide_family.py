@@ -28,6 +28,7 @@ from mllm_seqpar.families import family_specs
 from mllm_seqpar.inference import Sampling
 from mllm_seqpar.inference.conversation import Conversation
 from mllm_seqpar.models.loading import load_model, load_processor
+from mllm_seqpar.patches import sizes
 from mllm_seqpar.patching import registry
 from mllm_seqpar.planner.model_sizes import read_model
 from tiny_models.idefics import Case
@@ -111,8 +112,8 @@ def test_planner_takes_the_sizes_of_an_external_family(family: Any, tmp_path: Pa
 def test_index_states_the_model_types_of_the_classes() -> None:
     """Planning reads the index, because it imports no class."""
     for spec in family_specs():
-        assert spec.load().model_types == spec.model_types != (), spec.folder
-        assert spec.load().model_sizes.__module__ == f"mllm_seqpar.patches.{spec.folder}.sizes"
+        assert spec.load().model_types == spec.model_types != (), spec.name
+        assert spec.load().model_sizes is getattr(sizes, spec.name)
 
 
 def test_class_with_instance_methods_is_no_adapter() -> None:

@@ -1,5 +1,6 @@
 """Layer: pure Python. Costs of calls against closed formulas, their bytes, and the strategy selected by them."""
 
+import functools
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from mllm_seqpar.planner import (
     overlap_ratios_by_rates,
     select_strategy,
 )
-from mllm_seqpar.planner.candidates import candidate_specs, problem_between_groups, symmetry_period
+from mllm_seqpar.planner.call_cost import candidate_specs, problem_between_groups, symmetry_period
 from mllm_seqpar.schedules.bytes_sent import (
     Problem,
     lv_xattn_bytes,
@@ -57,60 +58,43 @@ def test_short_computation_exposes_all_bytes(backward: bool) -> None:
     assert two_nodes.seconds == pytest.approx(10 * lv.seconds, rel=0.15)
 
 
-@PASSES
-@pytest.mark.parametrize("keys", [(4096,) * 6, (300, 300, 200, 200, 0, 100)], ids=["even", "uneven"])
-def test_bytes_of_every_rank_match_the_formulas(keys: tuple[int, ...], backward: bool) -> None:
-    problem = Problem(rows=10, keys=keys, heads=6, kv_heads=3, dim=8, batch=2, key_batch=2)
-    cluster = with_(gpus_per_node=2)
-    shapes = {lv_xattn_bytes: ParallelSpec("lv-xattn", (6, 1)), ring_bytes: ParallelSpec("ring", (1, 6))}
-    for formula, spec in shapes.items():
-        found = call_cost(problem, spec, cluster, backward=backward).timeline
-        for rank in range(6):
-            one = found.by_rank[rank % found.period]
-            sent = one.node_bytes + one.network_bytes
-            assert sent == sum(formula(replace(problem, rank=rank), backward=backward).values())
-        # only the last rank of a node sends to another node
-        assert [bool(one.network_bytes) for one in found.by_rank[:2]] == [False, True]
+SIX = Problem(rows=10, keys=(4096,) * 6, heads=6, kv_heads=3, dim=8, batch=2, key_batch=2)
+UNEVEN = replace(SIX, keys=(300, 300, 200, 200, 0, 100))
+ROUNDED = replace(EVEN, direct_element=2, kv_heads=1)
+PRUNED = Problem(rows=10, keys=(100,) * 3, heads=2, kv_heads=1, dim=8)
+SEEN = [[10, 4, 0], [10, 10, 3], [0, 2, 10]]
+DIRECT = ParallelSpec("lv-xattn", (8, 1), all_pairs=True)
+MESHES = [((2, 4), mesh_bytes), ((4, 1), ulysses_bytes), ((2, 2), ulysses_bytes), ((1, 2), ulysses_bytes)]
+MESHES.append(((1, 1), ulysses_bytes))
+BYTES = {
+    "lv-xattn": (SIX, ParallelSpec("lv-xattn", (6, 1)), lv_xattn_bytes),
+    "lv-xattn, uneven": (UNEVEN, ParallelSpec("lv-xattn", (6, 1)), lv_xattn_bytes),
+    "ring": (SIX, ParallelSpec("ring", (1, 6)), ring_bytes),
+    "ring, uneven": (UNEVEN, ParallelSpec("ring", (1, 6)), ring_bytes),
+    "pruned": (PRUNED, ParallelSpec("lv-xattn", (3, 1)), functools.partial(lv_xattn_bytes, visible_rows=SEEN)),
+    "all pairs": (EVEN, DIRECT, functools.partial(lv_xattn_bytes, direct=True)),
+    "all pairs, rounded": (replace(EVEN, direct_element=2), DIRECT, functools.partial(lv_xattn_bytes, direct=True)),
+} | {
+    f"{shape}, {case.direct_element}": (
+        case,
+        ParallelSpec("mesh" if formula is mesh_bytes else "ulysses", shape, 8 // (shape[0] * shape[1])),
+        functools.partial(formula, mesh_shape=shape),
+    )
+    for case in (EVEN, ROUNDED)
+    for shape, formula in MESHES
+}
 
 
 @PASSES
-def test_pruned_mask_reduces_bytes_as_in_the_formula(backward: bool) -> None:
-    seen = [[10, 4, 0], [10, 10, 3], [0, 2, 10]]
-    problem = Problem(rows=10, keys=(100,) * 3, heads=2, kv_heads=1, dim=8)
-    spec = ParallelSpec("lv-xattn", (3, 1))
-    found = call_cost(problem, spec, ONE_NODE, backward=backward, visible_rows=seen).timeline
-    for rank in range(3):
-        sent = lv_xattn_bytes(replace(problem, rank=rank), backward=backward, visible_rows=seen)
-        assert found.by_rank[rank].node_bytes == sum(sent.values())
-
-
-@PASSES
-@pytest.mark.parametrize("direct_element", [None, 2])
-def test_bytes_among_all_pairs_match_the_formula(direct_element: int | None, backward: bool) -> None:
-    problem, spec = replace(EVEN, direct_element=direct_element), ParallelSpec("lv-xattn", (8, 1), all_pairs=True)
-    found = call_cost(problem, spec, ONE_NODE, backward=backward)
-    assert found.node_bytes == sum(lv_xattn_bytes(problem, backward=backward, direct=True).values())
-    ring = call_cost(problem, LV, ONE_NODE, backward=backward).node_bytes
-    assert found.node_bytes == ring if direct_element is None else found.node_bytes < 0.8 * ring
-
-
-@PASSES
-@pytest.mark.parametrize("mesh_shape", [(2, 4), (1, 1), (2, 2), (4, 1), (1, 2)])
-def test_bytes_of_rounded_results_match_the_formulas(mesh_shape: tuple[int, int], backward: bool) -> None:
-    problem = replace(EVEN, direct_element=2, kv_heads=1)
-    degree = 8 // (mesh_shape[0] * mesh_shape[1])
-    name, formula = ("ulysses", ulysses_bytes) if degree > 1 else ("mesh", mesh_bytes)
-    found = call_cost(problem, ParallelSpec(name, mesh_shape, degree), ONE_NODE, backward=backward)
-    assert found.node_bytes == sum(formula(problem, mesh_shape, backward=backward).values())
-
-
-@PASSES
-@pytest.mark.parametrize("mesh_shape", [(2, 4), (1, 1), (2, 2), (4, 1)])
-def test_bytes_of_meshes_and_hybrids_match_the_formulas(mesh_shape: tuple[int, int], backward: bool) -> None:
-    degree = 8 // (mesh_shape[0] * mesh_shape[1])
-    name, formula = ("ulysses", ulysses_bytes) if degree > 1 else ("mesh", mesh_bytes)
-    found = call_cost(EVEN, ParallelSpec(name, mesh_shape, degree), ONE_NODE, backward=backward)
-    assert found.node_bytes == sum(formula(EVEN, mesh_shape, backward=backward).values())
+@pytest.mark.parametrize("case", BYTES)
+def test_bytes_of_every_rank_match_the_formulas(case: str, backward: bool) -> None:
+    problem, spec, formula = BYTES[case]
+    rows = SEEN if problem is PRUNED else None
+    found = call_cost(problem, spec, ONE_NODE, backward=backward, visible_rows=rows)
+    around = found.node_bytes - found.timeline.most("node_bytes")  # collectives before and after the schedule
+    for rank in range(problem.ranks):
+        sent = found.timeline.by_rank[rank % found.timeline.period].node_bytes + around
+        assert sent == sum(formula(replace(problem, rank=rank), backward=backward).values())
     assert found.network_bytes == 0
 
 

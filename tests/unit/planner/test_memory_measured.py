@@ -1,31 +1,46 @@
-"""Layer: one process. The planner's memory formulas against what autograd saves of real modules.
+"""Layer: one process, loopback ranks. The planner's memory formulas against real modules and calls.
 
-The K and V of whole models of the other families are compared in the tests of the memory benchmark.
+Compared are the bytes that autograd saves, that a frozen tower allocates, of the cache and the transfers of an answer,
+and of the receive buffers that calls leave allocated. The K and V of whole models of the other families are compared in
+the tests of the memory benchmark.
 """
 
 import sys
 import types
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
+from clusters import ROUND
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import Qwen2_5_VLForConditionalGeneration, Qwen3VLForConditionalGeneration
 
+from attention_cases import Case, problem, run_case
+from family_cases import QWENS
+from family_harness import on_ranks, settings
 from memory_meters import Peak, saved
 from mllm_seqpar import patch_model
-from mllm_seqpar.patches.mplug_owl3.sizes import model_sizes
+from mllm_seqpar._compat import cache_of
+from mllm_seqpar.patches import sizes as family_sizes
+from mllm_seqpar.patches.sizes import mplug_owl3 as model_sizes
 from mllm_seqpar.planner import ParallelSpec
 from mllm_seqpar.planner.memory import (
+    buffer_bytes,
     frozen_tower_memory,
     peak_memory,
     pixels_on_device,
+    receive_buffers,
     saved_before_features,
     saved_for_backward,
 )
 from mllm_seqpar.planner.model_sizes import CrossAttentionSizes, ModelSizes, ResamplerSizes, TextSizes, VisionSizes
+from mllm_seqpar.planner.plan import make_plan
 from mllm_seqpar.planner.workload import Workload
 from mllm_seqpar.runtime.visual_features import KVProjection
+from mllm_seqpar.runtime.visual_tokens import LABEL
+from nccl_model import NcclCommunicator, run_nccl_model
 from tiny_models.mplug_owl3 import tiny_frames, tiny_model, tiny_text
 
 pytestmark = pytest.mark.rounding
@@ -173,3 +188,154 @@ def sizes_of(keys: int, cross: CrossAttentionSizes | None = None) -> ModelSizes:
         cross=cross or CrossAttentionSizes(visual_dim=32, **attention),
         vision=VisionSizes(width=32, layers=1, heads=2, mlp_inner=8, tokens=24, keys=keys),
     )
+
+
+CLASSES = {"qwen2_5_vl": Qwen2_5_VLForConditionalGeneration, "qwen3_vl": Qwen3VLForConditionalGeneration}
+FAMILIES = pytest.mark.parametrize("family", CLASSES)
+QWEN_TEXT = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 2}
+QWEN_TEXT |= {"head_dim": 32, "num_hidden_layers": 6}
+QWEN_TEXT |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}}
+GRID = (4, 6)
+"""Patches of a temporal patch; four of them are one token."""
+TOKENS, WORDS = 6, 96
+ONE_RING = ParallelSpec("ring", (1, 1))
+
+
+def tiny_qwen(family: str, dtype: torch.dtype) -> tuple[Any, Any, ModelSizes]:
+    """Return the family's module for tests, a model of width 256 with a tower of width 128, and its sizes."""
+    testing = import_module(f"tiny_models.{family}")
+    config = testing.tiny_config(**QWEN_TEXT)
+    for name, value in {"hidden_size": 128, "intermediate_size": 352, "out_hidden_size": 256}.items():
+        setattr(config.vision_config, name, value)
+    model = CLASSES[family](config).to(dtype)
+    sizes = getattr(family_sizes, family)(config.to_dict(), "tiny")
+    return testing, model, sizes.with_frame_tokens(TOKENS)
+
+
+def qwen_workload(sizes: ModelSizes, dtype: torch.dtype, frames: int, text: int, **changes: Any) -> Workload:
+    return Workload(model=sizes, frames=2 * frames, text=text, gpus=1, element=dtype.itemsize, **changes)
+
+
+def saved_by_qwen(
+    family: str, dtype: torch.dtype, frames: int, length: int, trained: str = "language", **options: Any
+) -> int:
+    """Return the bytes that a pass over `length` tokens saves, those of `frames` temporal patches included."""
+    testing, model, _ = tiny_qwen(family, dtype)
+    for name, parameter in model.model.visual.named_parameters():
+        parameter.requires_grad_(trained == "all" or (trained == "no-vision" and "merger" in name))
+    case = testing.Case(frames=(((frames, *GRID),),), length=length)
+    inputs = testing.inputs_of(case, model)
+    inputs["pixel_values_videos"] = inputs["pixel_values_videos"].to(dtype)
+    inputs["labels"] = inputs["input_ids"]
+    # With "auto", one process computes with torch's own attention, which saves less than the block kernels.
+    model = patch_model(model, kernel="torch_cpu", **options).train()
+    return saved(lambda: model(**inputs), *model.parameters())
+
+
+@FAMILIES
+@pytest.mark.parametrize(("dtype", "chunk"), [(torch.float32, None), (torch.bfloat16, 64)])
+def test_qwen_token_saves_as_many_bytes_as_planned(family: str, dtype: torch.dtype, chunk: int | None) -> None:
+    """The difference between two lengths; the norm before the head, once in a model, is not planned."""
+    _, _, sizes = tiny_qwen(family, dtype)
+
+    def planned(text: int) -> int:
+        run = qwen_workload(sizes, dtype, 1, text, trained="language", mlp_chunk_size=chunk)
+        logits = text * WORDS * (dtype.itemsize + 8)
+        return peak_memory(run, ONE_RING)["activations"] - logits + text * 256 * (4 + 2 * dtype.itemsize)
+
+    options = {"mlp_chunk_size": chunk}
+    measured = saved_by_qwen(family, dtype, 1, 256, **options) - saved_by_qwen(family, dtype, 1, 128, **options)
+    assert planned(256) - planned(128) == pytest.approx(measured - 128 * WORDS * 4, rel=0.02)  # logits in float32
+
+
+@FAMILIES
+@pytest.mark.parametrize(
+    ("dtype", "trained", "tolerance"), [(torch.float32, "no-vision", 0.01), (torch.bfloat16, "all", 0.06)]
+)
+def test_qwen_frame_saves_planned_bytes(family: str, dtype: torch.dtype, trained: str, tolerance: float) -> None:
+    """The difference between two numbers of frames in texts of one length; rotary factors are not planned."""
+    _, _, sizes = tiny_qwen(family, dtype)
+
+    def planned(frames: int) -> int:
+        run = qwen_workload(sizes, dtype, frames, 256 - TOKENS * frames, trained=trained)
+        return saved_before_features(run) + peak_memory(run, ONE_RING)["features"]
+
+    measured = saved_by_qwen(family, dtype, 8, 256, trained) - saved_by_qwen(family, dtype, 4, 256, trained)
+    assert planned(8) - planned(4) == pytest.approx(measured, rel=tolerance)
+
+
+@FAMILIES
+@DTYPES
+def test_frozen_qwen_tower_allocates_as_many_bytes_as_planned(family: str, dtype: torch.dtype) -> None:
+    testing, model, sizes = tiny_qwen(family, dtype)
+    tower, patches = model.model.visual, 8 * GRID[0] * GRID[1]
+    pixels = torch.randn(patches, testing.PIXELS if family == "qwen2_5_vl" else 3 * 2 * 4 * 4, dtype=dtype)
+    with torch.no_grad(), Peak(pixels, *tower.parameters()) as peak:
+        tower(pixels, grid_thw=torch.tensor([[8, *GRID]]))
+    run = qwen_workload(sizes, dtype, 8, 1, trained="none")
+    assert frozen_tower_memory(run) == pytest.approx(peak.bytes, rel=0.02)
+
+
+@FAMILIES
+def test_answer_keeps_and_sends_as_many_bytes_as_planned(family: str) -> None:
+    """Two ranks generate 6 tokens after 48 visual ones and text; the first of them comes from the prompt's pass."""
+    frames, length, answer = 8, 96, 6
+    case = replace(QWENS[family], frames=(((frames, *GRID),),), length=length, labels=None)
+
+    def run(model: Any, inputs: dict[str, Any], comm: Any) -> tuple[dict[str, Any], int, dict[str, int]]:
+        options = settings(use_cache=True, return_dict_in_generate=True, max_new_tokens=answer)
+        cache = cache_of(model.generate(**inputs, **options))
+        kept = [x for layer in cache.layers for x in (layer.keys, layer.values) if x is not None]
+        return model.config.to_dict(), sum(x.nbytes for x in kept), dict(comm.bytes.sent)
+
+    ranks = on_ranks(2, family, case.with_options(shard_prompt_from=8), run)
+    sizes = getattr(family_sizes, family)(ranks[0][0], "tiny")
+    prompt = qwen_workload(sizes.with_frame_tokens(TOKENS), torch.float32, frames, length - TOKENS * frames)
+    asked = replace(prompt, gpus=2, trained="none", self_attention="ring", answer=answer)
+    row = make_plan(asked, ROUND).best
+    assert max(kept for _, kept, _ in ranks) == row.memory["cache"]
+    for _, _, sent in ranks:
+        assert sent["o"] == row.parts["decoding"].both.node_bytes * (answer - 1) // answer
+        assert sent["k"] + sent["v"] == row.parts["self-attention"].both.node_bytes
+    moved = sum(sent.get(LABEL, 0) for *_, sent in ranks)
+    assert moved <= 2 * row.parts["vision tower"].both.node_bytes  # on average half of them, by the layout of the text
+
+
+BF16 = {"dtype": torch.bfloat16, "rows": 24, "frames": 12}
+CALLS: dict[str, list[tuple[Case, ParallelSpec]]] = {
+    "lv-xattn": [(Case(op="lv", **BF16), ParallelSpec("lv-xattn", (4, 1)))],
+    "ring": [(Case(op="ring", **BF16), ParallelSpec("ring", (1, 4)))],
+    "mesh": [(Case(op="mesh", tile=(2, 2), **BF16), ParallelSpec("mesh", (2, 2)))],
+    "hybrid": [(Case(op="ulysses", tile=(2, 1), **BF16), ParallelSpec("ulysses", (2, 1), 2))],
+    "ulysses": [(Case(op="ulysses", **BF16), ParallelSpec("ulysses", (1, 1), 4))],
+    "all pairs": [(Case(op="direct", **BF16), ParallelSpec("lv-xattn", (4, 1), all_pairs=True))],
+    "float32 results": [(Case(op="mesh", tile=(2, 2), accumulate=torch.float32, **BF16), ParallelSpec("mesh", (2, 2)))],
+    "float32": [(Case(op="lv", rows=24, frames=12), ParallelSpec("lv-xattn", (4, 1)))],
+    "text and frames": [
+        (Case(op="ring", **BF16), ParallelSpec("ring", (1, 4))),
+        (Case(op="causal", layout="zigzag", **BF16), ParallelSpec("ring", (1, 4))),
+    ],
+    "short text, other heads": [
+        (Case(op="causal", **{**BF16, "rows": 8}), ParallelSpec("ring", (1, 4))),
+        (Case(op="lv", heads=8, **BF16), ParallelSpec("lv-xattn", (4, 1))),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_receive_buffers_take_the_planned_bytes(name: str) -> None:
+    calls = CALLS[name]
+
+    def allocated(comm: NcclCommunicator) -> int:
+        for _ in range(2):
+            for case, _ in calls:
+                run_case(comm, case)
+        return comm.kept.buffers.nbytes
+
+    planned = buffer_bytes(
+        receive_buffers(problem(case, 4, 0), spec, backward=backward)
+        for case, spec in calls
+        for backward in (False, True)
+    )
+    assert run_nccl_model(4, allocated) == [planned] * 4
+    assert planned > 0 or name == "ulysses"

@@ -3,7 +3,7 @@
 import pytest
 from clusters import ROUND, all_bytes, with_
 
-from mllm_seqpar.planner.costs import Cost, all_gather_seconds, all_to_all
+from mllm_seqpar.planner.cluster import Cost, all_gather_seconds, all_to_all
 from mllm_seqpar.planner.simulation import Computation, Phase, SentMessage, Timeline, TimelineSpan, simulate
 
 MB = 1_000_000
@@ -68,8 +68,8 @@ def test_transfer_waits_until_both_ends_have_posted_it() -> None:
     found = simulate(phases, 2, ROUND, record=True)
     assert ends(found) == pytest.approx((3.0, 3.0))
     assert [one.exposed for one in found.by_rank] == pytest.approx([3.0, 1.0])
-    assert found.by_rank[0].spans == (TimelineSpan("wait", 0.0, 3.0, 0), TimelineSpan("transfer", 2.0, 3.0, 0))
-    assert found.by_rank[1].spans == (TimelineSpan("compute", 0.0, 2.0, 0), TimelineSpan("wait", 2.0, 3.0, 1))
+    assert found.by_rank[0].spans == [TimelineSpan("wait", 0.0, 3.0, 0), TimelineSpan("transfer", 2.0, 3.0, 0)]
+    assert found.by_rank[1].spans == [TimelineSpan("compute", 0.0, 2.0, 0), TimelineSpan("wait", 2.0, 3.0, 1)]
     late_sender = [[Phase(work=(Computation(2.0),)), Phase((SentMessage(1, 1000 * MB),))], [Phase((), (0,))]]
     assert ends(simulate(late_sender, 2, ROUND)) == pytest.approx((3.0, 3.0))
 

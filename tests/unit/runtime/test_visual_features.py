@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dense_attention import dense_attention
+from memory_meters import saved
 from mllm_seqpar.attention.joint import attend
 from mllm_seqpar.attention.keys import CallSpec, GivenKeys
 from mllm_seqpar.comm import Communicator, as_communicator
@@ -202,18 +203,12 @@ def saved_per_layer(frames: int, recompute: bool) -> int:
     y = torch.randn(frames, TOKENS, WIDTH, requires_grad=True)
     shared = VisualFeatures(y, torch.zeros(frames, dtype=torch.int64), frames)
     q = torch.randn(1, HEADS, 6, DIM, requires_grad=True)
-    storages: dict[int, int] = {}
 
-    def keep(x: Tensor) -> Tensor:
-        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+    def attention() -> Tensor:
         source = source_of(call_spec(q, (frames * TOKENS,)), shared, module, recompute)
-        o = attend(q, [source], comm=as_communicator(None), scale=1.0)[0]
-    known = {x.untyped_storage().data_ptr() for x in (y, *module.parameters())}
-    assert o.requires_grad
-    return sum(size for pointer, size in storages.items() if pointer not in known)
+        return attend(q, [source], comm=as_communicator(None), scale=1.0)[0]
+
+    return saved(attention, y, *module.parameters())
 
 
 def test_saved_bytes_do_not_grow_with_the_video() -> None:

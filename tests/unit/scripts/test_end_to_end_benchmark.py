@@ -16,13 +16,13 @@ LOCK = threading.Lock()
 @pytest.fixture
 def run(script, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ForwardState, "frame_keys", ForwardState.frame_keys)  # the benchmark wraps it
-    return script("step_run")
+    return script("network_steps")
 
 
 @pytest.fixture
 def small_case(script, run, monkeypatch: pytest.MonkeyPatch):
     """mPLUG-Owl3 with blocks of 4 rows and 1,458 keys; the ranks of a process build it one by one."""
-    made, model = script("step_cases"), script("models").ScaledModel
+    made, model = script("network_steps"), script("models").ScaledModel
     build = model.build
 
     def one_by_one(scaled):
@@ -39,23 +39,23 @@ def small_case(script, run, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_cases_keep_proportions_of_paper(script) -> None:
-    cases = script("step_cases").step_cases
-    for case in cases("steps"):
+    cases = script("network_steps").STEP_SUITES["steps"]()
+    for case in cases:
         row = case.setting.paper
         if row is None:  # the paper's tables of Llama are not in `paper/`
             assert case.setting.name in ("llama", "short-video")
         else:
             assert case.setting.keys == case.setting.rows * row.keys // row.rows
             assert (1 + case.rest) * row.seconds["lv-xattn"] == pytest.approx(row.step_seconds["lv-xattn"])
-    headline = cases("steps")[0].setting.paper
+    headline = cases[0].setting.paper
     assert headline.step_seconds["ring"] / headline.step_seconds["lv-xattn"] == pytest.approx(5.58, abs=0.005)
 
 
 @pytest.mark.slow
 def test_all_modes_take_the_same_step_and_give_rows(run, script, small_case) -> None:
     case = small_case(ranks=2)
-    link = script("network_run").Link
-    rows, others = run_loopback(2, lambda comm: run.StepBenchmark(case, comm).run(2, 0, link()))
+    link = script("network_calls").Link
+    rows, others = run_loopback(2, lambda comm: run.StepBenchmark(case, comm).run(2, link()))
     assert [row["seconds"] for row in rows] == [row["seconds"] for row in others]
     by_mode = {row["mode"]: row for row in rows}
     assert list(by_mode) == ["none", "lv-xattn", "ring", "ring, expanded", "ulysses", "auto"]
@@ -75,7 +75,7 @@ def test_different_loss_stops_the_benchmark(run, script, small_case, monkeypatch
     losses = iter([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.01])
     monkeypatch.setattr(run.Step, "once", lambda *_: (1.0, next(losses), 1.0, 0))
     with pytest.raises(SystemExit, match="loss 1.01; other modes have 1.0"):
-        run.StepBenchmark(small_case(ranks=1), as_communicator(None)).run(1, 0, script("network_run").Link())
+        run.StepBenchmark(small_case(ranks=1), as_communicator(None)).run(1, script("network_calls").Link())
 
 
 def test_step_sleeps_for_the_rest_of_the_papers_step(run, script, small_case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_step_sleeps_for_the_rest_of_the_papers_step(run, script, small_case, mo
     monkeypatch.setattr(run.Step, "once", once)
     monkeypatch.setattr(run.Step, "spec", property(lambda step: step.mode.spec))
     case = small_case(block_s=0.004, ranks=1)
-    row = run.StepBenchmark(case, as_communicator(None)).run(1, 0, script("network_run").Link())[0]
+    row = run.StepBenchmark(case, as_communicator(None)).run(1, script("network_calls").Link())[0]
     cross_s = row["cross_share"] * (0.001 + row["rest_s"])
     assert row["rest_s"] == pytest.approx((1 + case.rest) * cross_s - 0.001) and slept[-1] == row["rest_s"]
     assert case.rest == pytest.approx(5.24 / 1.52 - 1)

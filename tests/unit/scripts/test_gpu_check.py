@@ -45,15 +45,16 @@ def test_rehearsal_passes_every_check(script) -> None:
 @pytest.mark.launch
 @pytest.mark.slow
 def test_failed_part_is_a_row_and_the_others_run(script, monkeypatch) -> None:
-    gpu_check, rows = script("gpu_check"), script("gpu_checks.rows")
+    gpu_check, common = script("gpu_check"), script("gpu_checks.common")
     run_child = gpu_check.run_child
 
     def kernels_only(part: str, *args: object) -> list:
-        return run_child(part, *args) if "kernels" in part else [rows.Row(part, "", "", "", True)]
+        return run_child(part, *args) if "kernels" in part else [common.Row(part, "", "", "", True)]
 
     monkeypatch.setattr(gpu_check, "KERNELS", {"cpu": ["no_such_kernel"]})
     limits = {"kernels": 60.0, "one_gpu": 60.0, "ring": 60.0, "memory": 11.0, "training": 0.0}
-    monkeypatch.setattr(gpu_check, "LIMITS_S", limits)
+    parts = {name: gpu_check.Part("kernels.check_kernel", limit) for name, limit in limits.items()}
+    monkeypatch.setattr(gpu_check, "PARTS", parts)
     monkeypatch.setattr(gpu_check, "run_child", kernels_only)
     found = gpu_check.run_all("cpu")
     assert [row.check for row in found] == ["kernels:no_such_kernel", "one_gpu", "ring", "memory", "training"]
@@ -76,7 +77,8 @@ def test_ranks_notice_a_lost_rank(script, monkeypatch, capsys) -> None:
 def rows_of(rank: int, world: int, part: str) -> list[tuple[str, bool | None, str]]:
     """Return the rows of a part of --ranks on this rank."""
     with mock.patch.object(sys, "path", [*sys.path, str(ROOT / "scripts"), str(ROOT / "scripts" / "bench")]):
-        check = importlib.import_module(f"gpu_checks.{part}").check
+        gpu_check = importlib.import_module("gpu_check")
+        check = gpu_check.check_of(gpu_check.RANKS_PARTS[part])
         return [(row.check, row.ok, row.found) for row in check(as_communicator(), torch.device("cpu"))]
 
 
@@ -98,38 +100,38 @@ def test_checks_of_several_ranks_pass_over_gloo(part: str, size: int, checks: li
 
 @pytest.mark.slow
 def test_all_algorithms_of_the_rank_checks_run_on_four_ranks(script) -> None:
-    ranks_attention = script("gpu_checks.ranks_attention")
-    rows = run_loopback(4, lambda comm: list(ranks_attention.check(comm, torch.device("cpu"))))[0]
+    attention = script("gpu_checks.attention")
+    rows = run_loopback(4, lambda comm: list(attention.check_ranks(comm, torch.device("cpu"))))[0]
     exact = [row for row in rows if row.check == "ranks exact"]
     assert len(exact) == 22 and all(row.ok for row in exact), exact
 
 
 @pytest.mark.parametrize(("ranks", "missing"), [(2, ["mesh", "hybrid"]), (3, ["mesh", "ulysses", "hybrid"]), (8, [])])
 def test_algorithms_that_need_other_ranks_say_so(script, ranks: int, missing: list[str]) -> None:
-    impossible = [case for case in script("gpu_checks.ranks_attention").cases(ranks, 32) if case.impossible]
+    impossible = [case for case in script("gpu_checks.attention").cases(ranks, 32) if case.impossible]
     assert list(dict.fromkeys(case.name.split()[0] for case in impossible)) == missing
     assert all("needs" in case.impossible for case in impossible)
 
 
 def test_error_of_any_rank_fails_the_check(script) -> None:
-    ranks_attention = script("gpu_checks.ranks_attention")
+    attention = script("gpu_checks.attention")
 
     def check(comm) -> bool:
-        ref = ranks_attention.Reference.make("cross", torch.float32, comm.size, torch.device("cpu"))
+        ref = attention.Reference.make("cross", torch.float32, comm.size, torch.device("cpu"))
 
         def wrong(*given):
-            found = ranks_attention.decoded(*given)
+            found = attention.decoded(*given)
             if comm.rank == 1:
                 found["o"][0].add_(1e-3)
             return found
 
-        return ranks_attention.exact_row("", "", ref, wrong, comm).ok
+        return attention.exact_row("", "", ref, wrong, comm).ok
 
     assert run_loopback(2, check) == [False, False]
 
 
 def test_launches_that_cannot_be_checked_are_refused(script, monkeypatch) -> None:
-    refusal = script("gpu_checks.processes").refusal
+    refusal = script("gpu_check").refusal
     for world, local, gpus, expected in [
         (1, 1, 8, "start it with torchrun"),
         (16, 8, 8, "on several nodes"),
@@ -153,15 +155,16 @@ def test_only_local_rank_0_works_and_it_refuses_a_launch_without_ranks(script, m
 
 
 def test_processes_that_hang_are_killed_after_another_one_failed(script) -> None:
+    run_ranks = script("rank_processes").run_ranks
     code = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit('found it'); time.sleep(60)"
-    first, second = script("gpu_checks.processes").run_ranks([sys.executable, "-c", code], 2, 30.0, grace_s=0.5)
+    first, second = run_ranks([[sys.executable, "-c", code]] * 2, limit_s=30.0, grace_s=0.5)
     assert (first.status, second.status) == (None, 1) and first.seconds < 25
     assert first.problem.startswith("rank 0 was stopped") and "ended with status 1" in second.problem
     assert second.message == "found it"
 
 
 def test_lost_rank_needs_a_message_in_time_from_every_other_rank(script) -> None:
-    Ended, rows_of = script("gpu_checks.processes").Ended, script("gpu_checks.ranks_lost").rows_of
+    Ended, rows_of = script("rank_processes").Ended, script("gpu_check").lost_rank_rows
     killed = Ended(4, -9, 5.0, "")
     outcomes = [
         Ended(0, 1, 20.0, "stopped: another rank ended or does not answer"),
@@ -173,21 +176,21 @@ def test_lost_rank_needs_a_message_in_time_from_every_other_rank(script) -> None
 
 
 def test_hidden_share_counts_transfers_under_any_kernel(script) -> None:
-    trace = script("gpu_checks.trace")
+    common = script("gpu_checks.common")
     kernels = [
-        trace.Kernel("flash_fwd", 7, 0, 100),
-        trace.Kernel("flash_fwd", 7, 50, 120),  # overlaps the one before: time counts once
-        trace.Kernel("ncclDevKernel_SendRecv", 20, 80, 160),
-        trace.Kernel("ncclDevKernel_AllGather", 21, 200, 240),
-        trace.Kernel("merge", 7, 230, 250),
+        common.Kernel("flash_fwd", 7, 0, 100),
+        common.Kernel("flash_fwd", 7, 50, 120),  # overlaps the one before: time counts once
+        common.Kernel("ncclDevKernel_SendRecv", 20, 80, 160),
+        common.Kernel("ncclDevKernel_AllGather", 21, 200, 240),
+        common.Kernel("merge", 7, 230, 250),
     ]
-    assert trace.hidden_share(kernels) == pytest.approx((40 + 10) / 120)
-    assert trace.hidden_share(kernels[:2]) == 0.0
-    assert trace.streams(kernels, "SendRecv") == {20} and trace.streams(kernels, "flash") == set()
+    assert common.hidden_share(kernels) == pytest.approx((40 + 10) / 120)
+    assert common.hidden_share(kernels[:2]) == 0.0
+    assert common.streams(kernels, "SendRecv") == {20} and common.streams(kernels, "flash") == set()
 
 
 def test_flash_attention_2_fails_on_hopper_if_3_is_installed(script, monkeypatch) -> None:
-    one_gpu = script("gpu_checks.one_gpu")
+    kernels = script("gpu_checks.kernels")
     monkeypatch.setattr(torch, "zeros", lambda *shape, **options: None)
     for kernel, capability, installed, ok in [
         ("flash_attn", (8, 0), True, None),
@@ -197,14 +200,14 @@ def test_flash_attention_2_fails_on_hopper_if_3_is_installed(script, monkeypatch
         ("flash_attn", (9, 0), False, True),
     ]:
         chosen = SimpleNamespace(name=kernel), ""
-        monkeypatch.setattr(one_gpu, "choose_kernel", lambda *args, found=chosen, **options: found)
+        monkeypatch.setattr(kernels, "choose_kernel", lambda *args, found=chosen, **options: found)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
-        monkeypatch.setattr(one_gpu, "is_installed", lambda name, found=installed: found)
-        assert one_gpu.auto_kernel("cuda").ok is ok, (kernel, capability, installed)
+        monkeypatch.setattr(kernels, "is_installed", lambda name, found=installed: found)
+        assert kernels.auto_kernel("cuda").ok is ok, (kernel, capability, installed)
 
 
 def test_module_of_a_missing_package_is_not_installed(script) -> None:
-    is_installed = script("gpu_checks.one_gpu").is_installed
+    is_installed = script("gpu_checks.kernels").is_installed
     assert is_installed("torch") and not is_installed("no_such_package.module") and not is_installed("no_such_package")
 
 
@@ -228,6 +231,7 @@ def test_checks_that_the_page_names_exist() -> None:
     named = {
         name for row in rows for name in re.findall("`([^`]+)`", " ".join(row)) if "_" not in name and "-" not in name
     }
-    code = "".join(file.read_text() for file in (ROOT / "scripts" / "gpu_checks").glob("*.py"))
+    files = [ROOT / "scripts" / "gpu_check.py", *(ROOT / "scripts" / "gpu_checks").glob("*.py")]
+    code = "".join(file.read_text() for file in files)
     assert len(named) >= 10
-    assert not [name for name in named if not re.search(rf'(Row|exact_rows)\(\s*"{name}"', code)]
+    assert not [name for name in named if not re.search(rf'(Row|exact_rows|compare)\(\s*"{name}"', code)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mllm_seqpar.planner.candidates import ParallelSpec
+from mllm_seqpar.planner.call_cost import ParallelSpec
 from mllm_seqpar.planner.memory import saved_for_backward as saved_by_formula
 from mllm_seqpar.planner.workload import Workload
 from peak_memory import peak_memory
@@ -82,10 +82,10 @@ def test_longest_video_is_the_last_that_fits(script, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_benchmark_gives_rows_of_all_kinds(script, capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmark_gives_rows_of_all_kinds(script) -> None:
     memory = script("memory")
     sizes = "--scale 32 --frames 1 --text 14 --repeats 1 --cost-text 12 --device cpu --family mplug_owl3".split()
-    rows = memory.rows_of(memory.parse(sizes))
+    rows = memory.rows_on_rank(memory.parse(sizes))
     assert [row["measure"] for row in rows] == ["bytes"] * 4 + ["largest"] * 2 + ["cost"]
     stored, recomputed, cost = rows[4:]
     assert stored["frames"] == 2 and stored["peak_bytes"] == rows[1]["peak_bytes"]
@@ -96,4 +96,4 @@ def test_benchmark_gives_rows_of_all_kinds(script, capsys: pytest.CaptureFixture
     columns = {name for row in script("harness").read(ROWS / "memory.csv") for name in row}
     machine = {"torch", "commit", "hardware", "threads", "transformers"}
     assert {name for row in rows for name in row} - {"capped"} | machine == columns - {"capped"}
-    assert "| 1 | lv-xattn | recomputed | 2 |" in capsys.readouterr().out
+    assert "| 1 | lv-xattn | recomputed | 2 |" in script("report").memory_tables(script("harness").as_text(rows))

@@ -14,7 +14,7 @@ ROWS = Path(__file__).resolve().parents[3] / "docs" / "benchmarks"
 
 
 def test_settings_keep_proportions_of_paper(script) -> None:
-    for setting in script("network_settings").suite("paper", None):
+    for setting in script("network_calls").SUITES["paper"](None):
         row = setting.paper
         assert setting.keys == setting.rows * row.keys // row.rows
         bits = 8 * 2 * setting.keys * setting.heads * setting.dim * 2
@@ -27,19 +27,19 @@ def test_settings_keep_proportions_of_paper(script) -> None:
 
 
 def test_missing_root_or_tools_are_named(script, monkeypatch: pytest.MonkeyPatch) -> None:
-    namespaces = script("namespaces")
+    processes = script("rank_processes")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert "root" in namespaces.obstacle() or "iproute2" in namespaces.obstacle()
+    assert "root" in processes.obstacle() or "iproute2" in processes.obstacle()
     monkeypatch.setenv("PATH", "")
-    assert "install iproute2" in namespaces.obstacle()
+    assert "install iproute2" in processes.obstacle()
 
 
 def test_all_modes_agree_on_two_ranks_and_give_rows(script) -> None:
-    network, run, settings = map(script, ("network", "network_run", "network_settings"))
-    paper = settings.suite("real", 2)[0].paper
-    setting = replace(settings.SMALLEST, keys=64, block_s=None, dtype="float32", paper=paper)
+    network, calls = map(script, ("network", "network_calls"))
+    paper = calls.SUITES["real"](2)[0].paper
+    setting = replace(calls.SMALLEST, keys=64, block_s=None, dtype="float32", paper=paper)
     rows, others = run_loopback(
-        2, lambda comm: run.NetworkBenchmark(setting, comm, torch.device("cpu")).run(1, 0, run.Link())
+        2, lambda comm: calls.NetworkBenchmark(setting, comm, torch.device("cpu")).run(1, calls.Link())
     )
     assert {row["mode"] for row in rows} == {
         *("none", "lv-xattn", "lv-xattn, waiting", "ring", "ring, waiting", "ring, expanded", "ulysses")
@@ -55,10 +55,10 @@ def test_all_modes_agree_on_two_ranks_and_give_rows(script) -> None:
 
 def one_rank(script, **changes):
     """The benchmark of the smallest setting on one rank, the class of its modes, its modes "none" and "lv-xattn"."""
-    run, modes, settings = map(script, ("network_run", "network_modes", "network_settings"))
-    setting = replace(settings.suite("smallest", 1)[0], **changes)
-    bench = run.NetworkBenchmark(setting, as_communicator(None), torch.device("cpu"))
-    return bench, modes.Mode, *modes.modes(setting)[:2]
+    calls = script("network_calls")
+    setting = replace(calls.SUITES["smallest"](1)[0], **changes)
+    bench = calls.NetworkBenchmark(setting, as_communicator(None), torch.device("cpu"))
+    return bench, calls.Mode, *calls.modes(setting)[:2]
 
 
 def test_wrong_bytes_or_number_of_blocks_stop_the_run(script, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,10 +85,14 @@ def running_service(tmp_path: Path) -> Iterator[SimpleNamespace]:
             thread.start()
         base = f"http://127.0.0.1:{listener.getsockname()[1]}"
         options = {"base_url": f"{base}/v1", "max_retries": 0}
-        client = openai.OpenAI(api_key="secret", **options)
-        yield SimpleNamespace(
-            base=base, client=client, other=openai.OpenAI(api_key="x", **options), queue=queue, worker=worker, log=log
-        )
+        client, key = openai.OpenAI(api_key="secret", **options), {"Authorization": "Bearer secret"}
+        key["Content-Type"] = "application/json"
+
+        def http(method: str, path: str, headers: Any = key, **more: Any) -> Any:
+            """Send a request, with the key unless it has other headers."""
+            return client._client.request(method, f"{base}/{path}", headers=headers, **more)
+
+        yield SimpleNamespace(base=base, client=client, http=http, queue=queue, worker=worker, log=log)
         worker.go.set()
         queue.stop()
         server.should_exit = True
@@ -96,12 +100,18 @@ def running_service(tmp_path: Path) -> Iterator[SimpleNamespace]:
             thread.join()
 
 
-def ask(client: openai.OpenAI, text: str = "Hello", **options: Any) -> Any:
-    return client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": text}], **options)
+def ask(service: SimpleNamespace, text: str = "Hello", *media: Any, **options: Any) -> Any:
+    content: Any = [*media, {"type": "text", "text": text}] if media else text
+    create = service.client.chat.completions.create
+    return create(model="tiny", messages=[{"role": "user", "content": content}], **options)
 
 
-def status_of(call: Callable[[], Any]) -> tuple[int, Any]:
+def part_of(upload: str, **frames: Any) -> dict[str, Any]:
+    return {"type": "file", "file": {"file_id": upload, **frames}}
+
+
+def status_of(call: Callable[..., Any], *args: Any, **options: Any) -> tuple[int, Any]:
     with pytest.raises(openai.APIStatusError) as error:
-        call()
+        call(*args, **options)
     assert {"message", "type", "param", "code"} == set(error.value.body)  # type: ignore[arg-type]
     return error.value.status_code, error.value.code

@@ -1,11 +1,15 @@
-"""Layer: one process. The HTTP interface with a model that a test controls: limits, errors, streams, disconnects."""
+"""Layer: one process. The HTTP interface with a model that a test controls: limits, errors, streams, disconnects, the
+log, metrics, and previews of files."""
 
+import io
 import json
+import re
+import sys
 import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,20 +19,25 @@ pytest.importorskip("fastapi", reason="fastapi is not installed (extra serve)")
 pytest.importorskip("openai", reason="openai is not installed (extra test)")
 
 import openai
-from live_app import PIECES, ask, status_of
+from live_app import PIECES, ask, part_of, status_of
+from prometheus_client import parser
 
 from mllm_seqpar.data import FrameChoice
-from mllm_seqpar.serving import app, guard
+from mllm_seqpar.serving import app, middleware
 from mllm_seqpar.serving.media import MediaStore
 from mllm_seqpar.serving.protocol import ApiError
 
 
+def upload(service: SimpleNamespace, content: bytes, name: str = "clip.mp4") -> Any:
+    return service.client.files.create(file=(name, content), purpose="user_data")
+
+
 def test_answer_as_one_object_and_as_chunks(service: SimpleNamespace) -> None:
-    whole = ask(service.client, seed=3, stop=["x"])
+    whole = ask(service, seed=3, stop=["x"])
     assert (whole.object, whole.model, whole.choices[0].message.content) == ("chat.completion", "tiny", "One two three")
     assert (whole.choices[0].finish_reason, whole.usage.total_tokens) == ("stop", 8)
     assert (whole.usage.prompt_tokens_details.cached_tokens, service.worker.jobs[0].stop) == (4, ("x",))
-    chunks = list(ask(service.client, stream=True, stream_options={"include_usage": True}))
+    chunks = list(ask(service, stream=True, stream_options={"include_usage": True}))
     assert {(chunk.object, chunk.id) for chunk in chunks} == {("chat.completion.chunk", chunks[0].id)}
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [chunk.choices[0].delta.content for chunk in chunks[1:-2]] == [*PIECES]
@@ -37,11 +46,11 @@ def test_answer_as_one_object_and_as_chunks(service: SimpleNamespace) -> None:
 
 def test_evidence_comes_with_the_whole_answer_and_with_the_last_chunk(service: SimpleNamespace) -> None:
     asked = {"extra_body": {"evidence": 3}}
-    (moment,) = ask(service.client, **asked).evidence
+    (moment,) = ask(service, **asked).evidence
     assert moment == {"start": 2.0, "end": 4.0, "share": 0.5, "first": 2, "last": 3, "peak": 2, "medium": 0}
-    chunks = list(ask(service.client, stream=True, **asked))
+    chunks = list(ask(service, stream=True, **asked))
     assert chunks[-1].evidence == [moment] and not any(hasattr(chunk, "evidence") for chunk in chunks[:-1])
-    assert not hasattr(ask(service.client), "evidence")
+    assert not hasattr(ask(service), "evidence")
     assert [job.evidence for job in service.worker.jobs] == [3, 3, 0]
 
 
@@ -56,19 +65,22 @@ def test_raw_stream_has_progress_comments_and_ends_with_done(service: SimpleName
 
 def test_errors_have_the_status_and_format_of_openai(service: SimpleNamespace) -> None:
     client = service.client
-    assert status_of(lambda: ask(service.other)) == (401, "invalid_api_key")
-    assert status_of(lambda: ask(client, "broken")) == (400, None)
-    assert status_of(lambda: ask(client, "broken", stream=True)) == (400, None)
-    assert status_of(lambda: ask(client, n=2)) == (400, None)
-    assert status_of(lambda: client.chat.completions.create(model="gpt", messages=[])) == (400, None)
-    assert status_of(lambda: client.models.retrieve("gpt")) == (404, "model_not_found")
-    assert status_of(lambda: client.files.retrieve("file-1")) == (404, None)
-    assert status_of(lambda: client.files.create(file=b"x" * 20_000, purpose="user_data"))[0] == 413
-    assert status_of(lambda: ask(client, "x" * 20_000))[0] == 413
-    assert status_of(lambda: ask(client, extra_headers={"Origin": "http://evil.example"})) == (403, "origin")
-    assert status_of(lambda: client.post("/nothing", cast_to=object))[0] == 404
-    ask(client, extra_headers={"Origin": service.base})
-    health = client._client.get(f"{service.base}/health").json()
+    for expected, call, *args in (
+        ((400, None), ask, service, "broken"),
+        ((400, None), lambda: ask(service, "broken", stream=True)),
+        ((400, None), lambda: ask(service, n=2)),
+        ((400, None), lambda: client.chat.completions.create(model="gpt", messages=[])),
+        ((401, "invalid_api_key"), client.with_options(api_key="x").models.list),
+        ((403, "origin"), lambda: ask(service, extra_headers={"Origin": "http://evil.example"})),
+        ((404, "model_not_found"), client.models.retrieve, "gpt"),
+        ((404, None), client.files.retrieve, "file-1"),
+        ((404, None), lambda: client.post("/nothing", cast_to=object)),
+        ((413, "too_large"), upload, service, b"x" * 20_000),
+        ((413, "too_large"), ask, service, "x" * 20_000),
+    ):
+        assert status_of(call, *args) == expected
+    ask(service, extra_headers={"Origin": service.base})
+    health = service.http("GET", "health", headers={}).json()
     assert health == {"status": "ok", "ranks": 1, "running": 0, "waiting": 0}
 
 
@@ -79,44 +91,50 @@ def test_name_of_another_machine_is_refused_at_a_loopback_address(service: Simpl
     name = host.format(port=service.base.rpartition(":")[2])
     for origin in ({}, {"Origin": f"http://{name}"}):  # after a DNS rebinding they are equal
         headers = {"Host": name, **origin}
-        assert service.client._client.get(f"{service.base}/health", headers=headers).status_code == 403
-        assert status_of(partial(ask, service.client, extra_headers=headers)) == (403, "host")
+        assert service.http("GET", "health", headers=headers).status_code == 403
+        assert status_of(ask, service, extra_headers=headers) == (403, "host")
 
 
 @pytest.mark.parametrize("origin", ["http://[", "null", "http://a/ b", "[", "\xe9"])
 def test_malformed_origin_is_refused(service: SimpleNamespace, origin: str) -> None:
-    headers = {"Origin": origin.encode("latin-1")}
     for path in ("health", "v1/models"):
-        assert service.client._client.get(f"{service.base}/{path}", headers=headers).status_code == 403
-
-
-def test_without_the_key_only_the_page_and_the_state_are_public(service: SimpleNamespace) -> None:
-    def status(method: str, path: str, **options: Any) -> int:
-        return service.client._client.request(method, service.base + path, **options).status_code
-
-    key = {"Authorization": "Bearer secret"}
-    for path in ("/", "/page.js", "/health", "/metrics"):
-        assert status("GET", path) == 200
-        assert status("POST", path, json={}) == 401 and status("POST", path, json={}, headers=key) == 405
-    assert status("POST", "/load_model", json={"model": "tiny"}) == 401
-    assert status("POST", "/load_model", json={"model": "tiny"}, headers=key) == 200
-    for path in ("/v1/models", "/v1/files", "/v1", "/v1/../load_model", "//health", "/nothing", "/docs"):
-        assert status("GET", path) == 401
-    assert status("GET", "/nothing", headers=key) == 404
-
-
-def test_only_requests_with_media_may_be_large(service: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "SMALL", 1000)
-    key = {"Authorization": "Bearer secret", "Content-Type": "application/json"}
-    for body in (b"x" * 3000, iter([b"x" * 900] * 3)):
-        answer = service.client._client.post(f"{service.base}/load_model", content=body, headers=key)
-        assert answer.status_code == 413 and "more than the allowed 1000 bytes" in answer.json()["error"]["message"]
-    assert ask(service.client, "x" * 3000).choices
+        assert service.http("GET", path, headers={"Origin": origin.encode("latin-1")}).status_code == 403
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "a.localhost:1", "127.0.0.1", "127.1.2.3:9", "[::1]:80"])
 def test_names_of_this_machine_are_accepted(service: SimpleNamespace, host: str) -> None:
-    assert ask(service.client, extra_headers={"Host": host, "Origin": f"http://{host}"}).choices
+    assert ask(service, extra_headers={"Host": host, "Origin": f"http://{host}"}).choices
+
+
+def test_without_the_key_only_the_page_and_the_state_are_public(service: SimpleNamespace) -> None:
+    def status(method: str, path: str, **options: Any) -> int:
+        return service.http(method, path, **options).status_code
+
+    for path in ("", "page.js", "health", "metrics"):
+        assert status("GET", path, headers={}) == 200
+        assert status("POST", path, json={}, headers={}) == 401 and status("POST", path, json={}) == 405
+    assert status("POST", "load_model", json={"model": "tiny"}, headers={}) == 401
+    for path in ("v1/models", "v1/files", "v1", "v1/../load_model", "/health", "nothing", "docs"):
+        assert status("GET", path, headers={}) == 401
+    assert status("GET", "nothing") == 404
+
+
+def test_client_of_transformers_finds_the_model_loaded(service: SimpleNamespace) -> None:
+    def said(body: Any) -> str:
+        answer = service.http("POST", "load_model", json=body)
+        assert answer.status_code == 200
+        return answer.text
+
+    assert said({"model": "tiny"}).startswith('data: {"model": "tiny", "status": "ready"')
+    assert '"status": "error", "message": "The model' in said({"model": "x"}) and said([])
+
+
+def test_only_requests_with_media_may_be_large(service: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "SMALL", 1000)
+    for body in (b"x" * 3000, iter([b"x" * 900] * 3)):
+        answer = service.http("POST", "load_model", content=body)
+        assert answer.status_code == 413 and "more than the allowed 1000 bytes" in answer.json()["error"]["message"]
+    assert ask(service, "x" * 3000).choices
 
 
 def test_fields_without_effect_are_named_in_a_header(service: SimpleNamespace) -> None:
@@ -129,14 +147,12 @@ def test_fields_without_effect_are_named_in_a_header(service: SimpleNamespace) -
 
 
 def test_error_names_the_file_as_it_was_uploaded(service: SimpleNamespace) -> None:
-    upload = service.client.files.create(file=("my clip.mp4", b"video"), purpose="user_data")
     for part, name in (
-        ({"type": "file", "file": {"file_id": upload.id}}, "my clip.mp4"),
+        (part_of(upload(service, b"video", "my clip.mp4").id), "my clip.mp4"),
         ({"type": "video_url", "video_url": "data:,video"}, "the data: URL"),
     ):
-        content: list[Any] = [part, {"type": "text", "text": "broken"}]
         with pytest.raises(openai.BadRequestError, match=f"- {name} is damaged"):
-            service.client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": content}])
+            ask(service, "broken", part)
 
 
 def test_media_that_are_fetched_hold_a_place_in_the_queue(
@@ -144,31 +160,24 @@ def test_media_that_are_fetched_hold_a_place_in_the_queue(
 ) -> None:
     go, fetching = threading.Event(), threading.Semaphore(0)
 
-    def slow(self: MediaStore, reference: Any) -> Any:
+    def slow(*_: Any) -> Any:
         fetching.release()
         go.wait(30)
         raise ApiError(400, "no such video")
 
     monkeypatch.setattr(MediaStore, "_download", slow)
     part = {"type": "video_url", "video_url": "http://localhost/a.mp4"}
-    content: list[Any] = [part, {"type": "text", "text": "?"}]
-
-    def fetch() -> tuple[int, Any]:
-        return status_of(
-            lambda: service.client.chat.completions.create(
-                model="tiny", messages=[{"role": "user", "content": content}]
-            )
-        )
-
     with ThreadPoolExecutor(2) as pool:
-        fetches = [pool.submit(fetch) for _ in range(2)]  # one waits, one takes the place of the one that is answered
+        # one waits, one takes the place of the one that is answered
+        fetches = [pool.submit(status_of, ask, service, "?", part) for _ in range(2)]
         for _ in fetches:
             assert fetching.acquire(timeout=30)
-        assert fetch() == (429, "rate_limit_exceeded") and fetching._value == 0  # it was not begun
-        assert service.client._client.get(f"{service.base}/health").json()["waiting"] == 2
+        assert status_of(ask, service, "?", part) == (429, "rate_limit_exceeded")
+        assert fetching._value == 0  # it was not begun
+        assert service.http("GET", "health").json()["waiting"] == 2
         go.set()
         assert [future.result() for future in fetches] == [(400, None)] * 2
-    assert service.queue.waiting == 0 and ask(service.client).choices
+    assert service.queue.waiting == 0 and ask(service).choices
 
 
 def test_body_is_parsed_beside_the_event_loop(service: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,60 +188,52 @@ def test_body_is_parsed_beside_the_event_loop(service: SimpleNamespace, monkeypa
         return json.loads(body)
 
     monkeypatch.setattr(app, "parse", parse)
-    assert ask(service.client).choices and healthy == [200]
+    assert ask(service).choices and healthy == [200]
 
 
 def test_full_queue_refuses_and_a_client_that_leaves_ends_its_answer(service: SimpleNamespace) -> None:
-    client, worker = service.client, service.worker
+    worker = service.worker
     worker.go.clear()
-    stream = ask(client, stream=True)
+    stream = ask(service, stream=True)
     assert next(iter(stream)).choices[0].delta.role == "assistant"
     assert worker.began.wait(10)
-    results: list[Any] = []
-    waiting = threading.Thread(target=lambda: results.append(ask(client, "Second")))
-    waiting.start()
-    while service.queue.waiting == 0:
-        time.sleep(0.01)
-    assert status_of(lambda: ask(client, "Third")) == (429, "rate_limit_exceeded")
-    stream.close()
-    assert worker.ended.wait(10)  # although `go` is not set
-    worker.go.set()
-    waiting.join(10)
-    assert results[0].choices[0].message.content == "One two three"
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(ask, service, "Second")
+        while service.queue.waiting == 0:
+            time.sleep(0.01)
+        assert status_of(ask, service, "Third") == (429, "rate_limit_exceeded")
+        stream.close()
+        assert worker.ended.wait(10)  # although `go` is not set
+        worker.go.set()
+        assert second.result(10).choices[0].message.content == "One two three"
     assert len(worker.jobs) == 2
 
 
 def test_shutting_down_refuses_and_ends_what_runs(service: SimpleNamespace) -> None:
     service.worker.go.clear()
-    stream = iter(ask(service.client, stream=True))
+    stream = iter(ask(service, stream=True))
     next(stream)
     service.queue.stop()
     with pytest.raises(openai.APIError, match="shutting down"):
         list(stream)
-    assert status_of(lambda: ask(service.client)) == (503, "shutting_down")
+    assert status_of(ask, service) == (503, "shutting_down")
 
 
 def test_uploads_are_listed_used_and_deleted(service: SimpleNamespace) -> None:
-    files = service.client.files
-    upload = files.create(file=("a.mp4", b"video"), purpose="user_data")
-    assert (upload.filename, upload.bytes, upload.object) == ("a.mp4", 5, "file")
-    assert [file.id for file in files.list()] == [upload.id] == [files.retrieve(upload.id).id]
-    part = {"type": "file", "file": {"file_id": upload.id, "num_frames": 2}}
-    content = [part, {"type": "text", "text": "?"}]
-    service.client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": content}])
+    files, stored = service.client.files, upload(service, b"video", "a.mp4")
+    assert (stored.filename, stored.bytes, stored.object) == ("a.mp4", 5, "file")
+    assert [file.id for file in files.list()] == [stored.id] == [files.retrieve(stored.id).id]
+    ask(service, "?", part_of(stored.id, num_frames=2))
     (job,) = service.worker.jobs
     assert job.messages == [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "?"}]}]
     assert (job.media[0].kind, job.media[0].frames) == ("video", FrameChoice(num_frames=2))
-    assert files.delete(upload.id).deleted and not list(files.list())
+    assert files.delete(stored.id).deleted and not list(files.list())
 
 
 def test_limit_of_a_request_holds_for_each_of_its_videos(service: SimpleNamespace) -> None:
-    upload = service.client.files.create(file=("clip.mp4", b"not an image"), purpose="user_data")
-    parts = [{"type": "file", "file": {"file_id": upload.id, **frames}} for frames in ({"fps": 5}, {})]
+    stored = upload(service, b"not an image").id
     limits = {"mm_processor_kwargs": {"max_frames": 3}, "media_io_kwargs": {"video": {"num_frames": 7}}}
-    service.client.chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}], extra_body=limits
-    )
+    ask(service, "?", part_of(stored, fps=5), part_of(stored), extra_body=limits)
     found = [file.frames for file in service.worker.jobs[-1].media]
     assert found == [FrameChoice(fps=5, max_frames=3), FrameChoice(num_frames=7, max_frames=3)]
 
@@ -241,9 +242,109 @@ def test_upload_without_room_is_refused_before_it_is_received(
     service: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for _ in range(2):
-        service.client.files.create(file=("a.mp4", b"x" * 2400), purpose="user_data")
+        upload(service, b"x" * 2400)
     monkeypatch.setattr(MediaStore, "add", None)  # must not be reached
-    assert status_of(lambda: service.client.files.create(file=("a.mp4", b"x" * 2400), purpose="user_data")) == (
-        413,
-        None,
-    )
+    assert status_of(upload, service, b"x" * 2400) == (413, None)
+
+
+def test_log_has_a_line_for_each_request(service: SimpleNamespace) -> None:
+    answer, failed = ask(service), status_of(ask, service, "bug")
+    assert status_of(ask, service, n=2) == (400, None) and failed == (500, None)
+    list(ask(service, stream=True))
+    service.client.models.list()
+    while len(service.log) < 4:
+        time.sleep(0.01)
+    first, bug, refused, stream = [line.split(" ", 3) for line in service.log]
+    assert answer.id == f"chatcmpl-{first[1]}" and first[2] == "POST"
+    number = r"\d+\.\d{3}"
+    shown = rf"/v1/chat/completions status=200 seconds={number} queue={number} first_token={number} prompt_tokens=5 "
+    shown += "cached_tokens=4 completion_tokens=3 finish=stop"
+    assert re.fullmatch(shown, first[3]) and re.fullmatch(shown, stream[3])
+    error = rf'.* status=500 seconds={number} queue={number} error="the server failed to answer; .*"'
+    assert re.fullmatch(error, bug[3])
+    assert re.fullmatch(r'.* status=400 seconds=\S+ error="n: 2 is not supported by this server; .*"', refused[3])
+
+
+def test_log_keeps_one_line_for_what_a_client_sends(service: SimpleNamespace) -> None:
+    service.http("POST", "a%0Ab%20status=200", json={})
+    status_of(ask, service, extra_body={"x\ny": 1})
+    assert all("\n" not in line for line in service.log) and "status=404" in service.log[0]
+
+
+def test_metrics_are_read_by_the_client_of_prometheus(service: SimpleNamespace) -> None:
+    ask(service)
+    list(ask(service, stream=True))
+    status_of(ask, service, "broken")
+    answer = service.http("GET", "metrics")
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    families = {family.name: family for family in parser.text_string_to_metric_families(answer.text)}
+    values = {
+        (sample.name.removeprefix("mllm_seqpar_"), *sample.labels.values()): sample.value
+        for family in families.values()
+        for sample in family.samples
+    }
+    assert values["requests_total", "200"] == 2 and values["requests_total", "400"] == 1
+    assert (values["prompt_tokens_total",], values["cached_prompt_tokens_total",]) == (10, 8)
+    assert values["completion_tokens_total",] == 6 and values["request_seconds_count",] == 2
+    assert values["queue_seconds_bucket", "+Inf"] == values["queue_seconds_count",] == 3
+    assert values["ranks",] == 1 and values["requests_running",] == values["requests_waiting",] == 0
+    assert {family.type for family in families.values()} == {"counter", "gauge", "histogram"}
+    assert all(family.documentation.endswith(".") for family in families.values())
+
+
+def test_stored_bytes_are_counted_while_files_come_and_go(tmp_path: Path) -> None:
+    store, stop = MediaStore(tmp_path, max_bytes=10, max_total=10**9), threading.Event()
+
+    def add(count: int) -> list[Any]:
+        return [store.add(io.BytesIO(b"x"), "a", "vision") for _ in range(count)]
+
+    def churn() -> None:
+        while not stop.is_set():
+            for added in add(20):
+                store.delete(added.id)
+
+    add(500)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(churn)
+            counted = all(500 <= store.stored <= 520 for _ in range(5000))
+            stop.set()
+    finally:
+        sys.setswitchinterval(interval)
+    assert counted and store.stored == 500
+
+
+def preview(service: SimpleNamespace, path: str) -> Any:
+    return service.http("GET", f"v1/files/{path}")
+
+
+def test_frames_are_those_of_the_time(service: SimpleNamespace, clip: Path) -> None:
+    pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed (extra video)")
+    file = upload(service, clip.read_bytes()).id
+    assert preview(service, f"{file}/preview").json() == {"kind": "video", "seconds": 4.0, "fps": 1.0}
+    for seconds, brightness in (("0", 0), ("1.9", 60), ("2", 120), ("3", 180), ("1e9", 180), ("-1", 0), ("nan", 0)):
+        jpeg = preview(service, f"{file}/frame?seconds={seconds}").content
+        red, green, blue = pillow.open(io.BytesIO(jpeg)).convert("RGB").getpixel((8, 8))
+        assert max(abs(x - brightness) for x in (red, green, blue)) < 12, seconds
+
+
+def test_refused_previews_name_the_upload_and_no_path(service: SimpleNamespace, clip: Path) -> None:
+    pillow, buffer = pytest.importorskip("PIL.Image", reason="Pillow is not installed (extra video)"), io.BytesIO()
+    pillow.new("RGB", (4, 4)).save(buffer, "PNG")
+    image, whole = upload(service, buffer.getvalue(), "a.png").id, upload(service, clip.read_bytes()).id
+    assert preview(service, f"{image}/preview").json() == {"kind": "image"}
+    damaged = upload(service, clip.read_bytes()[:300], "cut.mp4").id
+    for path, status, begin in (
+        (f"{damaged}/preview", 400, "cut.mp4: "),
+        (f"{damaged}/frame?seconds=1", 400, "cut.mp4: "),
+        (f"{image}/frame", 400, "a.png: an image has no time"),
+        (f"{whole}/frame?seconds=x", 400, "seconds: 'x' is not a number"),
+        ("file-none/preview", 404, "No such File object"),
+        ("file-none/frame", 404, "No such File object"),
+    ):
+        answer = preview(service, path)
+        message = answer.json()["error"]["message"]
+        assert answer.status_code == status and message.startswith(begin) and "/" not in message
+    assert service.http("GET", f"v1/files/{whole}/frame", headers={}).status_code == 401

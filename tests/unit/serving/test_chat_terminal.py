@@ -1,7 +1,13 @@
-"""Layer: one process. The chat's terminal, with lines and answers that the test makes."""
+"""Layer: one process, and one more in a pseudo-terminal. The chat's terminal: Ctrl-C, completion and history."""
 
+import os
+import pty
+import select
 import signal
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +15,17 @@ import pytest
 
 from mllm_seqpar.inference.encoding import Interrupted
 from mllm_seqpar.inference.engine import Job
-from mllm_seqpar.serving.chat import Terminal
+from mllm_seqpar.serving.chat import Terminal, completions, history_file
 from mllm_seqpar.serving.jobs import Impossible
+
+SCRIPT = """
+from mllm_seqpar.serving.chat import edit_lines
+keep = edit_lines()
+for _ in range(2):
+    print("got " + repr(input("> ")), flush=True)
+    keep()
+"""
+HANG = 120
 
 
 def test_ctrl_c_drops_a_line_or_stops_an_answer_and_never_ends_the_chat(
@@ -49,3 +64,52 @@ def test_ctrl_c_drops_a_line_or_stops_an_answer_and_never_ends_the_chat(
 
 def _raise(error: BaseException) -> Any:
     raise error
+
+
+def test_commands_and_paths_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my movies").mkdir()
+    (tmp_path / "my movies" / "a[1].mp4").touch()
+    (tmp_path / "my notes").touch()
+    assert completions("/v") == ["/video"] and "/evidence" in completions("/")
+    assert completions("What is") == completions("/nothing a") == []
+    start = f"/video {tmp_path}/my"
+    assert completions(start) == [f"{start} movies/", f"{start} notes"]
+    assert completions(f"{start} movies/a[") == [f"{start} movies/a[1].mp4"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert completions("/video ~/my n") == ["/video ~/my notes"]
+
+
+@pytest.mark.slow
+def test_lines_are_kept_for_the_next_chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("readline")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    (tmp_path / "movie.mp4").touch()
+
+    def chat(*lines: str) -> str:
+        """Type lines into a terminal, each after the prompt; return what it shows."""
+        child, terminal = pty.fork()
+        if child == 0:
+            os.chdir(tmp_path)
+            os.execv(sys.executable, [sys.executable, "-c", SCRIPT])
+        shown, deadline, left = "", time.monotonic() + HANG, list(lines)
+        while time.monotonic() < deadline:
+            if not select.select([terminal], [], [], 1)[0]:
+                continue
+            try:
+                shown += os.read(terminal, 4096).decode()
+            except OSError:  # the end
+                break
+            if left and shown.count("got ") == len(lines) - len(left) and "> " in shown.rpartition("got ")[2]:
+                os.write(terminal, left.pop(0).encode() + b"\n")
+        os.waitpid(child, 0)
+        os.close(terminal)
+        return shown
+
+    shown = chat("/vi\t mo\t", "first question")
+    assert "got '/video movie.mp4'" in shown.replace("mp4 '", "mp4'"), shown
+    assert history_file() == tmp_path / "mllm-seqpar" / "chat_history"
+    assert history_file().read_text().splitlines()[-1] == "first question"
+    assert history_file().stat().st_mode & 0o77 == 0
+    shown = chat("\x1b[A", "next question")  # the arrow up
+    assert "got 'first question'" in shown, shown
+    assert [line.strip() for line in history_file().read_text().splitlines()][1] == "first question"

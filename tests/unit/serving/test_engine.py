@@ -56,6 +56,17 @@ def answer(engine: Engine, asked: Job, **options: Any) -> Answer:
     return conversation.answer(text, asked.sampling, evidence=asked.evidence)
 
 
+def run(worker: Worker, asked: Job, **options: Any) -> Answer:
+    """Run a job on rank 0, and what rank 0 sends on the others."""
+    if worker.engine.comm.rank == 0:
+        return worker.run(asked, **options)
+    found = worker.follow_one()
+    if isinstance(found, Impossible):
+        raise found
+    assert found is not None
+    return found
+
+
 def test_job_survives_its_way_to_the_other_ranks(video: MediaFile) -> None:
     asked = Job(messages=[{"role": "user", "content": "?"}], media=(video,), sampling=FEW, stop=("x", "y"))
     assert Job.from_json(asked.to_json()) == asked
@@ -166,8 +177,8 @@ def test_out_of_memory_is_an_impossible_job_on_one_rank_only(
         with monkeypatch.context() as patch:
             patch.setattr(Conversation, "answer", fail)
             with pytest.raises(Impossible, match="use fewer frames, or start more ranks") as error:
-                worker.run(job(video))
-        assert worker.run(job(video)).tokens
+                run(worker, job(video))
+        assert run(worker, job(video)).tokens
         return str(error.value)
 
     on_ranks(1, inference_files / "gated", body)
@@ -195,10 +206,10 @@ def test_failure_of_one_rank_makes_all_ranks_forget(
         worker = Worker(engine)
         choices = [FrameChoice(num_frames=count) for count in (3, 2, 4)]
         first, second, failing = (MediaFile.of("video", video.path, frames) for frames in choices)
-        cached = [worker.run(job(file)).cached_tokens for file in (first, second, first)]
+        cached = [run(worker, job(file)).cached_tokens for file in (first, second, first)]
         with pytest.raises(Impossible) as raised:
-            worker.run(job(failing))
-        return str(raised.value), cached + [worker.run(job(file)).cached_tokens for file in (second, first, second)]
+            run(worker, job(failing))
+        return str(raised.value), cached + [run(worker, job(file)).cached_tokens for file in (second, first, second)]
 
     monkeypatch.setattr(Conversation, "encode", fail_on_rank_1)
     (text, cached), (_, cached_1) = on_ranks(2, inference_files / "gated", body, keep=2)
@@ -220,11 +231,11 @@ def test_error_before_the_first_pass_is_an_error_of_the_job(
 
     def body(engine: Engine) -> None:
         worker = Worker(engine)
-        expected = worker.run(job(video)).tokens
+        expected = run(worker, job(video)).tokens
         with pytest.raises(Impossible, match="strictly positive float") as raised:
-            worker.run(job(video, sampling=refused))
+            run(worker, job(video, sampling=refused))
         assert raised.value.outcome is Outcome.REFUSED
-        assert worker.run(job(video), progress=lambda *_: encoded.append(1)).tokens == expected
+        assert run(worker, job(video), progress=lambda *_: encoded.append(1)).tokens == expected
 
     on_ranks(world, inference_files / "gated", body)
     assert not encoded  # the frames stayed encoded
@@ -238,7 +249,7 @@ def test_error_in_a_pass_ends_the_program_if_other_ranks_may_wait(inference_file
         worker = Worker(engine)
         hook = engine.model.get_input_embeddings().register_forward_pre_hook(fail)  # type: ignore[operator]
         with pytest.raises((Impossible, KeyError)) as raised:
-            worker.run(job(video))
+            run(worker, job(video))
         hook.remove()
         return raised.type
 
@@ -263,7 +274,7 @@ def test_features_of_an_impossible_job_are_freed_at_once(
         gc.disable()
         try:
             with pytest.raises(Impossible):
-                Worker(engine).run(job(video))
+                run(Worker(engine), job(video))
         finally:
             gc.enable()
         return freed == [True]

@@ -1,11 +1,14 @@
-"""Layer: one process. Media that requests may use: uploads, paths, data: URLs and downloads."""
+"""Layer: one process. Media that requests may use: uploads, paths, data: URLs and downloads; the folder of uploads."""
 
 import base64
 import http.server
+import os
 import shutil
+import signal
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +21,9 @@ pytest.importorskip("fastapi", reason="fastapi is not installed (extra serve)")
 
 from PIL import Image
 
-from mllm_seqpar.data import FrameChoice, urls
-from mllm_seqpar.serving.media import MediaStore
-from mllm_seqpar.serving.protocol import ApiError, MediaReference
+from mllm_seqpar.data import FrameChoice, downloads
+from mllm_seqpar.serving.media import MediaStore, upload_folder
+from mllm_seqpar.serving.protocol import ApiError, FilePart, VideoPart
 
 
 def store(folder: Path, **options: Any) -> MediaStore:
@@ -28,9 +31,12 @@ def store(folder: Path, **options: Any) -> MediaStore:
     return MediaStore(folder / "store", **{"max_bytes": 1000, "max_total": 1500} | options)
 
 
+def parts(url: str, **frames: Any) -> dict[str, VideoPart]:
+    return {"part": VideoPart.model_validate({"type": "video_url", "video_url": url, **frames})}
+
+
 def resolve(media: MediaStore, url: str, **frames: Any) -> Any:
-    reference = MediaReference(kind="video", url=url, frames=FrameChoice(**frames), param="part")
-    with media.files([reference], FrameChoice(fps=1.0, max_frames=8)) as (file,):
+    with media.files(parts(url, **frames), FrameChoice(fps=1.0, max_frames=8)) as (file,):
         return file, Path(file.path).read_bytes()
 
 
@@ -51,7 +57,7 @@ def test_paths_stay_below_the_media_root(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["//[x", "file://[x", "a" * 3000, "a/" * 3000, "loop", "\ud800", "file:%00", "http://[x", "https://[::1"]
+    "url", ["//[x", "file://[x", "a" * 3000, "a/" * 3000, "loop", "file:%00", "http://[x", "https://[::1"]
 )
 def test_malformed_names_are_refused(tmp_path: Path, url: str) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
@@ -95,12 +101,12 @@ def test_deleted_upload_stays_until_its_request_ends(tmp_path: Path) -> None:
         upload = media.add(file, "../../a.mp4", "vision")  # the content decides that it is an image
     with source.open("rb") as file, pytest.raises(ApiError, match="delete files first"):
         media.add(file, "b.mp4", "vision")
-    reference = MediaReference(kind=None, file_id=upload.id, param="part")
-    with media.files([reference], FrameChoice()) as (found,):
+    part = {"part": FilePart.model_validate({"type": "file", "file": {"file_id": upload.id}})}
+    with media.files(part, FrameChoice()) as (found,):
         media.delete(upload.id)
         assert found.kind == "image" and Path(found.path).stat().st_size == 900
     assert not list((tmp_path / "store").iterdir())
-    with pytest.raises(ApiError, match="no uploaded file"), media.files([reference], FrameChoice()):
+    with pytest.raises(ApiError, match="no uploaded file"), media.files(part, FrameChoice()):
         pass
 
 
@@ -108,7 +114,7 @@ def test_media_of_requests_count_against_the_storage(tmp_path: Path, site: str) 
     media = store(tmp_path, max_total=1000, allowed_hosts=["127.0.0.1"])
 
     def held(url: str) -> Any:
-        return media.files([MediaReference(kind="video", url=url, param="part")], FrameChoice())
+        return media.files(parts(url), FrameChoice())
 
     with held("data:," + "a" * 600):
         assert media.stored == 600
@@ -185,7 +191,7 @@ ff0e::1"""
 
 
 def test_only_addresses_of_the_public_internet_are_public() -> None:
-    assert [address for address in [*PUBLIC, *OTHER.split()] if urls.is_public(address)] == PUBLIC
+    assert [address for address in [*PUBLIC, *OTHER.split()] if downloads.is_public(address)] == PUBLIC
 
 
 @pytest.fixture
@@ -203,10 +209,10 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
         assert address[0] in ("127.0.0.1", "127.0.0.9"), "an address that was to be refused"
         return connect(address, *rest, **options)
 
-    monkeypatch.setattr(urls, "is_public", lambda address: address.startswith("127.0.0."))
-    monkeypatch.setattr(urls, "socket", SimpleNamespace(**vars(socket)))
-    monkeypatch.setattr(urls.socket, "getaddrinfo", resolved)
-    monkeypatch.setattr(urls.socket, "create_connection", connected)
+    monkeypatch.setattr(downloads, "is_public", lambda address: address.startswith("127.0.0."))
+    monkeypatch.setattr(downloads, "socket", SimpleNamespace(**vars(socket)))
+    monkeypatch.setattr(downloads.socket, "getaddrinfo", resolved)
+    monkeypatch.setattr(downloads.socket, "create_connection", connected)
     return known
 
 
@@ -240,7 +246,7 @@ def test_certificate_is_checked_for_the_name_of_the_host(
     subprocess.run([*command.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
     names |= {"a.example": ["127.0.0.1"], "b.example": ["127.0.0.1"]}
     trusting = ssl.create_default_context(cafile=certificate)
-    monkeypatch.setattr(urls.ssl, "create_default_context", lambda: trusting)
+    monkeypatch.setattr(downloads.ssl, "create_default_context", lambda: trusting)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Site) as server:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate, key)
@@ -251,3 +257,38 @@ def test_certificate_is_checked_for_the_name_of_the_host(
         with pytest.raises(ApiError, match="certificate"):
             resolve(media, f"https://b.example:{server.server_port}/4")
         server.shutdown()
+
+
+HOLD = """
+import sys
+from mllm_seqpar.serving.media import upload_folder
+with upload_folder(sys.argv[1]) as folder:
+    (folder / "video").write_text("x")
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+def other_server(parent: Path) -> tuple[subprocess.Popen[str], Path]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(parent)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_leftovers_of_a_killed_server_are_removed_and_a_living_one_keeps_its_files(tmp_path: Path) -> None:
+    (living, kept), (killed, left) = other_server(tmp_path), other_server(tmp_path)
+    foreign = tmp_path / "mllm-seqpar-elsewhere"
+    foreign.mkdir()
+    (foreign / "server.lock").write_text("another machine")
+    (tmp_path / "mllm-seqpar-link").symlink_to(kept)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert (left / "video").exists()
+    with upload_folder(str(tmp_path)) as folder:
+        assert not left.exists() and (kept / "video").exists() and foreign.exists()
+        assert os.listdir(folder) == ["server.lock"]
+    assert not folder.exists()
+    living.communicate("")
+    assert not kept.exists()

@@ -3,17 +3,20 @@
 import asyncio
 import queue
 import threading
+import time
 from typing import Any
 
 import pytest
 
-pytest.importorskip("pydantic", reason="pydantic is not installed (extra serve)")
+pytest.importorskip("fastapi", reason="fastapi is not installed (extra serve)")
 
-from mllm_seqpar.serving.request_queue import SHUTTING_DOWN, RequestQueue, Waiting
+from mllm_seqpar.serving.middleware import RequestRecord
+from mllm_seqpar.serving.protocol import ApiError
+from mllm_seqpar.serving.request_queue import RequestQueue, Waiting
 
 
 class HeldQueue(queue.SimpleQueue[Any]):
-    """A queue that adds a request only after a while, or once `go` is set."""
+    """A queue that adds a request only once `go` is set."""
 
     def __init__(self) -> None:
         self.began, self.go = threading.Event(), threading.Event()
@@ -21,25 +24,40 @@ class HeldQueue(queue.SimpleQueue[Any]):
     def put(self, item: Any, *args: Any) -> None:
         if item is not None:
             self.began.set()
-            self.go.wait(0.5)
+            assert self.go.wait(30)
         super().put(item, *args)
 
 
-def test_request_that_is_added_while_the_server_stops_is_answered() -> None:
-    requests, held, released = RequestQueue(1), HeldQueue(), []
-    requests._requests = held
-    loop = asyncio.new_event_loop()
-    request = Waiting(job=None, loop=loop, release=lambda: released.append(1))  # type: ignore[arg-type]
-    requests.enter()
-    adding = threading.Thread(target=requests.put, args=(request,))
-    adding.start()
-    assert held.began.wait(30)
-    requests.stop()
-    requests.answer_all(None)  # type: ignore[arg-type]  # it has stopped, so it needs no worker
-    held.go.set()
-    adding.join()
-    try:
-        assert loop.run_until_complete(asyncio.wait_for(request.events.get(), 5)) == ("error", SHUTTING_DOWN)
-        assert released == [1]
-    finally:
-        loop.close()
+@pytest.mark.parametrize("added", ["before the end", "after the end"])
+def test_request_that_is_added_while_the_server_stops_is_answered(added: str) -> None:
+    requests, held = RequestQueue(1), HeldQueue()
+    requests._turns = held
+
+    async def answer(waiting: Waiting) -> Any:
+        with requests.place():
+            return await requests.answer(None, waiting)  # type: ignore[arg-type]
+
+    async def ask() -> tuple[str, Any]:
+        waiting = Waiting(asyncio.Event().wait, RequestRecord(id="1", method="POST", path="/"), answer)
+        found = await asyncio.wait_for(anext(waiting), 30)
+        waiting.close()
+        return found
+
+    def end() -> None:
+        assert held.began.wait(30)
+        if added == "before the end":
+            held.go.set()
+            while requests._turns.empty():
+                time.sleep(0.01)
+        requests.stop()
+        requests.answer_all(None)  # type: ignore[arg-type]  # it has stopped, so it needs no worker
+        held.go.set()
+
+    ending = threading.Thread(target=end)
+    ending.start()
+    kind, error = asyncio.run(ask())
+    ending.join()
+    assert kind == "error" and isinstance(error, ApiError) and error.status == 503
+    assert requests.waiting == 0
+    with pytest.raises(ApiError, match="shutting down"), requests.place():
+        pass

@@ -1,5 +1,6 @@
 """Layer: pure Python. Requests to the server: fields that are honoured, ignored, or refused by name."""
 
+import json
 from typing import Any
 
 import pytest
@@ -10,137 +11,197 @@ from transformers import GenerationConfig
 
 from mllm_seqpar.data import FrameChoice
 from mllm_seqpar.inference import Sampling
-from mllm_seqpar.serving.protocol import ApiError, ChatRequest, read_request
+from mllm_seqpar.serving.protocol import ApiError, ChatRequest, parse, read_request
 
 HELLO = [{"role": "user", "content": "Hello"}]
+DEFAULTS = Sampling(max_new_tokens=9)
+LONG = "data:video/mp4;base64," + "QUJD" * 30_000
 
 
 def read(**fields: Any) -> ChatRequest:
-    return read_request({"messages": HELLO} | fields, Sampling(max_new_tokens=9))
+    return read_request({"messages": HELLO} | fields)
 
 
-def refused(**fields: Any) -> ApiError:
-    with pytest.raises(ApiError) as error:
-        read(**fields)
-    assert error.value.status == 400
-    return error.value
+def shown(*parts: Any, **fields: Any) -> dict[str, Any]:
+    """Return the fields of a request with media, or with other fields of its message."""
+    return {"messages": [{"role": "user", "content": [*parts], **fields}]}
 
 
-def test_request_has_defaults_and_its_own_values() -> None:
-    assert read(seed=1).sampling == Sampling(max_new_tokens=9, seed=1)
-    asked = read(max_completion_tokens=3, temperature=0.5, top_p=0.9, seed=7, stop="\n", n=1, tools=[], user="me")
-    assert asked.sampling == Sampling(max_new_tokens=3, temperature=0.5, top_p=0.9, seed=7)
-    assert (asked.stop, asked.stream, asked.include_usage) == (("\n",), False, False)
-    assert read(stream=True, stream_options={"include_usage": True}).include_usage
-    assert read(temperature=1).sampling.seed != read(temperature=1).sampling.seed
+def video(url: Any = "x", **beside: Any) -> dict[str, Any]:
+    return shown({"type": "video_url", "video_url": url, **beside})
+
+
+def image(**fields: Any) -> dict[str, Any]:
+    return shown({"type": "image_url", "image_url": "x", **fields})
+
+
+def file(**fields: Any) -> dict[str, Any]:
+    return shown({"type": "file", "file": {"file_id": "x", **fields}})
+
+
+def generation(**changes: Any) -> dict[str, Any]:
+    config = GenerationConfig()
+    config.update(**changes)
+    return {"generation_config": config.to_json_string()}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, {"max_new_tokens": 9}),
+        ({"max_completion_tokens": 3, "top_p": 0.5, "n": 1, "tools": []}, {"max_new_tokens": 3, "top_p": 0.5}),
+        ({"max_tokens": None, "top_p": 0.9}, {"max_new_tokens": 9, "top_p": 0.9}),
+        ({"temperature": 1, "top_k": -1}, {"max_new_tokens": 9, "temperature": 1.0, "top_k": 0}),
+        (
+            generation(do_sample=True, max_new_tokens=256),
+            {"max_new_tokens": 256, "temperature": 1.0, "top_k": 50},  # the defaults of transformers
+        ),
+        (
+            generation(do_sample=True, temperature=0.3, top_p=0.5, top_k=3, max_new_tokens=256) | {"max_tokens": 4},
+            {"max_new_tokens": 4, "temperature": 0.3, "top_p": 0.5, "top_k": 3},
+        ),
+        ({"generation_config": '{"do_sample": false, "temperature": 0.7}'}, {"max_new_tokens": 9, "temperature": 0.0}),
+    ],
+)
+def test_request_has_its_own_sampling_and_else_the_defaults(fields: Any, expected: dict[str, Any]) -> None:
+    assert read(seed=1, **fields).sampling(DEFAULTS) == Sampling(seed=1, **expected)
 
 
 def test_numbers_and_sampling_options_are_those_of_generate() -> None:
-    asked = read(temperature=2, top_p=1, top_k=5, min_p=0, repetition_penalty=2, min_tokens=3, seed=1).sampling
-    assert asked.generate_arguments() == {
+    asked = read(temperature=2, top_p=1, top_k=5, min_p=0, repetition_penalty=2, min_tokens=3)
+    found = asked.sampling(DEFAULTS).generate_arguments()
+    assert found == {
         **{"max_new_tokens": 9, "min_new_tokens": 3, "num_beams": 1, "do_sample": True, "temperature": 2.0},
         **{"top_p": 1.0, "top_k": 5, "min_p": 0.0, "repetition_penalty": 2.0},
     }
-    assert {type(asked.generate_arguments()[name]) for name in ("temperature", "top_p", "min_p")} == {float}
-    assert read(temperature=1, top_k=-1).sampling.top_k == 0
-    greedy = read(seed=1).sampling.generate_arguments()
+    assert {type(found[name]) for name in ("temperature", "top_p", "min_p")} == {float}
+    greedy = read(seed=1).sampling(DEFAULTS).generate_arguments()
     assert greedy["do_sample"] is False and "repetition_penalty" not in greedy
+    sampled = read(temperature=1)
+    assert sampled.sampling(DEFAULTS).seed != sampled.sampling(DEFAULTS).seed
 
 
-def test_generation_config_of_transformers_chat_has_its_defaults() -> None:
-    config = GenerationConfig()
-    config.update(do_sample=True, max_new_tokens=256)
-    asked = read(generation_config=config.to_json_string(), seed=1)
-    expected = Sampling(max_new_tokens=256, temperature=1.0, top_k=50, seed=1)
-    assert asked.sampling == expected
-    config.update(temperature=0.3, top_p=0.5, top_k=3)
-    asked = read(generation_config=config.to_json_string(), max_tokens=4, seed=1)
-    assert asked.sampling == Sampling(max_new_tokens=4, temperature=0.3, top_p=0.5, top_k=3, seed=1)
-    assert read(generation_config='{"do_sample": false, "temperature": 0.7}', seed=1).sampling.temperature == 0
-
-
-def test_fields_without_effect_are_ignored_and_named() -> None:
-    image = {"type": "image_url", "image_url": {"url": "x", "detail": "low"}, "uuid": "1"}
-    asked = read(
-        messages=[{"role": "user", "content": [image]}],
-        **{"user": "me", "priority": 3, "metadata": None, "top_logprobs": 0, "chat_template_kwargs": {}},
-    )
-    assert asked.ignored == ("user", "priority", "uuid", "detail")
-
-
-def test_sampling_of_a_video_is_read_in_every_place() -> None:
-    def video(url: Any, **beside: Any) -> list[Any]:
-        return [{"role": "user", "content": [{"type": "video_url", "video_url": url, **beside}]}]
-
-    for messages in (video({"url": "x", "fps": 1}), video({"url": "x"}, fps=1), video("x", fps=1.0)):
-        assert read(messages=messages).media[0].frames == FrameChoice(fps=1.0)
-    both = read(messages=video({"url": "x", "fps": 1}, max_frames=8)).media[0]
-    assert both.frames == FrameChoice(fps=1, max_frames=8)
-    assert read(messages=video({"url": "x", "start": 0, "end": 2.5})).media[0].frames == FrameChoice(start=0, end=2.5)
-    with pytest.raises(ApiError, match="end: 2 is not after the start of the clip, 3"):
-        read(messages=video({"url": "x", "start": 3, "end": 2}))
-    for fields in ({"mm_processor_kwargs": {"fps": 1}}, {"media_io_kwargs": {"video": {"fps": 1, "num_frames": None}}}):
-        assert read(messages=video("x"), **fields).frames == FrameChoice(fps=1.0)
+def test_further_fields_and_what_is_ignored() -> None:
+    asked = read(stop="\n")
+    assert (asked.stop, asked.stream, asked.include_usage, asked.ignored) == (["\n"], False, False, ())
+    assert read(stream=True, stream_options={"include_usage": True}).include_usage
+    part = {"type": "image_url", "image_url": {"url": "x", "detail": "low"}, "uuid": "1"}
+    unused = {"user": "me", "priority": 3, "metadata": None, "top_logprobs": 0, "chat_template_kwargs": {}}
+    assert read(**shown(part), **unused).ignored == ("user", "priority", "uuid", "detail")
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("part", "expected"),
     [
-        *[
-            ("n", 2),
-            ("logprobs", True),
-            ("tools", [{"type": "function"}]),
-            ("response_format", {"type": "json_object"}),
-        ],
-        *[("frequency_penalty", 0.5), ("reasoning_effort", "low"), ("temprature", 0.1), ("temperature", 2.5)],
-        *[("temperature", True), ("temperature", float("nan")), ("top_p", 0), ("max_tokens", 0), ("max_tokens", 1.5)],
-        *[
-            ("seed", -1),
-            ("stop", ""),
-            ("stop", list("abcde")),
-            ("stream", 1),
-            ("stream_options", {"include_usage": True}),
-        ],
-        ("messages", []),
-        *[("top_k", -2), ("top_k", 1.5), ("min_p", 1.1), ("repetition_penalty", 0), ("repetition_penalty", 1e9)],
-        *[
-            ("temperature", 1e-9),
-            ("temperature", "1"),
-            ("min_tokens", 10),
-            ("max_tokens", 10**30),
-            ("ignore_eos", True),
-        ],
-        *[("chat_template_kwargs", {"enable_thinking": True}), ("mm_processor_kwargs", {"do_resize": False})],
-        *[("generation_config", "{"), ("generation_config", {"num_beams": 4}), ("media_io_kwargs", {"audio": {}})],
-        *[("evidence", "5"), ("evidence", -1), ("evidence", True), ("evidence", 101)],
+        (video({"url": "x", "fps": 1}), {"fps": 1}),
+        (video({"url": "x"}, fps=1), {"fps": 1}),
+        (video("x", fps=1.0), {"fps": 1}),
+        (video({"url": "x", "fps": 1, "end": None}, max_frames=8), {"fps": 1, "max_frames": 8}),
+        (video({"url": "x", "start": 0, "end": 2.5}), {"start": 0, "end": 2.5}),
+        (file(num_frames=3), {"num_frames": 3}),
     ],
 )
-def test_fields_that_cannot_be_honoured_are_refused_by_name(field: str, value: Any) -> None:
-    error = refused(**{field: value})
-    assert str(error.param).startswith(field) and field in str(error)
+def test_frames_of_a_video_are_stated_in_its_part_or_in_its_object(part: Any, expected: Any) -> None:
+    (found,) = read(**part).media().values()
+    assert found.frames() == FrameChoice(**expected)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
-    ("message", "fault"),
+    "fields", [{"mm_processor_kwargs": {"fps": 1}}, {"media_io_kwargs": {"video": {"fps": 1, "num_frames": None}}}]
+)
+def test_frames_of_all_videos_of_a_request(fields: Any) -> None:
+    assert read(**video(), **fields).frames() == FrameChoice(fps=1.0)
+
+
+REFUSED: list[tuple[str, list[Any]]] = [
+    ("n", [2]),
+    ("logprobs", [True]),
+    ("tools", [[{"type": "function"}]]),
+    ("response_format", [{"type": "json_object"}]),
+    ("frequency_penalty", [0.5]),
+    ("reasoning_effort", ["low"]),
+    ("temprature", [0.1]),
+    ("temperature", [2.5, True, float("nan"), 1e-9, "1"]),
+    ("top_p", [0]),
+    ("top_k", [-2, 1.5]),
+    ("min_p", [1.1]),
+    ("repetition_penalty", [0, 1e9]),
+    ("max_tokens", [0, 1.5, 10**30]),
+    ("min_tokens", [10]),
+    ("seed", [-1]),
+    ("stop", ["", list("abcde")]),
+    ("stream", [1]),
+    ("stream_options", [{"include_usage": True}]),
+    ("messages", [[]]),
+    ("ignore_eos", [True]),
+    ("chat_template_kwargs", [{"enable_thinking": True}]),
+    ("mm_processor_kwargs", [{"do_resize": False}]),
+    ("media_io_kwargs", [{"audio": {}}]),
+    ("generation_config", ["{", "[" * 5000, {"num_beams": 4}]),
+    ("evidence", ["5", -1, True, 101]),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in REFUSED for value in values])
+def test_fields_that_cannot_be_honoured_are_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(ApiError) as error:
+        read(**{field: value}).sampling(DEFAULTS)
+    assert error.value.status == 400
+    assert str(error.value.param).startswith(field) and field in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault"),
     [
-        ({"role": "tool", "content": "x"}, "role"),
-        ({"role": "user"}, "content"),
-        ({"role": "assistant", "content": "x"}, "the last message is not the user's"),
-        ({"role": "user", "content": "x", "tool_calls": [1]}, "tool_calls"),
-        ({"role": "user", "content": [{"type": "input_audio"}]}, "input_audio"),
-        ({"role": "system", "content": [{"type": "file", "file": {"file_id": "x"}}]}, "only a message of the user"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x", "fps": 1}}]}, "fps"),
-        ({"role": "user", "content": [{"type": "video_url", "video_url": {"url": "x", "fps": 0}}]}, "fps"),
-        ({"role": "user", "content": [{"type": "video_url", "video_url": {"url": "x", "speed": 2}}]}, "speed"),
-        ({"role": "user", "content": [{"type": "file", "file": {"file_id": "x", "fps": 1, "num_frames": 2}}]}, "but"),
-        ({"role": "user", "content": [{"type": "file", "file": {"file_data": "x"}}]}, "file_data"),
-        ({"role": "user", "content": [{"type": "file", "file": {"file_id": "x"}, "pixels": 3}]}, "content[0].pixels"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": "x", "fps": 1}]}, "content[0].fps"),
-        ({"role": "user", "content": [{"type": "text", "text": "x", "fps": 1}]}, "content[0].fps"),
-        ({"role": "user", "content": [{"type": "video_url", "video_url": {"url": "x", "fps": 1}, "fps": 2}]}, "twice"),
-        ({"role": "user", "content": [{"type": "video_url", "video_url": "x", "fps": 1, "num_frames": 2}]}, "give one"),
-        ({"role": "user", "content": [3]}, "messages[0].content[0]: 3"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
+        ({"messages": [{"role": "user"}]}, "content"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": "x"}]}, "the last message is not the user's"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "tool_calls"),
+        (file() | {"messages": [{"role": "system", "content": file()["messages"][0]["content"]}]}, "only a message of"),
+        (shown({"type": "input_audio"}), "input_audio"),
+        (shown({"type": "video_url", "url": "x"}), "messages[0].content[0]: "),
+        (shown({"type": "text", "text": "x", "fps": 1}), "content[0].fps"),
+        (shown(3), "messages[0].content[0]: 3"),
+        (image(image_url={"url": "x", "fps": 1}), "fps"),
+        (image(fps=1), "content[0].fps"),
+        (video({"url": "x", "fps": 0}), "fps"),
+        (video({"url": "x", "speed": 2}), "speed"),
+        (video({"url": "x", "fps": 1}, fps=2), "twice"),
+        (video(fps=1, num_frames=2), "give one"),
+        (video({"url": "x", "start": 3, "end": 2}), "end: 2 is not after the start of the clip, 3"),
+        (file(fps=1, num_frames=2), "but"),
+        (shown({"type": "file", "file": {"file_data": "x"}}), "file_data"),
+        (shown({"type": "file", "file": "x"}), "file is not an object"),
+        (shown({"type": "file", "file": {"file_id": "x"}, "pixels": 3}), "content[0].pixels"),
     ],
-)  # fmt: skip
-def test_malformed_messages_are_refused(message: Any, fault: str) -> None:
-    assert fault in str(refused(messages=[message]))
+)
+def test_malformed_messages_are_refused(fields: Any, fault: str) -> None:
+    with pytest.raises(ApiError) as error:
+        read(**fields)
+    assert error.value.status == 400 and fault in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": [LONG, "data:,x", {"b": LONG + "x"}], "c": None},
+        {LONG: LONG, "text": f'she said "{LONG}" and "data:\\'},
+        [LONG, [], 1.5, True, "\N{SNOWMAN}"],
+    ],
+)
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_body_has_the_value_of_the_standard_parser(value: object, ascii_only: bool) -> None:
+    assert parse(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        *[(b"", 400), (b"{", 400), (b"NaN", 400), (b"[1e999, Infinity]", 400), (b"\xff", 400), (b'"\\ud800"', 400)],
+        *[(b"[" * 100_000 + b"]" * 90_000, 400), (b"1" * 5000, 400), (b"[" + b"0," * 300_000 + b"0]", 413)],
+    ],
+)
+def test_body_that_is_refused(body: bytes, status: int) -> None:
+    with pytest.raises(ApiError) as error:
+        parse(body)
+    assert error.value.status == status

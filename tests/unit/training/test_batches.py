@@ -1,4 +1,4 @@
-"""Layer: one process, ranks as threads. Samples with bad media are replaced alike on all ranks, or stop all ranks."""
+"""Layer: one process, ranks as threads. Which samples a step has; bad media are replaced, or stop all ranks."""
 
 import json
 import logging
@@ -11,7 +11,6 @@ from typing import Any
 import av
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.comm.agreement import attempt
@@ -21,9 +20,9 @@ from mllm_seqpar.data.needle import make_needle_videos
 from mllm_seqpar.errors import AgreementError, ConfigError, DataError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.training import batches as batches_module
-from mllm_seqpar.training.batches import READ_AHEAD_BYTES, BatchReader, Restarted, reader_communicator, replacement
-from mllm_seqpar.training.sample_order import SampleOrder
-from tiny_models.mplug_owl3 import IMAGE_SIZE, tiny_tokenizer
+from mllm_seqpar.training.batches import READ_AHEAD_BYTES, BatchReader, LoadedBatch, SampleOrder
+from mllm_seqpar.training.stored_tower import ARGUMENT, TowerRows
+from tiny_models.mplug_owl3 import IMAGE_SIZE, IMAGE_TOKEN, tiny_model, tiny_tokenizer
 
 SAMPLES, FRAMES = 9, 12
 HALF, MISSING, EMPTY = 2, 5, 6
@@ -60,11 +59,13 @@ def cut_the_end(path: Path) -> None:
     whole.unlink()
 
 
-def reader_of(path: Path, comm: Communicator, sp: int, on_bad_media: str, limit: int = READ_AHEAD_BYTES) -> BatchReader:
+def opened(path: Path, **options: Any) -> ChatDataset:
     processor = MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=IMAGE_SIZE), tiny_tokenizer())
-    first = comm.rank // sp * sp
-    group = Subgroup(comm, range(first, first + sp))
-    return BatchReader(ChatDataset(path, processor, on_bad_media=on_bad_media), group, comm, limit)
+    return ChatDataset(path, processor, **options)
+
+
+def order_of(dp: int = 1, micro_batch: int = 1, seed: int = 1) -> SampleOrder:
+    return SampleOrder(samples=SAMPLES, global_batch=4, micro_batch=micro_batch, dp=dp, seed=seed)
 
 
 def train(
@@ -82,8 +83,9 @@ def train(
     """Return for each rank what `then` makes of each micro-batch, or the error that ended the run."""
 
     def rank(comm: Communicator) -> list[Any]:
-        order = SampleOrder(samples=SAMPLES, global_batch=4, micro_batch=micro_batch, dp=world // sp, seed=1)
-        reader = reader_of(path, comm, sp, on_bad_media, ahead_bytes)
+        order = order_of(world // sp, micro_batch)
+        group = Subgroup(comm, range(comm.rank // sp * sp, comm.rank // sp * sp + sp))
+        reader = BatchReader(opened(path, on_bad_media=on_bad_media), group, comm, ahead_bytes)
         batches = reader.read_all(order.passes(comm.rank // sp, first_step, steps), order.micro_batches)
         made, error = attempt(lambda: [then(batch, reader) for batch in batches])
         return made if error is None else [error]
@@ -98,30 +100,41 @@ def by_step(results: list[list[Any]], sp: int) -> list[list[int]]:
     return [merged[start : start + 4] for start in range(0, len(merged), 4)]
 
 
+def test_order_of_samples_does_not_depend_on_the_groups() -> None:
+    def step(order: SampleOrder, number: int) -> list[int]:
+        passes = [order.passes(group, number, number + 1) for group in range(order.dp)]
+        return [sample for parts in zip(*passes, strict=True) for samples in parts for sample in samples]
+
+    one, two = (SampleOrder(samples=21, global_batch=8, micro_batch=2, dp=dp, seed=3) for dp in (1, 2))
+    assert all(step(one, number) == step(two, number) for number in range(5))
+    assert (one.steps_per_epoch, one.micro_batches, two.micro_batches) == (2, 4, 2)
+    epochs = [step(one, first) + step(one, first + 1) for first in (0, 2)]
+    assert all(len(set(samples)) == 16 for samples in epochs) and epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize(
+    ("samples", "dp", "message"),
+    [
+        (21, 3, "--global_batch_size 8 is not a multiple of 6 = --per_device_train_batch_size 2"),
+        (7, 2, "a step has 8 samples .* more than the 7 samples"),
+    ],
+)
+def test_steps_that_cannot_be_filled_are_refused(samples: int, dp: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SampleOrder(samples=samples, global_batch=8, micro_batch=2, dp=dp, seed=3)
+
+
 def test_replacements_do_not_depend_on_the_number_of_ranks(folder: Path) -> None:
-    path = folder / "train.jsonl"
+    path, bad = folder / "train.jsonl", {HALF, MISSING, EMPTY}
+    plain = [sample for (sample,) in order_of().passes(0, 0, 3)]
+    following = [[(sample + number) % SAMPLES for number in range(SAMPLES)] for sample in plain]
+    wanted = [next(sample for sample in candidates if sample not in bad) for candidates in following]
     expected = by_step(train(path, 1, 1), 1)
-    plain = SampleOrder(samples=SAMPLES, global_batch=4, micro_batch=1, dp=1, seed=1)
-    wanted = []
-    for step in range(3):
-        row = []
-        for (sample,) in plain.step(step, 0):
-            candidates = (replacement(sample, number, SAMPLES) for number in range(SAMPLES))
-            row.append(next(s for s in candidates if s not in (HALF, MISSING, EMPTY)))
-        wanted.append(row)
-    assert expected == wanted and {HALF, MISSING, EMPTY} & {s for step in range(3) for (s,) in plain.step(step, 0)}
+    assert sum(expected, []) == wanted and bad & set(plain)
     for world, sp, micro_batch in ((2, 2, 1), (3, 3, 2), (2, 1, 1), (4, 2, 2)):
         results = train(path, world, sp, micro_batch=micro_batch)
         assert by_step(results, sp) == expected
         assert all(results[rank] == results[rank // sp * sp] for rank in range(world))
-
-
-@pytest.mark.parametrize("samples", [1, 2, 3, SAMPLES, 100, 1000])
-def test_each_sample_replaces_another_once_and_neighbours_come_late(samples: int) -> None:
-    for sample in {0, samples - 1}:
-        found = [replacement(sample, number, samples) for number in range(samples)]
-        assert found[0] == sample and sorted(found) == list(range(samples))
-        assert samples < 100 or (sample + 1) % samples not in found[:10]
 
 
 def test_resumed_run_has_the_batches_of_an_uninterrupted_one(folder: Path) -> None:
@@ -138,7 +151,8 @@ def test_limit_of_read_ahead_changes_no_batch(folder: Path) -> None:
     assert train(path, 2, 1, ahead_bytes=1) == train(path, 2, 1)
 
 
-def test_frames_are_decoded_ahead_up_to_the_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limit", [READ_AHEAD_BYTES, 1])
+def test_frames_are_decoded_ahead_up_to_the_limit(folder: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     received, ahead, several = [0], [], threading.Event()
     decode = BatchReader._arguments
 
@@ -149,21 +163,14 @@ def test_frames_are_decoded_ahead_up_to_the_limit(folder: Path, monkeypatch: pyt
         return decode(self, *args, **options)
 
     monkeypatch.setattr(BatchReader, "_arguments", counted)
-    order = SampleOrder(samples=5, global_batch=1, micro_batch=1, dp=1, seed=1)
-    for limit in (READ_AHEAD_BYTES, 1):
-        comm = reader_communicator(60.0)
-        good = folder / "good.jsonl"
-        good.write_text("".join((folder / "train.jsonl").read_text().splitlines(keepends=True)[:1] * 5))
-        reader = reader_of(good, comm, 1, "fail", limit)
-        received[0] = 0
-        ahead.clear()
-        with closing(reader.read_all(order.passes(0, 0, 5))) as batches:
-            for _ in batches:
-                received[0] += 1
-                if limit > 1 and received[0] == 1:
-                    assert several.wait(30)  # two more are decoded while the first one is used
-        # The next one may begin after a micro-batch is released, and before it is received.
-        assert len(ahead) == 5 and (limit > 1 or max(ahead) <= 2)
+    reader = BatchReader(opened(folder / "train.jsonl", on_bad_media="skip"), "self", "self", limit)
+    with closing(reader.read_all([[0]] * 5)) as batches:
+        for _ in batches:
+            received[0] += 1
+            if limit > 1 and received[0] == 1:
+                assert several.wait(30)  # two more are decoded while the first one is used
+    # The next one may begin after a micro-batch is released, and before it is received.
+    assert len(ahead) == 5 and (limit > 1 or max(ahead) <= 2)
 
 
 def test_known_bad_samples_are_loaded_once_and_within_the_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +183,7 @@ def test_known_bad_samples_are_loaded_once_and_within_the_limit(folder: Path, mo
         loads.append(tuple(samples))
         return load(self, samples, *args, **options)
 
-    reader = reader_of(folder / "train.jsonl", reader_communicator(60.0), 1, "skip")
+    reader = BatchReader(opened(folder / "train.jsonl", on_bad_media="skip"), "self", "self")
     first = [batch.samples for batch in reader.read_all([(EMPTY,)] * 5)]
     assert list(reader.skipped) == [EMPTY]
     monkeypatch.setattr(BatchReader, "_load", slow)
@@ -184,16 +191,15 @@ def test_known_bad_samples_are_loaded_once_and_within_the_limit(folder: Path, mo
     for batch in reader.read_all([(EMPTY,)] * 5):
         received.set()
         again.append(batch.samples)
-    assert again == first == loads == [(replacement(EMPTY, 1, SAMPLES),)] * 5
+    assert again == first == loads == [(EMPTY + 1,)] * 5
 
 
 def test_ranks_that_stop_early_read_on_later(folder: Path) -> None:
     def rank(comm: Communicator) -> list[Any]:
-        order = SampleOrder(samples=SAMPLES, global_batch=4, micro_batch=1, dp=1, seed=1)
-        reader = reader_of(folder / "train.jsonl", comm, 2, "skip")
+        reader = BatchReader(opened(folder / "train.jsonl", on_bad_media="skip"), comm, comm)
         found = []
         for _ in range(4):
-            with closing(reader.read_all(order.passes(0, 0, 3), order.micro_batches)) as batches:
+            with closing(reader.read_all(order_of().passes(0, 0, 3), 4)) as batches:
                 found.append(next(batches).samples)
         return found
 
@@ -225,14 +231,14 @@ def test_bad_media_stop_all_ranks_at_one_micro_batch(folder: Path) -> None:
     assert all(message in str(rank[0]) and len(rank) == 1 for rank in results)
 
 
-def test_search_for_a_replacement_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("most", "tried"), [(100, SAMPLES), (3, 4)])
+def test_search_for_a_replacement_ends(folder: Path, monkeypatch: pytest.MonkeyPatch, most: int, tried: int) -> None:
     rows = (folder / "train.jsonl").read_text().splitlines()
     (folder / "all_bad.jsonl").write_text("\n".join([rows[MISSING]] * SAMPLES))
-    for most, tried in ((100, SAMPLES), (3, 4)):
-        monkeypatch.setattr(batches_module, "MOST_REPLACEMENTS", most)
-        results = train(folder / "all_bad.jsonl", 2, 2)
-        assert all(f"{tried} samples in a row cannot be read" in str(rank[0]) for rank in results)
-        assert "all_bad.jsonl:" in str(results[0][0]) and "no such file" in str(results[0][0])
+    monkeypatch.setattr(batches_module, "MOST_REPLACEMENTS", most)
+    results = train(folder / "all_bad.jsonl", 2, 2)
+    assert all(f"{tried} samples in a row cannot be read" in str(rank[0]) for rank in results)
+    assert "all_bad.jsonl:" in str(results[0][0]) and "no such file" in str(results[0][0])
 
 
 def test_other_errors_of_one_rank_are_raised_on_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,6 +255,23 @@ def test_other_errors_of_one_rank_are_raised_on_all(folder: Path, monkeypatch: p
     assert "reading the training data: rank 1: MemoryError: no memory" in str(first[0])
 
 
+def test_features_are_used_only_if_all_ranks_have_them(folder: Path) -> None:
+    """Under FSDP all ranks run the tower, or none does."""
+
+    def rank(comm: Communicator) -> list[bool]:
+        class Stored:
+            def rows(self, batch: Any, shard: Any, read: bool) -> TowerRows:
+                found = comm.rank == 0 or not batch.places[0].endswith("train.jsonl:1")
+                return TowerRows((), torch.empty(0) if read and found else None)
+
+        reader = BatchReader(opened(folder / "train.jsonl", on_bad_media="skip"), comm, comm, features=Stored())  # type: ignore[arg-type]
+        read = [(batch, batch.arguments[ARGUMENT].states) for batch in reader.read_all([[0], [1], [0]])]
+        assert all(batch.has_features is (states is not None) for batch, states in read)
+        return [batch.has_features for batch, _ in read]
+
+    assert run_loopback(2, rank, timeout=30) == [[False, True, False]] * 2
+
+
 def test_errors_of_a_processor_name_the_place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*args: Any, **kwargs: Any) -> Any:
         raise ValueError("unexpected size")
@@ -258,17 +281,53 @@ def test_errors_of_a_processor_name_the_place(folder: Path, monkeypatch: pytest.
         assert "train.jsonl:" in str(error) and "ValueError: unexpected size" in str(error)
 
 
-def test_data_loader_of_torch_yields_the_batches(folder: Path) -> None:
-    comm = reader_communicator(60.0)
-    order = SampleOrder(samples=SAMPLES, global_batch=4, micro_batch=2, dp=1, seed=1)
-    reader = reader_of(folder / "train.jsonl", comm, 1, "skip")
-    data = Restarted(lambda: reader.read_all(order.passes(0, 0, 2), order.micro_batches), 4)
-    found = [batch.samples for batch in DataLoader(data, batch_size=None)]
-    assert len(found) == len(data) == 4 and found == [batch.samples for batch in data]
-    assert all(x.shape[1] == 3 for x in (batch.arguments["pixel_values"] for batch in data))
-    assert isinstance(found[0], tuple) and torch.is_tensor(next(iter(data)).chat.input_ids)
-
-
 def test_unknown_treatment_of_bad_media_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="on_bad_media: 'ignore' is not allowed; give fail or skip"):
-        reader_of(folder / "train.jsonl", reader_communicator(60.0), 1, "ignore")
+        opened(folder / "train.jsonl", on_bad_media="ignore")
+
+
+TEXT = {"messages": [{"role": "user", "content": "Say hello."}, {"role": "assistant", "content": "hello"}]}
+
+
+@pytest.fixture
+def chat_file(tmp_path: Path) -> Path:
+    videos = make_needle_videos(tmp_path / "videos", 3, frames=(2, 5))
+    rows = [*(video.sample(tmp_path) for video in videos), TEXT]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "chat.jsonl"
+
+
+def read(dataset: ChatDataset, *samples: int) -> LoadedBatch:
+    return BatchReader(dataset, "self", "self").read(samples)
+
+
+def test_batch_has_all_arguments_of_forward(chat_file: Path) -> None:
+    batch = read(opened(chat_file), 0, 3)
+    inputs = batch.arguments
+    assert inputs["pixel_values"].shape == (batch.chat.frames, 3, IMAGE_SIZE, IMAGE_SIZE)
+    assert "visual_shard" not in inputs
+    assert int((inputs["input_ids"] == IMAGE_TOKEN).sum()) == batch.chat.frames
+    assert batch.chat.targets == int((inputs["labels"][:, 1:] != -100).sum()) > 0
+    assert tiny_model()(**inputs).loss.isfinite()
+
+
+def test_digest_covers_text_and_media(chat_file: Path) -> None:
+    def digest() -> str:
+        return opened(chat_file).content_digest()
+
+    first = digest()
+    assert digest() == first
+    videos = sorted((chat_file.parent / "videos").iterdir())
+    with videos[1].open("ab") as video:
+        video.write(b"more")
+    second = digest()
+    chat_file.write_text(chat_file.read_text().replace("hello.", "hullo."))
+    assert len({first, second, digest()}) == 3
+
+
+def test_unusable_samples_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot be read"):
+        opened(tmp_path / "none.jsonl")
+    (tmp_path / "chat.jsonl").write_text(json.dumps(TEXT) + "\n")
+    with pytest.raises(DataError, match="max_length = 5"):
+        read(opened(tmp_path / "chat.jsonl", max_length=5), 0)

@@ -1,36 +1,27 @@
-"""Layer: one process. The command line of fine-tuning, its configuration file, and when a run saves a checkpoint."""
+"""Layer: one process. The command line of fine-tuning, its configuration file, and what it trains."""
 
 import argparse
 import functools
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate.parallelism_config import ParallelismConfig
 
 from family_cases import BATCHES
 from family_harness import model_of
 from launch import ROOT
-from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.patching.registry import find_adapter
-from mllm_seqpar.training import checkpoint_clock, command_line, early_check
-from mllm_seqpar.training.arguments import FineTuneOptions
-from mllm_seqpar.training.checkpoint_clock import CheckpointClock
-from mllm_seqpar.training.command_line import make_options, read_options
+from mllm_seqpar.training import arguments, early_check, finetune
+from mllm_seqpar.training.arguments import FineTuneOptions, make_options, read_options
 from mllm_seqpar.training.early_check import check_command_line
-from mllm_seqpar.training.parameters import choose_parameters
-from mllm_seqpar.training.resume import last_checkpoint, require_shared_directory, step_of
-from mllm_seqpar.training.sample_order import SampleOrder
-from mllm_seqpar.training.trainer_checks import find_parallelism
+from mllm_seqpar.training.model import choose_parameters
 
 REQUIRED = ["--model", "m", "--data", "d", "--output_dir", "o", "--use_cpu"]
 
@@ -98,8 +89,6 @@ def test_command_line_wins_over_the_configuration_file(tmp_path: Path) -> None:
         (["--label_smoothing_factor", "0.1"], "--label_smoothing_factor 0.1 .*: the loss is the model's own"),
         (["--torch_compile"], "--torch_compile True is not supported: torch.compile does not compile"),
         (["--dataloader_num_workers", "2"], "--dataloader_num_workers 2 is not supported: each rank reads ahead"),
-        (["--report_to", "wandbb"], "--report_to wandbb: unknown; give some of .*wandb"),
-        (["--report_to", "clearml"], "--report_to clearml: its package is not installed: pip install clearml"),
         (["--learning_rate", "1", "--learning-rate", "2"], "--learning_rate is given twice; give it once"),
         (["--lerning_rate", "1"], r"unrecognized arguments: --lerning_rate 1 \(did you mean --learning_rate\?\)"),
         (["--num_processes", "2"], "--num_processes 2: give it on the command line, to mllm-seqpar"),
@@ -110,7 +99,6 @@ def test_command_line_wins_over_the_configuration_file(tmp_path: Path) -> None:
         (["--fsdp"], "--fsdp True is not supported: use --shard_weights"),
         (["--shard_weights"], "--shard_weights: there is one process; start several with --num_processes N"),
         (["--push_to_hub", "--hub_strategy", "every_save"], "every_save is not supported: --push_to_hub uploads the"),
-        (["--optim", "apollo_adamw"], "--optim apollo_adamw: You need to install `apollo_torch`"),
         (["--lr", "1"], r"--lr 1 \(did you mean --learning_rate\?\)"),
         (["--template", "Reply with a letter."], "'Reply with a letter.': it has no {question}; it takes {question}"),
         (["--template", "{question} {Options}"], "the field {Options} is unknown"),
@@ -138,7 +126,7 @@ def test_help_begins_with_the_options_of_this_program(capsys: pytest.CaptureFixt
 
 def test_every_option_passes_the_check_before_the_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     parsers: list[argparse.ArgumentParser] = []
-    monkeypatch.setattr(command_line, "_describe", lambda parser, everything: parsers.append(parser))
+    monkeypatch.setattr(arguments, "_describe", lambda parser, everything: parsers.append(parser))
     read_options(REQUIRED)
     fields = early_check._fields  # which parses transformers' source
     monkeypatch.setattr(early_check, "_fields", functools.cache(lambda file: [*fields(file)]))
@@ -206,129 +194,14 @@ def test_parameters_are_frozen_by_name() -> None:
     assert [p.requires_grad for p in model.parameters()] == [False, True, True, True]
 
 
-def clocks(monkeypatch: pytest.MonkeyPatch, act: Any) -> list[list[tuple[bool, bool]]]:
-    """Return, for each of two ranks and each step, whether it saves and whether it stops."""
-    monkeypatch.setattr(checkpoint_clock, "time", SimpleNamespace(monotonic=lambda: 60.0 * now[0]))
-    now = [0]
-
-    def rank(comm: Communicator) -> list[tuple[bool, bool]]:
-        clock = CheckpointClock(comm, 30, stop_after=9)
-        clock.on_train_begin(None, SimpleNamespace(global_step=0), None)
-        found = []
-        for step in range(1, 10):
-            comm.gather_ints([0])  # the ranks take steps together
-            if comm.rank == 0:
-                now[0] += 10
-            comm.gather_ints([0])
-            act(clock, comm.rank, step)
-            state = SimpleNamespace(global_step=step)
-            control = SimpleNamespace(should_save=False, should_training_stop=False, should_evaluate=True)
-            clock.on_step_end(None, state, control)
-            assert control.should_evaluate is (clock.signal == 0)  # a process that received a signal may be killed soon
-            if control.should_save:
-                clock.on_save(None, state, control)
-            found.append((control.should_save, control.should_training_stop))
-        return found
-
-    return run_loopback(2, rank, timeout=30)
-
-
-def test_clock_of_rank_0_decides_when_all_ranks_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    def other_clock(clock: Any, rank: int, step: int) -> None:
-        if rank == 1:
-            clock._since = 0.0 if step < 3 else 1e9
-
-    first, second = clocks(monkeypatch, other_clock)
-    assert first == second
-    assert [step for step, (saves, _) in enumerate(first, 1) if saves] == [3, 6, 9]
-    assert [stops for _, stops in first] == [False] * 8 + [True]
-
-
-def test_signal_of_any_rank_makes_all_save_and_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    def terminated(clock: Any, rank: int, step: int) -> None:
-        if (rank, step) == (1, 2):
-            clock._on_signal(signal.SIGTERM, None)
-
-    first, second = clocks(monkeypatch, terminated)
-    assert first == second and first[:2] == [(False, False), (True, True)]
-
-
-def test_second_interrupt_is_not_delayed() -> None:
-    clock = CheckpointClock(run_loopback(1, lambda comm: comm)[0], 0, None)
-    clock._on_signal(signal.SIGINT, None)
-    clock._on_signal(signal.SIGINT, None)  # the launcher's, for the same Ctrl-C
-    clock._received_at -= 10
-    with pytest.raises(KeyboardInterrupt):
-        clock._on_signal(signal.SIGINT, None)
-
-
-def test_interrupt_after_the_last_step_takes_effect() -> None:
-    clock = CheckpointClock(run_loopback(1, lambda comm: comm)[0], 0, None)
-    clock.raise_late_signal()
-    clock._on_signal(signal.SIGINT, None)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores SIGINT
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            clock.raise_late_signal()
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def test_only_complete_checkpoints_are_continued(tmp_path: Path) -> None:
-    assert last_checkpoint(tmp_path) is None
-    for step, complete in ((9, True), (10, True), (11, False)):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        if complete:
-            (tmp_path / f"checkpoint-{step}" / "seqpar_layout.json").touch()
-    (tmp_path / "checkpoint-9").rename(tmp_path / "checkpoint-best")
-    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
-    with pytest.raises(ConfigError, match="checkpoint-best: its trainer_state.json cannot be read"):
-        step_of(tmp_path / "checkpoint-best")
-    (tmp_path / "checkpoint-best" / "trainer_state.json").write_text('{"global_step": 9}')
-    assert step_of(tmp_path / "checkpoint-best") == 9
-
-
-def test_directory_that_some_ranks_do_not_share_is_refused_on_all(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("shared", "other", "shared")]
-    (tmp_path / "other").mkdir()
-
-    def check(comm: Communicator) -> str:
-        with pytest.raises(ConfigError) as error:
-            require_shared_directory(comm, folders[comm.rank])
-        return str(error.value)
-
-    assert all("ranks 1 do not find the files of rank 0" in text for text in run_loopback(3, check))
-    assert not [*(tmp_path / "shared").iterdir()]
-    run_loopback(2, lambda comm: require_shared_directory(comm, tmp_path / "new"))
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="file: cannot be written to: "):
-        run_loopback(1, lambda comm: require_shared_directory(comm, tmp_path / "file"))
-
-
-def test_order_of_samples_does_not_depend_on_the_groups() -> None:
-    one = SampleOrder(samples=21, global_batch=8, micro_batch=2, dp=1, seed=3)
-    two = SampleOrder(samples=21, global_batch=8, micro_batch=2, dp=2, seed=3)
-    for step in range(5):
-        merged = [samples for parts in zip(two.step(step, 0), two.step(step, 1), strict=True) for samples in parts]
-        assert merged == one.step(step, 0)
-    assert (one.steps_per_epoch, one.micro_batches, two.micro_batches) == (2, 4, 2)
-    assert sorted(s for step in (2, 3) for part in one.step(step, 0) for s in part) != list(range(16))  # shuffled
-    with pytest.raises(
-        ConfigError, match="--global_batch_size 8 is not a multiple of 6 = --per_device_train_batch_size 2"
-    ):
-        SampleOrder(samples=21, global_batch=8, micro_batch=2, dp=3, seed=3)
-    with pytest.raises(ConfigError, match="a step has 8 samples .* more than the 7 samples"):
-        SampleOrder(samples=7, global_batch=8, micro_batch=2, dp=2, seed=3)
-
-
-def test_ranks_that_share_a_sample_are_taken_from_those_that_share_parameters() -> None:
-    """HSDP: the launch configuration says how parameters are sharded, the program how samples are."""
-    given = ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)
-    args: Any = SimpleNamespace(world_size=8, device="cpu", parallelism_config=given)
-    found = find_parallelism(args, 2, None)
-    assert (found.dp_replicate_size, found.dp_shard_size, found.cp_size) == (2, 2, 2)
-    found = find_parallelism(args, 4, None)
-    assert found._get_mesh() == (("dp_replicate", "cp"), (2, 4)) and found.total_size == 8
-    assert find_parallelism(args, None, None).cp_size == 1
-    with pytest.raises(ConfigError, match="8 ranks per sample, but .* over dp_shard_size=4 ranks"):
-        find_parallelism(args, 8, None)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests what happens without a GPU")
+def test_a_launch_configuration_for_gpus_is_refused_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(finetune, "make_options", lambda values: made.append(values))
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(ConfigError, match="the launch configuration is for GPUs .*torch finds 0 .*pass --use_cpu"):
+        finetune._options({"use_cpu": False}, cpu=True)
+    finetune._options({"use_cpu": True}, cpu=True)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    finetune._options({"use_cpu": False}, cpu=True)
+    assert made == [{"use_cpu": True}] * 2

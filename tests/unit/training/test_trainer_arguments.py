@@ -2,11 +2,13 @@
 
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from accelerate.data_loader import IterableDatasetShard
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import send_to_device
 from torch.distributed.utils import _to_kwargs
 from torch.utils.data import ChainDataset, DataLoader
@@ -15,10 +17,10 @@ from transformers.utils import find_labels
 
 from mllm_seqpar import HostFrames, SeqParConfig, SeqParMixin, SeqParTrainer, patch_model
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.integrations.accelerate.context_parallel import disable_context_parallelism
+from mllm_seqpar.integrations.accelerate import disable_context_parallelism
 from mllm_seqpar.patching import patch_of
-from mllm_seqpar.training.evaluation import count_streamed_samples
-from mllm_seqpar.training.trainer_checks import refuse_unsupported
+from mllm_seqpar.training.trainer import count_streamed_samples
+from mllm_seqpar.training.trainer_arguments import find_parallelism
 from tiny_models.mplug_owl3 import tiny_frames, tiny_model, tiny_text
 
 
@@ -31,7 +33,6 @@ def trainer(tmp_path: Path, model: Any = None, args: Any = (), **given: Any) -> 
     ("given", "message"),
     [
         ({"sequence_parallel_size": 2}, "2 ranks per sample do not divide 1 processes"),
-        ({"sequence_parallel_size": "1"}, "sequence_parallel_size='1' is not an int"),
         ({"args": {"average_tokens_across_devices": False}}, "average_tokens_across_devices=False divides"),
         ({"args": {"accelerator_config": {"dispatch_batches": True}}}, "dispatch_batches=True lets rank 0 read"),
         ({"args": {"fsdp": True}}, "fsdp=True has no effect on CPU, .* launch with a configuration such as"),
@@ -60,32 +61,25 @@ def test_frames_of_a_batch_stay_in_host_memory(tmp_path: Path) -> None:
     assert held_loss == loss
 
 
-ALONE = r"started 2 processes, but TrainingArguments set up 1 .*pass use_cpu=True"
-FSDP = {"ACCELERATE_USE_FSDP": "true"}
-
-
 @pytest.mark.parametrize(
-    ("environment", "on_cpu", "message"),
+    ("environment", "message"),
     [
         # Without use_cpu=True and without a GPU, TrainingArguments makes each process a world of one.
-        ({"WORLD_SIZE": "2"}, True, ALONE),
-        (FSDP | {"FSDP_VERSION": "1"}, True, "SeqParTrainer: the launch configuration has fsdp_version: 1 "),
-        (FSDP, False, r"FSDP1.*fsdp_version: 2"),  # accelerate's default is 1
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, False, r"DeepSpeed \(ZeRO\) is not supported.* Use FSDP2"),
+        ({"WORLD_SIZE": "2"}, r"started 2 processes, but TrainingArguments set up 1 .*pass use_cpu=True"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "the launch configuration has fsdp_version: 1 "),
+        ({"ACCELERATE_USE_FSDP": "true"}, r"FSDP1.*fsdp_version: 2"),  # accelerate's default is 1
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, r"DeepSpeed \(ZeRO\) is not supported.* Use FSDP2"),
     ],
 )
 def test_launches_that_cannot_work_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], on_cpu: bool, message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], message: str
 ) -> None:
-    alone = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[]) if message is ALONE else None
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
     monkeypatch.delenv("FSDP_VERSION", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=message):
-        if on_cpu and alone is None:
-            trainer(tmp_path)
-        else:
-            SeqParTrainer(model=tiny_model("per_head"), args=alone)
+        SeqParTrainer(model=tiny_model("per_head"), args=arguments)
 
 
 def test_a_mixin_named_after_its_trainer_is_refused() -> None:
@@ -114,8 +108,6 @@ def test_missing_model_and_losses_from_logits_are_refused(tmp_path: Path) -> Non
     smoothing = trainer(tmp_path, args={"label_smoothing_factor": 0.1})
     with pytest.raises(ConfigError, match="label_smoothing_factor compute the loss from logits"):
         smoothing.compute_loss(smoothing.model, {})
-    with pytest.raises(ConfigError, match="TRL's SFTTrainer computes its loss from logits, which .* leaves out"):
-        refuse_unsupported(None, None, "SFTTrainer", False, SeqParConfig(logits="none"))
 
 
 def test_logits_are_left_out_unless_the_caller_says_otherwise(tmp_path: Path) -> None:
@@ -135,3 +127,16 @@ def test_a_stream_read_by_workers_and_an_accelerate_without_prepare_cp_are_refus
     loader = DataLoader(shard, batch_size=2, num_workers=3)
     with pytest.raises(ConfigError, match="workers=3 and .* over 2 groups"), count_streamed_samples(loader):
         pass
+
+
+def test_ranks_that_share_a_sample_are_taken_from_those_that_share_parameters() -> None:
+    """HSDP: the launch configuration says how parameters are sharded, the program how samples are."""
+    given = ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)
+    args: Any = SimpleNamespace(world_size=8, device="cpu", parallelism_config=given)
+    found = find_parallelism(args, 2, None)
+    assert (found.dp_replicate_size, found.dp_shard_size, found.cp_size) == (2, 2, 2)
+    found = find_parallelism(args, 4, None)
+    assert found._get_mesh() == (("dp_replicate", "cp"), (2, 4)) and found.total_size == 8
+    assert find_parallelism(args, None, None).cp_size == 1
+    with pytest.raises(ConfigError, match="8 ranks per sample, but .* over dp_shard_size=4 ranks"):
+        find_parallelism(args, 8, None)

@@ -1,0 +1,382 @@
+"""IDEFICS (`IdeficsForVisionText2Text` of transformers): its sites, what its rows may attend to, its sharded forward,
+and the dialogue format of its instructed models.
+
+Sites: the forward of the model and of its decoder; the attention of the gated cross-attention blocks; the attention
+function of the decoder layers. A row attends to the images that `image_attention_mask` names. For a row without images
+the cross-attention is exactly zero (`cross_attention_gate`).
+
+Shape legend: B samples, I images of each, L text tokens, s of them on this rank, f images of this rank in the flat list
+of all B * I, H heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+)
+from transformers.models.idefics.modeling_idefics import IdeficsCausalLMOutputWithPast
+from transformers.utils.output_capturing import capture_outputs
+
+from mllm_seqpar.adapting import (
+    AdapterError,
+    CrossAttentionShape,
+    ForwardState,
+    FrameMask,
+    FrameShard,
+    KVProjection,
+    Patch,
+    SeqParContext,
+    ShapeError,
+    copy_to_device,
+)
+from mllm_seqpar.adapting.chat import VIDEO_MARK, FrameSource, ImageTokenFamily, image_counts, to_pil_images
+from mllm_seqpar.adapting.transformers import (
+    VISUAL_SHARD_DOC,
+    Family,
+    ForwardInputs,
+    as_compared_tensors,
+    cache_argument,
+    causal_mask,
+    mask_over_samples,
+    merge_heads,
+    refuse_dropout,
+    run_pass,
+    split_heads,
+)
+
+from . import sizes
+
+_FRAME_ARGUMENTS = ("pixel_values", "image_encoder_embeddings", "perceiver_embeddings")
+_IMAGE, _AROUND, _END = "<image>", "<fake_token_around_image>", "<end_of_utterance>"
+
+
+def _cross_attention(
+    self: Any, hidden_states: Tensor, *args: Any, seqpar: ForwardState, index: int, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attend from this pass's rows (B, s, C) to the images of all ranks; return (B, s, C) and no weights."""
+    refuse_dropout(self.dropout if self.training else 0.0)
+    q = split_heads(self.q_proj(hidden_states), self.head_dim)
+    if self.qk_layer_norms:
+        q = self.q_layer_norm(q)
+    norm = self.k_layer_norm if self.qk_layer_norms else None
+    project = KVProjection((self.k_proj, self.v_proj), self.head_dim, key_norm=norm)
+    o = seqpar.attend(q, [seqpar.frame_keys(q, index, project)], self.scaling)
+    return self.o_proj(merge_heads(o)), None
+
+
+@capture_outputs
+def _run_decoder_layers(
+    self: Any,
+    inputs_embeds: Tensor,
+    attention_mask: Tensor,
+    position_ids: Tensor,
+    cache: Cache | None,
+    seqpar: ForwardState,
+    **kwargs: Any,
+) -> BaseModelOutputWithPast:
+    """Run cross-attention block `i` before decoder layer ``i * cross_layer_interval``."""
+    attention_config = self.layers[0].self_attn.config
+    mask = causal_mask(attention_config, inputs_embeds, attention_mask, position_ids, cache)
+    hidden = inputs_embeds
+    no_images = hidden.new_empty(0)  # the blocks take images, but patched ones read the state
+    for number, layer in enumerate(self.layers):
+        if number % self.cross_layer_interval == 0:
+            block = self.gated_cross_attn_layers[number // self.cross_layer_interval]
+            gate = seqpar.rows["gate"]
+            hidden = block(hidden, mask, no_images, cross_attention_gate=gate, seqpar=seqpar, **kwargs)
+        text = {"attention_mask": mask, "position_ids": position_ids, **cache_argument(cache)}
+        hidden = layer(hidden, seqpar=seqpar, **text, **kwargs)
+    return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _IdeficsInputs(ForwardInputs):
+    image_attention_mask: Tensor
+    interpolate_pos_encoding: bool
+    resampled: bool
+    """Whether `frames` are the output of the resampler."""
+
+
+class IdeficsChats(ImageTokenFamily):
+    """`IdeficsProcessor` and `IdeficsForVisionText2Text`, with and without resampler."""
+
+    marks = (_IMAGE, _AROUND, _END, VIDEO_MARK)
+    feature_weights = ("model.vision_model.", "model.perceiver_resampler.", "vision_model.", "perceiver_resampler.")
+    image_token = _IMAGE
+    min_images = 1  # the model requires images, also for text without any
+
+    def masks(self, ids: Tensor, media: Sequence[Sequence[FrameSource]]) -> dict[str, Tensor]:
+        """Return `image_attention_mask` (B, L, images of a sample), bool: a row attends to the last image before it."""
+        image, most = self.tokenizer.convert_tokens_to_ids(_IMAGE), max(1, *image_counts(media))
+        return {"image_attention_mask": image_mask(ids, image, self.tokenizer.eos_token_id, most)}
+
+    def write(self, messages: Sequence[dict[str, Any]], open_answer: bool) -> str:
+        items = prompt_items(messages, open_answer, _END if _END in self.tokenizer.get_vocab() else "")
+        text, after_image = self.tokenizer.bos_token or "", False
+        for item in items:
+            if item is None:
+                text += _IMAGE + _AROUND if after_image else _AROUND + _IMAGE + _AROUND
+            else:
+                text += item.strip(" ")
+            after_image = item is None
+        return text
+
+    def pixels(self, frames: Tensor) -> tuple[Tensor, ...]:
+        """Return (n, 3, S, S)."""
+        return (torch.as_tensor(self.processor.image_processor(to_pil_images(frames), return_tensors="pt")),)
+
+    def blank(self) -> tuple[Tensor, ...]:
+        """Return zeros, which differ from a black image after normalisation."""
+        return (torch.zeros(1, *self.processor.default_image_dims),)
+
+    def feature_arguments(self, model: Any, features: Tensor, shard: FrameShard) -> dict[str, Any]:
+        name = "perceiver_embeddings" if model.config.use_resampler else "image_encoder_embeddings"
+        return {name: features, "visual_shard": shard}
+
+    def generation(self, model: Any) -> dict[str, Any]:
+        """End answers at the end of the utterance too, and generate no image tokens."""
+        vocabulary = self.tokenizer.get_vocab()
+        ends = [self.tokenizer.eos_token_id, *([vocabulary[_END]] if _END in vocabulary else [])]
+        return {
+            "eos_token_id": [end for end in ends if end is not None],
+            "bad_words_ids": [[vocabulary[mark]] for mark in (_IMAGE, _AROUND) if mark in vocabulary],
+        }
+
+
+def prompt_items(messages: Sequence[dict[str, Any]], open_answer: bool, end: str) -> list[str | None]:
+    """Return a dialogue in the form that `IdeficsProcessor` takes: texts, and None for each image.
+
+    User:<image>What is it?<end_of_utterance>
+    Assistant: A cat.<end_of_utterance>
+
+    Args:
+        messages: with contents as parts of type text or image. A system message is plain text before the dialogue.
+        open_answer: end with the beginning of an answer.
+        end: the mark that ends an utterance; empty for tokenizers that do not have it.
+    """
+    items: list[str | None] = []
+    for number, message in enumerate(messages):
+        line = "\n" * bool(number) + {"user": "User:", "assistant": "Assistant:"}.get(message["role"], "")
+        for part in message["content"]:
+            if part["type"] == "text":
+                line += " " * line.endswith(("User:", "Assistant:")) + part["text"]
+            else:
+                items += [line, None] if line else [None]
+                line = ""
+        items.append(line + end * (message["role"] != "system"))
+    return [*items, "\nAssistant:"] if open_answer else items
+
+
+def image_mask(ids: Tensor, image: int, end_of_document: int | None, images: int) -> Tensor:
+    """Return (B, L, images) bool: a row attends to the last image at or before it, within the same document."""
+    position = torch.arange(ids.shape[1])[None].expand_as(ids)
+    is_image, is_end = ids.eq(image), ids.eq(-1 if end_of_document is None else end_of_document)
+    last_image = position.masked_fill(~is_image, -1).cummax(1).values
+    # The end token itself still belongs to its document.
+    last_end = F.pad(position.masked_fill(~is_end, -1).cummax(1).values, (1, 0), value=-1)[:, :-1]
+    visible = F.one_hot((is_image.cumsum(1) - 1).clamp(min=0), images).bool()
+    return visible & (last_image > last_end)[..., None]
+
+
+class IdeficsFamily(Family[_IdeficsInputs]):
+    """IDEFICS. The images of all samples are one flat list; a table says which row attends to which image.
+
+    The media position is the number of rows of the pass that the images came with.
+    """
+
+    name = "IDEFICS"
+    model_class = "IdeficsForVisionText2Text"
+    processors = ("IdeficsProcessor",)
+    chat = IdeficsChats
+    model_types = ("idefics",)
+    parts = {
+        "vision": ("model.vision_model",),
+        "projector": ("model.perceiver_resampler",),
+        "language": (
+            *("model.embed_tokens", "model.layers", "model.gated_cross_attn_layers", "model.norm"),
+            "lm_head",
+        ),
+    }
+    model_sizes = staticmethod(sizes.idefics)
+    frame_arguments = visual_arguments = _FRAME_ARGUMENTS
+    output_class = IdeficsCausalLMOutputWithPast
+    forward_doc = VISUAL_SHARD_DOC.format(frames=", ".join(_FRAME_ARGUMENTS))
+    repeats_frames = True
+
+    @classmethod
+    def check(cls, model: Any, context: SeqParContext) -> None:
+        for index, block in enumerate(model.model.gated_cross_attn_layers):
+            if not getattr(block.cross_attn, "is_cross_attention", False):
+                raise AdapterError(
+                    f"gated_cross_attn_layers[{index}].cross_attn is not a cross-attention; only models of "
+                    "transformers' own IDEFICS classes can be patched"
+                )
+
+    def text_attention(self) -> Iterable[nn.Module]:
+        return (layer.self_attn for layer in self.model.model.layers)
+
+    def visual_attention(self) -> Iterable[tuple[nn.Module, Callable[..., Any]]]:
+        for index, block in enumerate(self.model.model.gated_cross_attn_layers):
+            yield block.cross_attn, functools.partial(_cross_attention, index=index)
+
+    def mlps(self) -> Iterable[nn.Module]:
+        return (layer.mlp for layer in [*self.model.model.layers, *self.model.model.gated_cross_attn_layers])
+
+    def install_more(self, patch: Patch) -> None:
+        patch.set_forward(self.model.model, _run_decoder_layers)
+
+    def cross_attention_shape(self) -> CrossAttentionShape:
+        blocks = self.model.model.gated_cross_attn_layers
+        heads = blocks[0].cross_attn.num_heads
+        return CrossAttentionShape(heads, heads, blocks[0].cross_attn.head_dim, len(blocks))
+
+    @property
+    def called_modules(self) -> Iterable[nn.Module]:
+        decoder = self.model.model
+        resampler = [decoder.perceiver_resampler] if self.model.config.use_resampler else []
+        return [*super().called_modules, decoder.vision_model, *resampler]
+
+    def encode(self, frames: Tensor, *extras: Tensor) -> Tensor:
+        """Encode (f, 3, height, width) pixels, or (f, patches, width) of the tower, to (f, tokens, width)."""
+        decoder = self.model.model
+        frames = frames.to(device=self.embedding_weight().device, dtype=self.model.dtype)
+        if frames.dim() == 4:
+            other_size = tuple(frames.shape[2:]) != self._image_size
+            frames = decoder.vision_model(pixel_values=frames, interpolate_pos_encoding=other_size).last_hidden_state
+        return decoder.perceiver_resampler(frames) if self.model.config.use_resampler else frames
+
+    @property
+    def _image_size(self) -> tuple[int, int]:
+        return (self.model.config.vision_config.image_size,) * 2
+
+    def blank_frame(self) -> tuple[Tensor, ...]:
+        return (torch.zeros((1, 3, *self._image_size), device=self.embedding_weight().device),)
+
+    def check_inputs(self, inputs: _IdeficsInputs, kwargs: Mapping[str, Any]) -> None:
+        super().check_inputs(inputs, kwargs)
+        if inputs.resampled and not self.model.config.use_resampler:
+            raise ShapeError(
+                "perceiver_embeddings were passed to a model without resampler (config.use_resampler); pass "
+                "pixel_values or image_encoder_embeddings"
+            )
+
+    def media_position(self, inputs: _IdeficsInputs) -> int:
+        mask, frames = inputs.image_attention_mask, inputs.frames
+        if frames is None:
+            raise ShapeError(f"IDEFICS needs images: pass one of {', '.join(_FRAME_ARGUMENTS)}")
+        if frames.dim() == 4 and tuple(frames.shape[2:]) != self._image_size and not inputs.interpolate_pos_encoding:
+            raise ShapeError(
+                f"pixel_values: images of {tuple(frames.shape[2:])}, but the vision tower was made for "
+                f"{self._image_size}; resize them, or pass interpolate_pos_encoding=True"
+            )
+        if mask is None or mask.dim() != 3 or tuple(mask.shape[:2]) != (inputs.batch, inputs.length):
+            found = "nothing" if mask is None else tuple(mask.shape)
+            raise ShapeError(
+                f"image_attention_mask: expected (samples, text tokens, images of a sample) with {inputs.batch} "
+                f"samples and {inputs.length} tokens, got {found}"
+            )
+        return inputs.batch
+
+    def rows_match_frames(self, inputs: _IdeficsInputs, media_position: int) -> bool:
+        """Return whether each row continues a row of the same sample; beams may move within their sample."""
+        images = inputs.image_attention_mask.shape[2] or 1
+        beams = max(1, media_position * images // inputs.total_frames)
+        rows = torch.arange(inputs.batch)
+        return inputs.batch == media_position and torch.equal(inputs.prompt_rows // beams, rows // beams)
+
+    def visibility(self, inputs: _IdeficsInputs, units: int, tokens: int, media_position: int) -> FrameMask:
+        visible = inputs.on_host("image_attention_mask")
+        assert visible is not None
+        return mask_over_samples(visible, tokens, units, inputs.prompt_rows, media_position)
+
+    def row_facts(self, inputs: _IdeficsInputs, mask: FrameMask, media_position: int) -> dict[str, Tensor]:
+        """Return `cross_attention_gate` (B, L): 0 for rows that attend to no image."""
+        attends = copy_to_device(mask.any_frame_visible(), self.embedding_weight().device)
+        return {"gate": attends.to(self.model.dtype)}
+
+    def run_decoder(
+        self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, state: ForwardState, **kwargs: Any
+    ) -> Any:
+        if "gate" not in state.rows:
+            raise ShapeError(f"IDEFICS needs images: none of {', '.join(_FRAME_ARGUMENTS)} holds one")
+        text = {"attention_mask": mask, "position_ids": positions, "cache": cache}
+        return self.model.model(inputs_embeds=embeds, return_dict=True, seqpar=state, **text, **kwargs)
+
+    def model_output(self, out: CausalLMOutputWithPast, features: Tensor | None, inputs: _IdeficsInputs) -> Any:
+        """Add `image_hidden_states` if this process has all of them; transformers 5.24 has `image_outputs` instead."""
+        found = super().model_output(out, features, inputs)
+        has_all = self.context.comm.size == 1 and inputs.visual_shard is None and inputs.total_frames > 0
+        if features is not None and has_all and "image_hidden_states" in {field.name for field in fields(found)}:
+            found.image_hidden_states = features.unflatten(0, (-1, inputs.image_attention_mask.shape[2]))
+        return found
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        image_encoder_embeddings: Tensor | None = None,
+        perceiver_embeddings: Tensor | None = None,
+        image_attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        interpolate_pos_encoding: bool | None = False,
+        logits_to_keep: int | Tensor = 0,
+        visual_shard: FrameShard | None = None,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        given = [x for x in (pixel_values, image_encoder_embeddings, perceiver_embeddings) if x is not None]
+        frames = given[0] if given else None
+        if frames is not None and visual_shard is None and frames.dim() > (3 if pixel_values is None else 4):
+            frames = frames.flatten(0, 1)  # (B, I, ...); since transformers 5.24, features may come as one list
+        from_tower = image_encoder_embeddings is not None and not self.model.config.use_resampler
+        are_features = from_tower or perceiver_embeddings is not None
+        text = self.text_arguments(  # without a decoder: the unpatched model makes a mask of ones if none is given
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=_positions(attention_mask, position_ids, input_ids, inputs_embeds),
+            cache=cache,
+            labels=labels,
+            shift_labels=shift_labels,
+            use_cache=use_cache,
+            visual_shard=visual_shard,
+        )
+        inputs = _IdeficsInputs(
+            **text,
+            frames=frames,
+            frames_are_features=are_features,
+            pixels_and_features=len(given) > 1,
+            compared_tensors=as_compared_tensors(
+                image_attention_mask=None if image_attention_mask is None else image_attention_mask.bool()
+            ),
+            frame_names=_FRAME_ARGUMENTS,
+            compare_frames=pixel_values is not None,
+            image_attention_mask=image_attention_mask,  # type: ignore[arg-type]
+            interpolate_pos_encoding=bool(interpolate_pos_encoding),
+            resampled=perceiver_embeddings is not None,
+        )
+        return run_pass(self, inputs, logits_to_keep, kwargs)
+
+
+def _positions(mask: Tensor | None, positions: Tensor | None, ids: Tensor | None, embeds: Tensor | None) -> Any:
+    """Return rotary positions that count real tokens only, as the unpatched model derives them from the mask."""
+    text = ids if ids is not None else embeds
+    if positions is not None or mask is None or text is None or mask.dim() != 2:
+        return positions
+    counted = mask.long().cumsum(-1) - 1
+    return counted.masked_fill(mask == 0, 1)[:, -text.shape[1] :]

@@ -1,0 +1,530 @@
+"""Llama 3.2 Vision (transformers `MllamaForConditionalGeneration`): its sites, visibility, sharded forward and chats.
+
+Images come in two forms. Pixels are sharded by whole images, because the vision tower attends across the tiles of an
+image. The output of the tower and the projector is sharded by tiles, or by images if a rank passes its own. Masks are
+made of tiles. `generate` passes images once, without a batch dimension, and beams share them.
+
+A row without a visible tile attends to all tiles of its sample, and only its MLP part is skipped: transformers sets the
+additive mask of such a row to zeros. It is decided for the whole row, before tiles are sharded.
+
+The decoder skips its cross-attention layers without visual states, so a pass that has visual keys passes it the
+`ForwardState` in their place. K and V of tiles never enter transformers' cache: each rank stores those of its tiles.
+
+Without a mask every row attends to every tile of its sample, as in transformers' eager attention. Its sdpa attention
+treats such a call as causal attention over text, and row i attends to the first i + 1 patches only. That mistake is not
+reproduced here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from mllm_seqpar.adapting import (
+    AdapterError,
+    ConfigError,
+    CrossAttentionShape,
+    DataError,
+    ForwardState,
+    FrameMask,
+    FrameShard,
+    KVProjection,
+    MaskError,
+    SeqParContext,
+    ShapeError,
+    copy_to_device,
+    get_logger,
+)
+from mllm_seqpar.adapting.chat import VIDEO_MARK, FeatureFrames, FrameSource, ImageTokenFamily, to_pil_images
+from mllm_seqpar.adapting.transformers import (
+    MULTIMODAL_OUTPUT,
+    Family,
+    ForwardInputs,
+    SequenceParallelCacheState,
+    as_compared_tensors,
+    causal_mask,
+    decoder_arguments,
+    mark_visual_layers,
+    merge_heads,
+    refuse_dropout,
+    run_pass,
+    split_heads,
+)
+
+from . import sizes
+
+_log = get_logger(__name__)
+_ASPECT_RATIOS = ("aspect_ratio_ids", "aspect_ratio_mask")
+_MASK = "cross_attention_mask"
+_START, _STOP, _END = "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
+
+
+def _cross_attention(
+    self: Any, hidden_states: Tensor, *args: Any, seqpar: ForwardState, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attend from this rank's rows (B, s, C) to the tiles of all ranks; return (B, s, C) and no weights."""
+    refuse_dropout(self.dropout if self.training else 0.0)
+    q = self.q_norm(split_heads(self.q_proj(hidden_states), self.head_dim))
+    project = KVProjection((self.k_proj, self.v_proj), self.head_dim, key_norm=self.k_norm)
+    o = seqpar.attend(q, [seqpar.frame_keys(q, self.layer_idx, project)], self.scaling)
+    return self.o_proj(merge_heads(o)), None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MllamaInputs(ForwardInputs):
+    """The inputs of one pass, with the mask and sizes of the images: tiles, patches of a tile, width of a patch.
+
+    Attributes:
+        cross_attention_mask: (B, L or all tokens so far, images, tiles) bool, True where a row attends to a tile; None:
+            rows attend to all tiles of their sample.
+        samples: number of samples that the images belong to; `B / samples` rows of the batch are beams of one sample.
+    """
+
+    cross_attention_mask: Tensor | None
+    samples: int
+    tiles: int
+    patches: int
+    width: int
+
+    @property
+    def units_per_frame(self) -> int:
+        """Tiles of a frame, which one rank holds as a whole."""
+        by_images = not self.frames_are_features or (self.frames is not None and self.frames.dim() == 4)
+        return self.tiles if by_images else 1
+
+    def visible_tiles(self, per_sample: int) -> Tensor | None:
+        """Return (B, L, per_sample) bool on the CPU, the mask of the rows of this pass; None without a mask."""
+        return None if self.cross_attention_mask is None else self._rows_of_mask(self.on_host(_MASK), per_sample)
+
+    def _rows_of_mask(self, given: Any, per_sample: int) -> Tensor:
+        mask = given
+        if mask.dim() == 4 and mask.shape[1] != self.length:  # of all tokens so far; this pass has its last rows
+            mask = mask[:, self.past_length : self.past_length + self.length]
+        fits = mask.dim() == 4 and mask.shape[0] in (1, self.batch) and mask.shape[1] in (1, self.length)
+        if not fits or mask.shape[2] * mask.shape[3] != per_sample:
+            raise MaskError(
+                f"cross_attention_mask has shape {tuple(given.shape)}; expected (batch, tokens, images, tiles): "
+                f"{self.batch} samples, {self.length} tokens after the {self.past_length} cached ones, {per_sample} "
+                "tiles in all images of a sample"
+            )
+        return mask.flatten(2).expand(self.batch, self.length, -1)
+
+    def check(self) -> None:
+        """Raise ShapeError or MaskError if the images do not fit together, or do not fit the text."""
+        if self.frames is None:
+            return
+        (self._check_features if self.frames_are_features else self._check_pixels)(self.frames)
+        units = self.total_frames * self.units_per_frame
+        if self.samples < 1 or self.batch % self.samples or units % self.samples:
+            raise ShapeError(
+                f"{units} tiles of {self.samples} samples were passed with a batch of {self.batch}; every sample needs "
+                "as many images as the others, padding images included"
+            )
+        if units and self.cross_attention_mask is not None:
+            self._rows_of_mask(self.cross_attention_mask, units // self.samples)
+
+    def _check_pixels(self, frames: Tensor) -> None:
+        missing = [name for name, x in zip(_ASPECT_RATIOS, self.extras, strict=True) if x is None]
+        if missing:
+            raise ShapeError(f"pixel_values was given without {', '.join(missing)}; pass what the processor returns")
+        found = [tuple(x.shape) for x in (frames, *self.extras)]
+        if frames.dim() != 5 or found[0][1] != self.tiles or found[1:] != [found[0][:1], found[0][:2]]:
+            lead = "images of this rank" if self.visual_shard is not None else "batch, images"
+            raise ShapeError(
+                f"pixel_values, {' and '.join(_ASPECT_RATIOS)} have shapes {found} by images; expected ({lead}, "
+                f"{self.tiles} tiles, channels, height, width), ({lead}) and ({lead}, {self.tiles} tiles)"
+            )
+
+    def _check_features(self, frames: Tensor) -> None:
+        masked = self.cross_attention_mask is not None
+        by_images = frames.dim() == 4 and frames.shape[1] == self.tiles
+        fits = frames.shape[-1] == self.width and (not masked or frames.shape[-2] == self.patches)
+        if not (frames.dim() == 3 or by_images) or not fits:
+            raise ShapeError(
+                f"cross_attention_states has shape {tuple(frames.shape)}; expected (batch x images x tiles, patches, "
+                f"{self.width})" + (f" with {self.patches} patches a tile, as cross_attention_mask has it" * masked)
+            )
+
+
+class MllamaChats(ImageTokenFamily):
+    """`MllamaProcessor` and `MllamaForConditionalGeneration`."""
+
+    marks = ("<|image|>", _START, _STOP, _END, "<|begin_of_text|>", "<|end_of_text|>", VIDEO_MARK)
+    frame_names = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
+    feature_weights = ("model.vision_model.", "model.multi_modal_projector.", "vision_model.", "multi_modal_projector.")
+
+    @property
+    def image_token(self) -> str:
+        return self.processor.image_token
+
+    @property
+    def _max_tiles(self) -> int:
+        return self.processor.image_processor.max_image_tiles
+
+    @property
+    def _side(self) -> int:
+        return int(self.processor.image_processor.size["height"])
+
+    def needs_special_tokens(self, texts: Sequence[str]) -> bool:
+        """Return False if the texts already contain the token that begins a text."""
+        bos = self.tokenizer.bos_token
+        return not (bos and all(bos in text for text in texts))
+
+    def masks(self, ids: Tensor, media: Sequence[Sequence[FrameSource]]) -> dict[str, Tensor]:
+        """Return `cross_attention_mask` (B, L, images of a sample, tiles), 0 or 1; nothing without images."""
+        tiles = [[self.tiles(size) for source in sources for size in source.sizes()] for sources in media]
+        if not any(tiles):
+            return {}
+        return {"cross_attention_mask": tile_mask(ids, self.processor.image_token_id, tiles, self._max_tiles)}
+
+    def write(self, messages: Sequence[dict[str, Any]], open_answer: bool) -> str:
+        """Apply the chat template of the directory; without one, write the format of Llama 3's instructed models."""
+        from transformers.models.mllama.processing_mllama import build_string_from_input
+
+        image, bos = self.image_token, self.tokenizer.bos_token or ""
+        if template := self.processor.chat_template or self.tokenizer.chat_template:
+            text = self.processor.apply_chat_template(
+                list(messages), chat_template=template, add_generation_prompt=open_answer, tokenize=False
+            )
+        else:
+            if _END not in self.tokenizer.get_vocab():
+                raise DataError(
+                    f"there is no chat template, and the tokenizer has no token {_END}, so chats cannot be written in "
+                    "Llama 3's format; add a chat_template.jinja to the model directory"
+                )
+            text = bos + "".join(
+                f"{_START}{message['role']}{_STOP}\n\n"
+                + "".join(image if part["type"] == "image" else part["text"] for part in message["content"])
+                + _END
+                for message in messages
+            )
+            text += f"{_START}assistant{_STOP}\n\n" if open_answer else ""
+        return build_string_from_input(text, bos, image)
+
+    def tiles(self, size: tuple[int, int]) -> int:
+        """Return the number of tiles of an image of this (height, width)."""
+        from transformers.models.mllama.image_processing_pil_mllama import get_optimal_tiled_canvas
+
+        side = self._side
+        canvas = get_optimal_tiled_canvas(size[0], size[1], self._max_tiles, side)
+        return int(canvas[0] // side) * int(canvas[1] // side)
+
+    def pixels(self, frames: Tensor) -> tuple[Tensor, ...]:
+        """Return tiles (n, tiles, 3, S, S), aspect ratio ids (n,) and aspect ratio mask (n, tiles)."""
+        processed = self.processor.image_processor([to_pil_images(frames)], return_tensors="pt")
+        return tuple(processed[name][0] for name in self.frame_names)
+
+    def blank(self) -> tuple[Tensor, ...]:
+        """Return an image of one tile with aspect ratio id 0, which stands for no image."""
+        tiles, side = self._max_tiles, self._side
+        valid = torch.zeros(1, tiles, dtype=torch.long)
+        valid[:, 0] = 1
+        return torch.zeros(1, tiles, 3, side, side), torch.zeros(1, dtype=torch.long), valid
+
+    def tower_frames(self, pixels: Tensor) -> int:
+        return pixels.shape[1]
+
+    def tower_states(self, output: Any) -> Tensor:
+        """Return (images, tiles, tokens, width)."""
+        return output.last_hidden_state[0]
+
+    def tower_output(self, states: Tensor) -> Any:
+        return super().tower_output(states[None])
+
+    def feature_arguments(self, model: Any, features: Tensor, shard: FrameShard) -> dict[str, Any]:
+        return {"cross_attention_states": features.unflatten(1, (self._max_tiles, -1)), "visual_shard": shard}
+
+    def frame_metadata(self, source: FrameSource) -> dict[str, Any]:
+        """Return the times, and the frame size, which determines the number of tiles of each frame."""
+        sizes = set(source.sizes())
+        if len(sizes) != 1:
+            raise DataError(f"frames of several sizes, {sorted(sizes)}, cannot be stored as the features of one video")
+        return super().frame_metadata(source) | {"frame_size": list(sizes.pop())}
+
+    def stored_frames(self, count: int, metadata: Mapping[str, Any]) -> FrameSource:
+        size = metadata.get("frame_size")
+        known = None if size is None else (int(size[0]), int(size[1]))
+        return FeatureFrames(count, known, metadata.get("frame_seconds"))
+
+
+def tile_mask(ids: Tensor, image: int, tiles: Sequence[Sequence[int]], max_tiles: int) -> Tensor:
+    """Return (B, L, images, tiles), 1 where a row attends to a tile: from its image's token until the next image.
+
+    Args:
+        ids: (B, L).
+        image: the id of the image token.
+        tiles: the number of tiles of each image of each sample.
+        max_tiles: the size of the last dimension.
+    """
+    from transformers.models.mllama.processing_mllama import get_cross_attention_token_mask
+
+    length = ids.shape[1]
+    mask = torch.zeros(len(tiles), length, max(map(len, tiles)), max_tiles, dtype=torch.uint8)
+    for sample, (row, counts) in enumerate(zip(ids.tolist(), tiles, strict=True)):
+        spans = get_cross_attention_token_mask(row, image)
+        for number, ((start, stop), count) in enumerate(zip(spans, counts, strict=True)):
+            mask[sample, start : length if stop == -1 else stop, number, :count] = 1
+    return mask
+
+
+class MllamaFamily(Family[MllamaInputs]):
+    """Llama 3.2 Vision. A frame is an image of `max_num_tiles` tiles, and a unit is a tile.
+
+    The media position is (number of samples that the images belong to, sample of each row of the images' pass).
+    """
+
+    name = "Llama 3.2 Vision"
+    model_class = "MllamaForConditionalGeneration"
+    output_class = MULTIMODAL_OUTPUT
+    package = "transformers.models.mllama."
+    processors = ("MllamaProcessor",)
+    chat = MllamaChats
+    model_types = ("mllama",)
+    parts = {
+        "vision": ("model.vision_model",),
+        "projector": ("model.multi_modal_projector",),
+        "language": ("model.language_model", "lm_head"),
+    }
+    model_sizes = staticmethod(sizes.mllama)
+    frame_arguments = ("pixel_values", "cross_attention_states")
+    visual_arguments = (*frame_arguments, *_ASPECT_RATIOS, "visual_shard")
+    frame_layout = "zigzag"
+    forward_doc = """
+        Sequence-parallel (patched by mllm_seqpar): `visual_shard` says that the images passed are only this rank's of
+        `visual_shard.total`, all samples' images (padding images included) in one list: `pixel_values` (f, tiles,
+        channels, height, width), `aspect_ratio_ids` (f,), `aspect_ratio_mask` (f, tiles). With
+        `cross_attention_states` (f, tiles, patches, width) it counts images, with (t, patches, width) tiles.
+        `visual_samples` is passed by `generate` with beams: the number of samples that the images belong to.
+"""
+
+    @classmethod
+    def check(cls, model: Any, context: SeqParContext) -> None:
+        decoder = model.model.language_model
+        cross_layers = set(decoder.cross_attention_layers)
+        if 0 in cross_layers:
+            raise AdapterError(
+                f"cross_attention_layers is {sorted(cross_layers)}: transformers counts cached tokens by layer 0, "
+                "which must be a self-attention layer"
+            )
+        for index, layer in enumerate(decoder.layers):
+            if hasattr(layer, "cross_attn") is not (index in cross_layers):
+                found = f"layer {index} is {type(layer).__name__}"
+                raise AdapterError(f"{found}, but cross_attention_layers is {sorted(cross_layers)}")
+
+    def text_attention(self) -> Iterable[nn.Module]:
+        return (layer.self_attn for layer in self.model.model.language_model.layers if hasattr(layer, "self_attn"))
+
+    def visual_attention(self) -> Iterable[tuple[nn.Module, Callable[..., Any]]]:
+        layers = self.model.model.language_model.layers
+        return ((layer.cross_attn, _cross_attention) for layer in layers if hasattr(layer, "cross_attn"))
+
+    def mlps(self) -> Iterable[nn.Module]:
+        return (layer.mlp for layer in self.model.model.language_model.layers)
+
+    _warned_of_missing_mask = False
+
+    def cross_attention_shape(self) -> CrossAttentionShape:
+        config = self.text_config
+        heads, layers = config.num_attention_heads, len(config.cross_attention_layers)
+        return CrossAttentionShape(heads, config.num_key_value_heads, config.hidden_size // heads, layers)
+
+    @property
+    def called_modules(self) -> Iterable[nn.Module]:
+        inner = self.model.model
+        return [*super().called_modules, inner.vision_model, inner.multi_modal_projector, inner.language_model]
+
+    def units_per_frame(self, inputs: MllamaInputs) -> int:
+        return inputs.units_per_frame
+
+    def encode(self, frames: Tensor, *extras: Tensor) -> Tensor:
+        """Encode (f, tiles, 3, height, width) to (f * tiles, patches, C).
+
+        The extras are the aspect ratio ids (f,) and the aspect ratio mask (f, tiles).
+        """
+        arguments = zip(("pixel_values", *_ASPECT_RATIOS), (frames, *extras), strict=True)
+        states = self.model.model.vision_model(**{name: x[None] for name, x in arguments}).last_hidden_state
+        return self.model.model.multi_modal_projector(states).flatten(0, 2)
+
+    def blank_frame(self) -> tuple[Tensor, ...]:
+        """Return a black image of one tile, as the processor pads with."""
+        vision, weight = self.model.config.vision_config, self.embedding_weight()
+        shape = (1, vision.max_num_tiles, vision.num_channels, vision.image_size, vision.image_size)
+        ratio_mask = torch.zeros(1, vision.max_num_tiles, dtype=torch.long, device=weight.device)
+        ratio_mask[:, 0] = 1
+        return torch.zeros(shape, device=weight.device, dtype=weight.dtype), ratio_mask.new_zeros(1), ratio_mask
+
+    def media_position(self, inputs: MllamaInputs) -> tuple[int, Tensor]:
+        return inputs.samples, torch.arange(inputs.batch) // (inputs.batch // inputs.samples)
+
+    def visibility(
+        self, inputs: MllamaInputs, units: int, tokens: int, media_position: tuple[int, Tensor]
+    ) -> FrameMask:
+        samples, sample_of_row = media_position
+        per_sample, sample = units // samples, sample_of_row[inputs.prompt_rows]
+        in_mask = inputs.visible_tiles(per_sample)
+        if in_mask is None:
+            first = (sample * per_sample)[:, None].expand(-1, inputs.length)
+            return FrameMask.from_intervals(first, first + per_sample, tokens, units)
+        visible = in_mask | ~_any_tile(in_mask)[..., None]
+        if samples > 1:
+            table = in_mask.new_zeros(inputs.batch, inputs.length, samples, per_sample)
+            table[torch.arange(inputs.batch), :, sample] = visible
+            visible = table.flatten(2)
+        return FrameMask.from_dense(visible, tokens)
+
+    def row_facts(self, inputs: MllamaInputs, mask: FrameMask, media_position: tuple[int, Tensor]) -> dict[str, Tensor]:
+        """Return the row tensor `full_text_row_masked_out_mask` is made of: False skips the MLP of the row.
+
+        In a pass without images no row attends, and the layers give what the skipped layers of the unpatched model
+        give.
+        """
+        attends = mask.any_frame_visible()
+        if bool(attends.any()):
+            in_mask = inputs.visible_tiles(mask.total_frames // media_position[0])
+            if in_mask is None:
+                return {}
+            attends = _any_tile(in_mask)
+        return {"mlp_gate": copy_to_device(attends, self.embedding_weight().device)}
+
+    def continue_cache(self, cache: Any, cache_state: SequenceParallelCacheState, past_length: int) -> None:
+        """Refuse a cache in which the unpatched model stored K and V of tiles, all of them on every rank."""
+        if not past_length or cache_state.visual is not None:
+            return
+        layers = {i: cache.layers[i] for i in self._cross_layers(cache)}
+        filled = [i for i, layer in layers.items() if layer.is_initialized and bool(layer.keys.any())]
+        if filled:
+            raise ConfigError(
+                f"the cache holds K and V of images that an unpatched model computed (layers {filled}); continue "
+                "it with the unpatched model, or begin with a new cache"
+            )
+
+    def mark_cache(self, cache: Any, cache_state: SequenceParallelCacheState) -> None:
+        """Mark the cross-attention layers, which the unpatched model would skip because they hold nothing."""
+        mark_visual_layers(cache, cache_state, self._cross_layers(cache))
+
+    def _cross_layers(self, cache: Any) -> list[int]:
+        return [i for i in self.text_config.cross_attention_layers if i < len(cache.layers)]
+
+    def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
+        config = self.model.model.language_model.layers[0].self_attn.config  # names the patched attention
+        return causal_mask(config, embeds, mask, positions, cache)
+
+    def check_inputs(self, inputs: MllamaInputs, kwargs: Mapping[str, Any]) -> None:
+        super().check_inputs(inputs, kwargs)
+        inputs.check()
+        unmasked = inputs.total_frames and inputs.cross_attention_mask is None
+        if unmasked and not self._warned_of_missing_mask and self.text_config._attn_implementation == "sdpa":
+            self._warned_of_missing_mask = True
+            _log.warning(
+                "cross_attention_mask is missing: every token attends to every tile of its sample. transformers' sdpa "
+                "attention would treat tiles as text and hide most of them; pass the processor's mask"
+            )
+
+    def run_decoder(
+        self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, state: ForwardState, **kwargs: Any
+    ) -> Any:
+        gate = state.rows.get("mlp_gate")
+        return self.model.model.language_model(
+            **decoder_arguments(embeds, positions, mask, cache, state),
+            cross_attention_states=None if state.frames is None else state,
+            full_text_row_masked_out_mask=None if gate is None else gate[:, None, :, None].to(self.model.dtype),
+            **kwargs,
+        )
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        aspect_ratio_mask: Tensor | None = None,
+        aspect_ratio_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cross_attention_mask: Tensor | None = None,
+        cross_attention_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        shift_labels: Tensor | None = None,
+        visual_shard: FrameShard | None = None,
+        visual_samples: int | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        decoder = self.model.model.language_model
+        text, vision = input_ids if input_ids is not None else inputs_embeds, self.model.model.vision_model
+        samples = visual_samples or (0 if text is None else text.shape[0])
+        images = (pixel_values, (aspect_ratio_ids, aspect_ratio_mask), cross_attention_states)
+        frames, extras = _flat_images(*images, visual_shard, samples, vision.num_patches)
+        mask = None if cross_attention_mask is None else cross_attention_mask == 1
+        ratios = {} if visual_shard is not None else dict(zip(_ASPECT_RATIOS, extras, strict=False))
+        arguments = self.text_arguments(
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            labels=labels,
+            shift_labels=shift_labels,
+            use_cache=use_cache,
+            visual_shard=visual_shard,
+            decoder=decoder,
+        )
+        inputs = MllamaInputs(
+            **arguments,
+            frames=frames,
+            frames_are_features=cross_attention_states is not None,
+            pixels_and_features=pixel_values is not None and cross_attention_states is not None,
+            compared_tensors=as_compared_tensors(cross_attention_mask=mask, **ratios),
+            extras=extras,
+            frame_names=("pixel_values", "cross_attention_states"),
+            cross_attention_mask=mask,
+            samples=samples,
+            tiles=vision.max_num_tiles,
+            patches=vision.num_patches,
+            width=self.text_config.hidden_size,
+        )
+        return run_pass(self, inputs, logits_to_keep, kwargs)
+
+
+def _any_tile(visible: Tensor) -> Tensor:
+    """(B, L, tiles) -> (B, L): whether a row attends to any tile."""
+    return visible.view(torch.uint8).amax(-1).bool()  # `any` takes 30 times as long
+
+
+def _flat_images(
+    pixels: Tensor | None,
+    ratios: tuple[Tensor | None, Tensor | None],
+    states: Tensor | None,
+    shard: FrameShard | None,
+    samples: int,
+    patches: int,
+) -> tuple[Tensor | None, tuple[Any, ...]]:
+    """Return the images of all samples in one list, and their aspect ratios. With `shard` they are flat lists already.
+
+    Args:
+        pixels: (B, images, tiles, channels, height, width).
+        ratios: ids (B, images) and mask (B, images, tiles).
+        states: (..., patches, width), or all of a sample in one: (B, images * tiles * patches, width); with `shard` by
+            tiles (t, patches, width), or by images (f, tiles, patches, width).
+    """
+    if pixels is not None:
+        if shard is not None:
+            return pixels, ratios
+        # (B, images, ...) -> (B * images, ...). A tensor with too few dimensions stays, for the check to report.
+        merged = [x.flatten(0, 1) if x is not None and x.dim() > 1 else x for x in (pixels, *ratios)]
+        return merged[0], tuple(merged[1:])
+    if states is None:
+        return None, ()
+    if states.dim() > 3 and shard is None:
+        states = states.flatten(0, -3)
+    whole = shard is None and states.dim() == 3 and states.shape[1] != patches
+    if whole and samples and states[..., 0].numel() % (samples * patches) == 0:
+        states = states.reshape(-1, patches, states.shape[2])
+    return states, ()

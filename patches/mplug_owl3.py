@@ -1,0 +1,457 @@
+"""mPLUG-Owl3 (`mllm_seqpar.models.mplug_owl3`): its sites, what its rows may attend to, its forward and chats.
+
+Sites: the model's forward; the attention of every decoder layer. The attention of hyper layers also attends to frames.
+
+Shape legend: B samples, L text tokens, s of them on this rank, f frames of this rank, H heads, D head_dim, C = H * D.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from mllm_seqpar.adapting import (
+    AdapterError,
+    ConfigError,
+    CrossAttentionShape,
+    DataError,
+    ForwardState,
+    FrameMask,
+    FrameShard,
+    Patch,
+    SeqParContext,
+    ShapeError,
+    VisualKVCache,
+    copy_to_device,
+)
+from mllm_seqpar.adapting.chat import (
+    ChatFamily,
+    ChatText,
+    FrameSource,
+    ImageListSource,
+    ImageTensorSource,
+    Messages,
+    check_range,
+    known_processors,
+    media_of,
+)
+from mllm_seqpar.adapting.transformers import (
+    VISUAL_SHARD_DOC,
+    Family,
+    ForwardInputs,
+    SequenceParallelCacheState,
+    as_compared_tensors,
+    causal_mask,
+    decoder_arguments,
+    merge_heads,
+    refuse_dropout,
+    run_pass,
+    takes_cache,
+    text_keys,
+)
+from mllm_seqpar.models.mplug_owl3.hyper_attention import HyperAttention
+from mllm_seqpar.models.mplug_owl3.media import MediaLayout, check_layout
+from mllm_seqpar.models.mplug_owl3.visual_inputs import continued_visual_cache
+
+from . import sizes
+
+_ENDS = ("<|im_end|>", "<|endoftext|>")
+
+
+def _count_frames(unpatched: Any, *args: Any, visual_shard: FrameShard | None = None, **kwargs: Any) -> int:
+    return visual_shard.total if visual_shard is not None else unpatched(*args, **kwargs)
+
+
+@takes_cache
+def _hyper_attention(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    cache: Cache | None = None,
+    visual: Any = None,
+    visual_norm: nn.Module | None = None,
+    *,
+    seqpar: ForwardState,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute the layer of the native model, whose rows attend to the text and to the frames of all ranks."""
+    refuse_dropout(self._dropout)
+    q, k, v = self.project(hidden_states, position_embeddings, cache)
+    text = text_keys(self, q, k, v, attention_mask, seqpar, self.sliding_window)
+    if seqpar.frames is None:
+        return self.o_proj(merge_heads(seqpar.attend(q, [text], self.scaling))), None
+    frames = seqpar.frame_keys(q, self.layer_idx, self.visual_projection(visual_norm))
+    if self.fused:
+        return self.o_proj(merge_heads(seqpar.attend(q, [text, frames], self.scaling))), None
+    text_out, visual_out = map(merge_heads, seqpar.attend_each(q, [[text], [frames]], self.scaling))
+    return self.o_proj(self.mix(text_out, visual_out, seqpar.rows["attends_to_frames"])), None
+
+
+MediaPosition = tuple[MediaLayout, int]
+"""Which frames each row may attend to, on the CPU, and the text token of the cache that its first row is."""
+
+_LAYOUT = tuple(field.name for field in fields(MediaLayout))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MPlugOwl3Inputs(ForwardInputs):
+    model: Any
+    media_offset: Any
+    media_layout: MediaLayout | None
+
+    @functools.cached_property
+    def media_position(self) -> MediaPosition:
+        """Where the frames belong in the text; raises what the unpatched model raises."""
+        if self.media_layout is None:
+            positions = self.on_host("position_ids")
+            if positions is None:
+                positions = torch.arange(self.past_length, self.past_length + self.length)[None]
+            offset = self.media_offset
+            if isinstance(offset, Tensor):
+                offset = self.on_host("media_offset")
+            elif offset is not None:
+                listed = enumerate(offset)
+                offset = [self.on_host(f"media_offset {i}") if isinstance(x, Tensor) else x for i, x in listed]
+            where = {"input_ids": self.on_host("input_ids"), "media_offset": offset, "position_ids": positions}
+            return self.model.media_layout(self.total_frames, **where), self.past_length
+        check_layout(self.media_layout, self.batch, self.total_frames)
+        on_host: dict[str, Any] = {name: self.on_host(name) for name in _LAYOUT}
+        return replace(self.media_layout, **on_host), 0
+
+    def read_by_host(self) -> dict[str, Tensor]:
+        """Return further what `media_position` is made from, in a pass that makes it."""
+        found = super().read_by_host()
+        if self.media_layout is None and not (self.past_length and self.frames is None):
+            given = {"input_ids": self.input_ids, "position_ids": self.position_ids}
+            found |= {name: x for name, x in given.items() if x is not None}
+        return found
+
+
+@dataclass(frozen=True)
+class CutImageSource(FrameSource):
+    """The tiles of a still image as frames: the grid row by row, then the whole image.
+
+    Attributes:
+        image: the image.
+        grid: (rows, columns).
+        image_processor: cuts the image into tiles of its own image size, which need no further resizing.
+    """
+
+    image: ImageListSource | ImageTensorSource
+    grid: tuple[int, int]
+    image_processor: Any = field(compare=False)
+
+    def __len__(self) -> int:
+        return self.grid[0] * self.grid[1] + 1
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """Return (height, width) of each tile."""
+        return [(self.image_processor.image_size,) * 2] * len(self)
+
+    @property
+    def name(self) -> str:
+        return self.image.name
+
+    def key(self) -> str:
+        return f"{self.image.key()} {self.grid}"
+
+    def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
+        """Yield tiles start <= i < stop, as uint8 tensors (at most `batch`, 3, S, S)."""
+        check_range(start, stop, len(self), batch)
+        if size not in (None, self.sizes()[0]):
+            raise ConfigError(f"size is {size}; tiles of an image are {self.sizes()[0]}: leave size out")
+        if start < stop:
+            (image,) = next(self.image.read(0, 1))
+            yield from self.image_processor.tiles(image, self.grid)[start:stop].split(batch)
+
+
+class MPlugOwl3Chats(ChatFamily):
+    """The chat format of processors with `encode`, which tokenizes chats without their frames, and with an
+    `image_processor` for decoded frames; of models with `encode_frames`."""
+
+    marks = ("<|image|>", "<|video|>", "<|im_start|>", "<|im_end|>")
+    feature_weights = ("vision_model.", "vision2text_model.")
+    tower = ("vision_model", "penultimate")
+    always_sharded = False
+
+    def text(
+        self,
+        conversations: Sequence[Messages],
+        media: Sequence[Sequence[FrameSource]],
+        *,
+        add_generation_prompt: bool = False,
+        labels: bool = False,
+        padding_side: str | None = None,
+    ) -> ChatText:
+        """Tokenize conversations by the processor's `encode`; `media_offset` is among the extras."""
+        if not hasattr(self.processor, "encode"):
+            known = ", ".join(known_processors())
+            raise DataError(
+                f"{type(self.processor).__name__} is not the processor of a known model family; expected one of "
+                f"{known} in the model directory (processor_config.json or preprocessor_config.json, and a tokenizer)"
+            )
+        pairs = [
+            pair for messages, sources in zip(conversations, media, strict=True) for pair in media_of(messages, sources)
+        ]
+        grids = [_grid(source) for kind, source in pairs if kind == "image"]
+        encoded = self.processor.encode(
+            conversations,
+            frames_per_video=[len(source) for kind, source in pairs if kind == "video"],
+            **({"image_grids": grids} if grids else {}),
+            add_generation_prompt=add_generation_prompt,
+            return_labels=labels,
+            padding_side=padding_side,
+        )
+        return ChatText(
+            input_ids=encoded["input_ids"],
+            attention_mask=encoded["attention_mask"],
+            labels=encoded["labels"] if labels else None,
+            slots=range(sum(len(source) for sources in media for source in sources)),
+            extras={"media_offset": encoded["media_offset"]},
+        )
+
+    def check(self, model: Any) -> None:
+        """Raise AdapterError for a model that cannot encode frames."""
+        if not hasattr(model, "encode_frames"):
+            raise AdapterError(
+                f"{type(model).__name__} with a {type(self.processor).__name__}: it has no method encode_frames, so "
+                "frames cannot be encoded; if it is of another family, copy the processor files of that family into "
+                "the model directory"
+            )
+
+    def arguments(self, text: ChatText) -> dict[str, Tensor]:
+        """Return the text arguments, without `media_offset` if there are no frames."""
+        arguments = super().arguments(text)
+        if not text.slots:
+            del arguments["media_offset"]
+        return arguments
+
+    def still_frames(self, image: ImageListSource | ImageTensorSource) -> FrameSource:
+        if not getattr(self.processor, "cut_enable", False):
+            return image
+        (size,) = image.sizes()
+        return CutImageSource(image, self.processor.image_grid(*size), self.processor.image_processor)
+
+    def generation(self, model: Any) -> dict[str, Any]:
+        """Return the tokens that end an answer as published, and the padding token 0."""
+        vocabulary = self.tokenizer.get_vocab()
+        ends = [vocabulary[mark] for mark in _ENDS if mark in vocabulary]
+        return {"eos_token_id": ends, "pad_token_id": 0} if ends else {}
+
+    def pixels(self, frames: Tensor) -> tuple[Tensor, ...]:
+        """Return (n, 3, S, S)."""
+        return (self.processor.image_processor(frames)["pixel_values"],)
+
+    def blank(self) -> tuple[Tensor, ...]:
+        """Return a black image."""
+        return self.pixels(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
+
+    def tower_states(self, output: Tensor) -> Tensor:
+        return output
+
+    def tower_output(self, states: Tensor) -> Tensor:
+        return states
+
+    def feature_arguments(self, model: Any, features: Tensor, shard: FrameShard) -> dict[str, Any]:
+        return {"image_embeds": features, "visual_shard": shard}
+
+
+def _grid(source: FrameSource) -> tuple[int, int] | None:
+    """Return the grid that an image is cut into, or None for an image that is one frame."""
+    grid = getattr(source, "grid", None)
+    if grid is None and len(source) != 1:
+        raise DataError(f"an image was given {len(source)} frames; pass one image, or show several as a video")
+    return grid
+
+
+class MPlugOwl3Family(Family[Any]):
+    """The native mPLUG-Owl3, all published generations. SigLIP frames are one list, each with a rotary position."""
+
+    name = "mPLUG-Owl3"
+    model_class = "MPlugOwl3ForConditionalGeneration"
+    package = "mllm_seqpar.models.mplug_owl3."
+    processors = ("MPlugOwl3Processor",)
+    chat = MPlugOwl3Chats
+    model_types = ("mplugowl3",)
+    parts = {"vision": ("vision_model",), "projector": ("vision2text_model",), "language": ("language_model",)}
+    model_sizes = staticmethod(sizes.mplug_owl3)
+    frame_arguments = ("pixel_values", "image_embeds")
+    forward_doc = VISUAL_SHARD_DOC.format(frames="`pixel_values` or `image_embeds`")
+
+    @classmethod
+    def check(cls, model: Any, context: SeqParContext) -> None:
+        hyper_layers = {number - 1 for number in model.config.hyper_layers}
+        for index, layer in enumerate(model.language_model.model.layers):
+            # A wrapper that passes on attributes (PEFT's modules_to_save) contains the attention.
+            found = any(isinstance(module, HyperAttention) for module in layer.self_attn.modules())
+            if found is not (index in hyper_layers):
+                raise AdapterError(
+                    f"layer {index} has {type(layer.self_attn).__name__}, but config.hyper_layers is "
+                    f"{model.config.hyper_layers} (counted from 1)"
+                )
+
+    def text_attention(self) -> list[nn.Module]:
+        return [layer.self_attn for layer in self.model.language_model.model.layers]
+
+    def visual_attention(self) -> Iterable[tuple[nn.Module, Callable[..., Any]]]:
+        """Return the attention of hyper layers, to text and frames."""
+        attention = self.text_attention()
+        return ((attention[number - 1], _hyper_attention) for number in self.model.config.hyper_layers)
+
+    def mlps(self) -> Iterable[nn.Module]:
+        return (layer.mlp for layer in self.model.language_model.model.layers)
+
+    def install_more(self, patch: Patch) -> None:
+        patch.set(self.model, "count_frames", functools.partial(_count_frames, self.model.count_frames))
+
+    frame_layout = "zigzag"
+
+    def cross_attention_shape(self) -> CrossAttentionShape:
+        config = self.text_config
+        heads, layers = config.num_attention_heads, len(self.model.config.hyper_layers)
+        return CrossAttentionShape(heads, config.num_key_value_heads, config.hidden_size // heads, layers)
+
+    @property
+    def called_modules(self) -> Iterable[nn.Module]:
+        """The modules within the tower are called one by one. A model that only takes features has no tower."""
+        tower = self.model.vision_model
+        parts = [] if tower is None else [tower.embeddings, *tower.encoder.layers]
+        return [*super().called_modules, self.model.language_model.model, *parts, self.model.vision2text_model]
+
+    def encode(self, frames: Tensor, *extras: Tensor) -> Tensor:
+        """Encode (f, 3, height, width) to (f, tokens, hidden)."""
+        return self.model.encode_frames(frames)
+
+    def blank_frame(self) -> tuple[Tensor, ...]:
+        vision, weight = self.model.config.vision_config, self.embedding_weight()
+        shape = (1, vision.num_channels, vision.image_size, vision.image_size)
+        return (torch.zeros(shape, device=weight.device, dtype=weight.dtype),)
+
+    def makes_cache(self, past: Any, use_cache: bool | None, labels: Tensor | None) -> bool:
+        """Return whether a pass fills or continues a cache; none in training mode with gradient checkpointing.
+
+        The native model makes none then, even without gradients.
+        """
+        if past is not None or not super().makes_cache(past, use_cache, labels):
+            return past is not None
+        return self.unpatched_makes_cache(self.model.language_model.model, past, use_cache)
+
+    def media_position(self, inputs: _MPlugOwl3Inputs) -> MediaPosition:
+        return inputs.media_position
+
+    def unit_index(self, inputs: _MPlugOwl3Inputs, units: int) -> Tensor:
+        """Return the rotations of the frames by their positions, (units, 2, head_dim), for all layers."""
+        index = inputs.media_position[0].frame_position if inputs.total_frames else super().unit_index(inputs, units)
+        attention = self.model.language_model.model.layers[self.model.config.hyper_layers[0] - 1].self_attn
+        return attention.visual_rotation(copy_to_device(index, self.embedding_weight().device))
+
+    def visibility(self, inputs: ForwardInputs, units: int, tokens: int, media_position: MediaPosition) -> FrameMask:
+        (layout, row_offset), rows = media_position, inputs.prompt_rows
+        first, stop = (x[rows] for x in layout.rows(inputs.past_length - row_offset, inputs.length))
+        return FrameMask.from_intervals(first, stop, tokens, units)
+
+    def row_facts(self, inputs: ForwardInputs, mask: FrameMask, media_position: MediaPosition) -> dict[str, Tensor]:
+        return {"attends_to_frames": copy_to_device(mask.any_frame_visible(), self.embedding_weight().device)}
+
+    def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
+        """Return a causal mask for each kind of layer."""
+        decoder = self.model.language_model.model
+        if isinstance(mask, dict):
+            return mask
+        config = decoder.layers[0].self_attn.config
+        masks = {"full_attention": causal_mask(config, embeds, mask, positions, cache)}
+        if decoder.has_sliding_layers:
+            masks["sliding_attention"] = causal_mask(config, embeds, mask, positions, cache, sliding=True)
+        return masks
+
+    def check_inputs(self, inputs: ForwardInputs, kwargs: Mapping[str, Any]) -> None:
+        super().check_inputs(inputs, kwargs)
+        width = self.model.config.hidden_size
+        if inputs.frames is not None and inputs.frames_are_features and inputs.frames.shape[2:] != (width,):
+            raise ShapeError(
+                f"image_embeds has shape {tuple(inputs.frames.shape)}; expected (frames, tokens, {width}), the frames "
+                "of all samples one after another"
+            )
+
+    def continue_cache(self, cache: Any, cache_state: SequenceParallelCacheState, past_length: int) -> None:
+        """Read the native `VisualCache`, which both models use; refuse K and V of the native model on several ranks."""
+        native = continued_visual_cache(cache, past_length)
+        if native is None:
+            if cache_state.visual is not None and cache_state.visual.total_frames:
+                cache_state.visual = None  # the text of these frames was cropped
+            return
+        if native.patched is None and self.context.comm.size > 1:
+            raise ConfigError(
+                "the cache holds K and V of frames that the unpatched model computed, all of them on this rank; "
+                "continue it with the unpatched model, or begin with a new cache"
+            )
+        if native.patched is None:
+            frames, tokens = native.layout.total_frames, native.tokens_per_frame
+            native.patched = VisualKVCache.given(native.states, frames, tokens)
+        native.layout = native.layout.to("cpu")
+        cache_state.visual, cache_state.media_position = native.patched, (native.layout, native.row_offset)
+        cache_state.rows, cache_state.frame_fingerprints = native.rows, native.frame_fingerprints
+
+    def mark_cache(self, cache: Any, cache_state: SequenceParallelCacheState) -> None:
+        """Store the frames as the native model does, which also reads them in `generate`."""
+        visual = cache_state.visual
+        if visual is None or not visual.total_frames:
+            return
+        native = self.model.new_visual_cache(*cache_state.media_position, visual.tokens_per_unit, cache)
+        native.patched, native.states = visual, visual.states
+        native.frame_fingerprints, native.is_complete = cache_state.frame_fingerprints, self.context.comm.size == 1
+
+    def run_decoder(
+        self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, state: ForwardState, **kwargs: Any
+    ) -> Any:
+        return self.model.language_model.model(**decoder_arguments(embeds, positions, mask, cache, state), **kwargs)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        media_offset: Any = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        image_embeds: Tensor | None = None,
+        media_layout: MediaLayout | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        visual_shard: FrameShard | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        arguments = self.text_arguments(
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            labels=labels,
+            shift_labels=kwargs.pop("shift_labels", None),
+            use_cache=use_cache,
+            visual_shard=visual_shard,
+            decoder=self.model.language_model.model,
+        )
+        layout = {} if media_layout is None else {name: getattr(media_layout, name) for name in _LAYOUT}
+        inputs = _MPlugOwl3Inputs(
+            **arguments,
+            frames=pixel_values if pixel_values is not None else image_embeds,
+            frames_are_features=image_embeds is not None,
+            pixels_and_features=pixel_values is not None and image_embeds is not None,
+            compared_tensors=as_compared_tensors(media_offset=media_offset, **layout),
+            model=self.model,
+            media_offset=media_offset,
+            media_layout=media_layout,
+        )
+        return run_pass(self, inputs, logits_to_keep, kwargs)

@@ -1,0 +1,129 @@
+"""Layer: one process, ranks as threads. When a run saves a checkpoint, and which ones it may continue."""
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mllm_seqpar.comm import Communicator, run_loopback
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.training import checkpoints
+from mllm_seqpar.training.checkpoints import CheckpointClock, RunLayout, last_checkpoint, require_shared_directory
+
+
+def clocks(monkeypatch: pytest.MonkeyPatch, act: Any) -> list[list[tuple[bool, bool]]]:
+    """Return, for each of two ranks and each step, whether it saves and whether it stops."""
+    monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=lambda: 60.0 * now[0]))
+    now = [0]
+
+    def rank(comm: Communicator) -> list[tuple[bool, bool]]:
+        clock = CheckpointClock(comm, 30, stop_after=9)
+        clock.on_train_begin(None, SimpleNamespace(global_step=0), None)
+        found = []
+        for step in range(1, 10):
+            comm.gather_ints([0])  # the ranks take steps together
+            if comm.rank == 0:
+                now[0] += 10
+            comm.gather_ints([0])
+            act(clock, comm.rank, step)
+            state = SimpleNamespace(global_step=step)
+            control = SimpleNamespace(should_save=False, should_training_stop=False, should_evaluate=True)
+            clock.on_step_end(None, state, control)
+            assert control.should_evaluate is (clock.signal == 0)  # a process that received a signal may be killed soon
+            if control.should_save:
+                clock.on_save(None, state, control)
+            found.append((control.should_save, control.should_training_stop))
+        return found
+
+    return run_loopback(2, rank, timeout=30)
+
+
+def test_clock_of_rank_0_decides_when_all_ranks_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other_clock(clock: Any, rank: int, step: int) -> None:
+        if rank == 1:
+            clock._since = 0.0 if step < 3 else 1e9
+
+    first, second = clocks(monkeypatch, other_clock)
+    assert first == second
+    assert [step for step, (saves, _) in enumerate(first, 1) if saves] == [3, 6, 9]
+    assert [stops for _, stops in first] == [False] * 8 + [True]
+
+
+def test_signal_of_any_rank_makes_all_save_and_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    def terminated(clock: Any, rank: int, step: int) -> None:
+        if (rank, step) == (1, 2):
+            clock._on_signal(signal.SIGTERM, None)
+
+    first, second = clocks(monkeypatch, terminated)
+    assert first == second and first[:2] == [(False, False), (True, True)]
+
+
+def test_second_interrupt_is_not_delayed() -> None:
+    clock = CheckpointClock(run_loopback(1, lambda comm: comm)[0], 0, None)
+    clock._on_signal(signal.SIGINT, None)
+    clock._on_signal(signal.SIGINT, None)  # the launcher's, for the same Ctrl-C
+    clock._received_at -= 10
+    with pytest.raises(KeyboardInterrupt):
+        clock._on_signal(signal.SIGINT, None)
+
+
+def test_interrupt_after_the_last_step_takes_effect() -> None:
+    clock = CheckpointClock(run_loopback(1, lambda comm: comm)[0], 0, None)
+    clock.raise_late_signal()
+    clock._on_signal(signal.SIGINT, None)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores SIGINT
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            clock.raise_late_signal()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_only_complete_checkpoints_are_continued(tmp_path: Path) -> None:
+    assert last_checkpoint(tmp_path) is None
+    for step, complete in ((9, True), (10, True), (11, False)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if complete:
+            (tmp_path / f"checkpoint-{step}" / "seqpar_layout.json").touch()
+    (tmp_path / "checkpoint-9").rename(tmp_path / "checkpoint-best")
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+
+
+def test_directory_that_some_ranks_do_not_share_is_refused_on_all(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("shared", "other", "shared")]
+    (tmp_path / "other").mkdir()
+
+    def check(comm: Communicator) -> str:
+        with pytest.raises(ConfigError) as error:
+            require_shared_directory(comm, folders[comm.rank])
+        return str(error.value)
+
+    assert all("ranks 1 do not find the files of rank 0" in text for text in run_loopback(3, check))
+    assert not [*(tmp_path / "shared").iterdir()]
+    run_loopback(2, lambda comm: require_shared_directory(comm, tmp_path / "new"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file: cannot be written to: "):
+        run_loopback(1, lambda comm: require_shared_directory(comm, tmp_path / "file"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"samples": 4}, "with 8 samples per step, but this run has 4 .*so that a step has 8 samples"),
+        ({"fsdp": False}, "was written with FSDP, but this run is without FSDP"),
+        ({"data": "other"}, "on other data, in another order, or with another --seed"),
+    ],
+)
+def test_a_checkpoint_is_continued_only_with_the_samples_of_its_steps(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    layout = RunLayout(samples=8, fsdp=True, data="digest/0")
+    layout.require_resumable(tmp_path)  # a checkpoint of Trainer says nothing
+    layout.write(tmp_path)
+    layout.require_resumable(tmp_path)
+    replace(layout, data="").require_resumable(tmp_path)  # a data set of the user's
+    with pytest.raises(ConfigError, match=message):
+        replace(layout, **change).require_resumable(tmp_path)
