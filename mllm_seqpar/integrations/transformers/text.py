@@ -6,7 +6,7 @@ Shape legend: B samples, L text tokens of the pass, s of them on this rank, K ke
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,8 +30,10 @@ from mllm_seqpar.runtime.text import (
     sharded_causal_lm_loss,
 )
 
-from .family import Family
 from .inputs import ForwardInputs
+
+if TYPE_CHECKING:
+    from .family import Family
 
 
 def text_shards(context: SeqParContext, inputs: ForwardInputs) -> TextShards:
