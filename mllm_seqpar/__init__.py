@@ -1,4 +1,6 @@
-"""Exact sequence parallelism for cross-attention MLLMs: `model = patch_model(model, strategy="lv-xattn")`.
+"""Exact sequence parallelism for multimodal LLMs: `model = patch_model(model, strategy="lv-xattn")`.
+
+Frames reach the language model by cross-attention, or as tokens of its text (decoder-only models).
 
 Names load on first use, so that importing the package imports neither torch nor transformers. The native models become
 known to transformers' Auto classes.

@@ -1,8 +1,10 @@
 """Every dependence on the version of another package, with its reason and the condition for its removal.
 
-No other module compares version numbers. Names that another package keeps to itself are used here and in the modules of
-`INTERNALS`; a test holds it. `patch_model` checks the oldest supported versions, so that an old
-installation gives one clear error and not an AttributeError deep inside a forward pass.
+No other module compares version numbers. Private names imported from other packages are used only here and in the
+modules of `INTERNALS`; a test enforces this. It does not see private methods of objects: `generation`, `data_parallel`
+and the family of Qwen-VL replace or read a few of transformers' `generate` and of DDP. `patch_model` checks the oldest
+supported versions, so that an old installation gives one clear error and not an AttributeError deep inside a forward
+pass.
 """
 
 import argparse
@@ -34,8 +36,8 @@ INTERNALS = {
     "runtime/fsdp_units": "the state of an FSDP2 unit: its parameters are gathered when the unit is called, and layers "
     "call only parts of it",
 }
-"""The modules that use internal names of other packages, besides this one, with the reason. `kernels` and `models` call
-operators and model classes, whose names begin with an underscore too."""
+"""The modules that import private names of other packages, besides this one, with the reason. `kernels` and `models`
+call operators and model classes, whose names begin with an underscore too."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,8 +44,8 @@ class SeqParConfig:
             a mask go to the kernel of "auto" if the named one takes no mask.
         overlap: run transfers during computation; False only to measure.
         accumulate_dtype: dtype in which O, dQ, dK and dV are accumulated and sent: torch.float32, None for the dtype of
-            the queries, or "auto": accumulated in float32, and sent in the dtype of the queries where each partial
-            result goes straight to its owner rank and is therefore rounded once, in float32 where it hops.
+            the queries, or "auto", which accumulates in float32. A result sent directly to its owner then uses the
+            queries' dtype (one rounding). A result that passes through other ranks is sent in float32.
         shard_prompt_from: `generate` reads prompts of at least this many tokens with sharded text (by
             `self_attention`), and the text KV cache stays sharded while decoding. For shorter prompts every rank holds
             all text, which saves an exchange per layer and token. None: no prompt is sharded.

@@ -35,7 +35,7 @@ FAMILIES = tuple(sorted(spec.name for spec in patches.FAMILIES))
 
 @functools.cache
 def family_module(family: str) -> Any:
-    """Return a family's module `testing`; skip the test if the package of the family's models is not installed."""
+    """Return `tiny_models.<family>`; skip the test if the package of the family's models is not installed."""
     return pytest.importorskip(f"tiny_models.{family}", exc_type=ImportError)
 
 

@@ -198,10 +198,10 @@ def attend(
     kernel: str = "auto",
     recompute: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention of sharded rows to all keys on all ranks, as one softmax.
+    """Return the attention of this rank's rows to all keys on all ranks, as one softmax.
 
     Args:
-        q: (B, H, s_q, D), this rank's rows.
+        q: (B, H, s_q, D), this rank's shard of the rows, or all rows in a group of one rank.
         keys: at least one set; the order of computation, the same on every rank.
         comm: the group.
         scale: factor of q k^T.

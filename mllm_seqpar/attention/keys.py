@@ -293,7 +293,7 @@ class Keys(ABC):
 
     Attributes:
         spec: the placement, the mask and the schedule.
-        k: (B or 1, G, T, D), if a cache stores it.
+        k: (B or 1, G, T, D), only if K exists as one tensor: given, or in a cache. Other keys have no such attribute.
         alone: computes o (B, H, s, D) of a softmax over these keys alone, given q and the scale, by torch's own
             operator. It is differentiable, and has no log-sum-exp. None: the block kernels compute it.
         modules: the modules that compute k, v and their gradients; none if k and v exist.
@@ -317,7 +317,7 @@ class Keys(ABC):
         return saved
 
     def without_inputs(self) -> Self:
-        """Return these keys without references to tensors that `saved` names, for backward to hold.
+        """Return a copy without the tensors that `saved` returns; the autograd context keeps the copy.
 
         Activation checkpointing and offloading reach only tensors that autograd itself saves.
         """
@@ -366,7 +366,7 @@ class StreamedKeys(Keys):
     ) -> tuple[Iterator[KeyChunk], Callable[[], Sequence[Tensor | None]]]:
         """Return `chunks` again, in backward, and a function that returns the gradients of the inputs after the last.
 
-        Keys without inputs are not asked.
+        Never called for keys whose `inputs` are empty.
         """
         raise NotImplementedError
 

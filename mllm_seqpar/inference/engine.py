@@ -234,7 +234,6 @@ def shard_weights(
     """
     if comm.size == 1:
         return model.to(device)
-    import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 

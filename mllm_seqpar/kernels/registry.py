@@ -3,8 +3,8 @@
 "auto" takes the first kernel of an order of preference that can compute the block. The reason that it returns lists why
 each kernel before that one cannot. Nothing is cached, so the choice is right for every group and device.
 
-FlashAttention 3 and 4 come before 2, which leaves half of a Hopper GPU idle. They are their packages, or the
-implementation that the user has activated under torch's flash operators: that one comes first of all.
+FlashAttention 3 and 4 come before 2, which leaves half of a Hopper GPU idle. Each comes from its own package. An
+implementation that the user has activated in torch's flash operators takes precedence over all packages.
 """
 
 from __future__ import annotations

@@ -21,6 +21,8 @@ from .rectangles import Rectangle, dense_rectangles, interval_rectangles
 class FrameMask:
     """Query rows against whole frames of `tokens_per_frame` keys each, in global frame numbers.
 
+    In families whose frames have several mask units (image tiles), each unit counts as a frame here.
+
     Build it with `from_intervals` or `from_dense`. Its tensors live on the CPU, because rectangles are planned on the
     host, once for all layers. Only rectangles that need a mask are expanded on the device.
     """

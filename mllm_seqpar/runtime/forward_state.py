@@ -112,7 +112,7 @@ class ForwardState:
 
     @eager
     def attend_each(self, q: Tensor, softmaxes: Sequence[Sequence[Keys]], scale: float) -> list[Tensor]:
-        """Return `attend` for several lists of keys; what ranks have to merge takes one exchange for all of them."""
+        """Compute `attend` for each list of keys. Partial results that must be merged over ranks share one exchange."""
         (q,) = as_attended(q)
         comm, kernel, outputs = self.context.comm, self.context.config.kernel, list[Tensor]()
         if self.text is None and comm.size > 1:

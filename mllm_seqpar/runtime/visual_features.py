@@ -62,9 +62,10 @@ class VisualFeatures:
     """This rank's visual features, one copy for all layers.
 
     Attributes:
-        features: (frames, tokens, width), the frames of this rank; there may be none. An image tile counts as a frame.
-        index: (frames, ...), what projections may need of each frame: a number, or its rotation.
-        units: the number of frames on all ranks.
+        features: (units, tokens, width), the mask units (frames, or image tiles of frames) of this rank; there may be
+            none.
+        index: (units, ...), what projections may need of each unit: a number, or its rotation.
+        units: the number of mask units on all ranks.
         recompute: whether K and V are projected again in backward, instead of saved.
         layout: how the frames map to ranks; see `sharding.frame_spans`.
     """

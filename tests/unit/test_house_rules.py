@@ -1,4 +1,4 @@
-"""Layer: pure Python. Rules that no linter checks: direction of imports, cycles, sizes of modules, shell scripts."""
+"""Layer: pure Python. Rules that no linter checks: imports, cycles, private names of other packages, shell scripts."""
 
 import ast
 import functools
@@ -182,7 +182,7 @@ def internals_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, ast.unparse(node)
 
 
-def test_internals_of_other_packages_are_used_in_four_modules() -> None:
+def test_private_names_are_imported_from_other_packages_in_four_modules() -> None:
     allowed = {"mllm_seqpar/_compat.py", *(f"mllm_seqpar/{name}.py" for name in INTERNALS)}
     assert len(allowed) <= 4 and all((ROOT / name).exists() for name in allowed)
     wrong = []

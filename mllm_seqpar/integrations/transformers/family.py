@@ -82,8 +82,9 @@ class Family(ABC, Generic[InputsT]):
 
     The class is the adapter of the family (`mllm_seqpar.patching.registry.Adapter`): its class methods find and patch a
     model. The methods of an instance name the sites of the model, and what the forward passes use. The abstract methods
-    are the minimum: how frames are encoded, what rows may attend to, and how the decoder runs. The other
-    methods have defaults that suit a model with one frame per unit and no state of its own in the cache. With a `chat`,
+    and `inputs` are the minimum: which arguments a pass takes, how frames are encoded, what rows may attend to, and how
+    the decoder runs. The other methods have defaults that suit a model with one frame per unit and no state of its own
+    in the cache. With a `chat`,
     programs can also fine-tune and question the model; with `model_sizes`, the planner can plan it.
 
     Attributes:
@@ -234,7 +235,10 @@ class Family(ABC, Generic[InputsT]):
 
     @abstractmethod
     def encode(self, frames: Tensor, *extras: Tensor) -> Tensor:
-        """Encode this rank's frames (f, ...) and their extras, and return features (f * units, tokens, width)."""
+        """Encode this rank's frames (f, ...) and their extras, and return features (f * units, tokens, width).
+
+        It must not read `context`: `ChatFamily.encode` calls it for models that are not patched.
+        """
 
     @abstractmethod
     def blank_frame(self) -> tuple[Tensor, ...]:

@@ -39,12 +39,13 @@ if TYPE_CHECKING:
 def local_features(family: Family, inputs: ForwardInputs) -> Tensor | None:
     """Return the features (units, tokens, width) of this rank's frames; the vision tower encodes only those.
 
-    The tower encodes `vision_chunk_size` frames at a time, and runs as often as on the rank with most frames. A rank
-    with nothing left to encode runs it on one frame and discards the result, so that its parameters have zero gradients
-    rather than none and the gathers of FSDP stay in step. For the same reason a batch without any frame gets an empty
-    one, to which no token attends, if other ranks under the same FSDP2 or DDP have frames (`agree_on_frames`). The
-    empty frame is encoded, or zeros if the other ranks pass features, because they do not run the tower then either. If
-    no rank has frames, the result is None and the parameters have no gradient, as in the unpatched model.
+    The tower encodes `vision_chunk_size` frames at a time, and makes as many calls on every rank as the rank with the
+    most frames needs. A rank with nothing left to encode runs it on one frame and discards the result, so that its
+    parameters have zero gradients rather than none and the gathers of FSDP stay in step. For the same reason a batch
+    without any frame gets an empty one, to which no token attends, if other ranks under the same FSDP2 or DDP have
+    frames (`agree_on_frames`). The empty frame is encoded, or zeros if the other ranks pass features, because they do
+    not run the tower then either. If no rank has frames, the result is None and the parameters have no gradient, as in
+    the unpatched model.
     """
     frames, total, units = inputs.frames, inputs.total_frames, family.units_per_frame(inputs)
     rank = family.context.comm.rank

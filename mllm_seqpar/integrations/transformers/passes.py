@@ -253,7 +253,7 @@ def _requested_rows(
 
 
 def _broadcast(family: Family, hidden: Tensor) -> Tensor:
-    """Make hidden states (..., r, C) that every rank computed bitwise equal on all ranks, if there are few rows."""
+    """Return the hidden states (..., r, C) of rank 0 if there are few rows, so that all ranks have the same bits."""
     if hidden.shape[-2] <= BROADCAST_ROWS and not hidden.requires_grad:
         return family.context.comm.broadcast(hidden, "hidden")
     return hidden
