@@ -204,8 +204,8 @@ def run_in_chunks(function: TokenwiseFunction, size: int, *inputs: Tensor) -> Te
     parameters = trained_parameters(function.modules)
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in (*inputs, *parameters)):
         return _run_chunks(function, size, inputs)
-    # A node of its own saves the inputs before anything is computed. Under gradient checkpointing
-    # of the layer, recomputation ends once every saved tensor is restored, so the MLP is not run again unless a later
+    # A node of its own saves the inputs before anything is computed. Under gradient checkpointing of the
+    # layer, recomputation ends once every saved tensor is restored, so the MLP is not run again unless a later
     # operation saved a tensor.
     marker = _SaveInputs.apply(torch.empty(0, requires_grad=True), *(x.detach() for x in inputs))
     return _ChunkedFunction.apply(function, size, marker.grad_fn, marker, len(inputs), *inputs, *parameters)

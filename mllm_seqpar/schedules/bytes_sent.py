@@ -18,9 +18,9 @@ With fewer KV heads than ranks, Ulysses sends each rank the one head that it nee
 (its O, dQ, dK, dV) are sent in the dtype of the inputs, partial ones (for KV heads that ranks share) as other results
 that go straight to their owner.
 
-Results are sent in the dtype of the accumulator where they pass through other ranks, which add their own. Where they go
-straight to their owner (point to point, among two ranks, and in Ulysses), `Problem.direct_element` is the size of an
-element.
+A result that passes through other ranks, which add their own, is sent in the dtype of the accumulator. For a result
+sent directly to its owner (point to point, between two ranks, and in Ulysses), `Problem.direct_element` is the size of
+an element.
 
 If a mask hides all keys of some rank from some rows, LV-XAttn sends rows point to point, and only to ranks with a
 visible key. With r(i, j) the number of rows of rank i that attend to any key of rank j, rank i then sends
