@@ -2,6 +2,8 @@
 
 import json
 import logging
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -171,6 +173,32 @@ def test_frames_are_decoded_ahead_up_to_the_limit(folder: Path, monkeypatch: pyt
                 assert several.wait(30)  # two more are decoded while the first one is used
     # The next one may begin after a micro-batch is released, and before it is received.
     assert len(ahead) == 5 and (limit > 1 or max(ahead) <= 2)
+
+
+UNCAUGHT = """
+from concurrent.futures import ThreadPoolExecutor
+from mllm_seqpar.data.prefetch import ReadAheadLimit
+
+def batches():
+    limit, pool = ReadAheadLimit(1), ThreadPoolExecutor(2)
+    try:
+        for number in range(3):
+            admitted = pool.submit(limit.admit, number, 1)
+        yield pool.submit(int)
+    finally:
+        limit.close()
+
+def train():
+    for _ in (reading := batches()):
+        raise RuntimeError("out of memory")
+
+train()
+"""
+
+
+def test_a_program_with_an_error_that_nothing_catches_ends_while_batches_wait_for_the_limit() -> None:
+    ended = subprocess.run([sys.executable, "-c", UNCAUGHT], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and ended.stderr.endswith("RuntimeError: out of memory\n")
 
 
 def test_known_bad_samples_are_loaded_once_and_within_the_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
