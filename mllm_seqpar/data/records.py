@@ -282,8 +282,13 @@ class TableRecords(Records):
             # The digest is of samples of large files, and the media cache must not have the content of an earlier file.
             self._version = digest_of("\n".join([self.digest, *(str(path.stat().st_mtime_ns) for path in files)]))
         except Exception as error:  # of pyarrow, tarfile, the file system, or `datasets` itself
-            why = first_line(error.__cause__ if isinstance(error.__cause__, Exception) else error)
-            raise DataError(f"{files[0]}: cannot be read by `datasets` ({why}); was the download complete?") from error
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            others = f" or another of these {len(files)} files" if len(files) > 1 else ""
+            last = str(cause).strip().rpartition("\n")[2]  # of a cast: why, after the columns of both files
+            why = first_line(cause) + (f" {last}" if last.startswith("because") else "")
+            raise DataError(
+                f"{files[0]}{others}: cannot be read by `datasets` ({why}); was the download complete?"
+            ) from error
         self._media = self._media_columns(data.features)
         self._rows, self._table = data.remove_columns(self._media), data.with_format("arrow")
 

@@ -309,6 +309,10 @@ def test_missing_datasets_and_damaged_tables_are_named(tmp_path: Path, monkeypat
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match=r"a.parquet: cannot be read by `datasets` \(Parquet file size is 4 bytes"):
         open_records(tmp_path / "a.parquet")
+    for number, row in enumerate(({"question": ["What?"]}, {"question": ["What?"], "video": ["a.mp4"]})):
+        arrow.parquet.write_table(arrow.table(row), tmp_path / f"b-{number}.parquet")
+    with pytest.raises(DataError, match="or another of these 2 files: .*cast because column names don't match"):
+        open_records(tmp_path / "b-*.parquet")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"a.parquet: reading parquet, .* pip install 'mllm-seqpar\[data\]'"):
         open_records(tmp_path / "a.parquet")
