@@ -50,7 +50,6 @@ from mllm_seqpar.adapting.transformers import (
     mask_over_samples,
     merge_heads,
     refuse_dropout,
-    run_pass,
     split_heads,
 )
 
@@ -320,46 +319,25 @@ class IdeficsFamily(Family[_IdeficsInputs]):
             found.image_hidden_states = features.unflatten(0, (-1, inputs.image_attention_mask.shape[2]))
         return found
 
-    def forward(
+    def inputs(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cache: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
+        text: dict[str, Any],
         pixel_values: Tensor | None = None,
         image_encoder_embeddings: Tensor | None = None,
         perceiver_embeddings: Tensor | None = None,
         image_attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
         interpolate_pos_encoding: bool | None = False,
-        logits_to_keep: int | Tensor = 0,
-        visual_shard: FrameShard | None = None,
-        shift_labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    ) -> _IdeficsInputs:
         given = [x for x in (pixel_values, image_encoder_embeddings, perceiver_embeddings) if x is not None]
         frames = given[0] if given else None
-        if frames is not None and visual_shard is None and frames.dim() > (3 if pixel_values is None else 4):
+        if frames is not None and text["visual_shard"] is None and frames.dim() > (3 if pixel_values is None else 4):
             frames = frames.flatten(0, 1)  # (B, I, ...); since transformers 5.24, features may come as one list
         from_tower = image_encoder_embeddings is not None and not self.model.config.use_resampler
-        are_features = from_tower or perceiver_embeddings is not None
-        text = self.text_arguments(  # without a decoder: the unpatched model makes a mask of ones if none is given
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=_positions(attention_mask, position_ids, input_ids, inputs_embeds),
-            cache=cache,
-            labels=labels,
-            shift_labels=shift_labels,
-            use_cache=use_cache,
-            visual_shard=visual_shard,
-        )
-        inputs = _IdeficsInputs(
-            **text,
+        names = ("attention_mask", "position_ids", "input_ids", "inputs_embeds")
+        return _IdeficsInputs(
+            **text | {"position_ids": _positions(*(text[name] for name in names))},
             frames=frames,
-            frames_are_features=are_features,
+            frames_are_features=from_tower or perceiver_embeddings is not None,
             pixels_and_features=len(given) > 1,
             compared_tensors=as_compared_tensors(
                 image_attention_mask=None if image_attention_mask is None else image_attention_mask.bool()
@@ -370,7 +348,6 @@ class IdeficsFamily(Family[_IdeficsInputs]):
             interpolate_pos_encoding=bool(interpolate_pos_encoding),
             resampled=perceiver_embeddings is not None,
         )
-        return run_pass(self, inputs, logits_to_keep, kwargs)
 
 
 def _positions(mask: Tensor | None, positions: Tensor | None, ids: Tensor | None, embeds: Tensor | None) -> Any:

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mllm_seqpar.adapting import (
     AdapterError,
@@ -53,7 +52,6 @@ from mllm_seqpar.adapting.transformers import (
     mark_visual_layers,
     merge_heads,
     refuse_dropout,
-    run_pass,
     split_heads,
 )
 
@@ -437,47 +435,29 @@ class MllamaFamily(Family[MllamaInputs]):
             **kwargs,
         )
 
-    def forward(
+    @property
+    def packing_decoder(self) -> Any:
+        return self.model.model.language_model
+
+    def inputs(
         self,
-        input_ids: Tensor | None = None,
+        text: dict[str, Any],
         pixel_values: Tensor | None = None,
         aspect_ratio_mask: Tensor | None = None,
         aspect_ratio_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
         cross_attention_mask: Tensor | None = None,
         cross_attention_states: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cache: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        shift_labels: Tensor | None = None,
-        visual_shard: FrameShard | None = None,
         visual_samples: int | None = None,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
-        decoder = self.model.model.language_model
-        text, vision = input_ids if input_ids is not None else inputs_embeds, self.model.model.vision_model
-        samples = visual_samples or (0 if text is None else text.shape[0])
+    ) -> MllamaInputs:
+        vision, shard = self.model.model.vision_model, text["visual_shard"]
+        rows = text["inputs_embeds"] if text["input_ids"] is None else text["input_ids"]
+        samples = visual_samples or (0 if rows is None else rows.shape[0])
         images = (pixel_values, (aspect_ratio_ids, aspect_ratio_mask), cross_attention_states)
-        frames, extras = _flat_images(*images, visual_shard, samples, vision.num_patches)
+        frames, extras = _flat_images(*images, shard, samples, vision.num_patches)
         mask = None if cross_attention_mask is None else cross_attention_mask == 1
-        ratios = {} if visual_shard is not None else dict(zip(_ASPECT_RATIOS, extras, strict=False))
-        arguments = self.text_arguments(
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=cache,
-            labels=labels,
-            shift_labels=shift_labels,
-            use_cache=use_cache,
-            visual_shard=visual_shard,
-            decoder=decoder,
-        )
-        inputs = MllamaInputs(
-            **arguments,
+        ratios = {} if shard is not None else dict(zip(_ASPECT_RATIOS, extras, strict=False))
+        return MllamaInputs(
+            **text,
             frames=frames,
             frames_are_features=cross_attention_states is not None,
             pixels_and_features=pixel_values is not None and cross_attention_states is not None,
@@ -490,7 +470,6 @@ class MllamaFamily(Family[MllamaInputs]):
             patches=vision.num_patches,
             width=self.text_config.hidden_size,
         )
-        return run_pass(self, inputs, logits_to_keep, kwargs)
 
 
 def _any_tile(visible: Tensor) -> Tensor:

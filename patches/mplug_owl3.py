@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mllm_seqpar.adapting import (
     AdapterError,
@@ -52,7 +51,6 @@ from mllm_seqpar.adapting.transformers import (
     decoder_arguments,
     merge_heads,
     refuse_dropout,
-    run_pass,
     takes_cache,
     text_keys,
 )
@@ -335,15 +333,6 @@ class MPlugOwl3Family(Family[Any]):
         shape = (1, vision.num_channels, vision.image_size, vision.image_size)
         return (torch.zeros(shape, device=weight.device, dtype=weight.dtype),)
 
-    def makes_cache(self, past: Any, use_cache: bool | None, labels: Tensor | None) -> bool:
-        """Return whether a pass fills or continues a cache; none in training mode with gradient checkpointing.
-
-        The native model makes none then, even without gradients.
-        """
-        if past is not None or not super().makes_cache(past, use_cache, labels):
-            return past is not None
-        return self.unpatched_makes_cache(self.model.language_model.model, past, use_cache)
-
     def media_position(self, inputs: _MPlugOwl3Inputs) -> MediaPosition:
         return inputs.media_position
 
@@ -414,38 +403,21 @@ class MPlugOwl3Family(Family[Any]):
     ) -> Any:
         return self.model.language_model.model(**decoder_arguments(embeds, positions, mask, cache, state), **kwargs)
 
-    def forward(
+    @property
+    def packing_decoder(self) -> Any:
+        return self.model.language_model.model
+
+    def inputs(
         self,
-        input_ids: Tensor | None = None,
+        text: dict[str, Any],
         pixel_values: Tensor | None = None,
-        media_offset: Any = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cache: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
         image_embeds: Tensor | None = None,
+        media_offset: Any = None,
         media_layout: MediaLayout | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        visual_shard: FrameShard | None = None,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
-        arguments = self.text_arguments(
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=cache,
-            labels=labels,
-            shift_labels=kwargs.pop("shift_labels", None),
-            use_cache=use_cache,
-            visual_shard=visual_shard,
-            decoder=self.model.language_model.model,
-        )
+    ) -> _MPlugOwl3Inputs:
         layout = {} if media_layout is None else {name: getattr(media_layout, name) for name in _LAYOUT}
-        inputs = _MPlugOwl3Inputs(
-            **arguments,
+        return _MPlugOwl3Inputs(
+            **text,
             frames=pixel_values if pixel_values is not None else image_embeds,
             frames_are_features=image_embeds is not None,
             pixels_and_features=pixel_values is not None and image_embeds is not None,
@@ -454,4 +426,3 @@ class MPlugOwl3Family(Family[Any]):
             media_offset=media_offset,
             media_layout=media_layout,
         )
-        return run_pass(self, inputs, logits_to_keep, kwargs)

@@ -46,7 +46,6 @@ from mllm_seqpar.adapting.transformers import (
     cache_state_of,
     causal_mask,
     decoder_arguments,
-    run_pass,
 )
 
 from . import sizes
@@ -446,71 +445,51 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         """Return the decoder's arguments that hold the embeddings which its layers add."""
         return {}
 
-    def forward(
+    @property
+    def packing_decoder(self) -> Any:
+        return self.model.model.language_model
+
+    def inputs(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cache: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
+        text: dict[str, Any],
         pixel_values: Tensor | None = None,
         pixel_values_videos: Tensor | None = None,
         image_grid_thw: Tensor | None = None,
         video_grid_thw: Tensor | None = None,
         mm_token_type_ids: Tensor | None = None,
         second_per_grid_ts: Any = None,
-        logits_to_keep: int | Tensor = 0,
-        shift_labels: Tensor | None = None,
         visual_embeds: Tensor | None = None,
-        visual_shard: FrameShard | None = None,
         visual_samples: int | None = None,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
-        decoder = self.model.model.language_model
-        if second_per_grid_ts is not None and "second_per_grid_ts" not in self.position_arguments:
-            kwargs["second_per_grid_ts"] = second_per_grid_ts  # refused, as an argument that nothing reads
+    ) -> QwenVLInputs:
         pixels = _with_rows(pixel_values, image_grid_thw), _with_rows(pixel_values_videos, video_grid_thw)
         given = {"image_grid_thw": image_grid_thw, "video_grid_thw": video_grid_thw}
         given |= {"mm_token_type_ids": mm_token_type_ids, "second_per_grid_ts": second_per_grid_ts}
-        text = input_ids if input_ids is not None else inputs_embeds
+        config, rows = self.model.config, text["inputs_embeds"] if text["input_ids"] is None else text["input_ids"]
         frames = next((x for x in (visual_embeds, *pixels) if x is not None), None)
-        if frames is not None and _only_cached_frames(self.model.config, input_ids, cache):
+        if frames is not None and _only_cached_frames(config, text["input_ids"], text["cache"]):
             frames = visual_embeds = None
             pixels = None, None
-        arguments = self.text_arguments(
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=cache,
-            labels=labels,
-            shift_labels=shift_labels,
-            use_cache=use_cache,
-            visual_shard=visual_shard,
-            decoder=decoder,
-        )
-        inputs = QwenVLInputs(
-            **arguments,
+        tensors = (*pixels, visual_embeds)
+        return QwenVLInputs(
+            **text,
             frames=frames,
             frames_are_features=visual_embeds is not None,
             pixels_and_features=visual_embeds is not None and pixels != (None, None),
             compared_tensors={}
             if frames is None
-            else compared_tensors(self.model.config, self.embed, text, (*pixels, visual_embeds), visual_shard, given),
+            else compared_tensors(config, self.embed, rows, tensors, text["visual_shard"], given),
             frame_names=(*PIXELS, FEATURES),
             pixels=pixels,
             merge=self.merge,
-            samples=visual_samples or (1 if text is None else text.shape[0]),
+            samples=visual_samples or (1 if rows is None else rows.shape[0]),
             packs_by_positions=self.packs_by_positions,
             rotary=functools.partial(self.rotary_positions, given),
         )
-        stores_offsets = inputs.use_cache and (not inputs.past_length or frames is not None)
-        out: CausalLMOutputWithPast = run_pass(self, inputs, logits_to_keep, kwargs)
-        if stores_offsets:
+
+    def model_output(self, out: CausalLMOutputWithPast, features: Tensor | None, inputs: QwenVLInputs) -> Any:
+        if inputs.use_cache and (not inputs.past_length or inputs.frames is not None):
             self._store_offsets(cache_of(out), inputs)
-        return out
+        return super().model_output(out, features, inputs)
 
 
 def _with_rows(pixels: Tensor | None, grid: Tensor | None) -> Tensor | None:
@@ -563,6 +542,7 @@ class Qwen3VLFamily(QwenVLFamily):
     model_types = ("qwen3_vl",)
     model_sizes = staticmethod(sizes.qwen3_vl)
     packs_by_positions = True
+    refused_arguments = ("second_per_grid_ts",)
 
     @property
     def deepstack(self) -> int:  # type: ignore[override]

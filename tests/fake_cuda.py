@@ -6,17 +6,22 @@
         y.sum().item()                     # raises HostSynchronisation
 
 Operators run with their real schemas and meta kernels under `FakeTensorMode`. CPU tensors stay real, so that the host
-can plan by their values. `emulated_device` emulates the device with values, for whole models.
+can plan by their values. Several threads may enter the mode that `fake_cuda` returns.
 
 A build of torch without CUDA has no device guard for CUDA, which indexing, `copy_` and most Python methods need. torch
 replaces a guard that counts no devices by one for fake tensors (`c10::impl::ensureCUDADeviceGuardSet`); a guard of that
 kind is therefore registered first, that of the Lazy device, which has no backend. The guard stays registered: nothing
 else asks for it.
+
+The autograd engine asks for the stream of an accelerator, which such a build lacks. With `fake_cuda(autograd=True)`,
+a fake CUDA tensor therefore reports the device "meta" to C++ code and "cuda" to Python code. Backward then runs in the
+calling thread, as for meta tensors. Autocast, which asks in C++, does not apply there: use bf16 parameters.
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,6 +30,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -92,7 +98,9 @@ def _tensors(*trees: Any) -> list[Tensor]:
 
 
 @contextmanager
-def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
+def fake_cuda(
+    capability: tuple[int, int] = (9, 0), *, autograd: bool = False, may_synchronise: bool = False
+) -> Iterator[FakeTensorMode]:
     """Create tensors without data on a fake CUDA device of this compute capability; fail on host synchronisation."""
     ensure_cuda_guard()
     with ExitStack() as stack:
@@ -104,9 +112,12 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
         ):
             stack.enter_context(mock.patch.object(owner, name, mock.Mock(return_value=value)))
         stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", _address, create=True))
-        stack.enter_context(_FakeMode())
-        stack.enter_context(NoHostSynchronisation())
-        yield
+        if autograd:
+            stack.enter_context(_meta_for_autograd())
+        mode = stack.enter_context(_FakeMode())
+        if not may_synchronise:
+            stack.enter_context(NoHostSynchronisation())
+        yield mode
 
 
 def _address(x: FakeTensor) -> int:
@@ -115,20 +126,54 @@ def _address(x: FakeTensor) -> int:
 
 
 class _FakeMode(FakeTensorMode):
-    """A FakeTensorMode for CUDA alone: CPU tensors are real, so that the host can plan by their values."""
+    """A FakeTensorMode for CUDA alone, which several threads may enter.
+
+    CPU tensors are real, so that the host can plan by their values. What C++ code creates on the device of a "meta"
+    tensor (see `_meta_for_autograd`) is created on the CUDA device.
+    """
 
     def __init__(self) -> None:
+        self._of_thread = threading.local()
         super().__init__(allow_non_fake_inputs=True)
+
+    @property
+    def in_kernel_invocation(self) -> bool:
+        return getattr(self._of_thread, "in_kernel", False)
+
+    @in_kernel_invocation.setter
+    def in_kernel_invocation(self, value: bool) -> None:
+        self._of_thread.in_kernel = value
 
     def dispatch(self, func, types, args=(), kwargs=None) -> Any:
         kwargs = dict(kwargs or {})
         device = kwargs.get("device")
+        if device is not None and device.type == "meta":
+            device = kwargs["device"] = torch.device("cuda:0")
+        tensors = _tensors(args, kwargs)
         if func.overloadpacket is _aten._pin_memory:  # the build may have no accelerator to pin memory for
             return args[0].clone()
-        tensors = _tensors(args, kwargs)
         if (device is None or device.type == "cpu") and not any(isinstance(x, FakeTensor) for x in tensors):
             return func(*args, **kwargs)
         return super().dispatch(func, types, args, kwargs)
+
+
+@contextmanager
+def _meta_for_autograd() -> Iterator[None]:
+    query, original = torch.ops.prim.device.default, FakeTensor.__torch_dispatch__
+
+    def in_cpp(args) -> torch.device:
+        device = args[0].device
+        return torch.device("meta") if device.type == "cuda" else device
+
+    def dispatch(cls, func, types, args=(), kwargs=None) -> Any:
+        return in_cpp(args) if func is query else original(func, types, args, kwargs or {})
+
+    with (
+        mock.patch.dict(fake_tensor._DISPATCH_META_HANDLERS, {query: in_cpp}),
+        mock.patch.object(FakeTensor, "__torch_dispatch__", classmethod(dispatch)),
+        mock.patch.object(FakeTensor, "is_cuda", property(lambda x: x.device.type == "cuda")),
+    ):
+        yield
 
 
 def ensure_cuda_guard() -> None:

@@ -1,5 +1,6 @@
 """Meters of memory: the bytes that a forward pass saves for backward, and the peak of operators' results."""
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +37,7 @@ class Peak(TorchDispatchMode):
     def __init__(self, *excluded: torch.Tensor, size: int | None = None) -> None:
         super().__init__()
         self.live = self.bytes = self.largest = 0
-        self._size = size
+        self._size, self._lock = size, threading.RLock()  # another rank, which is a thread, may free what this one sent
         self._known = {x.untyped_storage()._cdata for x in excluded}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -46,12 +47,14 @@ class Peak(TorchDispatchMode):
                 continue
             if (storage := x.untyped_storage())._cdata not in self._known:
                 address, size = storage._cdata, storage.nbytes()
-                self._known.add(address)
-                self.live += size
-                self.bytes, self.largest = max(self.bytes, self.live), max(self.largest, size)
+                with self._lock:
+                    self._known.add(address)
+                    self.live += size
+                    self.bytes, self.largest = max(self.bytes, self.live), max(self.largest, size)
                 weakref.finalize(storage, self._freed, address, size)
         return out
 
     def _freed(self, address: int, size: int) -> None:
-        self._known.discard(address)
-        self.live -= size
+        with self._lock:
+            self._known.discard(address)
+            self.live -= size

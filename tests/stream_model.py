@@ -1,4 +1,4 @@
-"""A model of CUDA's streams and events that finds races of `runtime.host_copies`; tensors are on the CPU.
+"""A model of CUDA's streams and events that finds races of `runtime.offload`; tensors are on the CPU.
 
 Operators run at once, but each belongs to the host, to the current stream or to the copy stream, and each of these has
 a vector clock. Recording an event copies the clock of a stream, waiting for it merges that clock, and an operator that
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mllm_seqpar.runtime.host_copies import HostCopies
+from mllm_seqpar.runtime.offload import HostCopies
 
 Clock = dict[str, int]
 

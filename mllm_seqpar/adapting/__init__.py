@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__all__" or not name.startswith("__"):
-        # On first use: the sizes of a family are read where torch is not imported.
-        toolkit = importlib.import_module("mllm_seqpar.adapting.toolkit")
-        if name == "__all__" or name in toolkit.__all__:
-            return getattr(toolkit, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # On first use: the sizes of a family are read where torch is not imported.
+    return getattr(importlib.import_module("mllm_seqpar.adapting.toolkit"), name)

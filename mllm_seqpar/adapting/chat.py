@@ -16,23 +16,3 @@ from mllm_seqpar.data.chat_format import media_of, media_parts
 from mllm_seqpar.data.images import to_pil_images
 from mllm_seqpar.data.reader import check_range
 from mllm_seqpar.data.sources import FrameSource, ImageListSource, ImageTensorSource
-
-__all__ = [
-    "ChatFamily",
-    "ChatText",
-    "FeatureFrames",
-    "FrameSource",
-    "ImageListSource",
-    "ImageTensorSource",
-    "ImageTokenFamily",
-    "Messages",
-    "VIDEO_MARK",
-    "answer_spans",
-    "check_range",
-    "image_counts",
-    "known_processors",
-    "media_of",
-    "media_parts",
-    "to_pil_images",
-    "tokenize",
-]

@@ -11,7 +11,7 @@ from torch import Tensor
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar._transfers import copy_to_device, copy_to_host
 from mllm_seqpar.attention.keys import as_attended
-from mllm_seqpar.checkpointing.chunked_mlp import TokenwiseFunction, run_in_chunks
+from mllm_seqpar.checkpointing import TokenwiseFunction, run_in_chunks
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.comm.autograd import gather_shards
@@ -23,59 +23,12 @@ from mllm_seqpar.patching.registry import Adapter, is_instance_by_name
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.frames import Frames, VisualKVCache, select_strategy
-from mllm_seqpar.runtime.loss import sharded_causal_lm_loss, shifted
 from mllm_seqpar.runtime.star import StarText
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
-from mllm_seqpar.runtime.text import TextShards
+from mllm_seqpar.runtime.text import TextShards, sharded_causal_lm_loss, shifted
 from mllm_seqpar.runtime.visual_features import KVProjection, Projection, VisualFeatures, sampled_bits
 from mllm_seqpar.runtime.visual_tokens import FrameTokens, VisualTokenLayout, VisualTokens
 from mllm_seqpar.sharding import FrameShard, HostFrames, frame_bounds, frame_range, tensor_of
-
-__all__ = [
-    "Adapter",
-    "AdapterError",
-    "AgreementError",
-    "Communicator",
-    "ConfigError",
-    "CrossAttentionShape",
-    "DataError",
-    "ForwardState",
-    "FrameMask",
-    "FrameShard",
-    "FrameTokens",
-    "Frames",
-    "HostFrames",
-    "KVProjection",
-    "MaskError",
-    "Patch",
-    "Projection",
-    "SeqParConfig",
-    "SeqParContext",
-    "SeqParError",
-    "ShapeError",
-    "StarText",
-    "TextShards",
-    "VisualTokenLayout",
-    "TokenwiseFunction",
-    "VisualFeatures",
-    "VisualKVCache",
-    "VisualTokens",
-    "agree",
-    "as_attended",
-    "copy_to_device",
-    "copy_to_host",
-    "frame_bounds",
-    "frame_range",
-    "gather_shards",
-    "get_logger",
-    "is_instance_by_name",
-    "run_in_chunks",
-    "sampled_bits",
-    "sharded_call",
-    "sharded_causal_lm_loss",
-    "shifted",
-    "tensor_of",
-]
 
 
 def sharded_call(

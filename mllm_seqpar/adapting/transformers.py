@@ -23,32 +23,3 @@ from mllm_seqpar.integrations.transformers.frames import local_features, mask_ov
 from mllm_seqpar.integrations.transformers.generation import patch_generate
 from mllm_seqpar.integrations.transformers.inputs import ForwardInputs, as_compared_tensors
 from mllm_seqpar.integrations.transformers.passes import run_pass
-
-__all__ = [
-    "DecoderOnlyFamily",
-    "Family",
-    "ForwardInputs",
-    "MULTIMODAL_OUTPUT",
-    "SequenceParallelCacheState",
-    "VISUAL_SHARD_DOC",
-    "as_compared_tensors",
-    "as_forward",
-    "cache_argument",
-    "cache_name",
-    "cache_of",
-    "cache_state_of",
-    "causal_mask",
-    "decoder_arguments",
-    "local_features",
-    "mark_visual_layers",
-    "mask_over_samples",
-    "merge_heads",
-    "patch_generate",
-    "refuse_dropout",
-    "require_same_inputs",
-    "run_pass",
-    "split_heads",
-    "takes_cache",
-    "text_keys",
-    "use_seqpar_attention",
-]

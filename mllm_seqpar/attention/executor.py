@@ -45,6 +45,11 @@ class FinalRows(NamedTuple):
     def with_delta(self) -> FinalRows:
         return self._replace(delta=delta_of(self.do, self.o, self.delta))
 
+    def part(self, batch: slice, rows: slice) -> FinalRows:
+        q, o, lse, do, delta = self
+        at = batch, ALL, rows
+        return FinalRows(q[at], None if o is None else o[at], lse[at], do[at], None if delta is None else delta[at])
+
     def folded(self) -> FinalRows:
         """Return the rows with the batch folded into them (`kernels.base.fold_batch`)."""
         o, delta = (x if x is None else fold_batch(x) for x in (self.o, self.delta))
@@ -62,6 +67,7 @@ class PartialResult:
     def __init__(self, q: Tensor, dtype: torch.dtype) -> None:
         self._like, self._dtype = q, dtype
         self._value: tuple[Tensor, Tensor] | None = None
+        self._stop = 0  # no result of a row from here on was added
 
     @property
     def value(self) -> tuple[Tensor, Tensor]:
@@ -80,7 +86,11 @@ class PartialResult:
         `borrowed` tensors are copied, because the caller reuses their memory; others may become part of this object.
         """
         first = self._value is None  # there is nothing to merge with
-        if first and not borrowed and o.shape == self._like.shape:
+        if isinstance(rows, slice) and rows.start is not None:
+            first, self._stop = first or rows.start >= self._stop, max(self._stop, rows.stop)
+        else:
+            self._stop = self._like.shape[2]
+        if self._value is None and not borrowed and o.shape == self._like.shape:
             self._value = o.to(self._dtype).contiguous(), lse.contiguous()
             return
         whole_o, whole_lse = self._value or self.value
@@ -110,7 +120,7 @@ class GradientAccumulator:
 
     @property
     def value(self) -> Tensor:
-        """The sum so far, contiguous; zeros before the first addition."""
+        """The sum so far; zeros before the first addition."""
         if self._value is None:
             self._value = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
         return self._value
@@ -118,7 +128,7 @@ class GradientAccumulator:
     def add(self, x: Tensor, batch: slice = ALL, rows: RowIndex | None = ALL, *, borrowed: bool = False) -> None:
         """Add x to the given batch items and rows or keys (None: all); `borrowed` as in `PartialResult.add`."""
         if self._value is None and not borrowed and x.shape == self._shape:
-            self._value = x.to(self._dtype).contiguous()
+            self._value = x.to(self._dtype)
         elif isinstance(rows, Tensor):  # indices are distinct, so no order of additions can change the result
             self.value[batch].index_add_(2, rows, x.to(self._dtype))
         else:
@@ -135,39 +145,35 @@ class BlockMath(NamedTuple):
         self, q: Tensor, k: Tensor, v: Tensor, rectangles: Sequence[PreparedRectangle], out: PartialResult
     ) -> None:
         """Merge the attention of q over the visible keys into `out`."""
-        for kernel, batch, rows, keys, causal, mask, rectangle in rectangles:
+        for kernel, size, batch, rows, keys, causal, mask, rectangle in rectangles:
             index = rectangle.key_index(q.device) if keys is None else keys
             if mask is None and rectangle.kind == "masked":
                 mask = rectangle.mask(q.device)
-            parts = q[batch, :, rows], k[batch, :, index], v[batch, :, index]
+            parts = q, k, v
+            if size != (q.shape[0], q.shape[2], k.shape[2]):
+                parts = q[batch, :, rows], k[batch, :, index], v[batch, :, index]
             out.add(*kernel.forward(*parts, scale=self.scale, causal=causal, mask=mask), batch, rows)
 
     def backward(
         self,
-        grads: tuple[GradientAccumulator, GradientAccumulator, GradientAccumulator],
+        grads: Sequence[GradientAccumulator],
         final: FinalRows,
         k: Tensor,
         v: Tensor,
         rectangles: Sequence[PreparedRectangle],
     ) -> None:
         """Add the block's dq, dk and dv to `grads`."""
-        q, o, lse, do, delta = final
-        for kernel, batch, rows, keys, causal, mask, rectangle in rectangles:
-            index = rectangle.key_index(q.device) if keys is None else keys
+        for kernel, size, batch, rows, keys, causal, mask, rectangle in rectangles:
+            index = rectangle.key_index(k.device) if keys is None else keys
             if mask is None and rectangle.kind == "masked":
-                mask = rectangle.mask(q.device)
-            at = batch, ALL, rows
+                mask = rectangle.mask(k.device)
+            some, some_k, some_v = final, k, v
+            if size != (k.shape[0], final.q.shape[2], k.shape[2]):
+                some = final.part(batch, rows)
+                some_k, some_v = k[batch, :, index], v[batch, :, index]
+            q, o, lse, do, delta = some
             parts = kernel.backward(
-                do[at],
-                q[at],
-                k[batch, :, index],
-                v[batch, :, index],
-                None if o is None else o[at],
-                lse[at],
-                scale=self.scale,
-                causal=causal,
-                mask=mask,
-                delta=None if delta is None else delta[at],
+                do, q, some_k, some_v, o, lse, scale=self.scale, causal=causal, mask=mask, delta=delta
             )
             for total, part, place in zip(grads, parts, (rows, index, index), strict=True):
                 total.add(part, batch, place)
@@ -249,7 +255,7 @@ class _Backward:
             ("dq",) if axis == "q" else ("dk", "dv"),
             self._spec.result_dtype(axis, self.local["kv"]["k"].dtype),
         )
-        return {name: self._grads.pop((name, owner)).value.to(dtype) for name in names}
+        return {name: self._grads.pop((name, owner)).value.to(dtype).contiguous() for name in names}
 
     def receive(self, transfer: Transfer, bundle: Bundle) -> None:
         for name, tensor in bundle.items():
@@ -265,7 +271,7 @@ def distributed_forward(
         q, k, v: this rank's shards, contiguous, of one batch size.
     """
     steps = spec.steps(comm, q, k, block_math.kernel, backward=False)
-    if len(steps) == 1 and not steps[0].transfers and len(steps[0].blocks) == 1:  # a group of one
+    if spec.mesh_shape == (1, 1):  # a group of one: one block and no transfers
         result = PartialResult(q, spec.accumulate_dtype)
         block_math.forward(q, k, v, steps[0].blocks[0].rectangles, result)
         return result.value
@@ -290,11 +296,17 @@ def distributed_backward(
         k, v: this rank's KV shard.
     """
     q = rows.q
-    if spec.mesh_shape[0] > 1:
-        rows = rows.with_delta()
-    backward = _Backward(spec, block_math, rows, k, v)
-    _run(spec.steps(comm, q, k, block_math.kernel, backward=True), comm, backward, spec.overlap)
-    dq, dk, dv = (backward.grad(name, comm.rank, like).value for name, like in (("dq", q), ("dk", k), ("dv", v)))
+    steps = spec.steps(comm, q, k, block_math.kernel, backward=True)
+    if spec.mesh_shape == (1, 1):
+        sums = tuple(GradientAccumulator(x, spec.accumulate_dtype) for x in (q, k, v))
+        block_math.backward(sums, rows, k, v, steps[0].blocks[0].rectangles)
+    else:
+        if spec.mesh_shape[0] > 1:
+            rows = rows.with_delta()
+        backward = _Backward(spec, block_math, rows, k, v)
+        _run(steps, comm, backward, spec.overlap)
+        sums = tuple(backward.grad(name, comm.rank, like) for name, like in (("dq", q), ("dk", k), ("dv", v)))
+    dq, dk, dv = (each.value for each in sums)
     return dq, dk, dv
 
 

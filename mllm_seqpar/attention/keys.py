@@ -237,6 +237,7 @@ class PreparedRectangle(NamedTuple):
 
     Attributes:
         kernel: the block kernel.
+        size: the numbers of batch items, rows and keys.
         batch, rows: the batch items and query rows.
         keys: the keys; None if they are gathered (`Rectangle.gathered`).
         causal: whether row i attends to keys up to i.
@@ -245,6 +246,7 @@ class PreparedRectangle(NamedTuple):
     """
 
     kernel: BlockKernel
+    size: tuple[int, int, int]
     batch: slice
     rows: slice
     keys: slice | None
@@ -276,7 +278,9 @@ def prepare(
             chosen[x.kind], _ = choose_kernel(kernel, q, k, causal=causal, masked=x.kind == "masked")
         keys = slice(*x.keys) if x.gathered is None else None
         mask = x.mask(q.device) if x.kind == "masked" and x.entries <= KEPT_MASK else None
-        prepared.append(PreparedRectangle(chosen[x.kind], slice(*x.batch), slice(*x.rows), keys, causal, mask, x))
+        count = x.keys[1] - x.keys[0] if x.gathered is None else -1  # gathered keys are never all
+        size = x.batch[1] - x.batch[0], x.rows[1] - x.rows[0], count
+        prepared.append(PreparedRectangle(chosen[x.kind], size, slice(*x.batch), slice(*x.rows), keys, causal, mask, x))
     return tuple(prepared)
 
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator, launched_processes, transfer_communicator
-from mllm_seqpar.comm.nccl_settings import order_launches
+from mllm_seqpar.comm.backends import order_launches
 from mllm_seqpar.errors import ConfigError
 
 from .commands import load_entry

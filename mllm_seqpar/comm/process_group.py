@@ -27,8 +27,9 @@ from torch import Tensor
 from mllm_seqpar._compat import SINGLE_TENSOR_COLLECTIVES
 from mllm_seqpar.errors import TransferError
 
+from .backends import backends_of
 from .base import Communicator, GroupState, Pending, Recv, Send, TransferCounter
-from .transfer_group import backends_of, is_open
+from .transfer_group import is_open
 
 MESSAGES_PER_PAIR = 8
 """The number of messages between two ranks that always fit in a round, so that a ring step is not divided."""

@@ -34,7 +34,7 @@ from torch.distributed import distributed_c10d
 
 from mllm_seqpar.errors import TransferError
 
-from .gloo_shutdown import release_gloo_at_exit
+from .backends import backends_of, release_gloo_at_exit
 
 
 @dataclass
@@ -74,12 +74,6 @@ def destroy_transfer_group(given: dist.ProcessGroup) -> None:
 
 def is_open(group: dist.ProcessGroup) -> bool:
     return group in distributed_c10d._world.pg_map
-
-
-def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
-    """Return the backend of each device type: {"cpu": "gloo", "cuda": "nccl"}."""
-    pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
-    return {device: backend for device, backend in pairs}
 
 
 def _make(given: dist.ProcessGroup, name: str) -> dist.ProcessGroup:

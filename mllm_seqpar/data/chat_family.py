@@ -26,7 +26,7 @@ from torch import Tensor
 
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.families import family_specs
-from mllm_seqpar.models.processor import target_mask
+from mllm_seqpar.models.messages import target_mask
 from mllm_seqpar.patching.registry import adapters
 from mllm_seqpar.sharding import FrameShard
 

@@ -27,7 +27,7 @@ from mllm_seqpar.data.chat_family import ChatFamily, chat_family
 from mllm_seqpar.data.prefetch import read_ahead
 from mllm_seqpar.data.sources import FrameSource, ranges_by_source
 from mllm_seqpar.errors import ConfigError, DivergedError, SeqParError, VideoError
-from mllm_seqpar.runtime.host_copies import HostCopies
+from mllm_seqpar.runtime.offload import HostCopies
 from mllm_seqpar.sharding import FrameShard, frame_spans, span_length
 
 Pixels = tuple[Tensor, ...]

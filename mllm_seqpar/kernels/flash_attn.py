@@ -24,9 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .flash_limits import flash2_unsupported_reason, flash3_unsupported_reason, flash4_unsupported_reason
 from .fused import AttentionArgs
-from .torch_cuda import CudaKernel, vectors
+from .torch_cuda import (
+    CudaKernel,
+    flash2_unsupported_reason,
+    flash3_unsupported_reason,
+    flash4_unsupported_reason,
+    vectors,
+)
 
 
 class FlashAttnKernel(CudaKernel):

@@ -19,9 +19,8 @@ from mllm_seqpar.errors import ConfigError
 from .base import BlockKernel
 from .blocked_matmul import BlockedMatmulKernel
 from .flash_attn import FlashAttn3Kernel, FlashAttn4Kernel, FlashAttnKernel
-from .flash_limits import activated_flash
-from .torch_cpu import TorchCpuKernel
-from .torch_cuda import CudaEfficientKernel, CudaFlashKernel
+from .fused import TorchCpuKernel
+from .torch_cuda import CudaEfficientKernel, CudaFlashKernel, activated_flash
 
 _KERNELS: dict[str, Callable[[], BlockKernel]] = {
     "flash_attn_3": FlashAttn3Kernel,

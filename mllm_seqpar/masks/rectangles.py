@@ -188,6 +188,7 @@ class _Group:
     """Runs that are merged into one rectangle.
 
     Attributes:
+        runs: the runs, in order.
         left, right: the units that any of the rows attends to.
         inner_left, inner_right: the units that all of the rows attend to.
         visible: number of visible (row, unit) entries.
@@ -195,7 +196,7 @@ class _Group:
     """
 
     def __init__(self) -> None:
-        self.runs = 0
+        self.runs: list[_Run] = []
 
     def accepts(self, run: _Run) -> bool:
         """Return whether the rectangle around the group and `run` stays within `MAX_WASTE`."""
@@ -208,7 +209,7 @@ class _Group:
         if not self.runs:
             self.top, self.bottom, self.visible, self.gap = run.top, run.top, 0, False
             self.left, self.right, self.inner_left, self.inner_right = run.low, run.high, run.low, run.high
-        self.runs += 1
+        self.runs.append(run)
         self.gap |= run.top != self.bottom
         self.bottom = run.bottom
         self.visible += (run.bottom - run.top) * (run.high - run.low)
@@ -313,8 +314,13 @@ def _single_rows(start: int, stop: int, lows: list[int], highs: list[int]) -> It
 
 
 def _rectangles_of_group(batch: Span, group: _Group, tokens: int, rule: IntervalRule) -> Iterator[Rectangle]:
-    """Yield a full rectangle of the units that all rows attend to, and masked ones of the units on either side."""
-    if not group.runs:
+    """Yield a full rectangle of the units that all rows attend to, and masked ones of the units on either side.
+
+    Of two runs, each is a full rectangle: as many rectangles, without a mask and without partial results to merge.
+    """
+    if len(group.runs) <= 2:
+        for run in group.runs:
+            yield Rectangle(batch, (run.top, run.bottom), (run.low * tokens, run.high * tokens))
         return
     rows = (group.top, group.bottom)
     if group.gap or group.inner_left >= group.inner_right:

@@ -1,11 +1,16 @@
-"""The rules of messages that processors, data sets and the collator share: roles, parts, and who shows media."""
+"""What processors, data sets and the collator share: roles, parts, who shows media, and which tokens are answers."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from mllm_seqpar.errors import DataError
+
+Span = tuple[int, int]
+"""A range of characters."""
 
 ROLES = ("system", "user", "assistant")
 
@@ -55,3 +60,20 @@ def _part_fault(part: Any, role: str, media: PartKeys) -> str | None:
     if kind != "text" and role != "user":
         return f"has a part of type {kind}; only a user message shows media"
     return None
+
+
+def target_mask(offsets: Any, spans: Sequence[Sequence[Span]]) -> list[list[int]]:
+    """Return 1 for each token whose characters overlap a span, as transformers' mask of the assistant's tokens has.
+
+    Args:
+        offsets: (B, L, 2), the range of characters of each token; empty for padding and for added tokens.
+        spans: the character ranges of the answers of each sample.
+    """
+    rows = []
+    for row, marked in zip(offsets, spans, strict=True):
+        begin, end = np.asarray(row).reshape(-1, 2).T
+        found = np.zeros(len(begin), dtype=bool)
+        for first, last in marked:
+            found |= (begin < last) & (end > first)
+        rows.append(found.astype(int).tolist())
+    return rows

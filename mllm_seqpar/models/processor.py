@@ -25,9 +25,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from mllm_seqpar.errors import DataError
 
 from .auto_classes import LocalCode, write_code
+from .messages import Span, target_mask
 
 Messages = Sequence[Mapping[str, Any]]
-Span = tuple[int, int]
 
 _MODALITIES = ("text_kwargs", "images_kwargs", "videos_kwargs", "audio_kwargs")
 _MEDIA_KEYS = {"image": ("image", "url", "path", "base64"), "video": ("video", "url", "path")}
@@ -335,23 +335,6 @@ def _part(part: Any) -> Any:
         return part
     url = part.get("image_url")
     return {"type": "image", "url": url.get("url", "") if isinstance(url, Mapping) else url}
-
-
-def target_mask(offsets: Any, spans: Sequence[Sequence[Span]]) -> list[list[int]]:
-    """Return 1 for each token whose characters overlap a span, as transformers' mask of the assistant's tokens has.
-
-    Args:
-        offsets: (B, L, 2), the range of characters of each token; empty for padding and for added tokens.
-        spans: the character ranges of the answers of each sample.
-    """
-    rows = []
-    for row, marked in zip(offsets, spans, strict=True):
-        begin, end = np.asarray(row).reshape(-1, 2).T
-        found = np.zeros(len(begin), dtype=bool)
-        for first, last in marked:
-            found |= (begin < last) & (end > first)
-        rows.append(found.astype(int).tolist())
-    return rows
 
 
 def _like(rows: list[list[int]], ids: Any) -> Any:

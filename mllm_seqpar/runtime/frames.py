@@ -34,8 +34,7 @@ from mllm_seqpar.masks import FrameBlockMasks, FrameMask
 from mllm_seqpar.masks.rectangles import Span
 from mllm_seqpar.sharding import Spans, frame_spans, in_frame_order, span_length
 
-from .host_copies import HostCopies
-from .offload import HostFeatures
+from .offload import HostCopies, HostFeatures
 from .strategy_selector import CROSS, CrossAttentionShape, SelectedStrategy, VisualLayers
 from .text import TextShards
 from .visual_features import Projection, VisualFeatures, frame_chunks

@@ -27,7 +27,7 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from mllm_seqpar._compat import dropout_class, global_module_hooks
 from mllm_seqpar.attention.keys import AutocastState, CallSpec, GivenKeys, InputGrads, Keys, WholeKeys
-from mllm_seqpar.checkpointing.rng_replay import ParameterCheck, trained_parameters
+from mllm_seqpar.checkpointing import ParameterCheck, detached_parameters, trained_parameters
 from mllm_seqpar.errors import ShapeError
 
 from .fsdp_units import call_within, units_among
@@ -265,56 +265,46 @@ class RecomputedKeys(WholeKeys):
         `KVProjection` computes gradients without projecting K and V again, if it can; autograd does it otherwise.
         """
         project, trained = self.project, [p for p, need in zip(inputs[1:], needed[1:], strict=True) if need]
-        raw_keys: list[Tensor] | None = None
-        if any(needed) and isinstance(project, KVProjection) and project.key_norm is not None:
-            raw_keys = [] if project.has_direct_grads(trained) else None
+        direct: KVProjection | None = None
+        if any(needed) and isinstance(project, KVProjection) and project.has_direct_grads(trained):
+            direct = project
+        raw_keys: list[Tensor] | None = [] if direct is not None and direct.key_norm is not None else None
         k, v = self.keys_values(inputs, raw_keys)
-        return k, v, functools.partial(self._input_grads, inputs, needed, trained, raw_keys)
+        return k, v, functools.partial(self._input_grads, inputs, needed, trained, direct, raw_keys)
 
     def _input_grads(
         self,
         inputs: Sequence[Tensor],
         needed: Sequence[bool],
         trained: Sequence[Tensor],
+        direct: KVProjection | None,
         raw_keys: list[Tensor] | None,
         dk: Tensor,
         dv: Tensor,
     ) -> Sequence[Tensor | None]:
         if not any(needed):
             return [None] * len(inputs)
-        features = inputs[0]
+        features, d_features, sums = inputs[0], None, GradientSums(len(trained))
         chunks, tokens = frame_chunks(features), features.shape[1]
-        chunk_grads = self._chunk_grads(needed[0], trained, raw_keys)
         with self._forward_mode():
-            if len(chunks) == 1:  # no sums, and no copies
-                d_features, grads = chunk_grads(features, self.visual.index, dk, dv)
-            else:
-                d_features, sums = None, GradientSums(len(trained))
-                for chunk in chunks:
-                    keys = slice(chunk.start * tokens, chunk.stop * tokens)
-                    of_chunk = features[chunk], self.visual.index[chunk], dk[:, :, keys], dv[:, :, keys]
-                    d_part, grads = chunk_grads(*of_chunk)
-                    if d_part is not None:
-                        d_features = torch.zeros_like(features) if d_features is None else d_features
-                        d_features[chunk] = d_part
-                    sums.add(grads)
-                grads = sums.totals
-        done = (None if x is None else x.to(p.dtype) for p, x in zip(trained, grads, strict=True))
+            for chunk in chunks:
+                keys = slice(chunk.start * tokens, chunk.stop * tokens)
+                of_chunk = features[chunk], self.visual.index[chunk], dk[:, :, keys], dv[:, :, keys]
+                if direct is None:
+                    modules, dtype = self.modules, self.dtype
+                    d_part, grads = autograd_grads(self.project, *of_chunk, needed[0], trained, modules, dtype)
+                else:  # K before its norm is released one chunk at a time
+                    raw = None if raw_keys is None else raw_keys.pop(0)
+                    d_part, grads = direct.direct_grads(*of_chunk, needed[0], trained, raw)
+                if len(chunks) == 1:  # no sums, and no copies
+                    d_features, sums.totals = d_part, grads
+                    break
+                if d_part is not None:
+                    d_features = torch.zeros_like(features) if d_features is None else d_features
+                    d_features[chunk] = d_part
+                sums.add(grads)
+        done = iter([x if x is None else x.to(p.dtype) for p, x in zip(trained, sums.totals, strict=True)])
         return [d_features, *(next(done) if need else None for need in needed[1:])]
-
-    def _chunk_grads(
-        self, needs_features: bool, trained: Sequence[Tensor], raw_keys: list[Tensor] | None
-    ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Grads]:
-        """Return a function of features, index, dk and dv of one chunk, to be called for the chunks in order."""
-        project = self.project
-        if isinstance(project, KVProjection) and project.has_direct_grads(trained):
-            if project.key_norm is None:
-                return lambda y, index, dk, dv: project.direct_grads(y, index, dk, dv, needs_features, trained)
-            if raw_keys is not None:  # released one chunk at a time
-                return lambda y, index, dk, dv: project.direct_grads(
-                    y, index, dk, dv, needs_features, trained, raw_keys.pop(0)
-                )
-        return lambda y, index, dk, dv: autograd_grads(project, y, index, dk, dv, self.dtype, needs_features, trained)
 
     @property
     def is_random(self) -> bool:
@@ -398,10 +388,10 @@ class KVProjection:
 
     def has_direct_grads(self, trained: Sequence[Tensor]) -> bool:
         """Return whether `direct_grads` computes the gradients of the parameters `trained`: whether every linear layer
-        is exactly torch's with ordinary weights, without hooks, and every parameter belongs to the modules."""
+        is exactly torch's with ordinary weights, and every parameter belongs to the modules; none has hooks."""
         known = {id(parameter) for parameter in trained_parameters(self.modules)}
         plain = all(_is_plain_linear(linear) for linear in self.linears) and not _has_foreign_global_hook()
-        return plain and all(id(parameter) in known for parameter in trained)
+        return plain and not _have_hooks(trained) and all(id(parameter) in known for parameter in trained)
 
     def direct_grads(
         self,
@@ -521,19 +511,25 @@ def autograd_grads(
     index: Tensor,
     dk: Tensor,
     dv: Tensor,
-    dtype: torch.dtype,
     needs_features: bool,
     trained: Sequence[Tensor],
+    modules: Sequence[nn.Module],
+    dtype: torch.dtype,
 ) -> Grads:
-    """Return the gradients of features (f, tokens, width) and of the parameters `trained`, by differentiating
-    `project`, the result of which is cast to `dtype`. The arguments are those of `KVProjection.direct_grads`."""
-    with torch.enable_grad():
+    """Return the gradients of features (f, tokens, width) and of the parameters `trained` of `modules`, by
+    differentiating `project`, the result of which is cast to `dtype`.
+
+    The other arguments are those of `KVProjection.direct_grads`. Hooks that users registered on a parameter run when
+    autograd gets the result, and not here.
+    """
+    detached = detached_parameters(modules) if _have_hooks(trained) else nullcontext(dict[int, Tensor]())
+    with torch.enable_grad(), detached as replaced:
         part = features.detach().requires_grad_(needs_features)
         k, v = (x.to(dtype) for x in project(_inner(part), index))
     outputs = [(x, g.to(x.dtype)) for x, g in ((k, dk), (v, dv)) if x.requires_grad]
     if not outputs:
         return None, [None] * len(trained)
-    targets = ([part] if needs_features else []) + list(trained)
+    targets = [*([part] if needs_features else []), *(replaced.get(id(p), p) for p in trained)]
     found = torch.autograd.grad([x for x, _ in outputs], targets, [g for _, g in outputs], allow_unused=True)
     grads: list[Tensor | None] = list(found)
     return grads.pop(0) if needs_features else None, grads
@@ -591,6 +587,10 @@ def _has_foreign_global_hook() -> bool:
     """Return whether every module calls a hook of another library. Those of torch (its FLOP counter) only observe."""
     owners = (type(getattr(hook, "__self__", None)) for hook in global_module_hooks())
     return any(not owner.__module__.startswith("torch.") for owner in owners)
+
+
+def _have_hooks(parameters: Sequence[Tensor]) -> bool:
+    return any(parameter._backward_hooks for parameter in parameters)
 
 
 def _parameters_in(module: nn.Module | None, trained: Sequence[Tensor]) -> list[Tensor]:

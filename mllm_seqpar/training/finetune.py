@@ -23,7 +23,7 @@ from mllm_seqpar._logging import get_logger
 from mllm_seqpar.cli.launch import require_rendezvous, use_cuda
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.comm.agreement import agree, attempt
-from mllm_seqpar.comm.nccl_settings import order_launches
+from mllm_seqpar.comm.backends import order_launches
 from mllm_seqpar.data.chat import ChatDataset
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.feature_store import TowerStore, model_fingerprint

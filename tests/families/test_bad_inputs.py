@@ -327,6 +327,8 @@ def test_bad_tokens_and_labels_are_refused_on_every_rank(size: int, logits: str)
         for changed, message in BAD_TOKENS:
             with pytest.raises(ShapeError, match=message):
                 model(**inputs | changed)
+        first_and_last = inputs["labels"].index_copy(1, torch.tensor([1, 2]), torch.tensor([[0, 255]]))
+        assert model(**inputs | {"labels": first_and_last}).loss.isfinite()
 
     on_ranks(size, "mplug_owl3", OWL.with_options(logits=logits), run)
 

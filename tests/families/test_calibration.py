@@ -15,7 +15,7 @@ from family_harness import inputs_of, model_of
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import LoopbackCommunicator, LoopbackWorld, Pending, Recv, Send, run_loopback
 from mllm_seqpar.errors import AgreementError
-from mllm_seqpar.kernels.torch_cpu import TorchCpuKernel
+from mllm_seqpar.kernels.fused import TorchCpuKernel
 from mllm_seqpar.planner import Cluster, auto, calibrate
 from mllm_seqpar.planner.auto import ClusterSelector
 from tiny_models.mplug_owl3 import Case

@@ -248,7 +248,7 @@ def calls_of(size: int, decodes: bool) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("size", "decodes", "a_pass", "a_layer"), [(1, False, 505, 86), (2, False, 1115, 151), (2, True, 230, 48)]
+    ("size", "decodes", "a_pass", "a_layer"), [(1, False, 470, 75), (2, False, 1065, 133), (2, True, 230, 45)]
 )
 def test_pass_takes_few_calls(size: int, decodes: bool, a_pass: int, a_layer: int) -> None:
     """The host must stay ahead of the device. Calls of the loopback transport do not count."""

@@ -65,7 +65,12 @@ def test_layers_begin_with_the_embeddings_of_their_own_rows(family: str, size: i
         model.model.visual.requires_grad_(False)
         given = [x for x in inputs.values() if isinstance(x, Tensor)]
         with Peak(*given, *model.parameters(), *model.buffers()) as meter:
-            model.model.language_model.layers[0].register_forward_pre_hook(lambda *_: found.append(meter.live))
+
+            def count(*_: Any) -> None:
+                comm.gather_ints([0])  # the other ranks have taken what this rank sent, which loopback copies
+                found.append(meter.live)
+
+            model.model.language_model.layers[0].register_forward_pre_hook(count)
             with torch.set_grad_enabled(training):
                 model(**inputs, use_cache=not training)
         return found[0]

@@ -20,8 +20,8 @@ from transformers.utils import TransformersKwargs
 
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree, by_rank
+from mllm_seqpar.comm.backends import require_transferable
 from mllm_seqpar.comm.base import fingerprint
-from mllm_seqpar.comm.devices import require_transferable
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import AgreementError, ConfigError, ShapeError
 from mllm_seqpar.runtime.fsdp_units import refuse_fsdp1

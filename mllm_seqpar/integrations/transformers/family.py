@@ -7,6 +7,7 @@ rank). A frame is held by one rank as a whole. It consists of `units_per_frame` 
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPooling, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from mllm_seqpar._compat import cache_argument, drops_cache, takes_cache
+from mllm_seqpar._compat import cache_argument, cache_name, drops_cache, takes_cache
 from mllm_seqpar.errors import AdapterError, ConfigError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.patching import Patch
@@ -38,6 +39,7 @@ from .checks import check_frames, check_labels, refuse_custom_loss, refuse_reent
 from .frames import AttendedFrames, EmbeddedFrames, PassFrames
 from .generation import patch_generate
 from .inputs import ForwardInputs
+from .passes import run_pass
 
 if TYPE_CHECKING:
     from mllm_seqpar.data.chat_family import ChatFamily
@@ -47,6 +49,11 @@ InputsT = TypeVar("InputsT", bound=ForwardInputs)
 
 MULTIMODAL_OUTPUT: type = getattr(modeling_outputs, "MultimodalCausalLMOutputWithPast", CausalLMOutputWithPast)
 """The class of the outputs of most multimodal models since transformers 5.24."""
+
+_TEXT_ARGUMENTS = (
+    *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache", "use_cache"),
+    *("labels", "shift_labels", "visual_shard"),
+)
 
 VISUAL_SHARD_DOC = """
         Sequence-parallel (patched by mllm_seqpar): `visual_shard` says that {frames} hold only this rank's frames of
@@ -75,7 +82,7 @@ class Family(ABC, Generic[InputsT]):
 
     The class is the adapter of the family (`mllm_seqpar.patching.registry.Adapter`): its class methods find and patch a
     model. The methods of an instance name the sites of the model, and what the forward passes use. The abstract methods
-    are the minimum: the forward, how frames are encoded, what rows may attend to, and how the decoder runs. The other
+    are the minimum: how frames are encoded, what rows may attend to, and how the decoder runs. The other
     methods have defaults that suit a model with one frame per unit and no state of its own in the cache. With a `chat`,
     programs can also fine-tune and question the model; with `model_sizes`, the planner can plan it.
 
@@ -93,6 +100,7 @@ class Family(ABC, Generic[InputsT]):
             them for beams. The patched one repeats none of them, because the beams of a sample share its frames, and
             passes them with the prompt only. With beams, a forward that takes `visual_samples` receives the number of
             samples before they were repeated.
+        refused_arguments: inherited parameters of `inputs` that this family does not support.
         output_class: the class of the model's outputs.
         forward_doc: what the docstring of the patched forward adds to that of the unpatched one.
         repeats_frames: whether its `generate` passes `visual_arguments` again with every token.
@@ -112,6 +120,7 @@ class Family(ABC, Generic[InputsT]):
     parts: Mapping[str, tuple[str, ...]] = {}
     frame_arguments: tuple[str, ...] = ("pixel_values",)
     visual_arguments: tuple[str, ...] = ()
+    refused_arguments: tuple[str, ...] = ()
     output_class: type = CausalLMOutputWithPast
     forward_doc = ""
     repeats_frames = False
@@ -160,12 +169,33 @@ class Family(ABC, Generic[InputsT]):
             )
 
     def _model_forward(self) -> Any:
-        method = type(self).forward
+        unpatched = list(inspect.signature(type(self.model).forward).parameters.values())
+        names = ["cache" if x.name == cache_name() else x.name for x in unpatched[1:]]  # without self
+        of_inputs = list(inspect.signature(self.inputs).parameters)[1:]
+        own = [name for name in of_inputs if name not in self.refused_arguments]
+        taken = {*_TEXT_ARGUMENTS, *own}
 
-        @functools.wraps(method)
         def forward(_: Any, *args: Any, **kwargs: Any) -> Any:
-            return method(self, *args, **kwargs)
+            for name, value in zip(names, args, strict=False):
+                if name in kwargs:
+                    raise TypeError(f"forward() got multiple values for argument {name!r}")
+                kwargs[name] = value
+            text: dict[str, Any] = dict.fromkeys(_TEXT_ARGUMENTS)
+            given: dict[str, Any] = {}
+            for name in taken & kwargs.keys():
+                (text if name in text else given)[name] = kwargs.pop(name)
+            logits_to_keep = kwargs.pop("logits_to_keep", 0)
+            return run_pass(self, self.inputs(self._text_arguments(**text), **given), logits_to_keep, kwargs)
 
+        # `generate` would pass an argument of the unpatched forward that the family does not take.
+        supported = [
+            x for x, name in zip(unpatched[1:], names, strict=True) if name in taken or name == "logits_to_keep"
+        ]
+        added = [name for name in ("visual_shard", *own) if name not in names]
+        further = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in added]
+        forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [unpatched[0], *supported, *further, inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)]
+        )
         return as_forward(self.model, forward, self.forward_doc)
 
     # The sites.
@@ -185,12 +215,20 @@ class Family(ABC, Generic[InputsT]):
     def install_more(self, patch: Patch) -> None:
         """Replace what this family needs beyond the sites."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Convert the arguments of the model's forward to a `ForwardInputs`, and return what `run_pass` returns.
+    def inputs(self, *args: Any, **kwargs: Any) -> InputsT:
+        """Return the inputs of a pass, given the arguments of the model's forward.
 
-        Its signature is that of the model's forward; `self.model` is the model.
+        A family declares ``inputs(self, text, ...)``. `text` has the arguments of `ForwardInputs` that are the same in
+        all families: text, labels, cache and `visual_shard`. The others are those arguments of the forward that the
+        family supports, each with its default; further ones may be added to the forward in this way. An argument that
+        is not named is refused as unknown.
         """
         raise NotImplementedError
+
+    @property
+    def packing_decoder(self) -> Any:
+        """The decoder of the unpatched model if positions separate packed sequences in it, otherwise None."""
+        return None
 
     # The frames.
 
@@ -226,24 +264,16 @@ class Family(ABC, Generic[InputsT]):
 
     # The arguments of a pass.
 
-    def text_arguments(
+    def _text_arguments(
         self,
         *,
-        cache: Any = None,
-        use_cache: bool | None = None,
-        labels: Tensor | None = None,
-        shift_labels: Tensor | None = None,
-        decoder: Any = None,
+        cache: Any,
+        use_cache: bool | None,
+        labels: Tensor | None,
+        shift_labels: Tensor | None,
         **given: Any,
     ) -> dict[str, Any]:
-        """Return the arguments of `ForwardInputs` for the text and its cache, given the arguments of the forward.
-
-        Args:
-            cache, use_cache, labels, shift_labels: as the caller passes them.
-            decoder: the decoder of the unpatched model, if positions separate packed sequences there.
-            **given: further arguments that have the same names in both, such as `input_ids` and `visual_shard`.
-        """
-        either = labels if shift_labels is None else shift_labels
+        either, decoder = labels if shift_labels is None else shift_labels, self.packing_decoder
         return given | {
             "cache": cache,
             "use_cache": self.makes_cache(cache, use_cache, either),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ from mllm_seqpar.runtime.text import TextShards, select_logit_rows
 from .cache import SequenceParallelCacheState, begin_prompt, cache_state_of, shard_cached_text, supports_sharded_text
 from .checks import check_arguments, check_star, require_same_pass
 from .data_parallel import with_accumulated_gradients
-from .family import Family
 from .frames import PassFrames, log_shard_sizes
 from .generation import share_random_state
 from .inputs import ForwardInputs
@@ -47,6 +46,9 @@ from .text import (
     uncached_outputs,
     whole_text_outputs,
 )
+
+if TYPE_CHECKING:
+    from .family import Family
 
 
 def run_pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: Mapping[str, Any]) -> Any:

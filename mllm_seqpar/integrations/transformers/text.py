@@ -6,7 +6,7 @@ Shape legend: B samples, L text tokens of the pass, s of them on this rank, K ke
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,12 +19,21 @@ from mllm_seqpar.comm.autograd import group_sum
 from mllm_seqpar.errors import MaskError
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
-from mllm_seqpar.runtime.loss import IGNORE, mean_over_targets, require_tokens, sharded_causal_lm_loss
 from mllm_seqpar.runtime.star import StarText
-from mllm_seqpar.runtime.text import TextShards, packed_starts, select_logit_rows
+from mllm_seqpar.runtime.text import (
+    IGNORE,
+    TextShards,
+    mean_over_targets,
+    packed_starts,
+    require_tokens,
+    select_logit_rows,
+    sharded_causal_lm_loss,
+)
 
-from .family import Family
 from .inputs import ForwardInputs
+
+if TYPE_CHECKING:
+    from .family import Family
 
 
 def text_shards(context: SeqParContext, inputs: ForwardInputs) -> TextShards:

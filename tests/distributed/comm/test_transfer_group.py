@@ -23,7 +23,7 @@ from mllm_seqpar.comm import (
     ProcessGroupCommunicator,
     Subgroup,
     as_communicator,
-    nccl_settings,
+    backends,
     process_group,
     transfer_communicator,
 )
@@ -189,8 +189,8 @@ def test_integers_do_not_use_the_device_of_nccl() -> None:
 
 def warnings_of_two_patches(rank: int, world: int, nccl: bool) -> list[str]:
     messages: list[str] = []
-    log = logging.getLogger("mllm_seqpar.comm.nccl_settings")
-    nccl_settings.warn_about_settings.cache_clear()
+    log = logging.getLogger("mllm_seqpar.comm.backends")
+    backends.warn_about_settings.cache_clear()
     with (
         mock.patch.object(ProcessGroupCommunicator, "uses_nccl", nccl),
         mock.patch.object(log, "warning", lambda text, *args: messages.append(text % args)),

@@ -16,8 +16,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from family_harness import inputs_of, model_of
 from mllm_seqpar import patch_model
-from mllm_seqpar.comm import LoopbackCommunicator, devices, run_loopback
-from mllm_seqpar.comm.devices import require_transferable
+from mllm_seqpar.comm import LoopbackCommunicator, backends, run_loopback
+from mllm_seqpar.comm.backends import require_transferable
 from mllm_seqpar.errors import AgreementError, ConfigError
 from tiny_models.mplug_owl3 import Case
 
@@ -28,7 +28,7 @@ GLOO, NCCL, BOTH = "cpu:gloo,cuda:gloo", "cuda:nccl", "cpu:gloo,cuda:nccl"
 def group_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function: backends -> a group of two with them, whose NCCL transfers are on cuda:1."""
     monkeypatch.setattr(dist, "get_backend_config", lambda group: group)
-    monkeypatch.setattr(devices, "_nccl_device", lambda group: torch.device("cuda:1"))
+    monkeypatch.setattr(backends, "_nccl_device", lambda group: torch.device("cuda:1"))
     return lambda backends: SimpleNamespace(size=2, group=backends)
 
 

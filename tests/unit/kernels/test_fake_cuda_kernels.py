@@ -75,7 +75,9 @@ def test_operators_of_torch_accept_every_supported_block(name, monkeypatch):
     assert set(supported) == set(expected)
 
 
-@pytest.mark.parametrize("release", ["2.8", "3, 2.8.3", "4.0.0b27"])  # the others are in `test_cuda_adaptation`
+@pytest.mark.parametrize(
+    "release", slow_unless(lambda release: release in ("2.8", "3, 2.8.3", "4.0.0b27"), emulated_cuda.PACKAGES)
+)
 def test_packages_accept_every_supported_block(release):
     with fake_cuda(), emulated_cuda.installed(release):
         kernel = kernel_by_name(emulated_cuda.PACKAGES[release][0])
@@ -212,3 +214,10 @@ def test_fake_device_detects_waits_of_the_host():
         pinned = torch.empty(4, 4).pin_memory()
         x.copy_(pinned, non_blocking=True)
         x.mul_(torch.tensor(2.0))
+
+
+def test_fake_device_runs_autograd():
+    with fake_cuda(autograd=True):
+        w = torch.empty(8, 8, device="cuda", requires_grad=True)
+        (w @ w.T).relu().sum().backward()
+        assert w.grad.device.type == "cuda" and w.grad.shape == w.shape

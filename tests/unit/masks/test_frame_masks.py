@@ -93,18 +93,23 @@ def test_large_masks_are_cut_by_batch_items_then_rows(
 
 def test_rows_are_merged_while_a_quarter_more_is_computed_than_is_visible() -> None:
     for low, high, expected in [
-        ([0, 0], [6, 9], [(0, 2, 0, 12, "full"), (0, 2, 12, 18, "masked")]),  # 18 <= 1.25 * 15
-        ([0, 0], [5, 9], [(0, 1, 0, 10, "full"), (1, 2, 0, 18, "full")]),  # 18 > 1.25 * 14
-        ([3, 0], [9, 9], [(0, 2, 6, 18, "full"), (0, 2, 0, 6, "masked")]),
-        ([4, 0], [9, 9], [(0, 1, 8, 18, "full"), (1, 2, 0, 18, "full")]),
-        ([0, 0, 1, 1], [5, 5, 6, 6], [(0, 4, 2, 10, "full"), (0, 4, 0, 2, "masked"), (0, 4, 10, 12, "masked")]),
+        ([0, 0], [6, 9], [(0, 1, 0, 12, "full"), (1, 2, 0, 18, "full")]),  # two runs need no mask
+        ([0, 0, 0], [6, 8, 9], [(0, 3, 0, 12, "full"), (0, 3, 12, 18, "masked")]),  # 27 <= 1.25 * 23
+        ([0, 0, 0], [5, 5, 9], [(0, 2, 0, 10, "full"), (2, 3, 0, 18, "full")]),  # 27 > 1.25 * 19
+        ([3, 1, 0], [9, 9, 9], [(0, 3, 6, 18, "full"), (0, 3, 0, 6, "masked")]),
+        ([5, 5, 0], [9, 9, 9], [(0, 2, 10, 18, "full"), (2, 3, 0, 18, "full")]),
+        (
+            [0, 0, 1, 1, 1],
+            [5, 5, 6, 6, 5],
+            [(0, 5, 2, 10, "full"), (0, 5, 0, 2, "masked"), (0, 5, 10, 12, "masked")],
+        ),
         ([0, 0, 2, 2], [5, 5, 7, 7], [(0, 2, 0, 10, "full"), (2, 4, 4, 14, "full")]),
-        ([1, 9, 1, 1, 1], [9, 9, 9, 9, 9], [(0, 5, 2, 18, "masked")]),  # a row between that attends to nothing
+        ([1, 9, 1, 1, 1, 2], [9] * 6, [(0, 6, 2, 18, "masked")]),  # a row between that attends to nothing
     ]:
         bounds = torch.tensor([low]), torch.tensor([high])
         found = interval_rectangles(*bounds, 9, 2)
         assert [(*r.rows, *r.keys, r.kind) for r in found] == expected
-        if 9 not in low:
+        if 9 not in low and len(low) > 2:
             by_table = dense_rectangles(table_of(*bounds, 9, 1), 2)
             assert sum(r.entries for r in by_table) == sum(r.entries for r in found)
 

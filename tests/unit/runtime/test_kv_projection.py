@@ -18,7 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from family_cases import BATCHES, CROSS_ATTENTION
 from family_harness import inputs_of, model_of
 from mllm_seqpar import patch_model
+from mllm_seqpar.attention.joint import attend
 from mllm_seqpar.attention.keys import CallSpec
+from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.masks import FullBlockMasks
 from mllm_seqpar.runtime import visual_features as visual
 from mllm_seqpar.runtime.visual_features import KVProjection, RecomputedKeys, VisualFeatures
@@ -264,6 +266,24 @@ def test_hook_of_every_module_is_differentiated_by_autograd() -> None:
 def test_parameter_that_the_modules_lack_is_differentiated_by_autograd() -> None:
     projection = projection_of(Setting())
     assert not projection.has_direct_grads([nn.Parameter(torch.zeros(1))])
+
+
+@pytest.mark.parametrize("how", ["direct", "LoRA"])
+def test_hook_on_a_parameter_runs_once(how: str) -> None:
+    setting = Setting(input_norm=True, key_norm=True)
+    projection = projection_of(setting)
+    if how == "LoRA":
+        projection = replace(projection, linears=(_with_lora(projection.linears[0]), projection.linears[1]))
+    calls: list[Tensor] = []
+    for module in projection.modules:
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(calls.append)
+    source = source_of(projection, setting)
+    o, _ = attend(torch.randn(1, HEADS, 1, DIM, dtype=torch.float64), [source], comm=as_communicator("self"), scale=1.0)
+    o.sum().backward()
+    assert len(calls) == len(source.inputs()) - 1
+    assert all(parameter.grad is not None for parameter in source.inputs()[1:])
 
 
 def test_keys_before_the_norm_are_kept_in_backward_only(monkeypatch: pytest.MonkeyPatch) -> None:

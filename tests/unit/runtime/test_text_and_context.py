@@ -16,9 +16,8 @@ from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.integrations.transformers.frames import mask_over_samples
 from mllm_seqpar.masks import Rectangle
 from mllm_seqpar.runtime.context import SeqParContext
-from mllm_seqpar.runtime.loss import shifted
 from mllm_seqpar.runtime.star import StarText, block_length
-from mllm_seqpar.runtime.text import TextKVCache, TextShards, packed_starts
+from mllm_seqpar.runtime.text import TextKVCache, TextShards, packed_starts, shifted
 from mllm_seqpar.runtime.visual_features import checksum, sampled_bits, sampling_step
 
 
