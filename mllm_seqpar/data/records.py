@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from glob import escape, glob, has_magic
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from mllm_seqpar._compat import optional_import
 from mllm_seqpar.errors import DataError, VideoError, first_line
@@ -371,6 +370,8 @@ class TarRecords(TableRecords):
                         types[extension] = datasets.Value("binary")
         if len(types) == 2:
             raise ValueError("its members are neither json nor txt, images or videos")
+        from unittest.mock import patch
+
         from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
         # `datasets` would decode all members, also those that are not read, and fail without naming the sample.
