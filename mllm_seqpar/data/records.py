@@ -21,7 +21,7 @@ from glob import escape, glob, has_magic
 from pathlib import Path
 from typing import Any
 
-from mllm_seqpar._compat import optional_import
+from mllm_seqpar._compat import optional_import, undecoded_members
 from mllm_seqpar.errors import DataError, VideoError, first_line
 from mllm_seqpar.models.hub import local_directory
 
@@ -370,12 +370,8 @@ class TarRecords(TableRecords):
                         types[extension] = datasets.Value("binary")
         if len(types) == 2:
             raise ValueError("its members are neither json nor txt, images or videos")
-        from unittest.mock import patch
-
-        from datasets.packaged_modules.webdataset.webdataset import WebDataset
-
         # `datasets` would decode all members, also those that are not read, and fail without naming the sample.
-        with patch.dict(WebDataset.DECODERS, clear=True):
+        with undecoded_members():
             return super()._load(datasets, files, features=datasets.Features(types))
 
     def _media_columns(self, features: Any) -> list[str]:
