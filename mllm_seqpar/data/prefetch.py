@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mllm_seqpar._compat import call_before_threads_are_joined
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -65,7 +67,7 @@ def _close_all() -> None:
 
 # Python joins the threads of pools at exit, before the frames of an error that nothing caught are released, so a limit
 # whose owner has not closed it would let them wait for ever.
-threading._register_atexit(_close_all)  # type: ignore[attr-defined]
+call_before_threads_are_joined(_close_all)
 
 
 def read_ahead(

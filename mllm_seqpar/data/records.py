@@ -20,9 +20,8 @@ from collections.abc import Iterator, Sequence
 from glob import escape, glob, has_magic
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-from mllm_seqpar._compat import optional_import
+from mllm_seqpar._compat import optional_import, undecoded_members
 from mllm_seqpar.errors import DataError, VideoError, first_line
 from mllm_seqpar.models.hub import local_directory
 
@@ -371,10 +370,8 @@ class TarRecords(TableRecords):
                         types[extension] = datasets.Value("binary")
         if len(types) == 2:
             raise ValueError("its members are neither json nor txt, images or videos")
-        from datasets.packaged_modules.webdataset.webdataset import WebDataset
-
         # `datasets` would decode all members, also those that are not read, and fail without naming the sample.
-        with patch.dict(WebDataset.DECODERS, clear=True):
+        with undecoded_members():
             return super()._load(datasets, files, features=datasets.Features(types))
 
     def _media_columns(self, features: Any) -> list[str]:
