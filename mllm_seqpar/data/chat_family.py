@@ -26,7 +26,6 @@ from torch import Tensor
 
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.families import family_specs
-from mllm_seqpar.models.processor import target_mask
 from mllm_seqpar.patching.registry import adapters
 from mllm_seqpar.sharding import FrameShard
 
@@ -406,5 +405,7 @@ def tokenize(
     )
     ids, labels = encoded["input_ids"], None
     if spans is not None:
+        from mllm_seqpar.models.processor import target_mask  # here, because it imports transformers
+
         labels = ids.masked_fill(torch.tensor(target_mask(encoded["offset_mapping"], spans)) == 0, -100)
     return ids, encoded["attention_mask"], labels
