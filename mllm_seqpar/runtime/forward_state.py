@@ -20,7 +20,7 @@ import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from mllm_seqpar.attention.joint import attend, attend_replicated, eager
@@ -45,7 +45,7 @@ from .frames import Frames
 from .fsdp_units import call_within, units_among
 from .strategy_selector import CROSS, CROSS_MESH, SELF, SELF_MESH, CandidateStrategies, SelectedStrategy
 from .text import TextShards
-from .visual_features import KVProjection, Projection
+from .visual_features import Projection
 from .visual_tokens import VisualTokens
 
 MAX_TEXT_MASK = 1 << 24
@@ -190,28 +190,22 @@ class ForwardState:
             spec = self._specs[key] = self._text_spec(q, k, window, mask)
         return GivenKeys(spec, k, v, alone, window)
 
-    def frame_keys(
-        self, q: Tensor, layer: Hashable, project: Projection, modules: Sequence[nn.Module] | None = None
-    ) -> Keys:
+    def frame_keys(self, q: Tensor, layer: Hashable, project: Projection) -> Keys:
         """Return the keys of the frames that rows attend to, in a pass that has `frames`.
 
         Args:
             q: (B, H, s, D), the rows; for its shape and dtype.
             layer: identifies the layer in the cache of K and V.
-            project: (features (f, tokens, width), index (f, ...)) -> k, v (1, G, f * tokens, D), frame by frame.
-            modules: the modules that `project` uses; None: those of a `KVProjection`.
+            project: how K and V are projected from features: a `KVProjection`, or a `FunctionProjection`.
         """
         frames = self.frames
         assert frames is not None, "this pass has no frames"
-        if modules is None:
-            assert isinstance(project, KVProjection)
-            modules = project.modules
         dtype = attended_dtype(q)
         key = q.shape, dtype, q.device, torch.is_grad_enabled()
         spec = frames.specs.get(key)
         if spec is None:
             spec = frames.specs[key] = self._frame_spec(q, dtype, frames, project)
-        keys = frames.source.keys(layer, spec, project, modules, dtype)
+        keys = frames.source.keys(layer, spec, project, dtype)
         if self.torch_attends and isinstance(keys, GivenKeys) and (common := frames.masks.common_keys) is not None:
             alone = functools.partial(attend_unmasked, keys.k[:, :, common], keys.v[:, :, common])
             return GivenKeys(spec, keys.k, keys.v, alone)
