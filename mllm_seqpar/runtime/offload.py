@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from mllm_seqpar._compat import graph_task
 from mllm_seqpar.attention.keys import CallSpec, InputGrads, KeyChunk, Keys, StreamedKeys
 
-from .fsdp_units import call_within, units_among
+from .fsdp_units import call_within, fsdp_units_among
 from .visual_features import GradientSums, Projection, RecomputedKeys, VisualFeatures, frame_chunks, project_chunks
 
 
@@ -250,7 +250,7 @@ class HostFeatures(VisualFeatures):
 
         They are stored as (keys, G, D), so that a chunk of frames is contiguous.
         """
-        k, v = call_within(units_among(project.modules), lambda: self._stored_keys_values(project, dtype))
+        k, v = call_within(fsdp_units_among(project.modules), lambda: self._stored_keys_values(project, dtype))
         return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
 
     def _stored_keys_values(self, project: Projection, dtype: torch.dtype) -> list[Tensor]:
@@ -273,7 +273,7 @@ class OffloadedKeys(StreamedKeys):
     Attributes:
         spec: how the group attends to these keys.
         visual: the features; without them in backward, for which autograd saves them.
-        projection: the projection, as a source of no frames.
+        projection: the projection, as keys of no frames.
     """
 
     spec: CallSpec

@@ -39,7 +39,7 @@ from mllm_seqpar.attention.keys import AutocastState, CallSpec, GivenKeys, Input
 from mllm_seqpar.checkpointing import ParameterCheck, detached_parameters, trained_parameters
 from mllm_seqpar.errors import ShapeError
 
-from .fsdp_units import call_within, units_among
+from .fsdp_units import call_within, fsdp_units_among
 
 ProjectFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(features (f, tokens, width), index (f, ...)) -> k, v (1, G, f * tokens, D), frame by frame."""
@@ -107,14 +107,14 @@ class VisualFeatures:
             return GivenKeys(spec, *self.keys_values(project, dtype))
         # At once, for autograd to save.
         project_whole = functools.partial(_projected, project, index=self.index, dtype=dtype)
-        return GivenKeys(spec, *call_within(units_among(project.modules), project_whole, self.features))
+        return GivenKeys(spec, *call_within(fsdp_units_among(project.modules), project_whole, self.features))
 
     def keys_values(self, project: Projection, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return k and v (1, G, frames * tokens, D) of all frames, contiguous; differentiable in grad mode.
 
         Without grad mode, only one chunk of intermediate results is alive at a time, and k and v exist once.
         """
-        within = units_among(project.modules)
+        within = fsdp_units_among(project.modules)
         return call_within(within, lambda x: project_chunks(project, x, self.index, dtype), self.features)
 
 
@@ -263,16 +263,16 @@ class RecomputedKeys(WholeKeys):
         return saved[0], *trained_parameters(self.modules)
 
     def without_inputs(self) -> RecomputedKeys:
-        """Return this source without the features, which only saved tensors hold while the graph is alive.
+        """Return these keys without the features, which only saved tensors hold while the graph is alive.
 
         It is made in the forward pass, and checks in backward that the parameters are the same.
         """
-        source = self.of_chunk(self.visual.without_features, 0)
-        source._parameters = ParameterCheck(self.modules)
-        return source
+        keys = self.of_chunk(self.visual.without_features, 0)
+        keys._parameters = ParameterCheck(self.modules)
+        return keys
 
     def of_chunk(self, visual: VisualFeatures, number: int) -> RecomputedKeys:
-        """Return the source of a chunk of the frames: with the same projection and autocast mode, and its own seed."""
+        """Return the keys of a chunk of the frames: with the same projection and autocast mode, and its own seed."""
         chunk = copy.copy(self)
         chunk.visual, chunk._seed = visual, None if self._seed is None else self._seed + number
         return chunk

@@ -144,6 +144,6 @@ def test_keys_that_all_rows_see_need_no_block_kernel() -> None:
         cache = VisualKVCache.given({0: (k, v)}, 3, 2)
         state = ForwardState(context, frames=cache.frames_of(mask, context.comm), tokens=2)
         keys = state.frame_keys(q, 0, FunctionProjection(lambda *_: (k, v), []))
-        assert (keys.alone is not None) is torch_attends
+        assert (keys.torch_attend is not None) is torch_attends
         expected = decode_attention(q, k, v, mask=mask, scale=0.3, group="self")
         torch.testing.assert_close(state.attend(q, [keys], 0.3), expected)

@@ -91,7 +91,7 @@ def test_hybrid_shards_heads_inside_nodes(options: dict[str, Any], nodes: Sequen
 
 @pytest.mark.parametrize(("frames_by", "nodes"), [("lv-xattn", UNEVEN), ("ulysses", INTERLEAVED)])
 def test_text_and_masked_frames_stay_exact_on_interleaved_nodes(frames_by: str, nodes: Sequence[int]) -> None:
-    """With hybrids of both sources, only of one, and with rows that are sent point to point."""
+    """With hybrids for both sets of keys, only for one, and with rows that are sent point to point."""
     common: dict[str, Any] = {"op": "joint", "tile": (3, 1), "frames_by": frames_by, "mask": "far frame", "rows": 21}
     check_on(nodes, by="ulysses", text="window", **common)
     check_on(nodes, by="ring", text="padded left", batch=2, shared_keys=True, **common)
