@@ -165,7 +165,7 @@ class HeadLayout:
     @classmethod
     def of(cls, comm: Communicator, spec: CallSpec, q: Tensor, orders: Sequence[Tensor] | None) -> HeadLayout:
         """Return the layout for the row-sharded queries q, made once for each shape."""
-        key = HeadLayout, comm.rank, q.shape[1:3], q.device, orders is None
+        key = HeadLayout, comm.rank, comm.identity, q.shape[1:3], q.device, orders is None
         found: HeadLayout | None = spec.derived.get(key)
         if found is None:
             found = spec.derived[key] = cls(comm, spec, q, orders)
