@@ -46,7 +46,7 @@ class CheckpointClock(TrainerCallback):
     different steps.
 
     Args:
-        comm: all ranks of the run, used by nothing else: one small gather per step.
+        comm: all ranks of the run: one small gather per step.
         minutes: from checkpoint to checkpoint; 0 for none.
         stop_after: the step after which the run saves and stops, or None.
 
