@@ -8,16 +8,15 @@ from typing import Literal
 import torch
 
 from .errors import ConfigError
-from .schedules.mesh_shapes import STRATEGIES, check_tile, resolve_tile
+from .schedules.mesh_shapes import STRATEGIES, TEXT_STRATEGIES, TILE_STRATEGIES, check_tile, resolve_tile
 from .sharding import LAYOUTS
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "strategy": (*STRATEGIES, "auto"),
-    "self_attention": ("ring", "mesh", "ulysses", "star", "local", "auto"),
+    "self_attention": (*TEXT_STRATEGIES, "star", "local", "auto"),
     "text_layout": LAYOUTS,
     "logits": ("auto", "full", "local", "none"),
 }
-TILE_STRATEGIES = ("mesh", "ulysses")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ An adapter (`Adapter`) replaces forwards through `Patch.set`. The model's forwar
 (`frame_range`), states which text rows attend to which frames (`FrameMask`), and creates the state of the pass with
 `sharded_call`. Layers then attend through it. ``state.attend(q, [state.text_keys(q, k, v)], scale)`` is the language
 model's causal attention, and ``state.attend(q, [state.frame_keys(q, layer, project)], scale)`` the attention to the
-frames of all ranks; keys in one list share a softmax. `project` is a `KVProjection` or another function.
+frames of all ranks; keys in one list share a softmax. `project` is a `KVProjection` or a `FunctionProjection`.
 
 This package is all that an adapter imports of `mllm_seqpar`, those of the package's own families included:
 

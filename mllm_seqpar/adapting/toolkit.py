@@ -26,7 +26,13 @@ from mllm_seqpar.runtime.frames import Frames, VisualKVCache, select_strategy
 from mllm_seqpar.runtime.star import StarText
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
 from mllm_seqpar.runtime.text import TextShards, sharded_causal_lm_loss, shifted
-from mllm_seqpar.runtime.visual_features import KVProjection, Projection, VisualFeatures, sampled_bits
+from mllm_seqpar.runtime.visual_features import (
+    FunctionProjection,
+    KVProjection,
+    Projection,
+    VisualFeatures,
+    sampled_bits,
+)
 from mllm_seqpar.runtime.visual_tokens import FrameTokens, VisualTokenLayout, VisualTokens
 from mllm_seqpar.sharding import FrameShard, HostFrames, frame_bounds, frame_range, tensor_of
 

@@ -239,7 +239,7 @@ def attend_replicated(
 
     Each rank computes a partial result over its own shards of keys. These are merged over ranks, and with what every
     rank computes over replicated keys. Arguments and results are those of `attend`, but what torch's own operator
-    computes (`Keys.alone`) has no lse.
+    computes (`Keys.torch_attend`) has no lse.
 
     Raises:
         ConfigError: gradients are required of keys that are sharded.
@@ -255,8 +255,8 @@ def attend_replicated(
     results: list[Any] = []
     partial: dict[int, tuple[Tensor, Tensor]] = {}  # over this rank's shards of keys, by softmax
     for keys in softmaxes:
-        if len(keys) == 1 and keys[0].alone is not None:
-            results.append((keys[0].alone(q, scale), None))
+        if len(keys) == 1 and keys[0].torch_attend is not None:
+            results.append((keys[0].torch_attend(q, scale), None))
             continue
         sharded: list[tuple[Keys, Sequence[Tensor]]] = []
         replicated: list[tuple[Keys, Sequence[Tensor]]] = []

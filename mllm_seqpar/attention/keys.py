@@ -294,14 +294,14 @@ class Keys(ABC):
     Attributes:
         spec: the placement, the mask and the schedule.
         k: (B or 1, G, T, D), only if K exists as one tensor: given, or in a cache. Other keys have no such attribute.
-        alone: computes o (B, H, s, D) of a softmax over these keys alone, given q and the scale, by torch's own
+        torch_attend: computes o (B, H, s, D) of a softmax over these keys alone, given q and the scale, by torch's own
             operator. It is differentiable, and has no log-sum-exp. None: the block kernels compute it.
         modules: the modules that compute k, v and their gradients; none if k and v exist.
     """
 
     spec: CallSpec
     k: Tensor
-    alone: Callable[[Tensor, float], Tensor] | None = None
+    torch_attend: Callable[[Tensor, float], Tensor] | None = None
     modules: Sequence[nn.Module]
 
     @abstractmethod
@@ -384,7 +384,7 @@ class GivenKeys(WholeKeys):
     spec: CallSpec
     k: Tensor
     v: Tensor
-    alone: Callable[[Tensor, float], Tensor] | None = None
+    torch_attend: Callable[[Tensor, float], Tensor] | None = None
     window: int | None = None
 
     def inputs(self) -> Sequence[Tensor]:

@@ -101,7 +101,7 @@ def _plan(spec: CallSpec, comm: Communicator) -> _RowPlan:
     found: _RowPlan | None = spec.derived.get(key)
     if found is None:
         blocks, ranks = spec.masks, range(comm.size)
-        assert isinstance(blocks, FrameBlockMasks), "a streamed source has frame masks"
+        assert isinstance(blocks, FrameBlockMasks), "streamed keys have frame masks"
         received = [None if rank == comm.rank else blocks.visible_rows(rank, comm.rank) for rank in ranks]
         masks = [m if rows is None else m.take(rows.index) for m, rows in zip(blocks.masks, received, strict=True)]
         stops = torch.tensor([mask.shape[1] for mask in masks]).cumsum(0).tolist()

@@ -218,19 +218,19 @@ def _add_heads(x: Tensor, places: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class HeadShardedKeys(WholeKeys):
-    """A source whose k and v are head-sharded when they are needed.
+    """Keys whose k and v are head-sharded when they are needed.
 
     Given k and v are saved head-sharded, so backward does not send them again; recomputed ones are sent again.
 
     Attributes:
-        source: the row-sharded source.
+        keys: the same keys, row-sharded.
         layout: how its k and v are resharded.
         dtype: the dtype of the queries.
         kv_heads: the number of KV heads of given k and v, before sharding; None if they are recomputed.
         resharded: whether the inputs are head-sharded k and v already, which is so in backward.
     """
 
-    source: WholeKeys
+    keys: WholeKeys
     layout: HeadLayout
     dtype: torch.dtype
     kv_heads: int | None
@@ -243,62 +243,62 @@ class HeadShardedKeys(WholeKeys):
 
     @property
     def modules(self) -> Sequence[nn.Module]:  # type: ignore[override]
-        return self.source.modules
+        return self.keys.modules
 
     def inputs(self) -> Sequence[Tensor]:
-        return self.source.inputs()
+        return self.keys.inputs()
 
     def keys_values(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return head-sharded k and v; collective over the group."""
         if self.resharded:
             return inputs[0], inputs[1]
-        k, v = self.layout.shard_kv(*self.source.keys_values(inputs))
-        if isinstance(self.source, GivenKeys):
+        k, v = self.layout.shard_kv(*self.keys.keys_values(inputs))
+        if isinstance(self.keys, GivenKeys):
             self._sharded[:] = k, v
         return k, v
 
     def vjp(self, inputs: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor, Tensor, InputGrads]:
         """Return head-sharded k and v, and the function of their gradients; both are collective over the group."""
-        k, v, source_grads = self.source.vjp(inputs, needed)
+        k, v, input_grads = self.keys.vjp(inputs, needed)
         kv_heads = k.shape[1] if self.kv_heads is None else self.kv_heads
         if not self.resharded:
             k, v = self.layout.shard_kv(k, v)
 
         def grads(dk: Tensor, dv: Tensor) -> Sequence[Tensor | None]:
-            return source_grads(*self.layout.gather_kv_grads(dk, dv, kv_heads, self.dtype, complete=True))
+            return input_grads(*self.layout.gather_kv_grads(dk, dv, kv_heads, self.dtype, complete=True))
 
         return k, v, grads
 
     def saved(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        if isinstance(self.source, GivenKeys) and not self._sharded:
+        if isinstance(self.keys, GivenKeys) and not self._sharded:
             self.keys_values(inputs)  # in a recomputation with kept results, which do not need them
-        return self._sharded or self.source.saved(inputs)
+        return self._sharded or self.keys.saved(inputs)
 
     def restored(self, saved: Sequence[Tensor]) -> Sequence[Tensor]:
-        return saved if self.resharded else self.source.restored(saved)
+        return saved if self.resharded else self.keys.restored(saved)
 
     def without_inputs(self) -> HeadShardedKeys:
-        return replace(self, source=self.source.without_inputs(), resharded=bool(self._sharded), _sharded=[])
+        return replace(self, keys=self.keys.without_inputs(), resharded=bool(self._sharded), _sharded=[])
 
 
 def head_sharded(
-    q: Tensor, sources: Sequence[WholeKeys], comm: Communicator
+    q: Tensor, keys: Sequence[WholeKeys], comm: Communicator
 ) -> tuple[Tensor, list[HeadShardedKeys], HeadLayout]:
-    """Return head-sharded rows, keys and their layout, given q (B, H, s, D) and sources that are row-sharded.
+    """Return head-sharded rows, keys and their layout, given q (B, H, s, D) and row-sharded keys.
 
-    The sources have the same head-sharding degree. The ranks `across` of the layout attend to the keys.
+    All keys have the same head-sharding degree. The ranks `across` of the layout attend to them.
     """
-    groups = sources[0].spec.head_groups(comm)
-    found = (source.spec.masks.orders(groups, q.device) for source in sources)
-    orders = next((each for each in found if each is not None), None)
-    layouts = [HeadLayout.of(comm, source.spec, q, orders) for source in sources]
+    groups = keys[0].spec.head_groups(comm)
+    found = (each.spec.masks.orders(groups, q.device) for each in keys)
+    orders = next((order for order in found if order is not None), None)
+    layouts = [HeadLayout.of(comm, each.spec, q, orders) for each in keys]
     first = layouts[0]
     sharded_q = _Reshard.apply(first.inside, first.rows("q"), False, False, q)
-    keys = []
-    for source, layout in zip(sources, layouts, strict=True):
-        kv_heads = source.k.shape[1] if isinstance(source, GivenKeys) else None
-        keys.append(HeadShardedKeys(source, layout, q.dtype, kv_heads))
-    return sharded_q, keys, first
+    sharded = []
+    for each, layout in zip(keys, layouts, strict=True):
+        kv_heads = each.k.shape[1] if isinstance(each, GivenKeys) else None
+        sharded.append(HeadShardedKeys(each, layout, q.dtype, kv_heads))
+    return sharded_q, sharded, first
 
 
 def row_sharded(o: Tensor, lse: Tensor, layout: HeadLayout, keep: bool) -> tuple[Tensor, Tensor]:
@@ -315,7 +315,7 @@ def row_sharded(o: Tensor, lse: Tensor, layout: HeadLayout, keep: bool) -> tuple
 def forward_head_sharded(
     comm: Communicator, spec: CallSpec, block_math: BlockMath, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Run `distributed_forward` for a head-sharded source of a joint softmax with other sources.
+    """Run `distributed_forward` for head-sharded keys that share a softmax with other keys.
 
     The final (o, lse) are row-sharded in that case, so backward reshards everything again.
     """
@@ -336,7 +336,7 @@ def backward_head_sharded(
     k: Tensor,
     v: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run `distributed_backward` for such a source."""
+    """Run `distributed_backward` for such keys."""
     q, _, lse, do, delta = rows.with_delta()
     assert delta is not None
     layout = HeadLayout.of(comm, spec, q, spec.masks.orders(spec.head_groups(comm), q.device))

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator, launched_processes, transfer_communicator
 from mllm_seqpar.comm.backends import order_launches
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.errors import ConfigError, TransferError
 
 from .commands import load_entry
 from .options import Parser
@@ -41,6 +41,9 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 GRACE = 3.0
 """Seconds for rank 0 to report its own error after another rank has ended."""
+
+LAST_RANK = 60.0
+"""Seconds for the other ranks to end after rank 0. Commands end with a collective, so these ranks have only to exit."""
 
 _MARK = "MLLM_SEQPAR_OWN_RANKS"
 """The environment variable that is set in the ranks that `own_ranks` started."""
@@ -135,6 +138,7 @@ def own_ranks(
     Raises:
         ConfigError: `count` is below 1, more than this machine can run, or not the number of processes that a launcher
             has started.
+        TransferError: another rank still runs `LAST_RANK` seconds after the end of the block.
     """
     if count is not None and count < 1:
         raise ConfigError(f"--num_processes: {count} is not allowed; give 1 or more")
@@ -199,9 +203,18 @@ class _OtherRanks:
             threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
 
     def wait(self) -> None:
-        """Wait until all processes have ended. If one has failed, its thread ends the program."""
-        for process in self._processes:
-            if process.wait():
+        """Wait until all processes have ended. If one has failed, its thread ends the program.
+
+        Raises:
+            TransferError: one still runs after `LAST_RANK` seconds.
+        """
+        deadline = time.monotonic() + LAST_RANK
+        for rank, process in enumerate(self._processes, 1):
+            try:
+                status = process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired as error:
+                raise TransferError(f"rank {rank} still ran {LAST_RANK:g} s after rank 0 had ended") from error
+            if status:
                 time.sleep(2 * GRACE)
 
     def close(self) -> None:

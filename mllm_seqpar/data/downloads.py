@@ -115,7 +115,7 @@ def stored(name: str, what: str, chunks: Callable[[], Iterator[bytes]]) -> Path:
 
 def _write(path: Path, what: str, chunks: Iterator[bytes]) -> None:
     limit = cache_limit()
-    used = sum(entry.stat().st_size for entry in os.scandir(path.parent) if entry.is_file())
+    used = _used(path.parent, limit)
     with atomic_write(path) as temporary, temporary.open("wb") as file:
         for chunk in chunks:
             written = file.tell() + len(chunk)
@@ -125,6 +125,29 @@ def _write(path: Path, what: str, chunks: Iterator[bytes]) -> None:
                     f"of which one file may have a tenth; delete files there, or set {SIZE_VARIABLE} to a larger number"
                 )
             file.write(chunk)
+        counted, since = _counts[path.parent]
+        _counts[path.parent] = counted, since + file.tell()
+
+
+_counts: dict[Path, tuple[int, int]] = {}
+"""Of each directory: the bytes of its files when they were counted, and those that this process has written since."""
+
+
+def _used(directory: Path, limit: int) -> int:
+    """Return the bytes of the files in a directory. Counting takes long if there are many, so it is not done for each
+    file, unless the directory is almost full."""
+    counted, since = _counts.get(directory, (0, limit))
+    if since > limit / 100 or counted + since > 0.9 * limit:
+        counted, since = sum(map(_size, os.scandir(directory))), 0
+        _counts[directory] = counted, since
+    return counted + since
+
+
+def _size(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat().st_size
+    except FileNotFoundError:  # a temporary file of another process or thread, which has been renamed since
+        return 0
 
 
 def _blocks_of(url: str) -> Iterator[bytes]:

@@ -378,8 +378,9 @@ def _read_rows(out: Tensor, files: Iterable[tuple[Spans, Path]], frames: Spans, 
                         with safe_open(path, "pt") as file:
                             if (file.metadata() or {}).get("identity") != identity:
                                 raise DataError(f"{path}: from another run; {remedy}")
-                            out[done + low - start : done + high - start] = file.get_slice(_TENSOR)[rows]
-                    except (SafetensorError, OSError, RuntimeError) as error:
+                            (name,) = file.keys()  # a tower's in version 0.2 was `states`
+                            out[done + low - start : done + high - start] = file.get_slice(name)[rows]
+                    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
                         raise DataError(f"{path}: damaged ({error}); {remedy}") from error
                 first += end - begin
         done += stop - start

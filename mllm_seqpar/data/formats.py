@@ -188,7 +188,12 @@ def _media(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _with_file_names(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a record of a folder with `image` or `video` instead of the columns that name files."""
+    """Return a record with `image` or `video` instead of columns that name files, if no other key has media.
+
+    Beside other media, such a column only describes them, as in COCO.
+    """
+    if any(record.get(key) for keys in _MEDIA_KEYS.values() for key in keys):
+        return record
     result: dict[str, Any] = {}
     for key, value in record.items():
         if not _FILE_NAME.search(key):

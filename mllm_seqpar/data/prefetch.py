@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mllm_seqpar._compat import call_before_threads_are_joined
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -26,6 +28,7 @@ class ReadAheadLimit:
         self._limit, self._next, self._closed = limit, 0, False
         self._admitted: dict[int, int] = {}
         self._changed = threading.Condition()
+        _open.add(self)
 
     def admit(self, number: int, size: int) -> None:
         """Wait until result `number`, of `size` bytes, may be computed; raise CancelledError after `close`."""
@@ -52,6 +55,19 @@ class ReadAheadLimit:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+
+_open: weakref.WeakSet[ReadAheadLimit] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for limit in list(_open):
+        limit.close()
+
+
+# Python joins the threads of pools at exit, before the frames of an error that nothing caught are released, so a limit
+# whose owner has not closed it would let them wait for ever.
+call_before_threads_are_joined(_close_all)
 
 
 def read_ahead(

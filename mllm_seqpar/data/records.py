@@ -21,7 +21,7 @@ from glob import escape, glob, has_magic
 from pathlib import Path
 from typing import Any
 
-from mllm_seqpar._compat import optional_import
+from mllm_seqpar._compat import optional_import, undecoded_members
 from mllm_seqpar.errors import DataError, VideoError, first_line
 from mllm_seqpar.models.hub import local_directory
 
@@ -234,6 +234,8 @@ class JsonRecords(Records):
 
     def record(self, index: int) -> Any:
         row = self._rows[index][1]
+        if isinstance(row, dict) and None in row:  # of csv.DictReader
+            raise DataError("has more cells than the header has columns; put a text that has a comma in quotes")
         try:
             return json.loads(row) if isinstance(row, bytes) else row
         except ValueError as error:
@@ -242,7 +244,11 @@ class JsonRecords(Records):
     def _numbered(self, content: bytes) -> Iterator[tuple[int, Any]]:
         """Yield (number, record) from 1; the records of JSONL are lines that are parsed on access."""
         if self._file.suffix.lower() == ".csv":
-            yield from enumerate(csv.DictReader(io.StringIO(content.decode("utf-8-sig"))), 1)
+            try:
+                text = content.decode("utf-8-sig")
+            except UnicodeDecodeError as error:
+                raise DataError(f"{self._file}: not CSV in UTF-8 ({error}); save it in UTF-8") from error
+            yield from enumerate(csv.DictReader(io.StringIO(text, newline="")), 1)
             return
         start = content.removeprefix(codecs.BOM_UTF8).lstrip()
         if start[:1] == b"[":
@@ -270,10 +276,18 @@ class TableRecords(Records):
             files = sorted(path for path in folder.iterdir() if path.is_file())
         try:
             data = datasets.load_from_disk(str(folder)) if saved else self._load(datasets, files)
+            data = data.with_format(None)  # `save_to_disk` keeps a format, which may hide columns
             self.digest = digest_of("\n".join(f"{path.name} {file_digest(path)}" for path in files))
+            # The digest is of samples of large files, and the media cache must not have the content of an earlier file.
+            self._version = digest_of("\n".join([self.digest, *(str(path.stat().st_mtime_ns) for path in files)]))
         except Exception as error:  # of pyarrow, tarfile, the file system, or `datasets` itself
-            why = first_line(error.__cause__ if isinstance(error.__cause__, Exception) else error)
-            raise DataError(f"{files[0]}: cannot be read by `datasets` ({why}); was the download complete?") from error
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            others = f" or another of these {len(files)} files" if len(files) > 1 else ""
+            last = str(cause).strip().rpartition("\n")[2]  # of a cast: why, after the columns of both files
+            why = first_line(cause) + (f" {last}" if last.startswith("because") else "")
+            raise DataError(
+                f"{files[0]}{others}: cannot be read by `datasets` ({why}); was the download complete?"
+            ) from error
         self._media = self._media_columns(data.features)
         self._rows, self._table = data.remove_columns(self._media), data.with_format("arrow")
 
@@ -325,7 +339,7 @@ class TableRecords(Records):
         content = cell["bytes"] if "bytes" in fields else cell
         path = cell["path"].as_py() if "path" in fields else None
         if content.is_valid:
-            key = digest_of(f"{self.digest} {index} {column} {number}")
+            key = digest_of(f"{self._version} {index} {column} {number}")
             return str(stored(key + Path(path or "").suffix, "a file inside a table", lambda: iter([content.as_py()])))
         if not path:
             raise VideoError(f"column {column} has neither bytes nor a path in this row")
@@ -352,25 +366,28 @@ class TarRecords(TableRecords):
                     kind = _media_kind(extension)
                     if kind is not None:
                         types[extension] = datasets.Image() if kind == "image" else datasets.Video()
-                    elif extension in _TEXTS:
-                        types[extension] = datasets.Value("binary" if extension == "caption" else "string")
-                    elif extension == "json":
-                        types[extension] = datasets.Json()
+                    elif extension in ("json", *_TEXTS):
+                        types[extension] = datasets.Value("binary")
         if len(types) == 2:
             raise ValueError("its members are neither json nor txt, images or videos")
-        return super()._load(datasets, files, features=datasets.Features(types))
+        # `datasets` would decode all members, also those that are not read, and fail without naming the sample.
+        with undecoded_members():
+            return super()._load(datasets, files, features=datasets.Features(types))
 
     def _media_columns(self, features: Any) -> list[str]:
         return [name for name in features if _media_kind(name) is not None]
 
     def record(self, index: int) -> Any:
         row = self._rows[index]
-        record = {} if row.get("json") is None else row["json"]
+        try:
+            record = {} if row.get("json") is None else json.loads(row["json"])
+        except ValueError as error:
+            raise DataError(f"its member json is not JSON ({error})") from error
         if not isinstance(record, dict):
             return record
         for name in _TEXTS:
             if (text := row.get(name)) is not None:
-                record.setdefault("text", (text.decode(errors="replace") if isinstance(text, bytes) else text).strip())
+                record.setdefault("text", text.decode(errors="replace").strip())
         if "messages" in record:
             return record
         cells = self._cells(index)

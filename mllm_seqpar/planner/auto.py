@@ -16,6 +16,7 @@ from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.masks import BlockMasks, FrameBlockMasks
 from mllm_seqpar.runtime.strategy_selector import CandidateStrategies, SelectedStrategy, VisualLayers
 from mllm_seqpar.schedules.bytes_sent import Problem
+from mllm_seqpar.schedules.mesh_shapes import TILE_STRATEGIES
 
 from . import calibrate
 from .calibrate import AttentionShape
@@ -105,7 +106,7 @@ class ClusterSelector:
                     for backward in (False, True)
                 )
                 ratios = forward, backward
-            shape = spec.mesh_shape if spec.strategy in ("mesh", "ulysses") else None
+            shape = spec.mesh_shape if spec.strategy in TILE_STRATEGIES else None
             self._selections[key] = SelectedStrategy(spec.strategy, shape, ratios, spec.all_pairs), selection
             if (candidates.option, spec) not in self._logged:
                 self._logged.add((candidates.option, spec))

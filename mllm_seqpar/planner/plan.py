@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
+from mllm_seqpar.schedules.mesh_shapes import STRATEGIES, TEXT_STRATEGIES
 
 from .call_cost import MARGIN, Candidate, ParallelSpec
 from .cluster import Cluster, Passes
 from .memory import USABLE, peak_memory
 from .records import Record, number
 from .step_cost import attention_candidates, step_parts
-from .workload import SELF, Workload
+from .workload import Workload
 
 MAX_FRAMES = 2**27
 """The longest video to consider: four years at one frame per second."""
@@ -107,7 +107,7 @@ def make_plan(workload: Workload, cluster: Cluster, strategies: Sequence[str] = 
     """
     cluster.check_ranks(workload.gpus)
     if workload.model.decoder_only:
-        strategies, text = SELF if workload.self_attention == "auto" else (workload.self_attention,), None
+        strategies, text = TEXT_STRATEGIES if workload.self_attention == "auto" else (workload.self_attention,), None
     else:
         text = attention_candidates(workload, cluster, "self-attention")[0]
     possible = ("lv-xattn",) if workload.visual_offload else strategies

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.schedules.mesh_shapes import TILE_STRATEGIES
 
 from .call_cost import MARGIN, CallCost, Candidate, ParallelSpec, call_cost, duration
 from .cluster import Passes
@@ -91,7 +92,7 @@ def patch_options(plan: Plan) -> dict[str, Any]:
         options["self_attention"] = self_attention
     if _needs_tile(spec):
         options["tile"] = spec.mesh_shape
-    elif spec.strategy not in ("mesh", "ulysses") and workload.self_attention != "auto" and _needs_tile(plan.text.spec):
+    elif spec.strategy not in TILE_STRATEGIES and workload.self_attention != "auto" and _needs_tile(plan.text.spec):
         options["tile"] = plan.text.spec.mesh_shape
     names = ("recompute", "recompute_attention", "overlap", "mlp_chunk_size", "vision_chunk_size", "visual_offload")
     for name in names:

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
+from mllm_seqpar.schedules.mesh_shapes import STRATEGIES, TEXT_STRATEGIES
 
 from .call_cost import Candidate, ParallelSpec, head_sharding_bytes, select_strategy
 from .cluster import Cluster, Cost, Passes, all_gather, all_gather_seconds, all_to_all
-from .workload import FLOAT32, SELF, Workload
+from .workload import FLOAT32, Workload
 
 PARTS = ("vision tower", "self-attention", "cross-attention", "MLP", "vocabulary", "parameters")
 
@@ -32,7 +32,7 @@ def attention_candidates(
     """
     kind = workload.self_attention
     if part == "self-attention":
-        strategies = ("ring",) if workload.text_ranks == 1 else SELF if kind == "auto" else (kind,)
+        strategies = ("ring",) if workload.text_ranks == 1 else TEXT_STRATEGIES if kind == "auto" else (kind,)
     options, problem = workload.call_options(part), workload.problem(part)
     try:
         selection = select_strategy(problem, cluster, training=workload.training, strategies=strategies, **options)

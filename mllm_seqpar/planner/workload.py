@@ -13,6 +13,7 @@ from typing import Any
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.schedules.bytes_sent import Problem
+from mllm_seqpar.schedules.mesh_shapes import TEXT_STRATEGIES
 
 from .call_cost import VisualProjection
 from .model_sizes import ModelSizes
@@ -20,8 +21,7 @@ from .records import Record, number, one_of
 
 FLOAT32 = 4
 TRAINED = ("all", "no-vision", "language", "connector", "none")
-SELF = ("ring", "mesh", "ulysses")
-SELF_ATTENTION = (*SELF, "local", "auto")
+SELF_ATTENTION = (*TEXT_STRATEGIES, "local", "auto")
 TARGETS = ("attention", "mlp", "cross", "connector")
 """attention and mlp of the decoder layers; cross-attention layers; the connector, which is what follows the tower."""
 

@@ -20,7 +20,7 @@ import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from mllm_seqpar.attention.joint import attend, attend_replicated, eager
@@ -42,10 +42,10 @@ from mllm_seqpar.masks.block_masks import decoder_rectangles
 from .attention_record import AnyRecorder
 from .context import SeqParContext
 from .frames import Frames
-from .fsdp_units import call_within, units_among
+from .fsdp_units import call_within, fsdp_units_among
 from .strategy_selector import CROSS, CROSS_MESH, SELF, SELF_MESH, CandidateStrategies, SelectedStrategy
 from .text import TextShards
-from .visual_features import KVProjection, Projection
+from .visual_features import Projection
 from .visual_tokens import VisualTokens
 
 MAX_TEXT_MASK = 1 << 24
@@ -134,18 +134,18 @@ class ForwardState:
         local = None if self.shards_text else self.text
         results: list[tuple[Tensor, Tensor | None]] = []
         for keys in softmaxes:
-            if len(keys) == 1 and keys[0].alone is not None:
-                results.append((keys[0].alone(q, scale), None))
+            if len(keys) == 1 and keys[0].torch_attend is not None:
+                results.append((keys[0].torch_attend(q, scale), None))
                 continue
             rows = q if local is None else local.shard(q, 2)
-            units: list[FSDPModule] = []
+            fsdp_units: list[FSDPModule] = []
             for each in keys:
                 if each.modules:
-                    units += units_among(each.modules)
+                    fsdp_units += fsdp_units_among(each.modules)
             compute = functools.partial(
                 attend, keys=keys, comm=comm, scale=scale, kernel=config.kernel, recompute=config.recompute_attention
             )
-            o, lse = call_within(units, compute, rows) if units else compute(rows)
+            o, lse = call_within(fsdp_units, compute, rows) if fsdp_units else compute(rows)
             results.append((o if local is None else local.unshard(o, 2), lse))
         return results
 
@@ -179,42 +179,36 @@ class ForwardState:
             model_attention: the model's own attention, for text that one rank has. None: the block kernels.
         """
         k, v = as_attended(k, v)
-        alone = None
+        torch_attend = None
         if model_attention is not None and self.model_attends(window):
-            alone = functools.partial(model_attention, k, v, mask if self.takes_mask else None)
+            torch_attend = functools.partial(model_attention, k, v, mask if self.takes_mask else None)
         if self.tokens is not None and self.cached_text is None:
             k, v = k[:, :, : self.tokens], v[:, :, : self.tokens]  # the rest of a static cache is empty
         key = "text", q.shape, k.shape, k.dtype, window, torch.is_grad_enabled()
         spec = self._specs.get(key)
         if spec is None:
             spec = self._specs[key] = self._text_spec(q, k, window, mask)
-        return GivenKeys(spec, k, v, alone, window)
+        return GivenKeys(spec, k, v, torch_attend, window)
 
-    def frame_keys(
-        self, q: Tensor, layer: Hashable, project: Projection, modules: Sequence[nn.Module] | None = None
-    ) -> Keys:
+    def frame_keys(self, q: Tensor, layer: Hashable, project: Projection) -> Keys:
         """Return the keys of the frames that rows attend to, in a pass that has `frames`.
 
         Args:
             q: (B, H, s, D), the rows; for its shape and dtype.
             layer: identifies the layer in the cache of K and V.
-            project: (features (f, tokens, width), index (f, ...)) -> k, v (1, G, f * tokens, D), frame by frame.
-            modules: the modules that `project` uses; None: those of a `KVProjection`.
+            project: how K and V are projected from features: a `KVProjection`, or a `FunctionProjection`.
         """
         frames = self.frames
         assert frames is not None, "this pass has no frames"
-        if modules is None:
-            assert isinstance(project, KVProjection)
-            modules = project.modules
         dtype = attended_dtype(q)
         key = q.shape, dtype, q.device, torch.is_grad_enabled()
         spec = frames.specs.get(key)
         if spec is None:
             spec = frames.specs[key] = self._frame_spec(q, dtype, frames, project)
-        keys = frames.source.keys(layer, spec, project, modules, dtype)
+        keys = frames.source.keys(layer, spec, project, dtype)
         if self.torch_attends and isinstance(keys, GivenKeys) and (common := frames.masks.common_keys) is not None:
-            alone = functools.partial(attend_unmasked, keys.k[:, :, common], keys.v[:, :, common])
-            return GivenKeys(spec, keys.k, keys.v, alone)
+            torch_attend = functools.partial(attend_unmasked, keys.k[:, :, common], keys.v[:, :, common])
+            return GivenKeys(spec, keys.k, keys.v, torch_attend)
         return keys
 
     def _text_spec(self, q: Tensor, k: Tensor, window: int | None, mask: Tensor | None) -> CallSpec:

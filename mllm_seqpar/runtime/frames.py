@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from mllm_seqpar._transfers import copy_to_device
@@ -207,9 +207,7 @@ class VisualKVCache:
         assert self._visual is not None
         return self._visual.no_frames
 
-    def keys(
-        self, layer: Hashable, spec: CallSpec, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
-    ) -> Keys:
+    def keys(self, layer: Hashable, spec: CallSpec, project: Projection, dtype: torch.dtype) -> Keys:
         """Return the keys of a layer; its first call projects them, with gradients if they are on the device.
 
         Raises:
@@ -222,7 +220,7 @@ class VisualKVCache:
             )
         if layer not in self.states:
             assert self._visual is not None, f"layer {layer} has not seen the prompt's first pass"
-            self.states[layer] = self._visual.keys_values(project, modules, dtype)
+            self.states[layer] = self._visual.keys_values(project, dtype)
         k, v = self.states[layer]
         return GivenKeys(spec, k, v) if self._copies is None else CachedHostKeys(spec, k, v, self)
 

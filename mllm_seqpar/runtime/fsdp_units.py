@@ -32,7 +32,7 @@ from mllm_seqpar.errors import ConfigError
 T = TypeVar("T")
 
 
-def units_among(modules: Iterable[nn.Module]) -> list[FSDPModule]:
+def fsdp_units_among(modules: Iterable[nn.Module]) -> list[FSDPModule]:
     """Return the FSDP2 units among modules and the modules within them, outer ones first."""
     found: dict[int, FSDPModule] = {}
     for module in modules:
@@ -51,17 +51,17 @@ def modules_around(model: nn.Module, called: Iterable[nn.Module]) -> list[nn.Mod
     return [m for m in model.modules() if m is not model and not ids.isdisjoint(map(id, list(m.modules())[1:]))]
 
 
-def call_within(units: Sequence[FSDPModule], compute: Callable[..., T], x: Tensor | None = None) -> T:
-    """Return ``compute(x)``, or ``compute()`` without x, computed as the forward of `units`.
+def call_within(fsdp_units: Sequence[FSDPModule], compute: Callable[..., T], x: Tensor | None = None) -> T:
+    """Return ``compute(x)``, or ``compute()`` without x, computed as the forward of `fsdp_units`.
 
     Args:
-        units: outer ones first.
+        fsdp_units: outer ones first.
         compute: may call the units, and may read their parameters.
         x: a tensor whose gradient is known last in the backward pass of the result. The gradients of the units are then
             reduced; without it, at the end of the whole backward pass.
     """
     states: dict[Any, FSDPModule] = {}
-    for unit in units:
+    for unit in fsdp_units:
         states.setdefault(unit._get_fsdp_state(), unit)  # modules that were sharded together share a state
     if not states:
         return compute() if x is None else compute(x)

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from mllm_seqpar._compat import graph_task
 from mllm_seqpar.attention.keys import CallSpec, InputGrads, KeyChunk, Keys, StreamedKeys
 
-from .fsdp_units import call_within, units_among
+from .fsdp_units import call_within, fsdp_units_among
 from .visual_features import GradientSums, Projection, RecomputedKeys, VisualFeatures, frame_chunks, project_chunks
 
 
@@ -241,20 +241,16 @@ class HostFeatures(VisualFeatures):
         empty = torch.empty((0, *self.features.shape[1:]), dtype=self.dtype, device=self.index.device)
         return VisualFeatures(empty, self.index[:0], self.units)
 
-    def keys(
-        self, layer: Hashable, spec: CallSpec, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
-    ) -> Keys:
+    def keys(self, layer: Hashable, spec: CallSpec, project: Projection, dtype: torch.dtype) -> Keys:
         """Return the keys of a layer, which are projected chunk by chunk."""
-        return OffloadedKeys(spec, self, RecomputedKeys(spec, self.no_frames, project, modules, dtype))
+        return OffloadedKeys(spec, self, RecomputedKeys(spec, self.no_frames, project, dtype))
 
-    def keys_values(
-        self, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
+    def keys_values(self, project: Projection, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return k and v (1, G, frames * tokens, D) of all frames, views of host memory; without gradients.
 
         They are stored as (keys, G, D), so that a chunk of frames is contiguous.
         """
-        k, v = call_within(units_among(modules), lambda: self._stored_keys_values(project, dtype))
+        k, v = call_within(fsdp_units_among(project.modules), lambda: self._stored_keys_values(project, dtype))
         return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
 
     def _stored_keys_values(self, project: Projection, dtype: torch.dtype) -> list[Tensor]:
@@ -277,7 +273,7 @@ class OffloadedKeys(StreamedKeys):
     Attributes:
         spec: how the group attends to these keys.
         visual: the features; without them in backward, for which autograd saves them.
-        projection: the projection, as a source of no frames.
+        projection: the projection, as keys of no frames.
     """
 
     spec: CallSpec

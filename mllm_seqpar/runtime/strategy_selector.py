@@ -15,7 +15,7 @@ import torch
 from mllm_seqpar.masks import BlockMasks
 from mllm_seqpar.schedules import OverlapRatios
 from mllm_seqpar.schedules.bytes_sent import Problem
-from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
+from mllm_seqpar.schedules.mesh_shapes import STRATEGIES, TEXT_STRATEGIES
 
 
 class CrossAttentionShape(NamedTuple):
@@ -50,10 +50,9 @@ class CandidateStrategies(NamedTuple):
     causal: bool = False
 
 
-# Star Attention is approximate, so it is never a candidate. Text has as many queries as keys: moving Q, O and the
-# log-sum-exp (LV-XAttn) never sends less than moving K and V (Ring Attention).
+# Star Attention is approximate, so it is never a candidate.
 CROSS = CandidateStrategies('strategy="auto"', STRATEGIES)
-SELF = CandidateStrategies('self_attention="auto"', ("ring", "mesh", "ulysses"), causal=True)
+SELF = CandidateStrategies('self_attention="auto"', TEXT_STRATEGIES, causal=True)
 _ALL_MESH_SHAPES = ("lv-xattn", "ring", "mesh")
 CROSS_MESH = CandidateStrategies('strategy="mesh"', _ALL_MESH_SHAPES)
 SELF_MESH = CandidateStrategies('self_attention="mesh"', _ALL_MESH_SHAPES, causal=True)

@@ -29,7 +29,7 @@ import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -39,9 +39,10 @@ from mllm_seqpar.attention.keys import AutocastState, CallSpec, GivenKeys, Input
 from mllm_seqpar.checkpointing import ParameterCheck, detached_parameters, trained_parameters
 from mllm_seqpar.errors import ShapeError
 
-from .fsdp_units import call_within, units_among
+from .fsdp_units import call_within, fsdp_units_among
 
-Projection = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+ProjectFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(features (f, tokens, width), index (f, ...)) -> k, v (1, G, f * tokens, D), frame by frame."""
 
 Grads = tuple[Tensor | None, list[Tensor | None]]
 """Gradients of a chunk of features and of the trained parameters; None where there is none."""
@@ -97,29 +98,24 @@ class VisualFeatures:
         """This object with features of no tokens, for the graph to hold."""
         return replace(self, features=self.features.new_empty(self.features.shape[0], 0, 0))
 
-    def keys(
-        self, layer: Hashable, spec: CallSpec, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
-    ) -> Keys:
+    def keys(self, layer: Hashable, spec: CallSpec, project: Projection, dtype: torch.dtype) -> Keys:
         """Return the keys of a layer; see `RecomputedKeys`. K and V that backward does not need again are given."""
         if self.recompute:
-            keys = RecomputedKeys(spec, self, project, modules, dtype)
+            keys = RecomputedKeys(spec, self, project, dtype)
             if torch.is_grad_enabled() or keys.is_random:  # the same random numbers with and without gradients
                 return keys
         if not torch.is_grad_enabled():
-            return GivenKeys(spec, *self.keys_values(project, modules, dtype))
+            return GivenKeys(spec, *self.keys_values(project, dtype))
         # At once, for autograd to save.
         project_whole = functools.partial(_projected, project, index=self.index, dtype=dtype)
-        return GivenKeys(spec, *call_within(units_among(modules), project_whole, self.features))
+        return GivenKeys(spec, *call_within(fsdp_units_among(project.modules), project_whole, self.features))
 
-    def keys_values(
-        self, project: Projection, modules: Sequence[nn.Module], dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
+    def keys_values(self, project: Projection, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return k and v (1, G, frames * tokens, D) of all frames, contiguous; differentiable in grad mode.
 
-        Without grad mode, only one chunk of intermediate results is alive at a time, and k and v exist once. `modules`
-        are those that `project` uses.
+        Without grad mode, only one chunk of intermediate results is alive at a time, and k and v exist once.
         """
-        within = units_among(modules)
+        within = fsdp_units_among(project.modules)
         return call_within(within, lambda x: project_chunks(project, x, self.index, dtype), self.features)
 
 
@@ -173,12 +169,14 @@ def fingerprint_of(frames: Tensor, sample: Tensor | None = None) -> tuple[int, .
     return (*frames.shape, checksum(sampled_bits(frames).cpu() if sample is None else sample))
 
 
-def _projected(project: Projection, features: Tensor, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _projected(project: ProjectFunction, features: Tensor, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     k, v = project(features, index)
     return k.to(dtype).contiguous(), v.to(dtype).contiguous()
 
 
-def project_chunks(project: Projection, features: Tensor, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def project_chunks(
+    project: ProjectFunction, features: Tensor, index: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     chunks, tokens = frame_chunks(features), features.shape[1]
     if len(chunks) == 1:
         return _projected(project, features, index, dtype)
@@ -193,6 +191,38 @@ def project_chunks(project: Projection, features: Tensor, index: Tensor, dtype: 
     return k, v
 
 
+class Projection(Protocol):
+    """How a layer projects K and V from features: a `KVProjection`, or a `FunctionProjection`.
+
+    It treats frames independently of each other, because it is called for chunks of frames, and gives the same result
+    when backward calls it again.
+    """
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """Everything that the projection uses, so that the parameters receive gradients."""
+
+    def __call__(self, features: Tensor, index: Tensor, /) -> tuple[Tensor, Tensor]:
+        """Return k and v (1, G, f * tokens, D) of features (f, tokens, width) and index (f, ...), frame by frame."""
+
+
+@dataclass(frozen=True)
+class FunctionProjection:
+    """A `Projection` by any function, which autograd differentiates.
+
+    Attributes:
+        function: (features (f, tokens, width), index (f, ...)) -> k, v (1, G, f * tokens, D). It treats frames
+            independently of each other, and gives the same result when called again.
+        modules: the modules that it uses, so that their parameters receive gradients.
+    """
+
+    function: ProjectFunction
+    modules: Sequence[nn.Module]
+
+    def __call__(self, features: Tensor, index: Tensor, /) -> tuple[Tensor, Tensor]:
+        return self.function(features, index)
+
+
 @dataclass(eq=False)
 class RecomputedKeys(WholeKeys):
     """Keys that are projected from the shared features, in forward and again in backward.
@@ -200,22 +230,22 @@ class RecomputedKeys(WholeKeys):
     Attributes:
         spec: how the group attends to these keys.
         visual: the shared features of this rank.
-        project: (features (f, tokens, width), index (f, ...)) -> k, v of shape (1, G, f * tokens, D), frame-major. It
-            must treat frames independently of each other, and give the same result when called again.
-        modules: the modules whose parameters `project` uses.
+        project: how k and v are projected.
         dtype: dtype of k and v, that of the queries.
+        modules: those of the projection.
     """
 
     spec: CallSpec
     visual: VisualFeatures
     project: Projection
-    modules: Sequence[nn.Module]
     dtype: torch.dtype
+    modules: Sequence[nn.Module] = field(init=False)
     _autocast: AutocastState = field(init=False)
     _seed: int | None = field(init=False)
     _parameters: ParameterCheck | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        self.modules = self.project.modules
         # The CPU generator gives the seed, because activation checkpointing replays that generator too.
         self._autocast = AutocastState.current(self.visual.features.device.type)
         self._seed = int(torch.randint(2**62, ())) if self._uses_random_numbers() else None
@@ -234,16 +264,16 @@ class RecomputedKeys(WholeKeys):
         return saved[0], *trained_parameters(self.modules)
 
     def without_inputs(self) -> RecomputedKeys:
-        """Return this source without the features, which only saved tensors hold while the graph is alive.
+        """Return these keys without the features, which only saved tensors hold while the graph is alive.
 
         It is made in the forward pass, and checks in backward that the parameters are the same.
         """
-        source = self.of_chunk(self.visual.without_features, 0)
-        source._parameters = ParameterCheck(self.modules)
-        return source
+        keys = self.of_chunk(self.visual.without_features, 0)
+        keys._parameters = ParameterCheck(self.modules)
+        return keys
 
     def of_chunk(self, visual: VisualFeatures, number: int) -> RecomputedKeys:
-        """Return the source of a chunk of the frames: with the same projection and autocast mode, and its own seed."""
+        """Return the keys of a chunk of the frames: with the same projection and autocast mode, and its own seed."""
         chunk = copy.copy(self)
         chunk.visual, chunk._seed = visual, None if self._seed is None else self._seed + number
         return chunk
@@ -253,7 +283,7 @@ class RecomputedKeys(WholeKeys):
 
         K before its norm, (f, tokens, G, D), is appended to `raw_keys` for each chunk.
         """
-        project = self.project
+        project: ProjectFunction = self.project
         if raw_keys is not None:
             assert isinstance(project, KVProjection)
             project = functools.partial(project, raw_keys=raw_keys)
@@ -292,8 +322,7 @@ class RecomputedKeys(WholeKeys):
                 keys = slice(chunk.start * tokens, chunk.stop * tokens)
                 of_chunk = features[chunk], self.visual.index[chunk], dk[:, :, keys], dv[:, :, keys]
                 if direct is None:
-                    modules, dtype = self.modules, self.dtype
-                    d_part, grads = autograd_grads(self.project, *of_chunk, needed[0], trained, modules, dtype)
+                    d_part, grads = autograd_grads(self.project, *of_chunk, needed[0], trained, self.dtype)
                 else:  # K before its norm is released one chunk at a time
                     raw = None if raw_keys is None else raw_keys.pop(0)
                     d_part, grads = direct.direct_grads(*of_chunk, needed[0], trained, raw)
@@ -359,8 +388,8 @@ class KVProjection:
     key_norm: nn.Module | None = None
     rotate: Callable[[Tensor, Tensor, bool], Tensor] | None = None
 
-    @property
-    def modules(self) -> list[nn.Module]:
+    @functools.cached_property
+    def modules(self) -> Sequence[nn.Module]:
         """The modules whose parameters the projection uses."""
         before = () if self.input_norm is None else (self.input_norm,)
         return [*before, *self.linears] if self.key_norm is None else [*before, *self.linears, self.key_norm]
@@ -514,16 +543,15 @@ def autograd_grads(
     dv: Tensor,
     needs_features: bool,
     trained: Sequence[Tensor],
-    modules: Sequence[nn.Module],
     dtype: torch.dtype,
 ) -> Grads:
-    """Return the gradients of features (f, tokens, width) and of the parameters `trained` of `modules`, by
-    differentiating `project`, the result of which is cast to `dtype`.
+    """Return the gradients of features (f, tokens, width) and of the parameters `trained`, by differentiating
+    `project`, the result of which is cast to `dtype`.
 
     The other arguments are those of `KVProjection.direct_grads`. Hooks that users registered on a parameter run when
     autograd gets the result, and not here.
     """
-    detached = detached_parameters(modules) if _have_hooks(trained) else nullcontext(dict[int, Tensor]())
+    detached = detached_parameters(project.modules) if _have_hooks(trained) else nullcontext(dict[int, Tensor]())
     with torch.enable_grad(), detached as replaced:
         part = features.detach().requires_grad_(needs_features)
         k, v = (x.to(dtype) for x in project(_inner(part), index))

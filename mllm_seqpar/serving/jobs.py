@@ -12,10 +12,12 @@ other ranks, because they wait for this one in a collective.
 
 from __future__ import annotations
 
+import functools
+import queue
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from typing import Any
 
@@ -44,27 +46,42 @@ class JobChannel:
     """
 
     def __init__(self, comm: Communicator, heartbeat: float = HEARTBEAT) -> None:
-        self._comm, self.heartbeat = comm, heartbeat
-        self._turn, self._closed = threading.Lock(), threading.Event()
+        self._comm, self.heartbeat, self._turn = comm, heartbeat, threading.Lock()
+        self._last: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._lost: Exception | None = None
 
     @contextmanager
     def keeping_alive(self) -> Iterator[None]:
-        """On rank 0, keep waiting ranks alive inside the block, and release them at its end if it raises nothing."""
-        if self._comm.rank == 0:
-            threading.Thread(target=self._beat, daemon=True).start()
+        """On rank 0, keep waiting ranks alive inside the block, and release them at its end if it raises nothing.
+
+        Raises:
+            TransferError: a rank has ended, or does not answer within `heartbeat` seconds after the end.
+        """
+        if self._comm.rank:
+            yield
+            return
+        beats = threading.Thread(target=self._beat, daemon=True)
+        beats.start()
         try:
             yield
-        finally:
-            self._closed.set()
-        if self._comm.rank == 0:
-            with self.send(_END):
-                pass
+        except BaseException:
+            self._last.put(None)
+            raise
+        self._last.put(_END)
+        beats.join(self.heartbeat)
+        if beats.is_alive():
+            raise TransferError(f"a rank has not answered for {self.heartbeat:g} s at the end")
+        self.require_alive()
 
     def _beat(self) -> None:
-        while self._lost is None and not self._closed.wait(self.heartbeat):
-            with self._turn:
-                _, self._lost = attempt(lambda: self._comm.gather_texts(_WAIT))
+        """Send empty jobs, and the last text, unless it is None."""
+        text: str | None = _WAIT
+        while text == _WAIT and self._lost is None:
+            with suppress(queue.Empty):
+                text = self._last.get(timeout=self.heartbeat)
+            if text is not None:
+                with self._turn:
+                    _, self._lost = attempt(functools.partial(self._comm.gather_texts, text))
 
     @contextmanager
     def send(self, job: str) -> Iterator[None]:

@@ -134,11 +134,13 @@ def _serve(args: ServeOptions, worker: Worker, listener: socket.socket, folder: 
     note(f"{args.name} on {service.ranks} rank{'s' * (service.ranks > 1)}: http://{host}:{port} (page), /v1 (API)")
     if key is None and not host.startswith("127.") and host != "::1":
         note(f"warning: everyone who can reach {host} can use this server; --api_key restricts it")
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: requests.stop())
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda *_: requests.stop()) for number in signals]
     try:
         requests.answer_all(worker)
     finally:
+        for number, handler in zip(signals, before, strict=True):  # a second signal ends the program at once
+            signal.signal(number, handler)
         server.should_exit = True
         thread.join(5.0)
     note("stopped")

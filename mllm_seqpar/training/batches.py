@@ -2,8 +2,8 @@
 
 A rank decodes only its own frames of a video, so a single rank may find a fault. Threads decode the next micro-batches
 while the current ones are used, as far ahead as a limit on their bytes allows. When a micro-batch is taken, all ranks
-exchange one small message. A sample that any rank of a group cannot read is replaced on all ranks of the group by the
-next one; any other error is raised on all ranks at the same micro-batch, so that they can still save a checkpoint
+exchange one small message. A sample that any rank of a group cannot read is replaced on all ranks of the group by
+another one; any other error is raised on all ranks at the same micro-batch, so that they can still save a checkpoint
 together.
 
 `Trainer`'s own samplers give each step the same samples on any number of ranks only if the samples of an epoch fill its
@@ -12,6 +12,7 @@ last step, and its loaders read ahead in processes, to which a rank's share of t
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections import deque
@@ -19,6 +20,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import count
 from typing import Any
 
 from mllm_seqpar._logging import get_logger
@@ -245,14 +247,18 @@ class BatchReader:
         return tuple(map(self._replaced, samples))
 
     def _replaced(self, sample: int) -> int:
-        """Return `sample`, or the next one that is not known to be bad; DataError if there is none.
+        """Return `sample`, or the first one that is not known to be bad and may replace it; DataError if there is none.
 
-        It depends on nothing else, so a resumed run and a run with other ranks find the same replacements.
+        The candidates are far apart, because neighbours often share a video: all samples of a bad video would be
+        replaced by the same sample. They depend on nothing else, so a resumed run and a run with other ranks find the
+        same replacements.
         """
         total = len(self._dataset)
         tried = min(total, MOST_REPLACEMENTS + 1)
+        # Near the golden ratio, and without a common divisor, so that each sample is a candidate once.
+        step = next(step for step in count(max(1, round(0.618 * total))) if math.gcd(step, total) == 1)
         for number in range(tried):
-            if (found := (sample + number) % total) not in self.skipped:
+            if (found := (sample + number * step) % total) not in self.skipped:
                 return found
         raise DataError(
             f"{tried} samples in a row cannot be read, so the media are probably in another place; "

@@ -46,7 +46,7 @@ class CheckpointClock(TrainerCallback):
     different steps.
 
     Args:
-        comm: all ranks of the run, used by nothing else: one small gather per step.
+        comm: all ranks of the run: one small gather per step.
         minutes: from checkpoint to checkpoint; 0 for none.
         stop_after: the step after which the run saves and stops, or None.
 
@@ -143,7 +143,12 @@ class RunLayout:
         path = Path(checkpoint) / FILE
         if not path.is_file():
             return
-        then = RunLayout(**json.loads(path.read_text()))
+        found: dict[str, Any] = json.loads(path.read_text())
+        if "samples" not in found:  # of version 0.2, whose digests of data cannot be compared
+            groups = found["processes"] // found["sequence_parallel_size"]
+            samples = groups * found["per_device_train_batch_size"] * found["gradient_accumulation_steps"]
+            found = {"samples": samples, "fsdp": found["fsdp"]}
+        then = RunLayout(**found)
         if then.samples != self.samples:
             raise ConfigError(
                 f"resume_from_checkpoint: {checkpoint} was written by a run with {then.samples} samples per step, but "

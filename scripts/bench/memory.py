@@ -45,6 +45,7 @@ from mllm_seqpar.planner.model_sizes import read_model
 from mllm_seqpar.planner.records import CONFIGS
 from mllm_seqpar.planner.workload import Workload
 from mllm_seqpar.runtime import visual_features
+from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
 from peak_memory import peak_memory
 
 DEFAULTS = {"mplug_owl3": (4, 128), "open_flamingo": (32, 352), "idefics": (8, 128)}
@@ -245,8 +246,7 @@ def rows_on_rank(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def modes(ranks: int, quick: bool) -> list[Mode]:
     """Return the modes to compare: all strategies from 4 ranks on, where meshes differ from them; else lv-xattn."""
-    strategies = ["lv-xattn", "ring", "mesh", "ulysses", "replicate"]
-    strategies = strategies[: 5 if ranks >= 4 else 1 + (quick and ranks > 1)]
+    strategies = STRATEGIES if ranks >= 4 else STRATEGIES[: 1 + (quick and ranks > 1)]
     return [Mode(name, recompute) for name in strategies for recompute in (False, True)]
 
 

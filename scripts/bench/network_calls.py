@@ -39,7 +39,7 @@ from mllm_seqpar.kernels import registry
 from mllm_seqpar.masks import FullBlockMasks
 from mllm_seqpar.planner import Cluster, ParallelSpec, call_cost, overlap_ratios_by_rates
 from mllm_seqpar.schedules.bytes_sent import Problem, expanded, mesh_bytes, ulysses_bytes
-from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of
+from mllm_seqpar.schedules.mesh_shapes import TILE_STRATEGIES, mesh_shapes_of
 
 Speed = tuple[float, float]
 """What a link delivers: bytes/s in each direction, and the seconds of a message of a few bytes."""
@@ -156,7 +156,7 @@ class Mode:
         if network is not None and strategy == "mesh":
             forward, backward = (overlap_ratios_by_rates(problem, shape, network, backward=b) for b in (False, True))
             ratios = forward, backward
-        tile, blocks = shape if strategy in ("mesh", "ulysses") else None, FullBlockMasks(q.shape[0], q.shape[2], keys)
+        tile, blocks = shape if strategy in TILE_STRATEGIES else None, FullBlockMasks(q.shape[0], q.shape[2], keys)
         call = call_spec_for(strategy, tile, blocks, problem, dtype, self.overlap, ratios)
         comm = comm if self.transfers else without_transfers(comm)
         return attend(q, [GivenKeys(call, k, v)], comm=comm, scale=q.shape[-1] ** -0.5, kernel=kernel)[0]

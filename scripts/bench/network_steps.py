@@ -52,6 +52,7 @@ from mllm_seqpar.patching.patch import patch_of
 from mllm_seqpar.planner import Cluster, ParallelSpec, call_cost
 from mllm_seqpar.planner.call_cost import VisualProjection
 from mllm_seqpar.runtime.forward_state import ForwardState
+from mllm_seqpar.runtime.visual_features import FunctionProjection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,12 +317,12 @@ def _expand_keys() -> None:
     """Repeat visual K and V for all query heads in models whose communicator has the attribute `expanded_heads`."""
     original = ForwardState.frame_keys
 
-    def frame_keys(self: ForwardState, q: Tensor, layer: Any, project: Any, *rest: Any) -> Any:
+    def frame_keys(self: ForwardState, q: Tensor, layer: Any, project: Any) -> Any:
         heads = getattr(self.context.comm, "expanded_heads", None)
 
         def repeated(features: Tensor, index: Tensor) -> tuple[Tensor, ...]:
             return tuple(x.repeat_interleave(heads // x.shape[1], dim=1) for x in project(features, index))
 
-        return original(self, q, layer, repeated if heads else project, *(rest or [project.modules]))
+        return original(self, q, layer, FunctionProjection(repeated, project.modules) if heads else project)
 
     ForwardState.frame_keys = frame_keys  # type: ignore[method-assign]

@@ -35,6 +35,7 @@ from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.frames import Frames
 from mllm_seqpar.runtime.offload import HostFeatures
 from mllm_seqpar.runtime.text import TextShards
+from mllm_seqpar.runtime.visual_features import FunctionProjection
 from outcomes import run_case
 from stream_model import Race, StreamModel, on_model
 
@@ -204,7 +205,7 @@ def test_dropout_of_a_projection_is_replayed_and_differs_between_chunks() -> Non
         return torch.zeros_like(v), v
 
     q = torch.zeros(1, 2, 4, 16)
-    o = state.attend(q, [state.frame_keys(q, 0, project, [weight, dropout])], 1.0)
+    o = state.attend(q, [state.frame_keys(q, 0, FunctionProjection(project, [weight, dropout]))], 1.0)
     d_o = torch.randn_like(o)
     o.backward(d_o)
     forward, attention, gradients = seen[:6], seen[6::2], seen[7::2]  # backward projects each chunk for both in turn

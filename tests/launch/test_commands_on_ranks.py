@@ -24,7 +24,7 @@ def main(argv):
         rank = int(os.environ["RANK"])
         if argv[0] == "fail" and rank == 1:
             raise ConfigError("this rank's disk is full")
-        time.sleep(%g if argv[0] == "fail" else rank)
+        time.sleep(%g if argv[0] == "fail" or (argv[0] == "hang" and rank) else rank)
         Path(argv[1], str(rank)).write_text(os.environ["WORLD_SIZE"])
         return 3  # also of rank 1, as after a signal at which all ranks stop
     return run(work, argv)
@@ -41,8 +41,9 @@ def run(code: str, *argv: object, **variables: str) -> Launched:
 
 def test_ranks_end_by_themselves_or_with_one_line_about_the_rank_that_failed(tmp_path: Path) -> None:
     (tmp_path / "example_command.py").write_text(COMMAND)
-    start = "import sys; from mllm_seqpar.cli.launch import start_ranks_if_asked as start; "
-    start += "sys.exit(start('example_command:main', sys.argv[1:]))"
+    start = "import sys; from mllm_seqpar.cli import launch; launch.LAST_RANK = %g; "
+    start += "sys.exit(launch.start_ranks_if_asked('example_command:main', sys.argv[1:]))"
+    start, impatient = start % HANG, start % 1
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = run(start, "--num_processes", 2, "work", tmp_path, PYTHONPATH=path)
     assert done == (3, "")  # the status of rank 0, which has waited for rank 1
@@ -51,6 +52,9 @@ def test_ranks_end_by_themselves_or_with_one_line_about_the_rank_that_failed(tmp
     lines = [line for line in done.output.splitlines() if line]
     assert lines == ["[rank 1] error: this rank's disk is full", "stopped: rank 1 ended with exit status 2"]
     assert done.returncode == 1
+    done = run(impatient, "hang", tmp_path, "--num_processes=2", PYTHONPATH=path)
+    assert done.returncode == 1
+    assert "stopped: another rank ended or does not answer (rank 1 still ran 1 s after rank 0 had ended)" in done.output
 
 
 def test_ranks_end_when_their_launcher_is_killed() -> None:

@@ -1,5 +1,6 @@
 """Layer: real launch. The server on 2 ranks that it starts itself, by the openai client and in a headless browser."""
 
+import contextlib
 import json
 import os
 import re
@@ -183,3 +184,20 @@ def test_sigterm_ends_the_server_and_its_ranks(server: SimpleNamespace) -> None:
     psutil.wait_procs(ranks, timeout=30)
     assert not any(rank.is_running() for rank in ranks)
     assert server.server.output.endswith("stopped\n")
+
+
+def test_second_sigterm_does_not_wait_for_a_frozen_rank(inference_files: Path, tmp_path: Path) -> None:
+    started = Server(tmp_path, "--model", inference_files / "gated", "--num-processes", 2)
+    try:
+        started.url()
+        (rank,) = psutil.Process(started.process.pid).children()
+        rank.suspend()
+        started.process.send_signal(signal.SIGTERM)
+        while not started.output.endswith("stopped\n"):
+            assert started.process.poll() is None, started.output
+            time.sleep(0.05)
+        assert started.end(signal.SIGTERM) == -signal.SIGTERM, started.output
+    finally:
+        started.process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            rank.kill()  # frozen, it does not notice that rank 0 has ended

@@ -55,8 +55,8 @@ def run_pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor
     """Run one forward pass of a patched model, and return what the model's `forward` returns."""
     family.context.require_same_world()
     run = _cached_pass if inputs.use_cache else _uncached_pass
-    units = [module for module in family.bypassed_modules if isinstance(module, FSDPModule)]
-    return call_within(units, functools.partial(run, family, inputs, logits_to_keep, kwargs))
+    fsdp_units = [module for module in family.bypassed_modules if isinstance(module, FSDPModule)]
+    return call_within(fsdp_units, functools.partial(run, family, inputs, logits_to_keep, kwargs))
 
 
 def _uncached_pass(

@@ -6,6 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from launch import HANG
 from mllm_seqpar.comm import ProcessGroupCommunicator
 from mllm_seqpar.errors import TransferError
 from mllm_seqpar.serving.jobs import JobChannel
@@ -14,8 +15,8 @@ from ranks import ranks
 TIMEOUT = 3.0
 
 
-def channel_of(heartbeat: float) -> tuple[ProcessGroupCommunicator, JobChannel]:
-    comm = ProcessGroupCommunicator(dist.new_group(timeout=timedelta(seconds=TIMEOUT)))
+def channel_of(heartbeat: float, timeout: float = TIMEOUT) -> tuple[ProcessGroupCommunicator, JobChannel]:
+    comm = ProcessGroupCommunicator(dist.new_group(timeout=timedelta(seconds=timeout)))
     return comm, JobChannel(comm, heartbeat)
 
 
@@ -52,3 +53,19 @@ def wait_for_nobody(rank: int, world: int) -> None:
 def test_rank_that_does_not_wait_is_missed() -> None:
     errors = ranks(2).errors(wait_for_nobody)
     assert isinstance(errors[0], TransferError), errors
+
+
+def end_without_the_other(rank: int, world: int) -> None:
+    """Rank 1 does not wait for a job, and so does not notice the end."""
+    _, channel = channel_of(heartbeat=1.0, timeout=HANG)
+    try:
+        with channel.keeping_alive():
+            pass
+    finally:
+        dist.barrier()
+
+
+@pytest.mark.slow
+def test_end_waits_for_no_lost_rank_as_long_as_a_collective() -> None:
+    errors = ranks(2).errors(end_without_the_other)
+    assert isinstance(errors[0], TransferError) and errors[1] is None, errors

@@ -122,7 +122,7 @@ def test_rounded_gradients_of_shared_kv_heads_are_as_good_as_one_device(n: int) 
 
 
 def head_sharded_dtypes(comm: Communicator) -> list[torch.dtype]:
-    """The dtypes of o, dq, dk and dv of a head-sharded source of a joint softmax; 2 ranks share one KV head."""
+    """The dtypes of o, dq, dk and dv of head-sharded keys of a joint softmax; 2 ranks share one KV head."""
     q, k, do = torch.randn(3, 1, 2, 4, 8).bfloat16()
     k = k[:, :1].contiguous()
     problem = problem_of(q.shape, k.shape, (4, 4), q.dtype, "auto")
@@ -135,7 +135,7 @@ def head_sharded_dtypes(comm: Communicator) -> list[torch.dtype]:
 
 
 def test_results_that_were_sent_in_16_bits_are_added_in_float32() -> None:
-    """The caller adds o and dq of all sources in their dtype; dk and dv are sums over the ranks."""
+    """The caller adds o and dq of all sets of keys in their dtype; dk and dv are sums over the ranks."""
     assert run_loopback(2, head_sharded_dtypes) == [[torch.float32] * 4] * 2
 
 

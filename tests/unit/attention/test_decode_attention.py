@@ -19,6 +19,7 @@ from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.frames import VisualKVCache
+from mllm_seqpar.runtime.visual_features import FunctionProjection
 from mllm_seqpar.sharding import frame_range
 from tolerances import EXACT, relative_error
 
@@ -142,7 +143,7 @@ def test_keys_that_all_rows_see_need_no_block_kernel() -> None:
         context = SeqParContext(as_communicator("self"), SeqParConfig(kernel=kernel))
         cache = VisualKVCache.given({0: (k, v)}, 3, 2)
         state = ForwardState(context, frames=cache.frames_of(mask, context.comm), tokens=2)
-        keys = state.frame_keys(q, 0, lambda *_: (k, v), [])
-        assert (keys.alone is not None) is torch_attends
+        keys = state.frame_keys(q, 0, FunctionProjection(lambda *_: (k, v), []))
+        assert (keys.torch_attend is not None) is torch_attends
         expected = decode_attention(q, k, v, mask=mask, scale=0.3, group="self")
         torch.testing.assert_close(state.attend(q, [keys], 0.3), expected)

@@ -7,10 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from attention_cases import Case, assert_exact, run_case
-from mllm_seqpar.comm import LoopbackCommunicator, Pending, Recv, Send, run_loopback
+from mllm_seqpar.attention.joint import attend
+from mllm_seqpar.attention.keys import CallSpec, GivenKeys
+from mllm_seqpar.comm import LoopbackCommunicator, Pending, Recv, Send, Subgroup, run_loopback
 from mllm_seqpar.comm.loopback import LoopbackWorld
+from mllm_seqpar.masks import FullBlockMasks
 from mllm_seqpar.schedules.mesh import mesh_ranks, sent_by_node
 from nccl_model import NcclCommunicator, run_nccl_model
 
@@ -91,7 +96,7 @@ def test_hybrid_shards_heads_inside_nodes(options: dict[str, Any], nodes: Sequen
 
 @pytest.mark.parametrize(("frames_by", "nodes"), [("lv-xattn", UNEVEN), ("ulysses", INTERLEAVED)])
 def test_text_and_masked_frames_stay_exact_on_interleaved_nodes(frames_by: str, nodes: Sequence[int]) -> None:
-    """With hybrids of both sources, only of one, and with rows that are sent point to point."""
+    """With hybrids for both sets of keys, only for one, and with rows that are sent point to point."""
     common: dict[str, Any] = {"op": "joint", "tile": (3, 1), "frames_by": frames_by, "mask": "far frame", "rows": 21}
     check_on(nodes, by="ulysses", text="window", **common)
     check_on(nodes, by="ring", text="padded left", batch=2, shared_keys=True, **common)
@@ -138,3 +143,18 @@ def test_nodes_are_gathered_by_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setenv("NCCL_HOSTID", "one")
     assert run_loopback(3, lambda comm: comm.nodes) == [(0, 0, 0)] * 3
+
+
+@pytest.mark.parametrize("head_degree", [1, 2])
+def test_spec_that_two_groups_share_sends_to_the_ranks_of_each(head_degree: int) -> None:
+    """Rank 0 is the first of both groups; what it derived for one would send to the wrong rank in the other."""
+    spec = CallSpec((2 // head_degree, 1), FullBlockMasks(1, 2, (3, 3)), (3, 3), torch.float32, head_degree=head_degree)
+
+    def run(comm: LoopbackCommunicator) -> list[Tensor]:
+        q, k, v = (torch.full((1, 2, rows, 4), float(comm.rank)) for rows in (2, 3, 3))
+        groups = [Subgroup(comm, members) for members in ((0, 1), (0, 2)) if comm.rank in members]
+        return [attend(q, [GivenKeys(spec, k, v)], comm=group, scale=0.0)[0] for group in groups]
+
+    (first, second), (one,), (two,) = run_loopback(3, run, timeout=10)
+    for o, mean in ((first, 0.5), (one, 0.5), (second, 1.0), (two, 1.0)):
+        torch.testing.assert_close(o, torch.full_like(o, mean))

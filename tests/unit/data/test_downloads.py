@@ -1,6 +1,7 @@
 """Layer: one process, a server of this machine. URLs of videos become files of the cache, or one clear error."""
 
 import itertools
+import os
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -14,7 +15,7 @@ import torch
 from clips import write_clip
 
 from mllm_seqpar.data import VideoSource, downloads
-from mllm_seqpar.data.downloads import CACHE_VARIABLE, SIZE_VARIABLE, download
+from mllm_seqpar.data.downloads import CACHE_VARIABLE, SIZE_VARIABLE, download, store_bytes
 from mllm_seqpar.data.media_files import local_media
 from mllm_seqpar.errors import VideoError
 
@@ -115,6 +116,38 @@ def test_size_limits_hold_with_and_without_a_stated_size(
     monkeypatch.setenv(SIZE_VARIABLE, "much")
     with pytest.raises(VideoError, match="MLLM_SEQPAR_CACHE_GB='much' is not a number"):
         download(f"{url}/3.mp4")
+
+
+def test_files_that_vanish_while_the_cache_is_counted_are_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    scandir = os.scandir
+
+    def scan(path: Path) -> list[os.DirEntry[str]]:
+        (path / ".1.tmp").touch()
+        entries = list(scandir(path))
+        (path / ".1.tmp").unlink()
+        return entries
+
+    monkeypatch.setattr(os, "scandir", scan)
+    assert store_bytes(b"1", ".png").read_bytes() == b"1"
+
+
+def test_files_of_other_processes_count_once_the_cache_is_almost_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(SIZE_VARIABLE, "1e-6")  # 1000 bytes
+    other = tmp_path / "media/other"
+    for number in range(10):
+        store_bytes(bytes([number]) * 95, "")
+    other.write_bytes(bytes(100))
+    with pytest.raises(VideoError, match="would exceed its limit"):
+        store_bytes(b"x" * 95, "")
+    other.unlink()
+    (tmp_path / "media" / store_bytes(bytes(95), "").name).unlink()
+    store_bytes(b"x" * 95, "")
 
 
 class Answer:

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from clips import write_clip
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from mllm_seqpar.data import plan_frames, probe, source_meta
-from mllm_seqpar.data.feature_store import model_fingerprint, open_features, save_features
+from mllm_seqpar.data.feature_store import TowerStore, model_fingerprint, open_features, save_features
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.sharding import FRAME_LAYOUTS, frame_bounds, frame_spans, take_spans
 
@@ -137,3 +138,14 @@ def test_fingerprint_depends_on_vision_weights_and_preprocessing_only(tmp_path: 
     assert fingerprint() != changed
     with pytest.raises(DataError, match="no safetensors weights"):
         model_fingerprint(tmp_path / "nothing")
+
+
+def test_features_of_a_tower_that_version_0_2_stored_are_read(tmp_path: Path) -> None:
+    store, states = TowerStore(tmp_path, {}), torch.arange(6.0).reshape(3, 2)
+    store.create((2,), torch.float32, [0, 1])
+    store.write("key", 0, states)
+    (path,) = tmp_path.rglob("*.safetensors")
+    with safe_open(path, "pt") as file:
+        identity = file.metadata()
+    save_file({"states": states}, path, metadata=identity)
+    assert torch.equal(store.read("key", 1, 3), states[1:])

@@ -45,6 +45,14 @@ CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         llava("<image>\nWhat?", "A cat.", "And?", "A dog.", image="coco/1.jpg"),
         [asks(image("coco/1.jpg"), "What?"), says("A cat."), {"role": "user", "content": "And?"}, says("A dog.")],
     ),
+    "LLaVA image with the name of its origin": (
+        llava("<image>\nWhat?", "A cat.", image="coco/1.jpg", file_name="000001.jpg", source_file_names=["a.zip"]),
+        [asks(image("coco/1.jpg"), "What?"), says("A cat.")],
+    ),
+    "question with the name of a transcript": (
+        {"file_name": "a.json", "video": "a.mp4", "question": "What?", "answer": "It."},
+        [asks(video("a.mp4"), "What?"), says("It.")],
+    ),
     "LLaVA images within text": (
         llava("Is <image> like <image>?", "No.", image=["1.jpg", "2.jpg"]),
         [asks("Is ", image("1.jpg"), " like ", image("2.jpg"), "?"), says("No.")],

@@ -242,7 +242,7 @@ def test_video_of_an_id_is_found_beside_the_table(tmp_path: Path, media: Path, p
     ("members", "size", "message"),
     [
         ([("0.bin", b"x")], None, "a.tar: cannot be read .*members are neither json nor txt, images or videos"),
-        ([("0.json", b"{"), ("1.txt", b"x")], None, "a.tar: cannot be read by `datasets` .Expecting property name"),
+        ([("0.json", b"{"), ("1.txt", b"x")], None, "a.tar, record 1: its member json is not JSON .Expecting property"),
         ([("0.txt", b"x"), ("0.txt", b"y")], None, "Duplicate field 'txt' for sample '0'"),
         ([("0.json", b"{}"), ("1.mp4", bytes(5000))], 3000, "a.tar: .*was the download complete"),
         ([("0.mp4", b"x"), ("1.json", b"[1]")], None, "a.tar, record 1: has the keys 'video'"),
@@ -260,10 +260,59 @@ def test_damaged_and_unusable_shards_are_named(
         ChatDataset(path, None)
 
 
+def test_members_that_are_not_read_may_have_any_content(tmp_path: Path) -> None:
+    record = {"question": "What is it?", "answer": "Red.", "large": 2**70, "none": None}
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for extension in ("cls", "npy", "msg", "cbor", "pth", "meta.json", "transcript"):
+            add(archive, f"0.{extension}", b"\xff")
+        add(archive, "0.json", json.dumps(record).encode())
+        add(archive, "1.txt", b"caf\xe9")
+    records = open_records(tmp_path / "a.tar")
+    assert [records.record(index) for index in range(2)] == [record, {"text": "caf\N{REPLACEMENT CHARACTER}"}]
+
+
+def test_media_of_a_changed_table_are_not_those_of_the_cache(tmp_path: Path) -> None:
+    contents = [bytes(400_000), bytes(200_000) + b"x" + bytes(199_999)]  # equal in the samples of the digest
+    for content in contents:
+        table = arrow.table({"question": ["What is it?"], "answer": ["Red."], "image": [content]})
+        arrow.parquet.write_table(
+            table, tmp_path / "a.parquet", compression="none", use_dictionary=False, write_statistics=False
+        )
+        records = open_records(tmp_path / "a.parquet")
+        assert Path(records.locate(0, records.record(0)["image"][0])).read_bytes() == content
+
+
+def test_format_that_save_to_disk_keeps_is_not_used(tmp_path: Path) -> None:
+    import datasets
+
+    rows = {"question": ["What is it?"], "answer": ["Red."], "video": ["a.mp4"], "start": [1]}
+    data = datasets.Dataset.from_dict(rows)
+    data.set_format("numpy", columns=["question", "start"])
+    data.save_to_disk(str(tmp_path / "saved"))
+    assert repr(open_records(tmp_path / "saved").record(0)) == repr({name: value for name, (value,) in rows.items()})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"question,answer\nWhat, then?,Red.\n", "a.csv, record 1: has more cells than the header has columns"),
+        ("question,answer\nWhat?,Ros\xe9\n".encode("latin1"), r"a.csv: not CSV in UTF-8 \('utf-8' codec"),
+    ],
+)
+def test_damaged_csv_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "a.csv").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        ChatDataset(tmp_path / "a.csv", None)
+
+
 def test_missing_datasets_and_damaged_tables_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match=r"a.parquet: cannot be read by `datasets` \(Parquet file size is 4 bytes"):
         open_records(tmp_path / "a.parquet")
+    for number, row in enumerate(({"question": ["What?"]}, {"question": ["What?"], "video": ["a.mp4"]})):
+        arrow.parquet.write_table(arrow.table(row), tmp_path / f"b-{number}.parquet")
+    with pytest.raises(DataError, match="or another of these 2 files: .*cast because column names don't match"):
+        open_records(tmp_path / "b-*.parquet")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"a.parquet: reading parquet, .* pip install 'mllm-seqpar\[data\]'"):
         open_records(tmp_path / "a.parquet")

@@ -78,7 +78,7 @@ def source_of(projection: KVProjection, setting: Setting) -> RecomputedKeys:
     features = torch.randn(FRAMES, TOKENS, WIDTH, generator=generator).bfloat16().to(setting.weights or setting.dtype)
     shared = VisualFeatures(features.requires_grad_(setting.features), torch.arange(FRAMES), FRAMES)
     spec = CallSpec((1, 1), FullBlockMasks(1, 1, (KEYS,)), (KEYS,), torch.float32)
-    return RecomputedKeys(spec, shared, projection, projection.modules, setting.dtype)
+    return RecomputedKeys(spec, shared, projection, setting.dtype)
 
 
 def gradients(projection: KVProjection, setting: Setting) -> list[Tensor | None]:

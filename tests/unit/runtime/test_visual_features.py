@@ -17,7 +17,7 @@ from mllm_seqpar.comm import Communicator, as_communicator
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.masks import FullBlockMasks
 from mllm_seqpar.runtime import visual_features as visual
-from mllm_seqpar.runtime.visual_features import RecomputedKeys, VisualFeatures, frame_chunks
+from mllm_seqpar.runtime.visual_features import FunctionProjection, RecomputedKeys, VisualFeatures, frame_chunks
 from mllm_seqpar.sharding import frame_bounds
 from nccl_model import run_nccl_model
 from tolerances import EXACT, assert_as_near_as_unpatched, relative_error
@@ -80,7 +80,7 @@ def call_spec(rows: Tensor, lengths: tuple[int, ...], tile: tuple[int, int] = (1
 
 def source_of(spec: CallSpec, shared: VisualFeatures, module: Projector, recompute: bool) -> RecomputedKeys | GivenKeys:
     if recompute:
-        return RecomputedKeys(spec, shared, module, [module], torch.float32)
+        return RecomputedKeys(spec, shared, FunctionProjection(module, [module]), torch.float32)
     return GivenKeys(spec, *(x.float() for x in module(shared.features, shared.index)))
 
 

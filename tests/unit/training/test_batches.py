@@ -2,11 +2,14 @@
 
 import json
 import logging
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import av
 import pytest
@@ -27,6 +30,9 @@ from tiny_models.mplug_owl3 import IMAGE_SIZE, IMAGE_TOKEN, tiny_model, tiny_tok
 SAMPLES, FRAMES = 9, 12
 HALF, MISSING, EMPTY = 2, 5, 6
 """Samples whose video is damaged after its first frames, so that not all ranks find it; missing; and empty."""
+
+STEP = 7
+"""From a bad sample to its first replacement."""
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +133,7 @@ def test_steps_that_cannot_be_filled_are_refused(samples: int, dp: int, message:
 def test_replacements_do_not_depend_on_the_number_of_ranks(folder: Path) -> None:
     path, bad = folder / "train.jsonl", {HALF, MISSING, EMPTY}
     plain = [sample for (sample,) in order_of().passes(0, 0, 3)]
-    following = [[(sample + number) % SAMPLES for number in range(SAMPLES)] for sample in plain]
+    following = [[(sample + number * STEP) % SAMPLES for number in range(SAMPLES)] for sample in plain]
     wanted = [next(sample for sample in candidates if sample not in bad) for candidates in following]
     expected = by_step(train(path, 1, 1), 1)
     assert sum(expected, []) == wanted and bad & set(plain)
@@ -135,6 +141,15 @@ def test_replacements_do_not_depend_on_the_number_of_ranks(folder: Path) -> None
         results = train(path, world, sp, micro_batch=micro_batch)
         assert by_step(results, sp) == expected
         assert all(results[rank] == results[rank // sp * sp] for rank in range(world))
+
+
+def test_neighbours_which_may_share_a_bad_video_have_different_replacements(folder: Path) -> None:
+    reader = BatchReader(opened(folder / "train.jsonl", on_bad_media="skip"), "self", "self")
+    first, second = (reader.read([sample]).samples for sample in (MISSING, EMPTY))
+    assert EMPTY == MISSING + 1 and first != second
+    reader.skipped |= dict.fromkeys(range(3, SAMPLES), "")  # a video with as many questions as are tried
+    with mock.patch.object(batches_module, "MOST_REPLACEMENTS", SAMPLES - 4):
+        assert reader.read([3]).samples[0] < 3
 
 
 def test_resumed_run_has_the_batches_of_an_uninterrupted_one(folder: Path) -> None:
@@ -173,6 +188,32 @@ def test_frames_are_decoded_ahead_up_to_the_limit(folder: Path, monkeypatch: pyt
     assert len(ahead) == 5 and (limit > 1 or max(ahead) <= 2)
 
 
+UNCAUGHT = """
+from concurrent.futures import ThreadPoolExecutor
+from mllm_seqpar.data.prefetch import ReadAheadLimit
+
+def batches():
+    limit, pool = ReadAheadLimit(1), ThreadPoolExecutor(2)
+    try:
+        for number in range(3):
+            admitted = pool.submit(limit.admit, number, 1)
+        yield pool.submit(int)
+    finally:
+        limit.close()
+
+def train():
+    for _ in (reading := batches()):
+        raise RuntimeError("out of memory")
+
+train()
+"""
+
+
+def test_a_program_with_an_error_that_nothing_catches_ends_while_batches_wait_for_the_limit() -> None:
+    ended = subprocess.run([sys.executable, "-c", UNCAUGHT], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and ended.stderr.endswith("RuntimeError: out of memory\n")
+
+
 def test_known_bad_samples_are_loaded_once_and_within_the_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[tuple[int, ...]] = []
     received, load = threading.Event(), BatchReader._load
@@ -191,7 +232,7 @@ def test_known_bad_samples_are_loaded_once_and_within_the_limit(folder: Path, mo
     for batch in reader.read_all([(EMPTY,)] * 5):
         received.set()
         again.append(batch.samples)
-    assert again == first == loads == [(EMPTY + 1,)] * 5
+    assert again == first == loads == [((EMPTY + STEP) % SAMPLES,)] * 5
 
 
 def test_ranks_that_stop_early_read_on_later(folder: Path) -> None:

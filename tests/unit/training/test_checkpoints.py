@@ -1,5 +1,6 @@
 """Layer: one process, ranks as threads. When a run saves a checkpoint, and which ones it may continue."""
 
+import json
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -127,3 +128,13 @@ def test_a_checkpoint_is_continued_only_with_the_samples_of_its_steps(
     replace(layout, data="").require_resumable(tmp_path)  # a data set of the user's
     with pytest.raises(ConfigError, match=message):
         replace(layout, **change).require_resumable(tmp_path)
+
+
+def test_checkpoints_of_version_0_2_are_continued_with_steps_of_the_same_size(tmp_path: Path) -> None:
+    written = {"processes": 4, "sequence_parallel_size": 2, "per_device_train_batch_size": 2}
+    written |= {"gradient_accumulation_steps": 2, "fsdp": True, "data": "0123-4567/0"}
+    (tmp_path / checkpoints.FILE).write_text(json.dumps(written))
+    layout = RunLayout(samples=8, fsdp=True, data="digest/0")
+    layout.require_resumable(tmp_path)
+    with pytest.raises(ConfigError, match="was written by a run with 8 samples per step"):
+        replace(layout, samples=4).require_resumable(tmp_path)
