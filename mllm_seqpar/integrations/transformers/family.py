@@ -84,8 +84,8 @@ class Family(ABC, Generic[InputsT]):
     model. The methods of an instance name the sites of the model, and what the forward passes use. The abstract methods
     and `inputs` are the minimum: which arguments a pass takes, how frames are encoded, what rows may attend to, and how
     the decoder runs. The other methods have defaults that suit a model with one frame per unit and no state of its own
-    in the cache. With a `chat`, programs can also fine-tune and question the model; with
-    `model_sizes`, the planner can plan it.
+    in the cache. With a `chat`, programs can also fine-tune and question the model; with `model_sizes`, the planner can
+    plan it.
 
     Attributes:
         name: the family's name in messages.
