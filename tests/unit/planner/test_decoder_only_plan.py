@@ -102,6 +102,12 @@ def test_lora_trains_adapters_only() -> None:
     assert lora.parts["MLP"].backward.seconds < full.parts["MLP"].backward.seconds
 
 
+def test_adapters_on_cross_attention_that_the_model_does_not_have_take_no_memory() -> None:
+    lora = replace(STEP, lora_r=16, checkpointing=True)
+    without = replace(lora, lora_target=tuple(name for name in lora.lora_target if name != "cross"))
+    assert make_plan(lora, A100).best.memory == make_plan(without, A100).best.memory
+
+
 def test_answer_is_generated_over_sharded_keys_and_values() -> None:
     prompt, answer = (make_plan(run, A100).best for run in (replace(ASK, answer=0), ASK))
     token = 2 * 28 * 4 * 128 * 2  # K and V of 28 layers in bf16
