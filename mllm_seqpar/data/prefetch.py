@@ -66,7 +66,7 @@ def _close_all() -> None:
 
 
 # Python joins the threads of pools at exit, before the frames of an error that nothing caught are released, so a limit
-# whose owner has not closed it would let them wait for ever.
+# whose owner has not closed it would make them hang.
 call_before_threads_are_joined(_close_all)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from mllm_seqpar.errors import DataError
 
 Span = tuple[int, int]
-"""A range of characters."""
+"""The first character of a range, and the one after its last."""
 
 ROLES = ("system", "user", "assistant")
 

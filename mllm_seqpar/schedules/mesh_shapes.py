@@ -14,14 +14,14 @@ STRATEGIES = ("lv-xattn", "ring", "mesh", "ulysses", "replicate")
 """The exact strategies. The planner selects the first of several candidates with equal cost."""
 
 TEXT_STRATEGIES = ("ring", "mesh", "ulysses")
-"""Those that the self-attention of text may use.
+"""The strategies that the self-attention of text may use.
 
 Text has as many queries as keys: moving Q, O and the log-sum-exp (LV-XAttn) never sends less than moving K and V (Ring
 Attention).
 """
 
 TILE_STRATEGIES = ("mesh", "ulysses")
-"""Those that take a mesh shape, the option `tile`."""
+"""The strategies that take a mesh shape, the option `tile`."""
 
 
 def mesh_shapes_of(size: int) -> list[MeshShape]:

@@ -43,7 +43,7 @@ LONGEST = 600.0
 """Seconds that a download may take."""
 
 WIDTH = 240
-"""Pixels of a preview."""
+"""The width of a preview, in pixels."""
 
 PREFIX = "mllm-seqpar-"
 _LOCK = "server.lock"

@@ -365,7 +365,7 @@ def what_fsdp2_does(rank: int, world: int, family: str, mixed: bool, options: Ma
 
 @pytest.mark.parametrize("family", slow_unless(lambda family: family == "mplug_owl3", CROSS_ATTENTION))
 def test_state_of_a_pass_does_not_go_through_the_layers_of_fsdp2(family: str) -> None:
-    """Only hidden states do: no gradient of the features, and no copy of the state, which would plan anew."""
+    """Only hidden states do: no gradient of the features, and no copy of the state, which would plan again."""
     family_module(family)
     settings = ((False, {}), (True, {}), (True, OFFLOAD))
     plain, mixed, offloaded = (ranks(2).run(what_fsdp2_does, family, *setting)[0] for setting in settings)
