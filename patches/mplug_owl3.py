@@ -47,7 +47,7 @@ from mllm_seqpar.adapting.transformers import (
     ForwardInputs,
     SequenceParallelCacheState,
     as_compared_tensors,
-    causal_mask,
+    causal_masks,
     decoder_arguments,
     merge_heads,
     refuse_dropout,
@@ -351,15 +351,7 @@ class MPlugOwl3Family(Family[Any]):
         return {"attends_to_frames": copy_to_device(mask.any_frame_visible(), self.embedding_weight().device)}
 
     def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
-        """Return a causal mask for each kind of layer."""
-        decoder = self.model.language_model.model
-        if isinstance(mask, dict):
-            return mask
-        config = decoder.layers[0].self_attn.config
-        masks = {"full_attention": causal_mask(config, embeds, mask, positions, cache)}
-        if decoder.has_sliding_layers:
-            masks["sliding_attention"] = causal_mask(config, embeds, mask, positions, cache, sliding=True)
-        return masks
+        return causal_masks(self.model.language_model.model, embeds, mask, positions, cache)
 
     def check_inputs(self, inputs: ForwardInputs, kwargs: Mapping[str, Any]) -> None:
         super().check_inputs(inputs, kwargs)

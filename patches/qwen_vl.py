@@ -45,6 +45,7 @@ from mllm_seqpar.adapting.transformers import (
     cache_of,
     cache_state_of,
     causal_mask,
+    causal_masks,
     decoder_arguments,
 )
 
@@ -517,14 +518,7 @@ class Qwen2_5_VLFamily(QwenVLFamily):
     position_arguments = ("second_per_grid_ts",)
 
     def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
-        if isinstance(mask, dict):  # prepared by `generate`
-            return mask
-        decoder = self.model.model.language_model
-        config = decoder.layers[0].self_attn.config  # names the patched attention
-        kinds = {"full_attention": False} | ({"sliding_attention": True} if decoder.has_sliding_layers else {})
-        return {
-            name: causal_mask(config, embeds, mask, positions[0], cache, sliding) for name, sliding in kinds.items()
-        }
+        return causal_masks(self.model.model.language_model, embeds, mask, positions[0], cache)
 
 
 class Qwen3VLFamily(QwenVLFamily):

@@ -3,6 +3,7 @@
 from mllm_seqpar._compat import cache_argument, cache_name, cache_of, takes_cache
 from mllm_seqpar.integrations.transformers.attention import (
     causal_mask,
+    causal_masks,
     merge_heads,
     refuse_dropout,
     split_heads,

@@ -132,3 +132,13 @@ def causal_mask(config: Any, embeds: Tensor, mask: Any, positions: Tensor, cache
     make = create_sliding_window_causal_mask if sliding else create_causal_mask
     text = {"config": config, "inputs_embeds": embeds, "attention_mask": mask, "position_ids": positions}
     return make(**text, **cache_argument(cache))
+
+
+def causal_masks(decoder: Any, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> dict[str, Any]:
+    """Return a `causal_mask` for each kind of layer of a decoder; masks by kind, as `generate` prepares them, are
+    returned unchanged."""
+    if isinstance(mask, dict):
+        return mask
+    config = decoder.layers[0].self_attn.config  # names the patched attention
+    kinds = {"full_attention": False} | ({"sliding_attention": True} if decoder.has_sliding_layers else {})
+    return {name: causal_mask(config, embeds, mask, positions, cache, sliding) for name, sliding in kinds.items()}
