@@ -51,7 +51,7 @@ MEMORY_FACTOR = 1.25
 TRANSFER_S = 3600.0
 """Time limit of a transfer: a rank of a large model on a CPU may compute for long before it sends."""
 SIZE = (288, 512)
-"""Height and width."""
+"""The height and width of the frames that are made for the check."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.families import family_specs
-from mllm_seqpar.models.messages import target_mask
+from mllm_seqpar.models.messages import Span, target_mask
 from mllm_seqpar.patching.registry import adapters
 from mllm_seqpar.sharding import FrameShard
 
@@ -34,7 +34,6 @@ from .chat_format import media_of
 from .sources import FrameSource, ImageListSource, ImageTensorSource
 
 Messages = Sequence[Mapping[str, Any]]
-Span = tuple[int, int]
 
 VIDEO_MARK = "<|video|>"
 """The placeholder of the video in a question, in every family. Without it, the video comes first."""

@@ -128,7 +128,9 @@ class FusedKernel:
     ) -> tuple[Tensor, Tensor]:
         groups = k.shape[1]
         args = AttentionArgs(scale, bias=None if mask is None else self._bias(mask, q, groups))
-        rows = q if q.shape[1] == groups else q.reshape(q.shape[0], groups, -1, q.shape[3])  # `fold_heads`, too
+        rows = (
+            q if q.shape[1] == groups else q.reshape(q.shape[0], groups, -1, q.shape[3])
+        )  # `fold_heads`, without a call
         o, lse = self._run_forward(rows, k, v, args)
         # The layout of the log-sum-exp differs between operators, so it may not be possible to unfold it as a view.
         lse = lse.contiguous()

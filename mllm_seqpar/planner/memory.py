@@ -72,8 +72,9 @@ def peak_memory(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
         kinds["activations"] += saved_before_features(workload)
         if lora is not None:  # the r channels between the two layers of each adapter on text
             adapted = [model.linear[target] for target in workload.lora_target]
-            layers = [min(one.layers, 1) if workload.checkpointing else one.layers for one in adapted]
-            count = sum(number * len(one.text) for number, one in zip(layers, adapted, strict=True))
+            count = sum(
+                (min(one.layers, 1) if workload.checkpointing else one.layers) * len(one.text) for one in adapted
+            )
             kinds["activations"] += count * lora * workload.tokens * workload.element
         if workload.trained == "all":  # the first layer of a trained tower saves the pixels
             kinds["activations"] += pixels_on_device(workload, workload.local_frames)

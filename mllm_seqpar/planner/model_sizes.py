@@ -171,7 +171,7 @@ class LinearLayers(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """Parameters of one layer."""
+        """The number of weights in the linear layers of one layer."""
         return sum(inputs * outputs for inputs, outputs in (*self.text, *self.visual))
 
 
