@@ -38,8 +38,8 @@ from mllm_seqpar.kernels.base import fold_batch, merge, merge_, unfold_batch
 
 from .executor import BlockMath, FinalRows, distributed_backward, distributed_forward
 from .kept_results import running_region
-from .keys import Keys, StreamedKeys, WholeKeys
-from .streamed import streamed_backward, streamed_forward
+from .keys import Keys, WholeKeys
+from .streamed import StreamedKeys, streamed_backward, streamed_forward
 from .ulysses import backward_head_sharded, forward_head_sharded, head_sharded, row_sharded
 
 P = ParamSpec("P")

@@ -30,9 +30,10 @@ from torch.autograd.function import once_differentiable
 from mllm_seqpar.comm import Communicator, Recv, Send, Subgroup
 from mllm_seqpar.schedules.head_sharding import HeadShards
 
+from .call_spec import CallSpec
 from .executor import BlockMath, FinalRows, distributed_backward, distributed_forward
 from .kept_results import running_region
-from .keys import CallSpec, GivenKeys, InputGrads, WholeKeys
+from .keys import GivenKeys, InputGrads, WholeKeys
 
 
 class HeadTensor(NamedTuple):

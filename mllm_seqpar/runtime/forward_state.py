@@ -23,19 +23,9 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from mllm_seqpar.attention.call_spec import CallSpec, Placement, accumulation, call_spec_for, problem_of
 from mllm_seqpar.attention.joint import attend, attend_replicated, eager
-from mllm_seqpar.attention.keys import (
-    CallSpec,
-    GivenKeys,
-    Keys,
-    Placement,
-    accumulation,
-    as_attended,
-    attend_unmasked,
-    attended_dtype,
-    call_spec_for,
-    problem_of,
-)
+from mllm_seqpar.attention.keys import GivenKeys, Keys, as_attended, attend_unmasked, attended_dtype
 from mllm_seqpar.masks import BlockMasks, GivenBlockMask, Rectangle
 from mllm_seqpar.masks.block_masks import decoder_rectangles
 

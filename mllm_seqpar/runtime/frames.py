@@ -17,16 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mllm_seqpar._transfers import copy_to_device
-from mllm_seqpar.attention.keys import (
-    CallSpec,
-    GivenKeys,
-    KeyChunk,
-    Keys,
-    Placement,
-    StreamedKeys,
-    as_attended,
-    problem_of,
-)
+from mllm_seqpar.attention.call_spec import CallSpec, Placement, problem_of
+from mllm_seqpar.attention.keys import GivenKeys, Keys, as_attended
+from mllm_seqpar.attention.streamed import KeyChunk, StreamedKeys
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.autograd import gather_shards
 from mllm_seqpar.errors import ConfigError

@@ -35,8 +35,9 @@ import torch
 from torch import Tensor, nn
 
 from mllm_seqpar._compat import dropout_class, global_module_hooks
-from mllm_seqpar.attention.keys import AutocastState, CallSpec, GivenKeys, InputGrads, Keys, WholeKeys
-from mllm_seqpar.checkpointing import ParameterCheck, detached_parameters, trained_parameters
+from mllm_seqpar.attention.call_spec import CallSpec
+from mllm_seqpar.attention.keys import GivenKeys, InputGrads, Keys, WholeKeys
+from mllm_seqpar.checkpointing import AutocastState, ParameterCheck, detached_parameters, trained_parameters
 from mllm_seqpar.errors import ShapeError
 
 from .fsdp_units import call_within, fsdp_units_among

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attention_cases import Case, errors, exact, inputs, run_case
+from mllm_seqpar.attention.call_spec import AccumulateDtype, call_spec_for, problem_of
 from mllm_seqpar.attention.executor import BlockMath, FinalRows
-from mllm_seqpar.attention.keys import AccumulateDtype, call_spec_for, problem_of
 from mllm_seqpar.attention.ulysses import backward_head_sharded, forward_head_sharded
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.kernels import registry

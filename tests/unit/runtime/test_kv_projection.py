@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from family_cases import BATCHES, CROSS_ATTENTION
 from family_harness import inputs_of, model_of
 from mllm_seqpar import patch_model
+from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.attention.joint import attend
-from mllm_seqpar.attention.keys import CallSpec
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.masks import FullBlockMasks
 from mllm_seqpar.runtime import visual_features as visual
