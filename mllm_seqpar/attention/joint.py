@@ -40,7 +40,7 @@ from .executor import BlockMath, FinalRows, distributed_backward, distributed_fo
 from .kept_results import running_region
 from .keys import Keys, WholeKeys
 from .streamed import StreamedKeys, streamed_backward, streamed_forward
-from .ulysses import backward_head_sharded, forward_head_sharded, head_sharded, row_sharded
+from .ulysses import head_sharded
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -139,20 +139,24 @@ def _forward(
     """Return (o, lse) of contiguous q over all sets of keys with their inputs; o in `dtype`, or the accumulator's."""
     batch, total = q.shape[0], None
     for each, own_inputs in sets:
-        rows, spec = q, each.spec
+        rows, spec, layout = q, each.spec, each.rows
         group = comm if spec.placement == "sharded" else comm.alone
+        if layout is not None:
+            rows, group = layout.shard_rows(q), layout.across
         whole = each.keys_values(own_inputs) if isinstance(each, WholeKeys) else None
         shared = batch > 1 and (whole is None or whole[0].shape[0] == 1)
         if shared:  # the items of the batch are rows of one item from here on
-            rows, spec = fold_batch(q), spec.folded
+            rows, spec = fold_batch(rows), spec.folded
         if whole is None:
             assert isinstance(each, StreamedKeys)
             o, lse = streamed_forward(group, spec, block_math, rows, each.chunks(own_inputs))
         else:
-            forward = distributed_forward if spec.head_degree == 1 else forward_head_sharded
-            o, lse = forward(group, spec, block_math, rows, *whole)
+            o, lse = distributed_forward(group, spec, block_math, rows, *whole)
         if shared:
             o, lse = unfold_batch(o, batch), unfold_batch(lse, batch)
+        if layout is not None:
+            o, lse = layout.gather_rows(o.to(spec.direct_result_dtype(q.dtype)), lse)
+            o = o.to(spec.accumulate_dtype)
         if total is None:
             total = o.contiguous(), lse.contiguous()
         else:
@@ -170,8 +174,10 @@ def _backward(
     needed: Sequence[bool],
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
     """Return dq, and the gradients of the inputs that need one, given contiguous rows with their final o and lse."""
-    batch, spec = rows.q.shape[0], keys.spec
+    batch, spec, layout = rows.q.shape[0], keys.spec, keys.rows
     group = comm if spec.placement == "sharded" else comm.alone
+    if layout is not None:
+        rows, group = layout.shard_final(rows), layout.across
     whole = keys.vjp(inputs, needed) if isinstance(keys, WholeKeys) else None
     shared = batch > 1 and (whole is None or whole[0].shape[0] == 1)
     if shared:
@@ -182,11 +188,13 @@ def _backward(
         dq, grads = streamed_backward(group, spec, block_math, rows, chunks), sums()
     else:
         k, v, input_grads = whole
-        backward = distributed_backward if spec.head_degree == 1 else backward_head_sharded
-        dq, dk, dv = backward(group, spec, block_math, rows, k, v)
+        dq, dk, dv = distributed_backward(group, spec, block_math, rows, k, v)
         del whole, k, v
         grads = input_grads(dk, dv)
-    return unfold_batch(dq, batch) if shared else dq, grads
+    dq = unfold_batch(dq, batch) if shared else dq
+    if layout is not None:
+        dq = layout.gather_dq(dq.to(spec.direct_result_dtype(rows.q.dtype))).to(spec.accumulate_dtype)
+    return dq, grads
 
 
 def attend(
@@ -213,13 +221,13 @@ def attend(
         o (B, H, s_q, D) in q.dtype, and lse (B, H, s_q) float32, which carries no gradient. A row without visible keys
         has o = 0, lse = -inf. Differentiable in q and in the inputs of the keys.
     """
-    degree = keys[0].spec.head_degree
-    if degree > 1:
-        alike = [each for each in keys if isinstance(each, WholeKeys) and each.spec.head_degree == degree]
-        if len(alike) == len(keys):
-            q, own, layout = head_sharded(q, alike, comm)
-            o, lse = attend(q, own, comm=layout.across, scale=scale, kernel=kernel, recompute=recompute)
-            return row_sharded(o, lse, layout, keep=not recompute)
+    layout = None
+    for each in keys:
+        if each.spec.head_degree > 1:
+            keys, layout = head_sharded(q, keys, comm)
+            break
+    if layout is not None:
+        q, comm = layout.shard_rows(q), layout.across
     inputs: list[Tensor] = []
     sets, counts, block_math = [], [], BlockMath(kernel, scale)
     for each in keys:
@@ -227,9 +235,11 @@ def attend(
         sets.append((each, own_inputs))
         inputs.extend(own_inputs)
         counts.append(len(own_inputs))
-    if not torch.is_grad_enabled():
-        return _forward(comm, block_math, sets, q.contiguous(), q.dtype)
-    return _JointAttention.apply(comm, block_math, tuple(keys), counts, recompute, q, *inputs)
+    if torch.is_grad_enabled():
+        o, lse = _JointAttention.apply(comm, block_math, tuple(keys), counts, recompute, q, *inputs)
+    else:
+        o, lse = _forward(comm, block_math, sets, q.contiguous(), q.dtype)
+    return (o, lse) if layout is None else layout.gather_rows(o, lse, keep=not recompute)
 
 
 def attend_replicated(

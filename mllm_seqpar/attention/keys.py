@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,10 @@ from mllm_seqpar.kernels.base import fold_batch, fold_heads, unfold_batch, unfol
 
 from .call_spec import CallSpec
 
-_NOTHING = torch.empty(0)
+if TYPE_CHECKING:
+    from .ulysses import HeadLayout
+
+NOTHING = torch.empty(0)
 
 InputGrads = Callable[[Tensor, Tensor], Sequence[Tensor | None]]
 """dk, dv in float32 -> the gradients of the inputs that k and v are computed from; None where not needed."""
@@ -34,12 +37,15 @@ class Keys(ABC):
         k: (B or 1, G, T, D), only if K exists as one tensor: given, or in a cache. Other keys have no such attribute.
         torch_attend: computes o (B, H, s, D) of a softmax over these keys alone, given q and the scale, by torch's own
             operator. It is differentiable, and has no log-sum-exp. None: the block kernels compute it.
+        rows: how rows are head-sharded for these keys alone, which share a softmax with others; None: rows stay as they
+            are (`ulysses`).
         modules: the modules that compute k, v and their gradients; none if k and v exist.
     """
 
     spec: CallSpec
     k: Tensor
     torch_attend: Callable[[Tensor, float], Tensor] | None = None
+    rows: HeadLayout | None = None
     modules: Sequence[nn.Module]
 
     @abstractmethod
@@ -109,7 +115,7 @@ class GivenKeys(WholeKeys):
         return *self.keys_values(inputs), grads
 
     def without_inputs(self) -> GivenKeys:
-        return GivenKeys(self.spec, _NOTHING, _NOTHING)
+        return GivenKeys(self.spec, NOTHING, NOTHING)
 
 
 def attend_unmasked(k: Tensor, v: Tensor, q: Tensor, scale: float) -> Tensor:
