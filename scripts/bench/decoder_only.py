@@ -51,15 +51,14 @@ LATER = 2
 
 
 def main() -> None:
-    args = parse()
-    harness.run(args, rows_of, ranks=max(args.ranks))
+    harness.run(parse(), rows_of)
 
 
 def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for frames in args.frames:
         alone: dict[str, Any] | None = None
         for ranks in args.ranks:
-            found = harness.run_on_ranks(ranks, args.device, args.threads, measured, args, frames)
+            found = harness.run_on_ranks(ranks, args, measured, frames)
             row = found[0] | {name: max(rank["mib"][name] for rank in found) for name in found[0]["mib"]}
             row["cpu_seconds"] = [sum(each) for each in zip(*(rank["cpu_seconds"] for rank in found), strict=True)]
             alone = alone or row
