@@ -37,7 +37,7 @@ import torch
 sys.path += [str(Path(__file__).parent / "bench"), str(Path(__file__).parent / "lib")]
 
 from gpu_checks.common import Row, read, table, write
-from rank_processes import Ended, run_ranks
+from gpu_checks.processes import Ended, run_ranks
 
 from mllm_seqpar.cli import program_exit
 from mllm_seqpar.cli.launch import launched_ranks

@@ -155,7 +155,7 @@ def test_only_local_rank_0_works_and_it_refuses_a_launch_without_ranks(script, m
 
 
 def test_processes_that_hang_are_killed_after_another_one_failed(script) -> None:
-    run_ranks = script("rank_processes").run_ranks
+    run_ranks = script("gpu_checks.processes").run_ranks
     code = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit('found it'); time.sleep(60)"
     first, second = run_ranks([[sys.executable, "-c", code]] * 2, limit_s=30.0, grace_s=0.5)
     assert (first.status, second.status) == (None, 1) and first.seconds < 25
@@ -164,7 +164,7 @@ def test_processes_that_hang_are_killed_after_another_one_failed(script) -> None
 
 
 def test_lost_rank_needs_a_message_in_time_from_every_other_rank(script) -> None:
-    Ended, rows_of = script("rank_processes").Ended, script("gpu_check").lost_rank_rows
+    Ended, rows_of = script("gpu_checks.processes").Ended, script("gpu_check").lost_rank_rows
     killed = Ended(4, -9, 5.0, "")
     outcomes = [
         Ended(0, 1, 20.0, "stopped: another rank ended or does not answer"),
