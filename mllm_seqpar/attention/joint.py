@@ -244,12 +244,11 @@ def attend(
 
 def attend_replicated(
     q: Tensor, softmaxes: Sequence[Sequence[Keys]], *, comm: Communicator, scale: float, kernel: str = "auto"
-) -> list[tuple[Tensor, Any]]:
+) -> list[tuple[Tensor, Tensor]]:
     """Return (o, lse) of rows that every rank of several has, for each of several softmaxes, by one exchange.
 
     Each rank computes a partial result over its own shards of keys. These are merged over ranks, and with what every
-    rank computes over replicated keys. Arguments and results are those of `attend`, but what torch's own operator
-    computes (`Keys.torch_attend`) has no lse.
+    rank computes over replicated keys. Arguments and results are those of `attend`.
 
     Raises:
         ConfigError: gradients are required of keys that are sharded.
@@ -265,9 +264,6 @@ def attend_replicated(
     results: list[Any] = []
     partial: dict[int, tuple[Tensor, Tensor]] = {}  # over this rank's shards of keys, by softmax
     for keys in softmaxes:
-        if len(keys) == 1 and keys[0].torch_attend is not None:
-            results.append((keys[0].torch_attend(q, scale), None))
-            continue
         sharded: list[tuple[Keys, Sequence[Tensor]]] = []
         replicated: list[tuple[Keys, Sequence[Tensor]]] = []
         for each in keys:
