@@ -64,10 +64,8 @@ def test_failed_part_is_a_row_and_the_others_run(script, monkeypatch) -> None:
 
 @pytest.mark.slow
 def test_ranks_notice_a_lost_rank(script, monkeypatch, capsys) -> None:
-    """Local rank 0 of a launch starts the processes of the part, of which one is killed."""
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--ranks", "--device", "cpu", "--parts", "ranks_lost"])
-    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
+    """One of the processes of the part is killed."""
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--ranks", "2", "--device", "cpu", "--parts", "ranks_lost"])
     status, output = script("gpu_check").main(), capsys.readouterr().out
     assert status == 0 and "FAILED" not in output, output
     assert sum(line.startswith("lost rank") for line in output.splitlines()) == 1, output
@@ -130,28 +128,15 @@ def test_error_of_any_rank_fails_the_check(script) -> None:
     assert run_loopback(2, check) == [False, False]
 
 
-def test_launches_that_cannot_be_checked_are_refused(script, monkeypatch) -> None:
-    refusal = script("gpu_check").refusal
-    for world, local, gpus, expected in [
-        (1, 1, 8, "start it with torchrun"),
-        (16, 8, 8, "on several nodes"),
-        (4, 4, 2, "this node has 2 GPUs"),
-        (4, 4, 4, None),
-    ]:
-        monkeypatch.setenv("WORLD_SIZE", str(world))
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
-        found = refusal("cuda", gpus)
-        assert found is None if expected is None else expected in found
-
-
-def test_only_local_rank_0_works_and_it_refuses_a_launch_without_ranks(script, monkeypatch, capsys) -> None:
+def test_ranks_without_a_gpu_each_are_refused(script, monkeypatch, capsys) -> None:
     gpu_check = script("gpu_check")
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--ranks", "--device", "cpu"])
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert gpu_check.main() == 0 and capsys.readouterr().out == ""
-    monkeypatch.delenv("LOCAL_RANK")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert gpu_check.main() == 2 and "--ranks checks 2 or more ranks" in capsys.readouterr().out
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for number, expected in ((1, "expected 2 or more"), (4, "this node has 2 GPUs")):
+        monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--ranks", str(number)])
+        with pytest.raises(SystemExit, match="2"):
+            gpu_check.main()
+        assert expected in capsys.readouterr().err
 
 
 def test_processes_that_hang_are_killed_after_another_one_failed(script) -> None:
