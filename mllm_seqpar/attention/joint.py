@@ -98,10 +98,10 @@ class _JointAttention(torch.autograd.Function):
         saved: list[Tensor] = []
         ctx.counts, ctx.keys = [], []
         for each, own_inputs in sets:
-            kept = each.saved(own_inputs)
-            saved.extend(kept)
-            ctx.counts.append((len(own_inputs), len(kept)))
-            ctx.keys.append(each.without_inputs())
+            keys_for_backward, own_saved = each.for_backward(own_inputs)
+            saved.extend(own_saved)
+            ctx.counts.append((len(own_inputs), len(own_saved)))
+            ctx.keys.append(keys_for_backward)
         ctx.comm, ctx.block_math = comm, block_math
         if region is not None and not region.replays_rng:
             # Dropout before attention recomputes other q, k and v than the saved ones, which gave (o, lse).
@@ -122,7 +122,7 @@ class _JointAttention(torch.autograd.Function):
         for keys, (count, kept) in zip(ctx.keys, ctx.counts, strict=True):
             own_saved, saved = saved[:kept], saved[kept:]
             own_needed, needed = needed[:count], needed[count:]
-            part, input_grads = _backward(ctx.comm, ctx.block_math, keys, rows, keys.restored(own_saved), own_needed)
+            part, input_grads = _backward(ctx.comm, ctx.block_math, keys, rows, own_saved, own_needed)
             dq = part if dq is None else dq.add_(part)
             grads.extend(input_grads)
         assert dq is not None
@@ -139,7 +139,7 @@ def _forward(
     """Return (o, lse) of contiguous q over all sets of keys with their inputs; o in `dtype`, or the accumulator's."""
     batch, total = q.shape[0], None
     for each, own_inputs in sets:
-        rows, spec, layout = q, each.spec, each.rows
+        rows, spec, layout = q, each.spec, each.row_layout
         group = comm if spec.placement == "sharded" else comm.alone
         if layout is not None:
             rows, group = layout.shard_rows(q), layout.across
@@ -170,21 +170,26 @@ def _backward(
     block_math: BlockMath,
     keys: Keys,
     rows: FinalRows,
-    inputs: Sequence[Tensor],
+    saved: Sequence[Tensor],
     needed: Sequence[bool],
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """Return dq, and the gradients of the inputs that need one, given contiguous rows with their final o and lse."""
-    batch, spec, layout = rows.q.shape[0], keys.spec, keys.rows
+    """Return dq, and the gradients of the inputs that need one.
+
+    Args:
+        rows: contiguous, with their final o and lse.
+        saved, needed: see `WholeKeys.vjp`.
+    """
+    batch, spec, layout = rows.q.shape[0], keys.spec, keys.row_layout
     group = comm if spec.placement == "sharded" else comm.alone
     if layout is not None:
         rows, group = layout.shard_final(rows), layout.across
-    whole = keys.vjp(inputs, needed) if isinstance(keys, WholeKeys) else None
+    whole = keys.vjp(saved, needed) if isinstance(keys, WholeKeys) else None
     shared = batch > 1 and (whole is None or whole[0].shape[0] == 1)
     if shared:
         rows, spec = rows.folded(), spec.folded
     if whole is None:
         assert isinstance(keys, StreamedKeys)
-        chunks, sums = keys.chunk_vjps(inputs, needed)
+        chunks, sums = keys.chunk_vjps(saved, needed)
         dq, grads = streamed_backward(group, spec, block_math, rows, chunks), sums()
     else:
         k, v, input_grads = whole

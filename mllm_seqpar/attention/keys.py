@@ -37,35 +37,27 @@ class Keys(ABC):
         k: (B or 1, G, T, D), only if K exists as one tensor: given, or in a cache. Other keys have no such attribute.
         torch_attend: computes o (B, H, s, D) of a softmax over these keys alone, given q and the scale, by torch's own
             operator. It is differentiable, and has no log-sum-exp. None: the block kernels compute it.
-        rows: how rows are head-sharded for these keys alone, which share a softmax with others; None: rows stay as they
-            are (`ulysses`).
+        row_layout: how rows are head-sharded for these keys alone, which share a softmax with others (`ulysses`). None:
+            rows stay as they are.
         modules: the modules that compute k, v and their gradients; none if k and v exist.
     """
 
     spec: CallSpec
     k: Tensor
     torch_attend: Callable[[Tensor, float], Tensor] | None = None
-    rows: HeadLayout | None = None
+    row_layout: HeadLayout | None = None
     modules: Sequence[nn.Module]
 
     @abstractmethod
     def inputs(self) -> Sequence[Tensor]:
         """Return the tensors that k and v are computed from and that may require gradients; always the same number."""
 
-    def saved(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the part of `inputs` that backward needs saved; `restored` finds the rest elsewhere."""
-        return inputs
-
-    def restored(self, saved: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return all inputs, in the order of `inputs`, from the saved ones."""
-        return saved
-
-    def without_inputs(self) -> Self:
-        """Return a copy without the tensors that `saved` returns; the autograd context keeps the copy.
+    def for_backward(self, inputs: Sequence[Tensor]) -> tuple[Self, Sequence[Tensor]]:
+        """Return these keys without the tensors that backward needs, and these tensors, for autograd to save.
 
         Activation checkpointing and offloading reach only tensors that autograd itself saves.
         """
-        return self
+        return self, inputs
 
 
 class WholeKeys(Keys):
@@ -76,10 +68,14 @@ class WholeKeys(Keys):
         """Return this rank's k, v (B or 1, G, T, D). Called without grad mode."""
 
     @abstractmethod
-    def vjp(self, inputs: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor, Tensor, InputGrads]:
+    def vjp(self, saved: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor, Tensor, InputGrads]:
         """Return `keys_values` again, in backward, and the function of their gradients, to be called at most once.
 
         This is `torch.func.vjp` of `keys_values`, computed as each class can do it best.
+
+        Args:
+            saved: the tensors that `for_backward` returned.
+            needed: whether the gradient of each input is needed.
         """
 
 
@@ -107,15 +103,15 @@ class GivenKeys(WholeKeys):
         k, v = inputs
         return k.contiguous(), v.contiguous()
 
-    def vjp(self, inputs: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor, Tensor, InputGrads]:
+    def for_backward(self, inputs: Sequence[Tensor]) -> tuple[GivenKeys, Sequence[Tensor]]:
+        return GivenKeys(self.spec, NOTHING, NOTHING), inputs
+
+    def vjp(self, saved: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor, Tensor, InputGrads]:
         def grads(*of_keys_values: Tensor) -> Sequence[Tensor | None]:
-            given = zip(inputs, of_keys_values, needed, strict=True)
+            given = zip(saved, of_keys_values, needed, strict=True)
             return [grad.to(x.dtype) if need else None for x, grad, need in given]
 
-        return *self.keys_values(inputs), grads
-
-    def without_inputs(self) -> GivenKeys:
-        return GivenKeys(self.spec, NOTHING, NOTHING)
+        return *self.keys_values(saved), grads
 
 
 def attend_unmasked(k: Tensor, v: Tensor, q: Tensor, scale: float) -> Tensor:

@@ -71,11 +71,11 @@ class StreamedKeys(Keys):
         return self._read()
 
     def chunk_vjps(
-        self, inputs: Sequence[Tensor], needed: Sequence[bool]
+        self, saved: Sequence[Tensor], needed: Sequence[bool]
     ) -> tuple[Iterator[KeyChunk], Callable[[], Sequence[Tensor | None]]]:
         """Return `chunks` again, in backward, and a function that returns the gradients of the inputs after the last.
 
-        Never called for keys whose `inputs` are empty.
+        The arguments are those of `WholeKeys.vjp`. Never called for keys whose `inputs` are empty.
         """
         raise NotImplementedError
 

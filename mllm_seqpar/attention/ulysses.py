@@ -15,7 +15,7 @@ K and V are head-sharded before attention if they are given (`HeadShardedKeys`),
 Recomputed ones are head-sharded whenever they are projected (`ReshardedKeys`). Rows are head-sharded around the
 softmax, and q, o and the log-sum-exp are saved in this form too. If the keys of a softmax differ in their degree, its
 final o and log-sum-exp are those of row-sharded rows. Rows are then head-sharded around the attention to each set of
-keys (`Keys.rows`), in forward and again in backward, where their delta is sent instead of o.
+keys (`Keys.row_layout`), in forward and again in backward, where their delta is sent instead of o.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ class HeadShardedKeys(WholeKeys):
         given: row-sharded k and v, which receive the gradients.
         kv_heads: the number of heads of `given`.
         k, v: head-sharded.
-        rows: see `Keys`.
+        row_layout: see `Keys`.
     """
 
     modules = ()
@@ -274,7 +274,7 @@ class HeadShardedKeys(WholeKeys):
     kv_heads: int
     k: Tensor
     v: Tensor
-    rows: HeadLayout | None = None
+    row_layout: HeadLayout | None = None
 
     @classmethod
     def of(cls, keys: GivenKeys, layout: HeadLayout, rows: HeadLayout | None) -> HeadShardedKeys:
@@ -289,20 +289,17 @@ class HeadShardedKeys(WholeKeys):
     def keys_values(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         return self.k, self.v
 
-    def saved(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        return self.k, self.v
+    def for_backward(self, inputs: Sequence[Tensor]) -> tuple[HeadShardedKeys, Sequence[Tensor]]:
+        return replace(self, given=(), k=NOTHING, v=NOTHING), (self.k, self.v)
 
-    def vjp(self, inputs: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor, Tensor, InputGrads]:
-        k, v = inputs
+    def vjp(self, saved: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor, Tensor, InputGrads]:
+        k, v = saved
 
         def grads(dk: Tensor, dv: Tensor) -> Sequence[Tensor | None]:
             gathered = self.layout.gather_kv_grads(dk, dv, self.kv_heads, k.dtype)
             return [x.to(k.dtype) if need else None for x, need in zip(gathered, needed, strict=True)]
 
         return k, v, grads
-
-    def without_inputs(self) -> HeadShardedKeys:
-        return replace(self, given=(), k=NOTHING, v=NOTHING)
 
 
 @dataclass(frozen=True)
@@ -313,14 +310,14 @@ class ReshardedKeys(WholeKeys):
         layout: how k and v are resharded.
         keys: the same keys, row-sharded.
         dtype: the dtype of the queries.
-        rows: see `Keys`.
+        row_layout: see `Keys`.
     """
 
     spec: CallSpec
     layout: HeadLayout
     keys: WholeKeys
     dtype: torch.dtype
-    rows: HeadLayout | None = None
+    row_layout: HeadLayout | None = None
 
     @property
     def modules(self) -> Sequence[nn.Module]:  # type: ignore[override]
@@ -329,22 +326,17 @@ class ReshardedKeys(WholeKeys):
     def inputs(self) -> Sequence[Tensor]:
         return self.keys.inputs()
 
-    def saved(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        return self.keys.saved(inputs)
-
-    def restored(self, saved: Sequence[Tensor]) -> Sequence[Tensor]:
-        return self.keys.restored(saved)
-
-    def without_inputs(self) -> ReshardedKeys:
-        return replace(self, keys=self.keys.without_inputs())
+    def for_backward(self, inputs: Sequence[Tensor]) -> tuple[ReshardedKeys, Sequence[Tensor]]:
+        keys, saved = self.keys.for_backward(inputs)
+        return replace(self, keys=keys), saved
 
     def keys_values(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return head-sharded k and v; collective over the group."""
         return self.layout.shard_kv(*self.keys.keys_values(inputs))
 
-    def vjp(self, inputs: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor, Tensor, InputGrads]:
+    def vjp(self, saved: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor, Tensor, InputGrads]:
         """Return head-sharded k and v, and the function of their gradients; both are collective over the group."""
-        k, v, input_grads = self.keys.vjp(inputs, needed)
+        k, v, input_grads = self.keys.vjp(saved, needed)
         kv_heads = k.shape[1]
 
         def grads(dk: Tensor, dv: Tensor) -> Sequence[Tensor | None]:
@@ -363,7 +355,7 @@ def head_sharded(q: Tensor, keys: Sequence[Keys], comm: Communicator) -> tuple[l
 
     Returns:
         The keys; and, if all of them have the same degree, the layout by which rows are head-sharded around the
-        softmax, which the ranks `across` compute. None: they are head-sharded for each set of keys (`Keys.rows`).
+        softmax, which the ranks `across` compute. None: they are head-sharded for each set of keys (`Keys.row_layout`).
     """
     degrees = [each.spec.head_degree if isinstance(each, WholeKeys) else 1 for each in keys]
     alike = min(degrees) == max(degrees)

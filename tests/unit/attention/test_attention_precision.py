@@ -130,15 +130,15 @@ def joint_ulysses_dtypes(comm: Communicator) -> list[list[torch.dtype]]:
     problem, masks = problem_of(q.shape, k.shape, (4, 4), q.dtype, "auto"), FullBlockMasks(1, 4, (4, 4))
     by_heads, ring = (call_spec_for(name, None, masks, problem, torch.float32) for name in ("ulysses", "ring"))
     keys, layout = head_sharded(q, [GivenKeys(by_heads, k, k), GivenKeys(ring, k, k)], comm)
-    assert layout is None and keys[0].rows is not None and keys[1].rows is None
+    assert layout is None and keys[0].row_layout is not None and keys[1].row_layout is None
     comm.bytes.reset()
     block_math, inputs = BlockMath("auto", 1.0), keys[0].inputs()
     o, lse = joint._forward(comm, block_math, [(keys[0], inputs)], q)
     rows = FinalRows(q, o.bfloat16(), lse, do)
-    dq, grads = joint._backward(comm, block_math, keys[0], rows, keys[0].saved(inputs), [True, True])
+    dq, grads = joint._backward(comm, block_math, keys[0], rows, keys[0].for_backward(inputs)[1], [True, True])
     assert comm.bytes.sent["o"] == comm.bytes.sent["dq"] == comm.bytes.sent["q"] // 2, "sent in 16 bits; q twice"
     assert "k" not in comm.bytes.sent, "saved head-sharded"
-    of_keys = keys[0].rows.gather_kv_grads(torch.ones(1, 1, 8, 8), torch.ones(1, 1, 8, 8), 1, q.dtype)
+    of_keys = keys[0].row_layout.gather_kv_grads(torch.ones(1, 1, 8, 8), torch.ones(1, 1, 8, 8), 1, q.dtype)
     return [[x.dtype for x in (o, dq, *of_keys)], [x.dtype for x in grads if x is not None]]
 
 
