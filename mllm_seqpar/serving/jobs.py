@@ -29,6 +29,7 @@ from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.errors import DivergedError, TransferError
 from mllm_seqpar.inference.arguments import ServingOptions
+from mllm_seqpar.inference.encoding import Progress
 from mllm_seqpar.inference.engine import Engine, Job
 from mllm_seqpar.inference.generation import Answer, OnText
 
@@ -186,7 +187,7 @@ class Worker:
         job: Job,
         *,
         on_start: Callable[[], object] = lambda: None,
-        progress: Callable[[int, int], object] | None = None,
+        progress: Progress | None = None,
         on_text: OnText | None = None,
         interrupted: Callable[[], bool] | None = None,
     ) -> Answer:
