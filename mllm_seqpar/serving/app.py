@@ -121,12 +121,13 @@ def _add_state(app: FastAPI, service: Service, metrics: Metrics) -> None:
 
     @app.post("/load_model")
     async def load_model(request: Request) -> Response:
-        """Tell `transformers chat` that its model is loaded."""
+        """Return the state of a model, as `transformers chat` asks for it before a conversation."""
         asked = await _json(request)
         name = asked.get("model") if isinstance(asked, dict) else None
-        found = name == service.model
-        told = {"status": "ready", "cached": True} if found else {"status": "error", "message": _unknown(service, name)}
-        return Response(server_sent({"model": name, **told}), media_type="text/event-stream")
+        state: dict[str, Any] = {"status": "ready", "cached": True}
+        if name != service.model:
+            state = {"status": "error", "message": _unknown(service, name)}
+        return Response(server_sent({"model": name, **state}), media_type="text/event-stream")
 
 
 async def _complete(service: Service, request: Request) -> Response:

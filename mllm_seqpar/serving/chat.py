@@ -29,7 +29,6 @@ from mllm_seqpar.inference.evidence import MOMENTS
 from .jobs import Impossible, Worker, joined_worker
 from .line_editing import edit_lines, terminal_restorer
 
-ENTRY = "mllm_seqpar.serving.chat:chat"
 SIGNAL_POLL = 0.2
 """Seconds after which a Ctrl-C that did not interrupt the wait for a key is handled."""
 
@@ -85,7 +84,7 @@ def chat(argv: Sequence[str]) -> None:
             "it as mllm-seqpar chat --num_processes N"
         )
     media = _open_video(args, args.video) if args.video is not None else None
-    with own_ranks(args.num_processes, ENTRY, argv, before_exit=terminal_restorer()):
+    with own_ranks(args.num_processes, f"{__name__}:chat", argv, before_exit=terminal_restorer()):
         with joined_worker(args, keep=1) as worker:
             if worker.engine.comm.rank:
                 worker.follow()
