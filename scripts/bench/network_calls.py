@@ -32,8 +32,9 @@ from models import ScaledModel
 from paper_tables import GPUS, PaperRow, read_table
 from torch import Tensor
 
+from mllm_seqpar.attention.call_spec import accumulation, call_spec_for, problem_of
 from mllm_seqpar.attention.joint import attend
-from mllm_seqpar.attention.keys import GivenKeys, accumulation, call_spec_for, problem_of
+from mllm_seqpar.attention.keys import GivenKeys
 from mllm_seqpar.comm import Communicator, Pending, Recv, Send
 from mllm_seqpar.kernels import registry
 from mllm_seqpar.masks import FullBlockMasks
