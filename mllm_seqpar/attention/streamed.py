@@ -14,7 +14,6 @@ frame they attend to, and receives one result from each. All Q shards are on eve
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,11 +49,26 @@ class KeyChunk(NamedTuple):
 
 
 class StreamedKeys(Keys):
-    """Keys that arrive in several chunks, and never exist as a whole."""
+    """Keys that arrive in several chunks, and never exist as a whole on the device.
 
-    @abstractmethod
+    Keys that exist in host memory have no inputs, and no gradients. Subclasses compute theirs from inputs.
+
+    Args:
+        spec, k: see `Keys`; k is in host memory.
+        read: returns the chunks in order.
+    """
+
+    modules = ()
+
+    def __init__(self, spec: CallSpec, k: Tensor, read: Callable[[], Iterator[KeyChunk]]) -> None:
+        self.spec, self.k, self._read = spec, k, read
+
+    def inputs(self) -> Sequence[Tensor]:
+        return ()
+
     def chunks(self, inputs: Sequence[Tensor]) -> Iterator[KeyChunk]:
         """Return the chunks in order. Called without grad mode."""
+        return self._read()
 
     def chunk_vjps(
         self, saved: Sequence[Tensor], needed: Sequence[bool]

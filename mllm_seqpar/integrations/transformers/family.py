@@ -24,6 +24,7 @@ from transformers.utils import can_return_tuple
 from mllm_seqpar._compat import cache_argument, cache_name, drops_cache, takes_cache
 from mllm_seqpar.errors import AdapterError, ConfigError
 from mllm_seqpar.masks import FrameMask
+from mllm_seqpar.models.cache import SequenceParallelCacheState
 from mllm_seqpar.patching import Patch
 from mllm_seqpar.patching.registry import is_instance_by_name
 from mllm_seqpar.runtime.context import SeqParContext
@@ -34,7 +35,6 @@ from mllm_seqpar.runtime.visual_tokens import VisualTokenLayout
 from mllm_seqpar.sharding import Spans, frame_spans, tensor_of
 
 from .attention import use_seqpar_attention
-from .cache import SequenceParallelCacheState
 from .checks import check_frames, check_labels, refuse_custom_loss, refuse_reentrant_checkpointing
 from .frames import AttendedFrames, EmbeddedFrames, PassFrames
 from .generation import patch_generate

@@ -19,6 +19,7 @@ from torch import Tensor
 from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.masks import FrameMask
+from mllm_seqpar.models.cache import SequenceParallelCacheState
 from mllm_seqpar.runtime.attention_record import AnyRecorder, AttentionRecord
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.frames import Frames, VisualKVCache, select_strategy, unit_spans
@@ -28,7 +29,6 @@ from mllm_seqpar.runtime.visual_features import VisualFeatures, fingerprint_of
 from mllm_seqpar.runtime.visual_tokens import FrameTokens, VisualTokens
 from mllm_seqpar.sharding import frame_bounds, span_length, take_spans
 
-from .cache import SequenceParallelCacheState
 from .data_parallel import agree_on_frames
 from .inputs import ForwardInputs
 
@@ -244,7 +244,8 @@ class AttendedFrames(PassFrames):
         if state is None:
             self.source = visual
             return
-        state.store_frames(VisualKVCache(visual, inputs.total_frames), self.media_position, inputs.batch)
+        cache = VisualKVCache(inputs.total_frames, visual.units, visual.tokens_per_unit, visual)
+        state.store_frames(cache, self.media_position, inputs.batch)
         state.frame_fingerprints = {fingerprint_of(features)}
         if inputs.frames is not None:
             state.frame_fingerprints.add(self._fingerprint(inputs.frames))

@@ -22,14 +22,14 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers.cache_utils import DynamicCache
 
-from mllm_seqpar.models.cache_rows import attach
+from mllm_seqpar.models.cache import SequenceParallelCacheState, attach, cache_state_of
 from mllm_seqpar.runtime.attention_record import AnyRecorder
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.fsdp_units import call_within
 from mllm_seqpar.runtime.star import block_length
 from mllm_seqpar.runtime.text import TextShards, select_logit_rows
 
-from .cache import SequenceParallelCacheState, begin_prompt, cache_state_of, shard_cached_text, supports_sharded_text
+from .cache import begin_prompt, shard_cached_text, supports_sharded_text
 from .checks import check_arguments, check_star, require_same_pass
 from .data_parallel import with_accumulated_gradients
 from .frames import PassFrames, log_shard_sizes
@@ -137,14 +137,15 @@ def _cached_pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Te
 def _cache_state_of_pass(family: Family, inputs: ForwardInputs, cache: Any) -> SequenceParallelCacheState:
     """Return what the patched model stores with the cache; raise if this pass cannot continue it."""
     comm, model_layers = family.context.comm, family.text_config.num_hidden_layers
+    group = comm.rank, comm.size
     if not inputs.past_length:
-        state = begin_prompt(cache, inputs.batch, comm, model_layers)
+        state = begin_prompt(cache, inputs.batch, group, model_layers)
         family.continue_cache(cache, state, 0)
         return state
     found = cache_state_of(cache)
-    state = SequenceParallelCacheState(inputs.batch, comm) if found is None else found
-    state.continue_in(comm)
+    state = SequenceParallelCacheState(inputs.batch, group) if found is None else found
     family.continue_cache(cache, state, inputs.past_length)
+    state.continue_in(group)
     if found is None:
         attach(cache, state, model_layers)
     state.rows_of(inputs.batch)
