@@ -113,7 +113,8 @@ def refuse_fsdp1(model: nn.Module) -> None:
     parameters = [p for module in modules for p in module._parameters.values() if p is not None]
     parts = any(isinstance(module, FullyShardedDataParallel) for module in modules)
     flat = any(getattr(p, "_fsdp_flattened", False) for p in parameters)
-    views = getattr(model, "_is_fsdp_managed_module", False) and not all(isinstance(p, nn.Parameter) for p in parameters)
+    are_parameters = all(isinstance(p, nn.Parameter) for p in parameters)
+    views = getattr(model, "_is_fsdp_managed_module", False) and not are_parameters
     if parts or flat or views:
         raise ConfigError(
             f"{type(model).__name__} is sharded by FSDP1 (FullyShardedDataParallel), with which K and V cannot be "
