@@ -26,7 +26,7 @@ from mllm_seqpar.inference.encoding import Interrupted
 from mllm_seqpar.inference.engine import Job, MediaFile
 from mllm_seqpar.inference.evidence import MOMENTS
 
-from .jobs import Impossible, Worker, joined_worker
+from .jobs import JobError, Worker, joined_worker
 from .line_editing import edit_lines, terminal_restorer
 
 SIGNAL_POLL = 0.2
@@ -115,7 +115,7 @@ class Terminal:
                         self._command(name, rest.strip())
                     elif line:
                         self._ask(line)
-                except (SeqParError, Impossible) as error:
+                except (SeqParError, JobError) as error:
                     note(f"error: {error}")
 
     def _read_line(self) -> str | None:
@@ -191,7 +191,7 @@ class Terminal:
                 reply = self._worker.run(
                     job, progress=progress, on_start=progress.close, on_text=say, interrupted=lambda: self._stop
                 )
-            except Impossible as error:
+            except JobError as error:
                 if not isinstance(error.cause, Interrupted):
                     raise
                 note("\nstopped")
