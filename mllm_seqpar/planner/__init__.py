@@ -5,12 +5,12 @@ call for a parallel spec and takes the fastest, and `plan` estimates a whole ste
 `calibrate`, which measures the machine at hand, and `auto`, which implements `strategy="auto"`, need torch.
 """
 
+from mllm_seqpar.runtime.strategy_selector import VisualProjection
+
 from .call_cost import (
-    CallCost,
     Candidate,
     ParallelSpec,
     Selection,
-    VisualProjection,
     call_cost,
     overlap_ratios_by_rates,
     select_strategy,
@@ -18,7 +18,6 @@ from .call_cost import (
 from .cluster import Cluster, read_cluster, write_cluster
 
 __all__ = [
-    "CallCost",
     "Candidate",
     "Cluster",
     "ParallelSpec",

@@ -9,15 +9,16 @@ that an adapter in another dtype makes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.runtime.strategy_selector import VisualProjection
 from mllm_seqpar.schedules.bytes_sent import Problem
 from mllm_seqpar.schedules.mesh_shapes import TEXT_STRATEGIES
 
-from .call_cost import VisualProjection
+from .descriptions import Description, number, one_of
 from .model_sizes import ModelSizes
-from .records import Record, number, one_of
 
 FLOAT32 = 4
 TRAINED = ("all", "no-vision", "language", "connector", "none")
@@ -30,7 +31,7 @@ BASE_BYTES = (0.5, 1, 2, 4, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload(Record):
+class Workload(Description):
     """A step of `model` on `gpus` ranks that share one batch.
 
     Attributes:
@@ -59,6 +60,7 @@ class Workload(Record):
         shard_weights: whether the ranks shard the weights for that too; a forward pass or step without `answer` does.
         decode_per_frame: frames that are decoded for each frame that is used; 30 at 1 of 30 frames per second.
         base_parameter: with LoRA, bytes of a frozen weight (0.5: 4 bits); None: as `element`.
+        samples, epochs: samples of the data set, and how often each is used; None for a single step.
     """
 
     model: ModelSizes
@@ -85,6 +87,8 @@ class Workload(Record):
     decode_per_frame: float = number("a number of frames", 30.0, least=0)
     answer: int = number("a number of tokens", 0, least=0)
     shard_weights: bool = False
+    samples: int | None = number("a number of samples", None)
+    epochs: float = number("a number of epochs", 1.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -124,6 +128,11 @@ class Workload(Record):
         return self.trained != "none"
 
     @property
+    def steps(self) -> int:
+        """The number of steps over the data set, the last one of an epoch with fewer samples."""
+        return 0 if self.samples is None else ceil(ceil(self.samples / self.batch) * self.epochs)
+
+    @property
     def encoded_frames(self) -> int:
         """Frames of one sample, as the tower encodes them: `VisionSizes.temporal_patch` images each."""
         return -(-self.frames // self.model.vision.temporal_patch)
@@ -132,6 +141,11 @@ class Workload(Record):
     def local_frames(self) -> int:
         """Frames of all samples on the rank that has the most frames."""
         return -(-self.encoded_frames // self.gpus) * self.batch
+
+    @property
+    def tower_frames(self) -> int:
+        """Frames of all samples on a rank that the vision tower encodes at once."""
+        return min(self.local_frames, self.vision_chunk_size or self.local_frames)
 
     @property
     def features_bytes(self) -> int:
@@ -191,14 +205,15 @@ class Workload(Record):
         text, tokens = self.model.text, self.tokens + self.batch * -(-self.answer // self.text_ranks)
         return 2 * text.layers * tokens * text.kv_heads * text.head_dim * self.element
 
-    @property
-    def visible(self) -> float:
-        """Fraction of the visual keys that text attends to, on every rank.
+    def visible(self, part: str) -> float:
+        """Return the fraction of visible entries of each block of the attention of a part.
 
-        Empty tiles are projected and sent, but masked. Where text attends to earlier frames only, the placeholders of
-        the frames attend to half of them, and zigzag frames balance the load. A text shorter than the number of frames
-        does not count its placeholders.
+        A causal mask halves self-attention. In cross-attention, empty tiles are projected and sent, but masked. Where
+        text attends to earlier frames only, the placeholders of the frames attend to half of them, and zigzag frames
+        balance the load. A text shorter than the number of frames does not count its placeholders.
         """
+        if part == "self-attention":
+            return 0.5
         content = 1.0 if self.content_tiles is None else self.content_tiles / self.model.vision.tiles
         placeholders = self.frames if self.model.cross.earlier_frames and self.frames <= self.text else 0
         return content * (1 - placeholders / (2 * self.text))
@@ -229,15 +244,12 @@ class Workload(Record):
             direct_element=self.element,
         )
 
-    def call_options(self, part: str) -> dict[str, Any]:
-        """Return the arguments of `call_cost` besides the problem: a causal mask halves every block."""
-        if part == "self-attention":
-            return {"visible": 0.5, "visual": None, "overlap": self.overlap}
-        cross = self.model.cross
+    @property
+    def visual(self) -> VisualProjection:
+        """The projection of K and V of cross-attention."""
         options = {"recompute": self.recompute, "trained": self._tower_output_trained}
         options["weights_trained"] = self.lora_r is None
-        visual = VisualProjection(dim=cross.visual_dim, layers=cross.layers, **options)
-        return {"visible": self.visible, "visual": visual, "overlap": self.overlap}
+        return VisualProjection(dim=self.model.cross.visual_dim, layers=self.model.cross.layers, **options)
 
     @property
     def _tower_output_trained(self) -> bool:

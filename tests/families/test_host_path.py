@@ -19,7 +19,7 @@ from family_cases import BATCHES, CROSS_ATTENTION, FUSED, PADDED, QWENS
 from family_harness import build, check_exact, check_tokens, on_ranks, settings, slow_unless
 from mllm_seqpar import patch_model
 from mllm_seqpar._compat import cache_argument, cache_of
-from mllm_seqpar.attention import joint, keys
+from mllm_seqpar.attention import call_spec, joint
 from mllm_seqpar.models.cache import SequenceParallelCacheState
 from mllm_seqpar.models.mplug_owl3.hyper_attention import HyperAttention
 from mllm_seqpar.runtime import forward_state
@@ -98,7 +98,7 @@ def test_window_shorter_than_the_text_is_kept_on_one_process() -> None:
     ("family", "size"), slow_unless(lambda row: row[0] == "mplug_owl3", [(f, n) for f in BATCHES for n in (1, 2)])
 )
 def test_decoding_chooses_kernels_once_per_pass(family: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = counted(monkeypatch, keys, "choose_kernel")
+    calls = counted(monkeypatch, call_spec, "choose_kernel")
     case = replace(BATCHES[family], labels=None)
 
     def choices(count: int) -> int:
@@ -141,6 +141,17 @@ def test_hyper_layer_over_a_sharded_prompt_takes_one_exchange(
     layers = build("mplug_owl3", case)[0].config.num_hidden_layers
     assert exchanges(4) - exchanges(3) == 2 * layers  # one in each layer of each rank
     check_tokens("mplug_owl3", 2, case, {})
+
+
+@pytest.mark.slow
+def test_text_layers_of_one_process_compile_as_one_graph() -> None:
+    model, inputs = build("mplug_owl3", BATCHES["mplug_owl3"])
+    expected = model(**inputs).logits
+    patch_model(model)
+    for layer in model.language_model.model.layers:
+        if not isinstance(layer.self_attn, HyperAttention):
+            layer.compile(backend="eager", fullgraph=True)
+    torch.testing.assert_close(model(**inputs).logits, expected)
 
 
 QUESTIONS = 3
@@ -248,7 +259,7 @@ def calls_of(size: int, decodes: bool) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("size", "decodes", "a_pass", "a_layer"), [(1, False, 470, 75), (2, False, 1065, 133), (2, True, 230, 45)]
+    ("size", "decodes", "a_pass", "a_layer"), [(1, False, 455, 74), (2, False, 1055, 131), (2, True, 225, 43)]
 )
 def test_pass_takes_few_calls(size: int, decodes: bool, a_pass: int, a_layer: int) -> None:
     """The host must stay ahead of the device. Calls of the loopback transport do not count."""

@@ -80,7 +80,7 @@ def rows_of_pass(family: Family, inputs: ForwardInputs, state: ForwardState) -> 
     """
     text, mask, positions = state.text, inputs.attention_mask, inputs.positions
     assert text is not None
-    if not state.takes_mask:
+    if state.text_mask != "decoder":
         embeds = state.embedded(embeddings(family, inputs, lambda x: text.shard(x, 1)))
         return embeds, text.shard(positions, -1), dummy_mask(inputs.text)
     if mask is None and not inputs.detects_packing:  # a mask of ones keeps transformers from looking at positions

@@ -4,11 +4,11 @@ log, metrics, and previews of files."""
 import io
 import json
 import re
-import sys
+import socket
 import threading
 import time
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -209,6 +209,24 @@ def test_full_queue_refuses_and_a_client_that_leaves_ends_its_answer(service: Si
     assert len(worker.jobs) == 2
 
 
+def test_client_that_leaves_early_is_logged_as_such(service: SimpleNamespace) -> None:
+    service.worker.go.clear()
+    for stream in (False, True):
+        with pytest.raises(openai.APITimeoutError):
+            list(ask(service, stream=stream, timeout=0.5))
+    host, port = service.base.removeprefix("http://").split(":")
+    for path, kind in (("chat/completions", "application/json"), ("files", "multipart/form-data; boundary=x")):
+        head = f"POST /v1/{path} HTTP/1.1\r\nHost: {host}:{port}\r\nAuthorization: Bearer secret\r\n"
+        with socket.create_connection((host, int(port))) as connection:  # which closes before the body has arrived
+            connection.sendall(f"{head}Content-Type: {kind}\r\nContent-Length: 99\r\n\r\n--x".encode())
+            time.sleep(0.2)
+    deadline = time.monotonic() + 30
+    while len(service.log) < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(service.log) == 4
+    assert all(" status=499 " in line and "the client has closed the connection" in line for line in service.log)
+
+
 def test_shutting_down_refuses_and_ends_what_runs(service: SimpleNamespace) -> None:
     service.worker.go.clear()
     stream = iter(ask(service, stream=True))
@@ -293,27 +311,27 @@ def test_metrics_are_read_by_the_client_of_prometheus(service: SimpleNamespace) 
 
 
 def test_stored_bytes_are_counted_while_files_come_and_go(tmp_path: Path) -> None:
-    store, stop = MediaStore(tmp_path, max_bytes=10, max_total=10**9), threading.Event()
+    store = MediaStore(tmp_path, max_bytes=10, max_total=10**9)
 
-    def add(count: int) -> list[Any]:
-        return [store.add(io.BytesIO(b"x"), "a", "vision") for _ in range(count)]
+    def change() -> None:
+        store.delete(store.add(io.BytesIO(b"x"), "a", "vision").id)
+        store.add(io.BytesIO(b"x"), "a", "vision")
 
-    def churn() -> None:
-        while not stop.is_set():
-            for added in add(20):
-                store.delete(added.id)
+    class Counted(dict):
+        def values(self) -> Any:
+            for upload in super().values():
+                if not changes:
+                    changes.append(pool.submit(change))
+                    wait(changes, timeout=0.2)  # with the lock, the change begins when the bytes are counted
+                yield upload
 
-    add(500)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(churn)
-            counted = all(500 <= store.stored <= 520 for _ in range(5000))
-            stop.set()
-    finally:
-        sys.setswitchinterval(interval)
-    assert counted and store.stored == 500
+    changes: list[Future[None]] = []
+    change()
+    store._uploads = Counted(store._uploads)
+    with ThreadPoolExecutor(1) as pool:
+        counted = store.stored
+        changes[0].result()
+    assert counted == 1 and len(store.uploads()) == 2
 
 
 def preview(service: SimpleNamespace, path: str) -> Any:

@@ -15,15 +15,23 @@ import pytest
 
 from mllm_seqpar.inference.encoding import Interrupted
 from mllm_seqpar.inference.engine import Job
-from mllm_seqpar.serving.chat import Terminal, completions, history_file
+from mllm_seqpar.serving.chat import _NAMES, Terminal
 from mllm_seqpar.serving.jobs import Impossible
+from mllm_seqpar.serving.line_editing import completions, history_file
 
 SCRIPT = """
-from mllm_seqpar.serving.chat import edit_lines
-keep = edit_lines()
-for _ in range(2):
-    print("got " + repr(input("> ")), flush=True)
-    keep()
+import os
+from mllm_seqpar.serving.line_editing import edit_lines
+
+for _ in range(2):  # two chats, one after the other
+    if not os.fork():
+        keep = edit_lines(["/video"])
+        for _ in range(2):
+            print("got " + repr(input("> ")), flush=True)
+            keep()
+        break
+    os.wait()
+    print("ended", flush=True)
 """
 HANG = 120
 
@@ -49,7 +57,7 @@ def test_ctrl_c_drops_a_line_or_stops_an_answer_and_never_ends_the_chat(
         raise Impossible(Interrupted())
 
     sampling = SimpleNamespace(max_new_tokens=3)
-    args = SimpleNamespace(model="tiny", system=None, seed=0, sampling=lambda seed: sampling)
+    args = SimpleNamespace(model="tiny", system=None, seed=0, sampling=lambda: sampling)
     worker = SimpleNamespace(run=answer, engine=SimpleNamespace(comm=SimpleNamespace(size=1)))
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -70,13 +78,13 @@ def test_commands_and_paths_are_completed(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "my movies").mkdir()
     (tmp_path / "my movies" / "a[1].mp4").touch()
     (tmp_path / "my notes").touch()
-    assert completions("/v") == ["/video"] and "/evidence" in completions("/")
-    assert completions("What is") == completions("/nothing a") == []
+    assert completions("/v", _NAMES) == ["/video"] and "/evidence" in completions("/", _NAMES)
+    assert completions("What is", _NAMES) == completions("/nothing a", _NAMES) == []
     start = f"/video {tmp_path}/my"
-    assert completions(start) == [f"{start} movies/", f"{start} notes"]
-    assert completions(f"{start} movies/a[") == [f"{start} movies/a[1].mp4"]
+    assert completions(start, _NAMES) == [f"{start} movies/", f"{start} notes"]
+    assert completions(f"{start} movies/a[", _NAMES) == [f"{start} movies/a[1].mp4"]
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert completions("/video ~/my n") == ["/video ~/my notes"]
+    assert completions("/video ~/my n", _NAMES) == ["/video ~/my notes"]
 
 
 @pytest.mark.slow
@@ -85,24 +93,20 @@ def test_lines_are_kept_for_the_next_chat(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     (tmp_path / "movie.mp4").touch()
 
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(tmp_path)
+        os.execv(sys.executable, [sys.executable, "-c", SCRIPT])
+
     def chat(*lines: str) -> str:
-        """Type lines into a terminal, each after the prompt; return what it shows."""
-        child, terminal = pty.fork()
-        if child == 0:
-            os.chdir(tmp_path)
-            os.execv(sys.executable, [sys.executable, "-c", SCRIPT])
+        """Type lines into the terminal, each after the prompt; return what it shows until the chat has ended."""
         shown, deadline, left = "", time.monotonic() + HANG, list(lines)
-        while time.monotonic() < deadline:
+        while "ended" not in shown and time.monotonic() < deadline:
             if not select.select([terminal], [], [], 1)[0]:
                 continue
-            try:
-                shown += os.read(terminal, 4096).decode()
-            except OSError:  # the end
-                break
+            shown += os.read(terminal, 4096).decode()
             if left and shown.count("got ") == len(lines) - len(left) and "> " in shown.rpartition("got ")[2]:
                 os.write(terminal, left.pop(0).encode() + b"\n")
-        os.waitpid(child, 0)
-        os.close(terminal)
         return shown
 
     shown = chat("/vi\t mo\t", "first question")
@@ -113,3 +117,5 @@ def test_lines_are_kept_for_the_next_chat(tmp_path: Path, monkeypatch: pytest.Mo
     shown = chat("\x1b[A", "next question")  # the arrow up
     assert "got 'first question'" in shown, shown
     assert [line.strip() for line in history_file().read_text().splitlines()][1] == "first question"
+    os.waitpid(child, 0)
+    os.close(terminal)
