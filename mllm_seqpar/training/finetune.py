@@ -29,9 +29,8 @@ from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.feature_store import TowerStore, model_fingerprint
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.integrations.accelerate import reshard, send_buffers, shard_weights_by_fsdp2
-from mllm_seqpar.models.adapters import refuse_adapter
 from mllm_seqpar.models.hub import local_directory
-from mllm_seqpar.models.loading import load_processor, model_digest
+from mllm_seqpar.models.loading import load_processor, model_digest, refuse_adapter
 from mllm_seqpar.patching.registry import find_adapter
 
 from .arguments import FineTuneOptions, make_options, read_options
