@@ -1,7 +1,7 @@
 """Measure the memory of one training step per strategy, with K and V recomputed in backward and without.
 
     python scripts/bench/memory.py [--family mplug_owl3 open_flamingo idefics] [--ranks 1 2 4]
-        [--device cpu|cuda] [--scale 16] [--frames F --text L] [--repeats 4] [--out rows.csv]
+        [--device cpu|cuda] [--scale 16] [--frames F --text L] [--repeats 4] [--out rows.jsonl]
 
 The models are the real classes with every width divided by --scale (see `models`), in bfloat16, on real ranks. A
 step starts at the visual features. Bytes are those of the rank with the most. There are three kinds of rows:
