@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.families import family_specs
 
-from .records import Record, build, number, one_of, read_yaml
+from .descriptions import Description, number, one_of, read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerSizes(Record):
+class LayerSizes(Description):
     """Layers of one kind, with attention and an MLP.
 
     Attributes:
@@ -95,7 +95,7 @@ NO_CROSS_ATTENTION = CrossAttentionSizes(layers=0, heads=1, kv_heads=1, head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionSizes(Record):
+class VisionSizes(Description):
     """The vision tower.
 
     A frame is what it encodes at once without attending to anything else: `temporal_patch` images of a video.
@@ -143,7 +143,7 @@ class VisionSizes(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResamplerSizes(Record):
+class ResamplerSizes(Description):
     """A Perceiver: latents attend to a frame's patches and to themselves.
 
     `code` names the implementation. "flamingo" and "idefics" compute the same, but save different tensors for backward.
@@ -176,7 +176,7 @@ class LinearLayers(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSizes:
+class ModelSizes(Description):
     """A cross-attention MLLM, or a decoder-only one, without cross-attention layers.
 
     Attributes:
@@ -192,6 +192,13 @@ class ModelSizes:
     resampler: ResamplerSizes | None = None
     projector: tuple[int, ...] | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        channels = self.projector
+        sizes = isinstance(channels, tuple) and all(type(x) is int and x > 0 for x in channels)
+        if channels is not None and not (sizes and len(channels) in (2, 3)):
+            raise ConfigError(f"projector is {channels!r}; expected [in, out] or [in, inner, out] channels")
+
     @property
     def decoder_only(self) -> bool:
         """Whether the visual tokens are tokens of the text."""
@@ -206,8 +213,6 @@ class ModelSizes:
             raise ConfigError(
                 f"frame_tokens: a frame of {self.name} always has {self.vision.keys} visual tokens; leave it out"
             )
-        if type(count) is not int or count < 1:
-            raise ConfigError(f"frame_tokens: {count!r} is not a number of visual tokens; pass 1 or more")
         tokens = count * self.vision.tokens // self.vision.keys
         return replace(self, vision=replace(self.vision, tokens=tokens, keys=count))
 
@@ -254,21 +259,7 @@ def read_model(path: str | Path) -> ModelSizes:
     path = Path(path)
     if path.is_dir() or path.suffix == ".json":
         return _read_hf_config(path)
-    sections, origin = read_yaml(path, "model"), str(path)
-    kinds = {"text": TextSizes, "cross": CrossAttentionSizes, "vision": VisionSizes, "resampler": ResamplerSizes}
-    for name, cls in kinds.items():
-        if name not in sections or (name == "resampler" and sections[name] is None):
-            continue
-        if not isinstance(sections[name], dict):
-            raise ConfigError(f"{origin}: {name} is {sections[name]!r}; expected fields, `name: value`")
-        sections[name] = build(cls, sections[name], f"{origin}, {name}")
-    projector = sections.get("projector")
-    if projector is not None:
-        valid = isinstance(projector, list) and all(type(x) is int and x > 0 for x in projector)
-        if not valid or len(projector) not in (2, 3):
-            raise ConfigError(f"{origin}: projector is {projector!r}; expected [in, out] or [in, inner, out] channels")
-        sections["projector"] = tuple(projector)
-    return build(ModelSizes, sections, origin)
+    return ModelSizes.build(read_yaml(path, "model"), str(path))
 
 
 def _read_hf_config(path: Path) -> ModelSizes:
@@ -285,7 +276,12 @@ def _read_hf_config(path: Path) -> ModelSizes:
     except ValueError as error:
         raise ConfigError(f"model: {file} is not JSON: {error}") from error
     model_type = config.get("model_type") if isinstance(config, dict) else None
-    families = _families_with_sizes(model_type)
+    families: list[Any] = list(family_specs())
+    if not any(model_type in family.model_types for family in families):
+        from mllm_seqpar.patching.registry import external_adapters  # classes, whose modules import torch
+
+        others = external_adapters().values()
+        families += [x for x in others if getattr(x, "model_types", ()) and getattr(x, "model_sizes", None)]
     family = next((family for family in families if model_type in family.model_types), None)
     if family is None:
         known = ", ".join(sorted({name for family in families for name in family.model_types}))
@@ -297,17 +293,3 @@ def _read_hf_config(path: Path) -> ModelSizes:
         raise ConfigError(f"model: {file} lacks {error}, which a {model_type} model needs") from error
     except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ConfigError(f"model: {file} has values that a {model_type} model cannot have: {error}") from error
-
-
-def _families_with_sizes(model_type: Any) -> list[Any]:
-    """Return the families of this package, and the external ones if none of those has this `model_type`.
-
-    An external family is a class, whose module imports torch.
-    """
-    specs: list[Any] = list(family_specs())
-    if any(model_type in spec.model_types for spec in specs):
-        return specs
-    from mllm_seqpar.patching.registry import external_adapters
-
-    external = external_adapters().values()
-    return [*specs, *(x for x in external if getattr(x, "model_types", ()) and getattr(x, "model_sizes", None))]

@@ -40,9 +40,9 @@ from torch import Tensor
 from mllm_seqpar import FrameShard, frame_range, patch_model, unpatch_model
 from mllm_seqpar.comm import Communicator, as_communicator
 from mllm_seqpar.planner.call_cost import ParallelSpec
+from mllm_seqpar.planner.descriptions import CONFIGS
 from mllm_seqpar.planner.memory import memory_after_tower
 from mllm_seqpar.planner.model_sizes import read_model
-from mllm_seqpar.planner.records import CONFIGS
 from mllm_seqpar.planner.workload import Workload
 from mllm_seqpar.runtime import visual_features
 from mllm_seqpar.schedules.mesh_shapes import STRATEGIES

@@ -25,8 +25,8 @@ import numpy as np
 import report
 
 from mllm_seqpar.planner import Cluster, ParallelSpec, call_cost, read_cluster
+from mllm_seqpar.planner.descriptions import CONFIGS
 from mllm_seqpar.planner.model_sizes import ModelSizes, read_model
-from mllm_seqpar.planner.records import CONFIGS
 from mllm_seqpar.schedules.bytes_sent import Problem, expanded
 
 TABLES = Path(__file__).parent / "paper"

@@ -38,7 +38,7 @@ THIRD_PARTY = {
         "huggingface_hub",
     },
     "data": {"numpy", "PIL", "safetensors", "av", "tokenizers", "transformers", "filelock", "pyarrow"},
-    "planner": {"yaml", "matplotlib"},
+    "planner": {"yaml"},
     "cli": {"matplotlib", "safetensors", "tqdm", "transformers", "yaml"},
     "inference": {"lmms_eval", "transformers"},
     "serving": {
