@@ -23,8 +23,8 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from mllm_seqpar._compat import cache_name, cache_of
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.data.chat_family import VIDEO_MARK, ChatText, FeatureFrames, chat_family
-from mllm_seqpar.data.sources import FrameSource
+from mllm_seqpar.data.chat_family import VIDEO_MARK, ChatText, chat_family
+from mllm_seqpar.data.sources import FeatureFrames, FrameSource
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.sharding import FrameShard
