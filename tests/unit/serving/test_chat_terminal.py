@@ -4,6 +4,7 @@ import os
 import pty
 import select
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from launch import PYTHON
 from mllm_seqpar.inference.encoding import Interrupted
 from mllm_seqpar.inference.engine import Job
 from mllm_seqpar.serving.chat import _NAMES, Terminal
@@ -96,7 +96,7 @@ def test_lines_are_kept_for_the_next_chat(tmp_path: Path, monkeypatch: pytest.Mo
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(tmp_path)
-        os.execv(PYTHON[0], [*PYTHON, "-c", SCRIPT])
+        os.execv(sys.executable, [sys.executable, "-c", SCRIPT])
 
     def chat(*lines: str) -> str:
         """Type lines into the terminal, each after the prompt; return what it shows until the chat has ended."""
