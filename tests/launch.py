@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
+PYTHON = [sys.executable, str(ROOT / "tests" / "rare_collections.py")]
+"""Runs a module, code or a script, as `python` does, in two thirds of the time."""
 HANG = 400.0
 """Seconds after which a launch counts as hanging; long, because the machine may be busy."""
 
@@ -45,7 +47,7 @@ def launch(
     Raises:
         LaunchHang: if the processes did not end within `timeout` seconds; they are killed.
     """
-    command = [*_launcher(world, config), str(ROOT / script), *map(str, arguments)]
+    command = [*_launcher(world, config), PYTHON[1], str(ROOT / script), *map(str, arguments)]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(env or {})}
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     process = subprocess.Popen(command, cwd=ROOT, env=variables, text=True, errors="replace", **pipes)
@@ -63,9 +65,9 @@ def launch(
 
 def _launcher(world: int, config: str | Path | None) -> list[str]:
     if config is None:
-        return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+        return [*PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
     options = [f"--config_file={ROOT / config}", f"--num_processes={world}", "--main_process_port=0"]
-    return [sys.executable, "-m", "accelerate.commands.launch", *options]
+    return [*PYTHON, "-m", "accelerate.commands.launch", *options]
 
 
 def _kill_tree(pid: int) -> None:

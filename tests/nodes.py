@@ -6,7 +6,6 @@ Each node runs a launcher, as on a cluster, and the launcher starts the node's r
 
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import namespaces
-from launch import HANG, ROOT, Launched, LaunchHang
+from launch import HANG, PYTHON, ROOT, Launched, LaunchHang
 
 RANKS = 2
 """Ranks per node under accelerate."""
@@ -34,16 +33,18 @@ class TwoNodes:
 
     def accelerate(self, config: str, script: str | Path, *arguments: object, **options) -> list[Launched]:
         """Run `accelerate launch` with a configuration of two machines on both nodes; see `run`."""
-        common = [sys.executable, "-m", "accelerate.commands.launch", f"--config_file={ROOT / config}"]
+        common = [*PYTHON, "-m", "accelerate.commands.launch", f"--config_file={ROOT / config}"]
         common += ["--num_machines=2", f"--num_processes={2 * RANKS}", "--main_process_ip", namespaces.address(0)]
         common += ["--main_process_port", PORT, "--machine_rank"]
-        return self.run(lambda node: [*common, str(node), str(ROOT / script), *map(str, arguments)], **options)
+        program = [PYTHON[1], str(ROOT / script), *map(str, arguments)]
+        return self.run(lambda node: [*common, str(node), *program], **options)
 
     def torchrun(self, script: str | Path, *arguments: object, **options) -> list[Launched]:
         """Run `torchrun` on both nodes, with one rank per node; see `run`."""
-        common = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+        common = [*PYTHON, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
         common += ["--master-addr", namespaces.address(0), "--master-port", PORT, "--node-rank"]
-        return self.run(lambda node: [*common, str(node), str(ROOT / script), *map(str, arguments)], **options)
+        program = [PYTHON[1], str(ROOT / script), *map(str, arguments)]
+        return self.run(lambda node: [*common, str(node), *program], **options)
 
     def run(
         self,

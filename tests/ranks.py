@@ -32,7 +32,7 @@ from unittest import mock
 from ranks_worker import Failure, load, save, work
 
 MAX_WORKERS = 8
-PRELOADED = ["ranks_worker", "family_cases", "accelerate", "torch.distributed.fsdp"]
+PRELOADED = ["no_collections", "ranks_worker", "family_cases", "accelerate", "torch.distributed.fsdp"]
 PRELOADED += ["mllm_seqpar.training.finetune", "transformers.trainer", "matplotlib.figure"]
 """What the server of the workers imports, once for all of them."""
 GRACE = 10.0

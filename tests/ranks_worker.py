@@ -53,6 +53,7 @@ def work(pipe: Connection, stacks: str) -> None:
     """Run cases until the other end of the pipe closes."""
     torch.set_num_threads(1)
     gc.freeze()  # the modules that the fork server has imported stay
+    gc.enable()
     imported = len(sys.modules)
     with open(stacks, "w") as file, packages_read_once():
         faulthandler.enable(file)  # for a crash inside an operator, such as SIGFPE

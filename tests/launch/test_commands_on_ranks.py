@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch import HANG, ROOT, Launched
+from launch import HANG, PYTHON, ROOT, Launched
 
 pytestmark = [pytest.mark.launch, pytest.mark.slow]
 
@@ -33,7 +33,7 @@ def main(argv):
 
 def run(code: str, *argv: object, **variables: str) -> Launched:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, "-c", code, *map(str, argv)]
+    command = [*PYTHON, "-c", code, *map(str, argv)]
     options = {"env": environment, "stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(command, cwd=ROOT, text=True, timeout=HANG, **options)
     return Launched(done.returncode, done.stdout)

@@ -1,11 +1,10 @@
 """Layer: real launch. What launched programs do when they hang, and when a rank fails."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from launch import LaunchHang, launch
+from launch import PYTHON, LaunchHang, launch
 from mllm_seqpar.training.checkpoints import last_checkpoint
 from mllm_seqpar.training.finetune import fine_tune
 from training_logs import assert_same_trajectory, log_of
@@ -17,7 +16,7 @@ CONFIG = "configs/fsdp2_cpu_2.yaml"
 def test_a_hang_shows_the_output_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "script.py"
     script.write_text("import time; print('about to hang'); time.sleep(600)")
-    monkeypatch.setattr("launch._launcher", lambda *_: [sys.executable])
+    monkeypatch.setattr("launch._launcher", lambda *_: PYTHON[:1])
     with pytest.raises(LaunchHang, match=r"did not end within 1 s; it wrote:\n(.*\n)*about to hang"):
         launch(1, script, timeout=1)
 

@@ -3,13 +3,13 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
 from family_directories import MAKERS
+from launch import PYTHON
 from mllm_seqpar.models.auto_classes import CODE_MODULE
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration
 from tiny_models.mplug_owl3 import tiny_config
@@ -58,7 +58,7 @@ def folders(inference_files: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.mark.slow
 def test_new_process_loads_a_directory_by_auto_classes_alone(folders: dict[str, Path], tmp_path: Path) -> None:
-    command = [sys.executable, "-c", LOAD, *map(str, folders.values())]
+    command = [*PYTHON, "-c", LOAD, *map(str, folders.values())]
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, text=True, capture_output=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

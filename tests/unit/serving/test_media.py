@@ -7,7 +7,6 @@ import shutil
 import socket
 import ssl
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ pytest.importorskip("fastapi", reason="fastapi is not installed (extra serve)")
 
 from PIL import Image
 
+from launch import PYTHON
 from mllm_seqpar.data import FrameChoice, downloads
 from mllm_seqpar.serving.media import MediaStore, upload_folder
 from mllm_seqpar.serving.protocol import ApiError, FilePart, VideoPart
@@ -273,7 +273,7 @@ with upload_folder(sys.argv[1]) as folder:
 
 
 def test_leftovers_of_a_killed_server_are_removed_and_a_living_one_keeps_its_files(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SERVERS, str(tmp_path)]
+    command = [*PYTHON, "-c", SERVERS, str(tmp_path)]
     living = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert living.stdout is not None
     folders = {int(pid): Path(path) for pid, path in (living.stdout.readline().split() for _ in range(2))}

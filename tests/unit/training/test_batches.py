@@ -3,7 +3,6 @@
 import json
 import logging
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -15,6 +14,7 @@ import av
 import pytest
 import torch
 
+from launch import PYTHON
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.comm.agreement import attempt
 from mllm_seqpar.comm.base import Subgroup
@@ -209,7 +209,7 @@ train()
 
 
 def test_a_program_with_an_error_that_nothing_catches_ends_while_batches_wait_for_the_limit() -> None:
-    ended = subprocess.run([sys.executable, "-c", UNCAUGHT], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([*PYTHON, "-c", UNCAUGHT], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1 and ended.stderr.endswith("RuntimeError: out of memory\n")
 
 
