@@ -12,7 +12,6 @@ import functools
 import importlib
 import inspect
 import re
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -303,11 +302,6 @@ def may_repeat(option: argparse.Action) -> bool:
 def turns_off(option: argparse.Action) -> bool:
     """Return whether an option stores False."""
     return isinstance(option, argparse._StoreFalseAction)
-
-
-def call_before_threads_are_joined(function: Callable[[], object]) -> None:
-    """Call `function` when the program ends, before Python joins the threads of pools; `atexit` is later."""
-    threading._register_atexit(function)  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from mllm_seqpar.data.chat_family import (
     VIDEO_MARK,
     ChatFamily,
     ChatText,
-    FeatureFrames,
     ImageTokenFamily,
     Messages,
     answer_spans,
@@ -12,7 +11,7 @@ from mllm_seqpar.data.chat_family import (
     known_processors,
     tokenize,
 )
-from mllm_seqpar.data.chat_format import media_of, media_parts
+from mllm_seqpar.data.formats import media_of, media_parts
 from mllm_seqpar.data.images import to_pil_images
 from mllm_seqpar.data.reader import check_range
-from mllm_seqpar.data.sources import FrameSource, ImageListSource, ImageTensorSource
+from mllm_seqpar.data.sources import FeatureFrames, FrameSource, ImageListSource, ImageTensorSource

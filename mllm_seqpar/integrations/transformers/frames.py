@@ -245,10 +245,10 @@ class AttendedFrames(PassFrames):
             self.source = visual
             return
         cache = VisualKVCache(inputs.total_frames, visual.units, visual.tokens_per_unit, visual)
-        state.store_frames(cache, self.media_position, inputs.batch)
-        state.frame_fingerprints = {fingerprint_of(features)}
+        fingerprints = {fingerprint_of(features)}
         if inputs.frames is not None:
-            state.frame_fingerprints.add(self._fingerprint(inputs.frames))
+            fingerprints.add(self._fingerprint(inputs.frames))
+        state.store_frames(cache, self.media_position, inputs.batch, fingerprints)
 
     def _fingerprint(self, frames: Tensor) -> tuple[int, ...]:
         return fingerprint_of(frames, self.inputs.on_host("sample of frames"))

@@ -22,14 +22,20 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers.cache_utils import DynamicCache
 
-from mllm_seqpar.models.cache import SequenceParallelCacheState, attach, cache_state_of
+from mllm_seqpar.models.cache import (
+    SequenceParallelCacheState,
+    attach,
+    begin_prompt,
+    cache_state_of,
+    shard_cached_text,
+    supports_sharded_text,
+)
 from mllm_seqpar.runtime.attention_record import AnyRecorder
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.fsdp_units import call_within
 from mllm_seqpar.runtime.star import block_length
 from mllm_seqpar.runtime.text import TextShards, select_logit_rows
 
-from .cache import begin_prompt, shard_cached_text, supports_sharded_text
 from .checks import check_arguments, check_star, require_same_pass
 from .data_parallel import with_accumulated_gradients
 from .frames import PassFrames, log_shard_sizes
