@@ -77,7 +77,9 @@ def test_transfer_waits_until_both_ends_have_posted_it() -> None:
 
 def test_latency_and_overhead_precede_the_first_byte() -> None:
     slow = with_(node_latency_s=0.25, step_overhead_s=0.5)
-    assert ends(simulate(ring(4, 1000 * MB, 1.0), 4, slow)) == pytest.approx((1.75,) * 4)
+    found = simulate(ring(4, 1000 * MB, 1.0), 4, slow)
+    assert ends(found) == pytest.approx((1.75,) * 4)
+    assert ("transfer", 0.5, 1.75) in found[0].spans  # posted after the overhead; the latency is a part of it
     assert ends(simulate(ring(4, 1000 * MB, 9.0), 4, slow)) == pytest.approx((9.5,) * 4)
     # an empty transfer takes no time
     assert ends(simulate(ring(4, 0, 1.0), 4, with_(node_latency_s=5.0))) == pytest.approx((1.0,) * 4)
