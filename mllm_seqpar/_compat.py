@@ -1,7 +1,7 @@
 """Every dependence on the version of another package, with its reason and the condition for its removal.
 
 No other module compares version numbers. Private names imported from other packages are used only here and in the
-modules of `INTERNALS`; a test enforces this. It does not see private methods of objects: `generation`, `data_parallel`
+modules of `INTERNALS`; a test enforces this. It does not see private methods of objects: `generation`, `tower`
 and the family of Qwen-VL replace or read a few of transformers' `generate` and of DDP. `patch_model` checks the oldest
 supported versions, so that an old installation gives one clear error and not an AttributeError deep inside a forward
 pass.
@@ -226,10 +226,10 @@ def takes_cache(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def drops_cache(module: Any) -> bool:
-    """Return whether a module with an attribute `gradient_checkpointing` runs its layers without the cache."""
+    """Return whether a module runs its layers without the cache, because it checkpoints them."""
     import torch
 
-    checkpoints = module.training and module.gradient_checkpointing
+    checkpoints = module.training and getattr(module, "gradient_checkpointing", False)
     return bool(checkpoints) and (torch.is_grad_enabled() or CACHE_DROPPED_WITHOUT_GRADIENTS.applies())
 
 

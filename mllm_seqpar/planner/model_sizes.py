@@ -10,6 +10,7 @@ same, because what they save for backward is not negligible (see `memory`).
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.families import family_specs
+from mllm_seqpar.families import built_in_sizes
 
 from .records import Record, build, number, one_of, read_yaml
 
@@ -275,7 +276,7 @@ def _read_hf_config(path: Path) -> ModelSizes:
     """Return the sizes of a model directory, or of its `config.json`; raise ConfigError if they cannot be read.
 
     The file is read as JSON, so that planning needs no model library. Each family translates its own configuration, by
-    `Family.model_sizes`.
+    `Family.sizes`.
     """
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -285,13 +286,12 @@ def _read_hf_config(path: Path) -> ModelSizes:
     except ValueError as error:
         raise ConfigError(f"model: {file} is not JSON: {error}") from error
     model_type = config.get("model_type") if isinstance(config, dict) else None
-    families = _families_with_sizes(model_type)
-    family = next((family for family in families if model_type in family.model_types), None)
-    if family is None:
-        known = ", ".join(sorted({name for family in families for name in family.model_types}))
+    families = _sizes_by_model_type(model_type)
+    if model_type not in families:
+        known = ", ".join(sorted(families))
         raise ConfigError(f"model: {file} has model_type {model_type!r}; known model types: {known}")
     try:
-        sizes: ModelSizes = family.model_sizes(config, file.resolve().parent.name)
+        sizes: ModelSizes = families[model_type](config, file.resolve().parent.name)
         return sizes
     except KeyError as error:
         raise ConfigError(f"model: {file} lacks {error}, which a {model_type} model needs") from error
@@ -299,15 +299,16 @@ def _read_hf_config(path: Path) -> ModelSizes:
         raise ConfigError(f"model: {file} has values that a {model_type} model cannot have: {error}") from error
 
 
-def _families_with_sizes(model_type: Any) -> list[Any]:
-    """Return the families of this package, and the external ones if none of those has this `model_type`.
+def _sizes_by_model_type(model_type: Any) -> Mapping[Any, Callable[[dict[str, Any], str], Any]]:
+    """Return `Family.sizes` of this package, and of external families if those do not have this `model_type`.
 
     An external family is a class, whose module imports torch.
     """
-    specs: list[Any] = list(family_specs())
-    if any(model_type in spec.model_types for spec in specs):
-        return specs
+    found = built_in_sizes()
+    if model_type in found:
+        return found
     from mllm_seqpar.patching.registry import external_adapters
 
-    external = external_adapters().values()
-    return [*specs, *(x for x in external if getattr(x, "model_types", ()) and getattr(x, "model_sizes", None))]
+    for adapter in external_adapters().values():
+        found = {**getattr(adapter, "sizes", {}), **found}
+    return found
