@@ -7,8 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from mllm_seqpar import __version__
-from mllm_seqpar.cli.commands import COMMANDS, load_entry
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.cli.commands import BAD_INPUT, COMMANDS, load_entry, run_alone
 
 HELP = """\
 usage: mllm-seqpar [--version] [--help] COMMAND [options]
@@ -44,17 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = COMMANDS.get(name.replace("_", "-"))
     if command is None:
         sys.stderr.write(f"error: {name!r} is not a command{_nearest(name)}; mllm-seqpar --help lists them\n")
-        return 2
+        return BAD_INPUT
     if command.check is not None and "RANK" not in os.environ:  # ranks of a launcher report together
-        try:
-            load_entry(command.check)(rest)
-        except ConfigError as error:
-            sys.stderr.write(f"error: {error}\n")
-            return 2
+        if status := run_alone(load_entry(command.check), rest):
+            return status
     if command.ranks == "here":
         return int(load_entry("mllm_seqpar.cli.launch:start_ranks_if_asked")(command.entry, rest))
-    run = "run_alone" if command.ranks == "none" else "run"
-    return int(load_entry(f"mllm_seqpar.cli.program_exit:{run}")(load_entry(command.entry), rest))
+    if command.ranks == "none":
+        return run_alone(load_entry(command.entry), rest)
+    return int(load_entry("mllm_seqpar.cli.program_exit:run")(load_entry(command.entry), rest))
 
 
 def _nearest(name: str) -> str:

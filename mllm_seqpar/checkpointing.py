@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,26 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from mllm_seqpar.attention.keys import AutocastState
 from mllm_seqpar.errors import ConfigError, ShapeError
+
+
+@dataclass(frozen=True)
+class AutocastState:
+    """The autocast mode of the forward pass, for recomputation in backward."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def current(cls, device_type: str) -> AutocastState:
+        return cls(device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+
+    def again(self) -> AbstractContextManager[object]:
+        """Return a context manager that restores this mode."""
+        if not self.enabled and not torch.is_autocast_enabled(self.device_type):
+            return nullcontext()  # most passes; a context manager of autocast takes as long as a small projection
+        return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
 
 
 @dataclass(frozen=True)

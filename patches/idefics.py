@@ -288,7 +288,7 @@ class IdeficsFamily(Family[_IdeficsInputs]):
         beams = max(1, prompt_batch * images // inputs.total_frames)
         rows = torch.arange(inputs.batch)
         if inputs.batch != prompt_batch or not torch.equal(inputs.prompt_rows // beams, rows // beams):
-            cache_state.visual = None
+            cache_state.drop_frames()
 
     def visibility(self, inputs: _IdeficsInputs, units: int, tokens: int, media_position: int) -> FrameMask:
         visible = inputs.on_host("image_attention_mask")

@@ -36,7 +36,6 @@ from mllm_seqpar.adapting import (
     SeqParContext,
     SequenceParallelCacheState,
     ShapeError,
-    VisualKVCache,
     as_compared_tensors,
     check_range,
     copy_to_device,
@@ -49,7 +48,7 @@ from mllm_seqpar.adapting import (
 )
 from mllm_seqpar.models.mplug_owl3.hyper_attention import HyperAttention
 from mllm_seqpar.models.mplug_owl3.media import MediaLayout, check_layout
-from mllm_seqpar.models.mplug_owl3.visual_inputs import continued_visual_cache
+from mllm_seqpar.models.mplug_owl3.visual_inputs import crop_frames
 
 _ENDS = ("<|im_end|>", "<|endoftext|>")
 
@@ -339,32 +338,11 @@ class MPlugOwl3Family(Family[Any]):
             )
 
     def continue_cache(self, inputs: ForwardInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
-        """Read the native `VisualCache`, which both models use; refuse K and V of the native model on several ranks."""
-        native = continued_visual_cache(cache, inputs.past_length)
-        if native is None:
-            if cache_state.visual is not None and cache_state.visual.total_frames:
-                cache_state.visual = None  # the text of these frames was cropped
-            return
-        if native.patched is None and self.context.comm.size > 1:
-            raise ConfigError(
-                "the cache holds K and V of frames that the unpatched model computed, all of them on this rank; "
-                "continue it with the unpatched model, or begin with a new cache"
-            )
-        if native.patched is None:
-            frames, tokens = native.layout.total_frames, native.tokens_per_frame
-            native.patched = VisualKVCache.given(native.states, frames, tokens)
-        native.layout = native.layout.to("cpu")
-        cache_state.visual, cache_state.media_position = native.patched, (native.layout, native.row_offset)
-        cache_state.rows, cache_state.frame_fingerprints = native.rows, native.frame_fingerprints
-
-    def mark_cache(self, cache: Any, cache_state: SequenceParallelCacheState) -> None:
-        """Store the frames as the native model does, which also reads them in `generate`."""
-        visual = cache_state.visual
-        if visual is None or not visual.total_frames:
-            return
-        native = self.model.new_visual_cache(*cache_state.media_position, visual.tokens_per_unit, cache)
-        native.patched, native.states = visual, visual.states
-        native.frame_fingerprints, native.is_complete = cache_state.frame_fingerprints, self.context.comm.size == 1
+        """Remove the frames whose text was cropped from the cache, as the native model does."""
+        crop_frames(cache_state, inputs.past_length, inclusive=self.model.config.gate is None)
+        if cache_state.frames is not None:
+            layout, row_offset = cache_state.media_position  # the native model leaves it on its device
+            cache_state.media_position = layout.to("cpu"), row_offset
 
     def inputs(
         self,

@@ -2,28 +2,27 @@
 fast there.
 
     python scripts/gpu_check.py [--json rows.jsonl]
-    torchrun --standalone --nproc-per-node N scripts/gpu_check.py --ranks [--json rows.jsonl]
+    python scripts/gpu_check.py --ranks N [--json rows.jsonl]
     python scripts/gpu_check.py --device cpu        # a rehearsal: the same checks with tiny sizes, without a GPU
 
 With one GPU the checks are: every CUDA kernel in bf16, fp16 and float32 against float64, and its speed against
 `scaled_dot_product_attention`; the kernel that "auto" takes; host synchronisations; every distributed algorithm with
 all ranks in one process; memory with and without recomputation; a training step of an mPLUG-Owl3 with the real width.
 
-With --ranks, on N GPUs of one node over NCCL (on the CPU: over gloo): every distributed algorithm against float64; the
+With --ranks, on N GPUs of this node over NCCL (on the CPU: over gloo): every distributed algorithm against float64; the
 times with and without overlap, and how much of the transfers the attention kernels hide; two steps under FSDP2 against
 one device, also with accelerate's `prepare`, bf16 and gradient checkpointing, and of two groups with a batch each;
 reserved memory, streams and host synchronisations; the end of all ranks after one was killed.
 
 Each part runs in processes of its own with a time limit, so a kernel that crashes, hangs or fails becomes a row of the
-table and the other parts still run. The exit status is 1 if a row failed, and 2 if the launch cannot be checked.
-Without a GPU the script says so and exits with 0.
+table and the other parts still run. The exit status is 1 if a row failed. Without a GPU the script says so and exits
+with 0.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import signal
 import sys
 import tempfile
@@ -37,7 +36,8 @@ import torch
 sys.path += [str(Path(__file__).parent / "bench"), str(Path(__file__).parent / "lib")]
 
 from gpu_checks.common import Row, read, table, write
-from rank_processes import Ended, run_ranks
+from gpu_checks.processes import Ended, run_ranks
+from harness import print_environment
 
 from mllm_seqpar.cli import program_exit
 from mllm_seqpar.cli.launch import launched_ranks
@@ -86,31 +86,27 @@ def main() -> int:
     """Run all parts, or the one that was asked for in a child process; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: a rehearsal with tiny sizes")
-    parser.add_argument("--ranks", action="store_true", help="check all ranks that torchrun started on this node")
+    parser.add_argument("--ranks", type=int, default=0, metavar="N", help="check N ranks, each with a GPU of this node")
     parser.add_argument("--parts", nargs="+", choices=[*PARTS, *RANKS_PARTS], help="only these parts")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.ranks and not args.part and os.environ.get("LOCAL_RANK", "0") != "0":
-        return 0  # local rank 0 starts all processes of each part itself, so that no part can break the next one
     if args.device == "cuda" and not torch.cuda.is_available():
         print("gpu_check: no CUDA GPU here, nothing was checked")
         return 0
-    if args.part and args.ranks:
+    if args.part in RANKS_PARTS:
         program_exit.run(lambda argv: run_part_on_ranks(args.part, args.device, args.json), [])
         return 0
     if args.part:
         for row in run_part(args.part, args.device):
             write(args.json, row)
         return 0
-    problem = refusal(args.device, torch.cuda.device_count()) if args.ranks else None
-    if problem:
-        print(f"gpu_check: {problem}")
-        return 2
-    from harness import print_environment
-
+    if args.ranks == 1 or args.ranks < 0:
+        parser.error(f"--ranks {args.ranks}: expected 2 or more")
+    if args.device == "cuda" and args.ranks > torch.cuda.device_count():
+        parser.error(f"--ranks {args.ranks}: this node has {torch.cuda.device_count()} GPUs; use one rank for each GPU")
     print_environment(args.device)
-    rows = run_all(args.device, args.parts, int(os.environ["LOCAL_WORLD_SIZE"]) if args.ranks else 0)
+    rows = run_all(args.device, args.parts, args.ranks)
     print(table(rows))
     if args.json:
         args.json.unlink(missing_ok=True)
@@ -119,27 +115,10 @@ def main() -> int:
     return 1 if any(row.ok is False for row in rows) else 0
 
 
-def refusal(device: str, gpus: int) -> str | None:
-    """Return why this launch cannot check several ranks, or None."""
-    world, local = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    if world < 2:
-        return "--ranks checks 2 or more ranks; start it with torchrun --nproc-per-node N scripts/gpu_check.py --ranks"
-    if world != local:
-        return (
-            f"--ranks checks the {local} ranks of one node, and {world} ranks were started on several nodes; start it "
-            "on each node separately, with torchrun --standalone"
-        )
-    if device == "cuda" and gpus < local:
-        return f"{local} ranks were started and this node has {gpus} GPUs; start one rank for each GPU"
-    return None
-
-
 def run_all(device: str, only: Sequence[str] | None = None, ranks: int = 0) -> list[Row]:
     """Run every part, or those of --ranks (or of `only`), in processes of their own, and return the rows."""
     rows: list[Row] = []
     start = time.monotonic()
-    if ranks:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # torchrun's; the ranks of the current part then end
     for name, part in (RANKS_PARTS if ranks else PARTS).items():
         if only and name not in only:
             continue
@@ -160,7 +139,7 @@ def run_child(part: str, device: str, limit_s: float, ranks: int = 0) -> list[Ro
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.jsonl"
         command = [sys.executable, __file__, "--device", device, "--part", part, "--json", str(path)]
-        commands = [command + ["--ranks"] * bool(ranks)] * max(1, ranks)
+        commands = [command] * max(1, ranks)
         if part == "ranks_lost":  # here the ranks must fail, and without help
             return lost_rank_rows(run_ranks(commands, limit_s=limit_s, grace_s=limit_s), device)
         ended = run_ranks(commands, limit_s=limit_s, grace_s=GRACE_S)

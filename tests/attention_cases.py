@@ -19,8 +19,9 @@ from torch import Tensor
 
 from dense_attention import dense_attention, squared_terms
 from mllm_seqpar.attention import lv_xattn, mesh_attention, ring_attention, ulysses_attention
+from mllm_seqpar.attention.call_spec import AccumulateDtype, accumulation, call_spec_for, problem_of
 from mllm_seqpar.attention.joint import attend
-from mllm_seqpar.attention.keys import AccumulateDtype, GivenKeys, accumulation, call_spec_for, problem_of
+from mllm_seqpar.attention.keys import GivenKeys
 from mllm_seqpar.comm import Communicator, as_communicator
 from mllm_seqpar.masks import BlockMasks, CausalBlockMasks, FrameMask, FullBlockMasks
 from mllm_seqpar.schedules.bytes_sent import Problem, lv_xattn_bytes, mesh_bytes, ring_bytes, ulysses_bytes

@@ -4,7 +4,6 @@ Each node runs a launcher, as on a cluster, and the launcher starts the node's r
 `unshare`.
 """
 
-import importlib
 import os
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import namespaces
 from launch import HANG, ROOT, Launched, LaunchHang
 
 RANKS = 2
@@ -28,21 +28,21 @@ PORT = "29500"
 class TwoNodes:
     """Launchers on two nodes; each call is one run on both."""
 
-    def __init__(self, module, names: Sequence[str]) -> None:
-        self.module = module
-        self.names = names
+    def __init__(self, links: namespaces.Network) -> None:
+        self.links = links
+        self.names = links.names
 
     def accelerate(self, config: str, script: str | Path, *arguments: object, **options) -> list[Launched]:
         """Run `accelerate launch` with a configuration of two machines on both nodes; see `run`."""
         common = [sys.executable, "-m", "accelerate.commands.launch", f"--config_file={ROOT / config}"]
-        common += ["--num_machines=2", f"--num_processes={2 * RANKS}", "--main_process_ip", self.module.address(0)]
+        common += ["--num_machines=2", f"--num_processes={2 * RANKS}", "--main_process_ip", namespaces.address(0)]
         common += ["--main_process_port", PORT, "--machine_rank"]
         return self.run(lambda node: [*common, str(node), str(ROOT / script), *map(str, arguments)], **options)
 
     def torchrun(self, script: str | Path, *arguments: object, **options) -> list[Launched]:
         """Run `torchrun` on both nodes, with one rank per node; see `run`."""
         common = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
-        common += ["--master-addr", self.module.address(0), "--master-port", PORT, "--node-rank"]
+        common += ["--master-addr", namespaces.address(0), "--master-port", PORT, "--node-rank"]
         return self.run(lambda node: [*common, str(node), str(ROOT / script), *map(str, arguments)], **options)
 
     def run(
@@ -63,7 +63,7 @@ class TwoNodes:
             files, launchers = (first, second), []
             try:
                 for node, (name, file) in enumerate(zip(self.names, files, strict=True)):
-                    line = self.module.on_host(name, f"node{node}", command(node))
+                    line = namespaces.on_host(name, f"node{node}", command(node))
                     pipes = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
                     launchers.append(subprocess.Popen(line, cwd=ROOT, env={**os.environ, **variables}, **pipes))
                 during()
@@ -75,7 +75,7 @@ class TwoNodes:
             finally:
                 left = self._processes_left(seconds=10.0)
                 for name in self.names:
-                    self.module.kill_processes(name)
+                    namespaces.kill_processes(name)
                 for launcher in launchers:
                     launcher.kill()
                     launcher.wait()
@@ -85,7 +85,7 @@ class TwoNodes:
     def _processes_left(self, seconds: float) -> list[int]:
         deadline = time.monotonic() + seconds
         while True:
-            left = [pid for name in self.names for pid in self.module.processes_in(name)]
+            left = [pid for name in self.names for pid in namespaces.processes_in(name)]
             if not left or time.monotonic() > deadline:
                 return left
             time.sleep(0.1)
@@ -102,15 +102,10 @@ def read(files: Sequence) -> list[str]:
 @contextmanager
 def two_nodes() -> Iterator[TwoNodes]:
     """Yield two nodes; skip the test with the reason if this process cannot make network namespaces."""
-    sys.path.insert(0, str(ROOT / "scripts" / "bench"))
-    try:
-        module = importlib.import_module("rank_processes")
-    finally:
-        sys.path.pop(0)
-    reason = module.obstacle()
+    reason = namespaces.obstacle()
     if reason:
         pytest.skip(reason)
-    with module.network(2) as names:
+    with namespaces.network(2) as links:
         for node in range(2):
-            module.cap_link(node, MBIT)
-        yield TwoNodes(module, names)
+            links.cap(node, MBIT)
+        yield TwoNodes(links)

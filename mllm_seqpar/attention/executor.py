@@ -22,7 +22,7 @@ from mllm_seqpar.comm.receive_buffers import BufferLease
 from mllm_seqpar.kernels.base import delta_of, fold_batch, merge_
 from mllm_seqpar.schedules import AttentionBlock, Axis, Schedule, Step, Transfer
 
-from .keys import CallSpec, PreparedRectangle
+from .call_spec import CallSpec, PreparedRectangle
 
 ALL = slice(None)
 

@@ -26,8 +26,9 @@ from mllm_seqpar.schedules.head_sharding import HeadShards
 from mllm_seqpar.schedules.mesh_shapes import check_tile, resolve_tile
 from mllm_seqpar.sharding import LAYOUTS, Spans, describe_spans, frame_spans, sequence_positions, span_length
 
+from .call_spec import AccumulateDtype, CallSpec, accumulation, call_spec_for, problem_of
 from .joint import attend, attend_replicated, eager
-from .keys import AccumulateDtype, CallSpec, GivenKeys, accumulation, call_spec_for, problem_of
+from .keys import GivenKeys
 
 
 class SharedOptions(TypedDict, total=False):

@@ -38,9 +38,9 @@ from mllm_seqpar.kernels.base import fold_batch, merge, merge_, unfold_batch
 
 from .executor import BlockMath, FinalRows, distributed_backward, distributed_forward
 from .kept_results import running_region
-from .keys import Keys, StreamedKeys, WholeKeys
-from .streamed import streamed_backward, streamed_forward
-from .ulysses import backward_head_sharded, forward_head_sharded, head_sharded, row_sharded
+from .keys import Keys, WholeKeys
+from .streamed import StreamedKeys, streamed_backward, streamed_forward
+from .ulysses import head_sharded
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -98,10 +98,10 @@ class _JointAttention(torch.autograd.Function):
         saved: list[Tensor] = []
         ctx.counts, ctx.keys = [], []
         for each, own_inputs in sets:
-            kept = each.saved(own_inputs)
-            saved.extend(kept)
-            ctx.counts.append((len(own_inputs), len(kept)))
-            ctx.keys.append(each.without_inputs())
+            keys_for_backward, own_saved = each.for_backward(own_inputs)
+            saved.extend(own_saved)
+            ctx.counts.append((len(own_inputs), len(own_saved)))
+            ctx.keys.append(keys_for_backward)
         ctx.comm, ctx.block_math = comm, block_math
         if region is not None and not region.replays_rng:
             # Dropout before attention recomputes other q, k and v than the saved ones, which gave (o, lse).
@@ -122,7 +122,7 @@ class _JointAttention(torch.autograd.Function):
         for keys, (count, kept) in zip(ctx.keys, ctx.counts, strict=True):
             own_saved, saved = saved[:kept], saved[kept:]
             own_needed, needed = needed[:count], needed[count:]
-            part, input_grads = _backward(ctx.comm, ctx.block_math, keys, rows, keys.restored(own_saved), own_needed)
+            part, input_grads = _backward(ctx.comm, ctx.block_math, keys, rows, own_saved, own_needed)
             dq = part if dq is None else dq.add_(part)
             grads.extend(input_grads)
         assert dq is not None
@@ -139,20 +139,24 @@ def _forward(
     """Return (o, lse) of contiguous q over all sets of keys with their inputs; o in `dtype`, or the accumulator's."""
     batch, total = q.shape[0], None
     for each, own_inputs in sets:
-        rows, spec = q, each.spec
+        rows, spec, layout = q, each.spec, each.row_layout
         group = comm if spec.placement == "sharded" else comm.alone
+        if layout is not None:
+            rows, group = layout.shard_rows(q), layout.across
         whole = each.keys_values(own_inputs) if isinstance(each, WholeKeys) else None
         shared = batch > 1 and (whole is None or whole[0].shape[0] == 1)
         if shared:  # the items of the batch are rows of one item from here on
-            rows, spec = fold_batch(q), spec.folded
+            rows, spec = fold_batch(rows), spec.folded
         if whole is None:
             assert isinstance(each, StreamedKeys)
             o, lse = streamed_forward(group, spec, block_math, rows, each.chunks(own_inputs))
         else:
-            forward = distributed_forward if spec.head_degree == 1 else forward_head_sharded
-            o, lse = forward(group, spec, block_math, rows, *whole)
+            o, lse = distributed_forward(group, spec, block_math, rows, *whole)
         if shared:
             o, lse = unfold_batch(o, batch), unfold_batch(lse, batch)
+        if layout is not None:
+            o, lse = layout.gather_rows(o.to(spec.direct_result_dtype(q.dtype)), lse)
+            o = o.to(spec.accumulate_dtype)
         if total is None:
             total = o.contiguous(), lse.contiguous()
         else:
@@ -166,27 +170,36 @@ def _backward(
     block_math: BlockMath,
     keys: Keys,
     rows: FinalRows,
-    inputs: Sequence[Tensor],
+    saved: Sequence[Tensor],
     needed: Sequence[bool],
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """Return dq, and the gradients of the inputs that need one, given contiguous rows with their final o and lse."""
-    batch, spec = rows.q.shape[0], keys.spec
+    """Return dq, and the gradients of the inputs that need one.
+
+    Args:
+        rows: contiguous, with their final o and lse.
+        saved, needed: see `WholeKeys.vjp`.
+    """
+    batch, spec, layout = rows.q.shape[0], keys.spec, keys.row_layout
     group = comm if spec.placement == "sharded" else comm.alone
-    whole = keys.vjp(inputs, needed) if isinstance(keys, WholeKeys) else None
+    if layout is not None:
+        rows, group = layout.shard_final(rows), layout.across
+    whole = keys.vjp(saved, needed) if isinstance(keys, WholeKeys) else None
     shared = batch > 1 and (whole is None or whole[0].shape[0] == 1)
     if shared:
         rows, spec = rows.folded(), spec.folded
     if whole is None:
         assert isinstance(keys, StreamedKeys)
-        chunks, sums = keys.chunk_vjps(inputs, needed)
+        chunks, sums = keys.chunk_vjps(saved, needed)
         dq, grads = streamed_backward(group, spec, block_math, rows, chunks), sums()
     else:
         k, v, input_grads = whole
-        backward = distributed_backward if spec.head_degree == 1 else backward_head_sharded
-        dq, dk, dv = backward(group, spec, block_math, rows, k, v)
+        dq, dk, dv = distributed_backward(group, spec, block_math, rows, k, v)
         del whole, k, v
         grads = input_grads(dk, dv)
-    return unfold_batch(dq, batch) if shared else dq, grads
+    dq = unfold_batch(dq, batch) if shared else dq
+    if layout is not None:
+        dq = layout.gather_dq(dq.to(spec.direct_result_dtype(rows.q.dtype))).to(spec.accumulate_dtype)
+    return dq, grads
 
 
 def attend(
@@ -213,13 +226,13 @@ def attend(
         o (B, H, s_q, D) in q.dtype, and lse (B, H, s_q) float32, which carries no gradient. A row without visible keys
         has o = 0, lse = -inf. Differentiable in q and in the inputs of the keys.
     """
-    degree = keys[0].spec.head_degree
-    if degree > 1:
-        alike = [each for each in keys if isinstance(each, WholeKeys) and each.spec.head_degree == degree]
-        if len(alike) == len(keys):
-            q, own, layout = head_sharded(q, alike, comm)
-            o, lse = attend(q, own, comm=layout.across, scale=scale, kernel=kernel, recompute=recompute)
-            return row_sharded(o, lse, layout, keep=not recompute)
+    layout = None
+    for each in keys:
+        if each.spec.head_degree > 1:
+            keys, layout = head_sharded(q, keys, comm)
+            break
+    if layout is not None:
+        q, comm = layout.shard_rows(q), layout.across
     inputs: list[Tensor] = []
     sets, counts, block_math = [], [], BlockMath(kernel, scale)
     for each in keys:
@@ -227,19 +240,20 @@ def attend(
         sets.append((each, own_inputs))
         inputs.extend(own_inputs)
         counts.append(len(own_inputs))
-    if not torch.is_grad_enabled():
-        return _forward(comm, block_math, sets, q.contiguous(), q.dtype)
-    return _JointAttention.apply(comm, block_math, tuple(keys), counts, recompute, q, *inputs)
+    if torch.is_grad_enabled():
+        o, lse = _JointAttention.apply(comm, block_math, tuple(keys), counts, recompute, q, *inputs)
+    else:
+        o, lse = _forward(comm, block_math, sets, q.contiguous(), q.dtype)
+    return (o, lse) if layout is None else layout.gather_rows(o, lse, keep=not recompute)
 
 
 def attend_replicated(
     q: Tensor, softmaxes: Sequence[Sequence[Keys]], *, comm: Communicator, scale: float, kernel: str = "auto"
-) -> list[tuple[Tensor, Any]]:
+) -> list[tuple[Tensor, Tensor]]:
     """Return (o, lse) of rows that every rank of several has, for each of several softmaxes, by one exchange.
 
     Each rank computes a partial result over its own shards of keys. These are merged over ranks, and with what every
-    rank computes over replicated keys. Arguments and results are those of `attend`, but what torch's own operator
-    computes (`Keys.torch_attend`) has no lse.
+    rank computes over replicated keys. Arguments and results are those of `attend`.
 
     Raises:
         ConfigError: gradients are required of keys that are sharded.
@@ -255,9 +269,6 @@ def attend_replicated(
     results: list[Any] = []
     partial: dict[int, tuple[Tensor, Tensor]] = {}  # over this rank's shards of keys, by softmax
     for keys in softmaxes:
-        if len(keys) == 1 and keys[0].torch_attend is not None:
-            results.append((keys[0].torch_attend(q, scale), None))
-            continue
         sharded: list[tuple[Keys, Sequence[Tensor]]] = []
         replicated: list[tuple[Keys, Sequence[Tensor]]] = []
         for each in keys:

@@ -1,288 +1,29 @@
 """The keys and values of a softmax: placement, mask and schedule (`CallSpec`), and chunks that are made when needed.
 
-A `CallSpec` is resolved by all ranks before its tensors exist, once per forward pass and shape. All layers with that
-shape share it, and with it everything that is derived from it on first use: the schedule, the mask rectangles of each
-block, the rows of each transfer, and the block kernels.
-
 A chunk is given (`GivenKeys`), recomputed from features (`runtime.visual_features`), copied from host memory
-(`runtime.offload`) or read from a cache there (`runtime.frames`). Most keys are one chunk. Streamed keys arrive
-in several, and never exist as a whole.
+(`runtime.offload`) or read from a cache there (`runtime.frames`). Most keys are one chunk (`WholeKeys`). Keys that
+arrive in several chunks, and never exist as a whole, are `attention.streamed.StreamedKeys`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Literal, NamedTuple, Self
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mllm_seqpar.comm import Communicator
-from mllm_seqpar.kernels import BlockKernel, choose_kernel
 from mllm_seqpar.kernels.base import fold_batch, fold_heads, unfold_batch, unfold_heads
-from mllm_seqpar.masks import BlockMasks, Rectangle, clip_rows
-from mllm_seqpar.masks.rectangles import Span
-from mllm_seqpar.schedules import AttentionBlock, Axis, OverlapRatios, Schedule, Step, Transfer, schedule_for
-from mllm_seqpar.schedules.bytes_sent import Problem, mesh_axis_bytes, overlap_ratios_by_bytes
-from mllm_seqpar.schedules.mesh import mesh_ranks
-from mllm_seqpar.schedules.mesh_shapes import least_bytes_mesh_shape, resolve_tile
 
-_NOTHING = torch.empty(0)
+from .call_spec import CallSpec
 
-KEPT_MASK = 1 << 14
-"""Cache expanded masks of up to this many entries for all layers of a pass."""
+if TYPE_CHECKING:
+    from .ulysses import HeadLayout
 
-Placement = Literal["sharded", "replicated"]
-"""Whether each rank has its shard of the keys, or all of them."""
-
-
-@dataclass(frozen=True)
-class CallSpec:
-    """Everything about the attention to one set of keys that is known before its tensors; the same on every rank.
-
-    It describes the group if rows and keys are sharded. Otherwise it describes this rank alone, as a group of one.
-
-    Attributes:
-        mesh_shape: (a, b), the number of Q shards and of KV shards that one rank computes with. (n, 1) sends Q shards,
-            (1, n) sends KV shards, other shapes send both. With (1, 1) each rank computes its own block only.
-        masks: the mask rectangles of every block.
-        key_lengths: the number of keys on each rank.
-        accumulate_dtype: dtype in which O, dQ, dK and dV are accumulated, and sent unless `round_results`.
-        overlap: whether transfers run during computation.
-        head_degree: the number of ranks that shard the heads among themselves first (Ulysses);
-            `mesh_shape` then describes the n / head_degree ranks that hold the same heads.
-        overlap_ratios: the ratios that a mesh orders its steps by, forward and backward.
-        round_results: whether results that go straight to their owner are sent in the dtype of the inputs, see
-            `result_dtype`.
-        all_pairs: whether Q shards are sent point to point even if the mask makes no (row, rank) pair empty; for
-            (n, 1) only.
-        placement: where the keys are.
-    """
-
-    mesh_shape: tuple[int, int]
-    masks: BlockMasks
-    key_lengths: tuple[int, ...]
-    accumulate_dtype: torch.dtype
-    overlap: bool = True
-    head_degree: int = 1
-    overlap_ratios: tuple[OverlapRatios, OverlapRatios] = (OverlapRatios(), OverlapRatios())
-    round_results: bool = False
-    all_pairs: bool = False
-    placement: Placement = "sharded"
-
-    @cached_property
-    def derived(self) -> dict[Hashable, Any]:
-        """Results derived from this spec (steps, head-sharding layouts), by the arguments they depend on."""
-        return {}
-
-    @property
-    def direct(self) -> bool:
-        """True if Q shards are sent point to point: by choice, or because the mask makes (row, rank) pairs empty."""
-        return self.mesh_shape[0] > 1 and self.mesh_shape[1] == 1 and (self.all_pairs or self.masks.prunes)
-
-    def result_dtype(self, axis: Axis, inputs: torch.dtype) -> torch.dtype:
-        """Return the dtype in which results for the shards of an axis are sent, for inputs of a dtype.
-
-        Each rank adds its result to the results that pass through it, so many hops would round 16 bits many times.
-        Results that go straight to their owner are rounded once, and accumulated there in `accumulate_dtype`.
-        """
-        goes_directly = self.mesh_shape[axis == "kv"] == 2 or (axis == "q" and self.direct)
-        return inputs if goes_directly and self.round_results else self.accumulate_dtype
-
-    def direct_result_dtype(self, inputs: torch.dtype) -> torch.dtype:
-        """Return the dtype in which results that go straight to their owner are sent, for inputs of a dtype."""
-        return inputs if self.round_results else self.accumulate_dtype
-
-    @cached_property
-    def folded(self) -> CallSpec:
-        """The spec for queries whose batch is folded into their rows (`kernels.base.fold_batch`)."""
-        return replace(self, masks=self.masks.folded())
-
-    def head_groups(self, comm: Communicator) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of ranks that shard the heads; they share nodes. The first use is collective."""
-        ring = comm.ring if self.head_degree < comm.size else tuple(range(comm.size))
-        return tuple(ring[i : i + self.head_degree] for i in range(0, comm.size, self.head_degree))
-
-    def steps(self, comm: Communicator, q: Tensor, k: Tensor, kernel: str, *, backward: bool) -> Schedule:
-        """Return the schedule of this rank for shards of the shapes of q and k, filled in on first use.
-
-        `kernel` is the name of a block kernel, or "auto". The first use is collective.
-        """
-        key = comm.rank, comm.identity, q.shape, k.shape[:2], q.dtype, q.device, kernel, backward
-        found: Schedule | None = self.derived.get(key)
-        if found is None:
-            ranks, shape = None if self.mesh_shape == (1, 1) else comm.ring, self.mesh_shape
-            if 1 not in shape:
-                problem = problem_of(q.shape, k.shape, self.key_lengths, q.dtype, self.accumulate_dtype)
-                sent = mesh_axis_bytes(problem, shape, backward=backward)
-                ranks = mesh_ranks(comm.ring, comm.nodes, shape, *sent)
-            ratios = self.overlap_ratios[backward]
-            schedule = schedule_for(
-                shape, comm.rank, backward=backward, ranks=ranks, direct=self.direct, overlap_ratios=ratios
-            )
-            found = self.derived[key] = self._filled_in(schedule, comm.rank, q, k, kernel)
-        return found
-
-    def _filled_in(self, schedule: Schedule, rank: int, q: Tensor, k: Tensor, kernel: str) -> Schedule:
-        """Return the schedule with the rows of its transfers and the rectangles of its blocks."""
-        rows, kernels, steps = q.shape[2], dict[str, BlockKernel](), []
-        for step in schedule:
-            transfers = tuple(self._with_rows(transfer, rank, rows, q.device) for transfer in step.transfers)
-            blocks = tuple(
-                replace(b, rectangles=prepare(self._rectangles(b, rows), q, k, kernel, kernels)) for b in step.blocks
-            )
-            steps.append(Step(transfers, blocks, step.released))
-        return tuple(steps)
-
-    def _with_rows(self, transfer: Transfer, rank: int, rows: int, device: torch.device) -> Transfer:
-        """Both ends of a transfer have all masks, so both select the same rows."""
-        if transfer.axis == "kv":
-            return replace(transfer, recv_length=self.key_lengths[transfer.recv_shard])
-        if not self.direct:
-            return replace(transfer, recv_length=rows)
-        is_input = transfer.kind == "input"
-        received = self.masks.visible_rows(transfer.recv_shard, rank if is_input else transfer.src)
-        sent = self.masks.visible_rows(transfer.send_shard, transfer.dst) if is_input else None
-        return replace(
-            transfer,
-            send_rows=None if sent is None else sent.index_on(device),
-            recv_rows=None if received is None or is_input else received.index_on(device),
-            recv_length=rows if received is None else received.count,
-        )
-
-    def _rectangles(self, block: AttentionBlock, rows: int) -> Sequence[Rectangle]:
-        """Return the rectangles of a block, clipped to the part of its query rows that the schedule asks for."""
-        if self.direct and block.q_shard != block.kv_shard:
-            return self.masks.pruned_rectangles(block.q_shard, block.kv_shard)
-        rectangles = self.masks.rectangles(block.q_shard, block.kv_shard)
-        if block.parts == 1:
-            return rectangles
-        start, stop = rows * block.part // block.parts, rows * (block.part + 1) // block.parts
-        return tuple(part for rectangle in rectangles for part in clip_rows(rectangle, start, stop))
-
-
-AccumulateDtype = torch.dtype | Literal["auto"] | None
-"""The option `accumulate_dtype`; see `SeqParConfig`."""
-
-
-def accumulation(dtype: AccumulateDtype, input_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of partial results: the wider of the two; None: `input_dtype`; "auto": as float32."""
-    if dtype == "auto":
-        dtype = torch.float32
-    return input_dtype if dtype is None else torch.promote_types(dtype, input_dtype)
-
-
-def problem_of(
-    q_shape: Sequence[int],
-    k_shape: Sequence[int],
-    key_lengths: tuple[int, ...],
-    dtype: torch.dtype,
-    accumulate_dtype: AccumulateDtype,
-) -> Problem:
-    """Return the sizes of a call with q (B, H, s, D) and k (B or 1, G, ...) that the byte formulas need."""
-    batch, heads, rows, dim = q_shape
-    return Problem(
-        rows=rows,
-        keys=key_lengths,
-        heads=heads,
-        kv_heads=k_shape[1],
-        dim=dim,
-        batch=batch,
-        key_batch=k_shape[0],
-        element=dtype.itemsize,
-        accumulated=accumulation(accumulate_dtype, dtype).itemsize,
-        direct_element=dtype.itemsize if accumulate_dtype == "auto" else None,
-    )
-
-
-def call_spec_for(
-    strategy: str,
-    mesh_shape: tuple[int, int] | None,
-    masks: BlockMasks,
-    problem: Problem,
-    accumulate_dtype: torch.dtype,
-    overlap: bool = True,
-    overlap_ratios: tuple[OverlapRatios, OverlapRatios] | None = None,
-    all_pairs: bool = False,
-) -> CallSpec:
-    """Return the call spec of a strategy.
-
-    Args:
-        mesh_shape: for "mesh" and "ulysses"; a mesh without one takes the shape that sends the fewest bytes.
-        problem: as `problem_of` returns it; it also says in how many bytes results are sent.
-        overlap_ratios: forward and backward, for the order of a mesh's steps; None: by the bytes of its transfers.
-        all_pairs: for "lv-xattn", see `CallSpec`.
-
-    Raises:
-        ConfigError: the mesh shape does not fit the number of ranks.
-    """
-    shape, head_degree = resolve_tile(strategy, mesh_shape, problem.ranks)
-    if shape is None:
-        shape = least_bytes_mesh_shape(problem)
-    if overlap_ratios is None and 1 not in shape:
-        forward, backward = (overlap_ratios_by_bytes(problem, backward=b) for b in (False, True))
-        overlap_ratios = forward, backward
-    ratios = overlap_ratios or (OverlapRatios(), OverlapRatios())
-    rounded = problem.direct_element is not None and problem.direct_element < accumulate_dtype.itemsize
-    return CallSpec(shape, masks, problem.keys, accumulate_dtype, overlap, head_degree, ratios, rounded, all_pairs)
-
-
-class PreparedRectangle(NamedTuple):
-    """A mask rectangle with the kernel that computes it, for tensors of one dtype, device and head dim.
-
-    Attributes:
-        kernel: the block kernel.
-        size: the numbers of batch items, rows and keys.
-        batch, rows: the batch items and query rows.
-        keys: the keys; None if they are gathered (`Rectangle.gathered`).
-        causal: whether row i attends to keys up to i.
-        mask: the expanded mask of a small rectangle of kind "masked".
-        rectangle: the rectangle itself.
-    """
-
-    kernel: BlockKernel
-    size: tuple[int, int, int]
-    batch: slice
-    rows: slice
-    keys: slice | None
-    causal: bool
-    mask: Tensor | None
-    rectangle: Rectangle
-
-
-def prepare(
-    rectangles: Iterable[Rectangle],
-    q: Tensor,
-    k: Tensor,
-    kernel: str,
-    kernels: dict[str, BlockKernel] | None = None,
-) -> tuple[PreparedRectangle, ...]:
-    """Return the rectangles with their kernels, for blocks with the dtype, device and head dim of q and k.
-
-    Args:
-        rectangles: the mask rectangles.
-        q, k: tensors like those of the blocks.
-        kernel: name of a block kernel, or "auto".
-        kernels: what was chosen for other blocks of such tensors, by the kind of a rectangle; extended here.
-    """
-    chosen: dict[str, BlockKernel] = {} if kernels is None else kernels
-    prepared = []
-    for x in rectangles:
-        causal = x.kind == "causal"
-        if x.kind not in chosen:
-            chosen[x.kind], _ = choose_kernel(kernel, q, k, causal=causal, masked=x.kind == "masked")
-        keys = slice(*x.keys) if x.gathered is None else None
-        mask = x.mask(q.device) if x.kind == "masked" and x.entries <= KEPT_MASK else None
-        count = x.keys[1] - x.keys[0] if x.gathered is None else -1  # gathered keys are never all
-        size = x.batch[1] - x.batch[0], x.rows[1] - x.rows[0], count
-        prepared.append(PreparedRectangle(chosen[x.kind], size, slice(*x.batch), slice(*x.rows), keys, causal, mask, x))
-    return tuple(prepared)
-
+NOTHING = torch.empty(0)
 
 InputGrads = Callable[[Tensor, Tensor], Sequence[Tensor | None]]
 """dk, dv in float32 -> the gradients of the inputs that k and v are computed from; None where not needed."""
@@ -296,32 +37,27 @@ class Keys(ABC):
         k: (B or 1, G, T, D), only if K exists as one tensor: given, or in a cache. Other keys have no such attribute.
         torch_attend: computes o (B, H, s, D) of a softmax over these keys alone, given q and the scale, by torch's own
             operator. It is differentiable, and has no log-sum-exp. None: the block kernels compute it.
+        row_layout: how rows are head-sharded for these keys alone, which share a softmax with others (`ulysses`). None:
+            rows stay as they are.
         modules: the modules that compute k, v and their gradients; none if k and v exist.
     """
 
     spec: CallSpec
     k: Tensor
     torch_attend: Callable[[Tensor, float], Tensor] | None = None
+    row_layout: HeadLayout | None = None
     modules: Sequence[nn.Module]
 
     @abstractmethod
     def inputs(self) -> Sequence[Tensor]:
         """Return the tensors that k and v are computed from and that may require gradients; always the same number."""
 
-    def saved(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the part of `inputs` that backward needs saved; `restored` finds the rest elsewhere."""
-        return inputs
-
-    def restored(self, saved: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return all inputs, in the order of `inputs`, from the saved ones."""
-        return saved
-
-    def without_inputs(self) -> Self:
-        """Return a copy without the tensors that `saved` returns; the autograd context keeps the copy.
+    def for_backward(self, inputs: Sequence[Tensor]) -> tuple[Self, Sequence[Tensor]]:
+        """Return these keys without the tensors that backward needs, and these tensors, for autograd to save.
 
         Activation checkpointing and offloading reach only tensors that autograd itself saves.
         """
-        return self
+        return self, inputs
 
 
 class WholeKeys(Keys):
@@ -332,43 +68,15 @@ class WholeKeys(Keys):
         """Return this rank's k, v (B or 1, G, T, D). Called without grad mode."""
 
     @abstractmethod
-    def vjp(self, inputs: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor, Tensor, InputGrads]:
+    def vjp(self, saved: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor, Tensor, InputGrads]:
         """Return `keys_values` again, in backward, and the function of their gradients, to be called at most once.
 
         This is `torch.func.vjp` of `keys_values`, computed as each class can do it best.
+
+        Args:
+            saved: the tensors that `for_backward` returned.
+            needed: whether the gradient of each input is needed.
         """
-
-
-class KeyChunk(NamedTuple):
-    """A chunk of streamed keys.
-
-    Attributes:
-        units: (start, stop), the units of the chunk, counted from this rank's first.
-        k, v: (1, G, keys, D).
-        add_gradients: takes dk and dv, in backward.
-    """
-
-    units: Span
-    k: Tensor
-    v: Tensor
-    add_gradients: Callable[[Tensor, Tensor], None] | None = None
-
-
-class StreamedKeys(Keys):
-    """Keys that arrive in several chunks, and never exist as a whole."""
-
-    @abstractmethod
-    def chunks(self, inputs: Sequence[Tensor]) -> Iterator[KeyChunk]:
-        """Return the chunks in order. Called without grad mode."""
-
-    def chunk_vjps(
-        self, inputs: Sequence[Tensor], needed: Sequence[bool]
-    ) -> tuple[Iterator[KeyChunk], Callable[[], Sequence[Tensor | None]]]:
-        """Return `chunks` again, in backward, and a function that returns the gradients of the inputs after the last.
-
-        Never called for keys whose `inputs` are empty.
-        """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -395,15 +103,15 @@ class GivenKeys(WholeKeys):
         k, v = inputs
         return k.contiguous(), v.contiguous()
 
-    def vjp(self, inputs: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor, Tensor, InputGrads]:
+    def for_backward(self, inputs: Sequence[Tensor]) -> tuple[GivenKeys, Sequence[Tensor]]:
+        return GivenKeys(self.spec, NOTHING, NOTHING), inputs
+
+    def vjp(self, saved: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor, Tensor, InputGrads]:
         def grads(*of_keys_values: Tensor) -> Sequence[Tensor | None]:
-            given = zip(inputs, of_keys_values, needed, strict=True)
+            given = zip(saved, of_keys_values, needed, strict=True)
             return [grad.to(x.dtype) if need else None for x, grad, need in given]
 
-        return *self.keys_values(inputs), grads
-
-    def without_inputs(self) -> GivenKeys:
-        return GivenKeys(self.spec, _NOTHING, _NOTHING)
+        return *self.keys_values(saved), grads
 
 
 def attend_unmasked(k: Tensor, v: Tensor, q: Tensor, scale: float) -> Tensor:
@@ -430,22 +138,3 @@ def as_attended(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not torch.is_autocast_enabled(device):
         return tensors
     return tuple(x.to(attended_dtype(x)) for x in tensors)
-
-
-@dataclass(frozen=True)
-class AutocastState:
-    """The autocast mode of the forward pass, for recomputation in backward."""
-
-    device_type: str
-    enabled: bool
-    dtype: torch.dtype
-
-    @classmethod
-    def current(cls, device_type: str) -> AutocastState:
-        return cls(device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
-
-    def again(self) -> AbstractContextManager[object]:
-        """Return a context manager that restores this mode."""
-        if not self.enabled and not torch.is_autocast_enabled(self.device_type):
-            return nullcontext()  # most passes; a context manager of autocast takes as long as a small projection
-        return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)

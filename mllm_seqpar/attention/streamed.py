@@ -1,5 +1,5 @@
-"""Distributed attention to frames that arrive one chunk at a time: the outer loop is over chunks, each of which is
-computed with all queries.
+"""Keys that arrive one chunk at a time, and distributed attention to them: the outer loop is over chunks, each of which
+is computed with all queries.
 
     forward    q of every rank --exchange--> Q, the rows that attend to any frame of this rank
                for each chunk: (o, lse) = merge((o, lse), attend(Q, k, v))
@@ -14,9 +14,10 @@ frame they attend to, and receives one result from each. All Q shards are on eve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +28,56 @@ from mllm_seqpar.masks import FrameBlockMasks, FrameMask, Rectangle, RowSubset
 from mllm_seqpar.masks.rectangles import Span
 from mllm_seqpar.sharding import Spans, part_of_spans
 
+from .call_spec import CallSpec, prepare
 from .executor import BlockMath, Bundle, FinalRows, GradientAccumulator, PartialResult
-from .keys import CallSpec, KeyChunk, prepare
+from .keys import Keys
+
+
+class KeyChunk(NamedTuple):
+    """A chunk of streamed keys.
+
+    Attributes:
+        units: (start, stop), the units of the chunk, counted from this rank's first.
+        k, v: (1, G, keys, D).
+        add_gradients: takes dk and dv, in backward.
+    """
+
+    units: Span
+    k: Tensor
+    v: Tensor
+    add_gradients: Callable[[Tensor, Tensor], None] | None = None
+
+
+class StreamedKeys(Keys):
+    """Keys that arrive in several chunks, and never exist as a whole on the device.
+
+    Keys that exist in host memory have no inputs, and no gradients. Subclasses compute theirs from inputs.
+
+    Args:
+        spec, k: see `Keys`; k is in host memory.
+        read: returns the chunks in order.
+    """
+
+    modules = ()
+
+    def __init__(self, spec: CallSpec, k: Tensor, read: Callable[[], Iterator[KeyChunk]]) -> None:
+        self.spec, self.k, self._read = spec, k, read
+
+    def inputs(self) -> Sequence[Tensor]:
+        return ()
+
+    def chunks(self, inputs: Sequence[Tensor]) -> Iterator[KeyChunk]:
+        """Return the chunks in order. Called without grad mode."""
+        return self._read()
+
+    def chunk_vjps(
+        self, saved: Sequence[Tensor], needed: Sequence[bool]
+    ) -> tuple[Iterator[KeyChunk], Callable[[], Sequence[Tensor | None]]]:
+        """Return `chunks` again, in backward, and a function that returns the gradients of the inputs after the last.
+
+        The arguments are those of `WholeKeys.vjp`. Never called for keys whose `inputs` are empty.
+        """
+        raise NotImplementedError
 
 
 def streamed_forward(

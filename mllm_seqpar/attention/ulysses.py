@@ -8,19 +8,21 @@ is plain Ulysses. A KV head is sent only to the ranks whose query heads use it (
 
 Forward sends Q, K, V and O, backward dO, dQ, dK and dV. These are complete and therefore sent in the inputs' dtype,
 except dK and dV of a KV head that several ranks use: those are partial sums, sent in the dtype of the inputs too or in
-the accumulation dtype (`CallSpec.direct_result_dtype`). The tensors saved for backward are head-sharded too, and as
-large as row-sharded ones. Causal rows are put in the order of the text, in which their mask has few and large
-rectangles.
+the accumulation dtype (`CallSpec.direct_result_dtype`). Causal rows are put in the order of the text, in which their
+mask has few and large rectangles.
 
-`head_sharded` and `row_sharded` are for softmaxes whose keys all have the same degree, and `forward_head_sharded` for
-keys that share a softmax with others: its final (o, lse) are row-sharded, after the merge, so the first way would have
-to save o and lse of every set. The second way, for all, would send Q, K, V and lse again in backward.
+K and V are head-sharded before attention if they are given (`HeadShardedKeys`), and saved for backward in this form.
+Recomputed ones are head-sharded whenever they are projected (`ReshardedKeys`). Rows are head-sharded around the
+softmax, and q, o and the log-sum-exp are saved in this form too. If the keys of a softmax differ in their degree, its
+final o and log-sum-exp are those of row-sharded rows. Rows are then head-sharded around the attention to each set of
+keys (`Keys.row_layout`), in forward and again in backward, where their delta is sent instead of o.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,9 +32,10 @@ from torch.autograd.function import once_differentiable
 from mllm_seqpar.comm import Communicator, Recv, Send, Subgroup
 from mllm_seqpar.schedules.head_sharding import HeadShards
 
-from .executor import BlockMath, FinalRows, distributed_backward, distributed_forward
+from .call_spec import CallSpec
+from .executor import FinalRows
 from .kept_results import running_region
-from .keys import CallSpec, GivenKeys, InputGrads, WholeKeys
+from .keys import NOTHING, GivenKeys, InputGrads, Keys, WholeKeys
 
 
 class HeadTensor(NamedTuple):
@@ -117,25 +120,33 @@ def _sum_heads(parts: Sequence[Tensor], heads: Sequence[range]) -> Tensor:
 
 
 class _Reshard(torch.autograd.Function):
-    """Forward: `shard_heads` or, with `gather`, `gather_heads` of one tensor. Backward: the other, of its gradient.
+    """Forward: `shard_heads` or, with `gather`, `gather_heads`. Backward: the other, of the first tensor's gradient.
 
-    The bytes of the gradient are counted under "d" and the label of the tensor. With `keep`, the result is kept for
-    recomputation under activation checkpointing.
+    Only the first tensor is differentiable. The bytes of its gradient are counted under "d" and its label. With `keep`,
+    the results are kept for recomputation under activation checkpointing.
     """
 
     @staticmethod
-    def forward(ctx: Any, comm: Communicator, item: HeadTensor, gather: bool, keep: bool, x: Tensor) -> Tensor:
-        ctx.comm, ctx.item, ctx.gather = comm, item, gather
-        reshard, region = gather_heads if gather else shard_heads, running_region() if keep else None
-        if region is None:
-            return reshard([x], [item], comm)[0]
-        return region.once(lambda: tuple(reshard([x], [item], comm)), item.label)[0]
+    def forward(
+        ctx: Any, comm: Communicator, items: Sequence[HeadTensor], gather: bool, keep: bool, *xs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.comm, ctx.items, ctx.gather = comm, items, gather
+        region = running_region() if keep and any(ctx.needs_input_grad) else None
+        compute = functools.partial(_reshard, xs, items, comm, gather)
+        found = compute() if region is None else region.once(compute, "rows")
+        ctx.mark_non_differentiable(*found[1:])
+        return found
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        item = ctx.item._replace(label=f"d{ctx.item.label}")
-        return None, None, None, None, (shard_heads if ctx.gather else gather_heads)([grad], [item], ctx.comm)[0]
+    def backward(ctx: Any, grad: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+        item = ctx.items[0]._replace(label=f"d{ctx.items[0].label}")
+        (d_first,) = _reshard([grad], [item], ctx.comm, not ctx.gather)
+        return None, None, None, None, d_first, *(None for _ in others)
+
+
+def _reshard(xs: Sequence[Tensor], items: Sequence[HeadTensor], comm: Communicator, gather: bool) -> tuple[Tensor, ...]:
+    return tuple((gather_heads if gather else shard_heads)(xs, items, comm))
 
 
 class HeadLayout:
@@ -164,7 +175,10 @@ class HeadLayout:
 
     @classmethod
     def of(cls, comm: Communicator, spec: CallSpec, q: Tensor, orders: Sequence[Tensor] | None) -> HeadLayout:
-        """Return the layout for the row-sharded queries q, made once for each shape."""
+        """Return the layout for the row-sharded queries q, made once for each shape.
+
+        `orders` sorts the rows of each group of ranks (`BlockMasks.orders`).
+        """
         key = HeadLayout, comm.rank, comm.identity, q.shape[1:3], q.device, orders is None
         found: HeadLayout | None = spec.derived.get(key)
         if found is None:
@@ -191,22 +205,46 @@ class HeadLayout:
         k, v = (x.contiguous() for x in both)
         return k, v
 
-    def gather_kv_grads(
-        self, dk: Tensor, dv: Tensor, kv_heads: int, dtype: torch.dtype, *, complete: bool
-    ) -> tuple[Tensor, Tensor]:
+    def gather_kv_grads(self, dk: Tensor, dv: Tensor, kv_heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return row-sharded dk and dv with `kv_heads` heads: the adjoint of `shard_kv`.
 
-        They are sent in `dtype`, that of the inputs, or in `CallSpec.direct_result_dtype` if they are not complete or
-        several ranks hold a KV head.
+        They are sent in `dtype`, that of the inputs, or, if several ranks hold a KV head, in
+        `CallSpec.direct_result_dtype`.
         """
         shards = HeadShards(self._heads, kv_heads, self.inside.size)
-        several = sum(len(shards.kv_heads_of(rank)) for rank in range(self.inside.size)) > kv_heads
-        if several or not complete:
+        if sum(len(shards.kv_heads_of(rank)) for rank in range(self.inside.size)) > kv_heads:
             dtype = self.spec.direct_result_dtype(dtype)
         places = shards.kv_head_index(self.inside.rank)
         grads = [(x if places is None else _add_heads(x, places)).to(dtype) for x in (dk, dv)]
         dk, dv = gather_heads(grads, self._keys(("dk", "dv"), shards), self.inside)
         return dk, dv
+
+    def shard_rows(self, q: Tensor) -> Tensor:
+        """Return the head-sharded rows of q (B, H, s, D); differentiable."""
+        (q,) = _Reshard.apply(self.inside, [self.rows("q")], False, False, q)
+        return q
+
+    def gather_rows(self, o: Tensor, lse: Tensor, *, keep: bool = False) -> tuple[Tensor, Tensor]:
+        """Return o (B, H, s, D) and lse (B, H, s) of this rank's rows, given those of its heads; differentiable in o.
+
+        With `keep`, they are kept for recomputation under activation checkpointing.
+        """
+        items = [self.rows("o"), self.rows("lse")]
+        o, lse = _Reshard.apply(self.inside, items, True, keep, o, lse.unsqueeze(-1))
+        return o, lse.squeeze(-1)
+
+    def shard_final(self, rows: FinalRows) -> FinalRows:
+        """Return the head-sharded rows; they have delta in place of o."""
+        q, _, lse, do, delta = rows.with_delta()
+        assert delta is not None
+        items = [self.rows(name) for name in ("q", "do", "lse", "delta")]
+        sharded = shard_heads([q, do, lse.unsqueeze(-1), delta.unsqueeze(-1)], items, self.inside)
+        q, do, lse, delta = (x.contiguous() for x in sharded)
+        return FinalRows(q, None, lse.squeeze(-1), do, delta.squeeze(-1))
+
+    def gather_dq(self, dq: Tensor) -> Tensor:
+        """Return dq (B, H, s, D) of this rank's rows, given that of its heads."""
+        return gather_heads([dq], [self.rows("dq")], self.inside)[0]
 
 
 def _add_heads(x: Tensor, places: Sequence[int]) -> Tensor:
@@ -218,28 +256,68 @@ def _add_heads(x: Tensor, places: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class HeadShardedKeys(WholeKeys):
-    """Keys whose k and v are head-sharded when they are needed.
-
-    Given k and v are saved head-sharded, so backward does not send them again; recomputed ones are sent again.
+    """Given k and v that are head-sharded. They are saved for backward, which does not send them again.
 
     Attributes:
-        keys: the same keys, row-sharded.
-        layout: how its k and v are resharded.
-        dtype: the dtype of the queries.
-        kv_heads: the number of KV heads of given k and v, before sharding; None if they are recomputed.
-        resharded: whether the inputs are head-sharded k and v already, which is so in backward.
+        layout: how k and v are resharded.
+        given: row-sharded k and v, which receive the gradients.
+        kv_heads: the number of heads of `given`.
+        k, v: head-sharded.
+        row_layout: see `Keys`.
     """
 
-    keys: WholeKeys
-    layout: HeadLayout
-    dtype: torch.dtype
-    kv_heads: int | None
-    resharded: bool = False
-    _sharded: list[Tensor] = field(default_factory=list)
+    modules = ()
 
-    @property
-    def spec(self) -> CallSpec:  # type: ignore[override]
-        return self.layout.spec
+    spec: CallSpec
+    layout: HeadLayout
+    given: tuple[Tensor, ...]
+    kv_heads: int
+    k: Tensor
+    v: Tensor
+    row_layout: HeadLayout | None = None
+
+    @classmethod
+    def of(cls, keys: GivenKeys, layout: HeadLayout, rows: HeadLayout | None) -> HeadShardedKeys:
+        """Return the head-sharded keys; collective over the group."""
+        given = keys.k, keys.v
+        with torch.no_grad():
+            return cls(layout.spec, layout, given, keys.k.shape[1], *layout.shard_kv(*given), rows)
+
+    def inputs(self) -> Sequence[Tensor]:
+        return self.given
+
+    def keys_values(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        return self.k, self.v
+
+    def for_backward(self, inputs: Sequence[Tensor]) -> tuple[HeadShardedKeys, Sequence[Tensor]]:
+        return replace(self, given=(), k=NOTHING, v=NOTHING), (self.k, self.v)
+
+    def vjp(self, saved: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor, Tensor, InputGrads]:
+        k, v = saved
+
+        def grads(dk: Tensor, dv: Tensor) -> Sequence[Tensor | None]:
+            gathered = self.layout.gather_kv_grads(dk, dv, self.kv_heads, k.dtype)
+            return [x.to(k.dtype) if need else None for x, need in zip(gathered, needed, strict=True)]
+
+        return k, v, grads
+
+
+@dataclass(frozen=True)
+class ReshardedKeys(WholeKeys):
+    """Recomputed keys, whose k and v are head-sharded each time that they are projected.
+
+    Attributes:
+        layout: how k and v are resharded.
+        keys: the same keys, row-sharded.
+        dtype: the dtype of the queries.
+        row_layout: see `Keys`.
+    """
+
+    spec: CallSpec
+    layout: HeadLayout
+    keys: WholeKeys
+    dtype: torch.dtype
+    row_layout: HeadLayout | None = None
 
     @property
     def modules(self) -> Sequence[nn.Module]:  # type: ignore[override]
@@ -248,105 +326,54 @@ class HeadShardedKeys(WholeKeys):
     def inputs(self) -> Sequence[Tensor]:
         return self.keys.inputs()
 
+    def for_backward(self, inputs: Sequence[Tensor]) -> tuple[ReshardedKeys, Sequence[Tensor]]:
+        keys, saved = self.keys.for_backward(inputs)
+        return replace(self, keys=keys), saved
+
     def keys_values(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return head-sharded k and v; collective over the group."""
-        if self.resharded:
-            return inputs[0], inputs[1]
-        k, v = self.layout.shard_kv(*self.keys.keys_values(inputs))
-        if isinstance(self.keys, GivenKeys):
-            self._sharded[:] = k, v
-        return k, v
+        return self.layout.shard_kv(*self.keys.keys_values(inputs))
 
-    def vjp(self, inputs: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor, Tensor, InputGrads]:
+    def vjp(self, saved: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor, Tensor, InputGrads]:
         """Return head-sharded k and v, and the function of their gradients; both are collective over the group."""
-        k, v, input_grads = self.keys.vjp(inputs, needed)
-        kv_heads = k.shape[1] if self.kv_heads is None else self.kv_heads
-        if not self.resharded:
-            k, v = self.layout.shard_kv(k, v)
+        k, v, input_grads = self.keys.vjp(saved, needed)
+        kv_heads = k.shape[1]
 
         def grads(dk: Tensor, dv: Tensor) -> Sequence[Tensor | None]:
-            return input_grads(*self.layout.gather_kv_grads(dk, dv, kv_heads, self.dtype, complete=True))
+            return input_grads(*self.layout.gather_kv_grads(dk, dv, kv_heads, self.dtype))
 
-        return k, v, grads
-
-    def saved(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        if isinstance(self.keys, GivenKeys) and not self._sharded:
-            self.keys_values(inputs)  # in a recomputation with kept results, which do not need them
-        return self._sharded or self.keys.saved(inputs)
-
-    def restored(self, saved: Sequence[Tensor]) -> Sequence[Tensor]:
-        return saved if self.resharded else self.keys.restored(saved)
-
-    def without_inputs(self) -> HeadShardedKeys:
-        return replace(self, keys=self.keys.without_inputs(), resharded=bool(self._sharded), _sharded=[])
+        return *self.layout.shard_kv(k, v), grads
 
 
-def head_sharded(
-    q: Tensor, keys: Sequence[WholeKeys], comm: Communicator
-) -> tuple[Tensor, list[HeadShardedKeys], HeadLayout]:
-    """Return head-sharded rows, keys and their layout, given q (B, H, s, D) and row-sharded keys.
+def head_sharded(q: Tensor, keys: Sequence[Keys], comm: Communicator) -> tuple[list[Keys], HeadLayout | None]:
+    """Return the keys of a softmax with those head-sharded that have a head-sharding degree.
 
-    All keys have the same head-sharding degree. The ranks `across` of the layout attend to them.
+    Args:
+        q: (B, H, s, D), the row-sharded queries; for their shape.
+        keys: row-sharded; keys that arrive in chunks stay so.
+        comm: the group.
+
+    Returns:
+        The keys; and, if all of them have the same degree, the layout by which rows are head-sharded around the
+        softmax, which the ranks `across` compute. None: they are head-sharded for each set of keys (`Keys.row_layout`).
     """
-    groups = keys[0].spec.head_groups(comm)
-    found = (each.spec.masks.orders(groups, q.device) for each in keys)
-    orders = next((order for order in found if order is not None), None)
-    layouts = [HeadLayout.of(comm, each.spec, q, orders) for each in keys]
-    first = layouts[0]
-    sharded_q = _Reshard.apply(first.inside, first.rows("q"), False, False, q)
-    sharded = []
-    for each, layout in zip(keys, layouts, strict=True):
-        kv_heads = each.k.shape[1] if isinstance(each, GivenKeys) else None
-        sharded.append(HeadShardedKeys(each, layout, q.dtype, kv_heads))
-    return sharded_q, sharded, first
-
-
-def row_sharded(o: Tensor, lse: Tensor, layout: HeadLayout, keep: bool) -> tuple[Tensor, Tensor]:
-    """Return o (B, H, s, D) and lse (B, H, s) of this rank's rows, given those of its heads.
-
-    With `keep`, they are kept for recomputation under activation checkpointing.
-    """
-    keep &= o.requires_grad
-    o = _Reshard.apply(layout.inside, layout.rows("o"), True, keep, o)
-    row_lse = _Reshard.apply(layout.inside, layout.rows("lse"), True, keep, lse.unsqueeze(-1))
-    return o, row_lse.squeeze(-1)
-
-
-def forward_head_sharded(
-    comm: Communicator, spec: CallSpec, block_math: BlockMath, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Run `distributed_forward` for head-sharded keys that share a softmax with other keys.
-
-    The final (o, lse) are row-sharded in that case, so backward reshards everything again.
-    """
-    layout = HeadLayout.of(comm, spec, q, spec.masks.orders(spec.head_groups(comm), q.device))
-    (q,) = shard_heads([q], [layout.rows("q")], layout.inside)
-    k, v = layout.shard_kv(k, v)
-    o, lse = distributed_forward(layout.across, layout.spec, block_math, q, k, v)
-    o = o.to(spec.direct_result_dtype(q.dtype))
-    o, lse = gather_heads([o, lse.unsqueeze(-1)], [layout.rows("o"), layout.rows("lse")], layout.inside)
-    return o.to(spec.accumulate_dtype), lse.squeeze(-1)
-
-
-def backward_head_sharded(
-    comm: Communicator,
-    spec: CallSpec,
-    block_math: BlockMath,
-    rows: FinalRows,
-    k: Tensor,
-    v: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run `distributed_backward` for such keys."""
-    q, _, lse, do, delta = rows.with_delta()
-    assert delta is not None
-    layout = HeadLayout.of(comm, spec, q, spec.masks.orders(spec.head_groups(comm), q.device))
-    items = [layout.rows(name) for name in ("q", "do", "lse", "delta")]
-    sharded = shard_heads([q, do, lse.unsqueeze(-1), delta.unsqueeze(-1)], items, layout.inside)
-    q, do, lse, delta = (x.contiguous() for x in sharded)
-    kv_heads = k.shape[1]
-    k, v = layout.shard_kv(k, v)
-    final = FinalRows(q, None, lse.squeeze(-1), do, delta.squeeze(-1))
-    dq, dk, dv = distributed_backward(layout.across, layout.spec, block_math, final, k, v)
-    (dq,) = gather_heads([dq.to(spec.direct_result_dtype(q.dtype))], [layout.rows("dq")], layout.inside)
-    kv_grads = layout.gather_kv_grads(dk, dv, kv_heads, q.dtype, complete=False)
-    return dq.to(spec.accumulate_dtype), *kv_grads
+    degrees = [each.spec.head_degree if isinstance(each, WholeKeys) else 1 for each in keys]
+    alike = min(degrees) == max(degrees)
+    by_degree = zip(keys, degrees, strict=True)
+    orders = [each.spec.masks.orders(each.spec.head_groups(comm), q.device) if d > 1 else None for each, d in by_degree]
+    if alike:
+        orders = [next((order for order in orders if order is not None), None)] * len(keys)
+    sharded: list[Keys] = []
+    layout = None
+    for each, degree, order in zip(keys, degrees, orders, strict=True):
+        if degree == 1:
+            sharded.append(each)
+            continue
+        layout = HeadLayout.of(comm, each.spec, q, order)
+        rows = None if alike else layout
+        if isinstance(each, GivenKeys):
+            sharded.append(HeadShardedKeys.of(each, layout, rows))
+        else:
+            assert isinstance(each, WholeKeys)
+            sharded.append(ReshardedKeys(layout.spec, layout, each, q.dtype, rows))
+    return sharded, layout if alike else None

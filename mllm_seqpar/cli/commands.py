@@ -1,11 +1,17 @@
-"""The commands of `mllm-seqpar`, and the import of their functions: this module needs no torch."""
+"""The commands of `mllm-seqpar`, and how they are imported and run on one process: this module needs no torch."""
 
 from __future__ import annotations
 
 import gc
 import pkgutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+
+from mllm_seqpar.errors import SeqParError
+
+BAD_INPUT = 2
+"""The exit status after an invalid option, or an input that cannot be used."""
 
 
 class Command(NamedTuple):
@@ -75,3 +81,15 @@ def load_entry(entry: str) -> Callable[..., Any]:
         gc.freeze()
         if enabled:
             gc.enable()
+
+
+def run_alone(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int:
+    """Return the exit status of `main(argv)`, for a command of one process; report invalid input in one line."""
+    try:
+        return main(argv) or 0
+    except (SeqParError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner.cluster import read_cluster
 from mllm_seqpar.planner.model_sizes import ModelSizes, read_model
-from mllm_seqpar.planner.plan import DataSet, make_plan
+from mllm_seqpar.planner.plan import make_plan
 from mllm_seqpar.planner.records import find_file, known_files
 from mllm_seqpar.planner.report import as_json, as_text, draw_plan
 from mllm_seqpar.planner.workload import BASE_BYTES, SELF_ATTENTION, TARGETS, TRAINED, Workload
@@ -131,11 +131,8 @@ def plan(argv: Sequence[str]) -> int:
             f"--text {args.text}: {args.frames} frames need the same number of placeholders in the text; give at least "
             f"{args.frames}, plus the tokens of question and answer"
         )
-    data_set = None
-    if args.samples is not None:
-        data_set = DataSet(samples=args.samples, epochs=1.0 if args.epochs is None else args.epochs)
     names = "frames text gpus batch trained self_attention element mlp_chunk_size vision_chunk_size content_tiles "
-    names += "visual_offload lora_r base_parameter decode_per_frame answer shard_weights"
+    names += "visual_offload lora_r base_parameter decode_per_frame answer shard_weights samples"
     workload = Workload(
         model=model,
         **{name: getattr(args, name) for name in names.split()},
@@ -144,13 +141,12 @@ def plan(argv: Sequence[str]) -> int:
         recompute_attention=args.recompute_attention,
         lora_target=tuple(args.lora_target),
         overlap=not args.no_overlap,
+        epochs=Workload.epochs if args.epochs is None else args.epochs,
         parameter=(4 if training else args.element) if args.parameter is None else args.parameter,
         optimizer=Workload.optimizer if args.optimizer is None else args.optimizer,
     )
     result = make_plan(workload, read_cluster(find_file("cluster", args.cluster)), args.strategy or STRATEGIES)
     if args.timeline:
         draw_plan(result, args.timeline)
-    sys.stdout.write(
-        (json.dumps(as_json(result, data_set), indent=2) if args.json else as_text(result, data_set)) + "\n"
-    )
+    sys.stdout.write((json.dumps(as_json(result), indent=2) if args.json else as_text(result)) + "\n")
     return 0 if result.best.fits else 1

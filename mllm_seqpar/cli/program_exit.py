@@ -23,8 +23,10 @@ from mllm_seqpar.comm.agreement import is_reported_by_rank_0
 from mllm_seqpar.comm.backends import release_gloo_at_exit
 from mllm_seqpar.errors import AgreementError, SeqParError, TransferError, first_line
 
-BAD_INPUT = 2
+from .commands import BAD_INPUT
+
 FAILED = 1
+"""The exit status after an unexpected error, or if a part of the work could not be done."""
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _STOPPED = "stopped:"
@@ -50,18 +52,6 @@ def run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int
     if dist.is_initialized():
         dist.destroy_process_group()
     return status or 0
-
-
-def run_alone(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int:
-    """Return the exit status of `main(argv)`, for a command of one process; report invalid input in one line."""
-    try:
-        return main(argv) or 0
-    except (SeqParError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return BAD_INPUT
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return 130
 
 
 def end_with_launcher() -> None:

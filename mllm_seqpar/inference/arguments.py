@@ -14,6 +14,8 @@ from mllm_seqpar.errors import ConfigError
 
 from .generation import Sampling
 
+SEED = "seed of the sampling"
+
 _OF_A_DATA_SET = ("output", "choices", "template", "media_root", "sp")
 _OF_VIDEOS = ("video", "start", "end", "question", "features", "save_features", "report", "evidence", "evidence_html")
 
@@ -39,13 +41,21 @@ class ModelOptions(StrategyOptions, FrameOptions):
         self._require_positive("encode_batch", "timeout")
         if self.num_frames is not None:
             self._refuse_unused("max_frames", "--num_frames sets the number; give one of them")
-        self.sampling()
         self._require("temperature", True, "a finite number")
+        try:
+            self.sampling()
+        except ConfigError as error:
+            raise ConfigError(f"--{error}") from error
 
-    def sampling(self, **changes: Any) -> Sampling:
-        """Return the sampling of an answer, with `changes`."""
+    def sampling(self) -> Sampling:
+        """Return the sampling of an answer."""
         given = {item.name: getattr(self, item.name) for item in fields(Sampling) if hasattr(self, item.name)}
-        return Sampling(**given | changes)
+        return Sampling(**given)
+
+    def _require_sampling(self) -> None:
+        """Refuse options of sampling without it, where nothing but the options decides how tokens are chosen."""
+        for name in ("top_p", "seed") if self.temperature == 0 else ():
+            self._refuse_unused(name, "without --temperature above 0 no token is sampled")
 
     def encoding(self) -> dict[str, Any]:
         """Return how `encode_video` and `Conversation` encode frames."""
@@ -53,25 +63,10 @@ class ModelOptions(StrategyOptions, FrameOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeedOptions(ModelOptions):
-    """`ModelOptions` and the seed of sampled answers."""
+class InferenceOptions(ModelOptions):
+    """The options of a run: besides `ModelOptions`, the seed, features in host memory, and groups of ranks."""
 
-    seed: int = option("seed of the sampling", 0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require("seed", 0 <= self.seed < 2**63, "0 or more, below 2**63")
-
-    def _require_sampling(self) -> None:
-        """Refuse options of sampling without it, where nothing but the options decides how tokens are chosen."""
-        for name in ("top_p", "seed") if self.temperature == 0 else ():
-            self._refuse_unused(name, "without --temperature above 0 no token is sampled")
-
-
-@dataclass(frozen=True, kw_only=True)
-class InferenceOptions(SeedOptions):
-    """The options of a run: besides `SeedOptions`, features in host memory, and groups of ranks."""
-
+    seed: int = option(SEED, 0)
     visual_offload: str | None = option(
         "cpu: keep the encoded video, and K and V of its frames, in host memory; what --features names stays in its "
         "file; default: on the device",

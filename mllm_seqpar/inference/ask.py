@@ -42,7 +42,7 @@ from .data_set import answer_data_set
 from .encoding import PARTS, EncodedVideo, encode_video
 from .engine import Engine, tried
 from .evidence import MOMENTS, Evidence
-from .evidence_page import PageEntry, write_evidence_index, write_evidence_page
+from .evidence_page import index_entry, write_evidence_index, write_evidence_page
 from .generation import Answer
 from .stored_features import feature_meta, load_video, open_store, require_replaceable, save_video
 
@@ -125,9 +125,9 @@ class VideoRun:
     def __init__(self, args: AskArguments, comm: Communicator, device: torch.device) -> None:
         self._args, self._comm, self._device = args, comm, device
         self._times = Clock(device, synchronize=True)
-        self._answers: list[Answered] = []
+        self._answers: list[tuple[str, str, Answer]] = []  # the name of the video, and the question
         self._faults: list[str] = []
-        self._pages: list[PageEntry] = []
+        self._pages: list[dict[str, Any]] = []
         self._frames = self._visual_tokens = 0  # tokens of this rank
         self._parts: Counter[str] = Counter()  # seconds; Counter adds them
 
@@ -205,7 +205,7 @@ class VideoRun:
         moments = self._args.evidence or (0 if self._args.evidence_html is None else MOMENTS)
         options: dict[str, Any] = {"on_text": say if shown else None, "evidence": moments}
         answer = conversation.ask(question, self._args.sampling(), **options)
-        self._answers.append(Answered(name, question, answer))
+        self._answers.append((name, question, answer))
         if shown:
             say("\n")
         if shown and self._args.evidence and answer.evidence is not None:
@@ -215,7 +215,7 @@ class VideoRun:
     def _write_page(self, name: str, page: str, found: Sequence[tuple[str, Evidence]], sources: Sequence[Any]) -> None:
         if self._comm.rank == 0 and found:
             write_evidence_page(page, found, sources, name=name, model=self._args.model)
-            self._pages.append(PageEntry.of(name, page, found, sources))
+            self._pages.append(index_entry(name, page, found, sources))
 
     def write_index(self) -> None:
         """Write the index of the evidence pages if there are several videos, and print what was written."""
@@ -234,23 +234,23 @@ class VideoRun:
         microseconds = [round(1e6 * self._parts[part]) for part in PARTS]
         facts = [round(peak_memory(self._device) * 1024), sent, self._visual_tokens, *microseconds]
         rows = self._comm.gather_ints(facts)
+        if self._comm.rank:
+            return
         parts = [{part: value / 1e6 for part, value in zip(PARTS, row[3:], strict=True)} for row in rows]
-        seconds = {name: round(seconds, 4) for name, seconds in self._times.seconds().items()}
-        report = Report(
-            self._frames,
-            sum(row[2] for row in rows),
-            self._comm.size,
-            seconds,
-            self._answers,
-            [round(row[0] / 1024, 1) for row in rows],
-            [row[1] for row in rows],
-            self._device.type,
-            parts if any(self._parts.values()) else [],
-        )
-        if self._comm.rank == 0:
-            note(report.summary())
-            if self._args.report:
-                report.write(self._args.report)
+        values: dict[str, Any] = {
+            "frames": self._frames,  # of all videos
+            "visual_tokens": sum(row[2] for row in rows),
+            "ranks": self._comm.size,
+            "seconds": {name: round(seconds, 4) for name, seconds in self._times.seconds().items()},
+            "answers": [],
+            "peak_memory_mib": [round(row[0] / 1024, 1) for row in rows],  # allocated on a GPU, resident on a CPU
+            "bytes_sent": [row[1] for row in rows],  # to other ranks
+            "device": self._device.type,
+            "encoding_seconds": parts if any(self._parts.values()) else [],  # of each of `PARTS`, which overlap
+        }
+        note(_summary(values, [answer for *_, answer in self._answers]))
+        if self._args.report:
+            write_text(self._args.report, json.dumps(values | _answer_values(self._answers, values), indent=1) + "\n")
 
     def report_faults(self) -> int:
         """Report the videos that cannot be used, and return their number; raise VideoError if there are no others."""
@@ -341,69 +341,41 @@ def _create_outputs(args: AskArguments) -> None:
         raise ConfigError(f"{error.filename}: cannot be written ({error.strerror}); choose another path") from error
 
 
-@dataclass(frozen=True)
-class Answered:
-    """An answer, its question, and the file or feature store of the video that it is about."""
-
-    video: str
-    question: str
-    answer: Answer
-
-
-@dataclass(frozen=True)
-class Report:
-    frames: int  # of all videos
-    visual_tokens: int
-    ranks: int
-    seconds: dict[str, float]  # of each stage, on rank 0
-    answers: list[Answered]  # in order
-    peak_memory_mib: list[float]  # per rank: allocated on a GPU, resident on a CPU
-    bytes_sent: list[int]  # to other ranks, per rank
-    device: str
-    encoding_seconds: list[dict[str, float]]  # per rank: the time of each of `encoding.PARTS`, which overlap
-
-    def summary(self) -> str:
-        stages = [f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items()]
-        if (encoding := self.seconds.get(ENCODE_STAGE, 0.0)) > 0:
-            stages[list(self.seconds).index(ENCODE_STAGE)] += (
-                f" ({self.frames / encoding:.1f} frames/s{self._encoding_parts()})"
-            )
-        if self.answers:
-            answers = [item.answer for item in self.answers]
-            decode_seconds = sum(a.decode_seconds for a in answers)
-            decoded = sum(len(a.tokens) - 1 for a in answers)  # prefill computes the first token of each answer
-            rate = f" at {decoded / decode_seconds:.1f} tokens/s" if decode_seconds > 0 else ""
-            stages.append(f"prefill {sum(a.prefill_seconds for a in answers):.2f} s")
-            stages.append(f"decode {sum(len(a.tokens) for a in answers)} tokens{rate}")
-        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
-        kind = "allocated" if self.device == "cuda" else "resident"
-        memory = ", ".join(f"{mib:.0f}" for mib in self.peak_memory_mib)
-        return (
-            f"{self.frames} frames, {self.visual_tokens} visual tokens on {ranks}; {', '.join(stages)}; "
-            f"peak memory by rank ({kind}) {memory} MiB"
-        )
-
-    def _encoding_parts(self) -> str:
-        """Return the time of each part of reading and encoding, on the rank that needed most."""
-        if not self.encoding_seconds:
-            return ""
-        most = {part: max(row[part] for row in self.encoding_seconds) for part in self.encoding_seconds[0]}
-        return "; " + ", ".join(f"{part} {seconds:.2f} s" for part, seconds in most.items())
-
-    def write(self, path: str) -> None:
-        rows = [{"video": item.video, "question": item.question} | _row(item.answer) for item in self.answers]
-        answers = [item.answer for item in self.answers]
-        seconds = self.seconds | {
-            "prefill": round(sum(a.prefill_seconds for a in answers), 4),
-            "generate": round(sum(a.decode_seconds for a in answers), 4),
-        }
-        values = asdict(replace(self, answers=[])) | {"seconds": seconds, "answers": rows}
-        write_text(path, json.dumps(values, indent=1) + "\n")
+def _summary(values: Mapping[str, Any], answers: Sequence[Answer]) -> str:
+    """Return the line that a run prints at its end."""
+    stages = []
+    for name, seconds in values["seconds"].items():
+        rate = ""
+        if name == ENCODE_STAGE and seconds > 0:
+            rows = values["encoding_seconds"]  # the rank that needed most time for a part is reported
+            most = [f"{part} {max(row[part] for row in rows):.2f} s" for part in (rows[0] if rows else ())]
+            rate = f" ({values['frames'] / seconds:.1f} frames/s{'; ' * bool(most)}{', '.join(most)})"
+        stages.append(f"{name} {seconds:.2f} s{rate}")
+    if answers:
+        decode_seconds = sum(a.decode_seconds for a in answers)
+        decoded = sum(len(a.tokens) - 1 for a in answers)  # prefill computes the first token of each answer
+        rate = f" at {decoded / decode_seconds:.1f} tokens/s" if decode_seconds > 0 else ""
+        stages.append(f"prefill {sum(a.prefill_seconds for a in answers):.2f} s")
+        stages.append(f"decode {sum(len(a.tokens) for a in answers)} tokens{rate}")
+    ranks = "1 rank" if values["ranks"] == 1 else f"{values['ranks']} ranks"
+    kind = "allocated" if values["device"] == "cuda" else "resident"
+    memory = ", ".join(f"{mib:.0f}" for mib in values["peak_memory_mib"])
+    return (
+        f"{values['frames']} frames, {values['visual_tokens']} visual tokens on {ranks}; {', '.join(stages)}; "
+        f"peak memory by rank ({kind}) {memory} MiB"
+    )
 
 
-def _row(answer: Answer) -> dict[str, Any]:
-    """Return the answer with its moments, without the attention of each token."""
-    found = answer.evidence
-    moments = [] if found is None else [asdict(moment) for moment in found.moments]
-    note = "" if found is None else found.note
-    return asdict(replace(answer, evidence=None)) | {"evidence": moments, "evidence_note": note}
+def _answer_values(answered: Sequence[tuple[str, str, Answer]], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the report says of the answers: each of them, without the attention of each token, and their time."""
+    rows = []
+    for video, question, answer in answered:
+        found = answer.evidence
+        evidence: dict[str, Any] = {"evidence": [] if found is None else [asdict(moment) for moment in found.moments]}
+        evidence["evidence_note"] = "" if found is None else found.note
+        rows.append({"video": video, "question": question, **asdict(replace(answer, evidence=None)), **evidence})
+    times = {
+        "prefill": round(sum(answer.prefill_seconds for *_, answer in answered), 4),
+        "generate": round(sum(answer.decode_seconds for *_, answer in answered), 4),
+    }
+    return {"answers": rows, "seconds": values["seconds"] | times}

@@ -31,7 +31,7 @@ from mllm_seqpar.sharding import FrameShard
 
 from .encoding import EncodedVideo, encode_video, encoder_of
 from .evidence import evidence_of, record_attention
-from .generation import Answer, AnswerStreamer, ForcedTokens, OnText, Sampling, StopWatch, longest_text
+from .generation import Answer, ForcedTokens, GeneratedText, OnText, Sampling, longest_text
 
 _log = get_logger(__name__)
 
@@ -182,25 +182,25 @@ class Conversation:
         self.encode()
         length = text.input_ids.shape[1]
         kept = self._keep_prefix(text)
-        watch = StopWatch(self._comm, stop, on_text, interrupted)
-        streamer = AnswerStreamer(self._processor.tokenizer, watch.put)
+        tokenizer, found = self._processor.tokenizer, None
+        written = GeneratedText(tokenizer, self._comm, on_text, stop, interrupted)
         options = {**self._family.generation(self._model), **sampling.generate_arguments()}
-        criteria = StoppingCriteriaList([watch] if stop or interrupted is not None else [])
+        criteria = StoppingCriteriaList([written] if stop or interrupted is not None else [])
         torch.manual_seed(sampling.seed)
         with record_attention(self._model) if evidence and self.sources else nullcontext() as recorded:
-            output = self._generate(text, streamer=streamer, stopping_criteria=criteria, **options)
+            output = self._generate(text, streamer=written, stopping_criteria=criteria, **options)
             attention = None if recorded is None else recorded.result()
-        tokens, tokenizer, found = output.sequences[0, length:].tolist(), self._processor.tokenizer, None
+        tokens = output.sequences[0, length:].tolist()
         if attention is not None:
             sizes = [size for source in self.sources for size in self._family.unit_sizes(source)]
             found = evidence_of(attention.split(sizes), tokens, tokenizer, self.sources, evidence)
         return Answer(
-            text=watch.finish(),
+            text=written.text,
             tokens=tokens,
             prompt_tokens=length,
-            prefill_seconds=streamer.prefill_seconds,
-            decode_seconds=streamer.decode_seconds,
-            finish_reason=self._finish_reason(watch, tokens, sampling, options),
+            prefill_seconds=written.prefill_seconds,
+            decode_seconds=written.decode_seconds,
+            finish_reason=self._finish_reason(written, tokens, sampling, options),
             cached_tokens=kept,
             evidence=found,
         )
@@ -312,13 +312,15 @@ class Conversation:
             offsets = (text.input_ids[0] == self._processor.tokenizer.convert_tokens_to_ids(mark)).nonzero()
         return int(offsets.max()) + 1 if offsets is not None and offsets.numel() else 0
 
-    def _finish_reason(self, watch: StopWatch, tokens: list[int], sampling: Sampling, options: dict[str, Any]) -> str:
-        if watch.interrupted:
+    def _finish_reason(
+        self, written: GeneratedText, tokens: list[int], sampling: Sampling, options: dict[str, Any]
+    ) -> str:
+        if written.is_interrupted:
             return "interrupted"
         ends = options.get("eos_token_id")
         ended = {ends} if isinstance(ends, int) else {*(ends or ()), *self._processor.tokenizer.all_special_ids}
         long = len(tokens) >= sampling.max_new_tokens and tokens[-1] not in ended
-        return "length" if long and not watch.stopped else "stop"
+        return "length" if long and not written.stopped else "stop"
 
 
 def _comm_of(model: nn.Module) -> Communicator:

@@ -10,7 +10,6 @@ import base64
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -163,39 +162,27 @@ def _thumbnail(source: FrameSource, frame: int) -> str:
     return "data:image/jpeg;base64," + base64.b64encode(jpeg).decode()
 
 
-@dataclass(frozen=True)
-class PageEntry:
-    """A page, and what the index shows of it.
-
-    Attributes:
-        answers: question, answer, and the largest moment, if there is one, of each question.
-    """
-
-    name: str
-    page: str
-    answers: tuple[dict[str, Any], ...]
-
-    @classmethod
-    def of(
-        cls, name: str, page: str, answers: Sequence[tuple[str, Evidence]], sources: Sequence[FrameSource]
-    ) -> PageEntry:
-        rows = []
-        for question, evidence in answers:
-            row: dict[str, Any] = {"question": question, "answer": "".join(evidence.pieces).strip()}
-            if evidence.moments:
-                row["moment"] = moment_data(evidence.moments[0], sources)
-            rows.append(row)
-        return cls(name, page, tuple(rows))
+def index_entry(
+    name: str, page: str, answers: Sequence[tuple[str, Evidence]], sources: Sequence[FrameSource]
+) -> dict[str, Any]:
+    """Return what the index shows of a page: each question with its answer, and the largest moment if there is one."""
+    rows = []
+    for question, evidence in answers:
+        row: dict[str, Any] = {"question": question, "answer": "".join(evidence.pieces).strip()}
+        if evidence.moments:
+            row["moment"] = moment_data(evidence.moments[0], sources)
+        rows.append(row)
+    return {"name": name, "page": page, "answers": rows}
 
 
-def write_evidence_index(path: str, entries: Sequence[PageEntry], faults: Sequence[str], model: str) -> None:
-    """Write the index of pages, with the videos that could not be used.
+def write_evidence_index(path: str, entries: Sequence[dict[str, Any]], faults: Sequence[str], model: str) -> None:
+    """Write the index of pages (`index_entry`), with the videos that could not be used.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     target = Path(path)
     pages = [
-        {"name": entry.name, "href": link(entry.page, target), "answers": list(entry.answers)} for entry in entries
+        {"name": entry["name"], "href": link(entry["page"], target), "answers": entry["answers"]} for entry in entries
     ]
     write_page(target, _INDEX, {"model": model, "pages": pages, "faults": list(faults)})

@@ -52,6 +52,7 @@ class Sampling:
             ("max_new_tokens", self.max_new_tokens > 0, "1 or more"),
             ("temperature", self.temperature == 0 or self.temperature >= 1e-6, "0, or 1e-6 or more"),
             ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1"),
+            ("seed", 0 <= self.seed < 2**63, "0 or more, below 2**63"),
             ("top_k", self.top_k >= 0, "0 or more"),
             ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "0 to 1"),
             ("repetition_penalty", 0.01 <= penalty <= 100, "0.01 to 100"),
@@ -109,18 +110,40 @@ def longest_text(model: Any) -> int | None:
     return longest
 
 
-class AnswerStreamer(BaseStreamer):
-    """Passes generated text to `on_text` piece by piece, and measures the time.
+class GeneratedText(BaseStreamer, StoppingCriteria):
+    """The text of an answer during its generation: as a streamer it receives tokens, as a criterion it may end them.
 
-    The text of a token can depend on the tokens before it, for example whether a space precedes it. The new tokens are
-    therefore decoded together with the previous piece, whose text is then removed. A piece whose last character is
-    incomplete is held back, because byte-level tokens may end inside a character.
+    Tokens are decoded as they arrive. The text of a token can depend on the tokens before it, for example whether a
+    space precedes it. The new tokens are therefore decoded together with the previous piece, whose text is then
+    removed. A piece whose last character is incomplete is held back, because byte-level tokens may end inside a
+    character. Text that may be the beginning of a stop string is held back as well.
+
+    Args:
+        tokenizer: of the model.
+        comm: the ranks that generate the answer. A patched model ends it on all of them when rank 0 does.
+        on_text: called with each piece of the text that is certain to remain.
+        stop: the answer ends before the first of these strings.
+        interrupted: the answer ends when it returns True on rank 0.
+
+    Attributes:
+        text: up to a stop string; complete after `end`.
+        stopped, is_interrupted: whether a stop string, or `interrupted`, ended the answer.
     """
 
-    def __init__(self, tokenizer: Any, on_text: Callable[[str], object] | None) -> None:
-        self._tokenizer, self._on_text = tokenizer, on_text
-        self._tokens: list[int] = []  # the tokens of the previous piece, then those not written yet
-        self._written = 0  # the number of tokens of the previous piece
+    def __init__(
+        self,
+        tokenizer: Any,
+        comm: Communicator,
+        on_text: OnText | None = None,
+        stop: Sequence[str] = (),
+        interrupted: Callable[[], bool] | None = None,
+    ) -> None:
+        self._tokenizer, self._comm, self._on_text = tokenizer, comm, on_text
+        self._stop, self._interrupted = tuple(stop), interrupted
+        self.text, self.stopped, self.is_interrupted = "", False, False
+        self._tokens: list[int] = []  # the tokens of the previous piece, then those not decoded yet
+        self._decoded = 0  # the number of tokens of the previous piece
+        self._passed = 0  # the number of characters that `on_text` has received
         self._times = [time.perf_counter()]
 
     @property
@@ -136,24 +159,49 @@ class AnswerStreamer(BaseStreamer):
         if value.dim() == 1:
             self._times.append(time.perf_counter())
             self._tokens += value.tolist()
-            self._write(complete_only=True)
+            self._decode(complete_only=True)
+            self._pass_on(len(self.text) - self._held_back())
 
     def end(self) -> None:
-        """Write the text that was held back."""
-        self._write(complete_only=False)
+        """Pass on the text that was held back. All ranks call this."""
+        self._decode(complete_only=False)
+        if self._interrupted is not None:
+            self.is_interrupted = bool(self._comm.gather_ints([self.is_interrupted])[0][0])
+        self._pass_on(len(self.text))
 
-    def _write(self, complete_only: bool) -> None:
-        if self._on_text is None:
-            return
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        if self._comm.rank == 0 and self._interrupted is not None and self._interrupted():
+            self.is_interrupted = True
+        done = self.stopped or self.is_interrupted
+        return torch.full((input_ids.shape[0],), done, dtype=torch.bool, device=input_ids.device)
+
+    def _decode(self, complete_only: bool) -> None:
+        """Add the text of the tokens that are not decoded yet, up to the first stop string."""
         previous, text = (
             self._tokenizer.decode(tokens, skip_special_tokens=True)
-            for tokens in (self._tokens[: self._written], self._tokens)
+            for tokens in (self._tokens[: self._decoded], self._tokens)
         )
         if len(text) <= len(previous) or (complete_only and text.endswith("\N{REPLACEMENT CHARACTER}")):
             return
-        self._on_text(text[len(previous) :])
-        self._tokens = self._tokens[self._written :]
-        self._written = len(self._tokens)
+        self._tokens = self._tokens[self._decoded :]
+        self._decoded = len(self._tokens)
+        if not self.stopped:
+            self.text += text[len(previous) :]
+            places = [place for mark in self._stop if (place := self.text.find(mark)) >= 0]
+            if places:
+                self.stopped, self.text = True, self.text[: min(places)]
+
+    def _held_back(self) -> int:
+        """Return the length of the longest end of the text that a stop string begins with."""
+        if self.stopped:
+            return 0
+        ends = (size for mark in self._stop for size in range(1, len(mark)) if self.text.endswith(mark[:size]))
+        return max(ends, default=0)
+
+    def _pass_on(self, stop: int) -> None:
+        if self._on_text is not None and stop > self._passed:
+            self._on_text(self.text[self._passed : stop])
+        self._passed = max(self._passed, stop)
 
 
 class ForcedTokens(LogitsProcessor):
@@ -169,55 +217,3 @@ class ForcedTokens(LogitsProcessor):
         forced = torch.full_like(scores, -torch.inf)
         forced[:, self._tokens[number]] = 0.0
         return forced
-
-
-class StopWatch(StoppingCriteria):
-    """Ends an answer at a stop string, or when rank 0 is interrupted; passes on the text that is certain to remain.
-
-    Text that may be the beginning of a stop string is held back. It is a stopping criterion, in which all ranks of a
-    patched model follow rank 0.
-    """
-
-    def __init__(
-        self,
-        comm: Communicator,
-        stop: Sequence[str],
-        on_text: OnText | None,
-        interrupted: Callable[[], bool] | None,
-    ) -> None:
-        self._comm, self._stop, self._on_text, self._interrupted = comm, tuple(stop), on_text, interrupted
-        self._text, self._passed = "", 0
-        self.stopped = self.interrupted = False
-
-    def put(self, piece: str) -> None:
-        """Receive the next piece of the answer."""
-        if self.stopped:
-            return
-        self._text += piece
-        first = min((self._text.find(mark) for mark in self._stop if mark in self._text), default=None)
-        if first is not None:
-            self.stopped, self._text = True, self._text[:first]
-        self._pass(len(self._text) - (0 if self.stopped else self._held_back()))
-
-    def finish(self) -> str:
-        """Pass on the text that was held back, and return the whole answer. All ranks call it."""
-        if self._interrupted is not None:
-            self.interrupted = bool(self._comm.gather_ints([self.interrupted])[0][0])
-        self._pass(len(self._text))
-        return self._text
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        if self._comm.rank == 0 and self._interrupted is not None and self._interrupted():
-            self.interrupted = True
-        done = self.stopped or self.interrupted
-        return torch.full((input_ids.shape[0],), done, dtype=torch.bool, device=input_ids.device)
-
-    def _held_back(self) -> int:
-        """Return the length of the longest end of the text that a stop string begins with."""
-        ends = (size for mark in self._stop for size in range(1, len(mark)) if self._text.endswith(mark[:size]))
-        return max(ends, default=0)
-
-    def _pass(self, stop: int) -> None:
-        if self._on_text is not None and stop > self._passed:
-            self._on_text(self._text[self._passed : stop])
-        self._passed = max(self._passed, stop)

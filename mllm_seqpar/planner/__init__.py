@@ -6,7 +6,6 @@ call for a parallel spec and takes the fastest, and `plan` estimates a whole ste
 """
 
 from .call_cost import (
-    CallCost,
     Candidate,
     ParallelSpec,
     Selection,
@@ -18,7 +17,6 @@ from .call_cost import (
 from .cluster import Cluster, read_cluster, write_cluster
 
 __all__ = [
-    "CallCost",
     "Candidate",
     "Cluster",
     "ParallelSpec",

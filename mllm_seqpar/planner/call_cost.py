@@ -18,7 +18,7 @@ from mllm_seqpar.schedules.mesh import mesh_ranks
 from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
 
 from .cluster import Cluster, Cost, Passes, all_gather, all_to_all
-from .simulation import Computation, Phase, SentMessage, Timeline, simulate
+from .simulation import Phase, RankTimeline, simulate
 
 MARGIN = 0.02
 """Relative differences in predicted time below this value are ignored."""
@@ -128,17 +128,39 @@ class VisualProjection:
     weights_trained: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
-class CallCost(Cost):
-    """The cost of one direction of one call; `seconds` include `projection`, the time of projecting features to K and V
-    with its gradients."""
-
-    attention: float
-    projection: float
-    timeline: Timeline
-
-
 def call_cost(
+    problem: Problem,
+    spec: ParallelSpec,
+    cluster: Cluster,
+    *,
+    backward: bool,
+    visual: VisualProjection | None = None,
+    **call: Any,
+) -> Cost:
+    """Return the cost of one direction of one attention call, with the projection of K and V and its gradients.
+
+    `call` are further arguments of `call_timelines`.
+    """
+    timelines = call_timelines(problem, spec, cluster, backward=backward, **call)
+    seconds = projection_seconds(problem, spec, cluster, visual, backward=backward)
+    names = ("seconds", "exposed", "hidden", "node_bytes", "network_bytes")
+    slowest = Cost(*(max(getattr(rank, name) for rank in timelines) for name in names))
+    return slowest + Cost(seconds) + _collectives(problem, spec, cluster, backward, visual)
+
+
+def projection_seconds(
+    problem: Problem, spec: ParallelSpec, cluster: Cluster, visual: VisualProjection | None, *, backward: bool
+) -> float:
+    """Return the seconds in which a rank projects features to K and V, or computes the gradients of that."""
+    if visual is None:
+        return 0.0
+    keys = max(problem.keys) * (problem.ranks if spec.strategy == "replicate" else 1)
+    seconds = 4 * problem.key_batch * keys * visual.dim * problem.kv_heads * problem.dim / cluster.matmul
+    # backward: gradients, and K and V once more
+    return seconds * (visual.weights_trained + visual.trained + visual.recompute) if backward else seconds
+
+
+def call_timelines(
     problem: Problem,
     spec: ParallelSpec,
     cluster: Cluster,
@@ -146,11 +168,9 @@ def call_cost(
     backward: bool,
     visible: VisibleFraction = 1.0,
     visible_rows: Sequence[Sequence[int]] | None = None,
-    visual: VisualProjection | None = None,
     overlap: bool = True,
-    record: bool = False,
-) -> CallCost:
-    """Return the cost of one direction of one attention call.
+) -> Sequence[RankTimeline]:
+    """Return the timelines of ranks that represent all ranks, in the schedule of one direction of one attention call.
 
     Args:
         problem: the shapes of the call; `rank` is ignored.
@@ -158,7 +178,6 @@ def call_cost(
         visible_rows: the argument of `lv_xattn_bytes`, for LV-XAttn only: Q shards are sent point-to-point, and of each
             only the rows that attend to a key of the receiver.
         overlap: False waits for transfers before computing.
-        record: whether the timeline keeps its spans.
     """
     degree, mesh_shape, replicated = spec.head_degree, spec.mesh_shape, spec.strategy == "replicate"
     direct = spec.all_pairs or visible_rows is not None
@@ -174,36 +193,28 @@ def call_cost(
             problem, mesh_shape, cluster, backward=backward, head_degree=degree, visible=mean
         )
 
-    def computation(block: AttentionBlock) -> Computation:
-        i, j = block.q_shard, block.kv_shard
-        fraction = visible if isinstance(visible, float | int) else visible[i][j]
-        seconds = block_seconds(inner, cluster, inner.keys[j], backward=backward, visible=fraction)
-        return Computation(seconds / block.parts, f"Q{i} KV{j}")
+    def seconds(block: AttentionBlock) -> float:
+        fraction = visible if isinstance(visible, float | int) else visible[block.q_shard][block.kv_shard]
+        keys = inner.keys[block.kv_shard]
+        return block_seconds(inner, cluster, keys, backward=backward, visible=fraction) / block.parts
 
-    def message(transfer: Transfer, group: int, member: int) -> SentMessage:
+    def size(transfer: Transfer, group: int) -> int:
         kind, axis, shard, length = transfer.kind, transfer.axis, transfer.send_shard, None
         if axis == "kv":
             length = inner.key_batch * inner.keys[shard]
         elif visible_rows is not None:
             length = inner.key_batch * visible_rows[shard][transfer.dst if kind == "input" else group]
-        sent = sent_tensors(inner, spec, kind, axis, backward=backward, direct=direct, length=length)
-        return SentMessage(transfer.dst * degree + member, total_bytes(sent), f"{_LABELS[kind, axis][backward]}{shard}")
+        return sent_bytes(inner, spec, kind, axis, backward=backward, direct=direct, length=length)
 
-    def rank_phases(rank: int) -> list[Phase]:
+    def phases(rank: int) -> list[Phase]:
         group, member = divmod(rank, degree)
-        schedule = schedule_for(
-            mesh_shape,
-            0 if replicated else group,
-            backward=backward,
-            ranks=ranks,
-            direct=direct,
-            overlap_ratios=ratios,
-        )
+        options: dict[str, Any] = {"ranks": ranks, "direct": direct, "overlap_ratios": ratios}
+        schedule = schedule_for(mesh_shape, 0 if replicated else group, backward=backward, **options)
         return [
             Phase(
-                tuple(message(transfer, group, member) for transfer in step.transfers),
+                sum(map(seconds, step.blocks)),
+                tuple((transfer.dst * degree + member, size(transfer, group)) for transfer in step.transfers),
                 tuple(transfer.src * degree + member for transfer in step.transfers),
-                tuple(map(computation, step.blocks)),
             )
             for step in schedule
         ]
@@ -211,34 +222,7 @@ def call_cost(
     even = len(set(problem.keys)) == 1 and isinstance(visible, float | int) and visible_rows is None
     in_nodes = spec if ranks is None else replace(spec, mesh_shape=mesh_shape[::-1])
     period = symmetry_period(in_nodes, problem.ranks, cluster) if even else problem.ranks
-    phases = [rank_phases(rank) for rank in range(period)]
-    timeline = simulate(phases, problem.ranks, cluster, overlap=overlap, record=record)
-    collectives = _collectives(problem, spec, cluster, backward, visual)
-    projection = 0.0
-    if visual is not None:
-        keys = max(problem.keys) * (problem.ranks if replicated else 1)
-        projection = 4 * problem.key_batch * keys * visual.dim * problem.kv_heads * problem.dim / cluster.matmul
-        if backward:  # gradients, and K and V once more
-            projection *= visual.weights_trained + visual.trained + visual.recompute
-    return CallCost(
-        seconds=timeline.seconds + collectives.seconds + projection,
-        attention=timeline.most("computing"),
-        projection=projection,
-        exposed=timeline.most("exposed") + collectives.seconds,
-        hidden=timeline.most("hidden"),
-        node_bytes=timeline.most("node_bytes") + collectives.node_bytes,
-        network_bytes=timeline.most("network_bytes") + collectives.network_bytes,
-        timeline=timeline,
-    )
-
-
-# What a transfer carries, forward and backward.
-_LABELS: dict[tuple[TransferKind, Axis], tuple[str, str]] = {
-    ("input", "q"): ("Q", "Q,dO"),
-    ("result", "q"): ("O", "dQ"),
-    ("input", "kv"): ("KV", "KV"),
-    ("result", "kv"): ("", "dKV"),
-}
+    return simulate([phases(rank) for rank in range(period)], problem.ranks, cluster, overlap=overlap)
 
 
 def _group_means(visible: VisibleFraction, degree: int) -> VisibleFraction:
@@ -287,9 +271,9 @@ def sent_tensors(
     return [full] if backward else [full, lse]
 
 
-def total_bytes(tensors: list[tuple[int, Hashable]]) -> int:
-    """Return the bytes of one transfer; their sums over a schedule equal the formulas of `schedules.bytes_sent`."""
-    return sum(size for size, _ in tensors)
+def sent_bytes(*transfer: Any, **options: Any) -> int:
+    """Return the bytes of one transfer (`sent_tensors`); over a schedule they add up to those of `bytes_sent`."""
+    return sum(size for size, _ in sent_tensors(*transfer, **options))
 
 
 def overlap_ratios_by_rates(
@@ -316,7 +300,7 @@ def overlap_ratios_by_rates(
     q_hop, kv_hop = (far, near) if kv_first else (near, far)
 
     def blocks(kind: TransferKind, axis: Axis) -> float:
-        size = total_bytes(sent_tensors(inner, ParallelSpec("mesh", mesh_shape), kind, axis, backward=backward))
+        size = sent_bytes(inner, ParallelSpec("mesh", mesh_shape), kind, axis, backward=backward)
         rate, latency, _ = q_hop if axis == "q" else kv_hop
         seconds = latency + size / rate + cluster.step_overhead_s
         return float(f"{seconds / block:.2g}") if block else 1.0
@@ -370,8 +354,7 @@ def _collectives(
         return Cost(seconds, seconds, 0.0, cost.node_bytes // layers, cost.network_bytes // layers)
     if spec.head_degree == 1:
         return Cost()
-    q = head_sharding_bytes(problem, spec.head_degree, kv=False)
-    kv = head_sharding_bytes(problem, spec.head_degree, kv=True) - q
+    q, kv = head_sharding_bytes(problem, spec.head_degree)
     if backward:  # dO, and K and V if they were recomputed; then dQ, dK, dV
         partial = _sharded_kv_heads(problem, spec.head_degree) > problem.kv_heads  # ranks share a KV head
         element = problem.result_element(spec.head_degree, direct=True)
@@ -388,16 +371,16 @@ def _sharded_kv_heads(problem: Problem, degree: int) -> int:
     return sum(len(shards.kv_heads_of(member)) for member in range(degree))
 
 
-def head_sharding_bytes(problem: Problem, degree: int, *, kv: bool) -> int:
-    """Return the bytes of Q of one rank, and with `kv` of K and V, that an all-to-all turns into head shards."""
+def head_sharding_bytes(problem: Problem, degree: int) -> tuple[int, int]:
+    """Return the bytes of Q, and of K and V, of one rank, that an all-to-all turns into head shards."""
     rows = problem.batch * problem.rows * problem.heads
-    keys = 2 * problem.key_batch * max(problem.keys) * _sharded_kv_heads(problem, degree) if kv else 0
-    return (rows + keys) * problem.dim * problem.element
+    keys = 2 * problem.key_batch * max(problem.keys) * _sharded_kv_heads(problem, degree)
+    return rows * problem.dim * problem.element, keys * problem.dim * problem.element
 
 
 @dataclass(frozen=True)
 class Candidate(Passes):
-    """A spec and its costs, as a `CallCost` for each pass; without training, backward costs nothing."""
+    """A spec and the costs of a call with it; without training, backward costs nothing."""
 
     spec: ParallelSpec = field(kw_only=True)
 
@@ -418,12 +401,12 @@ def select_strategy(
     strategies: Sequence[str] = STRATEGIES,
     mesh_shape: tuple[int, int] | None = None,
     visible_rows: Sequence[Sequence[int]] | None = None,
-    margin: float = MARGIN,
     **call: Any,
 ) -> Selection:
     """Return the fastest legal spec of an attention call: all legal candidates are simulated.
 
-    The result is deterministic: ranks with the same problem and cluster select the same spec.
+    LV-XAttn (or Ring Attention, if LV-XAttn is not a candidate) is selected unless another candidate is faster by more
+    than MARGIN. The result is deterministic: ranks with the same problem and cluster select the same spec.
 
     Args:
         problem: the call; `problem.rank` is ignored.
@@ -432,15 +415,13 @@ def select_strategy(
         strategies: the strategies to compare.
         mesh_shape: the only mesh shape to consider; None for any.
         visible_rows: rows of rank i that attend to any key of rank j, if the mask reduces what LV-XAttn sends.
-        margin: the fraction by which another candidate must be faster than LV-XAttn (or Ring Attention, if LV-XAttn is
-            not a candidate) to be selected.
         **call: further arguments of `call_cost`: visible, visual, overlap.
 
     Raises:
         ConfigError: no strategy is legal, or one is unknown.
     """
 
-    def cost(spec: ParallelSpec, backward: bool) -> CallCost:
+    def cost(spec: ParallelSpec, backward: bool) -> Cost:
         rows = visible_rows if spec.strategy == "lv-xattn" else None
         return call_cost(problem, spec, cluster, backward=backward, visible_rows=rows, **call)
 
@@ -452,7 +433,7 @@ def select_strategy(
         if mesh_shape in (None, spec.mesh_shape)
     ]
     # LV-XAttn among all pairs must be faster than LV-XAttn around the ring, which is the first candidate beside it.
-    candidates = [c for c in candidates if not c.spec.all_pairs or c.seconds * (1 + margin) < candidates[0].seconds]
+    candidates = [c for c in candidates if not c.spec.all_pairs or c.seconds * (1 + MARGIN) < candidates[0].seconds]
     if not candidates:
         raise ConfigError(
             f"strategies: none of {', '.join(strategies)} is legal for {problem.heads} heads on "
@@ -460,7 +441,7 @@ def select_strategy(
         )
     by_time = sorted(candidates, key=lambda candidate: candidate.seconds)  # stable: equal ones stay in order
     best, preferred = by_time[0], candidates[0]
-    if preferred.spec.strategy in ("lv-xattn", "ring") and preferred.seconds <= best.seconds * (1 + margin):
+    if preferred.spec.strategy in ("lv-xattn", "ring") and preferred.seconds <= best.seconds * (1 + MARGIN):
         best = preferred
     reason = _reason(best, by_time, problem)
     return Selection(best.forward, best.backward, spec=best.spec, reason=reason, candidates=tuple(by_time))

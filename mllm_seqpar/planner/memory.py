@@ -29,7 +29,7 @@ from mllm_seqpar.schedules import Axis, MeshShape, TransferKind
 from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem, mesh_bytes
 from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of, resolve_tile
 
-from .call_cost import ParallelSpec, problem_between_groups, sent_tensors, total_bytes
+from .call_cost import ParallelSpec, problem_between_groups, sent_bytes, sent_tensors
 from .model_sizes import LayerSizes, TextSizes
 from .workload import FLOAT32, Workload
 
@@ -325,9 +325,9 @@ def _attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
 
 def _shards(problem: Problem, spec: ParallelSpec, axis: Axis, *, backward: bool) -> tuple[int, int]:
     """Return the bytes of the first shard of an axis as an input and as a result."""
-    sent = sent_tensors(problem, spec, "input", axis, backward=backward, direct=spec.all_pairs)
-    back = sent_tensors(problem, spec, "result", axis, backward=backward, direct=spec.all_pairs)
-    return total_bytes(sent), total_bytes(back)
+    sent = sent_bytes(problem, spec, "input", axis, backward=backward, direct=spec.all_pairs)
+    back = sent_bytes(problem, spec, "result", axis, backward=backward, direct=spec.all_pairs)
+    return sent, back
 
 
 def _partial_results(problem: Problem, spec: ParallelSpec, *, backward: bool) -> int:

@@ -1,24 +1,35 @@
-"""A plan: for each strategy the time of a step by part, the memory by kind, and the longest video that fits."""
+"""A plan: for each strategy the time of a step by part, the memory by kind, and the longest video that fits.
+
+Attention is simulated, linear layers count by FLOPs, parameter traffic by bytes. Linear layers cost 2 FLOPs per
+parameter and token forward, the same in backward for the gradient of their input, and the same again for the gradient
+of their weights if these are trained. LoRA computes the gradient of its adapters instead.
+"""
+
+from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from typing import Any
 
+from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.schedules.mesh_shapes import STRATEGIES, TEXT_STRATEGIES
 
-from .call_cost import MARGIN, Candidate, ParallelSpec
-from .cluster import Cluster, Passes
+from .call_cost import MARGIN, Candidate, ParallelSpec, head_sharding_bytes, select_strategy
+from .cluster import Cluster, Cost, Passes, all_gather, all_gather_seconds, all_to_all
 from .memory import USABLE, peak_memory
-from .records import Record, number
-from .step_cost import attention_candidates, step_parts
-from .workload import Workload
+from .workload import FLOAT32, Workload
 
 MAX_FRAMES = 2**27
 """The longest video to consider: four years at one frame per second."""
 
 DECODE_RATE = 400.0
 """Frames per second that one core decodes where the cluster file does not say: H.264 in 720p, measured."""
+
+PARTS = ("vision tower", "self-attention", "cross-attention", "MLP", "vocabulary", "parameters")
+
+HOST_LINK = 20e9
+"""Bytes per second from pinned memory to a GPU: about four fifths of PCIe 4.0 with 16 lanes, 25 GB/s in practice."""
 
 _ORDER = (*STRATEGIES, "local")
 
@@ -27,10 +38,8 @@ _ORDER = (*STRATEGIES, "local")
 class StrategyPlan(Passes):
     """The estimate of a step with one strategy.
 
-    `spec` has the fastest mesh shape that fits, `parts` the keys `step_cost.PARTS` (a decoder-only model has no
+    `spec` has the fastest mesh shape that fits, `parts` the keys `PARTS` (a decoder-only model has no
     cross-attention), `memory` the bytes of a rank by kind (`memory.KINDS`). `max_frames` are the most frames that fit.
-    `call` is one call of the attention that `spec` is about: of cross-attention, or of self-attention in a decoder-only
-    model.
     """
 
     spec: ParallelSpec
@@ -38,7 +47,6 @@ class StrategyPlan(Passes):
     memory: Mapping[str, int]
     fits: bool
     max_frames: int
-    call: Candidate
 
     @property
     def memory_total(self) -> int:
@@ -52,7 +60,7 @@ class Plan:
     Attributes:
         rows: one per strategy, of self-attention in a decoder-only model; rows that fit come first, the fastest first.
         illegal: the reason by strategy.
-        text: one self-attention call, the same in all rows; of the first one in a decoder-only model.
+        text: the spec of self-attention, the same in all rows; of the first one in a decoder-only model.
         min_gpus: the smallest power of two of GPUs on which `preferred`, which needs the least memory, fits; or None.
     """
 
@@ -60,7 +68,7 @@ class Plan:
     cluster: Cluster
     rows: tuple[StrategyPlan, ...]
     illegal: Mapping[str, str]
-    text: Candidate
+    text: ParallelSpec
     min_gpus: int | None
 
     def cores_per_gpu(self, row: StrategyPlan) -> float:
@@ -68,6 +76,10 @@ class Plan:
         workload = self.workload
         decoded = workload.batch * workload.frames / workload.gpus * workload.decode_per_frame
         return decoded / (self.cluster.decode_rate or DECODE_RATE) / row.seconds
+
+    def hours(self, row: StrategyPlan) -> float:
+        """Return the hours of all steps of the data set."""
+        return self.workload.steps * row.seconds / 3600
 
     @property
     def preferred(self) -> str:
@@ -81,22 +93,6 @@ class Plan:
         preferred = next((row for row in self.rows if row.spec.strategy == self.preferred), first)
         close = preferred.seconds <= first.seconds * (1 + MARGIN)
         return preferred if close and preferred.fits == first.fits else first
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataSet(Record):
-    """The samples of a run, and how often it processes them."""
-
-    samples: int = number("a number of samples")
-    epochs: float = number("a number of epochs", 1.0)
-
-    def steps(self, batch: int) -> int:
-        """Return the number of steps of `batch` samples each, the last one of an epoch with fewer."""
-        return ceil(ceil(self.samples / batch) * self.epochs)
-
-    def hours(self, batch: int, seconds: float) -> float:
-        """Return the hours of all steps, each of `seconds`."""
-        return self.steps(batch) * seconds / 3600
 
 
 def make_plan(workload: Workload, cluster: Cluster, strategies: Sequence[str] = STRATEGIES) -> Plan:
@@ -119,7 +115,8 @@ def make_plan(workload: Workload, cluster: Cluster, strategies: Sequence[str] = 
     illegal = {name: _why_illegal(name, workload) for name in strategies if name not in by_strategy}
     powers_of_two = (2**i for i in range(17))
     enough = (n for n in powers_of_two if _fits(*_preferred_run(replace(workload, gpus=n)), cluster))
-    return Plan(workload, cluster, tuple(rows), illegal, text or rows[0].call, next(enough, None))
+    spec = text.spec if text else rows[0].spec
+    return Plan(workload, cluster, tuple(rows), illegal, spec, next(enough, None))
 
 
 def _preferred_run(workload: Workload) -> tuple[Workload, ParallelSpec]:
@@ -147,7 +144,6 @@ def _strategy_plan(
         memory=peak_memory(workload, call.spec),
         fits=fitting is not None,
         max_frames=max_frames(workload, cluster, call.spec),
-        call=call,
     )
 
 
@@ -179,3 +175,194 @@ def _why_illegal(strategy: str, workload: Workload) -> str:
         return f"{workload.gpus} GPUs have no tile (a, b) except (n, 1) and (1, n)"
     heads = workload.problem(workload.compared).heads
     return f"no group of the {workload.gpus} GPUs divides {heads} heads"  # Ulysses
+
+
+def attention_candidates(
+    workload: Workload, cluster: Cluster, part: str, strategies: Sequence[str] = STRATEGIES
+) -> Sequence[Candidate]:
+    """Return the legal candidates for one call of the attention of a part, fastest first; ConfigError if none is legal.
+
+    `strategies` are for cross-attention; the workload has the strategies of self-attention.
+    """
+    kind = workload.self_attention
+    if part == "self-attention":
+        strategies = ("ring",) if workload.text_ranks == 1 else TEXT_STRATEGIES if kind == "auto" else (kind,)
+    problem, visual = workload.problem(part), workload.visual if part == "cross-attention" else None
+    options: dict[str, Any] = {"visible": workload.visible(part), "visual": visual, "overlap": workload.overlap}
+    try:
+        selection = select_strategy(problem, cluster, training=workload.training, strategies=strategies, **options)
+    except ConfigError as error:
+        if part != "self-attention":
+            raise
+        raise ConfigError(
+            f"self_attention: {kind} cannot shard {problem.heads} heads over {workload.gpus} GPUs; choose ring, or "
+            "another number of GPUs"
+        ) from error
+    if part == "self-attention" and kind == "local":
+        return [replace(candidate, spec=ParallelSpec("local", (1, 1))) for candidate in selection.candidates]
+    return selection.candidates
+
+
+def step_parts(workload: Workload, cluster: Cluster, cross: Candidate | None, text: Candidate) -> Mapping[str, Passes]:
+    """Return the parts of a step (PARTS) with one candidate for cross-attention and one for self-attention.
+
+    A decoder-only model has no cross-attention. An answer has one more part, "decoding".
+    """
+    model, tokens, layers = workload.model, workload.tokens, workload.checkpointing
+    full = workload.lora_r is None
+
+    def linear(parameters: int, trained: bool, recomputed: int = 0, tokens: int = tokens) -> Passes:
+        """Return the cost of linear layers with this number of recomputations, by default on all tokens of a rank."""
+        once = 2 * parameters * tokens / cluster.matmul
+        return Passes(Cost(once), Cost(once * (1 + trained + recomputed) if workload.training else 0.0))
+
+    trained, sizes = workload.language_trained, model.cross
+    attention, mlp = (model.linear[name].parameters for name in ("attention", "mlp"))
+    one_layer = linear(attention, trained, layers) + _attention_call(workload, cluster, "self-attention", text)
+    parts = {"vision tower": _vision(workload, cluster), "self-attention": one_layer * model.text.layers}
+    if cross is not None:
+        queries = 2 * model.text.hidden * sizes.heads * sizes.head_dim if sizes.own_queries else 0
+        one_layer = linear(queries, full, layers) + _attention_call(workload, cluster, "cross-attention", cross)
+        parts["cross-attention"] = one_layer * sizes.layers
+    # Chunks of an MLP are recomputed in backward. The recomputation of a decoder layer stops before its MLP, so that
+    # chunks are recomputed once. The MLP of a cross-attention layer is followed by a gate that saves its result, so
+    # that it is recomputed by both.
+    crossing = sizes.layers * sizes.mlp_matrices * model.text.hidden * sizes.mlp_inner
+    parts["MLP"] = linear(model.text.layers * mlp, trained, layers or workload.chunked)
+    parts["MLP"] += linear(crossing, full, layers + workload.chunked)
+    parts["vocabulary"] = linear(model.text.vocabulary * model.text.hidden, trained, tokens=workload.scored_tokens)
+    places = {"attention": "self-attention", "mlp": "MLP", "cross": "cross-attention", "connector": "vision tower"}
+    for target in workload.lora_target if not full else ():
+        adapted = model.linear[target]
+        if adapted.layers:
+            channels, visual = map(workload.adapter_channels, (adapted.text, adapted.visual))
+            work = linear(channels * adapted.layers, True, layers)
+            work += linear(visual * adapted.layers, True, layers, workload.local_frames * model.vision.keys)
+            parts[places[target]] += work
+    parts["parameters"] = _parameters(workload, cluster, sum(parts.values(), Passes()))
+    return parts | ({"decoding": _decoded_token(workload, cluster) * workload.answer} if workload.answer else {})
+
+
+def _vision(workload: Workload, cluster: Cluster) -> Passes:
+    """Return the cost of tower, resampler and projector on a rank's frames; a frozen tower has no backward pass.
+
+    In a decoder-only model, the embeddings are then sent to the ranks that have their tokens by one all-to-all, or with
+    local text by one all-gather; in backward, the gradients travel the other way.
+    """
+    model, vision, frames = workload.model, workload.model.vision, workload.local_frames
+    tokens = frames * vision.tokens
+    attended = vision.layers * vision.tokens
+    if vision.window:
+        in_windows = (vision.layers - vision.full_layers) * min(vision.window, vision.tokens)
+        attended = vision.full_layers * vision.tokens + in_windows
+    linear = 2 * vision.parameters * tokens / cluster.matmul
+    entries = tokens * attended * vision.width
+    forward, backward = linear + 4 * entries / cluster.attention_forward, 0.0
+    if workload.trained == "all":
+        backward = 2 * linear + 10 * entries / cluster.attention_backward
+        backward += forward if workload.checkpointing else 0.0
+    work, r = vision.keys * model.linear["connector"].parameters, model.resampler
+    if r:  # K and V are projected from the patches, too
+        work += r.layers * 2 * vision.tokens * vision.width * r.heads * r.head_dim
+    connector = 2 * work * frames / cluster.matmul
+    training = workload.training and workload.trains_features
+    if training:
+        backward += connector * (2 if workload.lora_r is None else 1)
+    passes = Passes(Cost(forward + connector), Cost(backward))
+    if not model.decoder_only or workload.gpus == 1:
+        return passes
+    gpus, size = workload.gpus, frames * vision.keys * workload.embedding_width * workload.element
+    local = workload.self_attention == "local"
+    sent = all_gather(cluster, gpus, size) if local else all_to_all(cluster, gpus, gpus, size)
+    return passes + Passes(sent, sent if training else Cost())
+
+
+def _attention_call(workload: Workload, cluster: Cluster, part: str, candidate: Candidate) -> Passes:
+    """Return the cost of one attention call.
+
+    With checkpointing, backward repeats the forward pass with its transfers, or, if its results are kept, only the
+    all-to-all of Q, and of given K and V, to head shards. With local text, every rank gathers the rows of O of the
+    others for cross-attention; backward sums their gradients in float32.
+    """
+    problem, crossing = workload.problem(part), part == "cross-attention"
+    again, degree = Cost(), candidate.spec.head_degree
+    if workload.training and workload.checkpointing:
+        if workload.recompute_attention:
+            again = candidate.forward
+        elif degree > 1:
+            q, kv = head_sharding_bytes(problem, degree)
+            again = all_to_all(cluster, problem.ranks, degree, q + (0 if crossing and workload.recompute else kv))
+    call = Passes(candidate.forward, candidate.backward + again)
+    if crossing and workload.visual_offload:
+        call = _with_copies(workload, call)
+    if crossing and workload.self_attention == "local":
+        elements = problem.batch * problem.rows * problem.heads * problem.dim
+        rows, gradients = (
+            all_gather(cluster, workload.gpus, elements * size) for size in (problem.element, problem.accumulated)
+        )
+        backward = gradients + rows * workload.checkpointing if workload.training else Cost()
+        call += Passes(rows, backward)
+    return call
+
+
+def _with_copies(workload: Workload, call: Passes) -> Passes:
+    """Return the cost of an attention call with features in host memory.
+
+    A layer brings all features of the rank once per pass, under the computation of the chunk before, so a pass of a
+    layer takes at least features / HOST_LINK seconds. Q, O and the log-sum-exp are exchanged before and after the
+    computation, so none of these transfers overlaps with it.
+    """
+    once = workload.features_bytes / HOST_LINK
+    copies = 1 + workload.trains_features  # copies in the two directions overlap
+    copies += workload.checkpointing  # backward repeats the forward pass
+    hidden = call.both.hidden / (2 if workload.training else 1)
+
+    def exposing(cost: Cost, seconds: float) -> Cost:
+        return replace(
+            cost, seconds=max(cost.seconds + hidden, seconds), exposed=cost.exposed + cost.hidden, hidden=0.0
+        )
+
+    return Passes(exposing(call.forward, once), exposing(call.backward, once * copies) if workload.training else Cost())
+
+
+def _parameters(workload: Workload, cluster: Cluster, computed: Passes) -> Passes:
+    """Return the cost of FSDP2: parameters are gathered forward and again in backward, and gradients are reduced.
+
+    These transfers hide under all computation of the step.
+    """
+    if not workload.weights_sharded:
+        return Passes()
+    parameters = workload.model.parameters * workload.element
+    if workload.lora_r is not None:  # frozen weights are gathered as they are stored
+        parameters = workload.frozen_bytes + workload.trained_parameters * workload.element
+    gradients = workload.trained_parameters * workload.parameter
+
+    def waiting(under: float, *sizes: int) -> Cost:
+        seconds = sum(all_gather_seconds(cluster, workload.gpus, size / workload.gpus) for size in sizes)
+        exposed, inside = max(0.0, seconds - under), min(workload.gpus, cluster.gpus_per_node) - 1
+        sent = (sum(sizes) * peers // workload.gpus for peers in (inside, workload.gpus - 1 - inside))
+        return Cost(exposed, exposed, seconds - exposed, *sent)
+
+    backward = waiting(computed.backward.seconds, parameters, gradients) if workload.training else Cost()
+    return Passes(waiting(computed.forward.seconds, parameters), backward)
+
+
+def _decoded_token(workload: Workload, cluster: Cluster) -> Passes:
+    """Return the cost of generating one token: weights and K, V are read, and the ranks' partial results are merged.
+
+    Every rank computes all layers of the token, over its own keys. Sharded weights are gathered for each token.
+    """
+    text, gpus, linear = workload.model.text, workload.gpus, workload.model.linear
+    layers = text.layers * (linear["attention"].parameters + linear["mlp"].parameters)
+    weights = layers + text.vocabulary * text.hidden
+    seconds = 2 * weights * workload.batch / cluster.matmul
+    if cluster.memory_rate is not None:
+        seconds = max(seconds, weights * workload.element / cluster.memory_rate)
+        seconds += workload.cache_bytes / cluster.memory_rate
+    cost = Cost(seconds)
+    if workload.text_ranks > 1:
+        merged = workload.batch * text.heads * (text.head_dim + 1) * FLOAT32
+        cost += all_gather(cluster, gpus, merged) * text.layers
+    if workload.weights_sharded:
+        cost += all_gather(cluster, gpus, layers * workload.element // gpus)
+    return Passes(cost)

@@ -9,11 +9,10 @@ from typing import Any
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.schedules.mesh_shapes import TILE_STRATEGIES
 
-from .call_cost import MARGIN, CallCost, Candidate, ParallelSpec, call_cost, duration
+from .call_cost import MARGIN, ParallelSpec, call_timelines, duration
 from .cluster import Passes
 from .memory import USABLE
-from .plan import DataSet, Plan, StrategyPlan
-from .simulation import Timeline
+from .plan import Plan, StrategyPlan
 from .workload import Workload
 
 _NAMES = {"lv-xattn": "LV-XAttn", "ring": "Ring Attention"}
@@ -22,16 +21,14 @@ WIDTH = 100
 """The longest line of a plan as text."""
 
 
-def as_text(plan: Plan, data_set: DataSet | None = None) -> str:
+def as_text(plan: Plan) -> str:
     """Return a heading, a table with a column for each strategy, and the best one with the reason; lines of WIDTH."""
-    lines = [*_heading(plan), "", *_table(plan), "", *_verdict(plan)]
-    return "\n".join(lines if data_set is None else [*lines, *_duration(plan, data_set)])
+    return "\n".join([*_heading(plan), "", *_table(plan), "", *_verdict(plan), *_duration(plan)])
 
 
-def as_json(plan: Plan, data_set: DataSet | None = None) -> dict[str, Any]:
+def as_json(plan: Plan) -> dict[str, Any]:
     """Return the plan as plain numbers and strings, in seconds and bytes, and hours of a data set."""
     best, workload = plan.best, plan.workload
-    call_name = f"{workload.compared.replace('-', '_')}_call"
 
     def shape(spec: ParallelSpec) -> dict[str, Any]:
         return {"tile": list(spec.mesh_shape), "heads_over": spec.head_degree}
@@ -40,12 +37,7 @@ def as_json(plan: Plan, data_set: DataSet | None = None) -> dict[str, Any]:
         return {"forward": passes.forward.seconds, "backward": passes.backward.seconds}
 
     def part(passes: Passes) -> dict[str, float]:
-        return seconds(passes) | {name: value for name, value in asdict(passes.both).items() if name != "seconds"}
-
-    def call(candidate: Candidate) -> dict[str, dict[str, Any]]:
-        passes = {"forward": candidate.forward, "backward": candidate.backward}
-        calls = {name: vars(cost) for name, cost in passes.items() if isinstance(cost, CallCost)}
-        return {name: {k: v for k, v in values.items() if k != "timeline"} for name, values in calls.items()}
+        return seconds(passes) | {name: value for name, value in vars(passes.both).items() if name != "seconds"}
 
     def strategy(row: StrategyPlan) -> dict[str, Any]:
         return {
@@ -58,7 +50,6 @@ def as_json(plan: Plan, data_set: DataSet | None = None) -> dict[str, Any]:
             "memory_total": row.memory_total,
             "fits": row.fits,
             "longest_frames": row.max_frames,
-            call_name: call(row.call),
             "cores_per_gpu": plan.cores_per_gpu(row),
         }
 
@@ -72,14 +63,14 @@ def as_json(plan: Plan, data_set: DataSet | None = None) -> dict[str, Any]:
             "why": " ".join(reasons(plan)),
         },
         "enough_gpus": plan.min_gpus,
-        "self_attention": {**shape(plan.text.spec), "call": call(plan.text)},
+        "self_attention": shape(plan.text),
         "strategies": [strategy(row) for row in plan.rows],
         "not legal": dict(plan.illegal),
     }
-    if data_set is not None:
-        steps, hours = data_set.steps(workload.batch), data_set.hours(workload.batch, best.seconds)
-        totals = {"steps": steps, "hours": hours, "gpu_hours": hours * workload.gpus}
-        values["data_set"] = asdict(data_set) | totals
+    if workload.samples is not None:
+        hours = plan.hours(best)
+        totals = {"steps": workload.steps, "hours": hours, "gpu_hours": hours * workload.gpus}
+        values["data_set"] = {"samples": workload.samples, "epochs": workload.epochs, **totals}
     return values
 
 
@@ -92,8 +83,8 @@ def patch_options(plan: Plan) -> dict[str, Any]:
         options["self_attention"] = self_attention
     if _needs_tile(spec):
         options["tile"] = spec.mesh_shape
-    elif spec.strategy not in TILE_STRATEGIES and workload.self_attention != "auto" and _needs_tile(plan.text.spec):
-        options["tile"] = plan.text.spec.mesh_shape
+    elif spec.strategy not in TILE_STRATEGIES and workload.self_attention != "auto" and _needs_tile(plan.text):
+        options["tile"] = plan.text.mesh_shape
     names = ("recompute", "recompute_attention", "overlap", "mlp_chunk_size", "vision_chunk_size", "visual_offload")
     for name in names:
         value = getattr(workload, name)
@@ -130,7 +121,7 @@ def _heading(plan: Plan) -> list[str]:
         assumptions.append(f"MLPs of {workload.mlp_chunk_size} tokens at once")
     if not model.decoder_only:
         local = workload.self_attention == "local"
-        assumptions.append(f"self-attention {'local' if local else plan.text.spec}")
+        assumptions.append(f"self-attention {'local' if local else plan.text}")
     video = f"{workload.frames:,} frames of {vision.keys} tokens"
     if vision.temporal_patch > 1:
         video = f"{workload.frames:,} frames, {vision.keys} tokens for every {vision.temporal_patch} of them"
@@ -234,28 +225,28 @@ def _verdict(plan: Plan) -> list[str]:
         lines.append(f"Nothing fits with {workload.frames:,} frames; {frames}; {gpus}.")
         lines += [line for reason in reasons(plan) for line in _wrapped(reason)]
     two = not workload.model.decoder_only and workload.self_attention != "auto"
-    if _needs_tile(best.spec) and _needs_tile(plan.text.spec) and two:
-        text = f"patch_model takes one tile, but the plan has {best.spec} for frames and {plan.text.spec} for text."
+    if _needs_tile(best.spec) and _needs_tile(plan.text) and two:
+        text = f"patch_model takes one tile, but the plan has {best.spec} for frames and {plan.text} for text."
         lines += _wrapped(text)
     return lines
 
 
-def _duration(plan: Plan, data_set: DataSet) -> list[str]:
-    """Return the hours of a data set with the best strategy, and with the two others that fit and are compared most."""
-    workload, batch = plan.workload, plan.workload.batch
-    named = {row.spec.strategy: row for row in plan.rows if row.fits}
+def _duration(plan: Plan) -> list[str]:
+    """Return the hours of a data set with the best strategy, and with the two others that are compared most."""
+    workload, named = plan.workload, {row.spec.strategy: row for row in plan.rows if row.fits}
+    if workload.samples is None:
+        return []
     compared = [named[name] for name in (plan.preferred, "ring") if name in named and named[name] is not plan.best]
-    epochs = f" x {data_set.epochs:g} epochs" if data_set.epochs != 1 else ""
+    epochs = f" x {workload.epochs:g} epochs" if workload.epochs != 1 else ""
     kind = "steps" if workload.training else "forward passes"
-    lines = _wrapped(
-        f"{data_set.samples:,} samples{epochs} in {data_set.steps(batch):,} {kind} of {batch} on {workload.gpus} GPUs:"
-    )
+    steps = f"{workload.steps:,} {kind} of {workload.batch} on {workload.gpus} GPUs"
+    lines = _wrapped(f"{workload.samples:,} samples{epochs} in {steps}:")
 
     def digits(value: float) -> str:
         return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
     for row in (plan.best, *compared):
-        hours = data_set.hours(batch, row.seconds)
+        hours = plan.hours(row)
         days = f" ({hours / 24:.1f} days)" if hours >= 48 else ""
         lines.append(f"  {row.spec}: {digits(hours)} hours{days}, {digits(hours * workload.gpus)} GPU-hours")
     return lines
@@ -274,11 +265,12 @@ def _bytes(size: float) -> str:
 
 # The figure: a lane of computing and waiting above a lane of sending for each rank. Operations before and after a
 # schedule (all-to-all, gathering of features, projections) are not drawn.
-COLORS = {"compute": "#4c78a8", "wait": "#e45756", "transfer": "#72b7b2"}
-KINDS = {"compute": "computes a block", "wait": "waits for a transfer", "transfer": "sends"}
+KINDS = {
+    "compute": ("#4c78a8", "computes blocks"),
+    "wait": ("#e45756", "waits for a transfer"),
+    "transfer": ("#72b7b2", "sends"),
+}
 MAX_RANKS = 8
-ROOM = 0.05
-"""The part of the time axis that a label needs."""
 
 
 def draw_plan(plan: Plan, path: str | Path) -> None:
@@ -294,17 +286,7 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
         raise ConfigError("--timeline needs matplotlib; install mllm-seqpar[plot]") from error
     workload, by_name = plan.workload, {row.spec.strategy: row for row in plan.rows}
     compared = [by_name[name] for name in ("lv-xattn", "ring") if name in by_name and by_name[name] is not plan.best]
-    specs = [row.spec for row in (plan.best, *compared)]
-    problem, options = workload.problem(workload.compared), workload.call_options(workload.compared)
-    passes = [("forward", False), ("backward", True)][: 2 if workload.training else 1]
-    panels = [
-        [
-            (name, call_cost(problem, spec, plan.cluster, backward=backward, record=True, **options).timeline)
-            for name, backward in passes
-        ]
-        for spec in specs
-    ]
-    longest = max(sum(timeline.seconds for _, timeline in panel) for panel in panels)
+    specs, problem = [row.spec for row in (plan.best, *compared)], workload.problem(workload.compared)
     ranks = min(problem.ranks, MAX_RANKS)
     figure = Figure(figsize=(11, 1.4 + len(specs) * (0.4 * ranks + 0.7)), layout="constrained")
     figure.suptitle(
@@ -314,25 +296,27 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
         fontweight="bold",
     )
     all_axes = figure.subplots(len(specs), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, spec, panel in zip(all_axes, specs, panels, strict=True):
-        begin = 0.0
-        for name, timeline in panel:
+    for axes, spec in zip(all_axes, specs, strict=True):
+        begin, title = 0.0, []
+        for name, backward in [("forward", False), ("backward", True)][: 2 if workload.training else 1]:
+            options: dict[str, Any] = {"visible": workload.visible(workload.compared), "overlap": workload.overlap}
+            timelines = call_timelines(problem, spec, plan.cluster, backward=backward, **options)
             for rank in range(ranks):
-                _draw_rank(axes, rank, begin, timeline, longest)
+                for kind, (color, label) in KINDS.items():
+                    spans = [span for span in timelines[rank % len(timelines)].spans if span[0] == kind]
+                    bars = [(begin + start, end - start) for _, start, end in spans]
+                    lane = (rank + (0.45 if kind == "transfer" else 0.05), 0.4)
+                    axes.broken_barh(bars, lane, facecolor=color, edgecolor="white", linewidth=0.1, label=label)
+            seconds = max(timeline.seconds for timeline in timelines)
+            title.append(f"{name} {duration(seconds)}")
+            begin += seconds
             axes.axvline(begin, color="#888888", linewidth=0.8)
-            if timeline.seconds > ROOM * longest:
-                axes.text(begin, 0, f" {name}", fontsize=8, va="bottom")
-            begin += timeline.seconds
-        axes.axvline(begin, color="#888888", linewidth=0.8)
-        title = f"{spec}: {', '.join(f'{name} {duration(timeline.seconds)}' for name, timeline in panel)}"
         more = f" ({problem.ranks - ranks} more ranks are not drawn)" if problem.ranks > ranks else ""
-        axes.set_title(title + more, loc="left", fontsize="small", pad=14)
+        axes.set_title(f"{spec}: {', '.join(title)}{more}", loc="left", fontsize="small")
         axes.set_yticks([rank + 0.45 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
         axes.set_ylim(ranks, 0)
-        axes.set_xlim(0, longest)
+        axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter(lambda seconds, _: duration(seconds))
-        axes.tick_params(labelbottom=True, labelsize="small")
-        axes.spines[["top", "right"]].set_visible(False)
     all_axes[-1].set_xlabel("time, the same scale for all strategies", fontsize="small")
     handles, labels = all_axes[0].get_legend_handles_labels()
     figure.legend(handles[: len(KINDS)], labels[: len(KINDS)], loc="outside lower center", ncols=3, fontsize="small")
@@ -340,19 +324,3 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
         figure.savefig(path, bbox_inches="tight", dpi=150)
     except ValueError as error:  # an unknown suffix
         raise ConfigError(f"--timeline {path}: {error}") from error
-
-
-def _draw_rank(axes: Any, rank: int, begin: float, timeline: Timeline, longest: float) -> None:
-    """Draw the lanes of a rank in one pass; labels are drawn where they have room."""
-    for kind, color in COLORS.items():
-        spans = [span for span in timeline.by_rank[rank % timeline.period].spans if span.kind == kind]
-        bars = [(begin + span.start, span.end - span.start) for span in spans]
-        lane = (rank + 0.45, 0.4) if kind == "transfer" else (rank + 0.05, 0.4)
-        edge = 0.3 if all(length > ROOM / 20 * longest for _, length in bars) else 0.0
-        axes.broken_barh(bars, lane, facecolor=color, edgecolor="white", linewidth=edge, label=KINDS[kind])
-        last = -longest
-        for span in spans if rank < timeline.period else ():  # the others only take as long
-            middle = begin + (span.start + span.end) / 2
-            if span.end - span.start > ROOM * longest and middle - last > ROOM * longest:
-                axes.text(middle, lane[0] + lane[1] / 2, span.label, fontsize=7, ha="center", va="center")
-                last = middle

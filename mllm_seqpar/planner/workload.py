@@ -9,6 +9,7 @@ that an adapter in another dtype makes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 from mllm_seqpar.errors import ConfigError
@@ -59,6 +60,7 @@ class Workload(Record):
         shard_weights: whether the ranks shard the weights for that too; a forward pass or step without `answer` does.
         decode_per_frame: frames that are decoded for each frame that is used; 30 at 1 of 30 frames per second.
         base_parameter: with LoRA, bytes of a frozen weight (0.5: 4 bits); None: as `element`.
+        samples, epochs: samples of the data set, and how often each is used; None for a single step.
     """
 
     model: ModelSizes
@@ -85,6 +87,8 @@ class Workload(Record):
     decode_per_frame: float = number("a number of frames", 30.0, least=0)
     answer: int = number("a number of tokens", 0, least=0)
     shard_weights: bool = False
+    samples: int | None = number("a number of samples", None)
+    epochs: float = number("a number of epochs", 1.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,6 +126,11 @@ class Workload(Record):
     @property
     def training(self) -> bool:
         return self.trained != "none"
+
+    @property
+    def steps(self) -> int:
+        """The number of steps over the data set, the last one of an epoch with fewer samples."""
+        return 0 if self.samples is None else ceil(ceil(self.samples / self.batch) * self.epochs)
 
     @property
     def encoded_frames(self) -> int:
@@ -191,14 +200,15 @@ class Workload(Record):
         text, tokens = self.model.text, self.tokens + self.batch * -(-self.answer // self.text_ranks)
         return 2 * text.layers * tokens * text.kv_heads * text.head_dim * self.element
 
-    @property
-    def visible(self) -> float:
-        """Fraction of the visual keys that text attends to, on every rank.
+    def visible(self, part: str) -> float:
+        """Return the fraction of visible entries of each block of the attention of a part.
 
-        Empty tiles are projected and sent, but masked. Where text attends to earlier frames only, the placeholders of
-        the frames attend to half of them, and zigzag frames balance the load. A text shorter than the number of frames
-        does not count its placeholders.
+        A causal mask halves self-attention. In cross-attention, empty tiles are projected and sent, but masked. Where
+        text attends to earlier frames only, the placeholders of the frames attend to half of them, and zigzag frames
+        balance the load. A text shorter than the number of frames does not count its placeholders.
         """
+        if part == "self-attention":
+            return 0.5
         content = 1.0 if self.content_tiles is None else self.content_tiles / self.model.vision.tiles
         placeholders = self.frames if self.model.cross.earlier_frames and self.frames <= self.text else 0
         return content * (1 - placeholders / (2 * self.text))
@@ -229,15 +239,12 @@ class Workload(Record):
             direct_element=self.element,
         )
 
-    def call_options(self, part: str) -> dict[str, Any]:
-        """Return the arguments of `call_cost` besides the problem: a causal mask halves every block."""
-        if part == "self-attention":
-            return {"visible": 0.5, "visual": None, "overlap": self.overlap}
-        cross = self.model.cross
+    @property
+    def visual(self) -> VisualProjection:
+        """The projection of K and V of cross-attention."""
         options = {"recompute": self.recompute, "trained": self._tower_output_trained}
         options["weights_trained"] = self.lora_r is None
-        visual = VisualProjection(dim=cross.visual_dim, layers=cross.layers, **options)
-        return {"visible": self.visible, "visual": visual, "overlap": self.overlap}
+        return VisualProjection(dim=self.model.cross.visual_dim, layers=self.model.cross.layers, **options)
 
     @property
     def _tower_output_trained(self) -> bool:

@@ -18,24 +18,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from mllm_seqpar.attention.call_spec import CallSpec, Placement, accumulation, call_spec_for, problem_of
 from mllm_seqpar.attention.joint import attend, attend_replicated, eager
-from mllm_seqpar.attention.keys import (
-    CallSpec,
-    GivenKeys,
-    Keys,
-    Placement,
-    accumulation,
-    as_attended,
-    attend_unmasked,
-    attended_dtype,
-    call_spec_for,
-    problem_of,
-)
+from mllm_seqpar.attention.keys import GivenKeys, Keys, as_attended, attend_unmasked, attended_dtype
 from mllm_seqpar.masks import BlockMasks, GivenBlockMask, Rectangle
 from mllm_seqpar.masks.block_masks import decoder_rectangles
 
@@ -54,6 +45,15 @@ MAX_TEXT_MASK = 1 << 24
 
 ModelAttention = Callable[[Tensor, Tensor, Tensor | None, Tensor, float], Tensor]
 """The unpatched model's attention to text: k, v (B, G, t, D), the decoder's mask, q (B, H, s, D), scale -> o."""
+
+TextMask = Literal["decoder", "causal", "rectangles"]
+"""What says which tokens a row of a pass attends to, and thereby what computes the attention to text.
+
+"decoder": the decoder's mask. The model's own attention computes text that this rank has whole.
+"causal": the order of the tokens alone. The model's own attention computes it without a mask, except in layers with a
+    window that is shorter than the text.
+"rectangles": mask rectangles. The block kernels compute it.
+"""
 
 
 class ForwardState:
@@ -74,9 +74,9 @@ class ForwardState:
 
     Attributes:
         shards_text: whether hidden states hold this rank's tokens only.
-        takes_mask: whether the decoder takes an attention mask, by which the model's own attention computes the text.
-        torch_attends: whether torch's own operator may take the place of schedules and block kernels: on one process,
+        torch_attends: whether torch's own operators may take the place of schedules and block kernels: on one process,
             unless a block kernel is named.
+        text_mask: what says which tokens a row attends to.
     """
 
     def __init__(
@@ -97,10 +97,24 @@ class ForwardState:
         config = context.config
         self.shards_text = text is not None and config.self_attention != "local"
         self.torch_attends = context.comm.size == 1 and config.kernel == "auto"
-        self.takes_mask = cached_text is None and not self.shards_text
-        if text is not None and self.shards_text and self.torch_attends:
-            self.takes_mask = not text.is_plain and text.batch * text.length**2 <= MAX_TEXT_MASK
+        self.text_mask = self._text_mask()
         self._specs: dict[Hashable, CallSpec] = {}
+
+    def _text_mask(self) -> TextMask:
+        text = self.text
+        if text is None or not self.shards_text:
+            return "decoder" if self.cached_text is None else "rectangles"
+        if not self.torch_attends:
+            return "rectangles"
+        if text.is_plain:
+            return "causal"
+        return "decoder" if text.batch * text.length**2 <= MAX_TEXT_MASK else "rectangles"
+
+    def model_attends(self, window: int | None = None) -> bool:
+        """Return whether the model's own attention computes the text in a layer with this window, or None without."""
+        if self.text_mask != "causal":
+            return self.text_mask == "decoder"
+        return window is None or self.text is None or window >= self.text.length
 
     def embedded(self, embeds: Tensor) -> Tensor:
         """Return the rows (B, s, C) with the embeddings of visual tokens among them, which the state then releases."""
@@ -114,50 +128,48 @@ class ForwardState:
     def attend_each(self, q: Tensor, softmaxes: Sequence[Sequence[Keys]], scale: float) -> list[Tensor]:
         """Compute `attend` for each list of keys. Partial results that must be merged over ranks share one exchange."""
         (q,) = as_attended(q)
-        comm, kernel, outputs = self.context.comm, self.context.config.kernel, list[Tensor]()
-        if self.text is None and comm.size > 1:
-            results = attend_replicated(q, softmaxes, comm=comm, scale=scale, kernel=kernel)
+        comm, config, recorder = self.context.comm, self.context.config, self.recorder
+        results: list[tuple[Tensor, Tensor | None] | None] = []  # no log-sum-exp from torch's own operators
+        by_kernels: list[Sequence[Keys]] = []
+        for keys in softmaxes:
+            torch_attend = keys[0].torch_attend if len(keys) == 1 else None
+            results.append(None if torch_attend is None else (torch_attend(q, scale), None))
+            if torch_attend is None:
+                by_kernels.append(keys)
+        if not by_kernels:
+            found = []
+        elif self.text is None and comm.size > 1:
+            found = attend_replicated(q, by_kernels, comm=comm, scale=scale, kernel=config.kernel)
         else:
-            results = self._attend_sharded(q, softmaxes, scale)
-        for keys, (o, lse) in zip(softmaxes, results, strict=True):
+            found = [self._attend_sharded(q, keys, scale) for keys in by_kernels]
+        outputs, rest = list[Tensor](), iter(found)
+        for keys, result in zip(softmaxes, results, strict=True):
+            o, lse = result or next(rest)
             outputs.append(o)
-            if self.recorder is not None:
-                self.recorder.add(q, keys, lse, scale)
+            if recorder is not None:
+                recorder.add(q, keys, lse, scale)
         return outputs
 
-    def _attend_sharded(
-        self, q: Tensor, softmaxes: Sequence[Sequence[Keys]], scale: float
-    ) -> list[tuple[Tensor, Tensor | None]]:
-        """Return (o, lse) of rows that are sharded, or that this rank has alone; no lse from torch's own operator."""
-        comm, config = self.context.comm, self.context.config
+    def _attend_sharded(self, q: Tensor, keys: Sequence[Keys], scale: float) -> tuple[Tensor, Tensor]:
+        """Return (o, lse) of rows that are sharded, or that this rank has alone."""
+        config = self.context.config
         # self_attention="local": every rank has all rows, and they are sharded for this attention only.
         local = None if self.shards_text else self.text
-        results: list[tuple[Tensor, Tensor | None]] = []
-        for keys in softmaxes:
-            if len(keys) == 1 and keys[0].torch_attend is not None:
-                results.append((keys[0].torch_attend(q, scale), None))
-                continue
-            rows = q if local is None else local.shard(q, 2)
-            fsdp_units: list[FSDPModule] = []
-            for each in keys:
-                if each.modules:
-                    fsdp_units += fsdp_units_among(each.modules)
-            compute = functools.partial(
-                attend, keys=keys, comm=comm, scale=scale, kernel=config.kernel, recompute=config.recompute_attention
-            )
-            o, lse = call_within(fsdp_units, compute, rows) if fsdp_units else compute(rows)
-            results.append((o if local is None else local.unshard(o, 2), lse))
-        return results
-
-    def model_attends(self, window: int | None = None) -> bool:
-        """Return whether the model's own attention computes the text, which this rank has whole.
-
-        It takes the decoder's mask if the pass has one (`takes_mask`), and no mask otherwise. Without a mask it cannot
-        hide the tokens before a `window`.
-        """
-        if self.takes_mask or not self.torch_attends:
-            return self.takes_mask
-        return self.text is not None and self.text.is_plain and (window is None or window >= self.text.length)
+        rows = q if local is None else local.shard(q, 2)
+        fsdp_units: list[FSDPModule] = []
+        for each in keys:
+            if each.modules:
+                fsdp_units += fsdp_units_among(each.modules)
+        compute = functools.partial(
+            attend,
+            keys=keys,
+            comm=self.context.comm,
+            scale=scale,
+            kernel=config.kernel,
+            recompute=config.recompute_attention,
+        )
+        o, lse = call_within(fsdp_units, compute, rows) if fsdp_units else compute(rows)
+        return o if local is None else local.unshard(o, 2), lse
 
     def text_keys(
         self,
@@ -175,13 +187,13 @@ class ForwardState:
             q: (B, H, s, D), the rows; for its shape.
             k, v: (B, G, t, D): of this rank's tokens, of all tokens, or what this rank's cache returned.
             window: the number of keys that a token attends to at most, itself included; None: all before it.
-            mask: the decoder's attention mask, in a pass that takes one.
+            mask: the decoder's attention mask; used if `text_mask` is "decoder".
             model_attention: the model's own attention, for text that one rank has. None: the block kernels.
         """
         k, v = as_attended(k, v)
         torch_attend = None
         if model_attention is not None and self.model_attends(window):
-            torch_attend = functools.partial(model_attention, k, v, mask if self.takes_mask else None)
+            torch_attend = functools.partial(model_attention, k, v, mask if self.text_mask == "decoder" else None)
         if self.tokens is not None and self.cached_text is None:
             k, v = k[:, :, : self.tokens], v[:, :, : self.tokens]  # the rest of a static cache is empty
         key = "text", q.shape, k.shape, k.dtype, window, torch.is_grad_enabled()

@@ -9,7 +9,7 @@ that a chunk of frames is contiguous. Every pass of a layer brings all chunks to
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,16 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mllm_seqpar._transfers import copy_to_device
-from mllm_seqpar.attention.keys import (
-    CallSpec,
-    GivenKeys,
-    KeyChunk,
-    Keys,
-    Placement,
-    StreamedKeys,
-    as_attended,
-    problem_of,
-)
+from mllm_seqpar.attention.call_spec import CallSpec, Placement, problem_of
+from mllm_seqpar.attention.keys import GivenKeys, Keys, as_attended
+from mllm_seqpar.attention.streamed import KeyChunk, StreamedKeys
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.autograd import gather_shards
 from mllm_seqpar.errors import ConfigError
@@ -174,26 +167,18 @@ class VisualKVCache:
         states: by layer, k and v (1, G, keys of this rank, D), in the memory that the features were in.
     """
 
-    def __init__(self, visual: VisualFeatures, total_frames: int) -> None:
-        self.total_frames = total_frames
-        self.units, self.tokens_per_unit = visual.units, visual.tokens_per_unit
-        self.layout = visual.layout
+    def __init__(
+        self, total_frames: int, units: int, tokens_per_unit: int, visual: VisualFeatures | None = None
+    ) -> None:
+        """Make a cache for K and V that are projected from `visual`, or that the caller stores in `states`."""
+        self.total_frames, self.units, self.tokens_per_unit = total_frames, units, tokens_per_unit
+        self.layout = "contiguous" if visual is None else visual.layout
         self.states: dict[Hashable, tuple[Tensor, Tensor]] = {}
-        self._visual: VisualFeatures | None = visual
+        self._visual = visual
         self._last: tuple[FrameMask, Frames] | None = None
         self._copies: HostCopies | None = None
         if isinstance(visual, HostFeatures):
             self._copies, self._chunks = visual.copies, frame_chunks(visual.features)
-
-    @classmethod
-    def given(cls, states: dict[Hashable, tuple[Tensor, Tensor]], frames: int, tokens: int) -> VisualKVCache:
-        """Return a cache of existing K and V, for `frames` frames of `tokens` keys that are all on this rank."""
-        some = next(iter(states.values()))[0]
-        empty = VisualFeatures(some.new_empty(0, tokens, 0), torch.zeros(0, dtype=torch.long), frames)
-        cache = cls(empty, frames)
-        cache.states = dict(states)
-        cache.close()
-        return cache
 
     def frames_of(self, mask: FrameMask, comm: Communicator) -> Frames:
         """Return the frames of a pass whose rows every rank has; those of the last pass if its mask was equal."""
@@ -222,7 +207,9 @@ class VisualKVCache:
             assert self._visual is not None, f"layer {layer} has not seen the prompt's first pass"
             self.states[layer] = self._visual.keys_values(project, dtype)
         k, v = self.states[layer]
-        return GivenKeys(spec, k, v) if self._copies is None else CachedHostKeys(spec, k, v, self)
+        if self._copies is None:
+            return GivenKeys(spec, k, v)
+        return StreamedKeys(spec, k, lambda: (KeyChunk(units, x, y) for units, (x, y) in self.chunks(k, v)))
 
     def chunks(self, *states: Tensor) -> Iterator[tuple[Span, Sequence[Tensor]]]:
         """Yield (start, stop) of units of this rank, and their part of tensors (1, G, keys of this rank, D).
@@ -249,26 +236,3 @@ class VisualKVCache:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VisualKVCache:
         return self
-
-
-@dataclass(frozen=True)
-class CachedHostKeys(StreamedKeys):
-    """Keys of a cache in host memory, which are copied to the device chunk by chunk.
-
-    Attributes:
-        k, v: (1, G, keys of this rank, D), in host memory.
-        cache: the cache that they are from.
-    """
-
-    modules = ()
-
-    spec: CallSpec
-    k: Tensor
-    v: Tensor
-    cache: VisualKVCache
-
-    def inputs(self) -> Sequence[Tensor]:
-        return ()
-
-    def chunks(self, inputs: Sequence[Tensor]) -> Iterator[KeyChunk]:
-        return (KeyChunk(units, k, v) for units, (k, v) in self.cache.chunks(self.k, self.v))

@@ -33,7 +33,9 @@ import torch
 from torch import Tensor, nn
 
 from mllm_seqpar._compat import graph_task
-from mllm_seqpar.attention.keys import CallSpec, InputGrads, KeyChunk, Keys, StreamedKeys
+from mllm_seqpar.attention.call_spec import CallSpec
+from mllm_seqpar.attention.keys import InputGrads, Keys
+from mllm_seqpar.attention.streamed import KeyChunk, StreamedKeys
 
 from .fsdp_units import call_within, fsdp_units_among
 from .visual_features import GradientSums, Projection, RecomputedKeys, VisualFeatures, frame_chunks, project_chunks
@@ -288,22 +290,18 @@ class OffloadedKeys(StreamedKeys):
         """Return the anchor of the features, the features, and the parameters that require gradients."""
         return self.visual.anchor, self.visual.features, *self.projection.inputs()[1:]
 
-    def saved(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        return inputs[:2]
-
-    def restored(self, saved: Sequence[Tensor]) -> Sequence[Tensor]:
-        return *saved, *self.projection.restored(saved[1:])[1:]
-
-    def without_inputs(self) -> OffloadedKeys:
-        return replace(self, visual=self.visual.without_features, projection=self.projection.without_inputs())
+    def for_backward(self, inputs: Sequence[Tensor]) -> tuple[OffloadedKeys, Sequence[Tensor]]:
+        projection, _ = self.projection.for_backward(self.projection.inputs())
+        return replace(self, visual=self.visual.without_features, projection=projection), inputs[:2]
 
     def chunks(self, inputs: Sequence[Tensor]) -> Iterator[KeyChunk]:
         return self.chunk_vjps(inputs, [False] * len(inputs))[0]
 
     def chunk_vjps(
-        self, inputs: Sequence[Tensor], needed: Sequence[bool]
+        self, saved: Sequence[Tensor], needed: Sequence[bool]
     ) -> tuple[Iterator[KeyChunk], Callable[[], Sequence[Tensor | None]]]:
-        (_, features, *parameters), (needs_features, _, *needs) = inputs, needed
+        features, (needs_features, _, *needs) = saved[1], needed
+        _, *parameters = self.projection.inputs()
         visual, chunks, sums = self.visual, frame_chunks(features), GradientSums(len(parameters))
         total, first = visual.gradient.begin() if needs_features else (None, True)
         copied = visual.copies.to_device("features", features, chunks)
@@ -323,7 +321,7 @@ class OffloadedKeys(StreamedKeys):
             for number, chunk in enumerate(chunks):
                 part = next(copied).to(visual.dtype)
                 own = self.projection.of_chunk(VisualFeatures(part, visual.index[chunk], visual.units), number)
-                k, v, of_inputs = own.vjp((part, *parameters), [needs_features, *needs])
+                k, v, of_inputs = own.vjp([part], [needs_features, *needs])
                 yield KeyChunk((chunk.start, chunk.stop), k, v, functools.partial(add, chunk, of_inputs))
             for copies in (copied, earlier):
                 if copies is not None:

@@ -35,8 +35,9 @@ import torch
 from torch import Tensor, nn
 
 from mllm_seqpar._compat import dropout_class, global_module_hooks
-from mllm_seqpar.attention.keys import AutocastState, CallSpec, GivenKeys, InputGrads, Keys, WholeKeys
-from mllm_seqpar.checkpointing import ParameterCheck, detached_parameters, trained_parameters
+from mllm_seqpar.attention.call_spec import CallSpec
+from mllm_seqpar.attention.keys import GivenKeys, InputGrads, Keys, WholeKeys
+from mllm_seqpar.checkpointing import AutocastState, ParameterCheck, detached_parameters, trained_parameters
 from mllm_seqpar.errors import ShapeError
 
 from .fsdp_units import call_within, fsdp_units_among
@@ -254,23 +255,15 @@ class RecomputedKeys(WholeKeys):
         """Return the features and the parameters that require gradients."""
         return self.visual.features, *trained_parameters(self.modules)
 
-    def saved(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the features alone: parameters belong to their modules, and FSDP gathers them again in backward."""
-        return inputs[:1]
+    def for_backward(self, inputs: Sequence[Tensor]) -> tuple[RecomputedKeys, Sequence[Tensor]]:
+        """Return these keys without the features, and the features.
 
-    def restored(self, saved: Sequence[Tensor]) -> Sequence[Tensor]:
-        if self._parameters is not None:
-            self._parameters.require_unchanged("recompute_visual=False and without visual_offload")
-        return saved[0], *trained_parameters(self.modules)
-
-    def without_inputs(self) -> RecomputedKeys:
-        """Return these keys without the features, which only saved tensors hold while the graph is alive.
-
-        It is made in the forward pass, and checks in backward that the parameters are the same.
+        Only saved tensors hold the features while the graph is alive. Parameters belong to their modules, and FSDP
+        gathers them again in backward, which checks that they are the same.
         """
         keys = self.of_chunk(self.visual.without_features, 0)
         keys._parameters = ParameterCheck(self.modules)
-        return keys
+        return keys, inputs[:1]
 
     def of_chunk(self, visual: VisualFeatures, number: int) -> RecomputedKeys:
         """Return the keys of a chunk of the frames: with the same projection and autocast mode, and its own seed."""
@@ -290,11 +283,14 @@ class RecomputedKeys(WholeKeys):
         with torch.no_grad(), self._forward_mode():
             return project_chunks(project, inputs[0], self.visual.index, self.dtype)
 
-    def vjp(self, inputs: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor, Tensor, InputGrads]:
+    def vjp(self, saved: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor, Tensor, InputGrads]:
         """Return k and v, and the function of their gradients, which computes one chunk of frames at a time.
 
         `KVProjection` computes gradients without projecting K and V again, if it can; autograd does it otherwise.
         """
+        if self._parameters is not None:
+            self._parameters.require_unchanged("recompute_visual=False and without visual_offload")
+        inputs = saved[0], *trained_parameters(self.modules)
         project, trained = self.project, [p for p, need in zip(inputs[1:], needed[1:], strict=True) if need]
         direct: KVProjection | None = None
         if any(needed) and isinstance(project, KVProjection) and project.has_direct_grads(trained):

@@ -7,7 +7,7 @@ the first input transfer and the last during the last result transfer, so that e
 
 `direct_schedule` sends each Q shard from its owner to every other rank, and the results directly back, with as many
 transfers as the ring. A ring sends all rows to all ranks. Point to point, a rank can receive only the rows that attend
-to any of its keys; `attention.keys` selects these rows.
+to any of its keys; `attention.call_spec` selects these rows.
 """
 
 from __future__ import annotations

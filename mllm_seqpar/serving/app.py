@@ -18,6 +18,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from mllm_seqpar.data.frame_choice import FrameChoice
 from mllm_seqpar.errors import SeqParError
@@ -27,7 +28,7 @@ from mllm_seqpar.inference.generation import Answer, Sampling
 from .media import MediaStore, Previews
 from .middleware import CONTENT_TYPE, Guard, Metrics, Monitor, error_response, record_of
 from .protocol import ApiError, ChatRequest, Completion, event, parse, read_request
-from .request_queue import ClientGone, RequestQueue, Waiting
+from .request_queue import RequestQueue, Waiting
 
 PAGE = Path(__file__).parent / "page"
 FORM = 1024
@@ -70,7 +71,7 @@ def make_app(service: Service) -> FastAPI:
     public = {"/health", "/metrics", *_page_files()}
     app.add_middleware(Guard, api_key=service.api_key, public=public, max_bytes=service.max_bytes)
     app.add_middleware(Monitor, metrics=metrics, log=service.log)  # the last one is the outermost
-    for kind in (ApiError, HTTPException, SeqParError, ClientGone, Exception):
+    for kind in (ApiError, HTTPException, SeqParError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _as_response)
     _add_state(app, service, metrics)
     _add_files(app, service.store)
@@ -183,7 +184,7 @@ async def _stream(events: Waiting, completion: Completion, kind: str, value: Any
                 yield event(value.body())
                 return
             kind, value = await anext(events)
-    except ClientGone:
+    except ClientDisconnect:
         return
     finally:
         events.close()

@@ -8,15 +8,12 @@ own tokens.
 
 from __future__ import annotations
 
-import glob
 import os
 import signal
 import sys
-import termios
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from mllm_seqpar.cli.launch import own_ranks, started_by_launcher
@@ -24,15 +21,15 @@ from mllm_seqpar.cli.options import option, parse_options
 from mllm_seqpar.cli.progress import FramesBar, note, quiet_transformers, say
 from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES, FrameChoice
 from mllm_seqpar.errors import ConfigError, SeqParError
-from mllm_seqpar.inference.arguments import SeedOptions, ServingOptions
+from mllm_seqpar.inference.arguments import SEED, ServingOptions
 from mllm_seqpar.inference.encoding import Interrupted
 from mllm_seqpar.inference.engine import Job, MediaFile
 from mllm_seqpar.inference.evidence import MOMENTS
 
 from .jobs import Impossible, Worker, joined_worker
+from .line_editing import edit_lines, terminal_restorer
 
 ENTRY = "mllm_seqpar.serving.chat:chat"
-HISTORY_LINES = 1000
 SIGNAL_POLL = 0.2
 """Seconds after which a Ctrl-C that did not interrupt the wait for a key is handled."""
 
@@ -51,9 +48,10 @@ _NAMES = tuple(sorted({line.split()[0] for line in COMMANDS.splitlines() if line
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatOptions(ServingOptions, SeedOptions):
+class ChatOptions(ServingOptions):
     """The options of a chat."""
 
+    seed: int = option(SEED, 0)
     video: str | None = option("the video to talk about; /video PATH chooses another", None)
     start: float | None = option("begin --video at this time, in seconds", None)
     end: float | None = option("end --video before this time, in seconds", None)
@@ -105,7 +103,7 @@ class Terminal:
 
     def talk(self) -> None:
         """Read lines until the end of the input."""
-        ranks, keep = self._worker.engine.comm.size, edit_lines()
+        ranks, keep = self._worker.engine.comm.size, edit_lines(_NAMES)
         with self._interrupts():
             note(f"{self._args.model} on {ranks} rank{'s' * (ranks > 1)}; /help lists the commands")
             if self._video is not None:
@@ -187,7 +185,7 @@ class Terminal:
         video = () if self._video is None else (self._video,)
         content = [*({"type": "video"} for _ in video if not shown), {"type": "text", "text": question}]
         messages = [*self._messages, {"role": "user", "content": content}]
-        sampling = self._args.sampling(seed=self._args.seed)
+        sampling = self._args.sampling()
         with FramesBar() as progress:
             try:
                 job = Job(messages=messages, media=video, sampling=sampling, evidence=MOMENTS)
@@ -232,69 +230,6 @@ class Terminal:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def terminal_restorer() -> Callable[[], None]:
-    """Return a function that restores the terminal's settings, which `input` changes; call it before `os._exit`."""
-    try:
-        settings = termios.tcgetattr(sys.stdin.fileno())
-    except (OSError, ValueError, termios.error):  # not a terminal
-        return lambda: None
-    return lambda: termios.tcsetattr(sys.stdin.fileno(), termios.TCSADRAIN, settings)
-
-
-def history_file() -> Path:
-    """Return the file of the history, in the directory for such files of the XDG specification."""
-    state = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
-    return Path(state) / "mllm-seqpar" / "chat_history"
-
-
-def edit_lines() -> Callable[[], object]:
-    """Let `input` edit lines with a history, if standard input is a terminal and Python has readline.
-
-    Returns:
-        a function to call after each line, which adds it to the history file. A chat may end with any line.
-    """
-    try:
-        import readline
-    except ImportError:
-        readline = None  # type: ignore[assignment]
-    if readline is None or not sys.stdin.isatty():
-        return lambda: None
-    path = history_file()
-    readline.set_history_length(HISTORY_LINES)
-    with suppress(OSError):  # a chat works without its history
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600)
-        readline.read_history_file(path)
-        readline.write_history_file(path)  # at most HISTORY_LINES
-    readline.set_completer_delims("")  # paths may have spaces
-    readline.set_completer(lambda text, state: [*completions(text), None][state])
-    editline = "libedit" in (readline.__doc__ or "")
-    readline.parse_and_bind("bind ^I rl_complete" if editline else "tab: complete")
-    known = readline.get_current_history_length()
-
-    def keep() -> None:
-        nonlocal known
-        added, known = readline.get_current_history_length() - known, readline.get_current_history_length()
-        with suppress(OSError, AttributeError):  # editline cannot append
-            readline.append_history_file(added, path)
-
-    return keep
-
-
-def completions(line: str) -> list[str]:
-    """Return the lines that `line` may become: its command, or the path after its command, is complete."""
-    command, space, start = line.partition(" ")
-    if not space:
-        return [name for name in _NAMES if name.startswith(command)] if command.startswith("/") else []
-    if command not in _NAMES:
-        return []
-    found = sorted(glob.glob(glob.escape(os.path.expanduser(start)) + "*"))
-    home = os.path.expanduser("~")
-    if start.startswith("~/"):
-        found = ["~" + name.removeprefix(home) for name in found]
-    return [f"{command} {name}{'/' if os.path.isdir(os.path.expanduser(name)) else ''}" for name in found]
 
 
 def _open_video(args: ChatOptions, name: str) -> MediaFile:

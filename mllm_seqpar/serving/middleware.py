@@ -24,14 +24,15 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from mllm_seqpar.errors import SeqParError
 from mllm_seqpar.inference.generation import Answer
 
 from .protocol import ApiError
 
-CLIENT_GONE = 499
-"""The status, in log and metrics, of a request whose client closes the connection before the answer is complete."""
+CLIENT_GONE = ApiError(499, "the client has closed the connection")
+"""The error, in log and metrics, of a request whose client does so before it has the whole response."""
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0)
@@ -179,6 +180,8 @@ def error_response(scope: Any, error: Exception) -> JSONResponse:
     """Return the response to an error, in OpenAI's format, and record it."""
     if isinstance(error, HTTPException):
         error = ApiError(error.status_code, str(error.detail))
+    elif isinstance(error, ClientDisconnect):
+        error = CLIENT_GONE
     elif isinstance(error, SeqParError):
         error = ApiError(400, str(error))
     elif not isinstance(error, ApiError):

@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
+from starlette.requests import ClientDisconnect
+
 from mllm_seqpar.inference.conversation import LengthError
 from mllm_seqpar.inference.engine import Job
 from mllm_seqpar.inference.generation import Answer
@@ -23,15 +25,11 @@ from .protocol import ApiError
 SHUTTING_DOWN = ApiError(503, "the server is shutting down", code="shutting_down", kind="server_error")
 
 
-class ClientGone(Exception):
-    """The client has closed its connection."""
-
-
 class Waiting:
     """A request that waits for its answer: an iterator over events, for its handler in the running event loop.
 
     The events are ("started", None), ("progress", (done, total)), ("text", piece), and last ("reply", Answer) or
-    ("error", an exception). They are noted in the record. The iterator raises ClientGone when the client disconnects.
+    ("error", an exception). They are noted in the record. The iterator raises ClientDisconnect when the client does.
 
     Args:
         receive: returns the messages of the request's ASGI connection.
@@ -71,7 +69,7 @@ class Waiting:
         await asyncio.wait({event, self._gone}, return_when=asyncio.FIRST_COMPLETED)
         if not event.done():
             event.cancel()
-            raise ClientGone
+            raise ClientDisconnect
         kind, value = event.result()
         if kind == "text" and self.record.first_token is None:
             self.record.first_token = self.record.seconds
@@ -84,7 +82,7 @@ class Waiting:
 
     def close(self) -> None:
         if not self._ended:
-            self.record.fail(CLIENT_GONE, "the client has closed the connection")
+            self.record.fail(CLIENT_GONE.status, str(CLIENT_GONE))
         self.cancelled.set()
         self._gone.cancel()
 
@@ -121,7 +119,7 @@ class RequestQueue:
         if self._entered > self._limit:
             raise ApiError(
                 429,
-                f"{self.waiting} requests are waiting, which is the limit of this server; try again later",
+                f"{self.waiting} requests are waiting, and {self._limit} may wait (--max_queue); try again later",
                 code="rate_limit_exceeded",
                 kind="rate_limit_error",
             )

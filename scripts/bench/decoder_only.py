@@ -1,12 +1,11 @@
 """Measure a decoder-only video model on 1, 2 and 4 ranks: the memory of a training step and of a prompt, and the cost
 of a second question.
 
-    python scripts/bench/decoder_only.py [--family qwen2_5_vl|qwen3_vl] [--ranks 1 2 4] [--frames 2048] [--grid 16 16]
-        [--layers 3] [--device cpu|cuda] [--part memory|questions] [--rounds 3] [--real]
-        [--out ROWS.csv]
+    python scripts/bench/decoder_only.py [--ranks 1 2 4] [--frames 2048] [--device cpu|cuda] [--part memory|questions]
+        [--rounds 3] [--real] [--vocabulary N] [--logits auto|...] [--out ROWS.csv]
 
-The model is the real class with a tiny width, on real ranks; that of Qwen3-VL has the proportions of the published 8B
-model: inner width 3 C, queries C, keys and values C / 4 each, three layers with deepstack. Its vocabulary is tiny.
+The model is Qwen3-VL's class with a tiny width, on real ranks. It has the proportions of the published 8B model: inner
+width 3 C, queries C, keys and values C / 4 each, three layers with deepstack. Its vocabulary is tiny.
 
 "Peak" is the largest number of bytes allocated on the rank with most, without weights and their gradients: in forward
 and backward of a training step with a frozen vision tower and gradient checkpointing, and in the pass over a prompt
@@ -26,7 +25,6 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from importlib import import_module
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -42,8 +40,14 @@ from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.config import CHOICES
 from peak_memory import peak_memory
+from tiny_models import qwen3_vl, tiny_model
 
 MIB = 2**20
+LAYERS = 3
+GRID = 16, 16
+"""Height and width of a frame, in patches."""
+TOKENS = GRID[0] * GRID[1] // 4 + 4
+"""Tokens of a temporal patch, with its timestamp and marks."""
 WORDS = 32
 """Tokens of text beside the video's."""
 LATER = 2
@@ -51,15 +55,14 @@ LATER = 2
 
 
 def main() -> None:
-    args = parse()
-    harness.run(args, rows_of, ranks=max(args.ranks))
+    harness.run(parse(), rows_of)
 
 
 def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for frames in args.frames:
         alone: dict[str, Any] | None = None
         for ranks in args.ranks:
-            found = harness.run_on_ranks(ranks, args.device, args.threads, measured, args, frames)
+            found = harness.run_on_ranks(ranks, args, measured, frames)
             row = found[0] | {name: max(rank["mib"][name] for rank in found) for name in found[0]["mib"]}
             row["cpu_seconds"] = [sum(each) for each in zip(*(rank["cpu_seconds"] for rank in found), strict=True)]
             alone = alone or row
@@ -70,10 +73,10 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def columns(args: argparse.Namespace, ranks: int, row: dict[str, Any]) -> dict[str, Any]:
     line = {
-        "family": args.family,
+        "family": "qwen3_vl",
         "tokens": row["tokens"],
         "ranks": ranks,
-        "layers": args.layers,
+        "layers": LAYERS,
         "attention": "real" if args.real or args.part == "questions" else "emulated",
         **{name: row[name] for name in row["mib"]},
     }
@@ -87,11 +90,8 @@ def columns(args: argparse.Namespace, ranks: int, row: dict[str, Any]) -> dict[s
 
 def parse() -> argparse.Namespace:
     parser = harness.options(__doc__)
-    parser.add_argument("--family", default="qwen3_vl", choices=["qwen2_5_vl", "qwen3_vl"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--frames", type=int, nargs="+", default=[2048], help="temporal patches of the video")
-    parser.add_argument("--grid", type=int, nargs=2, default=[16, 16], help="height and width of a frame, in patches")
-    parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--part", choices=["memory", "questions"], help="measure only one of the two; default: both")
     parser.add_argument("--rounds", type=int, default=3, help="of questions")
     parser.add_argument("--vocabulary", type=int, help="default: tiny")
@@ -102,20 +102,16 @@ def parse() -> argparse.Namespace:
 
 def measured(args: argparse.Namespace, frames: int) -> dict[str, Any]:
     """Return the loss, the peak bytes of both steps, and the answers and seconds of the questions, on this rank."""
-    testing = import_module(f"tiny_models.{args.family}")
-    tokens = frames * args.grid[0] * args.grid[1] // 4
-    marks = frames * 4 if args.family == "qwen3_vl" else 2
-    text: dict[str, Any] = {"num_hidden_layers": args.layers, "max_position_embeddings": 1 << 20}
-    if args.family == "qwen3_vl":
-        text |= {"intermediate_size": 192, "num_key_value_heads": 1, "deepstack": (0, 1, 2)}
+    text: dict[str, Any] = {"num_hidden_layers": LAYERS, "max_position_embeddings": 1 << 20}
+    text |= {"intermediate_size": 192, "num_key_value_heads": 1, "deepstack": (0, 1, 2)}
     if args.vocabulary:
         text["vocab_size"] = args.vocabulary
-    model = testing.tiny_model(**text).to(args.device)
+    model = tiny_model("qwen3_vl", **text).to(args.device)
     # Few tokens have a target, as in fine-tuning on chats.
-    case = testing.Case(frames=(((frames, *args.grid),),), length=tokens + marks + WORDS, labels="few")
+    case = qwen3_vl.Case(frames=(((frames, *GRID),),), length=frames * TOKENS + WORDS, labels="few")
     inputs = {
         name: x.clone().to(args.device) if isinstance(x, Tensor) else x  # not a view of the pixels of all ranks
-        for name, x in testing.local_frames(testing.inputs_of(case, model), None).items()
+        for name, x in qwen3_vl.local_frames(qwen3_vl.inputs_of(case, model), None).items()
     }
     found: dict[str, Any] = {"mib": {}, "loss": 0.0, "answers": [], "cpu_seconds": [], "seconds": []}
     if args.part != "questions":

@@ -2,13 +2,15 @@
 
 A benchmark makes its options with `options`, and yields rows from a function that `run` calls: it prints where the
 benchmark runs, a line for each row and a table of all, and appends rows to the file `--out`, with the columns of
-`environment`: one line per measurement, column names in the first line.
+`environment`: one line per measurement, column names in the first line. What it measures on several ranks is a
+function that `run_on_ranks` calls on each. Under torchrun, every rank runs the benchmark, and the first one prints.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import os
 import platform
 import random
 import subprocess
@@ -29,7 +31,9 @@ from torch import Tensor, multiprocessing
 
 from mllm_seqpar.comm import Communicator
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "lib"))  # for tiny_models and peak_memory
+sys.path.append(str(Path(__file__).resolve().parents[1] / "lib"))
+
+import namespaces  # noqa: E402 - of scripts/lib
 
 T = TypeVar("T")
 Row = Mapping[str, Any]
@@ -53,21 +57,24 @@ def run(
     args: argparse.Namespace,
     rows_of: Callable[[argparse.Namespace], Iterable[Row]],
     table: Callable[[Sequence[Text]], str] | None = None,
-    ranks: int = 1,
 ) -> None:
-    """Measure on one process or start `ranks` at most; print and record the rows of `rows_of(args)`."""
+    """Print and record the rows of `rows_of(args)`, which may use `run_on_ranks`, and print a table of all of them."""
     device = getattr(args, "device", "cpu")
-    if device == "cuda" and torch.cuda.device_count() < ranks:
-        raise SystemExit(f"--ranks {ranks}: this machine has {torch.cuda.device_count()} GPUs; use --device cpu")
     torch.set_num_threads(args.threads if hasattr(args, "device") else 1)
-    print_environment(device)
+    first = int(os.environ.get("RANK", "0")) == 0
+    if first:
+        print_environment(device)
     rows = []
     for row in rows_of(args):
         rows.append(row)
-        print(", ".join(f"{name} {value}" for name, value in digits(row).items()), flush=True)
-        record(args, [row])
-    if table is not None:
+        if first:
+            print(", ".join(f"{name} {value}" for name, value in digits(row).items()), flush=True)
+            record(args, [row])
+    if first and table is not None:
         print(f"\n{table(as_text(rows))}")
+    if dist.is_initialized():
+        dist.barrier()  # a process that exits early closes its connections while other ranks still use them
+        dist.destroy_process_group()
 
 
 def record(args: argparse.Namespace, rows: Sequence[Row]) -> None:
@@ -215,25 +222,58 @@ class SavedBytes:
         return x.detach()  # x itself refers to the graph node that saves it: a reference cycle that is never freed
 
 
-def run_on_ranks(ranks: int, device: str, threads: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Run `function(*args)` in `ranks` new processes that form the default process group; return results by rank.
+def run_on_ranks(
+    ranks: int,
+    args: argparse.Namespace,
+    function: Callable[..., Any],
+    *given: Any,
+    links: namespaces.Network | None = None,
+) -> list[Any]:
+    """Run `function(args, *given)` on the ranks of the default process group; return results by rank.
 
-    The backend is NCCL on CUDA and gloo on a CPU. Results may consist of tensors and plain Python values.
+    The ranks are new processes, each in its namespace of `links`, if given; under torchrun they are those of the
+    launcher. The backend is NCCL on CUDA and gloo on a CPU. Results may consist of tensors and plain Python values.
     """
+    if "RANK" in os.environ:
+        if int(os.environ["WORLD_SIZE"]) != ranks:
+            raise SystemExit(f"this measurement needs {ranks} ranks; the launcher started {os.environ['WORLD_SIZE']}")
+        if not dist.is_initialized():
+            _join_group(args, int(os.environ["LOCAL_RANK"]))
+        results: list[Any] = [None] * ranks
+        dist.all_gather_object(results, function(args, *given))
+        return results
+    if args.device == "cuda" and torch.cuda.device_count() < ranks:
+        raise SystemExit(f"{ranks} ranks: this machine has {torch.cuda.device_count()} GPUs; use --device cpu")
     with tempfile.TemporaryDirectory() as folder:
-        given = (ranks, device, threads, folder, function, args)
-        multiprocessing.spawn(_rank_main, given, nprocs=ranks)  # type: ignore[attr-defined]
+        try:
+            spawned = (ranks, folder, links, args, function, given)
+            multiprocessing.spawn(_rank_main, spawned, nprocs=ranks)  # type: ignore[attr-defined]
+        except multiprocessing.ProcessExitedException as error:  # its own message is above
+            raise SystemExit(f"one of {ranks} ranks ended with status {error.exit_code}") from None
         return [torch.load(Path(folder) / f"rank{rank}") for rank in range(ranks)]
 
 
 def _rank_main(
-    rank: int, ranks: int, device: str, threads: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    ranks: int,
+    folder: str,
+    links: namespaces.Network | None,
+    args: argparse.Namespace,
+    function: Callable[..., Any],
+    given: tuple[Any, ...],
 ) -> None:
-    torch.set_num_threads(threads)
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    torch.save(function(*args), Path(folder) / f"rank{rank}")
+    if links is not None:
+        namespaces.join(links.names[rank])
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # c10d warns that these addresses have no host names
+    _join_group(args, rank, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    torch.save(function(args, *given), Path(folder) / f"rank{rank}")
     dist.barrier()  # a process that exits early closes its connections while other ranks still use them
     dist.destroy_process_group()
+
+
+def _join_group(args: argparse.Namespace, local_rank: int, **options: Any) -> None:
+    torch.set_num_threads(args.threads)
+    if args.device == "cuda":
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", **options)

@@ -23,13 +23,10 @@ from typing import Any
 import harness
 import report
 import torch
-from models import HOST, SMALL, Subject, subject
+from models import HOST, SMALL, SUBJECTS, Subject, subject
 from torch import Tensor
 
 from mllm_seqpar import patch_model
-
-FAMILIES = ("mplug_owl3", "open_flamingo", "idefics", "mllama")
-
 
 Run = tuple[float, Tensor]
 """CPU seconds, and a result that must agree between patched and unpatched."""
@@ -89,7 +86,7 @@ def table(rows: Sequence[report.Row]) -> str:
 
 def main() -> None:
     parser = harness.options(__doc__, repeats=15, device=False)
-    parser.add_argument("--family", nargs="+", default=FAMILIES, choices=FAMILIES)
+    parser.add_argument("--family", nargs="+", default=SUBJECTS, choices=SUBJECTS)
     parser.add_argument("--tokens", type=int, default=12, help="tokens that are generated in each repetition")
     parser.add_argument("--wide", action="store_true", help="models of width 512, in which computation dominates")
     parser.add_argument("--kept", action="store_true", help="keep K and V of frames: recompute_visual=False")

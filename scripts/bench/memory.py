@@ -1,6 +1,6 @@
 """Measure the memory of one training step per strategy, with K and V recomputed in backward and without.
 
-    python scripts/bench/memory.py [--family mplug_owl3 open_flamingo idefics] [--ranks 1 2 4] [--quick]
+    python scripts/bench/memory.py [--family mplug_owl3 open_flamingo idefics] [--ranks 1 2 4]
         [--device cpu|cuda] [--scale 16] [--frames F --text L] [--repeats 4] [--out rows.csv]
 
 The models are the real classes with every width divided by --scale (see `models`), in bfloat16, on real ranks. A
@@ -105,7 +105,6 @@ class MemoryBenchmark:
         sizes = self.scaled.sizes
         row = {"benchmark": "memory", "family": self.family, "model": sizes.name, "ranks": self.comm.size}
         row |= {"scale": self.scale, "text": self.text, "device": self.device.type, "dtype": "bfloat16"}
-        row |= {"frame_bytes": sizes.vision.keys * sizes.cross.visual_dim * DTYPE.itemsize}
         return row | {"chunk_bytes": self.chunk_bytes, "strategy": mode.strategy, "recompute": mode.recompute}
 
     @contextmanager
@@ -199,13 +198,12 @@ class MemoryBenchmark:
 
 
 def main() -> None:
-    args = parse()
-    harness.run(args, rows_of, report.memory_tables, max(args.ranks))
+    harness.run(parse(), rows_of, report.memory_tables)
 
 
 def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for ranks in args.ranks:
-        yield from harness.run_on_ranks(ranks, args.device, args.threads, rows_on_rank, args)[0]
+        yield from harness.run_on_ranks(ranks, args, rows_on_rank)[0]
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -216,11 +214,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--frames", type=int, help="frames of the smaller size (default: by family)")
     parser.add_argument("--text", type=int, help="text tokens (default: by family)")
     parser.add_argument("--cost-text", type=int, default=512, help="text tokens of the timed steps; 0: time none")
-    parser.add_argument("--quick", action="store_true", help="1 and 2 ranks, two strategies, few repetitions")
-    args = parser.parse_args(argv)
-    if args.quick:
-        args.ranks, args.repeats, args.cost_text = [n for n in args.ranks if n <= 2], 2, 128
-    return args
+    return parser.parse_args(argv)
 
 
 def rows_on_rank(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -232,7 +226,7 @@ def rows_on_rank(args: argparse.Namespace) -> list[dict[str, Any]]:
         bench = MemoryBenchmark(family, args.scale, text, torch.device(args.device), largest=2 * frames)
         found = [
             bench.columns(mode) | {"measure": "bytes"} | bench.step_bytes(mode, count)
-            for mode in modes(bench.comm.size, args.quick)
+            for mode in modes(bench.comm.size)
             for count in (frames, 2 * frames)
         ]
         found += list(largest_rows(bench, found))
@@ -244,9 +238,9 @@ def rows_on_rank(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def modes(ranks: int, quick: bool) -> list[Mode]:
+def modes(ranks: int) -> list[Mode]:
     """Return the modes to compare: all strategies from 4 ranks on, where meshes differ from them; else lv-xattn."""
-    strategies = STRATEGIES if ranks >= 4 else STRATEGIES[: 1 + (quick and ranks > 1)]
+    strategies = STRATEGIES if ranks >= 4 else ("lv-xattn",)
     return [Mode(name, recompute) for name in strategies for recompute in (False, True)]
 
 
@@ -262,8 +256,6 @@ def largest_rows(bench: MemoryBenchmark, measured: list[dict[str, Any]]) -> Iter
         if mode.recompute:  # `before` is the same strategy without recomputation
             if before["frames"] and "capped" not in before:
                 row["longer"] = fits["frames"] / before["frames"]
-            growth = [measured[i + 1]["planned_bytes"] - measured[i]["planned_bytes"] for i in (index - 2, index)]
-            row["planned_longer"] = growth[0] / growth[1]
         before = fits
         yield row
 

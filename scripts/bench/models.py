@@ -3,7 +3,8 @@
 - `subject`: a model and the arguments of its `generate`, for times. With `SMALL`, the language model has width 512 and
   8 layers, two of them with cross-attention: the width is an eighth of the published one, so the time to project K and
   V of the images for one token keeps about its published proportion to the other work of that token. With `HOST`, it
-  has 40 layers of width 64, so the time is that of the host. Every token attends to all images unless stated otherwise.
+  has 40 layers of width 64, so the time is that of the host. A token of OpenFlamingo attends to the last image before
+  it, those of other families attend to all images.
 - `scaled`: a model of `configs/models` with all widths divided by one number, for bytes. The numbers of heads, of
   tokens per frame and of cross-attention layers stay, so the visual features, K and V of a frame keep their published
   proportions. There are fewer decoder layers without cross-attention and a smaller vocabulary; no byte that grows with
@@ -109,15 +110,13 @@ class _TokenTimes(LogitsProcessor):
         return scores
 
 
-SUBJECTS = ("idefics", "open_flamingo", "open_flamingo_all", "mllama", "mplug_owl3")
-"""In `open_flamingo`, a token attends only to the last image before it."""
+SUBJECTS = ("mplug_owl3", "open_flamingo", "idefics", "mllama")
 
 
-def subject(name: str, images: int, prompt: int, sizes: Sizes | None = None) -> Subject:
+def subject(family: str, images: int, prompt: int, sizes: Sizes | None = None) -> Subject:
     """Return one of SUBJECTS with `images` images, followed by `prompt` words."""
     sizes = sizes or SMALL
-    family = name.removesuffix("_all")
-    options = {"immediate": name == family, "width": min(sizes.tower_width, 128)} if family == "open_flamingo" else {}
+    options = {"width": min(sizes.tower_width, 128)} if family == "open_flamingo" else {}
     model = tiny_model(family, sizes, **options)
     ids = _words(prompt)
     if family in MEDIA:

@@ -1,16 +1,16 @@
 """Time cross-attention, or whole training steps, over links of a given speed, with every strategy in the same run.
 
-    python scripts/bench/network.py --suite paper|tiles|real [--ranks 8] [--repeats 5] [--out rows.csv]
+    python scripts/bench/network.py --suite paper|tiles|real [--settings a30-owl3 ...] [--repeats 5] [--out rows.csv]
     python scripts/bench/network.py --suite steps real-steps [--settings a100-owl3 ...] [--repeats 3] [--out rows.csv]
-    torchrun --nproc-per-node 8 scripts/bench/network.py --suite full --no-namespaces [--out rows.csv]
+    torchrun --nproc-per-node 8 scripts/bench/network.py --suite full [--out rows.csv]
 
 Suites: `paper` (the proportions of the paper's clusters, emulated blocks, 8 ranks), `tiles` (all mesh shapes on both
 sides of the crossover, emulated blocks, 4 to 8 ranks), `real` (as `paper`, with real blocks, 2 ranks), `full` (the
 paper's unscaled lengths, on the GPUs of a launcher); whole training steps in `steps` (emulated blocks, 8 ranks) and
-`real-steps` (2 ranks); `smallest` and `smallest-steps` check that the benchmark works.
+`real-steps` (2 ranks).
 
-Ranks are processes in network namespaces of their own with capped links (see `rank_processes`) and use gloo; this needs
-root. With --no-namespaces, ranks and network are those of the launcher, with NCCL on CUDA.
+Ranks are processes in network namespaces of their own with capped links (see `namespaces`) and use gloo; this needs
+root. Under torchrun, ranks and network are those of the launcher, with NCCL on CUDA.
 
 Attention blocks are real if there are enough cores for the ranks, or emulated: an emulated block sleeps for a given
 time while the real bytes are sent, so 8 ranks reproduce a cluster's proportions on few cores (see `network_calls`).
@@ -34,103 +34,75 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import harness
 import report
-import torch
-import torch.distributed as dist
-from network_calls import SUITES, Link, NetworkBenchmark, Setting
-from network_steps import STEP_SUITES, Case, StepBenchmark
-from rank_processes import launch, obstacle
+from network_calls import SUITES, CallBenchmark, Setting
+from network_steps import STEP_SUITES, StepBenchmark
 
 from mllm_seqpar.comm import as_communicator
+from namespaces import Network, network, obstacle
 
 
 def main() -> None:
-    args = parse()
-    if args.no_namespaces:
-        rank_main(args)
-        return
-    reason = obstacle()
-    if reason:
-        raise SystemExit(f"network.py: {reason}")
-    for ranks in dict.fromkeys(case.ranks for case in selected(args)):
-        options = ["--no-namespaces", "--only-ranks", str(ranks)]
-        status = launch(ranks, [sys.executable, os.path.abspath(__file__), *sys.argv[1:], *options])
-        if status:
-            raise SystemExit(f"network.py: one of {ranks} ranks ended with status {status}; see its output above")
+    harness.run(parse(), rows_of, tables)
 
 
 def parse() -> argparse.Namespace:
     parser = harness.options(__doc__, repeats=5)
-    parser.add_argument("--suite", nargs="+", default=["smallest"], choices=[*SUITES, *STEP_SUITES], help="see above")
+    parser.add_argument("--suite", nargs="+", required=True, choices=[*SUITES, *STEP_SUITES], help="see above")
     parser.add_argument("--settings", nargs="+", help="measure only these settings of the suite")
-    parser.add_argument("--ranks", type=int, help="number of ranks, instead of the suite's own; not of steps")
-    parser.add_argument("--no-namespaces", action="store_true", help="use the ranks and the network of the launcher")
-    parser.add_argument("--only-ranks", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if not args.no_namespaces:
-        args.device = "cpu"
-    elif "RANK" not in os.environ:
-        parser.error("--no-namespaces: start the ranks with torchrun")
-    elif args.only_ranks is None:
-        args.ranks = int(os.environ["WORLD_SIZE"])
     if not selected(args):
-        names = ", ".join(case.name for case in every(args))
+        names = ", ".join(setting.name for setting in every(args))
         parser.error(f"--settings: no such setting in suite {' '.join(args.suite)}; choose from {names}")
-    if args.device == "cuda" and any(isinstance(case, Case) or case.block_s for case in selected(args)):
+    if args.device == "cuda" and any(setting.model or setting.block_s for setting in selected(args)):
         parser.error("--suite: emulated blocks and steps need --device cpu; on CUDA use --suite full")
     return args
 
 
-def every(args: argparse.Namespace) -> list[Setting | Case]:
-    return [
-        case
-        for name in args.suite
-        for case in (STEP_SUITES[name]() if name in STEP_SUITES else SUITES[name](args.ranks))
-    ]
+def every(args: argparse.Namespace) -> list[Setting]:
+    return [setting for name in args.suite for setting in (SUITES | STEP_SUITES)[name]()]
 
 
-def selected(args: argparse.Namespace) -> list[Setting | Case]:
-    return [case for case in every(args) if not args.settings or case.name in args.settings]
+def selected(args: argparse.Namespace) -> list[Setting]:
+    return [setting for setting in every(args) if not args.settings or setting.name in args.settings]
 
 
-def rank_main(args: argparse.Namespace) -> None:
-    """Measure, as one rank, all settings that have this number of ranks."""
-    device = torch.device("cpu")
-    if args.device == "cpu":
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    else:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one setting after the other."""
+    if args.device == "cuda" or "RANK" in os.environ:
+        for setting in selected(args):
+            yield from harness.run_on_ranks(setting.ranks, args, measured, setting, None)[0]
+        return
+    reason = obstacle()
+    if reason:
+        raise SystemExit(f"network.py: {reason}")
+    for setting in selected(args):
+        with network(setting.ranks) as links:
+            yield from harness.run_on_ranks(setting.ranks, args, measured, setting, links, links=links)[0]
+
+
+def measured(args: argparse.Namespace, setting: Setting, links: Network | None) -> list[dict[str, Any]]:
+    """Return the rows of a setting, one for each mode, on this rank."""
     logging.getLogger("mllm_seqpar").setLevel(logging.ERROR)
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-    comm, link = as_communicator(None), Link()
-    for case in selected(args):
-        if args.only_ranks not in (None, case.ranks):
-            continue
-        bench = StepBenchmark(case, comm) if isinstance(case, Case) else NetworkBenchmark(case, comm, device)
-        rows = bench.run(args.repeats, link)
-        if comm.rank == 0:
-            print(summary(rows), flush=True)
-            harness.record(args, rows)
-    harness.synchronize(device)
-    comm.gather_ints([0])  # a rank that exits early closes its connections while other ranks still use them
-    dist.destroy_process_group()
+    benchmark = StepBenchmark if setting.model else CallBenchmark
+    return benchmark(setting, as_communicator(None)).run(args.repeats, links)
 
 
-def summary(rows: list[dict[str, Any]]) -> str:
-    """Return tables of the modes and, if all were measured, of what the setting compares."""
-    lines = harness.as_text(rows)
-    parts = ["", report.setting_table(lines)]
-    if rows[0]["benchmark"] == "end_to_end":
-        parts.append(report.step_table([lines]))
-    elif len(rows) > 1 and all(row["mode"].startswith("tile") for row in rows[1:]):
-        parts.append(report.mesh_table([lines[1:]]))
-    elif {"lv-xattn", "ring", "ring, expanded"} <= {row["mode"] for row in rows}:
-        parts.append(report.ratio_table([lines]))
+def tables(rows: Sequence[report.Row]) -> str:
+    """Return tables of the modes of each setting and, if all were measured, of what the setting compares."""
+    parts = []
+    for lines in harness.groups(rows, "blocks", "setting").values():
+        parts.append(report.setting_table(lines))
+        if lines[0]["benchmark"] == "end_to_end":
+            parts.append(report.step_table([lines]))
+        elif all(line["mode"].startswith("tile") for line in lines[1:]):
+            parts.append(report.mesh_table([lines[1:]]))
+        else:
+            parts.append(report.ratio_table([lines]))
     return "\n\n".join(parts)
 
 

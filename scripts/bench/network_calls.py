@@ -28,18 +28,20 @@ from typing import Any
 
 import torch
 from harness import rounds, slowest_rank, synchronize
+from models import ScaledModel
 from paper_tables import GPUS, PaperRow, read_table
-from rank_processes import LINK, cap_device
 from torch import Tensor
 
+from mllm_seqpar.attention.call_spec import accumulation, call_spec_for, problem_of
 from mllm_seqpar.attention.joint import attend
-from mllm_seqpar.attention.keys import GivenKeys, accumulation, call_spec_for, problem_of
+from mllm_seqpar.attention.keys import GivenKeys
 from mllm_seqpar.comm import Communicator, Pending, Recv, Send
 from mllm_seqpar.kernels import registry
 from mllm_seqpar.masks import FullBlockMasks
 from mllm_seqpar.planner import Cluster, ParallelSpec, call_cost, overlap_ratios_by_rates
 from mllm_seqpar.schedules.bytes_sent import Problem, expanded, mesh_bytes, ulysses_bytes
 from mllm_seqpar.schedules.mesh_shapes import TILE_STRATEGIES, mesh_shapes_of
+from namespaces import Network
 
 Speed = tuple[float, float]
 """What a link delivers: bytes/s in each direction, and the seconds of a message of a few bytes."""
@@ -54,6 +56,8 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
+    """A call of cross-attention and its links or, with `model`, a training step with such calls."""
+
     name: str
     ranks: int
     rows: int  # of each rank, as are the keys
@@ -67,6 +71,9 @@ class Setting:
     paper: PaperRow | None = None  # that is scaled down
     only_mesh_shapes: bool = False  # measure all mesh shapes and nothing else
     dtype: str = "bfloat16"  # of Q, K, V
+    model: ScaledModel | None = None  # of whose training step the time is measured
+    layers: int = 1  # of the model, with cross-attention
+    rest: float | None = None  # a step outside cross-attention, over that without transfers; None: the model's own
 
     def problem(self) -> Problem:
         sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "dim": self.dim}
@@ -126,15 +133,12 @@ EMULATED = {"a30-flamingo": (8, 0.02), "a30-owl3": (2, 0.025), "a100-flamingo": 
 """Query rows of a rank, and seconds of a block."""
 REAL = {"a30-flamingo": 64, "a30-owl3": 16, "a100-flamingo": 64}
 MESH = [(4, 512, 512), (4, 128, 2048), (6, 256, 512), (6, 128, 1024), (8, 512, 512), (8, 256, 1024), (8, 128, 2048)]
-SMALLEST = Setting(name="smallest", ranks=2, rows=16, keys=512, heads=4, kv_heads=2, dim=32, block_s=0.005, mbit=40)
-SUITES: dict[str, Callable[[int | None], list[Setting]]] = {
-    "paper": lambda ranks: [_scaled(key, ranks or 8, *sizes) for key, sizes in EMULATED.items()],
-    "tiles": lambda ranks: [_mesh(ranks or n, rows, keys) for n, rows, keys in MESH],
-    "real": lambda ranks: [replace(_scaled(key, ranks or 2, n), dtype="float32") for key, n in REAL.items()],
-    "full": lambda ranks: [_scaled(key, ranks or 8) for key in PAPER],
-    "smallest": lambda ranks: [replace(SMALLEST, ranks=ranks or SMALLEST.ranks)],
+SUITES: dict[str, Callable[[], list[Setting]]] = {
+    "paper": lambda: [_scaled(key, 8, *sizes) for key, sizes in EMULATED.items()],
+    "tiles": lambda: [_mesh(*sizes) for sizes in MESH],
+    "real": lambda: [replace(_scaled(key, 2, rows), dtype="float32") for key, rows in REAL.items()],
+    "full": lambda: [_scaled(key, int(os.environ.get("WORLD_SIZE", "8"))) for key in PAPER],
 }
-"""The settings of each suite, on a given number of ranks instead of the suite's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,20 +292,6 @@ class EmulatedKernel:
             del registry._KERNELS[self.name]
 
 
-class Link:
-    """The link of this rank's namespace: its own end and the switch's port. Outside namespaces it cannot be capped."""
-
-    def __init__(self) -> None:
-        self.capped = LINK in os.environ
-        if self.capped:
-            self._switch, self._port = os.environ[LINK].split("/")
-
-    def cap(self, mbit: float) -> None:
-        """Limit both directions to `mbit` Mbit/s; all ranks call this between transfers."""
-        for device in ("eth0", self._port):
-            cap_device(device, mbit, None if device == "eth0" else self._switch)
-
-
 def measure_speed(comm: Communicator, device: torch.device, expected: float) -> Speed:
     """Return the speed of ring hops with all ranks sending at once; the result is the same on all ranks."""
     large = max(1 << 16, int(expected * 0.5))  # half a second at the expected bytes/s
@@ -340,16 +330,18 @@ def mode_columns(mode: str, seconds: Sequence[float], sent: int, predicted: floa
     return {"mode": mode, "repeats": len(seconds), **times, "sent_bytes": sent, "predicted_s": predicted}
 
 
-class NetworkBenchmark:
-    def __init__(self, setting: Setting, comm: Communicator, device: torch.device) -> None:
-        self.setting, self.comm, self.device = setting, comm, device
+class CallBenchmark:
+    """All modes of a setting's call, as one of its ranks."""
+
+    def __init__(self, setting: Setting, comm: Communicator) -> None:
+        self.setting, self.comm, self.device = setting, comm, comm.device
         entries = setting.heads * setting.rows * setting.keys * setting.dim
         self.kernel = EmulatedKernel(4 * entries / setting.block_s) if setting.block_s else None
-        self.inputs = _inputs(setting, comm.rank, device)
+        self.inputs = _inputs(setting, comm.rank, comm.device)
         self.expected: Tensors | None = None  # results of the first mode, which the others must reproduce
         self.network: Cluster | None = None
 
-    def run(self, repeats: int, link: Link) -> list[dict[str, Any]]:
+    def run(self, repeats: int, links: Network | None) -> list[dict[str, Any]]:
         """Return a row per mode, after one run of each to warm up."""
         found = {mode.name: mode for mode in modes(self.setting)}
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in found}
@@ -357,7 +349,7 @@ class NetworkBenchmark:
             block_s = self.setting.block_s
             if block_s is None:  # a real block's, with all ranks computing at once
                 block_s = median(self.once(found["none"])[0] for _ in range(5)) / self.setting.ranks
-            mbit, speed = self.shape_link(link, block_s)
+            mbit, speed = self.shape_link(links, block_s)
             if speed is not None:
                 self.network = cluster(self.setting, (block_s, BACKWARD * block_s), speed)
             for name, timed in rounds(found, repeats):
@@ -381,12 +373,12 @@ class NetworkBenchmark:
         """Make the emulated kernel, if the setting has one, available inside a block."""
         return self.kernel.registered() if self.kernel else contextlib.nullcontext()
 
-    def shape_link(self, link: Link, block_s: float) -> tuple[float | None, Speed | None]:
-        """Cap the links for this time of a block, if they can be; return the cap in Mbit/s and the measured speed."""
-        mbit = self.setting.cap_mbit(block_s) if link.capped else None
-        if mbit is not None:
+    def shape_link(self, links: Network | None, block_s: float) -> tuple[float | None, Speed | None]:
+        """Cap the links, if any, for this time of a block; return the cap in Mbit/s and the measured speed."""
+        mbit = self.setting.cap_mbit(block_s) if links else None
+        if links and mbit is not None:
             self.comm.gather_ints([0])
-            link.cap(mbit)
+            links.cap(self.comm.rank, mbit)
             self.comm.gather_ints([0])
         if self.comm.size == 1:
             return mbit, None

@@ -20,20 +20,19 @@ import functools
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import torch
 from harness import rounds, slowest_rank
-from models import ScaledModel, scaled
+from models import scaled
 from network_calls import (
     BACKWARD,
     CLOSE,
     BlockTime,
-    Link,
+    CallBenchmark,
     Mode,
-    NetworkBenchmark,
     Setting,
     Speed,
     cluster,
@@ -53,31 +52,7 @@ from mllm_seqpar.planner import Cluster, ParallelSpec, call_cost
 from mllm_seqpar.planner.call_cost import VisualProjection
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.visual_features import FunctionProjection
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A model and its setting.
-
-    Attributes:
-        setting: of one cross-attention call.
-        layers: how many of its layers have cross-attention.
-        rest: time of a step outside cross-attention, over that of cross-attention without transfers; None: the model's
-            own.
-    """
-
-    setting: Setting
-    model: ScaledModel
-    layers: int = 1
-    rest: float | None = None
-
-    @property
-    def name(self) -> str:
-        return self.setting.name
-
-    @property
-    def ranks(self) -> int:
-        return self.setting.ranks
+from namespaces import Network
 
 
 def paper_row(table: str, label: str, number: int) -> PaperRow:
@@ -85,7 +60,7 @@ def paper_row(table: str, label: str, number: int) -> PaperRow:
     return [row for row in read_table(table) if row.label == label][number]
 
 
-def scaled_case(
+def scaled_step(
     name: str,
     row: PaperRow,
     family: str,
@@ -95,8 +70,8 @@ def scaled_case(
     rows: int,
     layers: int = 1,
     block_s: float | None = None,
-) -> Case:
-    """Return a case with the proportions of a row of the paper.
+) -> Setting:
+    """Return the setting of a step with the proportions of a row of the paper.
 
     Args:
         family: that of the model. Llama's is not the paper's model of that row.
@@ -110,36 +85,36 @@ def scaled_case(
     cross = model.sizes.cross
     heads = {"heads": cross.heads, "kv_heads": cross.kv_heads, "dim": cross.head_dim}
     setting = replace(scaled_row(name, row, ranks, rows, block_s), **heads, dtype="bfloat16" if block_s else "float32")
-    return Case(
-        setting=replace(setting, paper=None) if llama else setting,
+    return replace(
+        setting,
+        paper=None if llama else row,
         model=model,
         layers=layers,
         rest=row.step_seconds["lv-xattn"] / row.seconds["lv-xattn"] - 1,
     )
 
 
-def short_video(case: Case) -> Case:
-    """Return the case with so few keys that K and V are smaller than Q and O, and LV-XAttn is not the fastest."""
-    setting = replace(case.setting, keys=2 * case.setting.rows, mbit=25, transfer_in_blocks=None, paper=None)
-    return replace(case, setting=setting, rest=None)
+def short_video(setting: Setting) -> Setting:
+    """Return the setting with so few keys that K and V are smaller than Q and O, and LV-XAttn is not the fastest."""
+    keys = 2 * setting.rows
+    return replace(setting, keys=keys, mbit=25, transfer_in_blocks=None, paper=None, rest=None)
 
 
 OWL3, OWL3_7B = paper_row("table3", "mPLUG-Owl3-1b", 2), paper_row("table3", "mPLUG-Owl3-7b", 2)
 OWL3_A30, FLAMINGO = paper_row("table4", "mPLUG-Owl3-1b", 0), paper_row("table4", "OpenFlamingo-3b", 2)
-STEP_SUITES: dict[str, Callable[[], list[Case]]] = {
+STEP_SUITES: dict[str, Callable[[], list[Setting]]] = {
     "steps": lambda: [
-        scaled_case("a100-owl3", OWL3, "mplug_owl3", 16, ranks=8, rows=16, block_s=0.016),
-        scaled_case("a30-owl3", OWL3_A30, "mplug_owl3", 16, ranks=8, rows=16, block_s=0.008),
-        scaled_case("a30-flamingo", FLAMINGO, "open_flamingo", 16, ranks=8, rows=64, block_s=0.012),
-        scaled_case("llama", OWL3_7B, "mllama", 32, ranks=8, rows=16, block_s=0.016),
-        short_video(scaled_case("short-video", OWL3, "mplug_owl3", 16, ranks=8, rows=256, block_s=0.01)),
+        scaled_step("a100-owl3", OWL3, "mplug_owl3", 16, ranks=8, rows=16, block_s=0.016),
+        scaled_step("a30-owl3", OWL3_A30, "mplug_owl3", 16, ranks=8, rows=16, block_s=0.008),
+        scaled_step("a30-flamingo", FLAMINGO, "open_flamingo", 16, ranks=8, rows=64, block_s=0.012),
+        scaled_step("llama", OWL3_7B, "mllama", 32, ranks=8, rows=16, block_s=0.016),
+        short_video(scaled_step("short-video", OWL3, "mplug_owl3", 16, ranks=8, rows=256, block_s=0.01)),
     ],
     "real-steps": lambda: [
-        scaled_case("a100-owl3", OWL3, "mplug_owl3", 4, ranks=2, layers=2, rows=32),
-        scaled_case("a30-flamingo", FLAMINGO, "open_flamingo", 16, ranks=2, layers=2, rows=128),
-        scaled_case("llama", OWL3_7B, "mllama", 16, ranks=2, layers=2, rows=32),
+        scaled_step("a100-owl3", OWL3, "mplug_owl3", 4, ranks=2, layers=2, rows=32),
+        scaled_step("a30-flamingo", FLAMINGO, "open_flamingo", 16, ranks=2, layers=2, rows=128),
+        scaled_step("llama", OWL3_7B, "mllama", 16, ranks=2, layers=2, rows=32),
     ],
-    "smallest-steps": lambda: [scaled_case("a100-owl3", OWL3, "mplug_owl3", 16, ranks=2, rows=4, block_s=0.002)],
 }
 
 
@@ -153,11 +128,12 @@ def step_modes(setting: Setting) -> list[Mode]:
 class Step:
     """The training step of one mode."""
 
-    def __init__(self, case: Case, mode: Mode, comm: Communicator, kernel: str, features: Tensor) -> None:
-        self.mode, self.comm, self.features, setting = mode, comm, features, case.setting
-        self.model = case.model.build().to(features.dtype).train().requires_grad_(True)
+    def __init__(self, setting: Setting, mode: Mode, comm: Communicator, kernel: str, features: Tensor) -> None:
+        assert setting.model is not None
+        self.mode, self.comm, self.features = mode, comm, features
+        self.model = setting.model.build().to(features.dtype).train().requires_grad_(True)
         shard = FrameShard(comm.rank, comm.rank + 1, comm.size)
-        self.arguments = case.model.arguments(setting.rows * comm.size, features, shard)
+        self.arguments = setting.model.arguments(setting.rows * comm.size, features, shard)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=True)
         options: dict[str, Any] = {"kernel": kernel}
         strategy = mode.spec.strategy if mode.spec else "auto"
@@ -206,77 +182,69 @@ class Step:
         return cluster.matmul
 
 
-@dataclass
-class Measured:
-    """Seconds of each mode's steps in the order of repetitions, what the planner predicts, and the bytes sent."""
-
-    block: BlockTime
-    mbit: float | None
-    speed: Speed | None
-    own_s: float  # a step without transfers and without sleeping
-    rest_s: float  # how long a step sleeps
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    sent: dict[str, int] = field(default_factory=dict)
-    predicted: dict[str, float] = field(default_factory=dict)
-
-
 class StepBenchmark:
-    def __init__(self, case: Case, comm: Communicator) -> None:
-        self.case, self.comm, self.setting = case, comm, case.setting
-        self.network = NetworkBenchmark(case.setting, comm, torch.device("cpu"))
+    """All modes of a setting's training step, as one of its ranks."""
+
+    def __init__(self, setting: Setting, comm: Communicator) -> None:
+        assert setting.model is not None
+        self.setting, self.model, self.comm = setting, setting.model, comm
+        self.calls = CallBenchmark(setting, comm)
         generator = torch.Generator().manual_seed(comm.rank)
-        frame = torch.randn(1, case.setting.keys, case.model.sizes.cross.visual_dim, generator=generator)
-        self.features = frame.to(getattr(torch, case.setting.dtype)).requires_grad_()
+        frame = torch.randn(1, setting.keys, self.model.sizes.cross.visual_dim, generator=generator)
+        self.features = frame.to(getattr(torch, setting.dtype)).requires_grad_()
 
-    def run(self, repeats: int, link: Link) -> list[dict[str, Any]]:
+    def run(self, repeats: int, links: Network | None) -> list[dict[str, Any]]:
         """Return a row per mode."""
-        kernel, load = self.network.kernel, os.getloadavg()[0]
-        with self.network.emulated():
+        setting, kernel, load = self.setting, self.calls.kernel, os.getloadavg()[0]
+        with self.calls.emulated():
             block = self._block()
-            mbit, speed = self.network.shape_link(link, sum(block) / (1 + BACKWARD))
+            mbit, speed = self.calls.shape_link(links, sum(block) / (1 + BACKWARD))
             options = self.comm, kernel.name if kernel else "auto", self.features
-            steps = {mode.name: Step(self.case, mode, *options) for mode in step_modes(self.setting)}
+            steps = {mode.name: Step(setting, mode, *options) for mode in step_modes(setting)}
             steps["none"].once(0.0)
-            own_s = median(steps["none"].once(0.0)[0] for _ in range(3))
-            cross_s = self.case.layers * self.setting.ranks * sum(block)
-            rest_s = 0.0 if self.case.rest is None else max(0.0, (1 + self.case.rest) * cross_s - own_s)
-            found = Measured(block, mbit, speed, own_s, rest_s, {name: [] for name in steps})
-            expected: Sequence[float] | None = None
-            for name, timed in rounds(steps, repeats):
-                seconds, *result, found.sent[name] = steps[name].once(rest_s if timed else 0.0)
-                if name != "none" or kernel:  # real blocks of `none` attend to keys of this rank only
-                    expected = self._same(name, result, expected or result)
-                if timed:
-                    found.seconds[name].append(seconds)
-        self._predict(steps, found)
-        return [row | {"selected": str(steps["auto"].spec), "load": load} for row in self._rows(found)]
-
-    def _rows(self, found: Measured) -> list[dict[str, Any]]:
-        """Return one row per mode; times of the ring and of LV-XAttn in the paper are those of whole steps."""
-        case, setting, times = self.case, self.setting, found.seconds
-        cross_s = case.layers * setting.ranks * sum(found.block)
-        common = {"benchmark": "end_to_end"} | setting_columns(setting, found.block[0], found.mbit, found.speed)
-        common |= {"layers": case.layers, "rest_s": found.rest_s, "cross_share": cross_s / (found.own_s + found.rest_s)}
-        if (paper := setting.paper) is not None:
+            own_s = median(steps["none"].once(0.0)[0] for _ in range(3))  # without sleeping
+            cross_s = setting.layers * setting.ranks * sum(block)
+            rest_s = 0.0 if setting.rest is None else max(0.0, (1 + setting.rest) * cross_s - own_s)
+            times, sent = self._timed(steps, repeats, rest_s)
+        common = {"benchmark": "end_to_end"} | setting_columns(setting, block[0], mbit, speed)
+        common |= {"layers": setting.layers, "rest_s": rest_s, "cross_share": cross_s / (own_s + rest_s)}
+        if (paper := setting.paper) is not None:  # times of whole steps
             common |= {"paper_ring_s": paper.step_seconds["ring"], "paper_lv_xattn_s": paper.step_seconds["lv-xattn"]}
             common |= {"paper_cross_share": paper.seconds["lv-xattn"] / paper.step_seconds["lv-xattn"]}
+        common |= {"selected": str(steps["auto"].spec), "load": load}
         best = min((name for name in times if name not in ("none", "auto")), key=lambda name: median(times[name]))
         spread = max((max(times[mode]) - min(times[mode])) / median(times[mode]) for mode in (best, "auto"))
         common |= {"best": best, "auto_over_best": _ratio(times["auto"], times[best]), "spread": spread}
+        predicted = self._predicted(steps, median(times["none"]), block, speed)
         rows = []
         for mode, seconds in times.items():
-            row = common | mode_columns(mode, seconds, found.sent[mode], found.predicted[mode])
             ratios = {"over_none": times["none"], "over_lv_xattn": times["lv-xattn"]}
+            row = common | mode_columns(mode, seconds, sent[mode], predicted[mode])
             rows.append(row | {name: _ratio(seconds, others) for name, others in ratios.items()})
         return rows
 
     def _block(self) -> BlockTime:
         """Return the seconds of one block's forward and backward, with all ranks computing at once."""
         none, n = modes(self.setting)[0], self.setting.ranks
-        self.network.once(none)
-        runs = [self.network.once(none) for _ in range(5)]
+        self.calls.once(none)
+        runs = [self.calls.once(none) for _ in range(5)]
         forward = median(run[0] for run in runs)
         return forward / n, (median(run[1] for run in runs) - forward) / n
+
+    def _timed(
+        self, steps: dict[str, Step], repeats: int, rest_s: float
+    ) -> tuple[dict[str, list[float]], dict[str, int]]:
+        """Return the seconds of each mode's steps in the order of repetitions, and the bytes that a step sends."""
+        times: dict[str, list[float]] = {name: [] for name in steps}
+        sent: dict[str, int] = {}
+        expected: Sequence[float] | None = None
+        for name, timed in rounds(steps, repeats):
+            seconds, *result, sent[name] = steps[name].once(rest_s if timed else 0.0)
+            if name != "none" or self.calls.kernel:  # real blocks of `none` attend to keys of this rank only
+                expected = self._same(name, result, expected or result)
+            if timed:
+                times[name].append(seconds)
+        return times, sent
 
     def _same(self, name: str, result: Sequence[float], expected: Sequence[float]) -> Sequence[float]:
         """Raise SystemExit, on all ranks, if loss or gradient norm differ from those of the other modes."""
@@ -286,15 +254,15 @@ class StepBenchmark:
                 raise SystemExit(f"{self.setting.name}, {name}: {what} {value}; other modes have {other}")
         return expected
 
-    def _predict(self, steps: dict[str, Step], found: Measured) -> None:
+    def _predicted(
+        self, steps: dict[str, Step], none_s: float, block: BlockTime, speed: Speed | None
+    ) -> dict[str, float]:
         """Predict a step as a measured one without transfers, and what they add to the planner's cross-attention."""
-        none = median(found.seconds["none"])
-        if found.speed is None:
-            found.predicted = dict.fromkeys(steps, none)
-            return
-        rates = replace(cluster(self.setting, found.block, found.speed), matmul=steps["auto"].matmul)
+        if speed is None:
+            return dict.fromkeys(steps, none_s)
+        rates = replace(cluster(self.setting, block, speed), matmul=steps["auto"].matmul)
         ideal = replace(rates, network_link=1e18, node_link=1e18, network_latency_s=0.0, node_latency_s=0.0)
-        visual = VisualProjection(dim=self.case.model.sizes.cross.visual_dim, layers=self.case.layers)
+        visual = VisualProjection(dim=self.model.sizes.cross.visual_dim, layers=self.setting.layers)
 
         def call_s(mode: Mode, spec: ParallelSpec | None, network: Cluster) -> float:
             assert spec is not None
@@ -303,9 +271,8 @@ class StepBenchmark:
 
         lv = steps["lv-xattn"].mode
         without = call_s(lv, lv.spec, ideal)
-        for name, step in steps.items():
-            of_call = without if name == "none" else call_s(step.mode, step.spec, rates)
-            found.predicted[name] = none + self.case.layers * (of_call - without)
+        added = {name: call_s(step.mode, step.spec, rates) - without for name, step in steps.items() if name != "none"}
+        return {name: none_s + self.setting.layers * added.get(name, 0.0) for name in steps}
 
 
 def _ratio(seconds: list[float], others: list[float]) -> float:

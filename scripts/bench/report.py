@@ -1,29 +1,24 @@
 """Tables and figures made from the rows of benchmarks, for the terminal and for `docs/benchmarks.md`.
 
 In the page, a generated part stands between the lines `<!-- rows: NAME -->` and `<!-- end of rows -->`; the text around
-it is written by hand. `run_all.py` has the table of parts. A part is a function from the folder of rows to Markdown. It
-also draws its figure into that folder if matplotlib is installed: horizontal bars with their values, labelled axes, and
-one legend below all panels.
+it is written by hand. `run_all.py` has the table of parts. A part is a function from the folder of rows to Markdown. A
+few parts also draw a figure into that folder, if matplotlib is installed.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from harness import groups, read
 
 Row = dict[str, str]
 BLUE, ORANGE, RED, GREY = "#2b6cb0", "#dd8a2f", "#c0392b", "#9aa0a6"
-TICKS = (1, 2, 5, 10, 20, 50)
 MACHINE = ("hardware", "threads", "cuda", "torch", "transformers", "commit")
-OVER_NONE = "time / time without communication"
 HEADLINE = {
     "none": ("no communication", GREY),
     "lv-xattn": ("LV-XAttn", BLUE),
@@ -58,8 +53,8 @@ def headline(folder: Path) -> str:
     ]
     title = "Cross-attention of a training step, over the time of its computation alone"
     ranks = "8 ranks over capped links, in the proportions of the paper's clusters; the time of a block is emulated"
-    x_label = f"{OVER_NONE}; less is better\n{ranks}"
-    grouped_bars(path, {"": series} if rows else {}, title=title, x_label=x_label, columns=1)
+    x_label = f"time / time without communication; less is better\n{ranks}"
+    grouped_bars(path, {"": series} if rows else {}, title=title, x_label=x_label, form=".2f")
     return shown(path, "LV-XAttn takes 1.01 to 1.03 of the time without communication; the rings 1.4 to 31 times")
 
 
@@ -73,21 +68,9 @@ def cluster_name(row: Row) -> str:
 
 
 def network_clusters(folder: Path, name: str) -> str:
-    rows, path = read(folder / f"{name}.csv"), folder / f"{name}.png"
-    settings = groups(rows, "setting")
-    panels, marks = {}, {}
-    for setting, modes in settings.items():
-        shown_rows = [row for row in modes if row["mode"] != "none"]
-        panel = f"{setting}: {cluster_name(modes[0])}".replace("\n", " ")
-        panels[panel] = [Series("measured", BLUE, {row["mode"]: float(row["over_none"]) for row in shown_rows})]
-        marks[panel] = {
-            row["mode"]: _ratio(row, "predicted_s", "seconds") * float(row["over_none"]) for row in shown_rows
-        }
-    title = "Cross-attention, forward and backward, over the same blocks without transfers"
-    options: dict[str, Any] = {"marks": marks, "mark_name": "predicted by the planner", "log_from": 1.0}
-    grouped_bars(path, panels, title=title, x_label=f"{OVER_NONE} (logarithmic)", y_label="strategy", **options)
-    figure = shown(path, "Time of each strategy over the time without transfers; marks: predicted")
-    return joined(rows, ratio_table(list(settings.values())), figure, *map(setting_table, settings.values()))
+    rows = read(folder / f"{name}.csv")
+    settings = list(groups(rows, "setting").values())
+    return joined(rows, ratio_table(settings), *map(setting_table, settings))
 
 
 network_paper = partial(network_clusters, name="network-paper")
@@ -157,24 +140,9 @@ def step_table(cases: Sequence[Sequence[Row]]) -> str:
 
 
 def mesh_shapes(folder: Path) -> str:
-    rows, path = read(folder / "network-tiles.csv"), folder / "network-tiles.png"
+    rows = read(folder / "network-tiles.csv")
     settings = groups([row for row in rows if row["mode"] != "none"], "setting")
-    panels, marks = {}, {}
-    for shapes in settings.values():
-        row = shapes[0]
-        panel = f"{row['ranks']} ranks, {int(row['rows']):,} queries\nand {int(row['keys']):,} keys each"
-        names = {shape["tile"]: _shape_name(shape["tile"]) for shape in shapes}
-        panels[panel] = [Series("measured", BLUE, {names[x["tile"]]: float(x["seconds"]) for x in shapes})]
-        marks[panel] = {names[x["tile"]]: float(x["predicted_s"]) for x in shapes}
-    title = "Every mesh shape a x b; a x 1 is LV-XAttn and 1 x b is Ring Attention"
-    options: dict[str, Any] = {"marks": marks, "mark_name": "predicted by the planner", "columns": 4}
-    grouped_bars(path, panels, title=title, x_label="seconds of a call", y_label="mesh shape", **options)
-    figure = shown(path, "Seconds of each mesh shape; marks: predicted")
-    return joined(rows, mesh_table(list(settings.values())), figure)
-
-
-def _shape_name(tile: str) -> str:
-    return tile.replace("x", " x ")
+    return joined(rows, mesh_table(list(settings.values())))
 
 
 def mesh_table(settings: Sequence[Sequence[Row]]) -> str:
@@ -208,7 +176,7 @@ def memory(folder: Path) -> str:
             for name, color in (("stored", GREY), ("recomputed (the default)", BLUE))
         ]
     title = "Peak memory of the rank with most, in forward and backward"
-    grouped_bars(path, panels, title=title, x_label="peak, MiB", y_label="strategy", form=".1f")
+    grouped_bars(path, panels, title=title, x_label="peak, MiB", form=".1f")
     figure = shown(path, "Peak memory of each strategy, with K and V stored and recomputed")
     return joined(rows, figure, memory_tables(rows))
 
@@ -254,7 +222,7 @@ def decoding(folder: Path) -> str:
             Series(name, color, {row["family"]: 1 / float(row[f"{name}_s_per_token"]) for row in points})
             for name, color in (("unpatched", GREY), ("patched", BLUE))
         ]
-        for images, points in groups([row for row in rows if row["ranks"] == "1"], "images").items()
+        for images, points in groups(rows, "images").items()
     }
     grouped_bars(path, panels, title="Greedy decoding on one process", x_label="tokens per second", form=".0f")
     return joined(rows, decoding_table(rows), shown(path, "Tokens per second, patched and unpatched"))
@@ -264,7 +232,7 @@ def decoding_table(rows: Sequence[Row]) -> str:
     lines = [
         row | {name: str(1 / float(row[f"{name}_s_per_token"])) for name in ("patched", "unpatched")} for row in rows
     ]
-    columns = {"family": "family", "images": "images", "visual keys": "visual_keys", "ranks": "ranks"}
+    columns = {"family": "family", "images": "images", "visual keys": "visual_keys"}
     columns |= {"tokens/s": "patched .1f", "unpatched": "unpatched .1f", "ratio": "ratio .1f"}
     return table(lines, columns | {"prompt, s": "patched_prompt_s .2f", "unpatched, s": "unpatched_prompt_s .2f"})
 
@@ -328,96 +296,45 @@ def shown(path: Path, description: str) -> str:
 
 @dataclass(frozen=True)
 class Series:
-    """Bars of one kind: the name in the legend, the colour, and a length by the name of the line; None: no bar."""
+    """Bars of one kind: the name in the legend, the colour, and lengths by the name of the line."""
 
     name: str
     color: str
     lengths: Mapping[str, float]
 
 
-def grouped_bars(
-    path: Path,
-    panels: Mapping[str, Sequence[Series]],
-    *,
-    title: str,
-    x_label: str,
-    y_label: str = "",
-    columns: int = 2,
-    form: str = ".2f",
-    marks: Mapping[str, Mapping[str, float]] | None = None,
-    mark_name: str = "",
-    log_from: float | None = None,
-) -> None:
+def grouped_bars(path: Path, panels: Mapping[str, Sequence[Series]], *, title: str, x_label: str, form: str) -> None:
     """Draw groups of bars: per panel title the series, whose lines have the same names.
 
-    Args:
-        form: the format of the value that is written beside each bar.
-        marks: per panel and line, a value that is marked; `mark_name` is its name in the legend.
-        log_from: where a logarithmic scale begins; None for a linear scale from 0.
+    `form` is the format of the value beside each bar. Nothing is drawn without panels or matplotlib.
     """
-    lines = max((sum(len(s.lengths) for s in series) for series in panels.values()), default=0)
-    with _figure(path, panels, columns, 0.9 + 0.21 * lines, title) as axes:
-        for axis, (name, series) in zip(axes, panels.items(), strict=False):
-            names = list(dict.fromkeys(line for s in series for line in s.lengths))
-            thickness = 0.8 / len(series)
-            for number, bars in enumerate(series):
-                for place, line in enumerate(names):
-                    if line not in bars.lengths:
-                        continue
-                    y, length = place + (number + 0.5) * thickness - 0.4, bars.lengths[line]
-                    axis.barh(y, length, 0.92 * thickness, color=bars.color, label=bars.name)
-                    mark = (marks or {}).get(name, {}).get(line)
-                    if mark is not None:
-                        axis.plot([mark], [y], "k|", markersize=8, markeredgewidth=1.5, label=mark_name)
-                    axis.text(max(length, mark or 0), y, f"  {length:{form}}", va="center", fontsize=8)
-            axis.set_yticks(range(len(names)), names)
-            axis.set_ylim(len(names) - 0.5, -0.5)
-            _describe(axis, name, x_label, y_label)
-            longest = max(max(s.lengths.values()) for s in series)
-            if log_from is None:
-                axis.set_xlim(0, 1.18 * longest)
-            else:
-                axis.set_xscale("log")
-                axis.set_xticks(TICKS, map(str, TICKS))
-                axis.minorticks_off()
-                axis.set_xlim(log_from, 1.45 * longest)
-
-
-def _describe(axis: Any, name: str, x_label: str, y_label: str) -> None:
-    axis.set_title(name, fontsize=10, loc="left")
-    axis.set_xlabel(x_label, fontsize=9)
-    axis.set_ylabel(y_label, fontsize=9)
-
-
-@contextmanager
-def _figure(path: Path, panels: Mapping[str, Any], columns: int, height: float, title: str) -> Iterator[list[Any]]:
-    """Yield the axes of a new figure, add the legend and save it; yield no axes without panels or matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        yield []
         return
     if not panels:
-        yield []
         return
-    columns = min(columns, len(panels))
-    rows = -(-len(panels) // columns)
-    drawn = Figure(figsize=(9, height * rows + 0.8), layout="constrained")
+    lines = max(sum(len(s.lengths) for s in series) for series in panels.values())
+    drawn = Figure(figsize=(9, 1.7 + 0.21 * lines), layout="constrained")
     FigureCanvasAgg(drawn)
     drawn.suptitle(title, fontsize=11, fontweight="bold")
-    grid = drawn.subplots(rows, columns, squeeze=False)
-    for axis in grid.flat:
+    (axes,) = drawn.subplots(1, len(panels), squeeze=False)
+    for axis, (name, series) in zip(axes, panels.items(), strict=True):
+        names = list(series[0].lengths)
+        thickness = 0.8 / len(series)
+        for number, bars in enumerate(series):
+            for place, line in enumerate(names):
+                y, length = place + (number + 0.5) * thickness - 0.4, bars.lengths[line]
+                axis.barh(y, length, 0.92 * thickness, color=bars.color, label=bars.name)
+                axis.text(length, y, f"  {length:{form}}", va="center", fontsize=8)
+        axis.set_yticks(range(len(names)), names)
+        axis.set_ylim(len(names) - 0.5, -0.5)
+        axis.set_xlim(0, 1.18 * max(max(s.lengths.values()) for s in series))
+        axis.set_title(name, fontsize=10, loc="left")
+        axis.set_xlabel(x_label, fontsize=9)
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=8.5)
-    for axis in grid.flat[len(panels) :]:
-        axis.set_axis_off()
-    yield list(grid.flat)
-    found = {
-        label: handle for axis in grid.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
-    }
-    found = dict(sorted(found.items(), key=lambda item: not hasattr(item[1], "patches")))  # bars before marks
-    drawn.legend(
-        found.values(), found.keys(), loc="outside lower center", ncols=min(4, len(found)), fontsize=9, frameon=False
-    )
+    found = {label: bar for bar, label in zip(*axes[0].get_legend_handles_labels(), strict=True)}
+    drawn.legend(found.values(), found.keys(), loc="outside lower center", ncols=len(found), fontsize=9, frameon=False)
     drawn.savefig(path, dpi=130, metadata={"Software": None})

@@ -37,22 +37,22 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "network-paper": Case("network.py --suite paper --repeats 4", "--repeats 1", report.network_paper),
-    "network-tiles": Case("network.py --suite tiles", "--repeats 1", report.mesh_shapes),
-    "network-real": Case("network.py --suite real", "--repeats 1", report.network_real),
-    "end-to-end": Case(
-        "network.py --suite steps real-steps --repeats 3", "--repeats 1 --suite smallest-steps", report.end_to_end
+    "network-paper": Case(
+        "network.py --suite paper --repeats 4", "--repeats 1 --settings a100-owl3", report.network_paper
     ),
-    "memory": Case("memory.py", "--quick", report.memory),
+    "network-tiles": Case("network.py --suite tiles", "--repeats 1 --settings 4-ranks-128x2048", report.mesh_shapes),
+    "network-real": Case("network.py --suite real", "--repeats 1 --settings a100-flamingo", report.network_real),
+    "end-to-end": Case(
+        "network.py --suite steps real-steps --repeats 3",
+        "--repeats 1 --suite real-steps --settings a30-flamingo",
+        report.end_to_end,
+    ),
+    "memory": Case("memory.py", "--ranks 1 2 --repeats 2 --cost-text 128", report.memory),
     "decoder-only": Case("decoder_only.py --part memory", "--frames 16 --ranks 1 2 --rounds 1", report.decoder_only),
     "decoder-only-questions": Case(
         "decoder_only.py --part questions --frames 512", "--frames 16 --ranks 1 2 --rounds 1", report.questions
     ),
-    "decode": Case(
-        "decode.py --images 64 256 --family idefics open_flamingo mllama mplug_owl3",
-        "--images 16 --repeats 1 --tokens 8",
-        report.decoding,
-    ),
+    "decode": Case("decode.py", "--images 16 --repeats 1 --tokens 8", report.decoding),
     "video": Case("video.py", "--kinds h264-720p --fps 1 --seconds 10 --repeats 1", report.video),
     "kernels": Case("kernels.py"),
     "host-path": Case("host_path.py", "--repeats 2 --tokens 4"),

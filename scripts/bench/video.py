@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import shutil
 import subprocess
 import tempfile
 import time
@@ -48,6 +49,8 @@ def main() -> None:
 
 
 def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    if shutil.which("ffmpeg") is None:
+        raise SystemExit("video.py: ffmpeg, which makes the files, is not on PATH; install it")
     with tempfile.TemporaryDirectory() as scratch:
         for kind in args.kinds:
             path = make_file(kind, args.seconds, args.folder or Path(scratch))
@@ -132,7 +135,7 @@ def peers(plan: FramePlan, threads: int | None) -> dict[str, Callable[[], tuple[
     times = [float((2 * tick + 1) * plan.time_base / 2) for tick in plan.ticks]
     try:
         from torchcodec.decoders import VideoDecoder
-    except (ImportError, RuntimeError):
+    except (ImportError, OSError, RuntimeError):  # the last two without FFmpeg's libraries
         pass
     else:
 

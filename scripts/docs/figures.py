@@ -1,10 +1,10 @@
-"""Draw the figures of docs/figures with matplotlib, from the schedules that the executor runs.
+"""Draw the schedules of docs/figures with matplotlib, as the executor runs them.
 
-    python scripts/docs/figures.py                                               # all figures
-    python scripts/docs/figures.py --tile 4 2 --backward --output mesh.svg       # one mesh shape
+    python scripts/docs/figures.py
 
 A figure is a grid of ranks by steps. A cell holds the attention blocks that are computed, and the transfers that are
-sent meanwhile. Collectives that have no schedule are run on small tensors, and their recorded transfers are shown.
+sent meanwhile. The figures replicate.svg, decoding.svg and star.svg show one collective each. They have no schedule and
+are edited by hand.
 
 An SVG file stores the data that it shows (`FigureData`) as JSON in its description. A test compares it with the current
 data, independently of fonts and of the version of matplotlib.
@@ -12,7 +12,6 @@ data, independently of fonts and of the version of matplotlib.
 
 from __future__ import annotations
 
-import argparse
 import json
 import textwrap
 from collections.abc import Callable, Sequence
@@ -27,13 +26,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 from torch import Tensor
 
-from mllm_seqpar.attention.joint import SCATTER_ROWS, merge_over_ranks
-from mllm_seqpar.comm import Communicator, Pending, Recv, Send
-from mllm_seqpar.comm.autograd import gather_shards
-from mllm_seqpar.comm.base import ExchangeCollectives
-from mllm_seqpar.comm.loopback import run_loopback
 from mllm_seqpar.masks import FrameBlockMasks, FrameMask
-from mllm_seqpar.runtime.star import StarText
 from mllm_seqpar.schedules import AttentionBlock, Transfer, schedule_for
 from mllm_seqpar.schedules.head_sharding import HeadShards
 from mllm_seqpar.sharding import FRAME_LAYOUTS, LAYOUTS, frame_spans, sequence_positions
@@ -145,9 +138,9 @@ def legend_of(panels: Sequence[Panel]) -> str:
     return "; ".join(meaning for label, meaning in MEANING.items() if label in labels) + "."
 
 
-def mesh_figure(title: str, mesh_shape: tuple[int, int], passes: Sequence[bool] = (False, True)) -> FigureData:
-    """Return the figure of a mesh shape, forward (False) and backward (True)."""
-    panels = [schedule_panel("backward" if b else "forward", mesh_shape, backward=b) for b in passes]
+def mesh_figure(title: str, mesh_shape: tuple[int, int]) -> FigureData:
+    """Return the figure of a mesh shape, forward and backward."""
+    panels = [schedule_panel("backward" if b else "forward", mesh_shape, backward=b) for b in (False, True)]
     return FigureData(title, panels, [CELL, OWN, legend_of(panels)])
 
 
@@ -252,98 +245,6 @@ def head_panel(title: str, size: int, heads: int, kv_heads: int, mesh_shape: tup
     return Panel(title, ["all-to-all", *steps, "all-to-all"], rows)
 
 
-class Recorder(ExchangeCollectives):
-    """A communicator that records the (destination, tensor) pairs of every exchange."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self.comm, self.rank, self.size, self.bytes, self.kept = comm, comm.rank, comm.size, comm.bytes, comm.kept
-        self.exchanges: list[list[tuple[int, Tensor]]] = []
-
-    @property
-    def identity(self) -> object:
-        return self.comm.identity
-
-    def exchange(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
-        self.exchanges.append([(send.peer, send.tensor) for send in sends])
-        return self.comm.exchange(sends, recvs)
-
-    def sent(self, index: int, label: str) -> list[Sent]:
-        """Return the transfers of one exchange, `label` formatted with sender and receiver; one for equal tensors."""
-        sent = self.exchanges[index]
-        assert sent
-        if len({tensor.data_ptr() for _, tensor in sent}) == 1:
-            assert sorted(peer for peer, _ in sent) == [r for r in range(self.size) if r != self.rank]
-            return [Sent(label.format(self.rank, ""), self.rank, "all")]
-        return [Sent(label.format(self.rank, peer), self.rank, str(peer)) for peer, _ in sent]
-
-
-def replicate() -> FigureData:
-    """The gathered features of replication, recorded in a run."""
-
-    def one_rank(comm: Communicator) -> tuple[list[Sent], list[Sent]]:
-        recorder = Recorder(comm)
-        features = torch.ones(1, 1, 1, requires_grad=True)
-        sum((shard * 2).sum() for shard in gather_shards(features, recorder)).backward()
-        return recorder.sent(0, "y{0}"), recorder.sent(1, "dy{1}")
-
-    runs = run_loopback(4, one_rank)
-    rows = []
-    for rank, (gathered, reduced) in enumerate(runs):
-        blocks = [Block(f"Q{rank}", f"KV{j}", [rank], [j], own=rank == j) for j in range(len(runs))]
-        rows.append((f"rank {rank}", [Cell((), gathered), Cell(blocks), Cell(blocks), Cell((), reduced)]))
-    steps = ["once: all-gather", "each layer, forward", "each layer, backward", "once: reduce-scatter"]
-    legend = [
-        "y: features of a rank's frames; dy: their gradient, sent to the rank that owns the frames, which sums it.",
-        "Every rank projects K and V from the gathered features: the blocks of a row are computed as one.",
-    ]
-    return FigureData('Replication (strategy="replicate"), 4 ranks', [Panel("", steps, rows)], legend)
-
-
-def decoding() -> FigureData:
-    """The merge of partial results of replicated queries, recorded in runs with few rows and with many."""
-
-    def one_rank(comm: Communicator, rows: int) -> Recorder:
-        merge_over_ranks(torch.zeros(1, 1, rows, 1), torch.zeros(1, 1, rows), recorder := Recorder(comm))
-        return recorder
-
-    many = f"{SCATTER_ROWS} rows or more: each rank merges its shard of them"
-    panels = []
-    for title, count, steps, labels in (
-        ("a new token", 1, ["all-gather"], ["O{0}"]),
-        (many, SCATTER_ROWS, ["all-to-all", "all-gather"], ["O{0} rows {1}", "merged {0}"]),
-    ):
-        rows = []
-        for rank, recorder in enumerate(run_loopback(4, one_rank, count)):
-            assert len(recorder.exchanges) == len(labels)
-            sent = [Cell((), recorder.sent(i, label)) for i, label in enumerate(labels)]
-            rows.append((f"rank {rank}", [Cell([Block("Q", f"KV{rank}", [], [rank])]), *sent]))
-        panels.append(Panel(title, ["compute", *steps], rows))
-    legend = ["Q is the same on every rank; K and V stay on their ranks. O: partial output and its log-sum-exp."]
-    return FigureData("Decoding: replicated queries, sharded K and V, 4 ranks", panels, legend)
-
-
-def star() -> FigureData:
-    """Star Attention: for the context each rank computes the anchor block and its own block, without transfers."""
-    rows = []
-    for rank, text in enumerate(run_loopback(4, lambda comm: StarText(1, 17, comm))):
-        (step,) = schedule_for((1, 1), rank, backward=False)
-        assert not step.transfers
-        parts = text.positions(rank).split(text.block)
-        context = [int(part[0]) // text.block for part in parts if part[0] < text.length]
-        blocks = [
-            Block(f"c{i + 1}", f"c{j + 1}" + (" causal" if i == j else ""), [i], [j])
-            for n, i in enumerate(context)
-            for j in context[: n + 1]
-        ]
-        rows.append((f"rank {rank}", [Cell(blocks), Cell([Block("Q", f"KV{rank}", [], [rank])])]))
-    legend = [
-        "c1 to c4: blocks of the context, left as queries, right as keys. c1, the anchor block, is on all ranks.",
-        "The query and new tokens attend to the KV caches of all ranks; their results are merged as in decoding.",
-    ]
-    panel = Panel("", ["context: no transfers", "query, new tokens"], rows)
-    return FigureData('Star Attention (self_attention="star"), 4 ranks', [panel], legend)
-
-
 FIGURES: dict[str, Callable[[], FigureData]] = {
     "lv-xattn": lambda: mesh_figure("LV-XAttn, mesh shape (4, 1): Q shards move, KV shards stay", (4, 1)),
     "lv-xattn-mask": frame_mask,
@@ -354,9 +255,6 @@ FIGURES: dict[str, Callable[[], FigureData]] = {
         "Mesh-Attention, mesh shape (3, 2), if every transfer takes as long as a block", (3, 2)
     ),
     "ulysses": ulysses,
-    "replicate": replicate,
-    "decoding": decoding,
-    "star": star,
 }
 
 
@@ -488,25 +386,6 @@ def _text(axes: Axes, x: float, y: float, text: str, **options: Any) -> None:
     axes.text(x, y, text, **{"ha": "center", "va": "center", "color": DARK, "fontsize": 12, **options})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    text = "draw only the schedule of this mesh shape"
-    parser.add_argument("--tile", type=int, nargs=2, metavar=("A", "B"), help=text)
-    parser.add_argument("--backward", action="store_true", help="with --tile: the backward pass")
-    parser.add_argument("--output", type=Path, help="a file with --tile, else a folder")
-    args = parser.parse_args()
-    if args.tile:
-        a, b = args.tile
-        data = mesh_figure(f"mesh shape ({a}, {b})", (a, b), (args.backward,))
-        figures = {args.output or Path("schedule.svg"): data}
-    else:
-        folder = args.output or FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
-        figures = {folder / f"{name}.svg": make() for name, make in FIGURES.items()}
-    for path, data in figures.items():
-        save(data, path)
-        print(path)
-
-
 if __name__ == "__main__":
-    main()
+    for name, make in FIGURES.items():
+        save(make(), FOLDER / f"{name}.svg")

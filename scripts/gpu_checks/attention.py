@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from gpu_checks.common import Row, dtype_name, hidden_share, kernels_of
 from gpu_checks.kernels import FLOAT32, ROUNDED_PARTIALS, Problem, reference, sdpa_errors
+from harness import medians_ms
 from torch import Tensor
 
 from mllm_seqpar.attention import decode_attention, lv_xattn, mesh_attention, ring_attention, ulysses_attention
@@ -179,8 +180,6 @@ def exact_row(check: str, subject: str, ref: Reference, compute: Callable[..., R
 
 def overlap(name: str, comm: Communicator, device: torch.device) -> Row:
     """Return the times of a forward and backward pass with and without overlap, and how much of it is hidden."""
-    from harness import medians_ms
-
     attend: Any = {"lv_xattn": lv_xattn, "ring": ring_attention}[name]
     (heads, groups, dim), (rows, keys) = HEADS[device.type], TIMED[device.type]
     leaves = [

@@ -18,6 +18,7 @@ import torch
 from accelerate import Accelerator
 from gpu_checks.common import DTYPE, Row, build, inputs, kernels_of, mib, relative, streams
 from gpu_checks.kernels import synchronisations
+from harness import SavedBytes, medians_ms
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -147,8 +148,6 @@ def check_gate(gate: str | None, device: str) -> Iterator[Row]:
 def check_memory(device: str) -> Iterator[Row]:
     """Yield the bytes saved for a video and for one twice as long, and the time of a step, with and without
     recomputation of K and V."""
-    from harness import medians_ms
-
     frames, length = VIDEO[device]
     model = build(device)
     model.vision_model.requires_grad_(False)
@@ -179,8 +178,6 @@ def saved_bytes(run: Callable[[], Tensor], excluded: list[Tensor]) -> int:
     """Return the bytes that a result's graph holds in addition to `excluded`, from the allocator (CUDA) or autograd
     (CPU).
     """
-    from harness import SavedBytes
-
     if excluded[0].is_cuda:
         run()  # the first call allocates workspaces that are never freed
         torch.cuda.synchronize()

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from family_cases import BATCHES, OWL, QWENS
 from family_harness import family_module, on_ranks, patched
-from mllm_seqpar.attention import keys
+from mllm_seqpar.attention import call_spec
+from mllm_seqpar.attention.call_spec import accumulation, call_spec_for, problem_of
 from mllm_seqpar.attention.joint import attend
-from mllm_seqpar.attention.keys import GivenKeys, accumulation, call_spec_for, problem_of
+from mllm_seqpar.attention.keys import GivenKeys
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.comm.agreement import attempt
 from mllm_seqpar.errors import AgreementError, ShapeError
@@ -77,13 +78,13 @@ class CountedKernel:
 @pytest.fixture
 def entries(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, str]]:
     found: Counter[tuple[int, str]] = Counter()
-    choose = keys.choose_kernel
+    choose = call_spec.choose_kernel
 
     def counted(*args: Any, **options: Any) -> Any:
         kernel, reason = choose(*args, **options)
         return CountedKernel(kernel, found), reason
 
-    monkeypatch.setattr(keys, "choose_kernel", counted)
+    monkeypatch.setattr(call_spec, "choose_kernel", counted)
     return found
 
 

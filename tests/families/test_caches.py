@@ -351,11 +351,12 @@ def test_cache_of_several_ranks_is_refused_elsewhere(name: str, options: dict[st
         with patched(conversation.model, group=comm, **options):
             cache = conversation.fill()
             if name == "gated":
-                assert "unpatched model computed, all of them on this rank" in refusal(conversation, native)
-        local = "holds K and V of the frames of one rank only" if name == "gated" else "each rank holds only its own"
+                assert f"rank 0 of 1 ranks, and is continued on rank {comm.rank} of 2" in refusal(conversation, native)
+        of_rank = f"rank {comm.rank} of 2 ranks, and is continued on rank 0 of 1"
+        local = of_rank if name == "gated" else "each rank holds only its own"
         assert local in refusal(conversation, cache)
         with patched(conversation.model, group="self"):
-            assert f"rank {comm.rank} of 2 ranks and is rank 0 of 1 now" in refusal(conversation, cache)
+            assert of_rank in refusal(conversation, cache)
 
     run_loopback(2, run)
 

@@ -19,7 +19,7 @@ from family_cases import BATCHES, CROSS_ATTENTION, FUSED, PADDED, QWENS
 from family_harness import build, check_exact, check_tokens, on_ranks, settings, slow_unless
 from mllm_seqpar import patch_model
 from mllm_seqpar._compat import cache_argument, cache_of
-from mllm_seqpar.attention import joint, keys
+from mllm_seqpar.attention import call_spec, joint
 from mllm_seqpar.integrations.transformers.cache import SequenceParallelCacheState
 from mllm_seqpar.models.mplug_owl3.hyper_attention import HyperAttention
 from mllm_seqpar.runtime import forward_state
@@ -98,7 +98,7 @@ def test_window_shorter_than_the_text_is_kept_on_one_process() -> None:
     ("family", "size"), slow_unless(lambda row: row[0] == "mplug_owl3", [(f, n) for f in BATCHES for n in (1, 2)])
 )
 def test_decoding_chooses_kernels_once_per_pass(family: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = counted(monkeypatch, keys, "choose_kernel")
+    calls = counted(monkeypatch, call_spec, "choose_kernel")
     case = replace(BATCHES[family], labels=None)
 
     def choices(count: int) -> int:

@@ -61,7 +61,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return call
 
     monkeypatch.setattr(joint, "distributed_forward", counted("attention", joint.distributed_forward))
-    monkeypatch.setattr(joint, "forward_head_sharded", counted("attention", joint.forward_head_sharded))
     monkeypatch.setattr(RecomputedKeys, "keys_values", counted("K and V", RecomputedKeys.keys_values))
     return ran
 

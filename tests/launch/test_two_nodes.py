@@ -99,7 +99,7 @@ def test_a_lost_node_is_noticed_at_the_timeout(nodes: TwoNodes, tmp_path: Path) 
         while len([*tmp_path.glob("reduces-*")]) < 2:
             assert time.monotonic() < deadline, "the ranks have not started"
             time.sleep(0.1)
-        nodes.module.cut_link(1)
+        nodes.links.cut(1)
 
     first, second = nodes.torchrun(HERE / "reduce_until_failure.py", 8, tmp_path, during=cut_when_ranks_run)
     assert_stopped(first, {0}, "timed out")

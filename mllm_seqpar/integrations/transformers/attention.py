@@ -43,7 +43,7 @@ def seqpar_attention(
         refuse_dropout(dropout)  # even with all text on every rank, because each rank would drop different weights
     if seqpar is None or (seqpar.recorder is None and seqpar.model_attends(sliding_window)):
         # What `attend` would do, in fewer steps.
-        mask = attention_mask if seqpar is None or seqpar.takes_mask else None
+        mask = attention_mask if seqpar is None or seqpar.text_mask == "decoder" else None
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     keys = text_keys(module, query, key, value, attention_mask, seqpar, window=sliding_window, **kwargs)

@@ -28,6 +28,7 @@ from transformers.utils import can_return_tuple
 from mllm_seqpar._compat import cache_argument, cache_name, takes_cache
 from mllm_seqpar.errors import AdapterError, ConfigError, ShapeError
 from mllm_seqpar.masks import FrameMask
+from mllm_seqpar.models.cache import SequenceParallelCacheState
 from mllm_seqpar.patching import Patch
 from mllm_seqpar.patching.registry import is_instance_by_name
 from mllm_seqpar.runtime.context import SeqParContext
@@ -38,7 +39,6 @@ from mllm_seqpar.runtime.visual_tokens import VisualTokenLayout
 from mllm_seqpar.sharding import tensor_of
 
 from .attention import causal_masks, use_seqpar_attention
-from .cache import SequenceParallelCacheState
 from .generation import patch_generate
 from .inputs import TEXT_ARGUMENTS, ForwardInputs, text_arguments
 from .passes import run_pass

@@ -16,11 +16,10 @@ from torch import Tensor
 from mllm_seqpar._compat import drops_cache
 from mllm_seqpar._transfers import copy_to_host
 from mllm_seqpar.errors import ShapeError
+from mllm_seqpar.models.cache import cache_state_of
 from mllm_seqpar.runtime.text import shifted
 from mllm_seqpar.runtime.visual_features import sampled_bits
 from mllm_seqpar.sharding import FRAME_LAYOUTS, FrameShard
-
-from .cache import cache_state_of
 
 if TYPE_CHECKING:
     from .family import Family

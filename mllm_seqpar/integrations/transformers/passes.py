@@ -26,7 +26,7 @@ from transformers.cache_utils import DynamicCache
 
 from mllm_seqpar.errors import MaskError, ShapeError
 from mllm_seqpar.masks import FrameMask
-from mllm_seqpar.models.cache_rows import attach
+from mllm_seqpar.models.cache import SequenceParallelCacheState, attach, cache_state_of
 from mllm_seqpar.runtime.attention_record import AnyRecorder
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
@@ -38,7 +38,7 @@ from mllm_seqpar.runtime.visual_features import VisualFeatures, fingerprint_of
 from mllm_seqpar.runtime.visual_tokens import FrameTokens, VisualTokens
 from mllm_seqpar.sharding import span_length
 
-from .cache import SequenceParallelCacheState, begin_prompt, cache_state_of, shard_cached_text, supports_sharded_text
+from .cache import begin_prompt, shard_cached_text, supports_sharded_text
 from .checks import check_arguments, check_star, require_same_pass
 from .generation import share_random_state
 from .inputs import ForwardInputs
@@ -106,14 +106,15 @@ def _pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, k
 def _cache_state_of_pass(family: Family, inputs: ForwardInputs, cache: Any) -> SequenceParallelCacheState:
     """Return what the patched model stores with the cache; raise if this pass cannot continue it."""
     comm, model_layers = family.context.comm, family.text_config.num_hidden_layers
+    group = comm.rank, comm.size
     if not inputs.past_length:
-        state = begin_prompt(cache, inputs.batch, comm, model_layers)
+        state = begin_prompt(cache, inputs.batch, group, model_layers)
         family.continue_cache(inputs, cache, state)
         return state
     found = cache_state_of(cache)
-    state = SequenceParallelCacheState(inputs.batch, comm) if found is None else found
-    state.continue_in(comm)
+    state = SequenceParallelCacheState(inputs.batch, group) if found is None else found
     family.continue_cache(inputs, cache, state)
+    state.continue_in(group)
     if found is None:
         attach(cache, state, model_layers)
     state.rows_of(inputs.batch)
@@ -224,7 +225,7 @@ def _attended_frames(
         if features is not None:
             source = visual = visual_features(family, inputs, features)
             if cache_state is not None:
-                source = VisualKVCache(visual, total_frames)
+                source = VisualKVCache(total_frames, visual.units, visual.tokens_per_unit, visual)
                 cache_state.store_frames(source, media_position, inputs.batch)
                 cache_state.frame_fingerprints = {fingerprint_of(features)}
                 if inputs.frames is not None:
@@ -418,7 +419,7 @@ def _run_rows(
         # other random numbers on each rank.
         if not state.shards_text and family.model.training:
             share_random_state(comm, text.device)
-        if not state.takes_mask:
+        if state.text_mask != "decoder":
             text, positions = rows.shard(text, 1), rows.shard(positions, -1)
         elif mask is None and not inputs.detects_packing:
             # A mask of ones keeps transformers from looking at positions.
@@ -426,7 +427,7 @@ def _run_rows(
     elif rows.start:
         text, positions = text[:, rows.start :], positions[..., rows.start :]
     embeds = family.model.get_input_embeddings()(text) if inputs.inputs_embeds is None else text
-    if state.takes_mask:
+    if state.text_mask == "decoder":
         mask = family.text_mask(embeds, mask, positions, cache)
     else:  # the mask is in the state, and transformers passes on a mask of four dimensions
         mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=embeds.device)

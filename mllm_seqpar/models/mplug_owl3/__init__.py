@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from .media import MediaLayout, media_layout
     from .modeling import MPlugOwl3ForConditionalGeneration
     from .processing import MPlugOwl3Processor
-    from .visual_inputs import VisualCache, VisualInputs
+    from .visual_inputs import VisualInputs
 
 __all__ = ["MPlugOwl3Config", "MPlugOwl3ForConditionalGeneration", "MPlugOwl3ImageProcessor", "MPlugOwl3Processor"]
-__all__ += ["HyperAttention", "HyperDecoderLayer", "MediaLayout", "VisualCache", "VisualInputs", "media_layout"]
+__all__ += ["HyperAttention", "HyperDecoderLayer", "MediaLayout", "VisualInputs", "media_layout"]
 
 __getattr__ = lazy_names(
     __name__,
@@ -29,7 +29,6 @@ __getattr__ = lazy_names(
         "MPlugOwl3ImageProcessor": "image_processing",
         "MPlugOwl3Processor": "processing",
         "MediaLayout": "media",
-        "VisualCache": "visual_inputs",
         "VisualInputs": "visual_inputs",
         "media_layout": "media",
     },

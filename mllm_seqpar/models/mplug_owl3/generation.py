@@ -14,7 +14,7 @@ from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.runtime.visual_features import fingerprint_of
 
 from .media import MediaLayout
-from .visual_inputs import visual_cache
+from .visual_inputs import cached_frames
 
 _FRAMES = ("pixel_values", "image_embeds")
 _OF_FRAMES = (*_FRAMES, "media_layout", "visual_shard")
@@ -98,9 +98,10 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
 
     def _prompt_layout(self, input_ids: Tensor | None, model_kwargs: dict[str, Any]) -> MediaLayout:
         total = self.count_frames(**model_kwargs)
-        cached = visual_cache(model_kwargs.get(cache_name()))
+        cached = cached_frames(model_kwargs.get(cache_name()))
         if cached is not None and total == 0:
-            return cached.layout  # The conversation continues; its frames are in the cache.
+            layout: MediaLayout = cached.media_position[0]
+            return layout  # The conversation continues; its frames are in the cache.
         embeds, positions, offset = (model_kwargs.get(x) for x in ("inputs_embeds", "position_ids", "media_offset"))
         prompt = input_ids if embeds is None else embeds
         if positions is not None and prompt is not None:
@@ -120,15 +121,13 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
         """Prepare the inputs like transformers; frames are passed only until their K and V are in the cache."""
         kwargs |= {"inputs_embeds": inputs_embeds, "is_first_iteration": is_first_iteration}
         inputs = super().prepare_inputs_for_generation(input_ids, **cache_argument(cache), **kwargs)
-        cached = visual_cache(cache)
+        cached = cached_frames(cache)
         if cache is None or cached is None or cache.get_seq_length() == 0:
             # transformers leaves frames out of all passes of an assistant model, also of the first.
             return inputs | {name: kwargs[name] for name in _FRAMES if kwargs.get(name) is not None}
-        passed = self.count_frames(**inputs)
-        if passed not in (0, cached.layout.total_frames):
-            raise ShapeError(
-                f"the cache holds {cached.layout.total_frames} frames and {passed} were passed; {_SAME_FRAMES}"
-            )
+        passed, held = self.count_frames(**inputs), cached.media_position[0].total_frames
+        if passed not in (0, held):
+            raise ShapeError(f"the cache holds {held} frames and {passed} were passed; {_SAME_FRAMES}")
         given = [inputs[name] for name in _FRAMES if inputs.get(name) is not None] if is_first_iteration else []
         known = cached.frame_fingerprints
         if known and any(fingerprint_of(frames) not in known for frames in given):

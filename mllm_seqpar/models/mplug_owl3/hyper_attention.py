@@ -30,7 +30,7 @@ from mllm_seqpar._compat import takes_cache
 from mllm_seqpar.runtime.visual_features import KVProjection
 
 from .configuration import MPlugOwl3Config
-from .visual_inputs import RowBlock, VisualInputs, visual_cache
+from .visual_inputs import RowBlock, VisualInputs
 
 
 class HyperAttention(Qwen2Attention):
@@ -127,7 +127,7 @@ class HyperAttention(Qwen2Attention):
         if visual is None:
             out, weights = self._attend_text(q, k, v, attention_mask, **kwargs)
             return self.o_proj(out), weights
-        visual_k, visual_v = self._visual_states(visual, visual_norm, cache)
+        visual_k, visual_v = self._visual_states(visual, visual_norm)
         if self.fused:
             out, weights = self._attend_jointly(q, k, v, visual_k, visual_v, attention_mask, visual)
             return self.o_proj(out), weights
@@ -139,20 +139,16 @@ class HyperAttention(Qwen2Attention):
     def _dropout(self) -> float:
         return self.attention_dropout if self.training else 0.0
 
-    def _visual_states(
-        self, visual: VisualInputs, visual_norm: nn.Module | None, cache: Cache | None
-    ) -> tuple[Tensor, Tensor]:
+    def _visual_states(self, visual: VisualInputs, visual_norm: nn.Module | None) -> tuple[Tensor, Tensor]:
         """Return k and v of all frames, (1, G, F * T, D), from the cache; project and cache them on the first call."""
-        stored = visual_cache(cache)
-        if stored is not None and self.layer_idx in stored.states:
-            return stored.states[self.layer_idx]
+        stored = {} if visual.cached is None else visual.cached.states
+        if self.layer_idx in stored:
+            return stored[self.layer_idx]
         if visual_norm is None:
             raise TypeError("visual_norm is missing: hyper attention normalises the frames with its layer's input norm")
         assert visual.embeds is not None
         rotation = self.visual_rotation(visual.frame_position.to(visual.embeds.device))
-        states = self.visual_projection(visual_norm)(visual.embeds, rotation)
-        if stored is not None:
-            stored.states[self.layer_idx] = states
+        states = stored[self.layer_idx] = self.visual_projection(visual_norm)(visual.embeds, rotation)
         return states
 
     def _attend_text(

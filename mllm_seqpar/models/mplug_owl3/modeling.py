@@ -13,7 +13,8 @@ from transformers.utils import can_return_tuple
 
 from mllm_seqpar._compat import cache_argument, cache_name, drops_cache, takes_cache
 from mllm_seqpar.errors import ConfigError, ShapeError
-from mllm_seqpar.models.cache_rows import attach
+from mllm_seqpar.models.cache import ONE_PROCESS, SequenceParallelCacheState, attach, cache_state_of
+from mllm_seqpar.runtime.frames import VisualKVCache
 from mllm_seqpar.runtime.text import select_logit_rows
 from mllm_seqpar.runtime.visual_features import fingerprint_of
 
@@ -22,7 +23,7 @@ from .configuration import AUTO, GATES, MPlugOwl3Config
 from .generation import MPlugOwl3GenerationMixin
 from .media import MediaLayout, MediaOffset, check_layout, media_layout
 from .pretrained import MPlugOwl3PreTrainedModel
-from .visual_inputs import VisualCache, VisualInputs, continued_visual_cache
+from .visual_inputs import VisualInputs, crop_frames
 
 
 class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3GenerationMixin):
@@ -103,15 +104,42 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
             cache = DynamicCache(config=self.config)
         return cache, use_cache
 
-    def new_visual_cache(
-        self, layout: MediaLayout, row_offset: int, tokens_per_frame: int, cache: Cache | None
-    ) -> VisualCache:
-        """Return a visual KV cache for the frames of a call, attached to the text cache if there is one."""
-        inclusive = self.config.gate is None
-        visual = VisualCache(layout, row_offset=row_offset, tokens_per_frame=tokens_per_frame, inclusive=inclusive)
-        if cache is not None:
-            attach(cache, visual, self.config.num_hidden_layers)
+    def _inputs_of_cache(
+        self, cache: Cache | None, past_length: int, inputs_embeds: Tensor, embeds: Tensor | None
+    ) -> VisualInputs | None:
+        """Return the visual inputs of tokens that continue a cache with visual K and V, or None."""
+        state = cache_state_of(cache)
+        if state is None:
+            return None
+        crop_frames(state, past_length, inclusive=self.config.gate is None)
+        state.continue_in(ONE_PROCESS)
+        if state.frames is None:
+            return None
+        visual = VisualInputs.of_cache(state, past_length, *inputs_embeds.shape[1::-1])
+        if embeds is not None:
+            raise ShapeError(
+                f"{embeds.shape[0]} frames were passed with a cache that holds {state.frames.total_frames} already; "
+                "pass new frames with the whole conversation and without the cache"
+            )
         return visual
+
+    def _store_frames(
+        self,
+        cache: Cache,
+        visual: VisualInputs,
+        media_position: tuple[MediaLayout, int],
+        batch: int,
+        fingerprint: tuple[int, ...],
+    ) -> None:
+        """Store the frames of a call with its cache; the hyper layers then add their K and V."""
+        state = cache_state_of(cache)
+        if state is None:
+            state = SequenceParallelCacheState(batch)
+            attach(cache, state, self.config.num_hidden_layers)
+        total = media_position[0].total_frames
+        visual.cached = VisualKVCache(total, total, visual.tokens_per_frame)
+        state.store_frames(visual.cached, media_position, batch)
+        state.frame_fingerprints = {fingerprint}
 
     @takes_cache
     def _hidden_states(
@@ -139,7 +167,7 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
             end = past_length + inputs_embeds.shape[1]
             position_ids = torch.arange(past_length, end, device=inputs_embeds.device)[None]
         embeds = self._frame_features(pixel_values, image_embeds)
-        visual = _cached_visual(cache, past_length, inputs_embeds, embeds)
+        visual = self._inputs_of_cache(cache, past_length, inputs_embeds, embeds)
         if visual is None and (embeds is not None or past_length == 0):
             total, (batch, length) = 0 if embeds is None else embeds.shape[0], inputs_embeds.shape[:2]
             layout, row_offset = media_layout, 0
@@ -148,11 +176,11 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
                 layout, row_offset = self.media_layout(total, **placement), past_length
             check_layout(layout, batch, total)
             if embeds is not None:
-                frames = pixel_values if image_embeds is None else image_embeds
-                cached = self.new_visual_cache(layout, row_offset, embeds.shape[1], cache)
-                if cache is not None and frames is not None:
-                    cached.frame_fingerprints = {fingerprint_of(frames)}
-                visual = cached.inputs(past_length, length, batch, embeds)
+                layout = layout.to(embeds.device)
+                visual = VisualInputs(layout, layout.rows(past_length - row_offset, length), embeds.shape[1], embeds)
+                if cache is not None and not drops_cache(self.language_model.model):
+                    fingerprint = fingerprint_of(cast(Tensor, pixel_values if image_embeds is None else image_embeds))
+                    self._store_frames(cache, visual, (layout, row_offset), batch, fingerprint)
         text = {"inputs_embeds": inputs_embeds, "attention_mask": attention_mask, "position_ids": position_ids}
         return self.language_model.model(**text, **cache_argument(cache), use_cache=use_cache, visual=visual, **kwargs)
 
@@ -237,16 +265,3 @@ class _Headless:
     @property
     def _pp_plan(self) -> Any:
         return self._model._pp_plan
-
-
-def _cached_visual(cache: Any, past_length: int, inputs_embeds: Tensor, embeds: Tensor | None) -> VisualInputs | None:
-    """Return the visual inputs of tokens that continue a cache with visual K and V, or None."""
-    cached = continued_visual_cache(cache, past_length)
-    if cached is None:
-        return None
-    if embeds is not None:
-        raise ShapeError(
-            f"{embeds.shape[0]} frames were passed with a cache that holds {cached.layout.total_frames} already; "
-            "pass new frames with the whole conversation and without the cache"
-        )
-    return cached.inputs(past_length, inputs_embeds.shape[1], inputs_embeds.shape[0])

@@ -1,11 +1,9 @@
-"""Visual features and visibility that the hyper layers of a forward pass share, and the visual KV cache.
+"""Visual features and visibility that the hyper layers of a forward pass share, and the frames of a cache.
 
 Shape legend: B samples, L text tokens of this pass, F frames of all samples, T tokens per frame, G KV heads, D head
 dim.
 """
 
-import copy
-from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -13,8 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.models.cache_rows import RowsLayer, detach, layer_of
+from mllm_seqpar.models.cache import SequenceParallelCacheState, cache_state_of
 from mllm_seqpar.runtime.frames import VisualKVCache
 
 from .media import MediaLayout
@@ -47,15 +44,33 @@ class VisualInputs:
 
     Attributes:
         embeds: (F, T, hidden), the output of `vision2text_model`; None while decoding, when K and V are cached.
+        cached: the K and V of each hyper layer, projected once at prefill; None in a pass without a cache.
         frame_position: (F,) int64, the rotary position of each frame's keys.
         first, stop: (B, L) int64. A row attends to the frames first <= f < stop, by global number.
     """
 
     def __init__(
-        self, *, embeds: Tensor | None, frame_position: Tensor, first: Tensor, stop: Tensor, tokens_per_frame: int
+        self,
+        layout: MediaLayout,
+        rows: tuple[Tensor, Tensor],
+        tokens_per_frame: int,
+        embeds: Tensor | None = None,
+        cached: VisualKVCache | None = None,
     ) -> None:
-        self.embeds, self.frame_position, self.tokens_per_frame = embeds, frame_position, tokens_per_frame
-        self.first, self.stop = first, stop
+        self.frame_position, (self.first, self.stop) = layout.frame_position, rows
+        self.tokens_per_frame, self.embeds, self.cached = tokens_per_frame, embeds, cached
+
+    @classmethod
+    def of_cache(cls, state: SequenceParallelCacheState, past_length: int, length: int, batch: int) -> "VisualInputs":
+        """Return the inputs of the `length` tokens that follow `past_length` cached ones, whose frames are cached."""
+        (layout, row_offset), visual = state.media_position, state.visual
+        assert visual is not None
+        device = next(iter(visual.states.values()), (layout.first,))[0].device
+        layout = layout.to(device)  # a patched model leaves it on the CPU
+        state.media_position = layout, row_offset
+        rows = state.rows_of(batch).to(device)
+        first, stop = (bound[rows] for bound in layout.rows(past_length - row_offset, length))
+        return cls(layout, (first, stop), visual.tokens_per_unit, cached=visual)
 
     @cached_property
     def has_frames(self) -> Tensor:
@@ -72,69 +87,25 @@ class VisualInputs:
         return [row_blocks(first, stop, self.tokens_per_frame) for first, stop in bounds]
 
 
-class VisualCache(RowsLayer):
-    """The visual KV cache: K and V of each hyper layer, projected once at prefill and kept with the text cache.
+def cached_frames(cache: Any) -> SequenceParallelCacheState | None:
+    """Return the state of a cache that has frames, or None."""
+    state = cache_state_of(cache)
+    return state if state is not None and state.frames is not None else None
 
-    It is an additional layer of that cache and follows its row operations. Copies of the cache share K and V. A patched
-    model stores its frames here as well, so that on one process both models can continue the caches of each other.
 
-    Attributes:
-        layout: the layout of the text that was passed with the frames, cropped as the text was.
-        row_offset: number of tokens in the cache before that text.
-        inclusive: whether a placeholder attends to its own frame.
-        states: for each layer index, k (rotated) and v, (1, G, F * T, D).
-        patched: the same K and V in the form of a patched model, if one has used this cache.
-        is_complete: False if `states` contains only this rank's frames, because a patched model filled the cache.
+def crop_frames(state: SequenceParallelCacheState, past_length: int, inclusive: bool) -> None:
+    """Crop the layout of the frames to the `past_length` tokens that are still in the cache.
+
+    The frames are removed if the text that they came with is no longer in the cache, which was reset or cropped.
+    `inclusive` says whether a placeholder attends to its own frame.
     """
-
-    def __init__(self, layout: MediaLayout, *, row_offset: int, tokens_per_frame: int, inclusive: bool) -> None:
-        super().__init__(layout.first.shape[0])
-        self.layout, self.row_offset = layout, row_offset
-        self.tokens_per_frame, self.inclusive = tokens_per_frame, inclusive
-        self.states: dict[Hashable, tuple[Tensor, Tensor]] = {}
-        self.frame_fingerprints: set[tuple[int, ...]] = set()
-        self.patched: VisualKVCache | None = None
-        self.is_complete = True
-
-    def inputs(self, past_length: int, length: int, batch: int, embeds: Tensor | None = None) -> VisualInputs:
-        """Return the visual inputs of the `length` tokens that follow `past_length` cached tokens."""
-        if not self.is_complete:
-            raise ConfigError(
-                "the cache holds K and V of the frames of one rank only, because a patched model filled it; "
-                "continue it with that model while it is patched, or begin with a new cache"
-            )
-        features = embeds if embeds is not None else next(iter(self.states.values()), (self.layout.first,))[0]
-        self.layout = self.layout.to(features.device)  # a patched model leaves it on the CPU
-        rows = self.rows_of(batch).to(features.device)
-        first, stop = (bound[rows] for bound in self.layout.rows(past_length - self.row_offset, length))
-        position, tokens = self.layout.frame_position, self.tokens_per_frame
-        return VisualInputs(embeds=embeds, frame_position=position, first=first, stop=stop, tokens_per_frame=tokens)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "VisualCache":
-        copied = copy.copy(self)  # All operations replace rows, layout and states; none changes them in place.
-        copied.states = dict(self.states)
-        return copied
-
-
-def visual_cache(cache: Any) -> VisualCache | None:
-    """Return the visual KV cache that is kept with a text cache, or None."""
-    return layer_of(cache, VisualCache)
-
-
-def continued_visual_cache(cache: Any, past_length: int) -> VisualCache | None:
-    """Return the visual KV cache that a pass after `past_length` cached tokens continues, or None.
-
-    Its layout is cropped to the text that is still in the cache. It is removed if the text that its frames came with is
-    no longer in the cache, which was reset or cropped.
-    """
-    cached = visual_cache(cache)
-    if cached is None:
-        return None
-    if past_length <= cached.row_offset:
-        detach(cache, VisualCache)
-        return None
-    cached.layout = cached.layout.cropped(past_length - cached.row_offset, cached.inclusive)
-    return cached
+    if state.frames is None:
+        return
+    layout, row_offset = state.media_position
+    if past_length <= row_offset:
+        state.drop_frames()
+    else:
+        state.media_position = layout.cropped(past_length - row_offset, inclusive), row_offset
 
 
 def row_blocks(first: list[int], stop: list[int], tokens_per_frame: int) -> list[RowBlock]:

@@ -29,7 +29,7 @@ from family_cases import BATCHES, CROSS_ATTENTION, FUSED, QWENS
 from family_harness import TOLERANCE, family_module, inputs_of, model_of, reference, settings
 from fsdp2_on_cpu import local, total_norm, whole
 from mllm_seqpar import patch_model
-from mllm_seqpar.attention.keys import CallSpec
+from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.models.mplug_owl3.hyper_attention import HyperAttention
 from mllm_seqpar.runtime import visual_features

@@ -14,7 +14,7 @@ from torch import Tensor
 from attention_cases import OVER_TRANSPORTS, Case, assert_exact, run_case, same_bits
 from dense_attention import dense_attention
 from mllm_seqpar.attention import lv_xattn, mesh_attention, ring_attention, ulysses_attention
-from mllm_seqpar.attention.keys import CallSpec
+from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.comm import Pending
 from mllm_seqpar.schedules import Schedule
 from nccl_model import Deadlock, Mismatch, NcclCommunicator, ShardedParameters, run_nccl_model

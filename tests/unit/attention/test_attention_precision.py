@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attention_cases import Case, errors, exact, inputs, run_case
+from mllm_seqpar.attention import joint
+from mllm_seqpar.attention.call_spec import AccumulateDtype, call_spec_for, problem_of
 from mllm_seqpar.attention.executor import BlockMath, FinalRows
-from mllm_seqpar.attention.keys import AccumulateDtype, call_spec_for, problem_of
-from mllm_seqpar.attention.ulysses import backward_head_sharded, forward_head_sharded
+from mllm_seqpar.attention.keys import GivenKeys
+from mllm_seqpar.attention.ulysses import head_sharded
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.kernels import registry
 from mllm_seqpar.kernels.base import output_with_row_sums
@@ -121,22 +123,28 @@ def test_rounded_gradients_of_shared_kv_heads_are_as_good_as_one_device(n: int) 
         assert whole[name] < found(case, n)[name] <= 1.6 * whole[name] <= 1.1 * one_device()[name], name
 
 
-def head_sharded_dtypes(comm: Communicator) -> list[torch.dtype]:
-    """The dtypes of o, dq, dk and dv of head-sharded keys of a joint softmax; 2 ranks share one KV head."""
+def joint_ulysses_dtypes(comm: Communicator) -> list[list[torch.dtype]]:
+    """The dtypes that joint attention over head-sharded and other keys merges and adds; 2 ranks share one KV head."""
     q, k, do = torch.randn(3, 1, 2, 4, 8).bfloat16()
-    k = k[:, :1].contiguous()
-    problem = problem_of(q.shape, k.shape, (4, 4), q.dtype, "auto")
-    spec = call_spec_for("ulysses", None, FullBlockMasks(1, 4, (4, 4)), problem, torch.float32)
-    block_math = BlockMath("auto", 1.0)
-    o, lse = forward_head_sharded(comm, spec, block_math, q, k, k)
-    grads = backward_head_sharded(comm, spec, block_math, FinalRows(q, o.bfloat16(), lse, do), k, k)
+    k = k[:, :1].contiguous().requires_grad_()
+    problem, masks = problem_of(q.shape, k.shape, (4, 4), q.dtype, "auto"), FullBlockMasks(1, 4, (4, 4))
+    by_heads, ring = (call_spec_for(name, None, masks, problem, torch.float32) for name in ("ulysses", "ring"))
+    keys, layout = head_sharded(q, [GivenKeys(by_heads, k, k), GivenKeys(ring, k, k)], comm)
+    assert layout is None and keys[0].row_layout is not None and keys[1].row_layout is None
+    comm.bytes.reset()
+    block_math, inputs = BlockMath("auto", 1.0), keys[0].inputs()
+    o, lse = joint._forward(comm, block_math, [(keys[0], inputs)], q)
+    rows = FinalRows(q, o.bfloat16(), lse, do)
+    dq, grads = joint._backward(comm, block_math, keys[0], rows, keys[0].for_backward(inputs)[1], [True, True])
     assert comm.bytes.sent["o"] == comm.bytes.sent["dq"] == comm.bytes.sent["q"] // 2, "sent in 16 bits; q twice"
-    return [x.dtype for x in (o, *grads)]
+    assert "k" not in comm.bytes.sent, "saved head-sharded"
+    of_keys = keys[0].row_layout.gather_kv_grads(torch.ones(1, 1, 8, 8), torch.ones(1, 1, 8, 8), 1, q.dtype)
+    return [[x.dtype for x in (o, dq, *of_keys)], [x.dtype for x in grads if x is not None]]
 
 
 def test_results_that_were_sent_in_16_bits_are_added_in_float32() -> None:
     """The caller adds o and dq of all sets of keys in their dtype; dk and dv are sums over the ranks."""
-    assert run_loopback(2, head_sharded_dtypes) == [[torch.float32] * 4] * 2
+    assert run_loopback(2, joint_ulysses_dtypes) == [[[torch.float32] * 4, [torch.bfloat16] * 2]] * 2
 
 
 def test_joint_softmax_adds_rounded_results_in_float32() -> None:

@@ -141,7 +141,8 @@ def test_keys_that_all_rows_see_need_no_block_kernel() -> None:
     ):
         mask = FrameMask.from_dense(torch.tensor(visible).bool().expand(3, 2, 3), 2)
         context = SeqParContext(as_communicator("self"), SeqParConfig(kernel=kernel))
-        cache = VisualKVCache.given({0: (k, v)}, 3, 2)
+        cache = VisualKVCache(3, 3, 2)
+        cache.states[0] = k, v
         state = ForwardState(context, frames=cache.frames_of(mask, context.comm), tokens=2)
         keys = state.frame_keys(q, 0, FunctionProjection(lambda *_: (k, v), []))
         assert (keys.torch_attend is not None) is torch_attends

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from attention_cases import Case, frame_mask, run_case, visible_frames
-from mllm_seqpar.attention import keys
-from mllm_seqpar.attention.keys import CallSpec
+from mllm_seqpar.attention import call_spec
+from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.masks import FrameBlockMasks, FullBlockMasks
 from mllm_seqpar.sharding import frame_bounds, frame_spans, sequence_positions
@@ -60,7 +60,7 @@ def test_rows_that_are_sent_attend_to_some_key() -> None:
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Score entries per head of every kernel call, on all ranks."""
     entries: list[int] = []
-    choose = keys.choose_kernel
+    choose = call_spec.choose_kernel
 
     class Counting:
         def __init__(self, kernel: Any) -> None:
@@ -82,7 +82,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         kernel, reason = choose(*args, **options)
         return Counting(kernel), reason
 
-    monkeypatch.setattr(keys, "choose_kernel", counting)
+    monkeypatch.setattr(call_spec, "choose_kernel", counting)
     return entries
 
 

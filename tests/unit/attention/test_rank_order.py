@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from attention_cases import Case, assert_exact, run_case
+from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.attention.joint import attend
-from mllm_seqpar.attention.keys import CallSpec, GivenKeys
+from mllm_seqpar.attention.keys import GivenKeys
 from mllm_seqpar.comm import LoopbackCommunicator, Pending, Recv, Send, Subgroup, run_loopback
 from mllm_seqpar.comm.loopback import LoopbackWorld
 from mllm_seqpar.masks import FullBlockMasks

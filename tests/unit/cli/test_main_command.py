@@ -56,9 +56,11 @@ def test_exit_status_and_the_arguments_pass_through(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_help_imports_no_torch_and_shells_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = "import sys; from mllm_seqpar.__main__ import main; main(['--help']); sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+def test_help_and_plan_import_no_torch_and_shells_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = "import sys; from mllm_seqpar.__main__ import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    plan = ["plan", "--model", "mplug-owl3-7b", "--cluster", "a100-80g-4x4", "--frames", "64", "--text", "128"]
+    for argv in (["--help"], [*plan, "--gpus", "16"]):
+        subprocess.run([sys.executable, "-c", code, *argv], check=True, capture_output=True)
     for shell in completion.SHELLS:
         assert main(["completion", shell]) == 0
         (tmp_path / shell).write_text(capsys.readouterr().out)

@@ -3,6 +3,7 @@
 import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from mllm_seqpar.data import VideoSource, chat_family
 from mllm_seqpar.errors import DataError, SeqParError
 from mllm_seqpar.inference import Answer, Sampling
 from mllm_seqpar.inference.conversation import Conversation, LengthError
-from mllm_seqpar.inference.generation import StopWatch
+from mllm_seqpar.inference.generation import GeneratedText
 from mllm_seqpar.models.loading import load_model, load_processor
 
 FRAMES = 5
@@ -175,10 +176,14 @@ def test_interrupted_and_stopped_answers_end_on_all_ranks_and_go_on(gated: Case)
 
 def test_pieces_never_contain_the_beginning_of_a_stop_string() -> None:
     pieces: list[str] = []
-    watch = StopWatch(as_communicator(None), ["</end>", "dd"], pieces.append, None)
-    for piece in ("a<", "b</e", "nd", ">c"):
-        watch.put(piece)
-    assert (pieces, watch.finish(), watch.stopped) == (["a", "<b"], "a<b", True)
+    tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "".join(map(words.__getitem__, tokens)))
+    words, marks = ("a<", "b</e", "nd", ">c", "d"), ["</end>", "dd"]
+    written = GeneratedText(tokenizer, as_communicator("self"), pieces.append, marks)
+    for number in range(len(words)):
+        written.put(torch.tensor([number]))
+    assert (pieces, written.text, written.stopped) == (["a", "<b"], "a<b", True)
+    written.end()
+    assert (pieces, written.text) == (["a", "<b"], "a<b")
 
 
 def test_only_answers_that_can_be_ended_from_outside_communicate_after_each_token(

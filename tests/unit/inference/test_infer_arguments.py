@@ -4,10 +4,11 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.data import FrameChoice
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.inference.arguments import parse
-from mllm_seqpar.inference.generation import AnswerStreamer, Sampling
+from mllm_seqpar.inference.generation import GeneratedText, Sampling
 from tiny_models.mplug_owl3 import tiny_tokenizer
 
 ASK = ["--model", "m", "--video", "v.mp4", "--question", "Why?"]
@@ -65,12 +66,13 @@ def test_invalid_arguments_are_one_sentence(argv: list[str], message: str) -> No
 
 def streamed(tokenizer: PreTrainedTokenizerFast, tokens: list[int]) -> list[str]:
     pieces: list[str] = []
-    streamer = AnswerStreamer(tokenizer, pieces.append)
+    streamer = GeneratedText(tokenizer, as_communicator("self"), pieces.append)
     streamer.put(torch.tensor([[5, 6, 7]]))  # the prompt, which is not written
     for token in tokens:
         streamer.put(torch.tensor([token]))
     streamer.end()
     assert streamer.prefill_seconds > 0 and streamer.decode_seconds >= 0
+    assert "".join(pieces) == streamer.text
     return pieces
 
 

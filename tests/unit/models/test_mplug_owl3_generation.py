@@ -16,7 +16,7 @@ from mllm_seqpar import FrameShard, frame_range, patch_model
 from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.errors import ConfigError, ShapeError
-from mllm_seqpar.models.mplug_owl3.visual_inputs import visual_cache
+from mllm_seqpar.models.mplug_owl3.visual_inputs import cached_frames
 from selections import slow_unless
 from tiny_models.mplug_owl3 import GATES, IMAGE_TOKEN, tiny_frames, tiny_model, tiny_text
 
@@ -211,10 +211,10 @@ def test_reset_cache_has_no_frames() -> None:
     model, text = tiny_model("vector"), tiny_text(0, seed=9)
     cache = StaticCache(config=model.config, max_cache_len=20)
     model(tiny_text(3), tiny_frames(3), **cache_argument(cache))
-    assert visual_cache(cache) is not None
+    assert cached_frames(cache) is not None
     cache.reset()
     assert (model(text, **cache_argument(cache)).logits - model(text).logits).abs().max() < 1e-4
-    assert visual_cache(cache) is None
+    assert cached_frames(cache) is None
 
 
 def text_model() -> Any:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from clusters import FAST, with_
 
-from mllm_seqpar.attention.keys import call_spec_for
+from mllm_seqpar.attention.call_spec import call_spec_for
 from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import AgreementError, ConfigError

@@ -14,8 +14,8 @@ from mllm_seqpar.cli.check_data import Totals, _visual
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import read_cluster, write_cluster
 from mllm_seqpar.planner.model_sizes import read_model
+from mllm_seqpar.planner.plan import attention_candidates
 from mllm_seqpar.planner.records import CONFIGS, find_file
-from mllm_seqpar.planner.step_cost import attention_candidates
 from mllm_seqpar.planner.workload import Workload
 
 

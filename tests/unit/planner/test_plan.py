@@ -18,10 +18,9 @@ from mllm_seqpar.patches.sizes import mplug_owl3 as model_sizes
 from mllm_seqpar.planner import Cluster, ParallelSpec, read_cluster
 from mllm_seqpar.planner.memory import CHUNK_BYTES, COMMUNICATOR_BYTES, COMMUNICATORS, KINDS, USABLE, peak_memory
 from mllm_seqpar.planner.model_sizes import read_model
-from mllm_seqpar.planner.plan import StrategyPlan, make_plan, max_frames
+from mllm_seqpar.planner.plan import HOST_LINK, PARTS, StrategyPlan, make_plan, max_frames
 from mllm_seqpar.planner.records import find_file
 from mllm_seqpar.planner.report import patch_options
-from mllm_seqpar.planner.step_cost import HOST_LINK, PARTS
 from mllm_seqpar.planner.workload import TARGETS, Workload
 from mllm_seqpar.runtime import visual_features
 from mllm_seqpar.sharding import frame_spans, sequence_positions
@@ -268,10 +267,10 @@ def test_text_attends_to_half_of_the_frames_of_its_placeholders_on_every_rank() 
     masks = [mask.take(sequence_positions(768, rank, 8, "zigzag")) for rank in range(8)]
     visible = FrameBlockMasks(masks, frame_spans(512, 8, "zigzag")).visible_fractions()
     busiest = max(sum(row[rank] for row in visible) / 8 for rank in range(8))
-    assert busiest == pytest.approx(given.visible, rel=0.01)
+    assert busiest == pytest.approx(given.visible("cross-attention"), rel=0.01)
     assert (
-        replace(given, text=500).visible
-        == replace(given, model=read_model(find_file("model", "idefics-9b"))).visible
+        replace(given, text=500).visible("cross-attention")
+        == replace(given, model=read_model(find_file("model", "idefics-9b"))).visible("cross-attention")
         == 1.0
     )
 

@@ -143,7 +143,7 @@ def test_plan_of_a_decoder_only_model(capsys: pytest.CaptureFixture[str]) -> Non
     shown = plan_json(capsys, "--gradient_checkpointing", "--self_attention", "mesh", **QWEN)
     (row,) = shown["strategies"]
     expected = {"self_attention": "mesh", "tile": row["tile"]}
-    assert shown["best"]["patch_model"] == expected and "self_attention_call" in row
+    assert shown["best"]["patch_model"] == expected
     answer = ["--trained", "none", "--answer", "64"]
     assert plan(*answer, **QWEN) == 0
     text = capsys.readouterr().out

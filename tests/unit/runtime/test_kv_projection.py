@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from family_cases import BATCHES, CROSS_ATTENTION
 from family_harness import inputs_of, model_of
 from mllm_seqpar import patch_model
+from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.attention.joint import attend
-from mllm_seqpar.attention.keys import CallSpec
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.masks import FullBlockMasks
 from mllm_seqpar.runtime import visual_features as visual
@@ -85,8 +85,9 @@ def gradients(projection: KVProjection, setting: Setting) -> list[Tensor | None]
     """Return what a backward pass computes for random gradients of k and v."""
     with torch.autocast("cpu", torch.bfloat16, enabled=setting.weights is not None):
         source = source_of(projection, setting)
-    inputs = source.restored(source.saved(source.inputs()))
-    k, _, grads = source.vjp(inputs, [x.requires_grad for x in inputs])
+    inputs = source.inputs()
+    keys, saved = source.for_backward(inputs)
+    k, _, grads = keys.vjp(saved, [x.requires_grad for x in inputs])
     generator = torch.Generator().manual_seed(5)
     dk, dv = (torch.randn(k.shape, generator=generator).bfloat16() for _ in range(2))
     wide = torch.promote_types(torch.float32, setting.dtype)
@@ -184,8 +185,9 @@ def test_rank_without_frames_gets_zero_gradients() -> None:
     source = source_of(projection_of(setting), setting)
     empty = VisualFeatures(torch.zeros(0, TOKENS, WIDTH, dtype=torch.float64), torch.arange(0), FRAMES)
     source = replace(source, visual=empty)
-    inputs = source.restored(source.saved(source.inputs()))
-    k, v, input_grads = source.vjp(inputs, [True] * len(inputs))
+    inputs = source.inputs()
+    keys, saved = source.for_backward(inputs)
+    k, v, input_grads = keys.vjp(saved, [True] * len(inputs))
     grads = input_grads(k, v)
     assert all(
         grad is not None and grad.shape == x.shape and not grad.any() for grad, x in zip(grads, inputs, strict=True)
@@ -242,8 +244,9 @@ def test_modified_linear_layers_are_differentiated_by_autograd(how: str) -> None
     projection = replace(base, linears=(MODIFIED[how](base.linears[0]), base.linears[1]))  # type: ignore[arg-type]
     source = source_of(projection, plain)
     assert not projection.has_direct_grads(())
-    inputs = source.restored(source.saved(source.inputs()))
-    k, v, grads = source.vjp(inputs, [True] * len(inputs))
+    inputs = source.inputs()
+    keys, saved = source.for_backward(inputs)
+    k, v, grads = keys.vjp(saved, [True] * len(inputs))
     found = grads(k, v)
     ks, vs = projection(source.visual.features, source.visual.index)
     expected = torch.autograd.grad([ks, vs], list(inputs), [k, v])
@@ -302,7 +305,7 @@ def test_keys_before_the_norm_are_kept_in_backward_only(monkeypatch: pytest.Monk
     assert kept == [None]
     source.vjp(forward, [False] * len(forward))
     assert kept == [None, None], "nothing is differentiated"
-    k, v, grads = source.vjp(source.restored(source.saved(forward)), [True] * len(forward))
+    k, v, grads = source.vjp(source.for_backward(forward)[1], [True] * len(forward))
     assert [x.shape for x in kept[-1]] == [(FRAMES, TOKENS, HEADS, DIM)]
     found = list(grads(k, v))
     assert kept[-1] == []

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mllm_seqpar.attention.keys import AutocastState, as_attended
+from mllm_seqpar.attention.keys import as_attended
+from mllm_seqpar.checkpointing import AutocastState
 from mllm_seqpar.comm import Communicator, LoopbackCommunicator, LoopbackWorld, run_loopback
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.integrations.transformers.family import mask_over_samples

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from dense_attention import dense_attention
 from memory_meters import saved
+from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.attention.joint import attend
-from mllm_seqpar.attention.keys import CallSpec, GivenKeys
+from mllm_seqpar.attention.keys import GivenKeys
 from mllm_seqpar.comm import Communicator, as_communicator
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.masks import FullBlockMasks

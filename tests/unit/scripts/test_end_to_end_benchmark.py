@@ -20,7 +20,7 @@ def run(script, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture
-def small_case(script, run, monkeypatch: pytest.MonkeyPatch):
+def small_step(script, run, monkeypatch: pytest.MonkeyPatch):
     """mPLUG-Owl3 with blocks of 4 rows and 1,458 keys; the ranks of a process build it one by one."""
     made, model = script("network_steps"), script("models").ScaledModel
     build = model.build
@@ -31,54 +31,53 @@ def small_case(script, run, monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(model, "build", one_by_one)
 
-    def case(**options):
+    def setting(**options):
         row = made.paper_row("table3", "mPLUG-Owl3-1b", 2)
-        return made.scaled_case("a100-owl3", row, "mplug_owl3", 16, rows=4, **options)
+        return made.scaled_step("a100-owl3", row, "mplug_owl3", 16, rows=4, **options)
 
-    return case
+    return setting
 
 
-def test_cases_keep_proportions_of_paper(script) -> None:
-    cases = script("network_steps").STEP_SUITES["steps"]()
-    for case in cases:
-        row = case.setting.paper
+def test_settings_of_steps_keep_proportions_of_paper(script) -> None:
+    settings = script("network_steps").STEP_SUITES["steps"]()
+    for setting in settings:
+        row = setting.paper
         if row is None:  # the paper's tables of Llama are not in `paper/`
-            assert case.setting.name in ("llama", "short-video")
+            assert setting.name in ("llama", "short-video")
         else:
-            assert case.setting.keys == case.setting.rows * row.keys // row.rows
-            assert (1 + case.rest) * row.seconds["lv-xattn"] == pytest.approx(row.step_seconds["lv-xattn"])
-    headline = cases[0].setting.paper
+            assert setting.keys == setting.rows * row.keys // row.rows
+            assert (1 + setting.rest) * row.seconds["lv-xattn"] == pytest.approx(row.step_seconds["lv-xattn"])
+    headline = settings[0].paper
     assert headline.step_seconds["ring"] / headline.step_seconds["lv-xattn"] == pytest.approx(5.58, abs=0.005)
 
 
 @pytest.mark.slow
-def test_all_modes_take_the_same_step_and_give_rows(run, script, small_case) -> None:
-    case = small_case(ranks=2)
-    link = script("network_calls").Link
-    rows, others = run_loopback(2, lambda comm: run.StepBenchmark(case, comm).run(2, link()))
+def test_all_modes_take_the_same_step_and_give_rows(run, script, small_step) -> None:
+    setting = small_step(ranks=2)
+    rows, others = run_loopback(2, lambda comm: run.StepBenchmark(setting, comm).run(2, None))
     assert [row["seconds"] for row in rows] == [row["seconds"] for row in others]
     by_mode = {row["mode"]: row for row in rows}
     assert list(by_mode) == ["none", "lv-xattn", "ring", "ring, expanded", "ulysses", "auto"]
     sent = {mode: row["sent_bytes"] for mode, row in by_mode.items()}
     assert sent["none"] < sent["lv-xattn"] < sent["ring"] < sent["ring, expanded"] and sent["none"] < sent["ulysses"]
-    keys = 2 * 14 * case.setting.keys * case.setting.dim * 4  # bytes of expanded K and V
+    keys = 2 * 14 * setting.keys * setting.dim * 4  # bytes of expanded K and V
     assert sent["ring, expanded"] - sent["none"] == 3 * keys  # K, V in forward; K, V, dK, dV in backward
     assert sent["ring"] - sent["none"] == 3 * keys // 7
     for row in rows:
         assert row["predicted_s"] > 0 and row["auto_over_best"] > 0 and row["best"] not in ("none", "auto")
         assert row["paper_ring_s"] / row["paper_lv_xattn_s"] == pytest.approx(5.58, abs=0.005)
-    summary = script("network").summary(rows)
+    summary = script("network").tables(script("harness").as_text(rows))
     assert "| ring, expanded |" in summary and "auto / best" in summary and "| 5.58 |" in summary
 
 
-def test_different_loss_stops_the_benchmark(run, script, small_case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_loss_stops_the_benchmark(run, script, small_step, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = iter([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.01])
     monkeypatch.setattr(run.Step, "once", lambda *_: (1.0, next(losses), 1.0, 0))
     with pytest.raises(SystemExit, match="loss 1.01; other modes have 1.0"):
-        run.StepBenchmark(small_case(ranks=1), as_communicator(None)).run(1, script("network_calls").Link())
+        run.StepBenchmark(small_step(ranks=1), as_communicator(None)).run(1, None)
 
 
-def test_step_sleeps_for_the_rest_of_the_papers_step(run, script, small_case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_sleeps_for_the_rest_of_the_papers_step(run, script, small_step, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
 
     def once(step, rest_s: float):
@@ -87,11 +86,11 @@ def test_step_sleeps_for_the_rest_of_the_papers_step(run, script, small_case, mo
 
     monkeypatch.setattr(run.Step, "once", once)
     monkeypatch.setattr(run.Step, "spec", property(lambda step: step.mode.spec))
-    case = small_case(block_s=0.004, ranks=1)
-    row = run.StepBenchmark(case, as_communicator(None)).run(1, script("network_calls").Link())[0]
+    setting = small_step(block_s=0.004, ranks=1)
+    row = run.StepBenchmark(setting, as_communicator(None)).run(1, None)[0]
     cross_s = row["cross_share"] * (0.001 + row["rest_s"])
-    assert row["rest_s"] == pytest.approx((1 + case.rest) * cross_s - 0.001) and slept[-1] == row["rest_s"]
-    assert case.rest == pytest.approx(5.24 / 1.52 - 1)
+    assert row["rest_s"] == pytest.approx((1 + setting.rest) * cross_s - 0.001) and slept[-1] == row["rest_s"]
+    assert setting.rest == pytest.approx(5.24 / 1.52 - 1)
 
 
 def test_without_transfers_a_rank_receives_what_it_would_send(run) -> None:

@@ -64,10 +64,8 @@ def test_failed_part_is_a_row_and_the_others_run(script, monkeypatch) -> None:
 
 @pytest.mark.slow
 def test_ranks_notice_a_lost_rank(script, monkeypatch, capsys) -> None:
-    """Local rank 0 of a launch starts the processes of the part, of which one is killed."""
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--ranks", "--device", "cpu", "--parts", "ranks_lost"])
-    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
+    """One of the processes of the part is killed."""
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--ranks", "2", "--device", "cpu", "--parts", "ranks_lost"])
     status, output = script("gpu_check").main(), capsys.readouterr().out
     assert status == 0 and "FAILED" not in output, output
     assert sum(line.startswith("lost rank") for line in output.splitlines()) == 1, output
@@ -130,32 +128,19 @@ def test_error_of_any_rank_fails_the_check(script) -> None:
     assert run_loopback(2, check) == [False, False]
 
 
-def test_launches_that_cannot_be_checked_are_refused(script, monkeypatch) -> None:
-    refusal = script("gpu_check").refusal
-    for world, local, gpus, expected in [
-        (1, 1, 8, "start it with torchrun"),
-        (16, 8, 8, "on several nodes"),
-        (4, 4, 2, "this node has 2 GPUs"),
-        (4, 4, 4, None),
-    ]:
-        monkeypatch.setenv("WORLD_SIZE", str(world))
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
-        found = refusal("cuda", gpus)
-        assert found is None if expected is None else expected in found
-
-
-def test_only_local_rank_0_works_and_it_refuses_a_launch_without_ranks(script, monkeypatch, capsys) -> None:
+def test_ranks_without_a_gpu_each_are_refused(script, monkeypatch, capsys) -> None:
     gpu_check = script("gpu_check")
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--ranks", "--device", "cpu"])
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert gpu_check.main() == 0 and capsys.readouterr().out == ""
-    monkeypatch.delenv("LOCAL_RANK")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert gpu_check.main() == 2 and "--ranks checks 2 or more ranks" in capsys.readouterr().out
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for number, expected in ((1, "expected 2 or more"), (4, "this node has 2 GPUs")):
+        monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--ranks", str(number)])
+        with pytest.raises(SystemExit, match="2"):
+            gpu_check.main()
+        assert expected in capsys.readouterr().err
 
 
 def test_processes_that_hang_are_killed_after_another_one_failed(script) -> None:
-    run_ranks = script("rank_processes").run_ranks
+    run_ranks = script("gpu_checks.processes").run_ranks
     code = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit('found it'); time.sleep(60)"
     first, second = run_ranks([[sys.executable, "-c", code]] * 2, limit_s=30.0, grace_s=0.5)
     assert (first.status, second.status) == (None, 1) and first.seconds < 25
@@ -164,7 +149,7 @@ def test_processes_that_hang_are_killed_after_another_one_failed(script) -> None
 
 
 def test_lost_rank_needs_a_message_in_time_from_every_other_rank(script) -> None:
-    Ended, rows_of = script("rank_processes").Ended, script("gpu_check").lost_rank_rows
+    Ended, rows_of = script("gpu_checks.processes").Ended, script("gpu_check").lost_rank_rows
     killed = Ended(4, -9, 5.0, "")
     outcomes = [
         Ended(0, 1, 20.0, "stopped: another rank ended or does not answer"),

@@ -5,16 +5,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
+import namespaces
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.comm.loopback import run_loopback
 
+SMALL = {"ranks": 2, "rows": 16, "keys": 64, "heads": 4, "kv_heads": 2, "dim": 32, "block_s": 0.005}
 ROWS = Path(__file__).resolve().parents[3] / "docs" / "benchmarks"
 
 
 def test_settings_keep_proportions_of_paper(script) -> None:
-    for setting in script("network_calls").SUITES["paper"](None):
+    for setting in script("network_calls").SUITES["paper"]():
         row = setting.paper
         assert setting.keys == setting.rows * row.keys // row.rows
         bits = 8 * 2 * setting.keys * setting.heads * setting.dim * 2
@@ -26,21 +27,18 @@ def test_settings_keep_proportions_of_paper(script) -> None:
         assert ratio == pytest.approx(row.seconds["ring"] / row.seconds["lv-xattn"])
 
 
-def test_missing_root_or_tools_are_named(script, monkeypatch: pytest.MonkeyPatch) -> None:
-    processes = script("rank_processes")
+def test_missing_root_or_tools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert "root" in processes.obstacle() or "iproute2" in processes.obstacle()
+    assert "root" in namespaces.obstacle() or "iproute2" in namespaces.obstacle()
     monkeypatch.setenv("PATH", "")
-    assert "install iproute2" in processes.obstacle()
+    assert "install iproute2" in namespaces.obstacle()
 
 
 def test_all_modes_agree_on_two_ranks_and_give_rows(script) -> None:
     network, calls = map(script, ("network", "network_calls"))
-    paper = calls.SUITES["real"](2)[0].paper
-    setting = replace(calls.SMALLEST, keys=64, block_s=None, dtype="float32", paper=paper)
-    rows, others = run_loopback(
-        2, lambda comm: calls.NetworkBenchmark(setting, comm, torch.device("cpu")).run(1, calls.Link())
-    )
+    paper = calls.SUITES["real"]()[0].paper
+    setting = calls.Setting(name="small", **SMALL | {"block_s": None}, dtype="float32", paper=paper)
+    rows, others = run_loopback(2, lambda comm: calls.CallBenchmark(setting, comm).run(1, None))
     assert {row["mode"] for row in rows} == {
         *("none", "lv-xattn", "lv-xattn, waiting", "ring", "ring, waiting", "ring, expanded", "ulysses")
     }
@@ -49,15 +47,15 @@ def test_all_modes_agree_on_two_ranks_and_give_rows(script) -> None:
     assert set(rows[1]) | {"torch", "commit", "hardware", "threads"} == committed.keys()
     assert all(str(rows[1][name]) == text for name, text in committed.items() if name.startswith("paper_"))
     assert rows[0]["sent_bytes"] == 0 < rows[1]["sent_bytes"] < rows[3]["sent_bytes"]
-    summary = network.summary(rows)
+    summary = network.tables(script("harness").as_text(rows))
     assert "| ring, waiting |" in summary and "ring / LV-XAttn" in summary
 
 
 def one_rank(script, **changes):
-    """The benchmark of the smallest setting on one rank, the class of its modes, its modes "none" and "lv-xattn"."""
+    """The benchmark of a small setting on one rank, the class of its modes, its modes "none" and "lv-xattn"."""
     calls = script("network_calls")
-    setting = replace(calls.SUITES["smallest"](1)[0], **changes)
-    bench = calls.NetworkBenchmark(setting, as_communicator(None), torch.device("cpu"))
+    setting = calls.Setting(name="small", **SMALL | {"ranks": 1} | changes)
+    bench = calls.CallBenchmark(setting, as_communicator(None))
     return bench, calls.Mode, *calls.modes(setting)[:2]
 
 

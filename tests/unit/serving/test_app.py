@@ -4,6 +4,7 @@ log, metrics, and previews of files."""
 import io
 import json
 import re
+import socket
 import sys
 import threading
 import time
@@ -207,6 +208,24 @@ def test_full_queue_refuses_and_a_client_that_leaves_ends_its_answer(service: Si
         worker.go.set()
         assert second.result(10).choices[0].message.content == "One two three"
     assert len(worker.jobs) == 2
+
+
+def test_client_that_leaves_early_is_logged_as_such(service: SimpleNamespace) -> None:
+    service.worker.go.clear()
+    for stream in (False, True):
+        with pytest.raises(openai.APITimeoutError):
+            list(ask(service, stream=stream, timeout=0.5))
+    host, port = service.base.removeprefix("http://").split(":")
+    for path, kind in (("chat/completions", "application/json"), ("files", "multipart/form-data; boundary=x")):
+        head = f"POST /v1/{path} HTTP/1.1\r\nHost: {host}:{port}\r\nAuthorization: Bearer secret\r\n"
+        with socket.create_connection((host, int(port))) as connection:  # which closes before the body has arrived
+            connection.sendall(f"{head}Content-Type: {kind}\r\nContent-Length: 99\r\n\r\n--x".encode())
+            time.sleep(0.2)
+    deadline = time.monotonic() + 30
+    while len(service.log) < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(service.log) == 4
+    assert all(" status=499 " in line and "the client has closed the connection" in line for line in service.log)
 
 
 def test_shutting_down_refuses_and_ends_what_runs(service: SimpleNamespace) -> None:

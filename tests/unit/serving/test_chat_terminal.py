@@ -15,12 +15,13 @@ import pytest
 
 from mllm_seqpar.inference.encoding import Interrupted
 from mllm_seqpar.inference.engine import Job
-from mllm_seqpar.serving.chat import Terminal, completions, history_file
+from mllm_seqpar.serving.chat import _NAMES, Terminal
 from mllm_seqpar.serving.jobs import Impossible
+from mllm_seqpar.serving.line_editing import completions, history_file
 
 SCRIPT = """
-from mllm_seqpar.serving.chat import edit_lines
-keep = edit_lines()
+from mllm_seqpar.serving.line_editing import edit_lines
+keep = edit_lines(["/video"])
 for _ in range(2):
     print("got " + repr(input("> ")), flush=True)
     keep()
@@ -49,7 +50,7 @@ def test_ctrl_c_drops_a_line_or_stops_an_answer_and_never_ends_the_chat(
         raise Impossible(Interrupted())
 
     sampling = SimpleNamespace(max_new_tokens=3)
-    args = SimpleNamespace(model="tiny", system=None, seed=0, sampling=lambda seed: sampling)
+    args = SimpleNamespace(model="tiny", system=None, seed=0, sampling=lambda: sampling)
     worker = SimpleNamespace(run=answer, engine=SimpleNamespace(comm=SimpleNamespace(size=1)))
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -70,13 +71,13 @@ def test_commands_and_paths_are_completed(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "my movies").mkdir()
     (tmp_path / "my movies" / "a[1].mp4").touch()
     (tmp_path / "my notes").touch()
-    assert completions("/v") == ["/video"] and "/evidence" in completions("/")
-    assert completions("What is") == completions("/nothing a") == []
+    assert completions("/v", _NAMES) == ["/video"] and "/evidence" in completions("/", _NAMES)
+    assert completions("What is", _NAMES) == completions("/nothing a", _NAMES) == []
     start = f"/video {tmp_path}/my"
-    assert completions(start) == [f"{start} movies/", f"{start} notes"]
-    assert completions(f"{start} movies/a[") == [f"{start} movies/a[1].mp4"]
+    assert completions(start, _NAMES) == [f"{start} movies/", f"{start} notes"]
+    assert completions(f"{start} movies/a[", _NAMES) == [f"{start} movies/a[1].mp4"]
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert completions("/video ~/my n") == ["/video ~/my notes"]
+    assert completions("/video ~/my n", _NAMES) == ["/video ~/my notes"]
 
 
 @pytest.mark.slow
