@@ -73,8 +73,8 @@ def require_same_pass(
         check_arguments(family, inputs, kwargs)
         check_star(family.context.config, inputs)
         check_frames(comm, inputs)
-        family.check_inputs(inputs)
         _check_training(family, inputs, logits_to_keep)
+        family.check_inputs(inputs)
 
     # The class of a cache decides whether the text of a prompt is sharded.
     cached = {} if cache is None else {"class of the cache supports sharded text": supports_sharded_text(cache)}
