@@ -18,7 +18,6 @@ import logging
 import os
 import platform
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -37,7 +36,7 @@ from mllm_seqpar import patch_model
 from mllm_seqpar.cli.launch import DTYPES
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.data.chat_family import ChatFamily, chat_family
-from mllm_seqpar.data.sources import FrameSource, VideoSource
+from mllm_seqpar.data.sources import FrameSource, ImageTensorSource, VideoSource
 from mllm_seqpar.errors import ConfigError, SeqParError
 from mllm_seqpar.inference.engine import load_for_inference
 from mllm_seqpar.models.loading import load_model, load_processor
@@ -130,22 +129,24 @@ def checks(args: argparse.Namespace) -> Iterator[Row]:
     yield row
     if not row.ok:
         return
-    with tempfile.TemporaryDirectory() as folder:
-        for kind in ("image", "video"):
-            yield attempt(kind, lambda kind=kind: (ask(args, model, processor, kind, Path(folder)), None))[0]
+    for kind in ("image", "video"):
+        yield attempt(kind, lambda kind=kind: (ask(args, model, processor, kind), None))[0]
 
 
-def ask(args: argparse.Namespace, model: torch.nn.Module, processor: Any, kind: str, folder: Path) -> str:
+def ask(args: argparse.Namespace, model: torch.nn.Module, processor: Any, kind: str) -> str:
     """Return the findings of one question; raise ValueError if the models differ by more than rounding explains."""
     start = time.monotonic()
     family = chat_family(processor)
     media: FrameSource
-    if kind == "image":
-        media = family.image_source(image_file(folder) if args.image is None else args.image)
-    elif args.video is None:
-        media = drawn_video(args.frames)
-    else:
+    if kind == "image" and args.image is not None:
+        media = family.image_source(args.image)
+    elif kind == "image":
+        media = family.still_frames(ImageTensorSource([disc(0.5, (220, 30, 30))]))
+    elif args.video is not None:
         media = VideoSource.open(args.video, num_frames=args.frames)
+    else:
+        places = torch.linspace(0.2, 0.8, args.frames).tolist()
+        media = ImageTensorSource([disc(place, (30, 60, 220)) for place in places])
     largest, text = compare(model, family, media, kind, args.ranks, args.max_new_tokens)
     text += f"\n{time.monotonic() - start:.0f} s"
     dtype = next(model.parameters()).dtype
@@ -322,42 +323,13 @@ def free_memory(device: str) -> int | None:
         return None
 
 
-@dataclass(frozen=True)
-class Frames(FrameSource):
-    """Frames in memory, (n, 3, H, W) uint8."""
-
-    frames: Tensor
-
-    def __len__(self) -> int:
-        return self.frames.shape[0]
-
-    def sizes(self) -> list[tuple[int, int]]:
-        return [(self.frames.shape[2], self.frames.shape[3])] * len(self)
-
-    def read(self, start: int, stop: int, *, size: Any = None, batch: int = 16) -> Iterator[Tensor]:
-        yield self.frames[start:stop]
-
-
-def disc(x: float, y: float, colour: tuple[int, int, int]) -> Tensor:
-    """Return an image (3, H, W) of a disc on grey; `x` and `y` are its centre as fractions of width and height."""
+def disc(x: float, colour: tuple[int, int, int]) -> Tensor:
+    """Return an image (3, H, W) of a disc on grey; `x` is its centre as a fraction of the width."""
     height, width = SIZE
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    inside = (columns - x * width) ** 2 + (rows - y * height) ** 2 < (height / 5) ** 2
+    inside = (columns - x * width) ** 2 + (rows - height / 2) ** 2 < (height / 5) ** 2
     image = torch.full((3, height, width), 200, dtype=torch.uint8)
     return torch.where(inside, torch.tensor(colour, dtype=torch.uint8)[:, None, None], image)
-
-
-def image_file(folder: Path) -> Path:
-    """Write a red disc on grey to a file in `folder`; return its path."""
-    from PIL import Image
-
-    path = folder / "disc.png"
-    Image.fromarray(disc(0.5, 0.5, (220, 30, 30)).permute(1, 2, 0).numpy()).save(path)
-    return path
-
-
-def drawn_video(frames: int) -> Frames:
-    return Frames(torch.stack([disc(x, 0.5, (30, 60, 220)) for x in torch.linspace(0.2, 0.8, frames).tolist()]))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from types import ModuleType
 
 from mllm_seqpar._compat import optional_import, options_of
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.planner.records import known_files
+from mllm_seqpar.planner.descriptions import known_files
 
 from .commands import COMMANDS, load_entry
 from .options import Parser

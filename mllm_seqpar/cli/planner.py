@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner.cluster import read_cluster
+from mllm_seqpar.planner.descriptions import find_file, known_files
 from mllm_seqpar.planner.model_sizes import ModelSizes, read_model
 from mllm_seqpar.planner.plan import make_plan
-from mllm_seqpar.planner.records import find_file, known_files
-from mllm_seqpar.planner.report import as_json, as_text, draw_plan
 from mllm_seqpar.planner.workload import BASE_BYTES, SELF_ATTENTION, TARGETS, TRAINED, Workload
 from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
 
 from .options import Parser
+from .plan_report import as_json, as_text, draw_plan
 
 EXAMPLE = "mllm-seqpar plan --model mplug-owl3-7b --frames 4096 --text 8192 --gpus 16 --cluster a100-80g-4x4"
 

@@ -5,11 +5,12 @@ call for a parallel spec and takes the fastest, and `plan` estimates a whole ste
 `calibrate`, which measures the machine at hand, and `auto`, which implements `strategy="auto"`, need torch.
 """
 
+from mllm_seqpar.runtime.strategy_selector import VisualProjection
+
 from .call_cost import (
     Candidate,
     ParallelSpec,
     Selection,
-    VisualProjection,
     call_cost,
     overlap_ratios_by_rates,
     select_strategy,

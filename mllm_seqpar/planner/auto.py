@@ -14,13 +14,13 @@ from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.masks import BlockMasks, FrameBlockMasks
-from mllm_seqpar.runtime.strategy_selector import CandidateStrategies, SelectedStrategy, VisualLayers
+from mllm_seqpar.runtime.strategy_selector import CandidateStrategies, SelectedStrategy, VisualProjection
 from mllm_seqpar.schedules.bytes_sent import Problem
 from mllm_seqpar.schedules.mesh_shapes import TILE_STRATEGIES
 
 from . import calibrate
 from .calibrate import AttentionShape
-from .call_cost import Selection, VisibleFraction, VisualProjection, overlap_ratios_by_rates, select_strategy
+from .call_cost import Selection, VisibleFraction, overlap_ratios_by_rates, select_strategy
 from .cluster import Cluster, read_cluster
 
 _log = get_logger(__name__)
@@ -63,7 +63,7 @@ class ClusterSelector:
         *,
         training: bool,
         mesh_shape: tuple[int, int] | None = None,
-        visual: VisualLayers | None = None,
+        visual: VisualProjection | None = None,
     ) -> SelectedStrategy:
         heads = {"heads": problem.heads, "kv_heads": problem.kv_heads, "dim": problem.dim}
         cluster = self.cluster or self.measured(
@@ -90,7 +90,7 @@ class ClusterSelector:
                 mesh_shape=mesh_shape,
                 visible_rows=visible_rows,
                 visible=visible,
-                visual=None if visual is None else VisualProjection(**visual._asdict(), trained=training),
+                visual=visual,
             )
             spec, ratios = selection.spec, None
             if 1 not in spec.mesh_shape:  # a mesh orders its steps by them

@@ -11,6 +11,7 @@ from math import ceil
 from typing import Any
 
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.runtime.strategy_selector import VisualProjection
 from mllm_seqpar.schedules import AttentionBlock, Axis, OverlapRatios, Transfer, TransferKind, schedule_for
 from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem, mesh_axis_bytes
 from mllm_seqpar.schedules.head_sharding import HeadShards
@@ -110,24 +111,6 @@ def symmetry_period(spec: ParallelSpec, ranks: int, cluster: Cluster) -> int:
     return ranks
 
 
-@dataclass(frozen=True, kw_only=True)
-class VisualProjection:
-    """The projection of visual features with `dim` channels to the K and V of a cross-attention call.
-
-    Attributes:
-        layers: cross-attention layers of the model; the cost of gathering the features is divided by it.
-        recompute: whether backward projects K and V again.
-        trained: whether the features require gradients (the vision tower or the projector is trained).
-        weights_trained: whether the weights of the projection do; with LoRA they do not.
-    """
-
-    dim: int
-    layers: int = 1
-    recompute: bool = True
-    trained: bool = True
-    weights_trained: bool = True
-
-
 def call_cost(
     problem: Problem,
     spec: ParallelSpec,
@@ -182,20 +165,19 @@ def call_timelines(
     degree, mesh_shape, replicated = spec.head_degree, spec.mesh_shape, spec.strategy == "replicate"
     direct = spec.all_pairs or visible_rows is not None
     inner = problem_between_groups(problem, degree)
-    visible = _group_means(visible, degree)
     ranks = ratios = None
     if replicated:  # every rank attends to all keys, which it projects itself
         inner, mesh_shape, direct = replace(inner, keys=(sum(problem.keys),) * problem.ranks), (1, 1), False
     elif 1 not in mesh_shape:
-        mean = visible if isinstance(visible, float | int) else sum(map(sum, visible)) / sum(map(len, visible))
+        mean = _mean_visible(visible, range(problem.ranks), range(problem.ranks))
         ranks = _mesh_ranks(inner, mesh_shape, cluster, degree, backward=backward)
         ratios = overlap_ratios_by_rates(
             problem, mesh_shape, cluster, backward=backward, head_degree=degree, visible=mean
         )
 
     def seconds(block: AttentionBlock) -> float:
-        fraction = visible if isinstance(visible, float | int) else visible[block.q_shard][block.kv_shard]
-        keys = inner.keys[block.kv_shard]
+        i, j, keys = block.q_shard * degree, block.kv_shard * degree, inner.keys[block.kv_shard]
+        fraction = _mean_visible(visible, range(i, i + degree), range(j, j + degree))
         return block_seconds(inner, cluster, keys, backward=backward, visible=fraction) / block.parts
 
     def size(transfer: Transfer, group: int) -> int:
@@ -225,14 +207,11 @@ def call_timelines(
     return simulate([phases(rank) for rank in range(period)], problem.ranks, cluster, overlap=overlap)
 
 
-def _group_means(visible: VisibleFraction, degree: int) -> VisibleFraction:
-    if isinstance(visible, float | int) or degree == 1:
+def _mean_visible(visible: VisibleFraction, rows: Sequence[int], columns: Sequence[int]) -> float:
+    """Return the fraction of visible entries in the blocks of these ranks."""
+    if isinstance(visible, float | int):
         return visible
-    groups, members = range(len(visible) // degree), range(degree)
-    return [
-        [sum(visible[i * degree + x][j * degree + y] for x in members for y in members) / degree**2 for j in groups]
-        for i in groups
-    ]
+    return sum(visible[i][j] for i in rows for j in columns) / (len(rows) * len(columns))
 
 
 def block_seconds(problem: Problem, cluster: Cluster, keys: int, *, backward: bool, visible: float = 1.0) -> float:

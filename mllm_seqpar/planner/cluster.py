@@ -11,17 +11,16 @@ Collectives, in which all ranks do the same at once, have closed formulas here. 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
-from operator import attrgetter
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
 from mllm_seqpar.errors import ConfigError
 
-from .records import Record, build, number, one_of, read_yaml
+from .descriptions import Description, number, one_of, read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster(Record):
+class Cluster(Description):
     """Nodes of equal GPUs. Rates in FLOP/s, links in bytes/s per direction, times in seconds, memory in bytes.
 
     Attributes:
@@ -93,7 +92,7 @@ class Cluster(Record):
 
 def read_cluster(path: str | Path) -> Cluster:
     """Read a cluster file (YAML, the fields of `Cluster`); raise ConfigError if it is missing or invalid."""
-    return build(Cluster, read_yaml(path, "cluster"), str(path))
+    return Cluster.build(read_yaml(path, "cluster"), str(path))
 
 
 def write_cluster(cluster: Cluster, path: str | Path) -> None:
@@ -127,13 +126,10 @@ class Cost:
     network_bytes: int = 0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(*(x + y for x, y in zip(_figures(self), _figures(other), strict=True)))
+        return Cost(*(x + y for x, y in zip(astuple(self), astuple(other), strict=True)))
 
     def __mul__(self, count: int) -> Cost:
-        return Cost(*(x * count for x in _figures(self)))
-
-
-_figures = attrgetter("seconds", "exposed", "hidden", "node_bytes", "network_bytes")
+        return Cost(*(x * count for x in astuple(self)))
 
 
 @dataclass(frozen=True)
@@ -185,28 +181,20 @@ def all_to_all(cluster: Cluster, ranks: int, group: int, size: int) -> Cost:
         by_gpu = outside * part / cluster.gpu_network_link
         by_node = max(leaving_node.values()) * part / cluster.network_link
         seconds = max(seconds, max(by_gpu, by_node) + cluster.network_latency_s)
-    return _waiting(seconds + cluster.step_overhead_s, int(inside * part), int(outside * part))
+    seconds += cluster.step_overhead_s
+    return Cost(seconds, seconds, 0.0, int(inside * part), int(outside * part))
 
 
-def all_gather_seconds(cluster: Cluster, ranks: int, size: float) -> float:
-    """Return the seconds of an all-gather of `size` bytes from each rank, or of a reduce-scatter of the same size.
+def all_gather(cluster: Cluster, ranks: int, size: float) -> Cost:
+    """Return the cost of an all-gather of `size` bytes from each rank, or of a reduce-scatter of the same size.
 
-    This is a lower bound: each node receives the data that it lacks through its network link once.
+    A rank sends its bytes to every other rank. The time is a lower bound: each node receives the data that it lacks
+    through its network link once.
     """
     if ranks == 1:
-        return 0.0
+        return Cost()
     node = min(cluster.gpus_per_node, ranks)
     inside = (ranks - 1) * size / cluster.node_link + cluster.node_latency_s if node > 1 else 0.0
     outside = (ranks - node) * size / cluster.network_link + cluster.network_latency_s if ranks > node else 0.0
-    return max(inside, outside) + cluster.step_overhead_s
-
-
-def all_gather(cluster: Cluster, ranks: int, size: int) -> Cost:
-    """Return the cost of an all-gather in which each rank sends its `size` bytes to every other rank."""
-    inside = min(ranks, cluster.gpus_per_node) - 1
-    return _waiting(all_gather_seconds(cluster, ranks, size), size * inside, size * (ranks - 1 - inside))
-
-
-def _waiting(seconds: float, node_bytes: int, network_bytes: int) -> Cost:
-    """Return the cost of transfers that nothing hides."""
-    return Cost(seconds, seconds, 0.0, node_bytes, network_bytes)
+    seconds = max(inside, outside) + cluster.step_overhead_s
+    return Cost(seconds, seconds, 0.0, int(size * (node - 1)), int(size * (ranks - node)))

@@ -23,14 +23,14 @@ their results are on the device during a call.
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import product, zip_longest
 
 from mllm_seqpar.schedules import Axis, MeshShape, TransferKind
 from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem, mesh_bytes
 from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of, resolve_tile
 
 from .call_cost import ParallelSpec, problem_between_groups, sent_bytes, sent_tensors
-from .model_sizes import LayerSizes, TextSizes
+from .model_sizes import LayerSizes
 from .workload import FLOAT32, Workload
 
 USABLE = 0.92
@@ -50,9 +50,6 @@ issue 864). Fewer channels (NCCL_MAX_NCHANNELS) or smaller buffers take less.
 
 CHUNK_BYTES = 64 << 20
 """As `runtime.visual_features.CHUNK_BYTES`, the size of a chunk of features in host memory."""
-
-Sizes = dict[Hashable, list[int]]
-"""Bytes of the buffers of each kind, longest first."""
 
 # While an answer is generated, there is also "cache", the K and V of the rank's tokens.
 KINDS = ("parameters", "gradients", "optimizer", "features", "activations", "transfers", "buffers")
@@ -76,16 +73,16 @@ def peak_memory(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
                 (min(one.layers, 1) if workload.checkpointing else one.layers) * len(one.text) for one in adapted
             )
             kinds["activations"] += count * lora * workload.tokens * workload.element
-        if workload.trained == "all":  # the first layer of a trained tower saves the pixels
-            kinds["activations"] += pixels_on_device(workload, workload.local_frames)
     if n > 1:
         # FSDP2 gathers the current and the next layer, or embeddings; in backward, it has one unsharded gradient.
         attention, mlp, cross = (model.linear[name].parameters for name in ("attention", "mlp", "cross"))
         crossing = cross + model.gate_parameters if model.cross.layers else 0
         largest = max(attention + mlp, crossing, text.vocabulary * text.hidden)
         kinds["buffers"] += largest * workload.element * (3 if training and lora is None else 2)
-    chunk = min(workload.local_frames, workload.vision_chunk_size or workload.local_frames)
-    tower = pixels_on_device(workload, chunk) + frozen_tower_memory(workload) - kinds["features"] - kinds["activations"]
+    tower = frozen_tower_memory(workload) + pixels_on_device(workload, workload.tower_frames)
+    if training and workload.trained == "all":  # the first layer of a trained tower saves the pixels
+        kinds["activations"] += pixels_on_device(workload, workload.local_frames)
+    kinds["buffers"] = max(kinds["buffers"], tower - kinds["features"] - kinds["activations"])
     stored = model.parameters * workload.parameter
     if lora is not None:
         stored = workload.frozen_bytes + trained * workload.parameter
@@ -94,7 +91,6 @@ def peak_memory(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
         "gradients": trained * workload.parameter // n,
         "optimizer": trained * workload.optimizer // n,
         **kinds,
-        "buffers": max(kinds["buffers"], tower),
         **({"cache": workload.cache_bytes} if workload.answer else {}),
     }
 
@@ -122,8 +118,7 @@ def memory_after_tower(workload: Workload, spec: ParallelSpec) -> dict[str, int]
     if training:
         activations = saved_for_backward(workload, spec)
     else:  # one layer at a time
-        activations = 2 * workload.tokens * text.hidden * element + _attention_layer(workload, text)
-        activations += workload.mlp_tokens * _mlp_token(element, text.mlp_inner, text.mlp_matrices)
+        activations = 2 * workload.tokens * text.hidden * element + _layer(workload, text)
     logits = workload.scored_tokens * text.vocabulary * (element + (2 * FLOAT32 if training else 0))
     if workload.visual_offload:  # two chunks of features; two of their gradient, and one more to add
         copies = 5 if backward else 2
@@ -132,7 +127,7 @@ def memory_after_tower(workload: Workload, spec: ParallelSpec) -> dict[str, int]
     return {
         "features": features * element * copies,
         "activations": activations + logits,
-        "transfers": receive_buffer_memory(workload, spec),
+        "transfers": receive_buffer_bytes(_calls(workload, spec), training=training),
         "buffers": buffers,
     }
 
@@ -155,12 +150,12 @@ def saved_for_backward(workload: Workload, spec: ParallelSpec) -> int:
             copies = (FLOAT32 if element < FLOAT32 else 0) + (element if workload.language_trained else 0)
             token += cross.visual_dim * (copies + element) + FLOAT32
         crossing += _visual_tokens(workload, spec) * token
-    kinds = [(text.layers, decoder), *([(cross.layers, crossing)] if cross.layers else [])]
+    layers, crossings = text.layers, cross.layers
     if not workload.checkpointing:
-        return sum(layers * inside for layers, inside in kinds)
-    # The input of every layer, the inside of one, and the results of attention that are kept.
-    layer_input = tokens * text.hidden * element
-    return sum(layers * layer_input + inside for layers, inside in kinds) + _kept_results(workload, spec)
+        return layers * decoder + crossings * crossing
+    # The input of every layer, the inside of one of each kind, and the results of attention that are kept.
+    inputs = (layers + crossings) * tokens * text.hidden * element
+    return inputs + decoder + min(crossings, 1) * crossing + _kept_results(workload, spec)
 
 
 def _kept_results(workload: Workload, spec: ParallelSpec) -> int:
@@ -222,32 +217,27 @@ def _resampler_layer(workload: Workload) -> int:
     return workload.element * elements + 2 * FLOAT32 * normalized
 
 
-def _attention_layer(workload: Workload, sizes: LayerSizes) -> int:
-    """Return the saved bytes of one attention layer, without K and V of frames: the norm before it, q, k, v, o twice
-    (once as its projection takes it) and the log-sum-exp."""
-    kv_heads = sizes.kv_heads if isinstance(sizes, TextSizes) else 0
-    elements = (3 * sizes.heads + 2 * kv_heads) * sizes.head_dim
-    return _norm(workload) + workload.tokens * (workload.element * elements + sizes.heads * LSE_BYTES)
-
-
 def _layer(workload: Workload, sizes: LayerSizes) -> int:
-    """Return the saved bytes of one layer, with its MLP, whose inner activations are recomputed if it has chunks."""
-    saved = _attention_layer(workload, sizes)
+    """Return the bytes of one layer, without K and V of frames: what it saves, or in inference what is alive.
+
+    These are the norm before attention, q, k, v, o twice (once as its projection takes it), the log-sum-exp, the norm
+    before the MLP, and its inner activations. An MLP in chunks recomputes them.
+    """
+    text, tokens, element = workload.model.text, workload.tokens, workload.element
+    norm = _normalized(text.norm, text.hidden, element) + text.hidden * element  # with its output
+    kv_heads = sizes.kv_heads if sizes is text else 0
+    token = norm + element * (3 * sizes.heads + 2 * kv_heads) * sizes.head_dim + sizes.heads * LSE_BYTES
+    inner = _mlp_token(element, sizes.mlp_inner, sizes.mlp_matrices)
+    if not workload.training:
+        return tokens * token + workload.mlp_tokens * inner
     if sizes.mlp_inner:
-        inner = 0 if workload.chunked else _mlp_token(workload.element, sizes.mlp_inner, sizes.mlp_matrices)
-        saved += _norm(workload) + workload.tokens * inner
-    return saved
+        token += norm + (0 if workload.chunked else inner)
+    return tokens * token
 
 
 def _mlp_token(element: int, inner: int, matrices: int) -> int:
     """Return the inner activations per token in bytes: 4 in a gated MLP (gate, activation, up, product), else 2."""
     return element * (4 if matrices == 3 else 2) * inner
-
-
-def _norm(workload: Workload) -> int:
-    """Return the saved bytes of a norm of hidden states, including its output."""
-    hidden, element = workload.model.text.hidden, workload.element
-    return workload.tokens * (_normalized(workload.model.text.norm, hidden, element) + hidden * element)
 
 
 def _head_norm(kind: str, heads: int, dim: int, element: int) -> int:
@@ -287,8 +277,7 @@ def frozen_tower_memory(workload: Workload) -> int:
         rotated = (4 if element == FLOAT32 else 6) * vision.width + factors
         token = max(token + factors * FLOAT32, (vision.outputs_held + 4) * vision.width * element + rotated * FLOAT32)
         token += vision.deepstack * workload.model.text.hidden * vision.keys // vision.tokens * element
-    frames = min(workload.local_frames, workload.vision_chunk_size or workload.local_frames)
-    return frames * vision.tokens * token
+    return workload.tower_frames * vision.tokens * token
 
 
 def _attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
@@ -298,36 +287,28 @@ def _attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
     Backward holds the gradients of K and V as they are added up.
     """
     problem, cross = workload.problem(workload.compared), workload.model.cross
+    visual, training = _visual_tokens(workload, spec), workload.training
     if workload.model.decoder_only:
         kv, grads = 0, 2 * problem.batch * problem.rows * problem.kv_heads * problem.dim * problem.accumulated
     else:
-        elements = 2 * _visual_tokens(workload, spec) * cross.kv_heads * cross.head_dim
+        elements = 2 * visual * cross.kv_heads * cross.head_dim
         kv, grads = elements * problem.element, elements * problem.accumulated
-    if (
-        workload.visual_offload
-    ):  # the rows of all ranks and their results, as they are sent and as they are computed with
-        ring = ParallelSpec("lv-xattn", (problem.ranks, 1))
-        rows = sum(_shards(problem, ring, "q", backward=workload.training))
-        return kv + (2 * workload.gpus - 1) * rows + (grads if workload.training else 0)
+    if workload.visual_offload:  # the rows of all ranks and their results, as they are sent and as they are computed
+        ring, kinds = ParallelSpec("lv-xattn", (problem.ranks, 1)), ("input", "result")
+        rows = sum(sent_bytes(problem, ring, kind, "q", backward=training) for kind in kinds)
+        return kv + (2 * workload.gpus - 1) * rows + (grads if training else 0)
     forward = kv + _partial_results(problem, spec, backward=False)
-    if not workload.training:
+    if not training:
         return forward
     backward = kv + grads + _partial_results(problem, spec, backward=True)
     if not workload.model.decoder_only:
         normalized = cross.kv_heads * cross.head_dim if cross.key_norm != "none" else 0
         if workload.recompute:  # K before its norm
-            backward += problem.element * _visual_tokens(workload, spec) * normalized
+            backward += problem.element * visual * normalized
         else:  # norms run backward over all frames at once, with three tensors in float32
             normalized += cross.visual_dim if cross.features_norm else 0
-            backward += 3 * FLOAT32 * _visual_tokens(workload, spec) * normalized
+            backward += 3 * FLOAT32 * visual * normalized
     return max(forward, backward)
-
-
-def _shards(problem: Problem, spec: ParallelSpec, axis: Axis, *, backward: bool) -> tuple[int, int]:
-    """Return the bytes of the first shard of an axis as an input and as a result."""
-    sent = sent_bytes(problem, spec, "input", axis, backward=backward, direct=spec.all_pairs)
-    back = sent_bytes(problem, spec, "result", axis, backward=backward, direct=spec.all_pairs)
-    return sent, back
 
 
 def _partial_results(problem: Problem, spec: ParallelSpec, *, backward: bool) -> int:
@@ -336,7 +317,10 @@ def _partial_results(problem: Problem, spec: ParallelSpec, *, backward: bool) ->
     A ring holds two of each kind, a mesh one for every other rank of its groups. Ulysses holds all its heads once more.
     """
     held = replace(problem, direct_element=None)  # results are rounded, if at all, when they are sent
-    (q, o), (kv, dkv) = (_shards(held, spec, axis, backward=backward) for axis in ("q", "kv"))
+    shards = product(("q", "kv"), ("input", "result"))
+    q, o, kv, dkv = (
+        sent_bytes(held, spec, kind, axis, backward=backward, direct=spec.all_pairs) for axis, kind in shards
+    )
     dkv = dkv if backward else 0
     if spec.strategy == "replicate":
         return o
@@ -360,49 +344,41 @@ def _mlp_buffers(workload: Workload) -> int:
     return largest
 
 
-def receive_buffer_memory(workload: Workload, spec: ParallelSpec) -> int:
-    """Return the bytes of the receive buffers that stay allocated in a step with this spec.
-
-    The spec is for cross-attention, or for self-attention in a decoder-only model.
-    """
+def _calls(workload: Workload, spec: ParallelSpec) -> list[tuple[Problem, ParallelSpec]]:
+    """Return the attention calls of a step; `spec` is that of cross-attention, or of a decoder-only model."""
     text, problem = workload.self_attention, workload.problem("self-attention")
     calls = [(workload.problem(workload.compared), spec)]
-    directions = (False, True) if workload.training else (False,)
     if text != "local" and not workload.model.decoder_only:
         shape, degree = resolve_tile("ring" if text == "auto" else text, None, problem.ranks)
+        passes = (False, True) if workload.training else (False,)
         shape = shape or min(  # of even shards: all ranks send the same, so rank 0 decides
             mesh_shapes_of(problem.ranks),
-            key=lambda shape: sum(sum(mesh_bytes(problem, shape, backward=b).values()) for b in directions),
+            key=lambda shape: sum(sum(mesh_bytes(problem, shape, backward=b).values()) for b in passes),
         )
         calls.append((problem, ParallelSpec(text, shape, degree)))
-    return buffer_bytes(receive_buffers(*call, backward=backward) for call in calls for backward in directions)
+    return calls
 
 
-def buffer_bytes(calls: Iterable[Sizes]) -> int:
-    """Return the bytes of the buffers that serve all of these calls."""
-    merged: defaultdict[Hashable, list[int]] = defaultdict(list)
-    for sizes in calls:
-        for kind, own in sizes.items():
-            merged[kind] = [max(pair) for pair in zip_longest(merged[kind], own, fillvalue=0)]
+def receive_buffer_bytes(calls: Iterable[tuple[Problem, ParallelSpec]], *, training: bool) -> int:
+    """Return the bytes of the receive buffers that stay allocated over these calls; in training, of both passes."""
+    merged: defaultdict[Hashable, list[int]] = defaultdict(list)  # by kind, longest first
+    for (problem, spec), backward in product(calls, (False, True) if training else (False,)):
+        if spec.strategy == "replicate" or spec.mesh_shape == (1, 1):
+            continue
+        inner = problem_between_groups(problem, spec.head_degree)
+        lengths: dict[Axis, int] = {"q": inner.batch * inner.rows, "kv": inner.key_batch * max(inner.keys)}
+        # A received result is added to the rank's own before the next one of its axis is received.
+        (a, b), (held_q, held_kv) = spec.mesh_shape, shards_at_one_time(spec.mesh_shape)
+        counts: dict[tuple[TransferKind, Axis], int] = {("input", "q"): held_q, ("input", "kv"): held_kv}
+        counts |= {("result", "q"): int(a > 1), ("result", "kv"): int(b > 1 and backward)}
+        used: defaultdict[Hashable, list[int]] = defaultdict(list)
+        for (kind, axis), count in counts.items():
+            options = {"backward": backward, "direct": spec.all_pairs}
+            for size, dtype in sent_tensors(inner, spec, kind, axis, length=lengths[axis], **options):
+                used[kind, axis, dtype] += [size] * count
+        for key, sizes in used.items():
+            merged[key] = [max(pair) for pair in zip_longest(merged[key], sizes, fillvalue=0)]
     return sum(map(sum, merged.values()))
-
-
-def receive_buffers(problem: Problem, spec: ParallelSpec, *, backward: bool) -> Sizes:
-    """Return the receive buffers that one direction of one call uses at one time."""
-    if spec.strategy == "replicate" or spec.mesh_shape == (1, 1):
-        return {}
-    inner = problem_between_groups(problem, spec.head_degree)
-    lengths = {"q": inner.batch * inner.rows, "kv": inner.key_batch * max(inner.keys)}
-    # A received result is added to the rank's own before the next one of its axis is received.
-    (a, b), (held_q, held_kv) = spec.mesh_shape, shards_at_one_time(spec.mesh_shape)
-    counts: dict[tuple[TransferKind, Axis], int] = {("input", "q"): held_q, ("input", "kv"): held_kv}
-    counts |= {("result", "q"): int(a > 1), ("result", "kv"): int(b > 1 and backward)}
-    found: defaultdict[Hashable, list[int]] = defaultdict(list)
-    for (kind, axis), count in counts.items():
-        sent = sent_tensors(inner, spec, kind, axis, backward=backward, direct=spec.all_pairs, length=lengths[axis])
-        for size, dtype in sent:
-            found[kind, axis, dtype] += [size] * count
-    return dict(found)
 
 
 def shards_at_one_time(mesh_shape: MeshShape) -> tuple[int, int]:

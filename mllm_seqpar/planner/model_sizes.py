@@ -10,22 +10,21 @@ same, because what they save for backward is not negligible (see `memory`).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import isqrt
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.families import built_in_sizes
 
-from .records import Record, build, number, one_of, read_yaml
+from .descriptions import Description, number, one_of, read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerSizes(Record):
+class LayerSizes(Description):
     """Layers of one kind, with attention and an MLP.
 
     Attributes:
@@ -96,7 +95,7 @@ NO_CROSS_ATTENTION = CrossAttentionSizes(layers=0, heads=1, kv_heads=1, head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionSizes(Record):
+class VisionSizes(Description):
     """The vision tower.
 
     A frame is what it encodes at once without attending to anything else: `temporal_patch` images of a video.
@@ -144,7 +143,7 @@ class VisionSizes(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResamplerSizes(Record):
+class ResamplerSizes(Description):
     """A Perceiver: latents attend to a frame's patches and to themselves.
 
     `code` names the implementation. "flamingo" and "idefics" compute the same, but save different tensors for backward.
@@ -177,7 +176,7 @@ class LinearLayers(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSizes:
+class ModelSizes(Description):
     """A cross-attention MLLM, or a decoder-only one, without cross-attention layers.
 
     Attributes:
@@ -193,6 +192,13 @@ class ModelSizes:
     resampler: ResamplerSizes | None = None
     projector: tuple[int, ...] | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        channels = self.projector
+        sizes = isinstance(channels, tuple) and all(type(x) is int and x > 0 for x in channels)
+        if channels is not None and not (sizes and len(channels) in (2, 3)):
+            raise ConfigError(f"projector is {channels!r}; expected [in, out] or [in, inner, out] channels")
+
     @property
     def decoder_only(self) -> bool:
         """Whether the visual tokens are tokens of the text."""
@@ -207,8 +213,6 @@ class ModelSizes:
             raise ConfigError(
                 f"frame_tokens: a frame of {self.name} always has {self.vision.keys} visual tokens; leave it out"
             )
-        if type(count) is not int or count < 1:
-            raise ConfigError(f"frame_tokens: {count!r} is not a number of visual tokens; pass 1 or more")
         tokens = count * self.vision.tokens // self.vision.keys
         return replace(self, vision=replace(self.vision, tokens=tokens, keys=count))
 
@@ -255,21 +259,7 @@ def read_model(path: str | Path) -> ModelSizes:
     path = Path(path)
     if path.is_dir() or path.suffix == ".json":
         return _read_hf_config(path)
-    sections, origin = read_yaml(path, "model"), str(path)
-    kinds = {"text": TextSizes, "cross": CrossAttentionSizes, "vision": VisionSizes, "resampler": ResamplerSizes}
-    for name, cls in kinds.items():
-        if name not in sections or (name == "resampler" and sections[name] is None):
-            continue
-        if not isinstance(sections[name], dict):
-            raise ConfigError(f"{origin}: {name} is {sections[name]!r}; expected fields, `name: value`")
-        sections[name] = build(cls, sections[name], f"{origin}, {name}")
-    projector = sections.get("projector")
-    if projector is not None:
-        valid = isinstance(projector, list) and all(type(x) is int and x > 0 for x in projector)
-        if not valid or len(projector) not in (2, 3):
-            raise ConfigError(f"{origin}: projector is {projector!r}; expected [in, out] or [in, inner, out] channels")
-        sections["projector"] = tuple(projector)
-    return build(ModelSizes, sections, origin)
+    return ModelSizes.build(read_yaml(path, "model"), str(path))
 
 
 def _read_hf_config(path: Path) -> ModelSizes:
@@ -286,29 +276,20 @@ def _read_hf_config(path: Path) -> ModelSizes:
     except ValueError as error:
         raise ConfigError(f"model: {file} is not JSON: {error}") from error
     model_type = config.get("model_type") if isinstance(config, dict) else None
-    families = _sizes_by_model_type(model_type)
-    if model_type not in families:
+    named = model_type if isinstance(model_type, str) else ""
+    families = dict(built_in_sizes())
+    if named not in families:
+        from mllm_seqpar.patching.registry import external_adapters  # classes, whose modules import torch
+
+        for adapter in external_adapters().values():
+            families |= getattr(adapter, "sizes", {})
+    if named not in families:
         known = ", ".join(sorted(families))
         raise ConfigError(f"model: {file} has model_type {model_type!r}; known model types: {known}")
     try:
-        sizes: ModelSizes = families[model_type](config, file.resolve().parent.name)
+        sizes: ModelSizes = families[named](config, file.resolve().parent.name)
         return sizes
     except KeyError as error:
         raise ConfigError(f"model: {file} lacks {error}, which a {model_type} model needs") from error
     except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ConfigError(f"model: {file} has values that a {model_type} model cannot have: {error}") from error
-
-
-def _sizes_by_model_type(model_type: Any) -> Mapping[Any, Callable[[dict[str, Any], str], Any]]:
-    """Return `Family.sizes` of this package, and of external families if those do not have this `model_type`.
-
-    An external family is a class, whose module imports torch.
-    """
-    found = built_in_sizes()
-    if model_type in found:
-        return found
-    from mllm_seqpar.patching.registry import external_adapters
-
-    for adapter in external_adapters().values():
-        found = {**getattr(adapter, "sizes", {}), **found}
-    return found

@@ -16,7 +16,7 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.schedules.mesh_shapes import STRATEGIES, TEXT_STRATEGIES
 
 from .call_cost import MARGIN, Candidate, ParallelSpec, head_sharding_bytes, select_strategy
-from .cluster import Cluster, Cost, Passes, all_gather, all_gather_seconds, all_to_all
+from .cluster import Cluster, Cost, Passes, all_gather, all_to_all
 from .memory import USABLE, peak_memory
 from .workload import FLOAT32, Workload
 
@@ -338,10 +338,9 @@ def _parameters(workload: Workload, cluster: Cluster, computed: Passes) -> Passe
     gradients = workload.trained_parameters * workload.parameter
 
     def waiting(under: float, *sizes: int) -> Cost:
-        seconds = sum(all_gather_seconds(cluster, workload.gpus, size / workload.gpus) for size in sizes)
-        exposed, inside = max(0.0, seconds - under), min(workload.gpus, cluster.gpus_per_node) - 1
-        sent = (sum(sizes) * peers // workload.gpus for peers in (inside, workload.gpus - 1 - inside))
-        return Cost(exposed, exposed, seconds - exposed, *sent)
+        cost = sum((all_gather(cluster, workload.gpus, size / workload.gpus) for size in sizes), Cost())
+        exposed = max(0.0, cost.seconds - under)
+        return replace(cost, seconds=exposed, exposed=exposed, hidden=cost.seconds - exposed)
 
     backward = waiting(computed.backward.seconds, parameters, gradients) if workload.training else Cost()
     return Passes(waiting(computed.forward.seconds, parameters), backward)

@@ -13,12 +13,12 @@ from math import ceil
 from typing import Any
 
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.runtime.strategy_selector import VisualProjection
 from mllm_seqpar.schedules.bytes_sent import Problem
 from mllm_seqpar.schedules.mesh_shapes import TEXT_STRATEGIES
 
-from .call_cost import VisualProjection
+from .descriptions import Description, number, one_of
 from .model_sizes import ModelSizes
-from .records import Record, number, one_of
 
 FLOAT32 = 4
 TRAINED = ("all", "no-vision", "language", "connector", "none")
@@ -31,7 +31,7 @@ BASE_BYTES = (0.5, 1, 2, 4, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload(Record):
+class Workload(Description):
     """A step of `model` on `gpus` ranks that share one batch.
 
     Attributes:
@@ -141,6 +141,11 @@ class Workload(Record):
     def local_frames(self) -> int:
         """Frames of all samples on the rank that has the most frames."""
         return -(-self.encoded_frames // self.gpus) * self.batch
+
+    @property
+    def tower_frames(self) -> int:
+        """Frames of all samples on a rank that the vision tower encodes at once."""
+        return min(self.local_frames, self.vision_chunk_size or self.local_frames)
 
     @property
     def features_bytes(self) -> int:

@@ -28,7 +28,7 @@ from mllm_seqpar.masks.rectangles import Span
 from mllm_seqpar.sharding import Spans, frame_spans, in_frame_order, span_length
 
 from .offload import HostCopies, HostFeatures
-from .strategy_selector import CROSS, CrossAttentionShape, SelectedStrategy, VisualLayers
+from .strategy_selector import CROSS, CrossAttentionShape, SelectedStrategy, VisualProjection
 from .text import TextShards
 from .visual_features import Projection, VisualFeatures, frame_chunks
 
@@ -133,13 +133,17 @@ def select_strategy(
         assert context.selector is not None
         (probe,) = as_attended(visual.features[:0])
         q_shape, k_shape = (text.batch, shape.heads, text.local, shape.dim), (1, shape.kv_heads)
+        training = torch.is_grad_enabled()
+        projection = VisualProjection(
+            dim=visual.features.shape[2], layers=shape.layers, recompute=config.recompute_visual, trained=training
+        )
         frames.selection = context.selector.select(
             problem_of(q_shape, k_shape, frames.key_lengths, probe.dtype, config.accumulate_dtype),
             frames.masks,
             CROSS,
             probe,
-            training=torch.is_grad_enabled(),
-            visual=VisualLayers(visual.features.shape[2], shape.layers, config.recompute_visual),
+            training=training,
+            visual=projection,
         )
     if config.strategy == "replicate" or (frames.selection and frames.selection.strategy == "replicate"):
         frames = frames.gathered(visual, context.comm, index())

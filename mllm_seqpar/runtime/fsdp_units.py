@@ -47,8 +47,15 @@ def modules_around(model: nn.Module, called: Iterable[nn.Module]) -> list[nn.Mod
 
     Neither `model` nor the called modules themselves count: FSDP2 gathers their parameters when they are called.
     """
-    ids = {id(module) for module in called}
-    return [m for m in model.modules() if m is not model and not ids.isdisjoint(map(id, list(m.modules())[1:]))]
+    ids, around = {id(module) for module in called}, set[int]()
+
+    def contains_called(module: nn.Module) -> bool:
+        if any([contains_called(child) or id(child) in ids for child in module.children()]):
+            around.add(id(module))
+        return id(module) in around
+
+    contains_called(model)
+    return [module for module in model.modules() if module is not model and id(module) in around]
 
 
 def call_within(fsdp_units: Sequence[FSDPModule], compute: Callable[..., T], x: Tensor | None = None) -> T:
@@ -102,11 +109,12 @@ def refuse_fsdp1(model: nn.Module) -> None:
 
     FSDP1 replaces parameters by views of one flat parameter, which exist only while its unit is called.
     """
-    parts = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-    flat = any(getattr(p, "_fsdp_flattened", False) for p in model.parameters())
-    views = getattr(model, "_is_fsdp_managed_module", False) and not all(
-        isinstance(p, nn.Parameter) for p in model.parameters()
-    )
+    modules = list(model.modules())
+    parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+    parts = any(isinstance(module, FullyShardedDataParallel) for module in modules)
+    flat = any(getattr(p, "_fsdp_flattened", False) for p in parameters)
+    are_parameters = all(isinstance(p, nn.Parameter) for p in parameters)
+    views = getattr(model, "_is_fsdp_managed_module", False) and not are_parameters
     if parts or flat or views:
         raise ConfigError(
             f"{type(model).__name__} is sharded by FSDP1 (FullyShardedDataParallel), with which K and V cannot be "

@@ -8,14 +8,17 @@ the first selection for a device, a dtype and numbers of heads communicates if t
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import torch
-
-from mllm_seqpar.masks import BlockMasks
 from mllm_seqpar.schedules import OverlapRatios
 from mllm_seqpar.schedules.bytes_sent import Problem
 from mllm_seqpar.schedules.mesh_shapes import STRATEGIES, TEXT_STRATEGIES
+
+if TYPE_CHECKING:  # the planner's cost model, which imports this module, runs without torch
+    import torch
+
+    from mllm_seqpar.masks import BlockMasks
 
 
 class CrossAttentionShape(NamedTuple):
@@ -27,13 +30,22 @@ class CrossAttentionShape(NamedTuple):
     layers: int
 
 
-class VisualLayers(NamedTuple):
-    """The cross-attention layers of a pass: channels of their features, their number, and whether backward projects K
-    and V again."""
+@dataclass(frozen=True, kw_only=True)
+class VisualProjection:
+    """The projection of visual features with `dim` channels to the K and V of a cross-attention call.
+
+    Attributes:
+        layers: cross-attention layers of the model; the cost of gathering the features is divided by it.
+        recompute: whether backward projects K and V again.
+        trained: whether the features require gradients (the vision tower or the projector is trained).
+        weights_trained: whether the weights of the projection do; with LoRA they do not.
+    """
 
     dim: int
-    layers: int
-    recompute: bool
+    layers: int = 1
+    recompute: bool = True
+    trained: bool = True
+    weights_trained: bool = True
 
 
 class CandidateStrategies(NamedTuple):
@@ -86,7 +98,7 @@ class StrategySelector(Protocol):
         *,
         training: bool,
         mesh_shape: tuple[int, int] | None = None,
-        visual: VisualLayers | None = None,
+        visual: VisualProjection | None = None,
     ) -> SelectedStrategy:
         """Return the fastest of `candidates` for one attention call. All ranks call this at the same point of the pass.
 

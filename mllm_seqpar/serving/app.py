@@ -7,8 +7,8 @@ been accepted by all ranks; comments (": ...") then report the progress of the e
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from mllm_seqpar.inference.generation import Answer, Sampling
 
 from .media import MediaStore, Previews
 from .middleware import CONTENT_TYPE, Guard, Metrics, Monitor, error_response, record_of
-from .protocol import ApiError, ChatRequest, Completion, event, parse, read_request
+from .protocol import ApiError, ChatRequest, Completion, parse, read_request, server_sent
 from .request_queue import RequestQueue, Waiting
 
 PAGE = Path(__file__).parent / "page"
@@ -126,7 +126,7 @@ def _add_state(app: FastAPI, service: Service, metrics: Metrics) -> None:
         name = asked.get("model") if isinstance(asked, dict) else None
         found = name == service.model
         told = {"status": "ready", "cached": True} if found else {"status": "error", "message": _unknown(service, name)}
-        return Response(event({"model": name, **told}), media_type="text/event-stream")
+        return Response(server_sent({"model": name, **told}), media_type="text/event-stream")
 
 
 async def _complete(service: Service, request: Request) -> Response:
@@ -135,24 +135,17 @@ async def _complete(service: Service, request: Request) -> Response:
     _require_model(service, asked.model or service.model)
     completion = Completion(service.model, record.id, asked.include_usage)
     sampling = asked.sampling(service.sampling)
-    events = Waiting(request.receive, record, lambda waiting: _answer(service, asked, sampling, waiting))
+    waiting = Waiting(record)
+    events = waiting.events(request.receive, _answer(service, asked, sampling, waiting))
     headers = {"Cache-Control": "no-cache"}
     if asked.ignored:
         headers["Warning"] = f'299 mllm-seqpar "fields without effect: {", ".join(asked.ignored)}"'
-    try:
-        kind, value = await anext(events)
-        if asked.stream and kind != "error":
-            stream = _stream(events, completion, kind, value)
-            return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
-        while kind not in ("reply", "error"):
-            kind, value = await anext(events)
-    except BaseException:  # including a task that is cancelled because its client has disconnected
-        events.close()
-        raise
-    events.close()
-    if kind == "error":
-        raise value
-    return JSONResponse(completion.whole(value), headers=headers)
+    if asked.stream:
+        stream = _stream(await anext(events), events, completion)
+        return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+    async with aclosing(events):
+        reply = [value async for _, value in events][-1]
+    return JSONResponse(completion.whole(reply), headers=headers)
 
 
 async def _answer(service: Service, asked: ChatRequest, sampling: Sampling, waiting: Waiting) -> Answer:
@@ -165,29 +158,30 @@ async def _answer(service: Service, asked: ChatRequest, sampling: Sampling, wait
         return await service.queue.answer(job, waiting)
 
 
-async def _stream(events: Waiting, completion: Completion, kind: str, value: Any) -> AsyncIterator[str]:
-    """Yield the chunks of an answer; the generation ends with the stream, for any reason."""
-    try:
-        began = False
-        while True:
-            if kind == "progress":
-                yield ": frames encoded: {} of {}\n\n".format(*value)
-            elif not began and kind != "error":
-                began = True
-                yield completion.first()
-            if kind == "text":
-                yield completion.piece(value)
-            elif kind == "reply":
-                yield completion.last(value)
-                return
-            elif kind == "error":
-                yield event(value.body())
-                return
-            kind, value = await anext(events)
-    except ClientDisconnect:
-        return
-    finally:
-        events.close()
+async def _stream(
+    event: tuple[str, Any], events: AsyncGenerator[tuple[str, Any], None], completion: Completion
+) -> AsyncIterator[str]:
+    """Yield the chunks of an answer with its first event and the others; its generation ends with the stream."""
+    began = False
+    async with aclosing(events):
+        try:
+            while True:
+                kind, value = event
+                if kind == "progress":
+                    yield ": frames encoded: {} of {}\n\n".format(*value)
+                elif not began:
+                    began = True
+                    yield completion.first()
+                if kind == "text":
+                    yield completion.piece(value)
+                elif kind == "reply":
+                    yield completion.last(value)
+                    return
+                event = await anext(events)
+        except ClientDisconnect:
+            return
+        except ApiError as error:
+            yield server_sent(error.body())
 
 
 def _add_files(app: FastAPI, store: MediaStore) -> None:

@@ -431,7 +431,7 @@ class Completion:
         """Return the last chunks: the reason of the end, the usage if it was asked for, and [DONE]."""
         text = self._chunk({}, reply.finish_reason, _evidence(reply))
         if self._include_usage:
-            text += event(self._object("chat.completion.chunk", []) | {"usage": usage_of(reply)})
+            text += server_sent(self._object("chat.completion.chunk", []) | {"usage": usage_of(reply)})
         return text + "data: [DONE]\n\n"
 
     def _chunk(
@@ -439,14 +439,14 @@ class Completion:
     ) -> str:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
         usage = {"usage": None} if self._include_usage else {}
-        return event(self._object("chat.completion.chunk", [choice]) | usage | (further or {}))
+        return server_sent(self._object("chat.completion.chunk", [choice]) | usage | (further or {}))
 
     def _object(self, kind: str, choices: Sequence[Any]) -> dict[str, Any]:
         same = {"id": self._id, "object": kind, "created": self._created, "model": self._model}
         return {**same, "choices": choices, "system_fingerprint": None}
 
 
-def event(value: Any) -> str:
+def server_sent(value: Any) -> str:
     """Return a server-sent event with `value` as JSON."""
     return f"data: {json.dumps(value)}\n\n"
 

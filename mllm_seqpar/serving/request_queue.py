@@ -7,7 +7,7 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -26,65 +26,65 @@ SHUTTING_DOWN = ApiError(503, "the server is shutting down", code="shutting_down
 
 
 class Waiting:
-    """A request that waits for its answer: an iterator over events, for its handler in the running event loop.
-
-    The events are ("started", None), ("progress", (done, total)), ("text", piece), and last ("reply", Answer) or
-    ("error", an exception). They are noted in the record. The iterator raises ClientDisconnect when the client does.
-
-    Args:
-        receive: returns the messages of the request's ASGI connection.
-        record: of the request.
-        answer: returns the answer, or raises; it passes this object to `RequestQueue.answer`.
+    """A request that waits for its answer, in the running event loop. Its events are noted in its record.
 
     Attributes:
-        cancelled: set by `close`, after which the answer is not needed.
+        cancelled: set at the end of `events`, after which the answer is not needed.
     """
 
-    def __init__(
-        self,
-        receive: Callable[[], Awaitable[Any]],
-        record: RequestRecord,
-        answer: Callable[[Waiting], Awaitable[Answer]],
-    ) -> None:
-        self.record, self.cancelled, self._ended = record, threading.Event(), False
+    def __init__(self, record: RequestRecord) -> None:
+        self.record, self.cancelled = record, threading.Event()
         self._events: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        self._gone, self._work = self._loop.create_task(_disconnect(receive)), self._loop.create_task(self._run(answer))
-
-    async def _run(self, answer: Callable[[Waiting], Awaitable[Answer]]) -> None:
-        try:
-            self.put("reply", await answer(self))
-        except Exception as error:  # noqa: BLE001 - raised by the handler
-            self.put("error", error)
 
     def put(self, kind: str, value: Any = None) -> None:
         """Add an event, from any thread."""
         self._loop.call_soon_threadsafe(self._events.put_nowait, (kind, value))
 
-    def __aiter__(self) -> Waiting:
-        return self
+    async def events(
+        self, receive: Callable[[], Awaitable[Any]], answer: Awaitable[Answer]
+    ) -> AsyncGenerator[tuple[str, Any], None]:
+        """Yield ("started", None), ("progress", (done, total)), ("text", piece), and last ("reply", the answer).
 
-    async def __anext__(self) -> tuple[str, Any]:
-        event = asyncio.ensure_future(self._events.get())
-        await asyncio.wait({event, self._gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not event.done():
-            event.cancel()
-            raise ClientDisconnect
-        kind, value = event.result()
-        if kind == "text" and self.record.first_token is None:
-            self.record.first_token = self.record.seconds
-        elif kind == "reply":
-            self.record.reply = value
-        elif kind == "error" and isinstance(value, ApiError):
-            self.record.fail(value.status, str(value))
-        self._ended = kind in ("reply", "error")
-        return kind, value
+        Args:
+            receive: returns the messages of the request's ASGI connection.
+            answer: returns the answer; it has passed this object to `RequestQueue.answer`.
 
-    def close(self) -> None:
-        if not self._ended:
-            self.record.fail(CLIENT_GONE.status, str(CLIENT_GONE))
-        self.cancelled.set()
-        self._gone.cancel()
+        Raises:
+            ClientDisconnect: the client does.
+            Exception: of `answer`.
+        """
+        self._tasks = gone, _ = asyncio.create_task(_disconnect(receive)), asyncio.create_task(self._run(answer))
+        record, ended = self.record, False
+        try:
+            while not ended:
+                event = asyncio.ensure_future(self._events.get())
+                await asyncio.wait({event, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if not event.done():
+                    event.cancel()
+                    raise ClientDisconnect
+                kind, value = event.result()
+                ended = kind in ("reply", "error")
+                if kind == "error":
+                    if isinstance(value, ApiError):
+                        record.fail(value.status, str(value))
+                    raise value
+                if kind == "reply":
+                    record.reply = value
+                elif kind == "text" and record.first_token is None:
+                    record.first_token = record.seconds
+                yield kind, value
+        finally:
+            if not ended:
+                record.fail(CLIENT_GONE.status, str(CLIENT_GONE))
+            self.cancelled.set()
+            gone.cancel()
+
+    async def _run(self, answer: Awaitable[Answer]) -> None:
+        try:
+            self.put("reply", await answer)
+        except Exception as error:  # noqa: BLE001 - raised by `events`
+            self.put("error", error)
 
 
 async def _disconnect(receive: Callable[[], Awaitable[Any]]) -> None:

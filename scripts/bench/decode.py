@@ -1,7 +1,7 @@
 """Time decoding after many images on one process: seconds per token of patched and of unpatched models.
 
     python scripts/bench/decode.py [--family idefics open_flamingo ...] [--images 256] [--tokens 32]
-        [--repeats 3] [--threads 1] [--device cpu|cuda] [--out rows.csv]
+        [--repeats 3] [--threads 1] [--device cpu|cuda] [--out rows.jsonl]
 
 Unpatched IDEFICS and OpenFlamingo project K and V of all images again for every token. Patched, they project them once
 per prompt. The benchmark runs greedy `generate` with batch 1 in float32. The time of a token lies between its scores

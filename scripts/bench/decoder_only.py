@@ -2,7 +2,7 @@
 of a second question.
 
     python scripts/bench/decoder_only.py [--ranks 1 2 4] [--frames 2048] [--device cpu|cuda] [--part memory|questions]
-        [--rounds 3] [--real] [--vocabulary N] [--logits auto|...] [--out ROWS.csv]
+        [--rounds 3] [--real] [--vocabulary N] [--logits auto|...] [--out rows.jsonl]
 
 The model is Qwen3-VL's class with a tiny width, on real ranks. It has the proportions of the published 8B model: inner
 width 3 C, queries C, keys and values C / 4 each, three layers with deepstack. Its vocabulary is tiny.

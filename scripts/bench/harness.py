@@ -1,15 +1,15 @@
-"""What the benchmarks share: their common options, rows in CSV files, timing, memory, and the ranks of a process group.
+"""What the benchmarks share: their common options, rows, timing, memory, and the ranks of a process group.
 
 A benchmark makes its options with `options`, and yields rows from a function that `run` calls: it prints where the
-benchmark runs, a line for each row and a table of all, and appends rows to the file `--out`, with the columns of
-`environment`: one line per measurement, column names in the first line. What it measures on several ranks is a
+benchmark runs, a line for each row and a table of all, and appends rows to the file `--out`, one line of
+JSON each, with the columns of `environment`. What it measures on several ranks is a
 function that `run_on_ranks` calls on each. Under torchrun, every rank runs the benchmark, and the first one prints.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
+import json
 import os
 import platform
 import random
@@ -17,8 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -36,15 +37,13 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "lib"))
 import namespaces  # noqa: E402 - of scripts/lib
 
 T = TypeVar("T")
-Row = Mapping[str, Any]
-Text = dict[str, str]
-"""A row as it stands in a file, without its empty columns."""
+Row = dict[str, Any]
 
 
 def options(doc: str | None, *, repeats: int | None = None, device: bool = True) -> argparse.ArgumentParser:
     """Return a parser with the options that benchmarks have in common; `repeats` is the default of --repeats."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="append a row per measurement to this CSV file")
+    parser.add_argument("--out", type=Path, help="append a line of JSON per measurement to this file")
     if repeats is not None:
         parser.add_argument("--repeats", type=int, default=repeats, help="number of timed repetitions")
     if device:
@@ -56,7 +55,7 @@ def options(doc: str | None, *, repeats: int | None = None, device: bool = True)
 def run(
     args: argparse.Namespace,
     rows_of: Callable[[argparse.Namespace], Iterable[Row]],
-    table: Callable[[Sequence[Text]], str] | None = None,
+    table: Callable[[Sequence[Row]], str] | None = None,
 ) -> None:
     """Print and record the rows of `rows_of(args)`, which may use `run_on_ranks`, and print a table of all of them."""
     device = getattr(args, "device", "cpu")
@@ -68,10 +67,10 @@ def run(
     for row in rows_of(args):
         rows.append(row)
         if first:
-            print(", ".join(f"{name} {value}" for name, value in digits(row).items()), flush=True)
+            print(", ".join(f"{name} {value}" for name, value in rounded(row).items()), flush=True)
             record(args, [row])
     if first and table is not None:
-        print(f"\n{table(as_text(rows))}")
+        print(f"\n{table(rows)}")
     if dist.is_initialized():
         dist.barrier()  # a process that exits early closes its connections while other ranks still use them
         dist.destroy_process_group()
@@ -81,40 +80,23 @@ def record(args: argparse.Namespace, rows: Sequence[Row]) -> None:
     """Append rows to the file of --out, if it is given, with the columns of `environment` that they do not have."""
     if args.out is not None:
         machine = environment(getattr(args, "device", "cpu"))
-        append(args.out, [digits(dict(row) | machine | dict(row)) for row in rows])
+        with args.out.open("a") as file:
+            file.writelines(f"{json.dumps(rounded(dict(row) | machine | dict(row)))}\n" for row in rows)
 
 
-def append(path: str | Path, rows: Sequence[Row]) -> None:
-    """Append rows to a CSV file. Rows may add columns to the file and may lack some of its columns."""
-    everything = [*read(path), *rows]
-    with Path(path).open("w", newline="") as file:
-        writer = csv.DictWriter(file, dict.fromkeys(name for row in everything for name in row), restval="")
-        writer.writeheader()
-        writer.writerows(everything)
-
-
-def read(path: str | Path) -> list[Text]:
+def read(path: Path) -> list[dict[str, Any]]:
     """Return all rows of a file; an empty list if the file does not exist."""
-    path = Path(path)
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return as_text(list(csv.DictReader(file)))
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def as_text(rows: Sequence[Row]) -> list[Text]:
-    """Return new rows as `read` returns those of a file."""
-    return [{name: str(value) for name, value in row.items() if value != ""} for row in rows]
+def rounded(row: Row, digits: int = 5) -> dict[str, Any]:
+    return {name: float(f"{x:.{digits}g}") if isinstance(x, float) else x for name, x in row.items()}
 
 
-def digits(row: Row, count: int = 5) -> dict[str, Any]:
-    return {name: float(f"{x:.{count}g}") if isinstance(x, float) else x for name, x in row.items()}
-
-
-def groups(rows: Sequence[Text], *columns: str) -> dict[str, list[Text]]:
-    found: dict[str, list[Text]] = {}
+def groups(rows: Sequence[Row], *columns: str) -> dict[tuple[Any, ...], list[Row]]:
+    found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        found.setdefault(" ".join(row.get(name, "") for name in columns), []).append(row)
+        found.setdefault(tuple(row.get(name) for name in columns), []).append(row)
     return found
 
 
@@ -139,10 +121,10 @@ def print_environment(device: str) -> None:
 
 def commit() -> str:
     """Return the short hash of the checkout, with "+" if files were changed, or "unknown" outside a checkout."""
-    folder = Path(__file__).parent
+    git = partial(subprocess.check_output, cwd=Path(__file__).parent, text=True, stderr=subprocess.DEVNULL)
     try:
-        name = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=folder, text=True).strip()
-        changed = subprocess.check_output(["git", "status", "--porcelain", "-uno"], cwd=folder, text=True).strip()
+        name = git(["git", "rev-parse", "--short", "HEAD"]).strip()
+        changed = git(["git", "status", "--porcelain", "-uno"]).strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return name + ("+" if changed else "")

@@ -78,7 +78,7 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield row | {"extra_us_per_layer": extra}
 
 
-def table(rows: Sequence[report.Row]) -> str:
+def table(rows: Sequence[harness.Row]) -> str:
     columns = {"family": "family", "run": "run", "ratio": "ratio .2f", "lower quartile": "lower .2f"}
     columns |= {"upper quartile": "upper .2f", "extra µs per layer": "extra_us_per_layer .0f"}
     return report.table(rows, columns)

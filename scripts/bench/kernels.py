@@ -1,7 +1,7 @@
 """Time the block kernels against `scaled_dot_product_attention` on the same shapes.
 
     python scripts/bench/kernels.py [--device cpu|cuda] [--dtype float32|bfloat16|float16]
-        [--kernels blocked_matmul torch_cpu] [--shape B,H,G,S,T,D ...] [--causal] [--repeats 7] [--out rows.csv]
+        [--kernels blocked_matmul torch_cpu] [--shape B,H,G,S,T,D ...] [--causal] [--repeats 7] [--out rows.jsonl]
 
 For each kernel the table has the medians of forward and backward, their ratios to PyTorch's attention, and the TFLOP/s
 (4 B H S T D in forward, 10 B H S T D in backward, half of it with --causal). Results are compared in the same run: a
@@ -18,6 +18,7 @@ from typing import Any
 import harness
 import report
 import torch
+from harness import Row
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -32,7 +33,6 @@ SHAPES = {
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 FLOPS = {"forward": 4, "backward": 10}
 """FLOP per B H S T D."""
-Row = dict[str, Any]
 Runs = dict[str, Callable[[], Any]]
 
 
@@ -46,7 +46,7 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
         yield from measure_shape(sizes, args.dtype, args.device, args.kernels, args.causal, args.repeats)
 
 
-def table(rows: Sequence[report.Row]) -> str:
+def table(rows: Sequence[Row]) -> str:
     units = {"ms": ("ms", ".2f"), "/ sdpa": ("ratio", ".2f"), "TFLOP/s": ("tflops", ".3f")}
     columns = {"B,H,G,S,T,D": "shape", "kernel": "kernel"}
     columns |= {f"{d}, {unit}": f"{d}_{name} {form}" for unit, (name, form) in units.items() for d in FLOPS}

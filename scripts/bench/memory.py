@@ -1,7 +1,7 @@
 """Measure the memory of one training step per strategy, with K and V recomputed in backward and without.
 
     python scripts/bench/memory.py [--family mplug_owl3 open_flamingo idefics] [--ranks 1 2 4]
-        [--device cpu|cuda] [--scale 16] [--frames F --text L] [--repeats 4] [--out rows.csv]
+        [--device cpu|cuda] [--scale 16] [--frames F --text L] [--repeats 4] [--out rows.jsonl]
 
 The models are the real classes with every width divided by --scale (see `models`), in bfloat16, on real ranks. A
 step starts at the visual features. Bytes are those of the rank with the most. There are three kinds of rows:
@@ -40,9 +40,9 @@ from torch import Tensor
 from mllm_seqpar import FrameShard, frame_range, patch_model, unpatch_model
 from mllm_seqpar.comm import Communicator, as_communicator
 from mllm_seqpar.planner.call_cost import ParallelSpec
+from mllm_seqpar.planner.descriptions import CONFIGS
 from mllm_seqpar.planner.memory import memory_after_tower
 from mllm_seqpar.planner.model_sizes import read_model
-from mllm_seqpar.planner.records import CONFIGS
 from mllm_seqpar.planner.workload import Workload
 from mllm_seqpar.runtime import visual_features
 from mllm_seqpar.schedules.mesh_shapes import STRATEGIES

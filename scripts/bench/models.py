@@ -26,8 +26,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from mllm_seqpar import FrameShard
+from mllm_seqpar.planner.descriptions import CONFIGS
 from mllm_seqpar.planner.model_sizes import ModelSizes, read_model
-from mllm_seqpar.planner.records import CONFIGS
 from tiny_models import Sizes, tiny_model
 
 WORDS = range(256, 1024)

@@ -1,8 +1,8 @@
 """Time cross-attention, or whole training steps, over links of a given speed, with every strategy in the same run.
 
-    python scripts/bench/network.py --suite paper|tiles|real [--settings a30-owl3 ...] [--repeats 5] [--out rows.csv]
-    python scripts/bench/network.py --suite steps real-steps [--settings a100-owl3 ...] [--repeats 3] [--out rows.csv]
-    torchrun --nproc-per-node 8 scripts/bench/network.py --suite full [--out rows.csv]
+    python scripts/bench/network.py --suite paper|tiles|real [--settings a30-owl3 ...] [--repeats 5] [--out rows.jsonl]
+    python scripts/bench/network.py --suite steps real-steps [--settings a100-owl3 ...] [--repeats 3] [--out rows.jsonl]
+    torchrun --nproc-per-node 8 scripts/bench/network.py --suite full [--out rows.jsonl]
 
 Suites: `paper` (the proportions of the paper's clusters, emulated blocks, 8 ranks), `tiles` (all mesh shapes on both
 sides of the crossover, emulated blocks, 4 to 8 ranks), `real` (as `paper`, with real blocks, 2 ranks), `full` (the
@@ -92,7 +92,7 @@ def measured(args: argparse.Namespace, setting: Setting, links: Network | None) 
     return benchmark(setting, as_communicator(None)).run(args.repeats, links)
 
 
-def tables(rows: Sequence[report.Row]) -> str:
+def tables(rows: Sequence[harness.Row]) -> str:
     """Return tables of the modes of each setting and, if all were measured, of what the setting compares."""
     parts = []
     for lines in harness.groups(rows, "blocks", "setting").values():

@@ -314,7 +314,9 @@ def setting_columns(setting: Setting, block_s: float, mbit: float | None, speed:
     """Return the columns that all modes of a setting share: the seconds of a block in forward, the cap, the speed."""
     shape = {name: getattr(setting, name) for name in ("ranks", "rows", "keys", "heads", "kv_heads", "dim", "dtype")}
     common = {"setting": setting.name, "blocks": "emulated" if setting.block_s else "real"}
-    common |= shape | {"block_ms": block_s * 1e3, "cap_mbit": mbit or "", "link_mbit": "", "latency_ms": ""}
+    common |= shape | {"block_ms": block_s * 1e3}
+    if mbit is not None:
+        common["cap_mbit"] = mbit
     if speed is not None:
         common |= {"link_mbit": speed[0] * 8e-6, "latency_ms": speed[1] * 1e3}
     if (paper := setting.paper) is not None:
@@ -364,8 +366,9 @@ class CallBenchmark:
         for name, mode in found.items():
             sent = sum(mode.bytes_sent(self.setting, self.comm.rank).values())
             row = mode_columns(name, total[name], sent, mode.predicted_s(self.setting, block, speed))
-            tile = "{}x{}".format(*mode.spec.mesh_shape) if mode.spec and mode.transfers else ""
-            row |= {"tile": tile, "overlap": mode.overlap, "forward_s": median(forward[name])}
+            if mode.spec and mode.transfers:
+                row["tile"] = "{}x{}".format(*mode.spec.mesh_shape)
+            row |= {"overlap": mode.overlap, "forward_s": median(forward[name])}
             rows.append(common | row | {"over_none": row["seconds"] / none})
         return rows
 

@@ -48,8 +48,7 @@ from torch import Tensor
 from mllm_seqpar import FrameShard, patch_model
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.patching.patch import patch_of
-from mllm_seqpar.planner import Cluster, ParallelSpec, call_cost
-from mllm_seqpar.planner.call_cost import VisualProjection
+from mllm_seqpar.planner import Cluster, ParallelSpec, VisualProjection, call_cost
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.visual_features import FunctionProjection
 from namespaces import Network

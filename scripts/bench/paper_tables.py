@@ -1,6 +1,6 @@
 """Check the planner against the LV-XAttn paper's tables 3 and 4 (arXiv 2502.02406): seconds in cross-attention.
 
-    python scripts/bench/paper_tables.py [--out rows.csv] [--fitted 0|1|2]
+    python scripts/bench/paper_tables.py [--out rows.jsonl] [--fitted 0|1|2]
 
 For each cluster, effective rates are fitted to a third of the rows (one row of each model), and the planner's simulator
 predicts the other rows. Fitted per cluster: the rate of attention for each head dim (each has its own kernel) and a
@@ -25,8 +25,8 @@ import numpy as np
 import report
 
 from mllm_seqpar.planner import Cluster, ParallelSpec, call_cost, read_cluster
+from mllm_seqpar.planner.descriptions import CONFIGS
 from mllm_seqpar.planner.model_sizes import ModelSizes, read_model
-from mllm_seqpar.planner.records import CONFIGS
 from mllm_seqpar.schedules.bytes_sent import Problem, expanded
 
 TABLES = Path(__file__).parent / "paper"
@@ -203,7 +203,7 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict[str, object]]:
                 yield figures | {"error": ours / paper - 1, "fitted": fitted}
 
 
-def table(rows: Sequence[report.Row]) -> str:
+def table(rows: Sequence[harness.Row]) -> str:
     columns = {"table": "table", "row (text/keys)": "row", "strategy": "strategy", "paper, s": "paper_s .2f"}
     columns |= {"planner, s": "planner_s .2f", "error": "error +.1%", "fitted": "fitted"}
     return report.table(rows, columns)

@@ -11,12 +11,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import nan
 from pathlib import Path
 from statistics import median
 
-from harness import groups, read
+from harness import Row, groups, read
 
-Row = dict[str, str]
 BLUE, ORANGE, RED, GREY = "#2b6cb0", "#dd8a2f", "#c0392b", "#9aa0a6"
 MACHINE = ("hardware", "threads", "cuda", "torch", "transformers", "commit")
 HEADLINE = {
@@ -36,19 +36,22 @@ def update(page: str, folder: Path, parts: Mapping[str, Callable[[Path], str]]) 
 
 
 def network_error(folder: Path) -> str:
-    rows = [row for suite in ("paper", "real", "tiles") for row in read(folder / f"network-{suite}.csv")]
-    errors = [abs(_ratio(row, "predicted_s", "seconds") - 1) for row in rows if row["mode"] != "none"]
+    rows = [row for suite in ("paper", "real", "tiles") for row in read(folder / f"network-{suite}.jsonl")]
+    errors = prediction_errors(rows)
     if not errors:
         return ""
     return f"The median error of the planner's cost model is {median(errors):.1%} over the {len(errors)} rows below."
 
 
+def prediction_errors(rows: Sequence[Row]) -> list[float]:
+    return [abs(row["predicted_s"] / row["seconds"] - 1) for row in rows if row["mode"] != "none"]
+
+
 def headline(folder: Path) -> str:
     """The headline in one figure: LV-XAttn and both rings over the same blocks without transfers."""
-    rows, path = read(folder / "network-paper.csv"), folder / "headline.png"
-    lines = {cluster_name(modes[0]): modes for modes in groups(rows, "setting").values()}
+    rows, path = read(folder / "network-paper.jsonl"), folder / "headline.png"
     series = [
-        Series(name, color, {line: _over_none(modes)[mode] for line, modes in lines.items()})
+        Series(name, color, {cluster_name(row): row["over_none"] for row in rows if row["mode"] == mode})
         for mode, (name, color) in HEADLINE.items()
     ]
     title = "Cross-attention of a training step, over the time of its computation alone"
@@ -58,17 +61,13 @@ def headline(folder: Path) -> str:
     return shown(path, "LV-XAttn takes 1.01 to 1.03 of the time without communication; the rings 1.4 to 31 times")
 
 
-def _over_none(modes: Sequence[Row]) -> dict[str, float]:
-    return {row["mode"]: float(row["over_none"]) for row in modes}
-
-
 def cluster_name(row: Row) -> str:
     """Return the model and the GPUs of the paper whose proportions a setting has."""
     return f"{row['paper_model']}\non {row['paper_gpus']} {row['paper_cluster']}"
 
 
 def network_clusters(folder: Path, name: str) -> str:
-    rows = read(folder / f"{name}.csv")
+    rows = read(folder / f"{name}.jsonl")
     settings = list(groups(rows, "setting").values())
     return joined(rows, ratio_table(settings), *map(setting_table, settings))
 
@@ -85,9 +84,9 @@ def ratio_table(settings: Sequence[Sequence[Row]]) -> str:
         line = {"setting": lv["setting"], "over_none": lv["over_none"]}
         for name, mode in (("ring", "ring"), ("expanded", "ring, expanded")):
             for suffix, column in (("", "seconds"), ("_predicted", "predicted_s")):
-                line[name + suffix] = str(float(modes[mode][column]) / float(lv[column]))
+                line[name + suffix] = modes[mode][column] / lv[column]
         if "paper_ring_s" in lv:
-            line["paper"] = str(_ratio(lv, "paper_ring_s", "paper_lv_xattn_s"))
+            line["paper"] = lv["paper_ring_s"] / lv["paper_lv_xattn_s"]
         lines.append(line)
     columns = {"setting": "setting", "ring / LV-XAttn": "ring .2f", "predicted": "ring_predicted .2f"}
     columns |= {"expanded / LV-XAttn": "expanded .2f", "predicted ": "expanded_predicted .2f", "paper": "paper .2f"}
@@ -98,15 +97,15 @@ def setting_table(rows: Sequence[Row]) -> str:
     row, origin = rows[0], ""
     if "paper_model" in row:
         origin = (
-            f"{row['paper_model']} on {row['paper_gpus']} {row['paper_cluster']}, {int(row['paper_rows']):,} queries "
-            f"and {int(row['paper_keys']):,} keys, as "
+            f"{row['paper_model']} on {row['paper_gpus']} {row['paper_cluster']}, {row['paper_rows']:,} queries "
+            f"and {row['paper_keys']:,} keys, as "
         )
-    speed = f"{float(row.get('link_mbit', 'nan')):.0f} Mbit/s"
-    link = f"capped at {float(row['cap_mbit']):.0f} Mbit/s, {speed} delivered" if "cap_mbit" in row else speed
+    speed = f"{row.get('link_mbit', nan):.0f} Mbit/s"
+    link = f"capped at {row['cap_mbit']:.0f} Mbit/s, {speed} delivered" if "cap_mbit" in row else speed
     description = (
         f"**{row['setting']}**: {origin}{row['ranks']} ranks of {row['rows']} rows and {row['keys']} keys, "
         f"{row['heads']} heads, {row['kv_heads']} KV heads of {row['dim']}, {row['dtype']}; a block's forward pass "
-        f"{float(row['block_ms']):.3g} ms, links {link}."
+        f"{row['block_ms']:.3g} ms, links {link}."
     )
     columns = {"mode": "mode", "ms": "seconds .1f 1e3", "min": "least_s .1f 1e3", "max": "most_s .1f 1e3"}
     columns |= {"over none": "over_none .3f", "MB sent": "sent_bytes .2f 1e-6", "predicted, ms": "predicted_s .1f 1e3"}
@@ -114,9 +113,9 @@ def setting_table(rows: Sequence[Row]) -> str:
 
 
 def end_to_end(folder: Path) -> str:
-    rows = read(folder / "end-to-end.csv")
+    rows = read(folder / "end-to-end.jsonl")
     cases = list(groups(rows, "blocks", "setting").values())
-    errors = [abs(_ratio(row, "predicted_s", "seconds") - 1) for row in rows if row["mode"] != "none"]
+    errors = prediction_errors(rows)
     error = f"The median error of the predictions is {median(errors):.1%} over {len(errors)} rows." if errors else ""
     return joined(rows, error, step_table(cases), *map(setting_table, cases))
 
@@ -129,7 +128,7 @@ def step_table(cases: Sequence[Sequence[Row]]) -> str:
         lv = modes["lv-xattn"]
         line = lv | {name.rpartition(" ")[2]: row["over_lv_xattn"] for name, row in modes.items()}
         if "paper_ring_s" in lv:
-            line["paper"] = str(_ratio(lv, "paper_ring_s", "paper_lv_xattn_s"))
+            line["paper"] = lv["paper_ring_s"] / lv["paper_lv_xattn_s"]
         lines.append(line)
     columns = {"case": "setting", "blocks": "blocks", "ranks": "ranks", "ring / LV-XAttn": "ring .2f"}
     columns |= {"expanded / LV-XAttn": "expanded .2f", "paper": "paper .2f", "Ulysses / LV-XAttn": "ulysses .2f"}
@@ -140,7 +139,7 @@ def step_table(cases: Sequence[Sequence[Row]]) -> str:
 
 
 def mesh_shapes(folder: Path) -> str:
-    rows = read(folder / "network-tiles.csv")
+    rows = read(folder / "network-tiles.jsonl")
     settings = groups([row for row in rows if row["mode"] != "none"], "setting")
     return joined(rows, mesh_table(list(settings.values())))
 
@@ -148,11 +147,11 @@ def mesh_shapes(folder: Path) -> str:
 def mesh_table(settings: Sequence[Sequence[Row]]) -> str:
     lines = []
     for shapes in settings:
-        best = min(shapes, key=lambda row: float(row["predicted_s"]))
-        place = 1 + sum(float(row["seconds"]) < float(best["seconds"]) for row in shapes)
+        best = min(shapes, key=lambda row: row["predicted_s"])
+        place = 1 + sum(row["seconds"] < best["seconds"] for row in shapes)
         line = {"setting": best["setting"], "best": best["tile"], "place": f"{place} of {len(shapes)}"}
         for name in ("seconds", "predicted_s"):
-            line[name] = ", ".join(f"{row['tile']}: {float(row[name]) * 1e3:.0f}" for row in shapes)
+            line[name] = ", ".join(f"{row['tile']}: {row[name] * 1e3:.0f}" for row in shapes)
         lines.append(line)
     columns = {"setting": "setting", "measured, ms": "seconds", "predicted, ms": "predicted_s"}
     columns |= {"best as predicted": "best", "its place as measured": "place"}
@@ -160,18 +159,18 @@ def mesh_table(settings: Sequence[Sequence[Row]]) -> str:
 
 
 def memory(folder: Path) -> str:
-    rows, path = read(folder / "memory.csv"), folder / "memory.png"
+    rows, path = read(folder / "memory.jsonl"), folder / "memory.png"
     panels = {}
     for measured in groups(rows, "family").values():
-        ranks = max(int(row["ranks"]) for row in measured)
-        found = [row for row in measured if row["measure"] == "bytes" and int(row["ranks"]) == ranks]
-        frames = max(int(row["frames"]) for row in found)
-        found = [row for row in found if int(row["frames"]) == frames]
+        ranks = max(row["ranks"] for row in measured)
+        found = [row for row in measured if row["measure"] == "bytes" and row["ranks"] == ranks]
+        frames = max(row["frames"] for row in found)
+        found = [row for row in found if row["frames"] == frames]
         panels[f"{found[0]['model']}, {ranks} ranks, {frames} frames"] = [
             Series(
                 f"K and V {name}",
                 color,
-                {row["strategy"]: int(row["peak_bytes"]) / 2**20 for row in found if name.startswith(_key_values(row))},
+                {row["strategy"]: row["peak_bytes"] / 2**20 for row in found if name.startswith(_key_values(row))},
             )
             for name, color in (("stored", GREY), ("recomputed (the default)", BLUE))
         ]
@@ -192,17 +191,17 @@ def memory_of_family(rows: Sequence[Row]) -> str:
     for row in (row for row in rows if row["measure"] == "bytes"):
         fits = longest.get(tuple(row[name] for name in mode), {})
         at_least = ">= " if "capped" in fits else ""  # the text cannot hold more placeholders
-        longer = f"{at_least}{float(fits['longer']):.2f}" if "longer" in fits else ""
-        fit = {"longest": at_least + fits.get("frames", ""), "longer": longer}
+        longer = f"{at_least}{fits['longer']:.2f}" if "longer" in fits else ""
+        fit = {"longest": f"{at_least}{fits.get('frames', '')}", "longer": longer}
         lines.append(row | fit | {"key_values": _key_values(row)})
     columns = {"ranks": "ranks", "strategy": "strategy", "K and V": "key_values", "frames": "frames"}
     sizes = {"saved": "kept", "peak": "peak", "planner": "planned"}
     columns |= {f"{name}, MiB": f"{column}_bytes .2f {2**-20}" for name, column in sizes.items()}
     columns |= {"longest video": "longest", "ratio": "longer"}
     costs = "\n".join(
-        f"- {row['ranks']} rank{'' if row['ranks'] == '1' else 's'}, {row['frames']} frames, {row['text']} tokens: a "
-        f"step takes {float(row['again_s']):.3f} s with recomputation and {float(row['kept_s']):.3f} s without; "
-        f"recomputation takes {float(row['share']):.1%} of it (median of pairs)."
+        f"- {row['ranks']} rank{'' if row['ranks'] == 1 else 's'}, {row['frames']} frames, {row['text']} tokens: a "
+        f"step takes {row['again_s']:.3f} s with recomputation and {row['kept_s']:.3f} s without; "
+        f"recomputation takes {row['share']:.1%} of it (median of pairs)."
         for row in rows
         if row["measure"] == "cost"
     )
@@ -212,47 +211,45 @@ def memory_of_family(rows: Sequence[Row]) -> str:
 
 
 def _key_values(row: Row) -> str:
-    return "recomputed" if row["recompute"] == "True" else "stored"
+    return "recomputed" if row["recompute"] else "stored"
 
 
 def decoding(folder: Path) -> str:
-    rows, path = read(folder / "decode.csv"), folder / "decode.png"
+    rows, path = read(folder / "decode.jsonl"), folder / "decode.png"
     panels = {
-        f"after {images} images": [
-            Series(name, color, {row["family"]: 1 / float(row[f"{name}_s_per_token"]) for row in points})
+        f"after {points[0]['images']} images": [
+            Series(name, color, {row["family"]: 1 / row[f"{name}_s_per_token"] for row in points})
             for name, color in (("unpatched", GREY), ("patched", BLUE))
         ]
-        for images, points in groups(rows, "images").items()
+        for points in groups(rows, "images").values()
     }
     grouped_bars(path, panels, title="Greedy decoding on one process", x_label="tokens per second", form=".0f")
     return joined(rows, decoding_table(rows), shown(path, "Tokens per second, patched and unpatched"))
 
 
 def decoding_table(rows: Sequence[Row]) -> str:
-    lines = [
-        row | {name: str(1 / float(row[f"{name}_s_per_token"])) for name in ("patched", "unpatched")} for row in rows
-    ]
+    lines = [row | {name: 1 / row[f"{name}_s_per_token"] for name in ("patched", "unpatched")} for row in rows]
     columns = {"family": "family", "images": "images", "visual keys": "visual_keys"}
     columns |= {"tokens/s": "patched .1f", "unpatched": "unpatched .1f", "ratio": "ratio .1f"}
     return table(lines, columns | {"prompt, s": "patched_prompt_s .2f", "unpatched, s": "unpatched_prompt_s .2f"})
 
 
 def decoder_only(folder: Path) -> str:
-    rows = read(folder / "decoder-only.csv")
+    rows = read(folder / "decoder-only.jsonl")
     columns = {"family": "family", "tokens": "tokens ,.0f", "ranks": "ranks", "attention": "attention"}
     return joined(rows, table(rows, columns | {"training step, MiB": "peak_mib .1f", "prompt, MiB": "prefill_mib .1f"}))
 
 
 def questions(folder: Path) -> str:
-    rows = read(folder / "decoder-only-questions.csv")
-    lines = [row | {"ratio": str(_ratio(row, "first_cpu_s", "next_cpu_s"))} for row in rows]
+    rows = read(folder / "decoder-only-questions.jsonl")
+    lines = [row | {"ratio": row["first_cpu_s"] / row["next_cpu_s"]} for row in rows]
     columns = {"family": "family", "tokens": "tokens ,.0f", "ranks": "ranks"}
     columns |= {"first question, processor s": "first_cpu_s .1f", "next": "next_cpu_s .3f", "first / next": "ratio .0f"}
     return joined(rows, table(lines, columns | {"first, s": "first_s .1f", "next ": "next_s .3f"}))
 
 
 def video(folder: Path) -> str:
-    rows = read(folder / "video.csv")
+    rows = read(folder / "video.jsonl")
     columns = {"file": "kind", "frames per second": "fps", "frames": "frames ,.0f", "ours, s": "ours_s .2f"}
     columns |= {"torchcodec, s": "torchcodec_s .2f", "decord, s": "decord_s .2f"}
     columns |= {"ours / fastest of the others": "ratio .2f", "with their default threads": "default_ratio .2f"}
@@ -281,12 +278,10 @@ def table(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
 
 
 def _cell(row: Row, column: str, form: str = "", factor: str = "1") -> str:
-    value = row.get(column, "")
-    return f"{float(value) * float(factor):{form}}" if form and value else value
-
-
-def _ratio(row: Row, column: str, other: str) -> float:
-    return float(row[column]) / float(row[other])
+    value = row.get(column)
+    if value is None:
+        return ""
+    return f"{value * float(factor):{form}}" if form else str(value)
 
 
 def shown(path: Path, description: str) -> str:

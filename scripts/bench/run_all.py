@@ -4,9 +4,9 @@
     python scripts/bench/run_all.py --only host-path kernels        benchmarks that print a table
     python scripts/bench/run_all.py --report        update the page from existing rows
 
-Each run replaces its rows in `docs/benchmarks/<run>.csv`; benchmarks that are not run, or fail, keep theirs. Figures
+Each run replaces its rows in `docs/benchmarks/<run>.jsonl`; benchmarks that are not run, or fail, keep theirs. Figures
 need matplotlib (the extra `plot`); the network's runs need root. On a cluster, start each benchmark as its own help
-says, with `--out docs/benchmarks/<run>.csv`, and run this script with --report.
+says, with `--out docs/benchmarks/<run>.jsonl`, and run this script with --report.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def run(name: str, folder: Path, quick: bool) -> bool:
     """Run one benchmark and replace its rows if it succeeds; return whether it does."""
     case = CASES[name]
     script, *options = case.command.split()
-    new, start = folder / f"{name}.csv.new", time.monotonic()
+    new, start = folder / f"{name}.jsonl.new", time.monotonic()
     new.unlink(missing_ok=True)
     command = [sys.executable, str(HERE / script), *options, *(case.quick.split() if quick else [])]
     command += ["--out", str(new)] if case.part else []
@@ -94,7 +94,7 @@ def run(name: str, folder: Path, quick: bool) -> bool:
     print(f"== {name}: status {done.returncode} after {time.monotonic() - start:.0f} s", flush=True)
     succeeded = done.returncode == 0 and (case.part is None or new.exists())
     if succeeded and case.part:
-        new.replace(folder / f"{name}.csv")
+        new.replace(folder / f"{name}.jsonl")
     new.unlink(missing_ok=True)
     return succeeded
 

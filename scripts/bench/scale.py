@@ -19,9 +19,9 @@ import report
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import read_cluster
+from mllm_seqpar.planner.descriptions import find_file
 from mllm_seqpar.planner.model_sizes import read_model
 from mllm_seqpar.planner.plan import Plan, StrategyPlan, make_plan
-from mllm_seqpar.planner.records import find_file
 from mllm_seqpar.planner.workload import SELF_ATTENTION, Workload
 from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
 

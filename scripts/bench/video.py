@@ -1,7 +1,7 @@
 """Time reading the sampled frames of a video: this library against torchcodec and decord, in one run.
 
     python scripts/bench/video.py [--kinds h264-720p ...] [--fps 0.5 1 4 all] [--seconds 60] [--threads 2] [--repeats 3]
-        [--folder DIR] [--out rows.csv]
+        [--folder DIR] [--out rows.jsonl]
 
 The files are made by ffmpeg, which must be on PATH: moving test patterns with noise, 30 frames a second. A kind is a
 codec, a height and, after a "k", the number of frames between keyframes (otherwise the encoder's default). Every reader
@@ -106,7 +106,8 @@ def measure(kind: str, path: Path, fps: str, args: argparse.Namespace) -> dict[s
     row |= {f"{name}_s": round(seconds, 3) for name, seconds in wall.items()}
     row |= {"ratio": ratio(wall, same), "default_ratio": ratio(wall, [f"{name}_default" for name in default])}
     row |= {f"{name}_cpu_s": round(processor[name], 3) for name in ("ours", *same) if name in processor}
-    return row | {"cpu_ratio": ratio(processor, same), "equal_frames": equal if "torchcodec" in found else ""}
+    compared = {"equal_frames": equal} if "torchcodec" in found else {}
+    return row | {"cpu_ratio": ratio(processor, same)} | compared
 
 
 def median_seconds(readers: dict[str, Callable[[], object]], repeats: int) -> tuple[dict[str, float], dict[str, float]]:

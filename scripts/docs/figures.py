@@ -1,4 +1,4 @@
-"""Draw the schedules of docs/figures with matplotlib, as the executor runs them.
+"""Draw the schedules of docs/figures, as the executor runs them.
 
     python scripts/docs/figures.py
 
@@ -7,7 +7,7 @@ sent meanwhile. The figures replicate.svg, decoding.svg and star.svg show one co
 are edited by hand.
 
 An SVG file stores the data that it shows (`FigureData`) as JSON in its description. A test compares it with the current
-data, independently of fonts and of the version of matplotlib.
+data.
 """
 
 from __future__ import annotations
@@ -17,13 +17,9 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from xml.sax.saxutils import escape
 
 import torch
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch, Rectangle
 from torch import Tensor
 
 from mllm_seqpar.masks import FrameBlockMasks, FrameMask
@@ -35,10 +31,8 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs" / "figures"
 COLORS = ("#f7b27a", "#9cc7ea", "#a8d59a", "#f6da74", "#cfaee6", "#8ed8cd", "#f4a3b5", "#cdc9a5")
 """Colours of the owner ranks, all light, so that dark text is readable on each."""
 DARK, GREY = "#222222", "#666666"
-# Sizes in points, which are the units of the axes.
+# Sizes in points.
 CHARACTER, BLOCK, SENT, PADDING, LINE, NARROWEST = 7.4, 26, 23, 8, 20, 560
-SVG = {"svg.fonttype": "none", "svg.hashsalt": "mllm-seqpar", "font.family": "sans-serif"}
-"""Text stays text, and equal figures are equal files."""
 CELL = "A cell: the attention blocks computed (Q shard, KV shard); below, the transfers sent meanwhile."
 OWN = "Framed: this rank's Q shard with its own KV shard. Half filled: half of its queries."
 MEANING = {
@@ -258,36 +252,28 @@ FIGURES: dict[str, Callable[[], FigureData]] = {
 }
 
 
-def save(data: FigureData, path: Path) -> None:
-    with rc_context(SVG):
-        draw(data).savefig(path, format="svg", metadata={"Date": None, "Description": as_json(data)})
-
-
 def as_json(data: FigureData) -> str:
     return json.dumps(asdict(data), separators=(",", ":"))
 
 
-def draw(data: FigureData) -> Figure:
+def draw(data: FigureData) -> str:
+    """Return an SVG image of the panels and the legend."""
     layouts = [_widths(panel) for panel in data.panels]
     width = max(NARROWEST, CHARACTER * len(data.title) * 1.25, *(left + sum(steps) for left, steps in layouts))
-    legend = [line for words in data.legend for line in textwrap.wrap(words, int(1.15 * width / CHARACTER))]
-    heights = [_heights(panel) for panel in data.panels]
-    panels = sum(
-        (28 if p.title else 6) + 20 + sum(rows) + PADDING for p, rows in zip(data.panels, heights, strict=True)
-    )
-    size = width + 2 * PADDING, 40 + panels + LINE * len(legend) + 2 * PADDING
-    figure = Figure(figsize=(size[0] / 72, size[1] / 72), facecolor="white")
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, size[0]), ylim=(size[1], 0))
-    axes.set_axis_off()
-    _text(axes, PADDING, 19, data.title, ha="left", fontsize=16, fontweight="bold")
+    shapes = [_text(PADDING, 19, data.title, anchor="start", size=16, weight="bold")]
     y = 40.0
-    for panel, (left, steps), rows in zip(data.panels, layouts, heights, strict=True):
-        y = _draw_panel(axes, panel, y, left, steps, rows)
-    for line in legend:
-        y += LINE
-        _text(axes, PADDING, y - 4, line, ha="left", color=GREY)
-    return figure
+    for panel, (left, steps) in zip(data.panels, layouts, strict=True):
+        found, y = _panel(panel, y, left, steps)
+        shapes += found
+    for words in data.legend:
+        for line in textwrap.wrap(words, int(1.15 * width / CHARACTER)):
+            y += LINE
+            shapes.append(_text(PADDING, y - 4, line, anchor="start", fill=GREY))
+    size = f"{width + 2 * PADDING:g}", f"{y + 2 * PADDING:g}"
+    head = 'xmlns="http://www.w3.org/2000/svg" font-family="DejaVu Sans, Verdana, sans-serif"'
+    head += f' width="{size[0]}pt" height="{size[1]}pt" viewBox="0 0 {size[0]} {size[1]}"'
+    background = '<rect width="100%" height="100%" fill="white"/>'
+    return "\n".join([f"<svg {head}>", f"<desc>{escape(as_json(data))}</desc>", background, *shapes, "</svg>", ""])
 
 
 def _has_blocks(panel: Panel) -> list[bool]:
@@ -305,38 +291,29 @@ def _widths(panel: Panel) -> tuple[float, list[float]]:
     return PADDING + CHARACTER * max(len(name) for name, _ in panel.rows) + 12, steps
 
 
-def _heights(panel: Panel) -> list[float]:
-    heights = []
-    for _, cells in panel.rows:
-        blocks = max(len(cell.blocks) for cell in cells)
-        columns = zip(cells, _has_blocks(panel), strict=True)
-        heights.append(max(blocks * BLOCK * has + len(c.sent) * SENT for c, has in columns) + 3 * PADDING)
-    return heights
-
-
-def _draw_panel(axes: Axes, panel: Panel, y: float, left: float, widths: list[float], heights: list[float]) -> float:
-    """Draw a panel whose upper edge is `y`; return its lower edge."""
-    if panel.title:
-        _text(axes, PADDING, y + 11, panel.title, ha="left", fontweight="bold")
+def _panel(panel: Panel, y: float, left: float, widths: list[float]) -> tuple[list[str], float]:
+    """Return a panel whose upper edge is `y`, and its lower edge."""
+    shapes = [_text(PADDING, y + 11, panel.title, anchor="start", weight="bold")] if panel.title else []
     y += 28 if panel.title else 6
     lefts = [left + sum(widths[:i]) for i in range(len(widths))]
-    for x, width, name in zip(lefts, widths, panel.steps, strict=True):
-        _text(axes, x + width / 2, y + 9, name, color=GREY)
+    shapes += [_text(x + w / 2, y + 9, name, fill=GREY) for x, w, name in zip(lefts, widths, panel.steps, strict=True)]
     y += 20
-    for (name, cells), height in zip(panel.rows, heights, strict=True):
-        _text(axes, PADDING, y + PADDING + 12, name, ha="left", fontweight="bold")
+    for name, cells in panel.rows:
         blocks = max(len(cell.blocks) for cell in cells)
-        for x, width, cell, has_blocks in zip(lefts, widths, cells, _has_blocks(panel), strict=True):
-            _round(axes, x + 2, y + 2, width - 4, height - 4, 5, "#f6f6f4")
+        columns = list(zip(lefts, widths, cells, _has_blocks(panel), strict=True))
+        height = max(blocks * BLOCK * has + len(cell.sent) * SENT for _, _, cell, has in columns) + 3 * PADDING
+        shapes.append(_text(PADDING, y + PADDING + 12, name, anchor="start", weight="bold"))
+        for x, width, cell, has_blocks in columns:
+            shapes.append(_rectangle(x + 2, y + 2, width - 4, height - 4, "#f6f6f4", radius=5))
             for i, block in enumerate(cell.blocks):
-                _draw_block(axes, block, x + (width - sum(_halves(block))) / 2, y + PADDING + i * BLOCK)
+                shapes += _block(block, x + (width - sum(_halves(block))) / 2, y + PADDING + i * BLOCK)
             below = y + PADDING + (blocks * BLOCK + 4 if has_blocks else 0)
             if cell.sent and has_blocks:
-                axes.plot([x + PADDING, x + width - PADDING], [below - 3] * 2, color="#c8c8c4", linewidth=1)
+                shapes.append(_rectangle(x + PADDING, below - 3, width - 2 * PADDING, 1, "#c8c8c4"))
             for i, sent in enumerate(cell.sent):
-                _draw_sent(axes, sent, x + (width - _sent_width(sent)) / 2, below + i * SENT + 2)
+                shapes += _sent(sent, x + (width - _sent_width(sent)) / 2, below + i * SENT + 2)
         y += height
-    return y + PADDING
+    return shapes, y + PADDING
 
 
 def _halves(block: Block) -> tuple[float, float]:
@@ -344,48 +321,53 @@ def _halves(block: Block) -> tuple[float, float]:
     return q, kv
 
 
-def _draw_block(axes: Axes, block: Block, x: float, y: float) -> None:
-    """Draw a block: the left half in the colours of the Q owners, the right half in those of the KV owners."""
-    height, (q, kv) = BLOCK - 5, _halves(block)
+def _block(block: Block, x: float, y: float) -> list[str]:
+    """Return a block: the left half in the colours of the Q owners, the right half in those of the KV owners."""
+    height, (q, kv), shapes = BLOCK - 5, _halves(block), []
     part = height / block.parts
     if not block.hidden:
         for start, width, owners in ((x, q, block.q_owners), (x + q, kv, block.kv_owners)):
-            for i, owner in enumerate(owners):
-                stripe = width / len(owners)
-                corner = start + i * stripe, y + part * block.part
-                axes.add_patch(Rectangle(corner, stripe, part, facecolor=_color(owner), edgecolor="none"))
-    edge = {"edgecolor": DARK, "linewidth": 2} if block.own else {"edgecolor": "#a8a8a4", "linewidth": 1}
-    axes.add_patch(Rectangle((x, y), q + kv, height, fill=False, linestyle="--" if block.hidden else "-", **edge))
+            stripe = width / max(1, len(owners))
+            shapes += [
+                _rectangle(start + i * stripe, y + part * block.part, stripe, part, _color(owner))
+                for i, owner in enumerate(owners)
+            ]
+    edge = f'stroke="{DARK}" stroke-width="2"' if block.own else 'stroke="#a8a8a4"'
+    shapes.append(_rectangle(x, y, q + kv, height, "none", edge=edge + ' stroke-dasharray="4 2"' * block.hidden))
     ink = "#767672" if block.hidden else DARK
-    _text(axes, x + q / 2, y + height / 2, block.q, color=ink)
-    _text(axes, x + q + kv / 2, y + height / 2, block.kv, color=ink)
+    shapes.append(_text(x + q / 2, y + height / 2, block.q, fill=ink))
+    return [*shapes, _text(x + q + kv / 2, y + height / 2, block.kv, fill=ink)]
 
 
 def _sent_width(sent: Sent) -> float:
     return CHARACTER * (len(sent.label) + len(sent.to) + 4) + 10
 
 
-def _draw_sent(axes: Axes, sent: Sent, x: float, y: float) -> None:
-    """Draw a transfer: a pill in the colour of the shard's owner, and an arrow to the destination."""
+def _sent(sent: Sent, x: float, y: float) -> list[str]:
+    """Return a transfer: a pill in the colour of the shard's owner, and an arrow to the destination."""
     width = CHARACTER * len(sent.label) + 10
-    _round(axes, x, y, width, SENT - 5, 9, _color(sent.owner))
-    _text(axes, x + width / 2, y + 9, sent.label)
-    _text(axes, x + width + 5, y + 9, f"\N{RIGHTWARDS ARROW} {sent.to}", ha="left")
+    pill = _rectangle(x, y, width, SENT - 5, _color(sent.owner), radius=9)
+    arrow = _text(x + width + 5, y + 9, f"\N{RIGHTWARDS ARROW} {sent.to}", anchor="start")
+    return [pill, _text(x + width / 2, y + 9, sent.label), arrow]
 
 
 def _color(rank: int) -> str:
     return COLORS[rank % len(COLORS)]
 
 
-def _round(axes: Axes, x: float, y: float, width: float, height: float, radius: float, color: str) -> None:
-    style = f"round,pad=0,rounding_size={radius}"
-    axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=style, facecolor=color, edgecolor="none"))
+def _rectangle(x: float, y: float, width: float, height: float, fill: str, *, radius: int = 0, edge: str = "") -> str:
+    place = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
+    return f'<rect {place} rx="{radius}" fill="{fill}" {edge}/>'
 
 
-def _text(axes: Axes, x: float, y: float, text: str, **options: Any) -> None:
-    axes.text(x, y, text, **{"ha": "center", "va": "center", "color": DARK, "fontsize": 12, **options})
+def _text(
+    x: float, y: float, text: str, *, anchor: str = "middle", size: int = 12, weight: str = "normal", fill: str = DARK
+) -> str:
+    """Return text whose middle has the height `y`."""
+    style = f'text-anchor="{anchor}" font-size="{size}" font-weight="{weight}" fill="{fill}"'
+    return f'<text x="{x:g}" y="{y:g}" dominant-baseline="central" {style}>{escape(text)}</text>'
 
 
 if __name__ == "__main__":
     for name, make in FIGURES.items():
-        save(make(), FOLDER / f"{name}.svg")
+        (FOLDER / f"{name}.svg").write_text(draw(make()))

@@ -1,5 +1,7 @@
 """Layer: real launch. A data set of questions on two groups of processes: a bad video, a kill, and going on."""
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -13,6 +15,7 @@ import pytest
 
 from launch import HANG
 from mllm_seqpar.inference.ask import ask
+from ranks import ranks
 
 pytestmark = [pytest.mark.launch, pytest.mark.slow]
 
@@ -29,6 +32,12 @@ def answers(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def answer(rank: int, world: int, argv: list[str]) -> tuple[int | None, str]:
+    """Run the command on this rank, and return its exit status and what it wrote to standard error."""
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        return ask(argv), stderr.getvalue()
+
+
 def test_killed_groups_go_on_and_answer_as_one_process(inference_files: Path, tmp_path: Path) -> None:
     content = (inference_files / "clip.mp4").read_bytes()
     for number in range(VIDEOS):
@@ -40,9 +49,7 @@ def test_killed_groups_go_on_and_answer_as_one_process(inference_files: Path, tm
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     one, four = tmp_path / "one.jsonl", tmp_path / "four.jsonl"
     command = [sys.executable, "-m", "mllm_seqpar", "ask"]
-    single, ranks = (
-        [*command, *arguments(tmp_path, inference_files, four, "--num_processes", 2 * sp, "--sp", sp)] for sp in (1, 2)
-    )
+    single = [*command, *arguments(tmp_path, inference_files, four, "--num_processes", 2, "--sp", 1)]
     killed = subprocess.Popen(single, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + HANG
     while not (four.exists() and four.read_text().count("\n") >= 2):
@@ -52,9 +59,9 @@ def test_killed_groups_go_on_and_answer_as_one_process(inference_files: Path, tm
     killed.communicate()
     before = four.read_text()
 
-    done = subprocess.run(ranks, env=environment, capture_output=True, text=True, timeout=HANG)
-    assert done.returncode == 1, done.stderr  # some questions have no answer
-    assert f"{2 * VIDEOS - 2} of {2 * VIDEOS} questions are answered; errors: 2" in done.stderr
+    status, stderr = ranks(4).run(answer, arguments(tmp_path, inference_files, four, "--sp", 2))[0]
+    assert status == 1, stderr  # some questions have no answer
+    assert f"{2 * VIDEOS - 2} of {2 * VIDEOS} questions are answered; errors: 2" in stderr
     lines = answers(four)
     assert [line["index"] for line in lines] == [*range(2 * VIDEOS)]
     assert [line["index"] for line in lines if "error" in line] == [BAD, VIDEOS + BAD]

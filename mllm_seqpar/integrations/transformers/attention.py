@@ -25,7 +25,6 @@ from mllm_seqpar.runtime.forward_state import ForwardState
 NAME = "mllm_seqpar"
 
 
-@eager
 def seqpar_attention(
     module: nn.Module,
     query: Tensor,
@@ -46,8 +45,24 @@ def seqpar_attention(
         mask = attention_mask if seqpar is None or seqpar.text_mask == "decoder" else None
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    keys = text_keys(module, query, key, value, attention_mask, seqpar, window=sliding_window, **kwargs)
-    return seqpar.attend(query, [keys], scale).transpose(1, 2), None
+    return _attend_text(module, query, key, value, attention_mask, seqpar, scale, sliding_window, **kwargs), None
+
+
+@eager
+def _attend_text(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask: Tensor | None,
+    seqpar: ForwardState,
+    scale: float,
+    window: int | None,
+    **kwargs: Any,
+) -> Tensor:
+    """Return o (B, s, H, D) of text that the model's own attention does not compute; see `seqpar_attention`."""
+    keys = text_keys(module, q, k, v, attention_mask, seqpar, window=window, **kwargs)
+    return seqpar.attend(q, [keys], scale).transpose(1, 2)
 
 
 def text_keys(

@@ -18,7 +18,6 @@ DOCS = ROOT / "docs"
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The module scripts/docs/figures.py; `sent` can be imported beside it."""
-    pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "docs"))
     yield importlib.import_module("figures")
     for name in ("figures", "sent"):
@@ -26,7 +25,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def description(path: Path) -> str:
-    return xml.etree.ElementTree.parse(path).findtext(".//{http://purl.org/dc/elements/1.1/}description") or ""
+    return xml.etree.ElementTree.parse(path).findtext("{http://www.w3.org/2000/svg}desc") or ""
 
 
 def texts(path: Path) -> list[str]:

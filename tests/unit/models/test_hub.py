@@ -11,8 +11,8 @@ from mllm_seqpar.data.records import open_records
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.models.hub import local_directory
 from mllm_seqpar.models.loading import load_model, load_processor, model_digest
+from mllm_seqpar.planner.descriptions import find_file
 from mllm_seqpar.planner.model_sizes import read_model
-from mllm_seqpar.planner.records import find_file
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -17,7 +17,7 @@ from mllm_seqpar.masks import FrameBlockMasks, FrameMask, FullBlockMasks
 from mllm_seqpar.planner import write_cluster
 from mllm_seqpar.planner.auto import ClusterSelector, selector_for
 from mllm_seqpar.planner.calibrate import AttentionShape, calibrate
-from mllm_seqpar.runtime.strategy_selector import CROSS, CROSS_MESH, SELF_MESH, SelectedStrategy, VisualLayers
+from mllm_seqpar.runtime.strategy_selector import CROSS, CROSS_MESH, SELF_MESH, SelectedStrategy, VisualProjection
 from mllm_seqpar.schedules.bytes_sent import Problem
 from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
 from mllm_seqpar.sharding import frame_bounds
@@ -33,7 +33,14 @@ def full(problem: Problem) -> FullBlockMasks:
 
 
 def for_pass(selector: ClusterSelector, problem: Problem, training: bool = True) -> SelectedStrategy:
-    return selector.select(problem, full(problem), CROSS, LIKE, training=training, visual=VisualLayers(3584, 4, True))
+    return selector.select(
+        problem,
+        full(problem),
+        CROSS,
+        LIKE,
+        training=training,
+        visual=VisualProjection(dim=3584, layers=4, trained=training),
+    )
 
 
 @pytest.mark.parametrize("dense", [False, True])

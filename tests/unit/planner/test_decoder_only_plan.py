@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from clusters import with_
 
+from mllm_seqpar.cli.plan_report import patch_options
 from mllm_seqpar.planner import ParallelSpec, read_cluster
+from mllm_seqpar.planner.descriptions import find_file
 from mllm_seqpar.planner.memory import USABLE, peak_memory
 from mllm_seqpar.planner.model_sizes import read_model
 from mllm_seqpar.planner.plan import make_plan
-from mllm_seqpar.planner.records import find_file
-from mllm_seqpar.planner.report import patch_options
 from mllm_seqpar.planner.workload import Workload
 
 A100 = read_cluster(find_file("cluster", "a100-80g-8xN"))

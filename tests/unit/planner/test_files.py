@@ -13,9 +13,9 @@ from clusters import ROUND, with_
 from mllm_seqpar.cli.check_data import Totals, _visual
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import read_cluster, write_cluster
+from mllm_seqpar.planner.descriptions import CONFIGS, find_file
 from mllm_seqpar.planner.model_sizes import read_model
 from mllm_seqpar.planner.plan import attention_candidates
-from mllm_seqpar.planner.records import CONFIGS, find_file
 from mllm_seqpar.planner.workload import Workload
 
 

@@ -27,11 +27,10 @@ from mllm_seqpar.patches import sizes as family_sizes
 from mllm_seqpar.patches.sizes import mplug_owl3 as model_sizes
 from mllm_seqpar.planner import ParallelSpec
 from mllm_seqpar.planner.memory import (
-    buffer_bytes,
     frozen_tower_memory,
     peak_memory,
     pixels_on_device,
-    receive_buffers,
+    receive_buffer_bytes,
     saved_before_features,
     saved_for_backward,
 )
@@ -175,7 +174,7 @@ def test_frozen_tower_allocates_as_many_bytes_as_planned() -> None:
     assert peak.bytes == pytest.approx(frozen_tower_memory(run), rel=0.02)
     long = replace(run, frames=800, vision_chunk_size=None)
     held = peak_memory(long, ONE_RANK)  # no text: the tower is the peak
-    tower = frozen_tower_memory(long) + pixels_on_device(long, long.vision_chunk_size or long.local_frames)
+    tower = frozen_tower_memory(long) + pixels_on_device(long, long.tower_frames)
     assert held["features"] + held["activations"] + held["buffers"] == tower
 
 
@@ -332,10 +331,6 @@ def test_receive_buffers_take_the_planned_bytes(name: str) -> None:
                 run_case(comm, case)
         return comm.kept.buffers.nbytes
 
-    planned = buffer_bytes(
-        receive_buffers(problem(case, 4, 0), spec, backward=backward)
-        for case, spec in calls
-        for backward in (False, True)
-    )
+    planned = receive_buffer_bytes([(problem(case, 4, 0), spec) for case, spec in calls], training=True)
     assert run_nccl_model(4, allocated) == [planned] * 4
     assert planned > 0 or name == "ulysses"

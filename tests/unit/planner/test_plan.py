@@ -12,15 +12,15 @@ import torch
 from clusters import with_
 from peft import LoraConfig, get_peft_model
 
+from mllm_seqpar.cli.plan_report import patch_options
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.masks import FrameBlockMasks, FrameMask
 from mllm_seqpar.patches.sizes import mplug_owl3 as model_sizes
 from mllm_seqpar.planner import Cluster, ParallelSpec, read_cluster
+from mllm_seqpar.planner.descriptions import find_file
 from mllm_seqpar.planner.memory import CHUNK_BYTES, COMMUNICATOR_BYTES, COMMUNICATORS, KINDS, USABLE, peak_memory
 from mllm_seqpar.planner.model_sizes import read_model
 from mllm_seqpar.planner.plan import HOST_LINK, PARTS, StrategyPlan, make_plan, max_frames
-from mllm_seqpar.planner.records import find_file
-from mllm_seqpar.planner.report import patch_options
 from mllm_seqpar.planner.workload import TARGETS, Workload
 from mllm_seqpar.runtime import visual_features
 from mllm_seqpar.sharding import frame_spans, sequence_positions

@@ -11,8 +11,8 @@ from clusters import ROUND, with_
 from mllm_seqpar.__main__ import main
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import read_cluster, write_cluster
+from mllm_seqpar.planner.descriptions import CONFIGS, find_file
 from mllm_seqpar.planner.model_sizes import read_model
-from mllm_seqpar.planner.records import CONFIGS, find_file
 from mllm_seqpar.planner.workload import Workload
 
 OWL, QWEN, LLAMA = (

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 from clusters import ROUND, all_bytes, with_
 
-from mllm_seqpar.planner.cluster import Cost, all_gather_seconds, all_to_all
+from mllm_seqpar.planner.cluster import Cost, all_gather, all_to_all
 from mllm_seqpar.planner.simulation import Phase, RankTimeline, simulate
 
 MB = 1_000_000
@@ -111,7 +111,7 @@ def test_all_to_all_is_bound_by_the_fullest_link() -> None:
 
 
 def test_all_gather_receives_each_shard_once_per_node() -> None:
-    assert all_gather_seconds(ROUND, 1, 1e9) == 0
-    assert all_gather_seconds(ROUND, 4, 1e8) == pytest.approx(0.3)
-    assert all_gather_seconds(ROUND, 8, 1e8) == pytest.approx(4.0)  # 4 shards of 0.1 GB at 0.1 GB/s
-    assert all_gather_seconds(with_(gpus_per_node=1), 4, 1e8) == pytest.approx(3.0)
+    assert all_gather(ROUND, 1, 1e9) == Cost()
+    assert all_gather(ROUND, 4, 1e8) == waiting(0.3, 300 * MB, 0)
+    assert all_gather(ROUND, 8, 1e8) == waiting(4.0, 300 * MB, 400 * MB)  # 4 shards of 0.1 GB at 0.1 GB/s
+    assert all_gather(with_(gpus_per_node=1), 4, 1e8) == waiting(3.0, 0, 300 * MB)

@@ -93,7 +93,7 @@ def test_benchmark_gives_rows_of_all_kinds(script) -> None:
     assert recomputed["longer"] == recomputed["frames"] / 2 >= 1.6
     assert all(row["peak_bytes"] > row["kept_bytes"] for row in rows[:4])
     assert cost["share"] == pytest.approx(1 - 1 / cost["ratio"])
-    columns = {name for row in script("harness").read(ROWS / "memory.csv") for name in row}
+    columns = {name for row in script("harness").read(ROWS / "memory.jsonl") for name in row}
     machine = {"torch", "commit", "hardware", "threads", "transformers"}
     assert {name for row in rows for name in row} - {"capped"} | machine == columns - {"capped"}
-    assert "| 1 | lv-xattn | recomputed | 2 |" in script("report").memory_tables(script("harness").as_text(rows))
+    assert "| 1 | lv-xattn | recomputed | 2 |" in script("report").memory_tables(rows)

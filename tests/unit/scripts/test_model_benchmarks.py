@@ -28,9 +28,9 @@ def test_patched_decoding_gives_unpatched_tokens_and_a_row(small, family: str) -
     row = measured(small("decode"), family, 3)
     assert row["visual_keys"] == 3 * 64
     assert row["ratio"] == pytest.approx(row["unpatched_s_per_token"] / row["patched_s_per_token"], rel=1e-3)
-    columns = small("harness").read(ROWS / "decode.csv")[0].keys()
+    columns = small("harness").read(ROWS / "decode.jsonl")[0].keys()
     assert set(row) | {"torch", "commit", "hardware", "threads", "transformers"} == columns
-    assert f"| {family} | 3 | 192 |" in small("report").decoding_table(small("harness").as_text([row]))
+    assert f"| {family} | 3 | 192 |" in small("report").decoding_table([row])
 
 
 def test_different_tokens_stop_the_decoding_benchmark(small, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,11 +43,11 @@ def test_all_modes_agree_on_two_ranks_and_give_rows(script) -> None:
         *("none", "lv-xattn", "lv-xattn, waiting", "ring", "ring, waiting", "ring, expanded", "ulysses")
     }
     assert [row["seconds"] for row in rows] == [row["seconds"] for row in others]
-    committed = script("harness").read(ROWS / "network-real.csv")[1]
-    assert set(rows[1]) | {"torch", "commit", "hardware", "threads"} == committed.keys()
-    assert all(str(rows[1][name]) == text for name, text in committed.items() if name.startswith("paper_"))
+    committed = script("harness").read(ROWS / "network-real.jsonl")[1]
+    assert set(rows[1]) | {"cap_mbit", "torch", "commit", "hardware", "threads"} == committed.keys()
+    assert all(rows[1][name] == value for name, value in committed.items() if name.startswith("paper_"))
     assert rows[0]["sent_bytes"] == 0 < rows[1]["sent_bytes"] < rows[3]["sent_bytes"]
-    summary = network.tables(script("harness").as_text(rows))
+    summary = network.tables(rows)
     assert "| ring, waiting |" in summary and "ring / LV-XAttn" in summary
 
 

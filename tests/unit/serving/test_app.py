@@ -5,11 +5,10 @@ import io
 import json
 import re
 import socket
-import sys
 import threading
 import time
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -312,27 +311,27 @@ def test_metrics_are_read_by_the_client_of_prometheus(service: SimpleNamespace) 
 
 
 def test_stored_bytes_are_counted_while_files_come_and_go(tmp_path: Path) -> None:
-    store, stop = MediaStore(tmp_path, max_bytes=10, max_total=10**9), threading.Event()
+    store = MediaStore(tmp_path, max_bytes=10, max_total=10**9)
 
-    def add(count: int) -> list[Any]:
-        return [store.add(io.BytesIO(b"x"), "a", "vision") for _ in range(count)]
+    def change() -> None:
+        store.delete(store.add(io.BytesIO(b"x"), "a", "vision").id)
+        store.add(io.BytesIO(b"x"), "a", "vision")
 
-    def churn() -> None:
-        while not stop.is_set():
-            for added in add(20):
-                store.delete(added.id)
+    class Counted(dict):
+        def values(self) -> Any:
+            for upload in super().values():
+                if not changes:
+                    changes.append(pool.submit(change))
+                    wait(changes, timeout=0.2)  # with the lock, the change begins when the bytes are counted
+                yield upload
 
-    add(500)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(churn)
-            counted = all(500 <= store.stored <= 520 for _ in range(5000))
-            stop.set()
-    finally:
-        sys.setswitchinterval(interval)
-    assert counted and store.stored == 500
+    changes: list[Future[None]] = []
+    change()
+    store._uploads = Counted(store._uploads)
+    with ThreadPoolExecutor(1) as pool:
+        counted = store.stored
+        changes[0].result()
+    assert counted == 1 and len(store.uploads()) == 2
 
 
 def preview(service: SimpleNamespace, path: str) -> Any:

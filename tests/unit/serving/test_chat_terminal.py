@@ -20,11 +20,18 @@ from mllm_seqpar.serving.jobs import Impossible
 from mllm_seqpar.serving.line_editing import completions, history_file
 
 SCRIPT = """
+import os
 from mllm_seqpar.serving.line_editing import edit_lines
-keep = edit_lines(["/video"])
-for _ in range(2):
-    print("got " + repr(input("> ")), flush=True)
-    keep()
+
+for _ in range(2):  # two chats, one after the other
+    if not os.fork():
+        keep = edit_lines(["/video"])
+        for _ in range(2):
+            print("got " + repr(input("> ")), flush=True)
+            keep()
+        break
+    os.wait()
+    print("ended", flush=True)
 """
 HANG = 120
 
@@ -86,24 +93,20 @@ def test_lines_are_kept_for_the_next_chat(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     (tmp_path / "movie.mp4").touch()
 
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(tmp_path)
+        os.execv(sys.executable, [sys.executable, "-c", SCRIPT])
+
     def chat(*lines: str) -> str:
-        """Type lines into a terminal, each after the prompt; return what it shows."""
-        child, terminal = pty.fork()
-        if child == 0:
-            os.chdir(tmp_path)
-            os.execv(sys.executable, [sys.executable, "-c", SCRIPT])
+        """Type lines into the terminal, each after the prompt; return what it shows until the chat has ended."""
         shown, deadline, left = "", time.monotonic() + HANG, list(lines)
-        while time.monotonic() < deadline:
+        while "ended" not in shown and time.monotonic() < deadline:
             if not select.select([terminal], [], [], 1)[0]:
                 continue
-            try:
-                shown += os.read(terminal, 4096).decode()
-            except OSError:  # the end
-                break
+            shown += os.read(terminal, 4096).decode()
             if left and shown.count("got ") == len(lines) - len(left) and "> " in shown.rpartition("got ")[2]:
                 os.write(terminal, left.pop(0).encode() + b"\n")
-        os.waitpid(child, 0)
-        os.close(terminal)
         return shown
 
     shown = chat("/vi\t mo\t", "first question")
@@ -114,3 +117,5 @@ def test_lines_are_kept_for_the_next_chat(tmp_path: Path, monkeypatch: pytest.Mo
     shown = chat("\x1b[A", "next question")  # the arrow up
     assert "got 'first question'" in shown, shown
     assert [line.strip() for line in history_file().read_text().splitlines()][1] == "first question"
+    os.waitpid(child, 0)
+    os.close(terminal)

@@ -4,17 +4,18 @@ import base64
 import http.server
 import os
 import shutil
-import signal
 import socket
 import ssl
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import psutil
 import pytest
 
 pytest.importorskip("fastapi", reason="fastapi is not installed (extra serve)")
@@ -259,32 +260,33 @@ def test_certificate_is_checked_for_the_name_of_the_host(
         server.shutdown()
 
 
-HOLD = """
-import sys
+SERVERS = """
+import os, sys
 from mllm_seqpar.serving.media import upload_folder
+
+os.fork()
 with upload_folder(sys.argv[1]) as folder:
     (folder / "video").write_text("x")
-    print(folder, flush=True)
+    os.write(1, f"{os.getpid()} {folder}\\n".encode())
     sys.stdin.read()
 """
 
 
-def other_server(parent: Path) -> tuple[subprocess.Popen[str], Path]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(parent)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    return process, Path(process.stdout.readline().strip())
-
-
 def test_leftovers_of_a_killed_server_are_removed_and_a_living_one_keeps_its_files(tmp_path: Path) -> None:
-    (living, kept), (killed, left) = other_server(tmp_path), other_server(tmp_path)
+    command = [sys.executable, "-c", SERVERS, str(tmp_path)]
+    living = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert living.stdout is not None
+    folders = {int(pid): Path(path) for pid, path in (living.stdout.readline().split() for _ in range(2))}
+    kept = folders.pop(living.pid)
+    ((pid, left),) = folders.items()
     foreign = tmp_path / "mllm-seqpar-elsewhere"
     foreign.mkdir()
     (foreign / "server.lock").write_text("another machine")
     (tmp_path / "mllm-seqpar-link").symlink_to(kept)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
+    killed = psutil.Process(pid)
+    killed.kill()
+    while killed.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
     assert (left / "video").exists()
     with upload_folder(str(tmp_path)) as folder:
         assert not left.exists() and (kept / "video").exists() and foreign.exists()

@@ -37,11 +37,9 @@ def test_request_that_is_added_while_the_server_stops_is_answered(added: str) ->
         with requests.place():
             return await requests.answer(None, waiting)  # type: ignore[arg-type]
 
-    async def ask() -> tuple[str, Any]:
-        waiting = Waiting(asyncio.Event().wait, RequestRecord(id="1", method="POST", path="/"), answer)
-        found = await asyncio.wait_for(anext(waiting), 30)
-        waiting.close()
-        return found
+    async def ask() -> None:
+        waiting = Waiting(RequestRecord(id="1", method="POST", path="/"))
+        await asyncio.wait_for(anext(waiting.events(asyncio.Event().wait, answer(waiting))), 30)
 
     def end() -> None:
         assert held.began.wait(30)
@@ -55,9 +53,10 @@ def test_request_that_is_added_while_the_server_stops_is_answered(added: str) ->
 
     ending = threading.Thread(target=end)
     ending.start()
-    kind, error = asyncio.run(ask())
+    with pytest.raises(ApiError) as error:
+        asyncio.run(ask())
     ending.join()
-    assert kind == "error" and isinstance(error, ApiError) and error.status == 503
+    assert error.value.status == 503
     assert requests.waiting == 0
     with pytest.raises(ApiError, match="shutting down"), requests.place():
         pass

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.planner.call_cost import MARGIN, ParallelSpec, call_timelines, duration
+from mllm_seqpar.planner.cluster import Passes
+from mllm_seqpar.planner.memory import USABLE
+from mllm_seqpar.planner.plan import Plan, StrategyPlan
+from mllm_seqpar.planner.workload import Workload
 from mllm_seqpar.schedules.mesh_shapes import TILE_STRATEGIES
-
-from .call_cost import MARGIN, ParallelSpec, call_timelines, duration
-from .cluster import Passes
-from .memory import USABLE
-from .plan import Plan, StrategyPlan
-from .workload import Workload
 
 _NAMES = {"lv-xattn": "LV-XAttn", "ring": "Ring Attention"}
 
@@ -295,7 +294,7 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
         fontsize="medium",
         fontweight="bold",
     )
-    all_axes = figure.subplots(len(specs), 1, sharex=True, squeeze=False)[:, 0]
+    all_axes, longest = figure.subplots(len(specs), 1, sharex=True, squeeze=False)[:, 0], 0.0
     for axes, spec in zip(all_axes, specs, strict=True):
         begin, title = 0.0, []
         for name, backward in [("forward", False), ("backward", True)][: 2 if workload.training else 1]:
@@ -311,12 +310,13 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
             title.append(f"{name} {duration(seconds)}")
             begin += seconds
             axes.axvline(begin, color="#888888", linewidth=0.8)
+        longest = max(longest, begin)
         more = f" ({problem.ranks - ranks} more ranks are not drawn)" if problem.ranks > ranks else ""
         axes.set_title(f"{spec}: {', '.join(title)}{more}", loc="left", fontsize="small")
         axes.set_yticks([rank + 0.45 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
         axes.set_ylim(ranks, 0)
-        axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter(lambda seconds, _: duration(seconds))
+    all_axes[0].set_xlim(0, longest)
     all_axes[-1].set_xlabel("time, the same scale for all strategies", fontsize="small")
     handles, labels = all_axes[0].get_legend_handles_labels()
     figure.legend(handles[: len(KINDS)], labels[: len(KINDS)], loc="outside lower center", ncols=3, fontsize="small")

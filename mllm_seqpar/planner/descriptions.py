@@ -1,21 +1,19 @@
-"""Frozen dataclasses whose fields are checked, and the files that they are read from.
+"""Descriptions: frozen dataclasses whose fields are checked, and the files that they are read from.
 
 Errors name the file, the field, the value that was found and what is allowed.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.models.hub import local_config
-
-T = TypeVar("T")
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 CONFIGS = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent / "configs"
@@ -35,35 +33,70 @@ def one_of(choices: tuple[Any, ...], default: Any = MISSING) -> Any:
     return field(default=default, metadata={"choices": choices})
 
 
-class Record:
+class Description:
     """A frozen dataclass whose fields are checked by their annotations, and by what `number` and `one_of` allow."""
+
+    _types: ClassVar[dict[str, tuple[type, ...]]]
+    """The types that each field may have."""
+
+    def __init_subclass__(cls) -> None:
+        hints = get_type_hints(cls).items()
+        unions = {name: (hint,) if get_origin(hint) is tuple else get_args(hint) or (hint,) for name, hint in hints}
+        cls._types = {name: tuple(get_origin(part) or part for part in union) for name, union in unions.items()}
 
     def __post_init__(self) -> None:
         for item in fields(self):  # type: ignore[arg-type]
             value = getattr(self, item.name)
-            valid, expected = _check(item, value)
+            valid, expected = _check(self._types[item.name], item, value)
             if not valid:
                 raise ConfigError(f"{item.name} is {value!r}; expected {expected}")
 
+    @classmethod
+    def build(cls, values: Mapping[str, Any], origin: str) -> Self:
+        """Return the description with these fields, which may be nested; ConfigErrors begin with their `origin`.
 
-def _check(item: Field[Any], value: Any) -> tuple[bool, str]:
+        YAML reads 25e9, without a dot, as text; such values of float fields are converted to numbers.
+        """
+        known: dict[str, Field[Any]] = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
+        if unknown := ", ".join(sorted(map(str, set(values) - set(known)))):
+            raise ConfigError(f"{origin}: unknown field {unknown}; allowed fields: {', '.join(sorted(known))}")
+        missing = [item for item in known.values() if item.default is MISSING and item.name not in values]
+        if missing:
+            units = [(item.name, item.metadata.get("unit")) for item in missing]
+            names = ", ".join(f"{name} ({unit})" if unit else name for name, unit in units)
+            raise ConfigError(f"{origin}: {names} missing")
+        converted = dict(values)
+        for name, value in values.items():
+            types = cls._types[name]
+            if isinstance(value, str) and float in types:
+                with suppress(ValueError):  # rejected below, with a message that names the field
+                    converted[name] = float(value)
+            elif isinstance(value, list) and tuple in types:
+                converted[name] = tuple(value)
+            elif isinstance(value, dict) and issubclass(types[0], Description):
+                converted[name] = types[0].build(value, f"{origin}, {name}")
+        try:
+            return cls(**converted)
+        except ConfigError as error:
+            raise ConfigError(f"{origin}: {error}") from error
+
+
+def _check(types: tuple[type, ...], item: Field[Any], value: Any) -> tuple[bool, str]:
     """Return whether a field may hold `value`, and what it may hold."""
-    types, choices, least = {*re.findall(r"\w+", str(item.type))}, *map(item.metadata.get, ("choices", "least"))
+    choices, least, unit = map(item.metadata.get, ("choices", "least", "unit"))
     if choices is not None:
         return value in choices, f"one of {', '.join(map(str, choices))}"
-    if (value is None and "None" in types) or "tuple" in types:
+    if (value is None and NoneType in types) or tuple in types:
         return True, ""
-    if "bool" in types:
-        return isinstance(value, bool), "true or false"
-    if "float" in types:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        valid = is_number and (value > 0 if least is None else value >= least) and value < float("inf")
-        return valid, f"{item.metadata.get('unit') or 'a number'}, {'above 0' if least is None else f'{least} or more'}"
-    if "int" in types:
-        least = 1 if least is None else least
-        unit = item.metadata.get("unit") or "a whole number"
-        return type(value) is int and value >= least, f"{unit}, {least} or more"
-    return "str" not in types or isinstance(value, str), "a string"
+    if float in types or int in types:
+        whole = float not in types
+        least = 1 if whole and least is None else least
+        valid = type(value) is int or (isinstance(value, float) and not whole)
+        valid = valid and (value > 0 if least is None else value >= least) and value < float("inf")
+        allowed = "above 0" if least is None else f"{least} or more"
+        return valid, f"{unit or ('a whole number' if whole else 'a number')}, {allowed}"
+    names = {bool: "true or false", str: "a string"}
+    return isinstance(value, types), names.get(types[0], "fields, `name: value`")
 
 
 def find_file(what: str, name: str) -> Path:
@@ -99,29 +132,3 @@ def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{what}: {path} holds a {type(values).__name__}; expected fields, `name: value`")
     return values
-
-
-def build(cls: type[T], values: Mapping[str, Any], origin: str) -> T:
-    """Return an instance of the dataclass `cls` with the fields `values`; ConfigErrors begin with their `origin`.
-
-    YAML reads 25e9, without a dot, as text; such values of float fields are converted to numbers.
-    """
-    known: dict[str, Field[Any]] = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
-    unknown = sorted(map(str, set(values) - set(known)))
-    if unknown:
-        raise ConfigError(f"{origin}: unknown field {', '.join(unknown)}; allowed fields: {', '.join(sorted(known))}")
-    missing = [item for item in known.values() if item.default is MISSING and item.name not in values]
-    if missing:
-        units = [(item.name, item.metadata.get("unit")) for item in missing]
-        raise ConfigError(
-            f"{origin}: {', '.join(f'{name} ({unit})' if unit else name for name, unit in units)} missing"
-        )
-    converted = dict(values)
-    for name, value in values.items():
-        if isinstance(value, str) and "float" in str(known[name].type):
-            with suppress(ValueError):  # the dataclass rejects it with a message that names the field
-                converted[name] = float(value)
-    try:
-        return cls(**converted)
-    except ConfigError as error:
-        raise ConfigError(f"{origin}: {error}") from error
