@@ -12,9 +12,7 @@ import functools
 import importlib
 import inspect
 import re
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from types import ModuleType
@@ -303,18 +301,3 @@ def may_repeat(option: argparse.Action) -> bool:
 def turns_off(option: argparse.Action) -> bool:
     """Return whether an option stores False."""
     return isinstance(option, argparse._StoreFalseAction)
-
-
-def call_before_threads_are_joined(function: Callable[[], object]) -> None:
-    """Call `function` when the program ends, before Python joins the threads of pools; `atexit` is later."""
-    threading._register_atexit(function)  # type: ignore[attr-defined]
-
-
-@contextmanager
-def undecoded_members() -> Iterator[None]:
-    """Return a context in which `datasets` reads all members of tar shards as bytes."""
-    from unittest.mock import patch
-
-    webdataset = importlib.import_module("datasets.packaged_modules.webdataset.webdataset")
-    with patch.dict(webdataset.WebDataset.DECODERS, clear=True):
-        yield

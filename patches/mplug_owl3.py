@@ -47,8 +47,7 @@ from mllm_seqpar.adapting import (
     text_keys,
 )
 from mllm_seqpar.models.mplug_owl3.hyper_attention import HyperAttention
-from mllm_seqpar.models.mplug_owl3.media import MediaLayout, check_layout
-from mllm_seqpar.models.mplug_owl3.visual_inputs import crop_frames
+from mllm_seqpar.models.mplug_owl3.media import MediaLayout, check_layout, crop_frames
 
 _ENDS = ("<|im_end|>", "<|endoftext|>")
 

@@ -20,7 +20,6 @@ from mllm_seqpar.data.chat_family import (
     VIDEO_MARK,
     ChatFamily,
     ChatText,
-    FeatureFrames,
     ImageTokenFamily,
     Messages,
     answer_spans,
@@ -28,10 +27,10 @@ from mllm_seqpar.data.chat_family import (
     known_processors,
     tokenize,
 )
-from mllm_seqpar.data.chat_format import media_of, media_parts
+from mllm_seqpar.data.formats import media_of, media_parts
 from mllm_seqpar.data.images import to_pil_images
 from mllm_seqpar.data.reader import check_range
-from mllm_seqpar.data.sources import FrameSource, ImageListSource, ImageTensorSource
+from mllm_seqpar.data.sources import FeatureFrames, FrameSource, ImageListSource, ImageTensorSource
 from mllm_seqpar.errors import AdapterError, AgreementError, ConfigError, DataError, MaskError, SeqParError, ShapeError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.patching import Patch

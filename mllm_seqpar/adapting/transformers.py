@@ -9,7 +9,6 @@ from mllm_seqpar.integrations.transformers.attention import (
     text_keys,
     use_seqpar_attention,
 )
-from mllm_seqpar.integrations.transformers.cache import mark_visual_layers
 from mllm_seqpar.integrations.transformers.checks import check_frames, require_same_inputs
 from mllm_seqpar.integrations.transformers.family import (
     MULTIMODAL_OUTPUT,
@@ -23,4 +22,4 @@ from mllm_seqpar.integrations.transformers.generation import patch_generate
 from mllm_seqpar.integrations.transformers.inputs import ForwardInputs, as_compared_tensors
 from mllm_seqpar.integrations.transformers.passes import run_pass
 from mllm_seqpar.integrations.transformers.tower import local_features
-from mllm_seqpar.models.cache import SequenceParallelCacheState, cache_state_of
+from mllm_seqpar.models.cache import SequenceParallelCacheState, cache_state_of, mark_visual_layers

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 
-from mllm_seqpar.comm.agreement import agree, attempt
+from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.reader import decode_rate
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner.calibrate import AttentionShape, calibrate, kernel_rates
 from mllm_seqpar.planner.cluster import cluster_text
 
-from .launch import DEVICES, DTYPES, launched_ranks
+from .launch import DEVICES, DTYPES, ranks_with_options
 from .options import CommandOptions, option, parse_options
 from .outputs import require_writable, write_text
 
@@ -46,8 +46,9 @@ def measure(argv: Sequence[str]) -> None:
     Raises:
         SeqParError: on invalid options, a file that cannot be written, or if the ranks disagree.
     """
-    args, problem = attempt(
-        lambda: parse_options(
+
+    def read() -> CalibrateOptions:
+        return parse_options(
             CalibrateOptions,
             argv,
             prog="mllm-seqpar calibrate",
@@ -55,10 +56,8 @@ def measure(argv: Sequence[str]) -> None:
             example="mllm-seqpar calibrate --num_processes 8 --output here.yaml",
             ranks=True,
         )
-    )
-    with launched_ranks(args.device if args else "auto") as (comm, device):
-        agree(comm, "options", lambda: asdict(args) if args else {}, dict, error=problem)
-        assert args is not None  # otherwise all ranks have raised
+
+    with ranks_with_options(read) as (args, comm, device):
         output = args.output if comm.rank == 0 else None
         agree(comm, "output", lambda: None if output is None else require_writable("output", output))
         dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))

@@ -19,8 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from mllm_seqpar.data.chat import ChatDataset, ChatSample, collate
-from mllm_seqpar.data.chat_format import media_parts
-from mllm_seqpar.data.formats import DEFAULT_TEMPLATE
+from mllm_seqpar.data.formats import DEFAULT_TEMPLATE, media_parts
 from mllm_seqpar.data.frame_store import FrameStore
 from mllm_seqpar.data.reader import frames_to_decode
 from mllm_seqpar.data.sources import FrameSource, VideoSource

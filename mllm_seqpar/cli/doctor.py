@@ -30,7 +30,6 @@ from mllm_seqpar.kernels import choose_kernel
 from .launch import DEVICES, launched_ranks, own_ranks, started_by_launcher
 from .options import CommandOptions, option, parse_options
 
-ENTRY = "mllm_seqpar.cli.doctor:doctor"
 TIMEOUT_S = 60.0
 OPTIONAL = {
     "av": "video",
@@ -100,7 +99,7 @@ def doctor(argv: Sequence[str]) -> int:
     count = args.num_processes
     if count is None and not started_by_launcher():
         count = max(1, torch.cuda.device_count()) if _uses_gpus(args.device) else 2
-    with own_ranks(count, ENTRY, argv), launched_ranks(args.device, TIMEOUT_S) as (comm, device):
+    with own_ranks(count, f"{__name__}:doctor", argv), launched_ranks(args.device, TIMEOUT_S) as (comm, device):
         wrong += _print(exactness(comm, device), show=comm.rank == 0)
     return 1 if wrong and first else 0
 

@@ -20,14 +20,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator, launched_processes, transfer_communicator
+from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.comm.backends import order_launches
 from mllm_seqpar.errors import ConfigError, TransferError
 
@@ -79,6 +81,24 @@ def launched_ranks(device: str = "auto", timeout: float | None = None) -> Iterat
     yield transfer_communicator(None), rank_device
     if creates_group:
         dist.destroy_process_group()
+
+
+@contextmanager
+def ranks_with_options(read: Callable[[], Any]) -> Iterator[tuple[Any, Communicator, torch.device]]:
+    """Join the processes as `launched_ranks` does, and yield (the options of a command, their group, the device).
+
+    Args:
+        read: returns the options, a dataclass with the field `device`, and perhaps `timeout`.
+
+    Raises:
+        SeqParError: on all ranks, if one of them has invalid options, or the options differ.
+    """
+    options: Any
+    options, problem = attempt(read)
+    device, timeout = getattr(options, "device", "auto"), getattr(options, "timeout", None)
+    with launched_ranks(device, timeout) as (comm, rank_device):
+        agree(comm, "arguments", lambda: options, lambda found: asdict(found), error=problem)
+        yield options, comm, rank_device
 
 
 def use_cuda(device: str) -> bool:

@@ -109,15 +109,9 @@ def _heading(plan: Plan) -> list[str]:
     assumptions = [f"activations of {workload.element} bytes, {parameters}, {where}"]
     if workload.training:
         assumptions[0] += f", gradients of {workload.parameter}, optimizer {workload.optimizer} bytes each"
-        if not model.decoder_only:
-            assumptions.append("K and V of frames " + ("recomputed in backward" if workload.recompute else "saved"))
         again = "attention computed again" if workload.recompute_attention else "results of attention kept"
         with_, without = f"with gradient checkpointing, {again}", "no gradient checkpointing"
         assumptions.append(with_ if workload.checkpointing else without)
-    if workload.visual_offload:
-        assumptions.append(f"features in host memory, {workload.features_bytes / 1e9:.3g} GB of a rank")
-    if workload.mlp_chunk_size is not None:
-        assumptions.append(f"MLPs of {workload.mlp_chunk_size} tokens at once")
     if not model.decoder_only:
         local = workload.self_attention == "local"
         assumptions.append(f"self-attention {'local' if local else plan.text}")

@@ -1,8 +1,8 @@
 """Micro-batches of conversations about videos and images, of which each rank decodes only its own frames.
 
 Before any frame is decoded, every rank has the number of frames of a micro-batch. The frames of all samples form one
-flat list in the order of the placeholders in the text. A rank decodes its range of that list. `chat_format` describes a
-conversation, `records` how data sets are read, and `formats` what their records may look like.
+flat list in the order of the placeholders in the text. A rank decodes its range of that list. `records` reads
+data sets, and `formats` describes what their records may look like.
 """
 
 import os
@@ -20,8 +20,7 @@ from mllm_seqpar.errors import ConfigError, DataError, VideoError
 from mllm_seqpar.sharding import join_spans
 
 from .chat_family import ChatFamily, ChatText, chat_family
-from .chat_format import check_record, media_parts, part_files
-from .formats import DEFAULT_TEMPLATE, check_template, to_chat
+from .formats import DEFAULT_TEMPLATE, check_record, check_template, media_parts, part_files, to_chat
 from .frame_choice import DEFAULT_FRAMES, FrameChoice
 from .frame_store import FrameStore
 from .media_files import is_remote, media_size
@@ -95,11 +94,6 @@ class ChatBatch:
     def labels(self) -> Tensor:
         assert self.text.labels is not None  # `collate` asks for labels
         return self.text.labels
-
-    @property
-    def media_offset(self) -> Tensor:
-        """(B, N), positions of the placeholders, padded with -1; mPLUG-Owl3 only."""
-        return self.text.extras["media_offset"]
 
     @property
     def targets(self) -> int:

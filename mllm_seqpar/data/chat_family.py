@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,8 +30,8 @@ from mllm_seqpar.models.messages import Span, target_mask
 from mllm_seqpar.patching.registry import adapters
 from mllm_seqpar.sharding import FrameShard
 
-from .chat_format import media_of
-from .sources import FrameSource, ImageListSource, ImageTensorSource
+from .formats import media_of
+from .sources import FeatureFrames, FrameSource, ImageListSource, ImageTensorSource
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -241,35 +241,6 @@ class ChatFamily(ABC):
     def stored_frames(self, count: int, metadata: Mapping[str, Any]) -> FrameSource:
         """Return a source that stands for the frames whose `count` units a feature store has, with this metadata."""
         return FeatureFrames(count, times=metadata.get("frame_seconds"))
-
-
-@dataclass(frozen=True)
-class FeatureFrames(FrameSource):
-    """The frames of a feature store: a source with a length, and perhaps a size and times, but without pixels.
-
-    Attributes:
-        count: the number of frames.
-        size: (height, width) of all frames, if it is stored.
-        times: the seconds of each frame, if they are stored.
-    """
-
-    count: int
-    size: tuple[int, int] | None = None
-    times: Sequence[float] | None = None
-
-    def __len__(self) -> int:
-        return self.count
-
-    def sizes(self) -> list[tuple[int, int]]:
-        if self.size is None:
-            raise DataError("the feature store has no frame size; encode the video again with --save_features")
-        return [self.size] * self.count
-
-    def seconds(self, index: int) -> float | None:
-        return None if self.times is None else self.times[index]
-
-    def read(self, start: int, stop: int, *, size: Any = None, batch: int = 16) -> Iterator[Tensor]:
-        raise DataError("these frames are stored only as features; give --video too")
 
 
 class ImageTokenFamily(ChatFamily):

@@ -1,28 +1,19 @@
-"""Visual features on disk: of one video for `ask` (`FeatureStore`), and of a training set (`TowerStore`).
-
-In both, a safetensors file has the tensor `embeds` with one row for each frame of some ranges, and the identity of the
-run that wrote it. It is written under a temporary name and renamed, so it is complete or absent. Ranks read any rows.
+"""The visual features of one video on disk, which `ask` stores and reads.
 
 Each rank that writes a `FeatureStore` writes one file, `features-00000-of-00004.safetensors`, whose rows have the shape
 (tokens per frame, hidden). Rank 0 also writes the index `features.json`: the frame ranges of each file, sizes, dtype,
 and metadata of the caller about video, sampling and model. The ranges follow from `frame_spans`, so rank 0 needs no
 data from the other ranks. A store with an absent file, or one of another run, is refused.
 
-A `TowerStore` has the outputs of a frozen vision tower, by source of frames, so that each frame is encoded once:
-
-    DIRECTORY/tower.json                             what the outputs were made with, their shape and dtype
-    DIRECTORY/frames/KEY/START-STOP.safetensors      the rows of these frames of one source
-
-`KEY` is a digest of a video or of images and of the times of the frames (`source_key`). Each rank writes the frames
-that it encodes, and a later run may read any rows of the files. Frames without a file are encoded.
+A file of rows (`write_rows`) is a safetensors file. It has the tensor `embeds` with one row for each frame of some
+ranges, and the identity of the run that wrote it. It is written under a temporary name and renamed, so it is complete
+or absent. Ranks read any rows.
 """
 
 import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +24,12 @@ from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.models.hub import local_directory
 from mllm_seqpar.sharding import Spans, describe_spans, frame_spans, join_spans, part_of_spans, span_length
 
-from .sources import FrameSource
-from .store_files import atomic_write, digest_of, reading_index, require_made_with, write_json, writing
+from .store_files import atomic_write, digest_of, reading_index, require_made_with, write_json
 
 INDEX = "features.json"
-TOWER_INDEX = "tower.json"
 _TENSOR = "embeds"
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _REDO = "encode the video again with --save_features"
-_ELSEWHERE = "give --features another directory"
 
 
 def save_features(
@@ -91,7 +79,7 @@ def save_features(
     }
     identity = digest_of(json.dumps(index, sort_keys=True))
     path = folder / _file_name(rank, world)
-    _write_rows(path, embeds, identity)
+    write_rows(path, embeds, identity)
     if rank == 0:
         write_json(folder / INDEX, {"identity": identity, **index})
     return path
@@ -120,7 +108,7 @@ class FeatureStore:
         """
         self._check(frames)
         out = torch.empty(span_length(frames), self.tokens_per_frame, self.hidden, dtype=self.dtype, device=device)
-        return _read_rows(out, self._files, frames, self._identity, _REDO)
+        return read_rows(out, self._files, frames, self._identity, _REDO)
 
     def map(self, *frames: tuple[int, int]) -> Tensor:
         """Return some frames as `read` does, mapped from their file, so that only used rows are read.
@@ -233,128 +221,12 @@ def model_fingerprint(
     return digest.hexdigest()
 
 
-class TowerStore:
-    """A directory of outputs, opened for reading and writing.
-
-    Args:
-        directory: created with the first output.
-        settings: everything that the outputs depend on, other than the frames; serialisable as JSON, equal on all
-            ranks.
-
-    Raises:
-        DataError: the directory has outputs that were computed with other settings, or other files.
-    """
-
-    def __init__(self, directory: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
-        self.directory = Path(directory)
-        self._settings = dict(settings)
-        self._files: dict[str, list[tuple[int, int]]] = {}
-        self._identity = ""
-        self.shape: tuple[int, ...] | None = None
-        self.dtype: torch.dtype | None = None
-        self.order: list[int] = []
-        if (self.directory / INDEX).exists():
-            raise DataError(
-                f"{directory}: it has features that `mllm-seqpar ask` stored, of one video; {_ELSEWHERE} for training"
-            )
-        if (self.directory / TOWER_INDEX).exists():
-            self._open()
-
-    def _open(self) -> None:
-        path = self.directory / TOWER_INDEX
-        with reading_index(path, "features", f"delete the directory, or {_ELSEWHERE}"):
-            text = path.read_text()
-            index = json.loads(text)
-            found = dict(index["settings"])
-            shape, dtype, order = tuple(index["shape"]), getattr(torch, index["dtype"]), list(index["order"])
-        remedy = f"{_ELSEWHERE}, or use what they were made with"
-        require_made_with(f"{self.directory}: these features", found, self._settings, remedy)
-        self.shape, self.dtype, self.order, self._identity = shape, dtype, order, digest_of(text)
-
-    def create(self, shape: tuple[int, ...], dtype: torch.dtype, order: list[int]) -> None:
-        """Set the shape of the output for one frame, its dtype and the order of its dimensions in memory.
-
-        Raises:
-            DataError: the directory has outputs of another shape or dtype, or cannot be written.
-        """
-        if self.shape is None and not (self.directory / TOWER_INDEX).exists():
-            index = {"settings": self._settings, "shape": list(shape), "order": order}
-            index["dtype"] = str(dtype).removeprefix("torch.")
-            with self._writing():
-                write_json(self.directory / TOWER_INDEX, index)
-        if self.shape is None:
-            self._open()
-        if (self.shape, self.dtype) != (tuple(shape), dtype):
-            raise DataError(
-                f"{self.directory}: these features have shape {self.shape} and dtype {self.dtype}, but the vision "
-                f"tower returns {tuple(shape)} in {dtype}; {_ELSEWHERE}"
-            )
-
-    def has(self, key: str, start: int, stop: int) -> bool:
-        """Return whether there are outputs of frames start <= f < stop of a source."""
-        return start == stop or self._cover(key, start, stop) is not None
-
-    def read(self, key: str, start: int, stop: int) -> Tensor:
-        """Return the outputs of frames start <= f < stop of a source, (frames, *shape), which `has` has found.
-
-        Raises:
-            DataError: a file is damaged, or of another run.
-        """
-        assert self.shape is not None
-        out = torch.empty(stop - start, *self.shape, dtype=self.dtype)
-        files = [(((a, b),), self._path(key, a, b)) for a, b in self._cover(key, start, stop) or ()]
-        return _read_rows(out, files, ((start, stop),), self._identity, "delete it, and its frames are encoded again")
-
-    def write(self, key: str, start: int, states: Tensor) -> None:
-        """Store the outputs of the frames of a source, beginning with frame `start`; DataError if they cannot be
-        written."""
-        with self._writing():
-            _write_rows(self._path(key, start, start + len(states)), states, self._identity)
-
-    def _writing(self) -> AbstractContextManager[None]:
-        return writing(self.directory, "the features", f"free some space, or {_ELSEWHERE}")
-
-    def _path(self, key: str, start: int, stop: int) -> Path:
-        return self.directory / "frames" / key / f"{start}-{stop}.safetensors"
-
-    def _cover(self, key: str, start: int, stop: int) -> list[tuple[int, int]] | None:
-        """Return ranges of files, ascending, that together have these frames; None if there are none."""
-        for files in (self._files.get(key, []), self._listed(key)):
-            chosen, reached = [], start
-            while reached < stop:
-                following = max((item for item in files if item[0] <= reached), key=lambda item: item[1], default=None)
-                if following is None or following[1] <= reached:
-                    break
-                chosen.append(following)
-                reached = following[1]
-            if reached >= stop:
-                return chosen
-        return None
-
-    def _listed(self, key: str) -> list[tuple[int, int]]:
-        names = (path.stem.partition("-") for path in (self.directory / "frames" / key).glob("*-*.safetensors"))
-        self._files[key] = [(int(a), int(b)) for a, _, b in names if a.isdigit() and b.isdigit()]
-        return self._files[key]
-
-
-@lru_cache(maxsize=65_536)
-def source_key(source: FrameSource) -> str:
-    """Return the name of a source in the store, a digest of its `key`.
-
-    Raises:
-        ConfigError: the source has none.
-    """
-    try:
-        return digest_of(source.key())
-    except ConfigError as error:
-        raise ConfigError(f"--features: {error}; leave it out") from error
-
-
 def _file_name(rank: int, world: int) -> str:
     return f"features-{rank:05d}-of-{world:05d}.safetensors"
 
 
-def _write_rows(path: Path, rows: Tensor, identity: str) -> None:
+def write_rows(path: Path, rows: Tensor, identity: str) -> None:
+    """Write one row for each frame to a file, and the identity of the run."""
     from safetensors.torch import save_file
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -362,8 +234,12 @@ def _write_rows(path: Path, rows: Tensor, identity: str) -> None:
         save_file({_TENSOR: rows.detach().cpu().contiguous()}, temporary, metadata={"identity": identity})
 
 
-def _read_rows(out: Tensor, files: Iterable[tuple[Spans, Path]], frames: Spans, identity: str, remedy: str) -> Tensor:
-    """Fill `out` with the rows of ranges of frames, from files that have the frames of some ranges each."""
+def read_rows(out: Tensor, files: Iterable[tuple[Spans, Path]], frames: Spans, identity: str, remedy: str) -> Tensor:
+    """Fill `out` with the rows of ranges of frames, from files that have the frames of some ranges each; return it.
+
+    Raises:
+        DataError: a file is damaged, or of another run; ends with `remedy`.
+    """
     from safetensors import SafetensorError, safe_open
 
     files, done = list(files), 0

@@ -1,22 +1,46 @@
-"""What one record of a data set looks like: chats, LLaVA, OpenAI, questions, captions, multiple choice.
+"""What one record of a data set looks like: our form of a conversation, and other forms, which are converted to it.
 
-`to_chat` detects the form of a record and converts it to the chats of `chat_format`. If the form is unknown, the error
-names what was found. `records` reads the data sets.
+Our form is one conversation about videos and images:
+
+    {"messages": [{"role": "user", "content": [{"type": "video", "path": "a.mp4"}, {"type": "text", "text": "..."}]},
+                  {"role": "assistant", "content": "..."}]}
+
+Media parts:
+
+- {"type": "video", "path": FILE}, optionally with "fps", "num_frames" or "max_frames" for this video, and with "start"
+  and "end", seconds, for a clip of it
+- {"type": "video", "images": [FILE, ...]}, a list of images as a video
+- {"type": "image", "path": FILE}, one frame, or one frame per tile if the model's processor cuts images into tiles
+
+A path may be a URL. Relative paths start at the folder of the JSONL file. A record may have further keys, such as an
+id, but no keys that name media or tools outside the messages. Messages and parts have no further keys.
+
+`to_chat` detects other forms (LLaVA, OpenAI, questions, captions, multiple choice) and converts them, and
+`check_record` validates the result. If a form is unknown, the error names what was found. `records` reads data sets.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from mllm_seqpar.errors import ConfigError, DataError
+from mllm_seqpar.errors import ConfigError, DataError, VideoError
+from mllm_seqpar.models.messages import message_parts
 
-from .frame_choice import FRAME_FIELDS
+from .frame_choice import FRAME_FIELDS, FrameChoice
 from .media_files import VIDEO_SUFFIXES
 from .records import VIDEO_ID
+
+_Source = TypeVar("_Source")
+_Check = Callable[[str], object] | None
+
+_PART_KEYS = dict.fromkeys(("image", "video"), ("path", "images", *FRAME_FIELDS))  # some are refused by name
+_PART_KEYS["text"] = ("text",)
+_REFUSED_KEYS = {"image", "images", "video", "videos", "audio", "audios", "tools", "system", *FRAME_FIELDS}
+"""Keys of other formats whose content would be ignored."""
 
 OPTION_KEYS = ("options", "candidates", "choices")
 ANSWER_KEYS = ("answer", "correct_choice", "correct_answer", "answer_index")
@@ -57,7 +81,7 @@ _KNOWN = (
 
 
 def to_chat(record: Any, *, template: str = DEFAULT_TEMPLATE, answered: bool = True) -> Mapping[str, Any]:
-    """Return a record in the form of `chat_format`; a record that already has this form is returned unchanged.
+    """Return a record in our form; a record that already has this form is returned unchanged.
 
     Args:
         record: decoded JSON, or the row of a table.
@@ -102,7 +126,7 @@ def _from_messages(record: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message with parts in our form; unknown keys are kept, and `check_record` names them."""
-    result = {key: value for key, value in message.items() if value is not None}  # tables fill absent keys with nulls
+    result = _without_nulls(message)
     if result.get("role") == "developer":
         result["role"] = "system"
     if isinstance(result.get("content"), list):
@@ -110,12 +134,17 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
+def _without_nulls(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a message, a turn or a part that it has; tables store null for the others."""
+    return {key: value for key, value in given.items() if value is not None}
+
+
 def _part(part: Mapping[str, Any]) -> dict[str, Any]:
-    given = {key: value for key, value in part.items() if value is not None}
+    given = _without_nulls(part)
     kind = given.get("type")
     if kind in _TEXT_PARTS:
         return {**given, "type": "text"}
-    if kind not in _MEDIA_PARTS:
+    if not isinstance(kind, str) or kind not in _MEDIA_PARTS:
         return given
     media = _MEDIA_PARTS[kind]
     names = {key for key in (kind, f"{media}_url", media, "url") if key in given}
@@ -133,9 +162,9 @@ def _turns(conversations: Any) -> Iterator[dict[str, Any]]:
     if not isinstance(conversations, list) or not conversations:
         raise DataError('conversations is not a list; expected [{"from": "human", "value": ...}, ...]')
     for number, turn in enumerate(conversations):
-        turn = turn if isinstance(turn, Mapping) else {}
+        turn = _without_nulls(turn) if isinstance(turn, Mapping) else {}
         speaker, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
-        if speaker not in _ROLES or not isinstance(text, str):
+        if not isinstance(speaker, str) or speaker not in _ROLES or not isinstance(text, str):
             raise DataError(
                 f"turn {number} of conversations is from {speaker!r} with the value {text!r:.40}; expected a text from "
                 "human, gpt or system"
@@ -166,7 +195,7 @@ def _ask(media: Sequence[dict[str, Any]], question: str, answer: str) -> list[di
 def _media(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the media parts that the keys of a record name, images first."""
     parts: list[dict[str, Any]] = []
-    sampling = {key: record[key] for key in FRAME_FIELDS if record.get(key) is not None} | _clip(record)
+    sampling = {key: _number(record[key]) for key in FRAME_FIELDS if record.get(key) is not None} | _clip(record)
     record = _with_file_names(record)
     for kind, keys in _MEDIA_KEYS.items():
         found = [key for key in keys if record.get(key)]
@@ -213,17 +242,19 @@ def _clip(given: Mapping[str, Any]) -> dict[str, Any]:
         if len(stated) > 1:
             raise DataError(f"has both {stated[0]!r} and {stated[1]!r}; give one of them")
         if stated:
-            found[name] = _seconds(given[stated[0]])
+            found[name] = _number(given[stated[0]])
     return found
 
 
-def _seconds(value: Any) -> Any:
-    if not isinstance(value, str) or not _TIME.fullmatch(value.strip()):
-        return value  # `check_record` says what is wrong
-    seconds = 0.0
-    for part in value.split(":"):
-        seconds = 60 * seconds + float(part)
-    return seconds
+def _number(value: Any) -> Any:
+    """Return the number that a cell of a table states, as a text in CSV, or as a float beside nulls in pandas."""
+    if isinstance(value, str) and _TIME.fullmatch(value.strip()):
+        seconds = 0.0
+        for part in value.split(":"):
+            seconds = 60 * seconds + float(part)
+        value = seconds
+    # `check_record` says what is wrong with other values
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _listed(value: Any) -> Sequence[Any]:
@@ -281,6 +312,108 @@ def _split(message: Mapping[str, Any]) -> list[Any]:
         {"type": "text", "text": text} if number % 2 == 0 else {"type": text} for number, text in enumerate(pieces)
     ]
     return [part for part in parts if part.get("text") != ""]
+
+
+def check_record(
+    record: Any, check_file: Callable[[str], object] | None = None, marks: Sequence[str] = (), *, answered: bool = True
+) -> list[Mapping[str, Any]]:
+    """Return the messages of one decoded line; no text may contain `marks`.
+
+    Args:
+        check_file: called with the name of each file; raises VideoError if it does not exist. None: not checked.
+        answered: whether a message of the assistant is required.
+
+    Raises:
+        DataError: the line is malformed, or a file does not exist; names the message and the problem.
+    """
+    record = record if isinstance(record, dict) else {}
+    if refused := sorted(_REFUSED_KEYS & set(record)):
+        raise DataError(
+            f"has the key {refused[0]!r} outside the messages, which would be ignored; media are parts of a "
+            'message, such as {"type": "video", "path": "a.mp4"}, and a system prompt is a message'
+        )
+    messages = record.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise DataError('needs "messages", a list of {"role": ..., "content": ...}')
+    for number, message in enumerate(messages):
+        parts = message_parts(number, message, _PART_KEYS)
+        where = f"message {number} ({message['role']})"
+        if unknown := sorted(set(message) - {"role", "content"}):
+            raise DataError(f"{where}: unknown key {unknown[0]!r}; a message has role and content")
+        for part in parts:
+            if fault := _part_fault(part, check_file, marks):
+                raise DataError(f"{where}: {fault}")
+    answers = {n: message["content"] for n, message in enumerate(messages) if message["role"] == "assistant"}
+    if answered and not answers:
+        raise DataError("has no message of the assistant, so there are no target tokens")
+    for number, answer in answers.items() if answered else ():
+        texts = [answer] if isinstance(answer, str) else [part["text"] for part in answer]
+        if not any(text.strip() for text in texts):
+            raise DataError(
+                f"message {number} (assistant) is empty, which would only train the model to end its answer; "
+                "give the answer, or leave the message or the record out"
+            )
+    return messages
+
+
+def media_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the parts of type video and image, in order."""
+    return [
+        part
+        for message in messages
+        if not isinstance(message["content"], str)
+        for part in message["content"]
+        if part["type"] != "text"
+    ]
+
+
+def media_of(messages: Sequence[Mapping[str, Any]], sources: Sequence[_Source]) -> list[tuple[str, _Source]]:
+    """Return the kind and the source of each media part.
+
+    Raises:
+        DataError: unless there is one source for each.
+    """
+    parts = media_parts(messages)
+    if len(parts) != len(sources):
+        raise DataError(
+            f"{len(sources)} videos and images were passed, and the conversation has {len(parts)} media parts; pass "
+            "one for each"
+        )
+    return [(part["type"], source) for part, source in zip(parts, sources, strict=True)]
+
+
+def part_files(part: Mapping[str, Any]) -> list[str]:
+    """Return the names of the files of a media part, as its record writes them."""
+    return part.get("images") or [part["path"]]
+
+
+def _part_fault(part: Mapping[str, Any], check_file: _Check, marks: Sequence[str]) -> str | None:
+    """Return what is wrong with the text or the medium of a part, or None."""
+    if part["type"] != "text":
+        return _media_fault(part, part["type"], check_file)
+    found = [mark for mark in marks if mark in part["text"]]
+    return f"its text holds {found[0]}; show media by parts, and leave the model's own marks out" if found else None
+
+
+def _media_fault(part: Mapping[str, Any], kind: str, check_file: _Check) -> str | None:
+    listed = part.get("images") if kind == "video" and "images" in part else [part.get("path")]
+    if not isinstance(listed, list) or not listed or not all(isinstance(name, str) for name in listed):
+        return f'a part of type {kind} needs "path", a file' + (', or "images", a list' if kind == "video" else "")
+    if "images" in part and ("path" in part or kind == "image"):
+        return 'both "path" and "images"; give one of them' if kind == "video" else 'an image has a "path"'
+    try:
+        for name in listed:
+            if check_file is not None:
+                check_file(name)
+        if kind == "image":
+            given = [name for name in FRAME_FIELDS if part.get(name) is not None]
+            return f"{given[0]} of an image; only a video takes it" if given else None
+        chosen = FrameChoice.of(part)
+        if "images" in part:
+            chosen.sampled(listed)
+    except (ConfigError, VideoError) as error:
+        return str(error)
+    return None
 
 
 def check_template(template: str) -> None:

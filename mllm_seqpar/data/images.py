@@ -54,7 +54,8 @@ def _open_image(name: str) -> Iterator[tuple[Any, Any]]:
         known = [name for name in IMAGE_FORMATS if name in image.OPEN]
         with image.open(name, formats=known) as file:
             yield file, ops
-    except (OSError, SyntaxError, ValueError) as error:  # Pillow raises any of these for broken files
+    # Pillow raises any of these for broken files, and the last one for more pixels than Image.MAX_IMAGE_PIXELS allows.
+    except (OSError, SyntaxError, ValueError, image.DecompressionBombError) as error:
         if media_size(name) == 0:
             raise VideoError(f"{name}: the file is empty (0 bytes); was the download interrupted?") from error
         reason = str(error).partition(f" {name!r}")[0]  # without the path, which the message begins with
@@ -63,7 +64,10 @@ def _open_image(name: str) -> Iterator[tuple[Any, Any]]:
 
 def read_image(name: str, size: tuple[int, int] | None) -> Tensor:
     with _open_image(name) as (file, ops):
-        image: Any = ops.exif_transpose(file).convert("RGB")
+        image: Any = ops.exif_transpose(file)
+        if image.mode.startswith("I;16"):  # Pillow would make all values above 255 white
+            image = ops.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        image = image.convert("RGB")
     if size is not None:
         image = image.resize((size[1], size[0]), resample=3)  # bicubic
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)

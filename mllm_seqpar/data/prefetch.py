@@ -5,69 +5,15 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mllm_seqpar._compat import call_before_threads_are_joined
-
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-
-class ReadAheadLimit:
-    """Admits results in the order of their numbers, while the existing ones stay within a limit of bytes.
-
-    One result is always admitted, whatever its size, so that the next result is always computed.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit, self._next, self._closed = limit, 0, False
-        self._admitted: dict[int, int] = {}
-        self._changed = threading.Condition()
-        _open.add(self)
-
-    def admit(self, number: int, size: int) -> None:
-        """Wait until result `number`, of `size` bytes, may be computed; raise CancelledError after `close`."""
-
-        def may_begin() -> bool:
-            fits = not self._admitted or sum(self._admitted.values()) + size <= self._limit
-            return self._closed or (number == self._next and fits)
-
-        with self._changed:
-            self._changed.wait_for(may_begin)
-            if self._closed:
-                raise CancelledError
-            self._admitted[number], self._next = size, number + 1
-            self._changed.notify_all()
-
-    def release(self, number: int) -> None:
-        """Stop counting result `number`."""
-        with self._changed:
-            del self._admitted[number]
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """Cancel all waiting calls."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-
-_open: weakref.WeakSet[ReadAheadLimit] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    for limit in list(_open):
-        limit.close()
-
-
-# Python joins the threads of pools at exit, before the frames of an error that nothing caught are released, so a limit
-# whose owner has not closed it would make them hang.
-call_before_threads_are_joined(_close_all)
 
 
 def read_ahead(

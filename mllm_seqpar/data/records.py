@@ -3,13 +3,14 @@
 JSONL, JSON and CSV are read here, so that an error names FILE:LINE. Parquet, arrow, directories of `save_to_disk` and
 WebDataset shards are read by `datasets`. It copies them into its own cache when they are opened first; a lock of the
 cache makes the other processes of the machine wait. Images and videos inside a table are written to the media cache
-(`downloads`) on first use, because decoders read files.
+(`media_files`) on first use, because decoders read files.
 """
 
 from __future__ import annotations
 
 import codecs
 import csv
+import importlib
 import io
 import json
 import os
@@ -21,13 +22,12 @@ from glob import escape, glob, has_magic
 from pathlib import Path
 from typing import Any
 
-from mllm_seqpar._compat import optional_import, undecoded_members
+from mllm_seqpar._compat import optional_import
 from mllm_seqpar.errors import DataError, VideoError, first_line
 from mllm_seqpar.models.hub import local_directory
 
-from .downloads import stored
-from .media_files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, is_remote, local_media
-from .store_files import digest_of, file_digest
+from .media_files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, is_remote, local_media, media_cache
+from .store_files import digest_of, file_digest, reading_index
 
 VIDEO_ID = "video-id:"
 """The prefix of the name of a video if only the stem of its file is known."""
@@ -50,7 +50,8 @@ _MARKS = (_SAVED, "metadata.jsonl", "metadata.csv")
 _TEXTS = ("txt", "text", "caption")
 _EMBEDDED = "column:"
 _BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
-_SPLIT = re.compile(r"^(.*?)(?:-\d{5}-of-\d{5}.*)?$")  # test-00000-of-00002.parquet
+_SHARD = re.compile(r"-\d{5}-of-\d{5}.*$")  # test-00000-of-00002.parquet
+_NUMBER = re.compile(r"[-_.]?\d+$")  # shard-000.tar, 0000.parquet
 
 
 def open_records(path: str | os.PathLike[str], *, media_root: str | os.PathLike[str] | None = None) -> Records:
@@ -79,10 +80,8 @@ def open_records(path: str | os.PathLike[str], *, media_root: str | os.PathLike[
         records = TarRecords(files)
     elif kind in _BUILDERS or kind == _SAVED:
         records = TableRecords(files)
-    elif len(files) > 1:
-        raise DataError(f"{name}: {len(files)} {kind} files; only parquet, arrow and tar data may have several files")
     else:
-        records = JsonRecords(files[0])
+        records = JsonRecords(files)
     records.path = Path(name)
     if media_root is not None:
         records.folders = (Path(media_root),)
@@ -117,23 +116,20 @@ def _files_of(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise DataError(f"{folder}: cannot be read (no such file or directory); expected {KNOWN}")
     if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
-        return _files_of(_only(folder, "splits", [folder / name for name in splits]))
+        with reading_index(folder / "dataset_dict.json", "splits", "was the download complete?"):
+            splits = [folder / name for name in json.loads((folder / "dataset_dict.json").read_text())["splits"]]
+        return _files_of(_only(folder, "splits", splits))
     for mark in _MARKS:
         if (folder / mark).is_file():
             return [folder / mark]
-    for suffix in _BUILDERS:
-        files = sorted(path for path in folder.rglob(f"*{suffix}") if not path.name.startswith("."))
-        splits = {path.parent / re.sub(r"[-_.]?\d+$", "", _SPLIT.sub(r"\1", path.stem)) for path in files}
-        if splits:
-            _only(folder, "splits or subsets", [f"{split}*" for split in sorted(splits)])
+    inside = sorted(path for path in folder.rglob("*") if path.suffix in _SUFFIXES and not _is_hidden(path, folder))
+    texts = [path for path in inside if path.suffix not in _BUILDERS]
+    # Folders inside may have texts that describe one medium each.
+    texts = [path for path in texts if path.parent == folder] or texts
+    for files in (*([path for path in inside if path.suffix == suffix] for suffix in _BUILDERS), texts):
+        if files:
+            _only(folder, "splits or subsets", sorted({path.parent / _pattern_of(path) for path in files}))
             return files
-    files = sorted([*folder.glob("*.jsonl"), *folder.glob("*.json")])
-    files = [path for path in files if not path.name.startswith("dataset_info")]  # describes a data set of the Hub
-    inner = [path for path in sorted(folder.iterdir()) if any((path / mark).is_file() for mark in _MARKS)]
-    if files or inner:
-        found = _only(folder, "data sets", [*files, *inner])
-        return _files_of(found) if found.is_dir() else [found]
     media = next((p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES | VIDEO_SUFFIXES), None)
     if media is not None:
         raise DataError(
@@ -142,6 +138,19 @@ def _files_of(folder: Path) -> list[Path]:
         )
     listed = ", ".join(path.name for path in sorted(folder.iterdir())[:6]) or "nothing"
     raise DataError(f"{folder}: no data set was found there (found: {listed}); expected {KNOWN}")
+
+
+def _pattern_of(path: Path) -> str:
+    """Return the pattern of the files of the split that a file belongs to, by its name."""
+    split = _SHARD.sub("", path.stem)
+    if path.suffix in _BUILDERS:  # texts with other numbers may be versions of one another
+        split = _NUMBER.sub("", split)
+    return f"{split}*{path.suffix}"
+
+
+def _is_hidden(path: Path, folder: Path) -> bool:
+    """Return whether a file of a directory is no data: a hidden one, or one that describes a data set of the Hub."""
+    return path.name.startswith("dataset_info") or any(x.startswith(".") for x in path.relative_to(folder).parts)
 
 
 def _only(folder: Path, what: str, found: Sequence[Any]) -> Any:
@@ -168,8 +177,17 @@ class Records(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def record(self, index: int) -> Any:
+    def _row(self, index: int) -> Any:
         """Return a record as JSON would have it; DataError if it cannot be parsed, without its place."""
+
+    def record(self, index: int) -> Any:
+        """Return a record without the keys whose value is null, as which tables store absent keys.
+
+        Raises:
+            DataError: it cannot be parsed; does not name its place.
+        """
+        row = self._row(index)
+        return {name: value for name, value in row.items() if value is not None} if isinstance(row, dict) else row
 
     def place(self, index: int) -> str:
         """Return the place of a record, for messages: FILE:LINE of JSONL, its number otherwise, each from 1."""
@@ -187,10 +205,10 @@ class Records(ABC):
         if local != name:
             return local
         for folder in self.folders:
-            if (folder / name).is_file():
+            if os.path.isfile(folder / name):  # Path.is_file raises for a name that is too long
                 return str(folder / name)
         others = f" (nor in {', '.join(map(str, self.folders[1:]))})" if self.folders[1:] else ""
-        raise VideoError(f"{self.folders[0] / name}: no such file{others}")
+        raise VideoError(f"{self.folders[0] / name!s:.300}: no such file{others}")
 
     def identify(self, index: int, name: str) -> str | tuple[int, str]:
         """Return what is equal for equal files: a path, a URL, or the place of a file inside a table.
@@ -214,48 +232,60 @@ class Records(ABC):
 
 
 class JsonRecords(Records):
-    """The records of a JSONL file, whose places have its lines, of a JSON file that holds one list, or of CSV."""
+    """The records of JSONL files, whose places have their lines, of JSON files that hold one list each, or of CSV."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.folders, self._file = path, (path.parent,), path
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror}); expected {KNOWN}") from error
-        self.digest = digest_of(content)
-        self._rows = list(self._numbered(content))
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.path, self.folders = files[0], tuple(dict.fromkeys(file.parent for file in files))
+        contents = [self._content(file) for file in files]
+        self.digest = "\n".join(map(digest_of, contents))
+        self._rows = [
+            (file, number, row)
+            for file, content in zip(files, contents, strict=True)
+            for number, row in self._numbered(file, content)
+        ]
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def place(self, index: int) -> str:
-        number, row = self._rows[index]
-        return f"{self._file}:{number}" if isinstance(row, bytes) else f"{self._file}, record {number}"
+        file, number, row = self._rows[index]
+        return f"{file}:{number}" if isinstance(row, bytes) else f"{file}, record {number}"
 
-    def record(self, index: int) -> Any:
-        row = self._rows[index][1]
+    def _row(self, index: int) -> Any:
+        row = self._rows[index][-1]
         if isinstance(row, dict) and None in row:  # of csv.DictReader
             raise DataError("has more cells than the header has columns; put a text that has a comma in quotes")
         try:
             return json.loads(row) if isinstance(row, bytes) else row
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"not JSON ({error}); each line holds one record") from error
 
-    def _numbered(self, content: bytes) -> Iterator[tuple[int, Any]]:
+    def _content(self, file: Path) -> bytes:
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise DataError(f"{file}: cannot be read ({error.strerror}); expected {KNOWN}") from error
+        if content.startswith(b"\x1f\x8b"):
+            raise DataError(f"{file}: is compressed by gzip; decompress it, e.g. gunzip {file.name}")
+        return content
+
+    def _numbered(self, file: Path, content: bytes) -> Iterator[tuple[int, Any]]:
         """Yield (number, record) from 1; the records of JSONL are lines that are parsed on access."""
-        if self._file.suffix.lower() == ".csv":
+        if file.suffix.lower() == ".csv":
             try:
-                text = content.decode("utf-8-sig")
+                for number, cells in enumerate(csv.DictReader(io.StringIO(content.decode("utf-8-sig"), newline="")), 1):
+                    yield number, {name: cell or None for name, cell in cells.items()}
             except UnicodeDecodeError as error:
-                raise DataError(f"{self._file}: not CSV in UTF-8 ({error}); save it in UTF-8") from error
-            yield from enumerate(csv.DictReader(io.StringIO(text, newline="")), 1)
+                raise DataError(f"{file}: not CSV in UTF-8 ({error}); save it in UTF-8") from error
+            except csv.Error as error:  # such as a cell of more than 131,072 characters
+                raise DataError(f"{file}: not readable as CSV ({error}); save it as JSONL or parquet") from error
             return
         start = content.removeprefix(codecs.BOM_UTF8).lstrip()
         if start[:1] == b"[":
             try:
                 yield from enumerate(json.loads(start), 1)
-            except ValueError as error:
-                raise DataError(f"{self._file}: not JSON ({error}); expected one list of records") from error
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{file}: not JSON ({error}); expected one list of records") from error
             return
         yield from ((number, row) for number, row in enumerate(content.splitlines(), 1) if row.strip())
 
@@ -286,14 +316,27 @@ class TableRecords(Records):
             last = str(cause).strip().rpartition("\n")[2]  # of a cast: why, after the columns of both files
             why = first_line(cause) + (f" {last}" if last.startswith("because") else "")
             raise DataError(
-                f"{files[0]}{others}: cannot be read by `datasets` ({why}); was the download complete?"
+                f"{files[0]}{others}: cannot be read by `datasets` ({why}); check that the download is complete, and "
+                "that a column has the same type in all files"
             ) from error
         self._media = self._media_columns(data.features)
         self._rows, self._table = data.remove_columns(self._media), data.with_format("arrow")
 
-    def _load(self, datasets: Any, files: Sequence[Path], **options: Any) -> Any:
-        names = [escape(str(file.absolute())) for file in files]
-        return datasets.load_dataset(_BUILDERS[files[0].suffix.lower()], data_files=names, split="train", **options)
+    def _load(self, datasets: Any, files: Sequence[Path]) -> Any:
+        kind, names = _BUILDERS[files[0].suffix.lower()], [escape(str(file.absolute())) for file in files]
+        options: dict[str, Any] = {"data_files": names, "features": self._features(datasets, files)}
+        if kind == "parquet":
+            options["batch_size"] = 1000  # by default, the rows of the first group, which may be none
+        return datasets.load_dataset(kind, split="train", **options)
+
+    def _features(self, datasets: Any, files: Sequence[Path]) -> Any:
+        """Return the columns of all files; rows of files without a column have null. None: those of the first file."""
+        if len(files) == 1 or files[0].suffix.lower() != ".parquet":
+            return None
+        from pyarrow import parquet, unify_schemas
+
+        schemas = [parquet.read_schema(file) for file in files]
+        return datasets.Features.from_arrow_schema(unify_schemas(schemas, promote_options="permissive"))
 
     def _media_columns(self, features: Any) -> list[str]:
         return [field.name for field in features.arrow_schema if _has_files(field.type)]
@@ -301,13 +344,13 @@ class TableRecords(Records):
     def __len__(self) -> int:
         return len(self._table)
 
-    def record(self, index: int) -> Any:
+    def _row(self, index: int) -> Any:
         row = self._rows[index] if self._rows.column_names else {}
-        record = {name: value for name, value in row.items() if value is not None}
-        cells = self._cells(index)
-        return record | {
-            column: [f"{_EMBEDDED}{column}/{number}" for number in range(len(files))] for column, files in cells.items()
+        names = {
+            column: [f"{_EMBEDDED}{column}/{number}" for number in range(len(files))]
+            for column, files in self._cells(index).items()
         }
+        return row | names
 
     def _cells(self, index: int) -> dict[str, Sequence[Any]]:
         """Return the files in each column of a row, without reading their bytes."""
@@ -340,7 +383,8 @@ class TableRecords(Records):
         path = cell["path"].as_py() if "path" in fields else None
         if content.is_valid:
             key = digest_of(f"{self._version} {index} {column} {number}")
-            return str(stored(key + Path(path or "").suffix, "a file inside a table", lambda: iter([content.as_py()])))
+            name = key + Path(path or "").suffix
+            return str(media_cache().file(name, "a file inside a table", lambda: iter([content.as_py()])))
         if not path:
             raise VideoError(f"column {column} has neither bytes nor a path in this row")
         return super().locate(index, path)
@@ -356,7 +400,16 @@ class TarRecords(TableRecords):
     their name, or in order if the record names none or the same number.
     """
 
-    def _load(self, datasets: Any, files: Sequence[Path], **options: Any) -> Any:
+    def _load(self, datasets: Any, files: Sequence[Path]) -> Any:
+        module = importlib.import_module("datasets.packaged_modules.webdataset.webdataset")
+        # `datasets` would decode all members, also those that are not read, and fail without naming the sample.
+        builder = type("UndecodedMembers", (module.WebDataset,), {"DECODERS": {}})
+        names = [escape(str(file.absolute())) for file in files]
+        found = builder(data_files=names, features=self._features(datasets, files))
+        found.download_and_prepare()
+        return found.as_dataset("train")
+
+    def _features(self, datasets: Any, files: Sequence[Path]) -> Any:
         # Without types, `datasets` infers them from five samples and silently leaves out what only later samples have.
         types: dict[str, Any] = {"__key__": datasets.Value("string"), "__url__": datasets.Value("string")}
         for file in files:
@@ -370,18 +423,16 @@ class TarRecords(TableRecords):
                         types[extension] = datasets.Value("binary")
         if len(types) == 2:
             raise ValueError("its members are neither json nor txt, images or videos")
-        # `datasets` would decode all members, also those that are not read, and fail without naming the sample.
-        with undecoded_members():
-            return super()._load(datasets, files, features=datasets.Features(types))
+        return datasets.Features(types)
 
     def _media_columns(self, features: Any) -> list[str]:
         return [name for name in features if _media_kind(name) is not None]
 
-    def record(self, index: int) -> Any:
+    def _row(self, index: int) -> Any:
         row = self._rows[index]
         try:
             record = {} if row.get("json") is None else json.loads(row["json"])
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"its member json is not JSON ({error})") from error
         if not isinstance(record, dict):
             return record
@@ -421,7 +472,7 @@ def _has_files(kind: Any) -> bool:
     from pyarrow import types
 
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return _has_files(kind.value_type)
+        kind = kind.value_type
     if types.is_struct(kind):
-        return any(field.name == "bytes" and _has_files(field.type) for field in kind)
-    return bool(types.is_binary(kind) or types.is_large_binary(kind))
+        kind = next((field.type for field in kind if field.name == "bytes"), kind)
+    return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind))

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mllm_seqpar.errors import ConfigError, VideoError
+from mllm_seqpar.errors import ConfigError, DataError, VideoError
 
 from .frame_store import FrameFile, FrameStore
 from .images import image_size, read_image
@@ -210,6 +210,35 @@ class ImageTensorSource(FrameSource):
             if size not in (None, tuple(image.shape[1:])):
                 raise VideoError(f"size is {size}; an image in memory is {tuple(image.shape[1:])}: leave size out")
             yield image[None]
+
+
+@dataclass(frozen=True)
+class FeatureFrames(FrameSource):
+    """The frames of a feature store: a source with a length, and perhaps a size and times, but without pixels.
+
+    Attributes:
+        count: the number of frames.
+        size: (height, width) of all frames, if it is stored.
+        times: the seconds of each frame, if they are stored.
+    """
+
+    count: int
+    size: tuple[int, int] | None = None
+    times: Sequence[float] | None = None
+
+    def __len__(self) -> int:
+        return self.count
+
+    def sizes(self) -> list[tuple[int, int]]:
+        if self.size is None:
+            raise DataError("the feature store has no frame size; encode the video again with --save_features")
+        return [self.size] * self.count
+
+    def seconds(self, index: int) -> float | None:
+        return None if self.times is None else self.times[index]
+
+    def read(self, start: int, stop: int, *, size: Any = None, batch: int = 16) -> Iterator[Tensor]:
+        raise DataError("these frames are stored only as features; give --video too")
 
 
 @lru_cache(maxsize=4096)

@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from mllm_seqpar.cli.launch import launched_ranks
+from mllm_seqpar.cli.launch import ranks_with_options
 from mllm_seqpar.cli.outputs import require_writable, write_text
 from mllm_seqpar.cli.program_exit import FAILED
 from mllm_seqpar.cli.progress import Clock, FramesBar, note, peak_memory, quiet_transformers, say
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.comm.agreement import agree, attempt
+from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.feature_store import INDEX, FeatureStore
 from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES
 from mllm_seqpar.data.media_files import VIDEO_SUFFIXES
@@ -59,10 +59,7 @@ def ask(argv: Sequence[str]) -> int:
         SeqParError: on invalid arguments or files or a video that cannot be read, or if the ranks disagree.
     """
     quiet_transformers()
-    args, problem = attempt(lambda: parse(argv))
-    with launched_ranks(*((args.device, args.timeout) if args else ())) as (comm, device):
-        agree(comm, "arguments", lambda: asdict(args) if args else {}, dict, error=problem)
-        assert args is not None  # otherwise all ranks have raised
+    with ranks_with_options(lambda: parse(argv)) as (args, comm, device):
         failures = (ask_videos if args.questions is None else answer_data_set)(args, comm, device)
     return FAILED if failures else 0
 
@@ -189,10 +186,10 @@ class VideoRun:
             with self._times.measure("read features"):
                 return agree(comm, "features", partial(load_video, video.store, engine.family, comm, **place))
         assert video.source is not None  # AskArguments requires --video or --features
-        frames = len(engine.family.units(video.source))
         with self._times.measure(ENCODE_STAGE), FramesBar(args.progress and comm.rank == 0) as bar:
-            options = {**args.encoding(), "progress": lambda done: bar(done, frames)}
-            encoded = encode_video(engine.model, engine.processor, video.source, group=comm, **options)
+            encoded = encode_video(
+                engine.model, engine.processor, video.source, group=comm, progress=bar, **args.encoding()
+            )
         if video.save_to is not None:
             with self._times.measure("save"):
                 save_video(video.save_to, encoded, comm, video.feature_meta)

@@ -23,13 +23,13 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from mllm_seqpar._compat import cache_name, cache_of
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.data.chat_family import VIDEO_MARK, ChatText, FeatureFrames, chat_family
-from mllm_seqpar.data.sources import FrameSource
+from mllm_seqpar.data.chat_family import VIDEO_MARK, ChatText, chat_family
+from mllm_seqpar.data.sources import FeatureFrames, FrameSource
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.sharding import FrameShard
 
-from .encoding import EncodedVideo, encode_video, encoder_of
+from .encoding import EncodedVideo, Progress, encode_video, encoder_of
 from .evidence import evidence_of, record_attention
 from .generation import Answer, ForcedTokens, GeneratedText, OnText, Sampling, longest_text
 
@@ -130,15 +130,11 @@ class Conversation:
             "answer, or begin a new conversation"
         )
 
-    def encode(
-        self,
-        progress: Callable[[int, int], object] | None = None,
-        interrupted: Callable[[], bool] | None = None,
-    ) -> None:
+    def encode(self, progress: Progress | None = None, interrupted: Callable[[], bool] | None = None) -> None:
         """Read and encode this rank's frames, unless that has been done. `answer` calls this.
 
         Args:
-            progress: called with (frames that all ranks have encoded so far, all frames).
+            progress: as in `encode_video`.
             interrupted: the encoding ends on all ranks when it returns True on this one.
 
         Raises:
@@ -147,14 +143,13 @@ class Conversation:
         """
         if self._encoded is not None or not self.sources:
             return
-        total = sum(len(self._family.units(source)) for source in self.sources)
         self._encoded = encode_video(
             self._model,
             self._processor,
             self.sources,
             group=self._comm,
             batch=self._batch,
-            progress=None if progress is None else lambda done: progress(done, total),
+            progress=progress,
             on_host=self._on_host,
             interrupted=interrupted,
         )

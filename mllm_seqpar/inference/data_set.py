@@ -37,8 +37,16 @@ from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data.chat import ChatDataset
 from mllm_seqpar.data.chat_family import chat_family
-from mllm_seqpar.data.chat_format import check_record, media_parts, part_files
-from mllm_seqpar.data.formats import CATEGORY_KEYS, OPTION_KEYS, MultipleChoice, read_choice, to_chat
+from mllm_seqpar.data.formats import (
+    CATEGORY_KEYS,
+    OPTION_KEYS,
+    MultipleChoice,
+    check_record,
+    media_parts,
+    part_files,
+    read_choice,
+    to_chat,
+)
 from mllm_seqpar.data.sources import FrameSource
 from mllm_seqpar.data.store_files import require_made_with
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError

@@ -33,6 +33,8 @@ from mllm_seqpar.sharding import FrameShard, frame_spans, span_length
 Pixels = tuple[Tensor, ...]
 """Preprocessed frames of a family: pixels, and further tensors with one entry per frame."""
 
+Progress = Callable[[int, int], object]
+"""Called with the number of frames that all ranks have encoded so far, and the number of all frames."""
 
 PARTS = ("decode frames", "transfer", "encode", "wait for frames")
 """The parts of the time that a rank takes to encode a video. The first three overlap; in the fourth, encoding waits."""
@@ -77,7 +79,7 @@ def encode_video(
     *,
     group: Group = None,
     batch: int = 8,
-    progress: Callable[[int], object] | None = None,
+    progress: Progress | None = None,
     on_host: bool = False,
     interrupted: Callable[[], bool] | None = None,
 ) -> EncodedVideo:
@@ -90,7 +92,7 @@ def encode_video(
         source: the frames, a `VideoSource` for example; of several sources, one after the other.
         group: the ranks that share the frames, as for `patch_model`.
         batch: number of frames read and encoded at once.
-        progress: called after each round with the number of frames that all ranks have encoded so far.
+        progress: called after each round.
         on_host: collect the features in host memory, for a model with `visual_offload="cpu"`.
         interrupted: the encoding ends on all ranks when it returns True on this one.
 
@@ -120,7 +122,7 @@ def encode_video(
             _, rows = agree(comm, "reading the video", error=encoder.error, numbers=lambda _: [encoder.done])
             done = [encoded for (encoded,) in rows]
             if progress is not None:
-                progress(sum(done))
+                progress(sum(done), total)
             if done == counts:
                 break
             encoder.encode(pixels)

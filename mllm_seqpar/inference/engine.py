@@ -35,7 +35,7 @@ from mllm_seqpar.patching import patch_model
 
 from .arguments import ModelOptions
 from .conversation import Conversation
-from .encoding import encoder_of
+from .encoding import Progress, encoder_of
 from .generation import Sampling
 
 T = TypeVar("T")
@@ -166,7 +166,7 @@ class Engine:
     def prepare(
         self,
         job: Job,
-        progress: Callable[[int, int], object] | None = None,
+        progress: Progress | None = None,
         interrupted: Callable[[], bool] | None = None,
     ) -> tuple[Conversation, ChatText]:
         """Return the conversation about the media of a job, and the prompt, for `Conversation.answer`.
@@ -176,7 +176,7 @@ class Engine:
 
         Args:
             job: the same on all ranks.
-            progress: called with (frames that all ranks have encoded, all frames).
+            progress: as in `encode_video`.
             interrupted: ends the encoding when it returns True on this rank.
 
         Raises:

@@ -136,7 +136,7 @@ def moment_data(moment: Moment, sources: Sequence[FrameSource], by_time: bool = 
     return {
         "label": moment.span,
         "frames": frames,
-        "share": _short(moment.share),
+        "share": round(moment.share, 6),  # the page rounds it to a tenth of a percent, as a terminal shows it
         "start": moment.start,
         "end": moment.end,
         "from": moment.start if by_time else moment.first,

@@ -27,10 +27,9 @@ from mllm_seqpar.cli.launch import use_cuda
 from mllm_seqpar.cli.progress import progress_bar
 from mllm_seqpar.comm import transfer_communicator
 from mllm_seqpar.comm.agreement import agree
-from mllm_seqpar.data.chat_format import media_parts
-from mllm_seqpar.data.downloads import store_bytes
+from mllm_seqpar.data.formats import media_parts
 from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES
-from mllm_seqpar.data.media_files import IMAGE_SUFFIXES
+from mllm_seqpar.data.media_files import IMAGE_SUFFIXES, media_cache
 from mllm_seqpar.errors import ConfigError, DataError
 
 from .arguments import InferenceOptions
@@ -233,4 +232,4 @@ def _medium(value: Any) -> dict[str, Any]:
         )
     content = io.BytesIO()
     value.convert("RGB").save(content, "PNG")
-    return {"type": "image", "path": str(store_bytes(content.getvalue(), ".png"))}
+    return {"type": "image", "path": str(media_cache().store(content.getvalue(), ".png"))}

@@ -1,9 +1,15 @@
-"""Loading a model and its processor from a directory, and checking that the weights exactly match the model."""
+"""Loading a model and its processor from a directory, and checking that the weights exactly match the model.
+
+A directory may hold adapters of PEFT, such as those of `mllm-seqpar finetune --use_peft`. They are merged into the base
+model that they name.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,13 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from mllm_seqpar._compat import model_class_of
+from mllm_seqpar._compat import model_class_of, optional_import
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError, first_line
 
-from .adapters import CONFIG as ADAPTER_CONFIG
-from .adapters import add_adapters, base_of_adapter, import_peft, refuse_adapter
 from .hub import local_directory
 
+ADAPTER_CONFIG = "adapter_config.json"
 _SHOWN = 4
 _SAMPLES = 64
 _BYTES = 4096
@@ -46,7 +51,7 @@ def load_model(
     folder = Path(local_directory(path))
     if device_map is not None or more:
         refuse_adapter(folder, "only a whole model can be loaded in this way")
-    base = base_of_adapter(folder)
+    base = _base_of_adapter(folder)
     if base is not None:
         return merge_adapter(load_model(str(base), dtype), folder).eval()
     config, cls = model_class(folder)
@@ -145,6 +150,55 @@ def require_clean(report: Mapping[str, Any], what: str, *, expected: str = "") -
         )
 
 
+def _base_of_adapter(folder: Path) -> Path | None:
+    """Return the directory of the base model of an adapter; None if `folder` holds no adapter.
+
+    Raises:
+        ConfigError: the base model is not there, or `folder` holds a whole model too.
+    """
+    file = folder / ADAPTER_CONFIG
+    if not file.is_file():
+        return None
+    if [*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")]:
+        raise ConfigError(
+            f"--model {folder}: it holds a whole model and an adapter ({ADAPTER_CONFIG}); move one of them to another "
+            "directory"
+        )
+    try:
+        config = json.loads(file.read_text())
+        name, revision = config.get("base_model_name_or_path"), config.get("revision")
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"--model {folder}: {ADAPTER_CONFIG} cannot be read: {error}") from error
+    local = revision is None or Path(name or "").exists()
+    base = Path(local_directory((name or "") if local else f"{name}@{revision}"))
+    if not name or not (base / "config.json").is_file():
+        raise ConfigError(
+            f"--model {folder}: it holds an adapter, and its base model {name!r} is not a model directory here; write "
+            f"the directory of the base model into {ADAPTER_CONFIG}, as base_model_name_or_path"
+        )
+    return base
+
+
+def add_adapters(model: nn.Module, config: Any) -> Any:
+    """Return the model that `peft.get_peft_model` creates from a model and a configuration of adapters."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # PEFT 0.21, transformers 5.17
+        return _import_peft().get_peft_model(model, config)
+
+
+def refuse_adapter(folder: Path, reason: str) -> None:
+    """Raise ConfigError if `folder` holds an adapter."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise ConfigError(
+            f"--model {folder}: it holds an adapter, and {reason}; merge it with its base model first: "
+            f"mllm-seqpar convert --model {folder} --output MERGED"
+        )
+
+
+def _import_peft() -> Any:
+    return optional_import("peft", extra="peft", needed_for="a model with adapters")
+
+
 def merge_adapter(model: nn.Module, folder: Path) -> nn.Module:
     """Return the base model with the adapter in `folder` added to its weights.
 
@@ -154,7 +208,7 @@ def merge_adapter(model: nn.Module, folder: Path) -> nn.Module:
     """
     from safetensors import SafetensorError
 
-    peft = import_peft()
+    peft = _import_peft()
     try:
         config = peft.PeftConfig.from_pretrained(str(folder))
         stored = peft.load_peft_weights(str(folder), device="cpu")
@@ -184,17 +238,6 @@ def layer_classes(model: nn.Module) -> list[str]:
     return sorted(present & set(getattr(model, "_no_split_modules", None) or ()))
 
 
-def config_files(path: str) -> list[Path]:
-    """Return the files that describe a model: `config.json`, and of an adapter its own."""
-    files = [folder / name for folder in model_directories(path) for name in ("config.json", ADAPTER_CONFIG)]
-    return [file for file in files if file.is_file()]
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files of a model directory, safetensors or pickled."""
-    return sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
-
-
 def unreadable(folder: Path, error: Exception) -> ConfigError:
     """Return the error about a directory that could not be loaded; it names a damaged safetensors file, if one is."""
     from safetensors import SafetensorError, safe_open
@@ -214,7 +257,7 @@ def unreadable(folder: Path, error: Exception) -> ConfigError:
 def model_directories(path: str) -> list[Path]:
     """Return the directory of a model; if it holds an adapter, followed by the directory of its base model."""
     folder = Path(local_directory(path))
-    base = base_of_adapter(folder)
+    base = _base_of_adapter(folder)
     return [folder] if base is None else [folder, base]
 
 
@@ -223,10 +266,12 @@ def model_digest(path: str) -> str:
 
     Two trainings of one architecture differ in every sample. A few megabytes are read, however large the model is.
     """
-    digest = hashlib.sha256()
-    for file in config_files(path):
-        digest.update(file.read_bytes())
-    for file in [file for folder in model_directories(path) for file in weight_files(folder)]:
+    digest, folders = hashlib.sha256(), model_directories(path)
+    for file in [folder / name for folder in folders for name in ("config.json", ADAPTER_CONFIG)]:
+        if file.is_file():
+            digest.update(file.read_bytes())
+    weights = [sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]) for folder in folders]
+    for file in [file for files in weights for file in files]:
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())
         with file.open("rb") as stream:

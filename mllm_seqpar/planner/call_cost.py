@@ -13,7 +13,7 @@ from typing import Any
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.runtime.strategy_selector import VisualProjection
 from mllm_seqpar.schedules import AttentionBlock, Axis, OverlapRatios, Transfer, TransferKind, schedule_for
-from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem, mesh_axis_bytes
+from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem, mesh_axis_bytes, problem_between_groups
 from mllm_seqpar.schedules.head_sharding import HeadShards
 from mllm_seqpar.schedules.mesh import mesh_ranks
 from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
@@ -78,21 +78,6 @@ def candidate_specs(
 
 def _divisors(n: int) -> list[int]:
     return [a for a in range(1, n + 1) if n % a == 0]
-
-
-def problem_between_groups(problem: Problem, head_degree: int) -> Problem:
-    """Return the problem that groups of `head_degree` ranks solve after head sharding: longer shards, fewer heads."""
-    if head_degree == 1:
-        return problem
-    keys, shards = problem.keys, HeadShards(problem.heads, problem.kv_heads, head_degree)
-    return replace(
-        problem,
-        rows=problem.rows * head_degree,
-        keys=tuple(sum(keys[i : i + head_degree]) for i in range(0, len(keys), head_degree)),
-        heads=problem.heads // head_degree,
-        kv_heads=max(shards.computed_kv_heads(member) for member in range(head_degree)),
-        rank=problem.rank // head_degree,
-    )
 
 
 def symmetry_period(spec: ParallelSpec, ranks: int, cluster: Cluster) -> int:

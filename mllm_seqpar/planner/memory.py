@@ -26,10 +26,10 @@ from dataclasses import replace
 from itertools import product, zip_longest
 
 from mllm_seqpar.schedules import Axis, MeshShape, TransferKind
-from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem, mesh_bytes
+from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem, mesh_bytes, problem_between_groups
 from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of, resolve_tile
 
-from .call_cost import ParallelSpec, problem_between_groups, sent_bytes, sent_tensors
+from .call_cost import ParallelSpec, sent_bytes, sent_tensors
 from .model_sizes import LayerSizes
 from .workload import FLOAT32, Workload
 

@@ -190,16 +190,27 @@ def ulysses_bytes(problem: Problem, mesh_shape: MeshShape = (1, 1), *, backward:
     else:
         kv = keys[member] * sum(len(shards.kv_heads_of(peer)) for peer in others) * per_kv_head
         sent = {"q": rows, "k": kv, "v": kv, "o": rows, "lse": (size - 1) * per_row * LSE_BYTES}
-    between_groups = replace(
-        problem,
-        rows=size * problem.rows,
-        keys=tuple(sum(problem.keys[i : i + size]) for i in range(0, problem.ranks, size)),
-        heads=problem.heads // size,
-        kv_heads=shards.computed_kv_heads(member),
-        rank=group,
-    )
+    between_groups = replace(problem_between_groups(problem, size), kv_heads=shards.computed_kv_heads(member))
     mesh = mesh_bytes(between_groups, mesh_shape, backward=backward)
     return {label: sent.get(label, 0) + mesh.get(label, 0) for label in sent | mesh}
+
+
+def problem_between_groups(problem: Problem, head_degree: int) -> Problem:
+    """Return the problem that groups of `head_degree` ranks solve after head sharding: longer shards, fewer heads.
+
+    The number of KV heads is that of the member that computes with the most.
+    """
+    if head_degree == 1:
+        return problem
+    keys, shards = problem.keys, HeadShards(problem.heads, problem.kv_heads, head_degree)
+    return replace(
+        problem,
+        rows=problem.rows * head_degree,
+        keys=tuple(sum(keys[i : i + head_degree]) for i in range(0, len(keys), head_degree)),
+        heads=problem.heads // head_degree,
+        kv_heads=max(shards.computed_kv_heads(member) for member in range(head_degree)),
+        rank=problem.rank // head_degree,
+    )
 
 
 def expanded(problem: Problem) -> Problem:

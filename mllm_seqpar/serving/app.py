@@ -28,7 +28,7 @@ from mllm_seqpar.inference.generation import Answer, Sampling
 from .media import MediaStore, Previews
 from .middleware import CONTENT_TYPE, Guard, Metrics, Monitor, error_response, record_of
 from .protocol import ApiError, ChatRequest, Completion, parse, read_request, server_sent
-from .request_queue import RequestQueue, Waiting
+from .request_queue import PendingRequest, RequestQueue
 
 PAGE = Path(__file__).parent / "page"
 FORM = 1024
@@ -121,12 +121,13 @@ def _add_state(app: FastAPI, service: Service, metrics: Metrics) -> None:
 
     @app.post("/load_model")
     async def load_model(request: Request) -> Response:
-        """Tell `transformers chat` that its model is loaded."""
+        """Return the state of a model, as `transformers chat` asks for it before a conversation."""
         asked = await _json(request)
         name = asked.get("model") if isinstance(asked, dict) else None
-        found = name == service.model
-        told = {"status": "ready", "cached": True} if found else {"status": "error", "message": _unknown(service, name)}
-        return Response(server_sent({"model": name, **told}), media_type="text/event-stream")
+        state: dict[str, Any] = {"status": "ready", "cached": True}
+        if name != service.model:
+            state = {"status": "error", "message": _unknown(service, name)}
+        return Response(server_sent({"model": name, **state}), media_type="text/event-stream")
 
 
 async def _complete(service: Service, request: Request) -> Response:
@@ -135,8 +136,8 @@ async def _complete(service: Service, request: Request) -> Response:
     _require_model(service, asked.model or service.model)
     completion = Completion(service.model, record.id, asked.include_usage)
     sampling = asked.sampling(service.sampling)
-    waiting = Waiting(record)
-    events = waiting.events(request.receive, _answer(service, asked, sampling, waiting))
+    pending = PendingRequest(record)
+    events = pending.events(request.receive, _answer(service, asked, sampling, pending))
     headers = {"Cache-Control": "no-cache"}
     if asked.ignored:
         headers["Warning"] = f'299 mllm-seqpar "fields without effect: {", ".join(asked.ignored)}"'
@@ -148,14 +149,14 @@ async def _complete(service: Service, request: Request) -> Response:
     return JSONResponse(completion.whole(reply), headers=headers)
 
 
-async def _answer(service: Service, asked: ChatRequest, sampling: Sampling, waiting: Waiting) -> Answer:
+async def _answer(service: Service, asked: ChatRequest, sampling: Sampling, pending: PendingRequest) -> Answer:
     """Return the answer to a request, whose media may have to be downloaded first."""
     with service.queue.place(), ExitStack() as stack:
         media = service.store.files(asked.media(), asked.frames().over(service.frames))
         files = await run_in_threadpool(stack.enter_context, media)
         messages = asked.conversation(file.kind for file in files)
         job = Job(messages=messages, media=files, sampling=sampling, stop=tuple(asked.stop), evidence=asked.evidence)
-        return await service.queue.answer(job, waiting)
+        return await service.queue.answer(job, pending)
 
 
 async def _stream(

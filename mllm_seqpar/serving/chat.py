@@ -26,10 +26,9 @@ from mllm_seqpar.inference.encoding import Interrupted
 from mllm_seqpar.inference.engine import Job, MediaFile
 from mllm_seqpar.inference.evidence import MOMENTS
 
-from .jobs import Impossible, Worker, joined_worker
+from .jobs import JobError, Worker, joined_worker
 from .line_editing import edit_lines, terminal_restorer
 
-ENTRY = "mllm_seqpar.serving.chat:chat"
 SIGNAL_POLL = 0.2
 """Seconds after which a Ctrl-C that did not interrupt the wait for a key is handled."""
 
@@ -85,7 +84,7 @@ def chat(argv: Sequence[str]) -> None:
             "it as mllm-seqpar chat --num_processes N"
         )
     media = _open_video(args, args.video) if args.video is not None else None
-    with own_ranks(args.num_processes, ENTRY, argv, before_exit=terminal_restorer()):
+    with own_ranks(args.num_processes, f"{__name__}:chat", argv, before_exit=terminal_restorer()):
         with joined_worker(args, keep=1) as worker:
             if worker.engine.comm.rank:
                 worker.follow()
@@ -116,7 +115,7 @@ class Terminal:
                         self._command(name, rest.strip())
                     elif line:
                         self._ask(line)
-                except (SeqParError, Impossible) as error:
+                except (SeqParError, JobError) as error:
                     note(f"error: {error}")
 
     def _read_line(self) -> str | None:
@@ -192,7 +191,7 @@ class Terminal:
                 reply = self._worker.run(
                     job, progress=progress, on_start=progress.close, on_text=say, interrupted=lambda: self._stop
                 )
-            except Impossible as error:
+            except JobError as error:
                 if not isinstance(error.cause, Interrupted):
                     raise
                 note("\nstopped")

@@ -29,6 +29,7 @@ from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.errors import DivergedError, TransferError
 from mllm_seqpar.inference.arguments import ServingOptions
+from mllm_seqpar.inference.encoding import Progress
 from mllm_seqpar.inference.engine import Engine, Job
 from mllm_seqpar.inference.generation import Answer, OnText
 
@@ -110,7 +111,7 @@ class JobChannel:
 class Outcome(IntEnum):
     """The outcome of a job on a rank. The outcome of the job as a whole is the largest of all ranks."""
 
-    POSSIBLE = 0
+    PREPARED = 0
     REFUSED = 1
     """The job cannot be answered: a damaged video, a prompt that is too long."""
     FAILED = 2
@@ -122,7 +123,7 @@ class Outcome(IntEnum):
         if isinstance(error, torch.OutOfMemoryError):
             return cls.OUT_OF_MEMORY
         if error is None or isinstance(error, ValueError):  # SeqParError, and what transformers raises for options
-            return cls.POSSIBLE if error is None else cls.REFUSED
+            return cls.PREPARED if error is None else cls.REFUSED
         return cls.FAILED
 
 
@@ -130,7 +131,7 @@ _FATAL = (TransferError, DivergedError, dist.DistError, torch.AcceleratorError)
 """Errors after which no job can be answered: of transfers between ranks, and of the device."""
 
 
-class Impossible(Exception):
+class JobError(Exception):
     """A job that cannot be answered; the next one can follow.
 
     Attributes:
@@ -163,7 +164,7 @@ class Worker:
                 when it returns True.
 
         Raises:
-            Impossible: the job cannot be answered.
+            JobError: the job cannot be answered.
         """
         with self.channel.send(job.to_json()):
             return self._run(job, **callbacks)
@@ -173,12 +174,12 @@ class Worker:
         while self.follow_one():
             pass
 
-    def follow_one(self) -> Answer | Impossible | None:
+    def follow_one(self) -> Answer | JobError | None:
         """Run the next job of rank 0; return what its `run` returns or raises, or None at the end."""
         text = self.channel.receive()
         try:
             return None if text is None else self._run(Job.from_json(text))
-        except Impossible as error:  # rank 0 reports it to its user
+        except JobError as error:  # rank 0 reports it to its user
             return error
 
     def _run(
@@ -186,7 +187,7 @@ class Worker:
         job: Job,
         *,
         on_start: Callable[[], object] = lambda: None,
-        progress: Callable[[int, int], object] | None = None,
+        progress: Progress | None = None,
         on_text: OnText | None = None,
         interrupted: Callable[[], bool] | None = None,
     ) -> Answer:
@@ -208,7 +209,7 @@ class Worker:
         raise AssertionError("an answer without a result or an error")
 
     def _require_success(self, error: Exception | None) -> None:
-        """Raise Impossible on all ranks if any of them has an error; the features of the job are freed."""
+        """Raise JobError on all ranks if any of them has an error; the features of the job are freed."""
         if isinstance(error, _FATAL):
             raise error
         if error is not None:
@@ -222,7 +223,7 @@ class Worker:
             try:
                 agree(comm, "answering", error=error)
             except Exception as cause:
-                raise Impossible(cause, outcome) from cause
+                raise JobError(cause, outcome) from cause
 
 
 @contextmanager

@@ -18,14 +18,14 @@ from mllm_seqpar.inference.conversation import LengthError
 from mllm_seqpar.inference.engine import Job
 from mllm_seqpar.inference.generation import Answer
 
-from .jobs import Impossible, Outcome, Worker
+from .jobs import JobError, Outcome, Worker
 from .middleware import CLIENT_GONE, RequestRecord
 from .protocol import ApiError
 
 SHUTTING_DOWN = ApiError(503, "the server is shutting down", code="shutting_down", kind="server_error")
 
 
-class Waiting:
+class PendingRequest:
     """A request that waits for its answer, in the running event loop. Its events are noted in its record.
 
     Attributes:
@@ -100,7 +100,7 @@ class RequestQueue:
 
     def __init__(self, limit: int) -> None:
         self._limit, self._entered = limit, 0
-        self._turns: queue.SimpleQueue[tuple[Job, Waiting, Future[Answer]] | None] = queue.SimpleQueue()
+        self._turns: queue.SimpleQueue[tuple[Job, PendingRequest, Future[Answer]] | None] = queue.SimpleQueue()
         self.running = self.stopping = self._ended = False
 
     @property
@@ -129,7 +129,7 @@ class RequestQueue:
         finally:
             self._entered -= 1
 
-    async def answer(self, job: Job, request: Waiting) -> Answer:
+    async def answer(self, job: Job, request: PendingRequest) -> Answer:
         """Return the answer to a job after those before it; raise ApiError if there is none."""
         turn: Future[Answer] = Future()
         self._turns.put((job, request, turn))
@@ -162,7 +162,7 @@ class RequestQueue:
             if (found := self._turns.get()) is not None and found[-1].set_running_or_notify_cancel():
                 found[-1].set_exception(SHUTTING_DOWN)
 
-    def _take_turn(self, worker: Worker, job: Job, request: Waiting, turn: Future[Answer]) -> None:
+    def _take_turn(self, worker: Worker, job: Job, request: PendingRequest, turn: Future[Answer]) -> None:
         if request.cancelled.is_set():
             turn.cancel()
         if not turn.set_running_or_notify_cancel():
@@ -176,7 +176,7 @@ class RequestQueue:
                 on_text=lambda piece: request.put("text", piece),
                 interrupted=lambda: self.stopping or request.cancelled.is_set(),
             )
-        except Impossible as error:
+        except JobError as error:
             turn.set_exception(SHUTTING_DOWN if self.stopping else _as_api_error(error, job))
         except BaseException:
             turn.set_exception(ApiError(500, "the server failed and ends; its log says why", kind="server_error"))
@@ -188,7 +188,7 @@ class RequestQueue:
                 turn.set_result(reply)
 
 
-def _as_api_error(error: Impossible, job: Job) -> ApiError:
+def _as_api_error(error: JobError, job: Job) -> ApiError:
     failed = error.outcome >= Outcome.FAILED
     if failed:
         sys.stderr.write("".join(traceback.format_exception(error.cause)))

@@ -28,7 +28,6 @@ from mllm_seqpar.inference.arguments import ServingOptions
 
 from .jobs import Worker, joined_worker
 
-ENTRY = "mllm_seqpar.serving.server:serve"
 API_KEY = "MLLM_SEQPAR_API_KEY"
 MB = 1_000_000
 
@@ -94,7 +93,7 @@ def serve(argv: Sequence[str]) -> None:
 
     with _bound_socket(args) as listener, upload_folder(args.upload_dir) as folder:
         remove = functools.partial(shutil.rmtree, folder, ignore_errors=True)
-        with own_ranks(args.num_processes, ENTRY, argv, before_exit=remove):
+        with own_ranks(args.num_processes, f"{__name__}:serve", argv, before_exit=remove):
             with joined_worker(args, args.keep_conversations) as worker:
                 _serve(args, worker, listener, folder)
 

@@ -16,8 +16,9 @@ import math
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import count
@@ -28,7 +29,6 @@ from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.data.chat import ChatBatch, ChatDataset, MediaError, load_local_images
 from mllm_seqpar.data.chat_family import chat_family
-from mllm_seqpar.data.prefetch import ReadAheadLimit
 from mllm_seqpar.data.reader import decode_threads
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError
 from mllm_seqpar.sharding import FrameShard
@@ -125,17 +125,46 @@ class LoadedBatch:
         chat: the text, with the numbers of targets, tokens and frames, and the places of the samples.
         arguments: the arguments of the model's forward, on the CPU; with stored features, also a `TowerRows`.
         samples: numbers of the samples in the data set, replacements included.
-        has_features: whether stored features replace the frames.
     """
 
     chat: ChatBatch
     arguments: dict[str, Any]
     samples: tuple[int, ...]
-    has_features: bool = False
+
+    @property
+    def has_features(self) -> bool:
+        """Whether stored features replace the frames."""
+        return ARGUMENT in self.arguments and self.arguments[ARGUMENT].states is not None
 
 
-_Begun = tuple[tuple[int, ...], Future[LoadedBatch]]
-"""Samples that another thread loads as one micro-batch, with replacements, and the result."""
+@dataclass(frozen=True)
+class _OpenedBatch:
+    """A micro-batch of which nothing is decoded yet: its text, this rank's frames, and their bytes when decoded."""
+
+    chat: ChatBatch
+    shard: FrameShard
+    samples: tuple[int, ...]
+    size: int
+
+
+class _Begun:
+    """A micro-batch that other threads read.
+
+    Attributes:
+        samples: with replacements.
+        opened: None before it is opened, and if it cannot be opened.
+        result: the micro-batch, or the error.
+    """
+
+    def __init__(self, samples: tuple[int, ...]) -> None:
+        self.samples = samples
+        self.opened: _OpenedBatch | None = None
+        self.result: Future[LoadedBatch] = Future()
+
+    @property
+    def size(self) -> int:
+        """The bytes of its frames."""
+        return 0 if self.opened is None else self.opened.size
 
 
 class BatchReader:
@@ -163,47 +192,42 @@ class BatchReader:
         self._dataset, self._group, self._comm = dataset, as_communicator(group), as_communicator(comm)
         self._ahead_bytes, self._features = ahead_bytes, features
         self._family = chat_family(dataset.processor)
-        self._opening = threading.Lock()  # tokenizers and tables are used by one thread at a time
+        self._lock = threading.Lock()  # tokenizers and tables are used by one thread at a time
         first = self._comm.rank - self._group.rank
         self._members = range(first, first + self._group.size)
         self._skips = dataset.on_bad_media == "skip"
         self.skipped: dict[int, str] = {}
+        self.threads = min(_LOADERS, dataset.threads or decode_threads())  # that decode micro-batches
 
     def read_all(self, passes: Iterable[Sequence[int]], ahead: int = 1) -> Generator[LoadedBatch]:
         """Yield the samples of each pass as one micro-batch, while at least `ahead` of the following ones are read.
 
         All ranks take the same number.
         """
-        limit, waiting = ReadAheadLimit(self._ahead_bytes), deque[tuple[int, Sequence[int], _Begun]]()
-        threads = min(_LOADERS, self._dataset.threads or decode_threads())
-        loading = ThreadPoolExecutor(threads, thread_name_prefix="load")
+        waiting = deque[tuple[Sequence[int], _Begun]]()
 
         def following() -> LoadedBatch:
-            number, samples, begun = waiting.popleft()
-            wait([begun[1]])  # in any case, because a batch is released only after it was admitted
+            samples, begun = waiting.popleft()
+            wait([begun.result])  # in any case, because its bytes count until it is released
             batch = self.read(samples, begun)
-            limit.release(number)
+            reading.release(begun)
             return batch
 
-        try:
-            for number, samples in enumerate(passes):
+        with closing(_ReadAhead(self, self._ahead_bytes)) as reading:
+            for samples in passes:
                 chosen = attempt(partial(self._chosen, samples))[0] or tuple(samples)  # `read` raises the error
-                begun = chosen, loading.submit(self._load, chosen, partial(limit.admit, number))
-                waiting.append((number, samples, begun))
+                waiting.append((samples, reading.begin(chosen)))
                 if len(waiting) > max(ahead, _READ_AHEAD):
                     yield following()
             while waiting:
                 yield following()
-        finally:
-            limit.close()
-            loading.shutdown(cancel_futures=True)
 
     def read(self, samples: Sequence[int], begun: _Begun | None = None) -> LoadedBatch:
         """Return these samples as one micro-batch. Every rank of the run must call this the same number of times.
 
         Args:
             samples: of this rank's group.
-            begun: what another thread loads already.
+            begun: what other threads read already.
 
         Raises:
             SeqParError: on all ranks, if a rank cannot read its part and the sample must not be replaced.
@@ -239,9 +263,9 @@ class BatchReader:
         chosen = self._chosen(samples)
         if loaded is not None and loaded.samples == chosen and not (decode and loaded.has_features):
             return loaded
-        if begun is not None and begun[0] == chosen and not decode:
-            return begun[1].result()
-        return self._load(chosen, decode=decode)
+        if begun is not None and begun.samples == chosen and not decode:
+            return begun.result.result()
+        return self.decode(self.open(chosen), decode)
 
     def _chosen(self, samples: Sequence[int]) -> tuple[int, ...]:
         return tuple(map(self._replaced, samples))
@@ -265,32 +289,30 @@ class BatchReader:
             f"run `mllm-seqpar check-data`. One of them: {self.skipped[sample]}"
         )
 
-    def _load(
-        self, samples: Sequence[int], admit: Callable[[int], None] | None = None, decode: bool = False
-    ) -> LoadedBatch:
-        """Decode this rank's frames of these samples, once `admit` has admitted their number of bytes.
+    def open(self, samples: tuple[int, ...]) -> _OpenedBatch:
+        """Return these samples as one micro-batch, without decoding anything."""
+        with self._lock, self._naming(samples):
+            batch = self._dataset.batch(samples)
+            shard = FrameShard.of(len(batch.text.slots), self._group, self._family.frame_layout)
+            size = len(shard) and len(shard) * sum(x.nbytes for x in self._family.blank())
+        return _OpenedBatch(batch, shard, samples, size)
 
-        With `decode`, frames are decoded although their features are stored.
-        """
-        size = 0
+    def decode(self, opened: _OpenedBatch, always: bool = False) -> LoadedBatch:
+        """Decode this rank's frames of a micro-batch; unless `always`, only if their features are not stored."""
+        with self._naming(opened.samples):
+            batch, shard = opened.chat, opened.shard
+            rows = None if self._features is None else self._features.rows(batch, shard, read=not always)
+            arguments = self._arguments(batch, shard, decode=rows is None or rows.states is None)
+            return LoadedBatch(batch, arguments if rows is None else arguments | {ARGUMENT: rows}, opened.samples)
+
+    @contextmanager
+    def _naming(self, samples: Sequence[int]) -> Iterator[None]:
+        """Raise DataError with the places of the samples for errors of a processor, which depend on their content."""
         try:
-            try:
-                with self._opening:
-                    batch = self._dataset.batch(samples)
-                    shard = FrameShard.of(len(batch.text.slots), self._group, self._family.frame_layout)
-                    size = len(shard) and len(shard) * sum(x.nbytes for x in self._family.blank())
-            finally:
-                if admit is not None:
-                    admit(size)  # even without a batch, because the following ones wait for their turn
-            rows = None if self._features is None else self._features.rows(batch, shard, read=not decode)
-            has_features = rows is not None and rows.states is not None
-            arguments = self._arguments(batch, shard, decode=not has_features)
-            if rows is not None:
-                arguments[ARGUMENT] = rows
-            return LoadedBatch(batch, arguments, tuple(samples), has_features)
+            yield
         except SeqParError:
             raise
-        except (ValueError, TypeError, LookupError, ArithmeticError) as error:  # of a processor, for this content
+        except (ValueError, TypeError, LookupError, ArithmeticError) as error:
             places = ", ".join(self._dataset.records.place(sample) for sample in samples)
             raise DataError(f"{places}: {type(error).__name__}: {error}") from error
 
@@ -316,3 +338,72 @@ class BatchReader:
             self.skipped[sample] = message
             if self._comm.rank == self._members[0]:
                 _log.warning("skipped, %d so far: %s", len(self.skipped), message)
+
+
+class _ReadAhead:
+    """Threads that read micro-batches in order: one thread opens them, and others decode those that fit the limit.
+
+    One micro-batch is always decoded, whatever its size. No thread waits for memory: what does not fit yet is decoded
+    once a micro-batch is released. A program that ends with an error therefore does not need to close this.
+
+    Args:
+        reader: opens and decodes a micro-batch.
+        limit: bytes of the frames of all micro-batches that are decoded and not released.
+    """
+
+    def __init__(self, reader: BatchReader, limit: int) -> None:
+        self._reader, self._limit = reader, limit
+        self._threads = reader.threads
+        self._opening = ThreadPoolExecutor(1, thread_name_prefix="open")
+        self._decoding = ThreadPoolExecutor(self._threads, thread_name_prefix="decode")
+        self._opened = deque[_Begun]()  # that are not decoded yet
+        self._bytes = self._running = 0
+        self._lock = threading.Lock()
+
+    def begin(self, samples: tuple[int, ...]) -> _Begun:
+        """Begin to read the next micro-batch."""
+        begun = _Begun(samples)
+        self._opening.submit(self._open, begun)
+        return begun
+
+    def release(self, begun: _Begun) -> None:
+        """Stop counting the bytes of a micro-batch."""
+        with self._lock:
+            self._bytes -= begun.size
+        self._decode_what_fits()
+
+    def close(self) -> None:
+        """Begin nothing more, and wait for what is being read."""
+        with self._lock:
+            self._threads = 0
+        for pool in (self._opening, self._decoding):
+            pool.shutdown(cancel_futures=True)
+
+    def _open(self, begun: _Begun) -> None:
+        try:
+            begun.opened = self._reader.open(begun.samples)
+        except Exception as error:  # noqa: BLE001 - raised where the micro-batch is taken
+            begun.result.set_exception(error)
+            return
+        with self._lock:
+            self._opened.append(begun)
+        self._decode_what_fits()
+
+    def _decode_what_fits(self) -> None:
+        with self._lock:
+            while self._opened and self._running < self._threads:
+                if self._bytes and self._bytes + self._opened[0].size > self._limit:
+                    return
+                begun = self._opened.popleft()
+                self._bytes, self._running = self._bytes + begun.size, self._running + 1
+                self._decoding.submit(self._decode, begun)
+
+    def _decode(self, begun: _Begun) -> None:
+        assert begun.opened is not None
+        try:
+            begun.result.set_result(self._reader.decode(begun.opened))
+        except Exception as error:  # noqa: BLE001 - raised where the micro-batch is taken
+            begun.result.set_exception(error)
+        with self._lock:
+            self._running -= 1
+        self._decode_what_fits()

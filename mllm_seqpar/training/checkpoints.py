@@ -16,16 +16,20 @@ import signal
 import threading
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.data.store_files import write_json
+from mllm_seqpar.errors import ConfigError, DataError, first_line
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _AGAIN = 3.0
@@ -133,7 +137,7 @@ class RunLayout:
 
     def write(self, checkpoint: str | Path) -> None:
         """Write this layout into the directory of a checkpoint, which is then complete."""
-        (Path(checkpoint) / FILE).write_text(json.dumps(asdict(self)) + "\n")
+        write_json(Path(checkpoint) / FILE, asdict(self))
 
     def require_resumable(self, checkpoint: str | Path) -> None:
         """Raise ConfigError if this run cannot continue `checkpoint` with the same samples in each step.
@@ -143,12 +147,13 @@ class RunLayout:
         path = Path(checkpoint) / FILE
         if not path.is_file():
             return
-        found: dict[str, Any] = json.loads(path.read_text())
-        if "samples" not in found:  # of version 0.2, whose digests of data cannot be compared
-            groups = found["processes"] // found["sequence_parallel_size"]
-            samples = groups * found["per_device_train_batch_size"] * found["gradient_accumulation_steps"]
-            found = {"samples": samples, "fsdp": found["fsdp"]}
-        then = RunLayout(**found)
+        with _reading(path):
+            found: dict[str, Any] = json.loads(path.read_text())
+            if "samples" not in found:  # of version 0.2, whose digests of data cannot be compared
+                groups = found["processes"] // found["sequence_parallel_size"]
+                samples = groups * found["per_device_train_batch_size"] * found["gradient_accumulation_steps"]
+                found = {"samples": samples, "fsdp": found["fsdp"]}
+            then = RunLayout(**found)
         if then.samples != self.samples:
             raise ConfigError(
                 f"resume_from_checkpoint: {checkpoint} was written by a run with {then.samples} samples per step, but "
@@ -167,6 +172,32 @@ class RunLayout:
                 f"formats differ; launch it {written}, which works on any number of processes from two on, or start a "
                 "new run from exported weights"
             )
+
+
+def checkpoint_step(checkpoint: str | Path) -> int:
+    """Return the step after which `Trainer` saved a checkpoint.
+
+    Raises:
+        DataError: its trainer_state.json is missing or damaged, so that `Trainer` could not continue it.
+    """
+    path = Path(checkpoint) / TRAINER_STATE_NAME
+    with _reading(path):
+        return int(TrainerState.load_from_json(str(path)).global_step)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raise DataError if the file of a checkpoint cannot be read inside, or lacks what is read."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        reason = error.strerror if isinstance(error, OSError) else first_line(error)
+        others = sorted({checkpoint.parent for checkpoint in path.parent.parent.glob(f"*/{FILE}")} - {path.parent})
+        listed = ", ".join(map(str, others)) or "none, so start a new run in another directory"
+        raise DataError(
+            f"{path}: this file of the checkpoint cannot be read ({reason}); resume from another checkpoint. Complete "
+            f"ones beside it: {listed}"
+        ) from error
 
 
 def last_checkpoint(output: str | Path) -> Path | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mllm_seqpar.data.chat import ChatBatch, ChatSample, collate, load_local_images
 from mllm_seqpar.data.chat_family import chat_family
-from mllm_seqpar.data.chat_format import media_parts
+from mllm_seqpar.data.formats import media_parts
 from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES, FRAME_FIELDS, FrameChoice
 from mllm_seqpar.data.sources import FrameSource, ImageListSource, ImageTensorSource, VideoSource
 from mllm_seqpar.errors import ConfigError, DataError

@@ -7,7 +7,6 @@ Steps that can fail on one rank only (arguments, files, data) run first, and all
 next collective. Then the model is loaded, and the trainer patches and shards it.
 """
 
-import json
 import logging
 import math
 import os
@@ -26,21 +25,21 @@ from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.comm.backends import order_launches
 from mllm_seqpar.data.chat import ChatDataset
 from mllm_seqpar.data.chat_family import chat_family
-from mllm_seqpar.data.feature_store import TowerStore, model_fingerprint
+from mllm_seqpar.data.feature_store import model_fingerprint
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.integrations.accelerate import reshard, send_buffers, shard_weights_by_fsdp2
-from mllm_seqpar.models.adapters import refuse_adapter
 from mllm_seqpar.models.hub import local_directory
-from mllm_seqpar.models.loading import load_processor, model_digest
+from mllm_seqpar.models.loading import load_processor, model_digest, refuse_adapter
 from mllm_seqpar.patching.registry import find_adapter
 
 from .arguments import FineTuneOptions, make_options, read_options
 from .batches import SampleOrder
-from .checkpoints import find_checkpoint, require_shared_directory
+from .checkpoints import checkpoint_step, find_checkpoint, require_shared_directory
 from .export import create_repository, export_dtype, export_model, model_card, run_on_rank_0, upload
 from .finetune_trainer import FineTuneData, FineTuneTrainer
 from .model import load_for_training
 from .run_log import write_figure
+from .stored_tower import TowerStore
 from .trainer_arguments import find_parallelism
 
 _LAUNCH_SETTINGS = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_", "FSDP_", "PARALLELISM_CONFIG_")
@@ -194,8 +193,7 @@ def _open_data(options: FineTuneOptions) -> tuple[FineTuneData, Path | None, dic
         seed=args.seed if args.data_seed is None else args.data_seed,
     )
     checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
-    state = None if checkpoint is None else json.loads((checkpoint / "trainer_state.json").read_text())
-    done = 0 if state is None else state["global_step"]
+    done = 0 if checkpoint is None else checkpoint_step(checkpoint)
     last = last_step(args, order)
     if run.stop_after is not None and not done < run.stop_after <= last:
         raise ConfigError(f"--stop_after {run.stop_after}: the steps of this run are {done + 1} to {last}; give one")

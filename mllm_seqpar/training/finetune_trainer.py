@@ -33,7 +33,6 @@ from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.data.chat import ChatDataset
 from mllm_seqpar.data.chat_family import chat_family
-from mllm_seqpar.data.feature_store import TowerStore
 from mllm_seqpar.errors import DataError, TransferError
 from mllm_seqpar.integrations.accelerate import reshard
 from mllm_seqpar.patching import patch_of
@@ -42,7 +41,7 @@ from .arguments import FineTuneOptions
 from .batches import BatchReader, LoadedBatch, SampleOrder
 from .checkpoints import CheckpointClock, RunLayout
 from .run_log import TerminalLog
-from .stored_tower import ARGUMENT, StoredTower
+from .stored_tower import ARGUMENT, StoredTower, TowerStore
 from .trainer import SeqParTrainer, frame_arguments_of, with_host_frames
 
 _log = get_logger(__name__)

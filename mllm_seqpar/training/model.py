@@ -12,8 +12,7 @@ from mllm_seqpar._logging import get_logger
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.errors import ConfigError, first_line
 from mllm_seqpar.integrations.accelerate import allocate, receives_weights
-from mllm_seqpar.models.adapters import add_adapters
-from mllm_seqpar.models.loading import load_model
+from mllm_seqpar.models.loading import add_adapters, load_model
 from mllm_seqpar.patching.registry import find_adapter
 
 from .arguments import FineTuneOptions, ModelAndData

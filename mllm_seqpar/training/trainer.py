@@ -31,8 +31,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer
+from transformers.trainer_utils import get_last_checkpoint
 
 from mllm_seqpar._compat import PARALLELISM_ON_CPU, prepared_models
+from mllm_seqpar.comm import as_communicator
+from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.integrations.accelerate import (
@@ -51,7 +54,7 @@ from mllm_seqpar.patching.changes import Patch
 from mllm_seqpar.patching.registry import find_adapter
 from mllm_seqpar.sharding import HostFrames
 
-from .checkpoints import FILE, RunLayout
+from .checkpoints import FILE, RunLayout, checkpoint_step
 from .export import export_model
 from .run_log import Throughput
 from .trainer_arguments import find_parallelism, refuse_unsupported
@@ -237,9 +240,18 @@ class SeqParMixin(_Base):
             logs = logs | self._throughput.report(self.accelerator, self.sequence_parallel_size)
         super().log(logs, start_time)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self._layout().require_resumable(resume_from_checkpoint)
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train; all ranks first agree on whether this run can continue the checkpoint."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(str(self.args.output_dir)) or True  # `Trainer` raises
+        if not isinstance(resume_from_checkpoint, bool | None):
+            checkpoint = Path(resume_from_checkpoint)
+            agree(as_communicator(), "resume_from_checkpoint", lambda: self._require_resumable(checkpoint))
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _require_resumable(self, checkpoint: Path) -> None:
+        checkpoint_step(checkpoint)
+        self._layout().require_resumable(checkpoint)
 
     def _layout(self) -> RunLayout:
         groups = self.args.world_size // self.sequence_parallel_size

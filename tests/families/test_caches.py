@@ -377,6 +377,29 @@ def test_text_cached_by_two_ranks_gets_frames_on_one() -> None:
     assert max(run_loopback(2, run)) < TOLERANCE
 
 
+def test_cropped_frames_do_not_bind_a_cache_to_its_ranks() -> None:
+    """Text before frames continues on other ranks once the frames are cropped; also that of the unpatched model."""
+
+    @torch.no_grad()
+    def run(comm: Any) -> float:
+        model, ids, frames = tiny_model("per_head"), tiny_text(2), tiny_frames(2)
+        text, errors = NEW[:1], []
+        expected = model(torch.cat([text, OTHER[:1]], 1), use_cache=False).logits[:, -3:]
+        for filled, continued in (
+            (nullcontext(), patched(model, group=comm)),
+            (patched(model, group=comm), nullcontext()),
+        ):
+            with filled:
+                cache = cache_of(model(text, use_cache=True))
+                model(ids, frames, **cache_argument(cache))
+            cache.crop(text.shape[1] - cache.get_seq_length())
+            with continued:
+                errors.append(error(model(OTHER[:1], **cache_argument(cache)).logits, expected))
+        return max(errors)
+
+    assert max(run_loopback(2, run)) < TOLERANCE
+
+
 @pytest.mark.parametrize("name", ["mllama", "gated"])
 def test_generate_accepts_a_prefix_cache_with_the_whole_prompt(name: str) -> None:
     """As transformers documents it, the prompt's frames are passed again and equal those of the cache."""

@@ -19,7 +19,7 @@ from family_cases import BATCHES, FUSED
 from family_harness import TOLERANCE, family_module, inputs_of, model_of, on_ranks, settings, slow_unless
 from generation_cases import SHARDED
 from mllm_seqpar._compat import cache_argument, cache_of
-from mllm_seqpar.models.mplug_owl3.visual_inputs import cached_frames
+from mllm_seqpar.models.mplug_owl3.media import cached_frames
 from outcomes import error
 from tiny_models.idefics import Case as Idefics
 from tiny_models.mllama import PATCHES, TILES

@@ -20,7 +20,7 @@ from family_harness import build, check_exact, check_tokens, on_ranks, settings,
 from mllm_seqpar import patch_model
 from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.attention import call_spec, joint
-from mllm_seqpar.integrations.transformers.cache import SequenceParallelCacheState
+from mllm_seqpar.models.cache import SequenceParallelCacheState
 from mllm_seqpar.models.mplug_owl3.hyper_attention import HyperAttention
 from mllm_seqpar.runtime import forward_state
 from mllm_seqpar.runtime.frames import VisualKVCache

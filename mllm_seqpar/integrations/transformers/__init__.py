@@ -10,6 +10,7 @@ a pass:
     tower       the vision tower runs on this rank's frames, in step with the other ranks
     attention   the attention function that the decoder's self-attention calls
     outputs     loss and logits
-    cache       the state that is stored in a transformers cache
     generation  `generate` with the same tokens on every rank
+
+What a patched model stores in a transformers cache is in `mllm_seqpar.models.cache`.
 """

@@ -24,11 +24,11 @@ from mllm_seqpar.comm.backends import require_transferable
 from mllm_seqpar.comm.base import fingerprint
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import AgreementError, ConfigError, ShapeError
+from mllm_seqpar.models.cache import supports_sharded_text
 from mllm_seqpar.runtime.fsdp_units import refuse_fsdp1
 from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
 from mllm_seqpar.sharding import FrameShard, describe_spans, frame_spans
 
-from .cache import supports_sharded_text
 from .inputs import ForwardInputs
 from .outputs import leaves_out_logits
 

@@ -26,7 +26,14 @@ from transformers.cache_utils import DynamicCache
 
 from mllm_seqpar.errors import MaskError, ShapeError
 from mllm_seqpar.masks import FrameMask
-from mllm_seqpar.models.cache import SequenceParallelCacheState, attach, cache_state_of
+from mllm_seqpar.models.cache import (
+    SequenceParallelCacheState,
+    attach,
+    begin_prompt,
+    cache_state_of,
+    shard_cached_text,
+    supports_sharded_text,
+)
 from mllm_seqpar.runtime.attention_record import AnyRecorder
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
@@ -38,7 +45,6 @@ from mllm_seqpar.runtime.visual_features import VisualFeatures, fingerprint_of
 from mllm_seqpar.runtime.visual_tokens import FrameTokens, VisualTokens
 from mllm_seqpar.sharding import span_length
 
-from .cache import begin_prompt, shard_cached_text, supports_sharded_text
 from .checks import check_arguments, check_star, require_same_pass
 from .generation import share_random_state
 from .inputs import ForwardInputs
@@ -226,10 +232,10 @@ def _attended_frames(
             source = visual = visual_features(family, inputs, features)
             if cache_state is not None:
                 source = VisualKVCache(total_frames, visual.units, visual.tokens_per_unit, visual)
-                cache_state.store_frames(source, media_position, inputs.batch)
-                cache_state.frame_fingerprints = {fingerprint_of(features)}
+                fingerprints = {fingerprint_of(features)}
                 if inputs.frames is not None:
-                    cache_state.frame_fingerprints.add(_fingerprint(inputs))
+                    fingerprints.add(_fingerprint(inputs))
+                cache_state.store_frames(source, media_position, inputs.batch, fingerprints)
                 family.mark_cache(cache, cache_state)
     elif cache_state.visual is not None:
         source, media_position = cache_state.visual, cache_state.media_position

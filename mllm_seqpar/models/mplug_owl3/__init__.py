@@ -9,12 +9,11 @@ from mllm_seqpar._lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from .configuration import MPlugOwl3Config
-    from .hyper_attention import HyperAttention, HyperDecoderLayer
+    from .hyper_attention import HyperAttention, HyperDecoderLayer, VisualInputs
     from .image_processing import MPlugOwl3ImageProcessor
     from .media import MediaLayout, media_layout
     from .modeling import MPlugOwl3ForConditionalGeneration
     from .processing import MPlugOwl3Processor
-    from .visual_inputs import VisualInputs
 
 __all__ = ["MPlugOwl3Config", "MPlugOwl3ForConditionalGeneration", "MPlugOwl3ImageProcessor", "MPlugOwl3Processor"]
 __all__ += ["HyperAttention", "HyperDecoderLayer", "MediaLayout", "VisualInputs", "media_layout"]
@@ -29,7 +28,7 @@ __getattr__ = lazy_names(
         "MPlugOwl3ImageProcessor": "image_processing",
         "MPlugOwl3Processor": "processing",
         "MediaLayout": "media",
-        "VisualInputs": "visual_inputs",
+        "VisualInputs": "hyper_attention",
         "media_layout": "media",
     },
 )

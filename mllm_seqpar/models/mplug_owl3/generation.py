@@ -13,8 +13,7 @@ from mllm_seqpar._logging import get_logger
 from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.runtime.visual_features import fingerprint_of
 
-from .media import MediaLayout
-from .visual_inputs import cached_frames
+from .media import MediaLayout, cached_frames
 
 _FRAMES = ("pixel_values", "image_embeds")
 _OF_FRAMES = (*_FRAMES, "media_layout", "visual_shard")

@@ -8,11 +8,13 @@ common to all of them: a row of text attends to the half-open interval of frames
 """
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mllm_seqpar.errors import ConfigError, ShapeError
+from mllm_seqpar.models.cache import SequenceParallelCacheState, cache_state_of
 
 from .configuration import GATES
 
@@ -79,6 +81,27 @@ class MediaLayout:
             return self
         repeated = {name: getattr(self, name).repeat_interleave(times, 0) for name in ("first", "stop", "sample_range")}
         return replace(self, **repeated)
+
+
+def cached_frames(cache: Any) -> SequenceParallelCacheState | None:
+    """Return the state of a cache that has frames, or None."""
+    state = cache_state_of(cache)
+    return state if state is not None and state.frames is not None else None
+
+
+def crop_frames(state: SequenceParallelCacheState, past_length: int, inclusive: bool) -> None:
+    """Crop the layout of the frames to the `past_length` tokens that are still in the cache.
+
+    The frames are removed if the text that they came with is no longer in the cache, which was reset or cropped.
+    `inclusive` says whether a placeholder attends to its own frame.
+    """
+    if state.frames is None:
+        return
+    layout, row_offset = state.media_position
+    if past_length <= row_offset:
+        state.drop_frames()
+    else:
+        state.media_position = layout.cropped(past_length - row_offset, inclusive), row_offset
 
 
 def check_layout(layout: MediaLayout, batch: int, total_frames: int) -> None:

@@ -3,27 +3,163 @@
 Shape legend: B samples, L text tokens, F frames of all samples in one flat list, T tokens per frame.
 """
 
-from typing import Any, cast
+import copy
+import os
+from dataclasses import fields
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM, Qwen2Model
+from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 from transformers.utils import can_return_tuple
 
 from mllm_seqpar._compat import cache_argument, cache_name, drops_cache, takes_cache
 from mllm_seqpar.errors import ConfigError, ShapeError
+from mllm_seqpar.models.auto_classes import LocalCode
 from mllm_seqpar.models.cache import ONE_PROCESS, SequenceParallelCacheState, attach, cache_state_of
+from mllm_seqpar.models.loading import load_clean
 from mllm_seqpar.runtime.frames import VisualKVCache
 from mllm_seqpar.runtime.text import select_logit_rows
 from mllm_seqpar.runtime.visual_features import fingerprint_of
 
-from .backbones import HyperQwen2ForCausalLM, MPlugOwl3VisionModel
+from .checkpoint import checkpoint_keys, complete_config, hub_options
 from .configuration import AUTO, GATES, MPlugOwl3Config
 from .generation import MPlugOwl3GenerationMixin
-from .media import MediaLayout, MediaOffset, check_layout, media_layout
-from .pretrained import MPlugOwl3PreTrainedModel
-from .visual_inputs import VisualInputs, crop_frames
+from .hyper_attention import HyperAttention, HyperDecoderLayer, VisualInputs
+from .media import MediaLayout, MediaOffset, check_layout, crop_frames, media_layout
+
+_CONFIG_OVERRIDES = {field.name for field in fields(MPlugOwl3Config)} - {"dtype"} | {"output_attentions"}
+
+
+class MPlugOwl3VisionModel(SiglipVisionModel):
+    """SigLIP's vision tower; a separate class, so that transformers' renaming rules for SigLIP do not apply to it."""
+
+    def penultimate(self, pixel_values: Tensor) -> Tensor:
+        """Frames (F, 3, H, W) -> `hidden_states[-2]` (F, T, width), without computing the last layer."""
+        config = self.config
+        grid = config.image_size // config.patch_size
+        if pixel_values.dim() != 4 or any(side // config.patch_size != grid for side in pixel_values.shape[2:]):
+            raise ShapeError(
+                f"pixel_values has shape {tuple(pixel_values.shape)}; expected "
+                f"(frames, {config.num_channels}, {config.image_size}, {config.image_size})"
+            )
+        hidden_states = self.embeddings(pixel_values)
+        for layer in self.encoder.layers[:-1]:
+            hidden_states = layer(hidden_states, None)
+        return hidden_states
+
+
+class HyperQwen2Model(Qwen2Model):
+    """Qwen2 with hyper attention in `config.hyper_layers`; the keyword argument `visual` is passed to every layer."""
+
+    config: MPlugOwl3Config
+    _no_split_modules = ["Qwen2DecoderLayer", "HyperDecoderLayer"]
+    # Flash and flex attention cannot express the frame masks and the joint softmax.
+    _supports_flash_attn = _supports_flex_attn = _can_compile_fullgraph = False
+
+    def __init__(self, config: MPlugOwl3Config) -> None:
+        super().__init__(config)
+        for number in config.hyper_layers or []:
+            self.layers[number - 1] = HyperDecoderLayer(config, number - 1)
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, HyperAttention) and module.gate is not None:
+            init.zeros_(module.gate)
+
+
+class HyperQwen2ForCausalLM(Qwen2ForCausalLM):
+    """The language model: `HyperQwen2Model` and the output projection."""
+
+    config: MPlugOwl3Config
+    _no_split_modules = HyperQwen2Model._no_split_modules
+    _supports_flash_attn = _supports_flex_attn = _can_compile_fullgraph = False
+
+    def __init__(self, config: MPlugOwl3Config) -> None:
+        super(Qwen2ForCausalLM, self).__init__(config)  # Qwen2ForCausalLM.__init__ would build a second Qwen2Model.
+        self.model = HyperQwen2Model(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+class MPlugOwl3PreTrainedModel(LocalCode, PreTrainedModel):
+    config: MPlugOwl3Config
+    base_model_prefix = ""
+    input_modalities = ("image", "video", "text")
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Qwen2DecoderLayer", "HyperDecoderLayer", "SiglipEncoderLayer", "SiglipVisionEmbeddings"]
+    # The features are taken before this norm, so a checkpoint may lack it. The same holds for the head
+    # (`complete_config`).
+    _keys_to_ignore_on_load_missing = [r"^vision_model\.post_layernorm\."]
+    _skip_keys_device_placement = [cache_name()]
+    _supports_sdpa = True
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+    _supports_attention_backend = True
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike | None,
+        *,
+        config: MPlugOwl3Config | str | os.PathLike | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Load the model like `PreTrainedModel.from_pretrained`; gate and projector follow from the tensor names.
+
+        Raises:
+            DataError: there are no safetensors, or weights are missing, unexpected or of another shape.
+            ConfigError: config and weights disagree, or an option is not supported.
+        """
+        if kwargs.get("use_safetensors") is False:
+            raise ConfigError("use_safetensors is False; only safetensors are loaded: leave it out")
+        if kwargs.get("ignore_mismatched_sizes"):
+            raise ConfigError(
+                "ignore_mismatched_sizes is True, which would leave weights at random values: leave it out, and use "
+                "resize_token_embeddings after loading for another vocabulary"
+            )
+        hub = hub_options(kwargs)
+        if isinstance(config, MPlugOwl3Config):
+            complete = copy.deepcopy(config)
+        else:
+            complete = MPlugOwl3Config.from_pretrained(config or pretrained_model_name_or_path, **hub)
+        for name in _CONFIG_OVERRIDES & set(kwargs):
+            setattr(complete, name, kwargs.pop(name))
+        complete.check()
+        if kwargs.get("state_dict") is not None:
+            keys = set(kwargs["state_dict"])
+        elif pretrained_model_name_or_path is not None:
+            keys = checkpoint_keys(pretrained_model_name_or_path, kwargs.get("variant"), **hub)
+        else:
+            raise ConfigError("pass a directory or hub name, or a state_dict together with config")
+        complete_config(complete, keys)
+        with_report = kwargs.pop("output_loading_info", False)
+        loaded = load_clean(
+            super().from_pretrained,
+            pretrained_model_name_or_path,
+            "state_dict" if pretrained_model_name_or_path is None else os.fspath(pretrained_model_name_or_path),
+            expected=f"mPLUG-Owl3 with gate={complete.gate!r} and projector_layers={complete.projector_layers}",
+            **kwargs | {"config": complete, "use_safetensors": True},
+        )
+        return cast(Self, loaded if with_report else loaded[0])
+
+    def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
+        # Every public method that enables checkpointing, in all supported versions, calls this method.
+        function = kwargs.get("gradient_checkpointing_func")
+        if getattr(function, "keywords", {}).get("use_reentrant"):
+            raise ConfigError(
+                "use_reentrant is True; hyper layers share the visual features, which reentrant checkpointing cannot "
+                "differentiate: pass gradient_checkpointing_kwargs={'use_reentrant': False}, or leave it out"
+            )
+        super()._set_gradient_checkpointing(*args, **kwargs)
 
 
 class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3GenerationMixin):
@@ -115,31 +251,25 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         state.continue_in(ONE_PROCESS)
         if state.frames is None:
             return None
-        visual = VisualInputs.of_cache(state, past_length, *inputs_embeds.shape[1::-1])
         if embeds is not None:
             raise ShapeError(
                 f"{embeds.shape[0]} frames were passed with a cache that holds {state.frames.total_frames} already; "
                 "pass new frames with the whole conversation and without the cache"
             )
-        return visual
+        batch, length, _ = inputs_embeds.shape
+        return VisualInputs.of_cache(state, past_length, length, batch)
 
     def _store_frames(
-        self,
-        cache: Cache,
-        visual: VisualInputs,
-        media_position: tuple[MediaLayout, int],
-        batch: int,
-        fingerprint: tuple[int, ...],
-    ) -> None:
-        """Store the frames of a call with its cache; the hyper layers then add their K and V."""
-        state = cache_state_of(cache)
+        self, cache: Cache, batch: int, media_position: tuple[MediaLayout, int], tokens_per_frame: int, frames: Tensor
+    ) -> VisualKVCache:
+        """Store the frames of a call with its cache; return the cache to which the hyper layers add their K and V."""
+        state, total = cache_state_of(cache), media_position[0].total_frames
         if state is None:
             state = SequenceParallelCacheState(batch)
             attach(cache, state, self.config.num_hidden_layers)
-        total = media_position[0].total_frames
-        visual.cached = VisualKVCache(total, total, visual.tokens_per_frame)
-        state.store_frames(visual.cached, media_position, batch)
-        state.frame_fingerprints = {fingerprint}
+        visual = VisualKVCache(total, total, tokens_per_frame)
+        state.store_frames(visual, media_position, batch, {fingerprint_of(frames)})
+        return visual
 
     @takes_cache
     def _hidden_states(
@@ -179,8 +309,9 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
                 layout = layout.to(embeds.device)
                 visual = VisualInputs(layout, layout.rows(past_length - row_offset, length), embeds.shape[1], embeds)
                 if cache is not None and not drops_cache(self.language_model.model):
-                    fingerprint = fingerprint_of(cast(Tensor, pixel_values if image_embeds is None else image_embeds))
-                    self._store_frames(cache, visual, (layout, row_offset), batch, fingerprint)
+                    frames = cast(Tensor, pixel_values if image_embeds is None else image_embeds)
+                    position = layout, row_offset
+                    visual.cached = self._store_frames(cache, batch, position, embeds.shape[1], frames)
         text = {"inputs_embeds": inputs_embeds, "attention_mask": attention_mask, "position_ids": position_ids}
         return self.language_model.model(**text, **cache_argument(cache), use_cache=use_cache, visual=visual, **kwargs)
 

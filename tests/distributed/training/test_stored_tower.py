@@ -14,7 +14,7 @@ from launch import launch_environment
 from mllm_seqpar.cli.check_data import check
 from mllm_seqpar.data import sources
 from mllm_seqpar.errors import ConfigError, DataError
-from mllm_seqpar.models.mplug_owl3.backbones import MPlugOwl3VisionModel
+from mllm_seqpar.models.mplug_owl3.modeling import MPlugOwl3VisionModel
 from mllm_seqpar.training import batches
 from mllm_seqpar.training.finetune import fine_tune
 from ranks import ranks

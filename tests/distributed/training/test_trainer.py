@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 
 from launch import launch_environment
 from mllm_seqpar import SeqParTrainer, patch_model
-from mllm_seqpar.errors import AgreementError, ConfigError
+from mllm_seqpar.errors import AgreementError, ConfigError, DataError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration
 from ranks import ranks
 from ranks_worker import reset_global_state
@@ -103,7 +103,7 @@ def train(
     stream: bool = False,
     evaluate_first: bool = False,
     degree: int | None = None,
-    resume: str | None = None,
+    resume: str | bool | None = None,
     **settings: Any,
 ) -> tuple[Log, dict[str, int]]:
     """Train with Trainer ("plain") or SeqParTrainer, save the model, and return the log and what the tests check."""
@@ -167,6 +167,16 @@ def test_one_process_trains_as_trainer_does(tmp_path: Path) -> None:
     for kind, patched in (("plain", True), ("seqpar", False)):
         log = train_in_one_process(tmp_path / f"{kind}-{patched}", kind, **given, patched=patched)
         assert_same_trajectory(log, expected, "num_input_tokens_seen")
+
+
+def test_damaged_checkpoint_is_an_error_that_names_its_file(tmp_path: Path) -> None:
+    given = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 4}
+    train_in_one_process(tmp_path, "seqpar", **given)
+    (tmp_path / "checkpoint-1" / "trainer_state.json").write_text('{"global_')
+    for resume in (str(tmp_path / "checkpoint-1"), True):
+        with pytest.raises(DataError, match=r"checkpoint-1/trainer_state.json: this file of the checkpoint cannot be"):
+            train_in_one_process(tmp_path, "seqpar", **given, resume=resume)
+        reset_global_state()
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from family_cases import QWENS
 from family_directories import CHATS, MAKERS
 from mllm_seqpar.data import ChatDataset, chat_family, load_local_images
 from mllm_seqpar.data.chat_family import tokenize
-from mllm_seqpar.data.chat_format import media_parts
+from mllm_seqpar.data.formats import media_parts
 from mllm_seqpar.data.sources import ImageTensorSource
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.inference.evidence import frame_times

@@ -127,7 +127,7 @@ def test_labels_are_the_answers_and_padding_is_right(folder: Path, processor: An
     assert torch.equal(batch.labels[batch.labels != -100], batch.input_ids[batch.labels != -100])
     assert batch.targets == 12 and batch.tokens == int(batch.attention_mask.sum()) < batch.input_ids.numel()
     assert bool((batch.attention_mask.diff(dim=1) <= 0).all())
-    for row, offsets in zip(batch.input_ids, batch.media_offset, strict=True):
+    for row, offsets in zip(batch.input_ids, batch.text.extras["media_offset"], strict=True):
         assert torch.equal(offsets[offsets >= 0], (row == image).nonzero()[:, 0])
     whole = tokenizer.decode(batch.input_ids[1][batch.attention_mask[1] == 1])
     assert "<|im_start|>user\n" + 3 * "<|image|>" + "Which colour is the marker?<|im_end|>\n" in whole
@@ -159,8 +159,9 @@ def test_still_images_are_cut_into_tiles_but_video_frames_are_not(folder: Path, 
     expected = cutting.apply_chat_template(
         ROWS[2]["messages"], tokenize=True, images=pictures[3:], videos=[pictures[:3]], return_labels=True
     )
+    found = {"input_ids": batch.input_ids, "labels": batch.labels, **batch.text.extras}
     for name in ("input_ids", "labels", "media_offset"):
-        assert torch.equal(getattr(batch, name), expected[name])
+        assert torch.equal(found[name], expected[name])
     assert torch.equal(sharded(batch, cutting, 3, at_once=2), expected["pixel_values"])
 
 

@@ -15,8 +15,7 @@ import torch
 from clips import write_clip
 
 from mllm_seqpar.data import VideoSource, downloads
-from mllm_seqpar.data.downloads import CACHE_VARIABLE, SIZE_VARIABLE, download, store_bytes
-from mllm_seqpar.data.media_files import local_media
+from mllm_seqpar.data.media_files import CACHE_VARIABLE, SIZE_VARIABLE, local_media, media_cache
 from mllm_seqpar.errors import VideoError
 
 
@@ -75,7 +74,7 @@ def test_video_of_a_url_is_downloaded_once(tmp_path: Path, url: str, requests: l
     assert len(results) == 4 and requests == ["/a.mp4?x=1"]
     assert torch.equal(next(results[0].read(0, 3)), expected)
     assert Path(results[0].plan.path).parent == tmp_path / "cache/media" and results[0].plan.path.endswith(".mp4")
-    assert download(f"{url}/unsized").read_bytes() == (tmp_path / "a.mp4").read_bytes()
+    assert media_cache().download(f"{url}/unsized").read_bytes() == (tmp_path / "a.mp4").read_bytes()
     assert len(requests) == 2
 
 
@@ -107,15 +106,15 @@ def test_size_limits_hold_with_and_without_a_stated_size(
 ) -> None:
     size = (tmp_path / "a.mp4").stat().st_size
     monkeypatch.setenv(SIZE_VARIABLE, str(10.5 * size / 1e9))
-    download(f"{url}/1.mp4")
+    media_cache().download(f"{url}/1.mp4")
     monkeypatch.setenv(SIZE_VARIABLE, str(9 * size / 1e9))
     for name, message in (("2.mp4", "a file of the cache may have"), ("unsized", "would exceed its limit")):
         with pytest.raises(VideoError, match=message):
-            download(f"{url}/{name}")
+            media_cache().download(f"{url}/{name}")
     assert len([path for path in (tmp_path / "cache/media").iterdir() if path.suffix != ".lock"]) == 1
     monkeypatch.setenv(SIZE_VARIABLE, "much")
     with pytest.raises(VideoError, match="MLLM_SEQPAR_CACHE_GB='much' is not a number"):
-        download(f"{url}/3.mp4")
+        media_cache().download(f"{url}/3.mp4")
 
 
 def test_files_that_vanish_while_the_cache_is_counted_are_no_error(
@@ -131,7 +130,7 @@ def test_files_that_vanish_while_the_cache_is_counted_are_no_error(
         return entries
 
     monkeypatch.setattr(os, "scandir", scan)
-    assert store_bytes(b"1", ".png").read_bytes() == b"1"
+    assert media_cache().store(b"1", ".png").read_bytes() == b"1"
 
 
 def test_files_of_other_processes_count_once_the_cache_is_almost_full(
@@ -141,13 +140,13 @@ def test_files_of_other_processes_count_once_the_cache_is_almost_full(
     monkeypatch.setenv(SIZE_VARIABLE, "1e-6")  # 1000 bytes
     other = tmp_path / "media/other"
     for number in range(10):
-        store_bytes(bytes([number]) * 95, "")
+        media_cache().store(bytes([number]) * 95, "")
     other.write_bytes(bytes(100))
     with pytest.raises(VideoError, match="would exceed its limit"):
-        store_bytes(b"x" * 95, "")
+        media_cache().store(b"x" * 95, "")
     other.unlink()
-    (tmp_path / "media" / store_bytes(bytes(95), "").name).unlink()
-    store_bytes(b"x" * 95, "")
+    (tmp_path / "media" / media_cache().store(bytes(95), "").name).unlink()
+    media_cache().store(b"x" * 95, "")
 
 
 class Answer:
@@ -190,4 +189,4 @@ def test_slow_host_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count(step=1000)
     monkeypatch.setattr(downloads, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
     with pytest.raises(VideoError, match=f"{url}/a.mp4: cannot be downloaded .the host sends .* are required.*; with"):
-        download(f"{url}/a.mp4")
+        media_cache().download(f"{url}/a.mp4")

@@ -16,9 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mllm_seqpar.data import plan_frames, probe, source_meta
-from mllm_seqpar.data.feature_store import TowerStore, model_fingerprint, open_features, save_features
+from mllm_seqpar.data.feature_store import model_fingerprint, open_features, save_features
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.sharding import FRAME_LAYOUTS, frame_bounds, frame_spans, take_spans
+from mllm_seqpar.training.stored_tower import TowerStore
 
 
 def write(

@@ -242,18 +242,17 @@ def test_elements_of_a_json_list_have_their_numbers_and_lines_theirs(tmp_path: P
 @pytest.mark.parametrize(
     ("files", "name", "message"),
     [
-        ({"a.jsonl": "{}", "b.json": "[1]"}, ".", r"it has several data sets; give one of them: .*a.jsonl, .*b.json"),
+        (
+            {"a.jsonl": "{}", "b.json": "[1]"},
+            ".",
+            r"several splits or subsets; give one of them: .*jsonl, .*b",
+        ),
         ({"readme.txt": "x"}, ".", r"no data set was found there \(found: readme.txt\); expected JSONL, a JSON list"),
         ({"cats/1.png": "x"}, ".", r"it has media such as 1.png but no texts; add metadata.jsonl"),
         ({"dataset_dict.json": '{"splits": ["train", "test"]}'}, ".", "several splits; give one of them: .*/train, "),
         ({"data/test-0.parquet": "", "data/train-0.parquet": ""}, ".", "several splits or subsets; give one of them: "),
         ({"s-000.tar": "x"}, "s-{000..002}.tar", "2 of 3 files are missing, first .*s-001.tar"),
         ({"a.jsonl": "{}"}, "*.parquet", "no file matches; check the pattern"),
-        (
-            {"a.jsonl": "{}", "b.jsonl": "{}"},
-            "*.jsonl",
-            "2 .jsonl files; only parquet, arrow and tar data may have several",
-        ),
         ({"a.jsonl": "{}"}, "b.jsonl", r"cannot be read \(No such file or directory\); expected JSONL"),
         ({"a.jsonl": "{}", "b.csv": "x"}, "*.*", r"matches files of several kinds \(.csv, .jsonl\)"),
     ],

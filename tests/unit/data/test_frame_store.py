@@ -10,9 +10,9 @@ from clips import write_clip
 from chats import chat, video, write_rows
 from mllm_seqpar.cli.check_data import check
 from mllm_seqpar.data import ChatDataset, VideoSource, sources
-from mllm_seqpar.data.feature_store import source_key
 from mllm_seqpar.data.frame_store import FrameStore
 from mllm_seqpar.errors import ConfigError, DataError, VideoError
+from mllm_seqpar.training.stored_tower import source_key
 
 
 @pytest.fixture

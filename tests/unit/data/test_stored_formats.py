@@ -2,6 +2,7 @@
 
 import base64
 import csv
+import gzip
 import io
 import json
 import multiprocessing
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pyarrow as arrow
 import pyarrow.parquet
 import pytest
@@ -20,7 +22,9 @@ from PIL import Image
 
 from chats import chat, write_rows
 from mllm_seqpar.data import ChatDataset, chat_family, load_local_images
-from mllm_seqpar.data.downloads import CACHE_VARIABLE
+from mllm_seqpar.data.formats import to_chat
+from mllm_seqpar.data.images import read_image
+from mllm_seqpar.data.media_files import CACHE_VARIABLE
 from mllm_seqpar.data.needle import make_tokenizer
 from mllm_seqpar.data.records import open_records
 from mllm_seqpar.errors import ConfigError, DataError, VideoError
@@ -244,7 +248,7 @@ def test_video_of_an_id_is_found_beside_the_table(tmp_path: Path, media: Path, p
         ([("0.bin", b"x")], None, "a.tar: cannot be read .*members are neither json nor txt, images or videos"),
         ([("0.json", b"{"), ("1.txt", b"x")], None, "a.tar, record 1: its member json is not JSON .Expecting property"),
         ([("0.txt", b"x"), ("0.txt", b"y")], None, "Duplicate field 'txt' for sample '0'"),
-        ([("0.json", b"{}"), ("1.mp4", bytes(5000))], 3000, "a.tar: .*was the download complete"),
+        ([("0.json", b"{}"), ("1.mp4", bytes(5000))], 3000, "a.tar: .*check that the download is complete"),
         ([("0.mp4", b"x"), ("1.json", b"[1]")], None, "a.tar, record 1: has the keys 'video'"),
     ],
 )
@@ -268,7 +272,10 @@ def test_members_that_are_not_read_may_have_any_content(tmp_path: Path) -> None:
         add(archive, "0.json", json.dumps(record).encode())
         add(archive, "1.txt", b"caf\xe9")
     records = open_records(tmp_path / "a.tar")
-    assert [records.record(index) for index in range(2)] == [record, {"text": "caf\N{REPLACEMENT CHARACTER}"}]
+    assert [records.record(index) for index in range(2)] == [
+        {name: value for name, value in record.items() if value is not None},
+        {"text": "caf\N{REPLACEMENT CHARACTER}"},
+    ]
 
 
 def test_media_of_a_changed_table_are_not_those_of_the_cache(tmp_path: Path) -> None:
@@ -297,6 +304,10 @@ def test_format_that_save_to_disk_keeps_is_not_used(tmp_path: Path) -> None:
     [
         (b"question,answer\nWhat, then?,Red.\n", "a.csv, record 1: has more cells than the header has columns"),
         ("question,answer\nWhat?,Ros\xe9\n".encode("latin1"), r"a.csv: not CSV in UTF-8 \('utf-8' codec"),
+        (
+            b"question,answer\n" + b"x" * 200_000 + b",y\n",
+            r"a.csv: not readable as CSV \(field larger than",
+        ),
     ],
 )
 def test_damaged_csv_is_named(tmp_path: Path, content: bytes, message: str) -> None:
@@ -309,13 +320,37 @@ def test_missing_datasets_and_damaged_tables_are_named(tmp_path: Path, monkeypat
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match=r"a.parquet: cannot be read by `datasets` \(Parquet file size is 4 bytes"):
         open_records(tmp_path / "a.parquet")
-    for number, row in enumerate(({"question": ["What?"]}, {"question": ["What?"], "video": ["a.mp4"]})):
-        arrow.parquet.write_table(arrow.table(row), tmp_path / f"b-{number}.parquet")
-    with pytest.raises(DataError, match="or another of these 2 files: .*cast because column names don't match"):
+    for number, answer in enumerate(("Red.", 1)):
+        arrow.parquet.write_table(arrow.table({"answer": [answer]}), tmp_path / f"b-{number}.parquet")
+    with pytest.raises(DataError, match="2 files: .*Field answer has incompatible types: string vs int64.*same type"):
         open_records(tmp_path / "b-*.parquet")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"a.parquet: reading parquet, .* pip install 'mllm-seqpar\[data\]'"):
         open_records(tmp_path / "a.parquet")
+
+
+def test_parquet_files_of_a_split_may_have_different_columns(tmp_path: Path) -> None:
+    from_first, text = arrow.struct({"from": arrow.string(), "value": arrow.string()}), arrow.string()
+    value_first = arrow.struct({"value": text, "from": text, "weight": arrow.float32()})
+    turns = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "Red."}]
+    image = arrow.array([{"bytes": b"x", "path": "a.png"}], arrow.struct({"bytes": arrow.binary(), "path": text}))
+    tables = [
+        {"conversations": arrow.array([turns], arrow.list_(from_first)), "image": image, "id": arrow.nulls(1)},
+        {
+            "start": [1],
+            "conversations": arrow.array([turns], arrow.list_(value_first)),
+            "video": ["a.mp4"],
+            "id": ["7"],
+        },
+        {"conversations": arrow.array([], arrow.list_(from_first)), "start": arrow.array([], arrow.float64())},
+    ]
+    for number, table in enumerate(tables):
+        arrow.parquet.write_table(arrow.table(table), tmp_path / f"train-{number:05d}-of-00003.parquet")
+    records = open_records(tmp_path)
+    first, second = (records.record(index) for index in range(len(records)))
+    assert Path(records.locate(0, first["image"][0])).read_bytes() == b"x" and set(first) == {"conversations", "image"}
+    assert (second["start"], second["video"], second["id"]) == (1, "a.mp4", "7")
+    assert [to_chat(x)["messages"][0]["content"][0]["type"] for x in (first, second)] == ["image", "video"]
 
 
 def test_data_urls_are_files_of_the_cache(tmp_path: Path, media: Path, processor: Any, cache: Path) -> None:
@@ -328,3 +363,94 @@ def test_data_urls_are_files_of_the_cache(tmp_path: Path, media: Path, processor
     path.write_text(path.read_text().replace(content, "***"))
     with pytest.raises(VideoError, match=r"a.jsonl:1: data:image/png;base64,\*\*\*\.\.\.: not a data URL"):
         ChatDataset(path, processor).batch([0])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"question": "What?", "answer": ' + b"[" * 100_000, "a.jsonl:1: not JSON .maximum recursion depth exceeded"),
+        (b"[" * 100_000, "a.jsonl: not JSON .maximum recursion depth exceeded"),
+        (gzip.compress(b"{}"), "a.jsonl: is compressed by gzip; decompress it, e.g. gunzip a.jsonl"),
+        (b'{"conversations": [{"from": ["human"], "value": "What?"}]}', r"a.jsonl:1: turn 0 .* is from \['human'\]"),
+        (
+            b'{"messages": [{"role": "user", "content": [{"type": ["text"]}]}]}',
+            r"a.jsonl:1: message 0 \(user\) holds .*which is not a part",
+        ),
+        (b'{"question": "What?", "answer": "Red.", "image": "%s"}' % (b"iVBO" * 1000), "a.jsonl:1: .*: no such file"),
+    ],
+)
+def test_content_that_no_parser_takes_is_named_by_its_place(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match=message) as error:
+        ChatDataset(tmp_path / "a.jsonl", None)
+    assert len(str(error.value)) < 1000
+
+
+def test_keys_without_a_value_count_as_absent(tmp_path: Path) -> None:
+    turns = [{"from": "human", "role": None, "value": "What?"}, {"role": "assistant", "from": None, "content": "Red."}]
+    rows = [
+        chat("What is it?") | {"image": None, "conversations": None, "start": None},
+        {"question": None, "conversations": turns},
+        {"question": "What is it?", "answer": "Red.", "options": None},
+    ]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    for path in (write_rows(tmp_path / "a.jsonl", rows), tmp_path / "a.json"):
+        assert [len(ChatDataset(path, None).messages(index)) for index in range(3)] == [2, 2, 2]
+
+
+def test_numbers_of_tables_choose_frames(tmp_path: Path, media: Path) -> None:
+    header, cells = "question,answer,video,start,num_frames,fps", ("0.5,2,", ",,2")
+    lines = [header, *(f"What?,Red.,a.mp4,{row}" for row in cells)]
+    (tmp_path / "a.csv").write_text("\n".join(lines))
+    table = {"question": ["What?"] * 2, "answer": ["Red."] * 2, "video": ["a.mp4"] * 2}
+    table |= {"start": [0.5, None], "num_frames": [2.0, None], "fps": [None, 2.0]}
+    arrow.parquet.write_table(arrow.table(table), tmp_path / "a.parquet")
+    for name in ("a.csv", "a.parquet"):
+        samples = ChatDataset(tmp_path / name, None, media_root=media)
+        (first,), (second,) = (samples[index].sources for index in range(2))
+        assert (len(first), len(second)) == (2, 5) and first.seconds(0) > second.seconds(0)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv"])
+def test_files_of_one_split_of_texts_are_one_data_set(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / "data").mkdir()
+    for number in range(2):
+        row = {"question": f"What is {number}?", "answer": "Red."}
+        csv_text = f"question,answer\nWhat is {number}?,Red."
+        text = {".jsonl": json.dumps(row) + "\n", ".json": json.dumps([row]), ".csv": csv_text}
+        (tmp_path / f"data/train-0000{number}-of-00002{suffix}").write_text(text[suffix])
+    (tmp_path / "README.md").write_text("A data set of the Hub.")
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    for path in (tmp_path, tmp_path / f"data/train-*{suffix}"):
+        records = open_records(path)
+        assert [records.record(index)["question"] for index in range(len(records))] == ["What is 0?", "What is 1?"]
+        assert records.place(1).startswith(str(tmp_path / f"data/train-00001-of-00002{suffix}"))
+    (tmp_path / f"data/test{suffix}").write_text("")
+    with pytest.raises(DataError, match=f"several splits or subsets; give one of them: .*data/test.*{suffix}, .*train"):
+        open_records(tmp_path)
+
+
+def test_damaged_index_of_splits_is_named(tmp_path: Path) -> None:
+    (tmp_path / "dataset_dict.json").write_text("")
+    with pytest.raises(DataError, match="dataset_dict.json: not an index of splits .*was the download complete"):
+        open_records(tmp_path)
+
+
+def test_columns_of_views_and_of_nested_lists(tmp_path: Path) -> None:
+    rows = {"question": ["What?"], "answer": ["Red."], "image": arrow.array([b"x"], arrow.binary_view())}
+    arrow.parquet.write_table(arrow.table(rows), tmp_path / "a.parquet")
+    records = open_records(tmp_path / "a.parquet")
+    assert Path(records.locate(0, records.record(0)["image"][0])).read_bytes() == b"x"
+    arrow.parquet.write_table(arrow.table(rows | {"image": [[[b"x"]]]}), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=r"b.parquet, record 1: image is \[b'x'\]; expected the path of a file"):
+        ChatDataset(tmp_path / "b.parquet", None)
+
+
+def test_images_of_16_bits_keep_their_shades_and_those_of_too_many_pixels_are_named(tmp_path: Path) -> None:
+    shades = numpy.arange(48, dtype=numpy.uint16).reshape(6, 8) * 1300
+    Image.fromarray(shades).save(tmp_path / "a.png")
+    expected = torch.from_numpy((shades >> 8).astype(numpy.uint8))
+    assert torch.equal(read_image(str(tmp_path / "a.png"), None), expected.expand(3, 6, 8))
+    Image.new("1", (20_000, 10_000)).save(tmp_path / "b.png")
+    with pytest.raises(VideoError, match="b.png: not a readable image .Image size .200000000 pixels. exceeds limit"):
+        read_image(str(tmp_path / "b.png"), None)

@@ -76,10 +76,12 @@ class CountingProcessor:
 
 def test_at_most_two_batches_of_pixels_exist() -> None:
     processor, progress = CountingProcessor(), []
-    video = encode_video(tiny_model(), processor, RandomPictures(30), batch=4, progress=progress.append)
+    video = encode_video(
+        tiny_model(), processor, RandomPictures(30), batch=4, progress=lambda *now: progress.append(now)
+    )
     assert 4 <= processor.most <= 8
     assert processor.alive == 0
-    assert progress == [*range(0, 30, 4), 30]
+    assert progress == [(done, 30) for done in (*range(0, 30, 4), 30)]
     assert video.shard == FrameShard(0, 30, 30) and video.visual_tokens == 30 * TOKENS_PER_FRAME
     assert EncodedVideo(torch.zeros(7, 5), FrameShard(0, 2, 2)).visual_tokens == 7  # images of different sizes
     assert torch.allclose(video.features, encoded_at_once(RandomPictures(30)), atol=1e-5)
@@ -101,7 +103,14 @@ def test_each_rank_encodes_its_frames(world: int, frames: int) -> None:
 
     def encoded(comm: Communicator) -> tuple[Tensor, FrameShard, list[int]]:
         progress: list[int] = []
-        video = encode_video(tiny_model(), tiny_processor(), source, group=comm, batch=3, progress=progress.append)
+        video = encode_video(
+            tiny_model(),
+            tiny_processor(),
+            source,
+            group=comm,
+            batch=3,
+            progress=lambda done, total: progress.append(done),
+        )
         return video.features, video.shard, progress
 
     shards = run_loopback(world, encoded)
@@ -118,7 +127,7 @@ def test_an_unreadable_frame_stops_all_ranks_within_one_batch() -> None:
     source = RandomPictures(90, bad=40)  # in the fourth of ten batches of rank 2
 
     def failed(comm: Communicator) -> Exception | None:
-        progress = rounds.append if comm.rank == 0 else None
+        progress = (lambda done, total: rounds.append(done)) if comm.rank == 0 else None
         options = {"group": comm, "batch": 3, "progress": progress}
         return attempt(lambda: encode_video(tiny_model(), tiny_processor(), source, **options))[1]
 

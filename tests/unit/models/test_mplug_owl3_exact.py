@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar._compat import cache_of
-from mllm_seqpar.models.mplug_owl3 import visual_inputs
+from mllm_seqpar.models.mplug_owl3 import hyper_attention
 from mplug_owl3_reference import Numbers, reference_logits, reference_loss
 from outcomes import worst_gradient
 from tiny_models.mplug_owl3 import GATES, IMAGE_TOKEN, media_offset, tiny_frames, tiny_model, tiny_text
@@ -84,8 +84,8 @@ def test_published_inputs_equal_reference(gate: str | None) -> None:
 @pytest.mark.parametrize("gate", GATES)
 def test_row_blocks_do_not_change_logits(gate: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long runs of equal rows have no mask, and other rows have masks of bounded size."""
-    monkeypatch.setattr(visual_inputs, "SHORT_RUN", 4)
-    monkeypatch.setattr(visual_inputs, "MASK_ELEMENTS", 3 * 5 * 4)
+    monkeypatch.setattr(hyper_attention, "SHORT_RUN", 4)
+    monkeypatch.setattr(hyper_attention, "MASK_ELEMENTS", 3 * 5 * 4)
     model = tiny_model(gate)
     ids = tiny_text(9, 0, 7, length=40)
     ids[0, 30:] = 7  # a long run with one interval after the frames

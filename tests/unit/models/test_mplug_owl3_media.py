@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.errors import ConfigError, ShapeError
-from mllm_seqpar.models.mplug_owl3 import MediaLayout, media_layout, visual_inputs
+from mllm_seqpar.models.mplug_owl3 import MediaLayout, hyper_attention, media_layout
 from tiny_models.mplug_owl3 import GATES, IMAGE_TOKEN, tiny_text
 from tiny_models.mplug_owl3 import media_offset as published_offset
 
@@ -134,11 +134,11 @@ def test_inconsistent_arguments_of_layout_are_refused(changes: dict, error: type
 def test_row_blocks_cover_every_row_once_with_bounded_masks(
     short_run: int, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(visual_inputs, "SHORT_RUN", short_run)
-    monkeypatch.setattr(visual_inputs, "MASK_ELEMENTS", limit)
+    monkeypatch.setattr(hyper_attention, "SHORT_RUN", short_run)
+    monkeypatch.setattr(hyper_attention, "MASK_ELEMENTS", limit)
     first = [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 2]
     stop = [0, 0, 1, 2, 3, 3, 3, 3, 0, 4, 4, 5]
-    blocks = visual_inputs.row_blocks(first, stop, tokens_per_frame=4)
+    blocks = hyper_attention.row_blocks(first, stop, tokens_per_frame=4)
     assert [row for block in blocks for row in range(block.start, block.stop)] == list(range(len(first)))
     for block in blocks:
         rows = [set(range(first[row], stop[row])) for row in range(block.start, block.stop)]

@@ -22,7 +22,6 @@ from mllm_seqpar.planner import (
 from mllm_seqpar.planner.call_cost import (
     call_timelines,
     candidate_specs,
-    problem_between_groups,
     projection_seconds,
     symmetry_period,
 )
@@ -32,6 +31,7 @@ from mllm_seqpar.schedules.bytes_sent import (
     lv_xattn_bytes,
     mesh_axis_bytes,
     mesh_bytes,
+    problem_between_groups,
     ring_bytes,
     ulysses_bytes,
 )

@@ -18,7 +18,7 @@ from mllm_seqpar.inference import Sampling
 from mllm_seqpar.inference.evidence import Evidence, Moment
 from mllm_seqpar.inference.generation import Answer
 from mllm_seqpar.serving.app import Service, make_app
-from mllm_seqpar.serving.jobs import Impossible, Outcome
+from mllm_seqpar.serving.jobs import JobError, Outcome
 from mllm_seqpar.serving.media import MediaStore
 from mllm_seqpar.serving.request_queue import RequestQueue
 
@@ -37,9 +37,9 @@ class FakeWorker:
     def run(self, job: Any, *, on_start: Any, progress: Any, on_text: Any, interrupted: Callable[[], bool]) -> Answer:
         self.jobs.append(job)
         if "broken" in str(job.messages):
-            raise Impossible(VideoError(f"{job.media[0].path if job.media else 'the video'} is damaged"))
+            raise JobError(VideoError(f"{job.media[0].path if job.media else 'the video'} is damaged"))
         if "bug" in str(job.messages):
-            raise Impossible(KeyError("/inner/path"), Outcome.FAILED)
+            raise JobError(KeyError("/inner/path"), Outcome.FAILED)
         progress(1, 2)
         on_start()
         on_text(PIECES[0])

@@ -16,7 +16,7 @@ import pytest
 from mllm_seqpar.inference.encoding import Interrupted
 from mllm_seqpar.inference.engine import Job
 from mllm_seqpar.serving.chat import _NAMES, Terminal
-from mllm_seqpar.serving.jobs import Impossible
+from mllm_seqpar.serving.jobs import JobError
 from mllm_seqpar.serving.line_editing import completions, history_file
 
 SCRIPT = """
@@ -54,7 +54,7 @@ def test_ctrl_c_drops_a_line_or_stops_an_answer_and_never_ends_the_chat(
         for _again in range(2):
             signal.raise_signal(signal.SIGINT)
         stops.append(interrupted())
-        raise Impossible(Interrupted())
+        raise JobError(Interrupted())
 
     sampling = SimpleNamespace(max_new_tokens=3)
     args = SimpleNamespace(model="tiny", system=None, seed=0, sampling=lambda: sampling)

@@ -23,7 +23,7 @@ from mllm_seqpar.inference.engine import Engine, Job, MediaFile
 from mllm_seqpar.inference.generation import Answer
 from mllm_seqpar.models.loading import load_model, load_processor
 from mllm_seqpar.serving.chat import ChatOptions
-from mllm_seqpar.serving.jobs import Impossible, Outcome, Worker
+from mllm_seqpar.serving.jobs import JobError, Outcome, Worker
 
 pytestmark = pytest.mark.usefixtures("load_one_model_at_a_time")
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def run(worker: Worker, asked: Job, **options: Any) -> Answer:
     if worker.engine.comm.rank == 0:
         return worker.run(asked, **options)
     found = worker.follow_one()
-    if isinstance(found, Impossible):
+    if isinstance(found, JobError):
         raise found
     assert found is not None
     return found
@@ -176,7 +176,7 @@ def test_out_of_memory_is_an_impossible_job_on_one_rank_only(
         worker = Worker(engine)
         with monkeypatch.context() as patch:
             patch.setattr(Conversation, "answer", fail)
-            with pytest.raises(Impossible, match="use fewer frames, or start more ranks") as error:
+            with pytest.raises(JobError, match="use fewer frames, or start more ranks") as error:
                 run(worker, job(video))
         assert run(worker, job(video)).tokens
         return str(error.value)
@@ -207,7 +207,7 @@ def test_failure_of_one_rank_makes_all_ranks_forget(
         choices = [FrameChoice(num_frames=count) for count in (3, 2, 4)]
         first, second, failing = (MediaFile.of("video", video.path, frames) for frames in choices)
         cached = [run(worker, job(file)).cached_tokens for file in (first, second, first)]
-        with pytest.raises(Impossible) as raised:
+        with pytest.raises(JobError) as raised:
             run(worker, job(failing))
         return str(raised.value), cached + [run(worker, job(file)).cached_tokens for file in (second, first, second)]
 
@@ -232,7 +232,7 @@ def test_error_before_the_first_pass_is_an_error_of_the_job(
     def body(engine: Engine) -> None:
         worker = Worker(engine)
         expected = run(worker, job(video)).tokens
-        with pytest.raises(Impossible, match="strictly positive float") as raised:
+        with pytest.raises(JobError, match="strictly positive float") as raised:
             run(worker, job(video, sampling=refused))
         assert raised.value.outcome is Outcome.REFUSED
         assert run(worker, job(video), progress=lambda *_: encoded.append(1)).tokens == expected
@@ -248,12 +248,12 @@ def test_error_in_a_pass_ends_the_program_if_other_ranks_may_wait(inference_file
     def body(engine: Engine) -> type[Exception]:
         worker = Worker(engine)
         hook = engine.model.get_input_embeddings().register_forward_pre_hook(fail)  # type: ignore[operator]
-        with pytest.raises((Impossible, KeyError)) as raised:
+        with pytest.raises((JobError, KeyError)) as raised:
             run(worker, job(video))
         hook.remove()
         return raised.type
 
-    assert on_ranks(1, inference_files / "gated", body) == [Impossible]
+    assert on_ranks(1, inference_files / "gated", body) == [JobError]
     assert on_ranks(2, inference_files / "gated", body) == [KeyError, KeyError]
 
 
@@ -273,7 +273,7 @@ def test_features_of_an_impossible_job_are_freed_at_once(
         monkeypatch.setattr(Engine, "forget", lambda self: freed.append(features[0]() is None))
         gc.disable()
         try:
-            with pytest.raises(Impossible):
+            with pytest.raises(JobError):
                 run(Worker(engine), job(video))
         finally:
             gc.enable()

@@ -12,7 +12,7 @@ pytest.importorskip("fastapi", reason="fastapi is not installed (extra serve)")
 
 from mllm_seqpar.serving.middleware import RequestRecord
 from mllm_seqpar.serving.protocol import ApiError
-from mllm_seqpar.serving.request_queue import RequestQueue, Waiting
+from mllm_seqpar.serving.request_queue import PendingRequest, RequestQueue
 
 
 class HeldQueue(queue.SimpleQueue[Any]):
@@ -33,13 +33,13 @@ def test_request_that_is_added_while_the_server_stops_is_answered(added: str) ->
     requests, held = RequestQueue(1), HeldQueue()
     requests._turns = held
 
-    async def answer(waiting: Waiting) -> Any:
+    async def answer(pending: PendingRequest) -> Any:
         with requests.place():
-            return await requests.answer(None, waiting)  # type: ignore[arg-type]
+            return await requests.answer(None, pending)  # type: ignore[arg-type]
 
     async def ask() -> None:
-        waiting = Waiting(RequestRecord(id="1", method="POST", path="/"))
-        await asyncio.wait_for(anext(waiting.events(asyncio.Event().wait, answer(waiting))), 30)
+        pending = PendingRequest(RequestRecord(id="1", method="POST", path="/"))
+        await asyncio.wait_for(anext(pending.events(asyncio.Event().wait, answer(pending))), 30)
 
     def end() -> None:
         assert held.began.wait(30)

@@ -189,17 +189,16 @@ def test_frames_are_decoded_ahead_up_to_the_limit(folder: Path, monkeypatch: pyt
 
 
 UNCAUGHT = """
-from concurrent.futures import ThreadPoolExecutor
-from mllm_seqpar.data.prefetch import ReadAheadLimit
+from contextlib import closing
+from types import SimpleNamespace
+from mllm_seqpar.training.batches import _ReadAhead
+
+reader = SimpleNamespace(threads=2, open=lambda samples: SimpleNamespace(size=1), decode=lambda opened: opened)
 
 def batches():
-    limit, pool = ReadAheadLimit(1), ThreadPoolExecutor(2)
-    try:
-        for number in range(3):
-            admitted = pool.submit(limit.admit, number, 1)
-        yield pool.submit(int)
-    finally:
-        limit.close()
+    with closing(_ReadAhead(reader, 1)) as ahead:
+        begun = [ahead.begin((number,)) for number in range(3)]
+        yield begun[0].result.result()
 
 def train():
     for _ in (reading := batches()):
@@ -216,18 +215,18 @@ def test_a_program_with_an_error_that_nothing_catches_ends_while_batches_wait_fo
 
 def test_known_bad_samples_are_loaded_once_and_within_the_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[tuple[int, ...]] = []
-    received, load = threading.Event(), BatchReader._load
+    received, load = threading.Event(), BatchReader.open
 
-    def slow(self: BatchReader, samples: Any, *args: Any, **options: Any) -> Any:
-        if threading.current_thread().name.startswith("load"):
-            received.wait(1)  # a batch that does not wait for the limit is received first
+    def slow(self: BatchReader, samples: Any) -> Any:
+        if threading.current_thread().name.startswith("open"):
+            received.wait(1)  # a batch that does not wait for its turn is received first
         loads.append(tuple(samples))
-        return load(self, samples, *args, **options)
+        return load(self, samples)
 
     reader = BatchReader(opened(folder / "train.jsonl", on_bad_media="skip"), "self", "self")
     first = [batch.samples for batch in reader.read_all([(EMPTY,)] * 5)]
     assert list(reader.skipped) == [EMPTY]
-    monkeypatch.setattr(BatchReader, "_load", slow)
+    monkeypatch.setattr(BatchReader, "open", slow)
     again = []
     for batch in reader.read_all([(EMPTY,)] * 5):
         received.set()

@@ -10,9 +10,15 @@ from typing import Any
 import pytest
 
 from mllm_seqpar.comm import Communicator, run_loopback
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.training import checkpoints
-from mllm_seqpar.training.checkpoints import CheckpointClock, RunLayout, last_checkpoint, require_shared_directory
+from mllm_seqpar.training.checkpoints import (
+    CheckpointClock,
+    RunLayout,
+    checkpoint_step,
+    last_checkpoint,
+    require_shared_directory,
+)
 
 
 def clocks(monkeypatch: pytest.MonkeyPatch, act: Any) -> list[list[tuple[bool, bool]]]:
@@ -138,3 +144,31 @@ def test_checkpoints_of_version_0_2_are_continued_with_steps_of_the_same_size(tm
     layout.require_resumable(tmp_path)
     with pytest.raises(ConfigError, match="was written by a run with 8 samples per step"):
         replace(layout, samples=4).require_resumable(tmp_path)
+
+
+@pytest.mark.parametrize("content", [None, "", '{"epoch": 1.0, "glob', "[]", '{"unknown": 1}'])
+def test_damaged_files_of_a_checkpoint_are_named(tmp_path: Path, content: str | None) -> None:
+    layout, damaged = RunLayout(samples=8, fsdp=True), tmp_path / "checkpoint-2"
+    for step in (1, 2):
+        layout.write(tmp_path / f"checkpoint-{step}")
+    state, written = damaged / "trainer_state.json", damaged / checkpoints.FILE
+    if content is not None:
+        state.write_text(content)
+        written.write_text(content)
+        with pytest.raises(DataError, match=f"{written}: this file of the checkpoint cannot be read .*checkpoint-1"):
+            layout.require_resumable(damaged)
+    with pytest.raises(DataError, match=f"{state}: .*resume from another .* beside it: {tmp_path}/checkpoint-1$"):
+        checkpoint_step(damaged)
+
+
+def test_layout_that_the_disk_has_no_space_for_leaves_the_checkpoint_incomplete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_half(path: Path, text: str) -> None:
+        path.write_bytes(text[:10].encode())
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_text", write_half)
+    with pytest.raises(OSError, match="no space left"):
+        RunLayout(samples=8, fsdp=True).write(tmp_path / "checkpoint-1")
+    assert last_checkpoint(tmp_path) is None
