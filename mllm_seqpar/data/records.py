@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import codecs
 import csv
+import importlib
 import io
 import json
 import os
@@ -21,7 +22,7 @@ from glob import escape, glob, has_magic
 from pathlib import Path
 from typing import Any
 
-from mllm_seqpar._compat import optional_import, undecoded_members
+from mllm_seqpar._compat import optional_import
 from mllm_seqpar.errors import DataError, VideoError, first_line
 from mllm_seqpar.models.hub import local_directory
 
@@ -400,9 +401,13 @@ class TarRecords(TableRecords):
     """
 
     def _load(self, datasets: Any, files: Sequence[Path]) -> Any:
+        module = importlib.import_module("datasets.packaged_modules.webdataset.webdataset")
         # `datasets` would decode all members, also those that are not read, and fail without naming the sample.
-        with undecoded_members():
-            return super()._load(datasets, files)
+        builder = type("UndecodedMembers", (module.WebDataset,), {"DECODERS": {}})
+        names = [escape(str(file.absolute())) for file in files]
+        found = builder(data_files=names, features=self._features(datasets, files))
+        found.download_and_prepare()
+        return found.as_dataset("train")
 
     def _features(self, datasets: Any, files: Sequence[Path]) -> Any:
         # Without types, `datasets` infers them from five samples and silently leaves out what only later samples have.

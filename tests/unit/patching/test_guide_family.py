@@ -24,11 +24,9 @@ from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.data import chat_family
 from mllm_seqpar.data.sources import ImageTensorSource
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.families import family_specs
 from mllm_seqpar.inference import Sampling
 from mllm_seqpar.inference.conversation import Conversation
 from mllm_seqpar.models.loading import load_model, load_processor
-from mllm_seqpar.patches import sizes
 from mllm_seqpar.patching import registry
 from mllm_seqpar.planner.model_sizes import read_model
 from tiny_models.idefics import Case
@@ -101,19 +99,12 @@ def test_planner_takes_the_sizes_of_an_external_family(family: Any, tmp_path: Pa
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
     expected = read_model(tmp_path)
-    assert expected == family.model_sizes(config, tmp_path.name), "the page describes what the package does"
+    assert expected == family.sizes["idefics"](config, tmp_path.name), "the page describes what the package does"
     file.write_text(json.dumps(config | {"model_type": "mine"}))
     with pytest.raises(ConfigError, match="model_type 'mine'; known model types: idefics, mllama"):
         read_model(tmp_path)
-    family.model_types = ("mine",)
+    family.sizes = {"mine": family.sizes["idefics"]}
     assert read_model(tmp_path) == expected
-
-
-def test_index_states_the_model_types_of_the_classes() -> None:
-    """Planning reads the index, because it imports no class."""
-    for spec in family_specs():
-        assert spec.load().model_types == spec.model_types != (), spec.name
-        assert spec.load().model_sizes is getattr(sizes, spec.name)
 
 
 def test_class_with_instance_methods_is_no_adapter() -> None:

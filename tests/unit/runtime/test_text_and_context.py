@@ -14,7 +14,7 @@ from mllm_seqpar.attention.keys import as_attended
 from mllm_seqpar.checkpointing import AutocastState
 from mllm_seqpar.comm import Communicator, LoopbackCommunicator, LoopbackWorld, run_loopback
 from mllm_seqpar.config import SeqParConfig
-from mllm_seqpar.integrations.transformers.frames import mask_over_samples
+from mllm_seqpar.integrations.transformers.family import mask_over_samples
 from mllm_seqpar.masks import Rectangle
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.star import StarText, block_length
