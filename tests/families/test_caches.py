@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
 
 from family_cases import FUSED, QWENS
 from family_harness import TOLERANCE, inputs_of, model_of, on_ranks, settings, slow_unless
@@ -398,6 +398,35 @@ def test_cropped_frames_do_not_bind_a_cache_to_its_ranks() -> None:
         return max(errors)
 
     assert max(run_loopback(2, run)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["gated", "mllama", "qwen3_vl"])
+def test_prompt_whose_frames_cannot_be_encoded_leaves_the_cache_unused(name: str) -> None:
+    """The unpatched model may then fill it, also if the text would have been sharded."""
+
+    @torch.no_grad()
+    def run(comm: Any) -> float:
+        conversation = Conversation(name)
+        cache, frames = DynamicCache(config=conversation.model.config), conversation.prompt["pixel_values"]
+        with patched(conversation.model, group=comm, **SHARDED):
+            with pytest.raises((RuntimeError, ShapeError)):
+                conversation.model(**conversation.prompt | {"pixel_values": frames[..., :-1]}, **cache_argument(cache))
+        expected = conversation.model(OTHER, use_cache=False).logits
+        return error(conversation.model(OTHER, **cache_argument(cache)).logits, expected)
+
+    assert max(run_loopback(2, run)) < TOLERANCE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("images", [True, False])
+def test_idefics_refuses_masks_of_other_tokens_in_later_passes_too(images: bool) -> None:
+    conversation = Conversation("idefics")
+    given = {"pixel_values": conversation.prompt["pixel_values"]} if images else {}
+    with patched(conversation.model):
+        cache = conversation.fill()
+        for mask in ({}, {"image_attention_mask": torch.ones(2, 1)}, {"image_attention_mask": torch.ones(2, 2, 3)}):
+            with pytest.raises(ShapeError, match="image_attention_mask: expected .* 2 samples and 1 tokens, got "):
+                conversation.model(NEW[:, :1], **given, **mask, **cache_argument(cache))
 
 
 @pytest.mark.parametrize("name", ["mllama", "gated"])
