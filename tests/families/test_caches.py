@@ -20,6 +20,7 @@ from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import AgreementError, ConfigError, ShapeError
+from mllm_seqpar.integrations.transformers import tower
 from outcomes import error, worst_gradient
 from tiny_models.idefics import Case as Idefics
 from tiny_models.mllama import Case as Mllama
@@ -375,6 +376,18 @@ def test_text_cached_by_two_ranks_gets_frames_on_one() -> None:
             return error(model(OTHER[:1], **cache_argument(cache)).logits, expected)
 
     assert max(run_loopback(2, run)) < TOLERANCE
+
+
+@torch.no_grad()
+def test_frames_may_follow_a_prompt_with_an_empty_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group whose prompt has no frames encodes an empty one if another group under the same FSDP2 has frames."""
+    monkeypatch.setattr(tower, "agree_on_frames", lambda model, runs, pixels, features: (max(runs, 1), features))
+    model, ids, frames = tiny_model("per_head"), tiny_text(2), tiny_frames(2)
+    expected = model(torch.cat([NEW[:1], ids, OTHER[:1]], 1), frames, use_cache=False).logits[:, -3:]
+    with patched(model):
+        cache = cache_of(model(NEW[:1], use_cache=True))
+        model(ids, frames, **cache_argument(cache))
+        assert error(model(OTHER[:1], **cache_argument(cache)).logits, expected) < TOLERANCE
 
 
 def test_cropped_frames_do_not_bind_a_cache_to_its_ranks() -> None:

@@ -197,8 +197,15 @@ class Family(ABC, Generic[InputsT]):
 
     def blank_frame(self) -> tuple[Tensor, ...]:
         """Return one empty frame and its extras, as `encode` takes them, on the model's device."""
-        vision, weight = self.model.config.vision_config, self.embedding_weight()
-        shape = (1, vision.num_channels, vision.image_size, vision.image_size)
+        weight = self.embedding_weight()
+        try:
+            vision = self.model.config.vision_config
+            shape = (1, vision.num_channels, vision.image_size, vision.image_size)
+        except AttributeError as error:
+            raise AdapterError(
+                f"{type(self).__name__}: a rank without frames encodes an empty one, but the model's config does not "
+                f"describe images as most do ({error}); define blank_frame"
+            ) from error
         return (torch.zeros(shape, device=weight.device, dtype=weight.dtype),)
 
     def media_position(self, inputs: InputsT) -> Any:

@@ -258,7 +258,7 @@ def _brings_frames(family: Family, inputs: ForwardInputs, cache_state: SequenceP
     Frames that the cache has already are not encoded again. ShapeError refuses other frames, because the earlier text
     would lack them; but if `generate` repeats frames, every pass attends to those that come with it, as unpatched.
     """
-    visual = cache_state.visual
+    visual = cache_state.frames
     if visual is None:
         return not inputs.past_length or inputs.total_frames > 0
     if inputs.frames is None or not inputs.total_frames:

@@ -16,17 +16,19 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import IdeficsConfig
+from transformers import IdeficsConfig, PreTrainedConfig
 
 from family_directories import make_idefics
 from family_harness import check_exact, check_tokens, model_of, traces
 from mllm_seqpar import patch_model, register_adapter
 from mllm_seqpar.comm import Communicator, run_loopback
+from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.data import chat_family
 from mllm_seqpar.data.sources import ImageTensorSource
 from mllm_seqpar.errors import AdapterError, ConfigError
 from mllm_seqpar.inference import Sampling
 from mllm_seqpar.inference.conversation import Conversation
+from mllm_seqpar.integrations.transformers.inputs import text_arguments
 from mllm_seqpar.models.loading import load_model, load_processor
 from mllm_seqpar.patching import registry
 from mllm_seqpar.planner.model_sizes import read_model
@@ -92,6 +94,20 @@ def test_family_without_attention_to_text_is_refused(family: Any, monkeypatch: p
     with pytest.raises(AdapterError, match="MyFamily: no layer of SimpleNamespace has a self_attn"):
         patch_model(model)
     assert traces(model) == before
+
+
+def test_config_need_not_describe_images_or_caches(family: Any) -> None:
+    model = SimpleNamespace(config=PreTrainedConfig(), get_input_embeddings=lambda: nn.Embedding(2, 2), training=False)
+    context: Any = SimpleNamespace(comm=SimpleNamespace(size=1), config=SeqParConfig())
+    found = family(model, context)
+    with pytest.raises(
+        AdapterError, match=r"MyFamily: a rank without .* attribute 'vision_config'\); define blank_frame"
+    ):
+        found.blank_frame()
+    found.__dict__ |= {"text_config": model.config, "checkpointed_modules": []}
+    model.model = nn.Identity()  # the decoder
+    assert not text_arguments(found, {})["use_cache"]
+    assert text_arguments(found, {"use_cache": True})["use_cache"]
 
 
 TEMPLATE = """{%- for message in messages %}{{- message['role'] + ':' }}
