@@ -132,7 +132,7 @@ def _degree(world: int, parallelism: Any, requested: int | None, patched: int | 
     if degree < 1 or world % degree:
         if world == 1 < degree:
             raise ConfigError(
-                f"SeqParTrainer: {degree} ranks per sample need {degree} processes or a multiple of them, and there is one; "
+                f"SeqParTrainer: {degree} ranks per sample need {degree} processes, or a multiple, and there is one; "
                 f"start them with a launcher, or for finetune with --num_processes {degree}"
             )
         raise ConfigError(
