@@ -195,7 +195,7 @@ def test_calibrate_writes_a_cluster_file(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["calibrate", "--device", "cpu", "--heads", "4", "--dim", "32", "--output", str(file)]) == 0
     cluster = read_cluster(file)
     printed = capsys.readouterr().err
-    assert "measured: 1 ranks on cpu, float32, 4 heads (4 KV heads) of 32" in printed
+    assert "measured: 1 rank on cpu, float32, 4 heads (4 KV heads) of 32" in printed
     assert cluster.decode_rate is not None and "decoding, one core: " in printed
     assert "kernel torch_cpu: " in printed and "kernel blocked_matmul: " in printed
     assert cluster.gpus_per_node == 1 and "links are not measured" in cluster.source
