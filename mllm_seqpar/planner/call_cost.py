@@ -160,9 +160,12 @@ def call_timelines(
             problem, mesh_shape, cluster, backward=backward, head_degree=degree, visible=mean
         )
 
-    def seconds(block: AttentionBlock) -> float:
+    def seconds(block: AttentionBlock, rank: int) -> float:
         i, j, keys = block.q_shard * degree, block.kv_shard * degree, inner.keys[block.kv_shard]
-        fraction = _mean_visible(visible, range(i, i + degree), range(j, j + degree))
+        rows, columns = range(i, i + degree), range(j, j + degree)
+        if replicated:  # the one block has the rank's own rows and all keys
+            rows, columns = range(rank, rank + 1), range(problem.ranks)
+        fraction = _mean_visible(visible, rows, columns)
         return block_seconds(inner, cluster, keys, backward=backward, visible=fraction) / block.parts
 
     def size(transfer: Transfer, group: int) -> int:
@@ -179,7 +182,7 @@ def call_timelines(
         schedule = schedule_for(mesh_shape, 0 if replicated else group, backward=backward, **options)
         return [
             Phase(
-                sum(map(seconds, step.blocks)),
+                sum(seconds(block, rank) for block in step.blocks),
                 tuple((transfer.dst * degree + member, size(transfer, group)) for transfer in step.transfers),
                 tuple(transfer.src * degree + member for transfer in step.transfers),
             )

@@ -26,8 +26,8 @@ from dataclasses import replace
 from itertools import product, zip_longest
 
 from mllm_seqpar.schedules import Axis, MeshShape, TransferKind
-from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem, mesh_bytes, problem_between_groups
-from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of, resolve_tile
+from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem, problem_between_groups
+from mllm_seqpar.schedules.mesh_shapes import least_bytes_mesh_shape, resolve_tile
 
 from .call_cost import ParallelSpec, sent_bytes, sent_tensors
 from .model_sizes import LayerSizes
@@ -350,12 +350,7 @@ def _calls(workload: Workload, spec: ParallelSpec) -> list[tuple[Problem, Parall
     calls = [(workload.problem(workload.compared), spec)]
     if text != "local" and not workload.model.decoder_only:
         shape, degree = resolve_tile("ring" if text == "auto" else text, None, problem.ranks)
-        passes = (False, True) if workload.training else (False,)
-        shape = shape or min(  # of even shards: all ranks send the same, so rank 0 decides
-            mesh_shapes_of(problem.ranks),
-            key=lambda shape: sum(sum(mesh_bytes(problem, shape, backward=b).values()) for b in passes),
-        )
-        calls.append((problem, ParallelSpec(text, shape, degree)))
+        calls.append((problem, ParallelSpec(text, shape or least_bytes_mesh_shape(problem), degree)))
     return calls
 
 

@@ -18,7 +18,15 @@ from mllm_seqpar.masks import FrameBlockMasks, FrameMask
 from mllm_seqpar.patches.sizes import mplug_owl3 as model_sizes
 from mllm_seqpar.planner import Cluster, ParallelSpec, read_cluster
 from mllm_seqpar.planner.descriptions import find_file
-from mllm_seqpar.planner.memory import CHUNK_BYTES, COMMUNICATOR_BYTES, COMMUNICATORS, KINDS, USABLE, peak_memory
+from mllm_seqpar.planner.memory import (
+    CHUNK_BYTES,
+    COMMUNICATOR_BYTES,
+    COMMUNICATORS,
+    KINDS,
+    USABLE,
+    peak_memory,
+    receive_buffer_bytes,
+)
 from mllm_seqpar.planner.model_sizes import read_model
 from mllm_seqpar.planner.plan import HOST_LINK, PARTS, StrategyPlan, make_plan, max_frames
 from mllm_seqpar.planner.workload import TARGETS, Workload
@@ -91,6 +99,18 @@ def test_backward_depends_on_what_is_trained_and_recomputed() -> None:
     again = {"checkpointing": True, "recompute_attention": True}
     assert backward("cross-attention", **again) > 1.2 * backward("cross-attention")
     assert backward("cross-attention", checkpointing=True) == pytest.approx(backward("cross-attention"))
+    projection = 4 * 256 * 729 * 3584 * 4 * 128 / A100.matmul * OWL.cross.layers  # of the gradient of the features
+    frozen = backward("cross-attention", trained="language")
+    assert frozen == pytest.approx(backward("cross-attention") - projection)
+
+
+def test_features_have_a_gradient_where_something_before_them_is_trained() -> None:
+    for trained, expected in {"all": 1, "no-vision": 1, "connector": 1, "language": 0, "none": 0}.items():
+        given = replace(STEP, trained=trained)
+        assert given.visual.trained == given.trains_features == expected
+    for target, expected in {"connector": 1, "cross": 0}.items():
+        given = replace(STEP, lora_r=8, lora_target=(target,))
+        assert given.visual.trained == given.trains_features == expected
 
 
 def test_recomputed_layers_send_at_most_head_shards_again() -> None:
@@ -205,6 +225,10 @@ def test_memory_of_transfers() -> None:
     assert memory(LV, self_attention="local")["transfers"] > nccl
     assert memory(ParallelSpec("ulysses", (1, 1), 4), gpus=4, self_attention="ulysses")["transfers"] == nccl
     assert memory(ONE_GPU, gpus=1)["transfers"] == 0
+    # A mesh of text has the shape that sends the fewest bytes in both passes, as in the runtime, even in inference.
+    ask, lv = replace(STEP, gpus=12, trained="none", self_attention="mesh"), ParallelSpec("lv-xattn", (12, 1))
+    calls = [(ask.problem("cross-attention"), lv), (ask.problem("self-attention"), ParallelSpec("mesh", (2, 6)))]
+    assert peak_memory(ask, lv)["transfers"] == nccl + receive_buffer_bytes(calls, training=False)
 
 
 def test_strategy_that_does_not_fit_comes_last() -> None:
