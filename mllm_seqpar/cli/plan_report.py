@@ -10,7 +10,7 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner.call_cost import MARGIN, ParallelSpec, call_timelines, duration
 from mllm_seqpar.planner.cluster import Passes
 from mllm_seqpar.planner.memory import USABLE
-from mllm_seqpar.planner.plan import Plan, StrategyPlan
+from mllm_seqpar.planner.plan import Plan, StrategyPlan, simulated_cluster
 from mllm_seqpar.planner.workload import Workload
 from mllm_seqpar.schedules.mesh_shapes import TILE_STRATEGIES
 
@@ -290,7 +290,7 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
     workload, by_name = plan.workload, {row.spec.strategy: row for row in plan.rows}
     compared = [by_name[name] for name in ("lv-xattn", "ring") if name in by_name and by_name[name] is not plan.best]
     specs, problem = [row.spec for row in (plan.best, *compared)], workload.problem(workload.compared)
-    ranks = min(problem.ranks, MAX_RANKS)
+    ranks, cluster = min(problem.ranks, MAX_RANKS), simulated_cluster(workload, plan.cluster)
     figure = Figure(figsize=(11, 1.4 + len(specs) * (0.4 * ranks + 0.7)), layout="constrained")
     figure.suptitle(
         f"One {workload.compared} layer of {workload.model.name}: {workload.frames:,} frames, {workload.text:,} text "
@@ -302,8 +302,8 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
     for axes, spec in zip(all_axes, specs, strict=True):
         begin, title = 0.0, []
         for name, backward in [("forward", False), ("backward", True)][: 2 if workload.training else 1]:
-            options: dict[str, Any] = {"visible": workload.visible(workload.compared), "overlap": workload.overlap}
-            timelines = call_timelines(problem, spec, plan.cluster, backward=backward, **options)
+            visible = workload.visible(workload.compared)
+            timelines = call_timelines(problem, spec, cluster, backward=backward, visible=visible)
             for rank in range(ranks):
                 for kind, (color, label) in KINDS.items():
                     spans = [span for span in timelines[rank % len(timelines)].spans if span[0] == kind]

@@ -318,9 +318,7 @@ def _partial_results(problem: Problem, spec: ParallelSpec, *, backward: bool) ->
     """
     held = replace(problem, direct_element=None)  # results are rounded, if at all, when they are sent
     shards = product(("q", "kv"), ("input", "result"))
-    q, o, kv, dkv = (
-        sent_bytes(held, spec, kind, axis, backward=backward, direct=spec.all_pairs) for axis, kind in shards
-    )
+    q, o, kv, dkv = (sent_bytes(held, spec, kind, axis, backward=backward) for axis, kind in shards)
     dkv = dkv if backward else 0
     if spec.strategy == "replicate":
         return o
@@ -368,8 +366,7 @@ def receive_buffer_bytes(calls: Iterable[tuple[Problem, ParallelSpec]], *, train
         counts |= {("result", "q"): int(a > 1), ("result", "kv"): int(b > 1 and backward)}
         used: defaultdict[Hashable, list[int]] = defaultdict(list)
         for (kind, axis), count in counts.items():
-            options = {"backward": backward, "direct": spec.all_pairs}
-            for size, dtype in sent_tensors(inner, spec, kind, axis, length=lengths[axis], **options):
+            for size, dtype in sent_tensors(inner, spec, kind, axis, backward=backward, length=lengths[axis]):
                 used[kind, axis, dtype] += [size] * count
         for key, sizes in used.items():
             merged[key] = [max(pair) for pair in zip_longest(merged[key], sizes, fillvalue=0)]

@@ -177,6 +177,11 @@ def _why_illegal(strategy: str, workload: Workload) -> str:
     return f"no group of the {workload.gpus} GPUs divides {heads} heads"  # Ulysses
 
 
+def simulated_cluster(workload: Workload, cluster: Cluster) -> Cluster:
+    """Return the cluster that attention is simulated on: if the workload does not overlap transfers, it cannot."""
+    return cluster if workload.overlap else replace(cluster, overlap=0.0)
+
+
 def attention_candidates(
     workload: Workload, cluster: Cluster, part: str, strategies: Sequence[str] = STRATEGIES
 ) -> Sequence[Candidate]:
@@ -188,9 +193,11 @@ def attention_candidates(
     if part == "self-attention":
         strategies = ("ring",) if workload.text_ranks == 1 else TEXT_STRATEGIES if kind == "auto" else (kind,)
     problem, visual = workload.problem(part), workload.visual if part == "cross-attention" else None
-    options: dict[str, Any] = {"visible": workload.visible(part), "visual": visual, "overlap": workload.overlap}
+    options: dict[str, Any] = {"visible": workload.visible(part), "visual": visual, "strategies": strategies}
     try:
-        selection = select_strategy(problem, cluster, training=workload.training, strategies=strategies, **options)
+        selection = select_strategy(
+            problem, simulated_cluster(workload, cluster), training=workload.training, **options
+        )
     except ConfigError as error:
         if part != "self-attention":
             raise
