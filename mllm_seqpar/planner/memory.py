@@ -55,14 +55,15 @@ CHUNK_BYTES = 64 << 20
 KINDS = ("parameters", "gradients", "optimizer", "features", "activations", "transfers", "buffers")
 
 
-def peak_memory(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
+def peak_memory(workload: Workload, spec: ParallelSpec, text_spec: ParallelSpec | None = None) -> dict[str, int]:
     """Return the bytes of one rank at its peak, by kind (KINDS).
 
-    `spec` is the spec of cross-attention, or of self-attention in a decoder-only model.
+    `spec` is the spec of cross-attention, or of self-attention in a decoder-only model. `text_spec` is that of
+    self-attention beside cross-attention; None for what runs without a `tile` (for "auto", a ring).
     """
     model, text, training = workload.model, workload.model.text, workload.training
     n, trained, lora = workload.gpus if workload.weights_sharded else 1, workload.trained_parameters, workload.lora_r
-    kinds = memory_after_tower(workload, spec)
+    kinds = memory_after_tower(workload, spec, text_spec)
     if workload.gpus > 1:
         kinds["transfers"] += COMMUNICATORS * COMMUNICATOR_BYTES
     if training:
@@ -101,7 +102,7 @@ def pixels_on_device(workload: Workload, frames: int) -> int:
     return frames * vision.tokens * 3 * vision.temporal_patch * vision.patch**2 * FLOAT32
 
 
-def memory_after_tower(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
+def memory_after_tower(workload: Workload, spec: ParallelSpec, text_spec: ParallelSpec | None = None) -> dict[str, int]:
     """Return features, activations, receive buffers and other buffers of the language model and cross-attention."""
     model, text, element = workload.model, workload.model.text, workload.element
     training = workload.training
@@ -127,7 +128,7 @@ def memory_after_tower(workload: Workload, spec: ParallelSpec) -> dict[str, int]
     return {
         "features": features * element * copies,
         "activations": activations + logits,
-        "transfers": receive_buffer_bytes(_calls(workload, spec), training=training),
+        "transfers": receive_buffer_bytes(_calls(workload, spec, text_spec), training=training),
         "buffers": buffers,
     }
 
@@ -342,13 +343,17 @@ def _mlp_buffers(workload: Workload) -> int:
     return largest
 
 
-def _calls(workload: Workload, spec: ParallelSpec) -> list[tuple[Problem, ParallelSpec]]:
-    """Return the attention calls of a step; `spec` is that of cross-attention, or of a decoder-only model."""
+def _calls(
+    workload: Workload, spec: ParallelSpec, text_spec: ParallelSpec | None
+) -> list[tuple[Problem, ParallelSpec]]:
+    """Return the attention calls of a step (see `peak_memory`)."""
     text, problem = workload.self_attention, workload.problem("self-attention")
     calls = [(workload.problem(workload.compared), spec)]
     if text != "local" and not workload.model.decoder_only:
-        shape, degree = resolve_tile("ring" if text == "auto" else text, None, problem.ranks)
-        calls.append((problem, ParallelSpec(text, shape or least_bytes_mesh_shape(problem), degree)))
+        if text_spec is None:
+            shape, degree = resolve_tile("ring" if text == "auto" else text, None, problem.ranks)
+            text_spec = ParallelSpec(text, shape or least_bytes_mesh_shape(problem), degree)
+        calls.append((problem, text_spec))
     return calls
 
 

@@ -28,7 +28,7 @@ from mllm_seqpar.planner.memory import (
     receive_buffer_bytes,
 )
 from mllm_seqpar.planner.model_sizes import read_model
-from mllm_seqpar.planner.plan import HOST_LINK, PARTS, StrategyPlan, make_plan, max_frames
+from mllm_seqpar.planner.plan import HOST_LINK, PARTS, StrategyPlan, attention_selection, make_plan, max_frames
 from mllm_seqpar.planner.workload import TARGETS, Workload
 from mllm_seqpar.runtime import visual_features
 from mllm_seqpar.sharding import frame_spans, sequence_positions
@@ -151,6 +151,24 @@ def test_auto_self_attention_is_the_fastest() -> None:
     names = ("auto", "ring", "mesh", "ulysses")
     auto, *others = [lv_plan(self_attention=name).parts["self-attention"].seconds for name in names]
     assert auto == min(others) < others[0]
+
+
+def test_plan_has_the_text_that_the_runtime_selects() -> None:
+    """Ring Attention unless another strategy is faster by more than the margin, with the memory of the selected one."""
+    auto = replace(STEP, model=read_model(find_file("model", "idefics-9b")), frames=64, gpus=4, self_attention="auto")
+    times = attention_selection(auto, A100, "self-attention").candidates
+    assert times[0].spec.strategy == "mesh" and make_plan(auto, A100).text == ParallelSpec("ring", (1, 4))
+    auto = replace(STEP, gpus=4, self_attention="auto", checkpointing=True)
+    plan = make_plan(auto, A100)
+    assert plan.text == ParallelSpec("ulysses", (1, 1), 4)
+    for row in plan.rows:
+        assert row.memory == peak_memory(replace(auto, self_attention="ulysses"), row.spec)
+    mesh = make_plan(replace(auto, gpus=12, self_attention="mesh"), A100, ("lv-xattn",))
+    assert mesh.text.mesh_shape != (2, 6)  # which sends the fewest bytes: the plan's options have a tile
+    calls = [(mesh.workload.problem("cross-attention"), mesh.rows[0].spec)]
+    calls += [(mesh.workload.problem("self-attention"), mesh.text)]
+    nccl = COMMUNICATORS * COMMUNICATOR_BYTES
+    assert mesh.rows[0].memory["transfers"] == nccl + receive_buffer_bytes(calls, training=True)
 
 
 def test_chunked_mlps_are_recomputed_once() -> None:
