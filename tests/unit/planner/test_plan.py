@@ -35,12 +35,12 @@ from mllm_seqpar.sharding import frame_spans, sequence_positions
 from tiny_models.mplug_owl3 import tiny_model
 
 OWL = read_model(find_file("model", "mplug-owl3-7b"))
-A100 = read_cluster(find_file("cluster", "a100-80g-4x4"))
+A100 = read_cluster("a100-80g-4x4")
 STEP = Workload(model=OWL, frames=4096, text=8192, gpus=16)
 LV, RING = ParallelSpec("lv-xattn", (16, 1)), ParallelSpec("ring", (1, 16))
 MESH, REPLICATE = ParallelSpec("mesh", (4, 4)), ParallelSpec("replicate", (16, 1))
 ONE_GPU, LV8 = ParallelSpec("lv-xattn", (1, 1)), ParallelSpec("lv-xattn", (8, 1))
-A30 = read_cluster(find_file("cluster", "a30-24g-8x1"))
+A30 = read_cluster("a30-24g-8x1")
 ASK = replace(STEP, gpus=8, trained="none", parameter=2)
 KEYS = 256 * 729
 """Visual tokens of each rank."""
