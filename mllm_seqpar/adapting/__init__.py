@@ -18,13 +18,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mllm_seqpar.planner.model_sizes import (
-        CrossAttentionSizes,
-        ModelSizes,
-        ResamplerSizes,
-        TextSizes,
-        VisionSizes,
-    )
+    from mllm_seqpar.planner.model_sizes import *  # noqa: F403
 
     from .toolkit import *  # noqa: F403
     from .transformers import *  # noqa: F403
