@@ -18,7 +18,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from clips import write_clip
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from chats import chat, write_rows
 from mllm_seqpar.data import ChatDataset, chat_family, load_local_images
@@ -496,11 +496,16 @@ def test_columns_of_views_and_of_nested_lists(tmp_path: Path) -> None:
         ChatDataset(tmp_path / "b.parquet", None)
 
 
-def test_images_of_16_bits_keep_their_shades_and_those_of_too_many_pixels_are_named(tmp_path: Path) -> None:
+def test_images_of_16_bits_keep_their_shades_and_those_of_too_many_pixels_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shades = numpy.arange(48, dtype=numpy.uint16).reshape(6, 8) * 1300
     Image.fromarray(shades).save(tmp_path / "a.png")
     expected = torch.from_numpy((shades >> 8).astype(numpy.uint8))
     assert torch.equal(read_image(str(tmp_path / "a.png"), None), expected.expand(3, 6, 8))
+    with monkeypatch.context() as patched:
+        patched.setitem(PngImagePlugin._MODES, (16, 0), ("I", "I;16B"))  # as in Pillow 10.0 to 10.2
+        assert torch.equal(read_image(str(tmp_path / "a.png"), None), expected.expand(3, 6, 8))
     Image.new("1", (20_000, 10_000)).save(tmp_path / "b.png")
     with pytest.raises(VideoError, match="b.png: not a readable image .Image size .200000000 pixels. exceeds limit"):
         read_image(str(tmp_path / "b.png"), None)
