@@ -264,7 +264,7 @@ class IdeficsFamily(Family[_IdeficsInputs]):
             )
 
     def media_position(self, inputs: _IdeficsInputs) -> int:
-        mask, frames = inputs.image_attention_mask, inputs.frames
+        frames = inputs.frames
         if frames is None:
             raise ShapeError(f"IDEFICS needs images: pass one of {', '.join(_FRAME_ARGUMENTS)}")
         if frames.dim() == 4 and tuple(frames.shape[2:]) != self._image_size and not inputs.interpolate_pos_encoding:
@@ -272,17 +272,24 @@ class IdeficsFamily(Family[_IdeficsInputs]):
                 f"pixel_values: images of {tuple(frames.shape[2:])}, but the vision tower was made for "
                 f"{self._image_size}; resize them, or pass interpolate_pos_encoding=True"
             )
+        self._check_mask(inputs)
+        return inputs.batch
+
+    def _check_mask(self, inputs: _IdeficsInputs) -> None:
+        mask = inputs.image_attention_mask
         if mask is None or mask.dim() != 3 or tuple(mask.shape[:2]) != (inputs.batch, inputs.length):
             found = "nothing" if mask is None else tuple(mask.shape)
             raise ShapeError(
                 f"image_attention_mask: expected (samples, text tokens, images of a sample) with {inputs.batch} "
                 f"samples and {inputs.length} tokens, got {found}"
             )
-        return inputs.batch
 
     def continue_cache(self, inputs: _IdeficsInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
         """Encode the images that are passed again if a row continues another sample; beams may move within theirs."""
-        if cache_state.visual is None or not inputs.total_frames:
+        if cache_state.visual is None:
+            return
+        self._check_mask(inputs)
+        if not inputs.total_frames:
             return
         prompt_batch, images = cache_state.media_position, inputs.image_attention_mask.shape[2] or 1
         beams = max(1, prompt_batch * images // inputs.total_frames)

@@ -143,7 +143,13 @@ class Family(ABC, Generic[InputsT]):
 
     def text_attention(self) -> Iterable[nn.Module]:
         """Return the self-attention of the text, which uses transformers' attention interface."""
-        return [layer.self_attn for layer in self.decoder.layers if hasattr(layer, "self_attn")]
+        found = [layer.self_attn for layer in self.decoder.layers if hasattr(layer, "self_attn")]
+        if not found:
+            raise AdapterError(
+                f"{type(self).__name__}: no layer of {type(self.decoder).__name__} has a self_attn, so nothing would "
+                "attend to the text of the other ranks; return the attention modules in text_attention"
+            )
+        return found
 
     def visual_attention(self) -> Iterable[tuple[nn.Module, Callable[..., Any]]]:
         """Return the modules that attend to frames, each with its `forward(module, ..., seqpar=state)`."""
@@ -191,8 +197,15 @@ class Family(ABC, Generic[InputsT]):
 
     def blank_frame(self) -> tuple[Tensor, ...]:
         """Return one empty frame and its extras, as `encode` takes them, on the model's device."""
-        vision, weight = self.model.config.vision_config, self.embedding_weight()
-        shape = (1, vision.num_channels, vision.image_size, vision.image_size)
+        weight = self.embedding_weight()
+        try:
+            vision = self.model.config.vision_config
+            shape = (1, vision.num_channels, vision.image_size, vision.image_size)
+        except AttributeError as error:
+            raise AdapterError(
+                f"{type(self).__name__}: a rank without frames encodes an empty one, but the model's config does not "
+                f"describe images as most do ({error}); define blank_frame"
+            ) from error
         return (torch.zeros(shape, device=weight.device, dtype=weight.dtype),)
 
     def media_position(self, inputs: InputsT) -> Any:
@@ -232,7 +245,7 @@ class Family(ABC, Generic[InputsT]):
 
         The decoder itself would create one for the attention that its config names.
         """
-        return causal_masks(self.decoder, embeds, mask, positions, cache)
+        return causal_masks(self.decoder, self._attention_config, embeds, mask, positions, cache)
 
     def run_decoder(
         self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, state: ForwardState, **kwargs: Any
@@ -286,7 +299,14 @@ class Family(ABC, Generic[InputsT]):
 
     def embedding_weight(self) -> Tensor:
         """Return a parameter of the language model, whose device and dtype the features take."""
-        return next(iter(self.model.get_input_embeddings().parameters()))
+        embedding = self.model.get_input_embeddings()
+        weight = getattr(embedding, "weight", None)  # every token asks for it, and walking modules is slower
+        return weight if isinstance(weight, Tensor) else next(embedding.parameters())
+
+    @functools.cached_property
+    def _attention_config(self) -> Any:
+        """The config of an attention module of the text, which names the patched attention."""
+        return next(iter(self.text_attention())).config
 
     @functools.cached_property
     def bypassed_modules(self) -> list[nn.Module]:

@@ -199,9 +199,9 @@ TEXT_ARGUMENTS = (
 def text_arguments(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return those arguments of `ForwardInputs` that are the same in all families, given `TEXT_ARGUMENTS` of a call."""
     text: dict[str, Any] = {**dict.fromkeys(TEXT_ARGUMENTS), **given}
-    past, use_cache, decoder = text["cache"], text["use_cache"], family.decoder
-    wanted = family.text_config.use_cache if use_cache is None else use_cache
-    unpatched_has_cache = past is not None or (bool(wanted) and not drops_cache(decoder))
+    past, use_cache = text["cache"], text["use_cache"]
+    wanted = _caches_by_default(family) if use_cache is None else use_cache
+    unpatched_has_cache = past is not None or (bool(wanted) and not drops_cache(family.decoder))
     labels = text["labels"] if text["shift_labels"] is None else text["shift_labels"]
     makes_cache = _makes_cache(family, past, use_cache, labels)
     return text | {"use_cache": makes_cache, "detects_packing": not unpatched_has_cache}
@@ -226,7 +226,11 @@ def _makes_cache(family: Family, past: Any, use_cache: bool | None, labels: Tens
         return True
     trains = model.training and torch.is_grad_enabled()
     trains |= context.config.visual_offload is not None and torch.is_grad_enabled()
-    return context.comm.size == 1 and labels is None and not trains and bool(family.text_config.use_cache)
+    return context.comm.size == 1 and labels is None and not trains and _caches_by_default(family)
+
+
+def _caches_by_default(family: Family) -> bool:
+    return bool(getattr(family.text_config, "use_cache", False))  # not every config has it
 
 
 def as_compared_tensors(**values: Any) -> dict[str, Tensor]:

@@ -93,6 +93,9 @@ def _pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, k
             attended = _attended_frames(family, inputs, cache, cache_state)
         else:
             embedded = _embedded_frames(family, inputs, parts, cache_state)
+        if cache_state is not None and isinstance(parts[0], TextShards):
+            # Only now: a cache whose frames could not be encoded is still an ordinary one.
+            shard_cached_text(cache, cache_state, parts[0], family.text_config.num_hidden_layers)
         decoded = []
         for rows, tokens in zip(parts, embedded, strict=True):
             state = _state_of_rows(family, inputs, rows, attended, tokens, cache_state)
@@ -141,7 +144,6 @@ def _parts(
         return [range(inputs.length)]
     star = context.config.self_attention == "star"
     text = (_star_text_shards if star else _text_shards)(context, inputs)
-    shard_cached_text(cache, cache_state, text, family.text_config.num_hidden_layers)
     return [text, range(text.length, inputs.length)] if star else [text]
 
 
@@ -256,7 +258,7 @@ def _brings_frames(family: Family, inputs: ForwardInputs, cache_state: SequenceP
     Frames that the cache has already are not encoded again. ShapeError refuses other frames, because the earlier text
     would lack them; but if `generate` repeats frames, every pass attends to those that come with it, as unpatched.
     """
-    visual = cache_state.visual
+    visual = cache_state.frames
     if visual is None:
         return not inputs.past_length or inputs.total_frames > 0
     if inputs.frames is None or not inputs.total_frames:

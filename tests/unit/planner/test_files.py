@@ -15,7 +15,7 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import read_cluster, write_cluster
 from mllm_seqpar.planner.descriptions import CONFIGS, find_file
 from mllm_seqpar.planner.model_sizes import read_model
-from mllm_seqpar.planner.plan import attention_candidates
+from mllm_seqpar.planner.plan import attention_selection
 from mllm_seqpar.planner.workload import Workload
 
 
@@ -180,5 +180,5 @@ def test_empty_tiles_are_sent_but_not_attended_to() -> None:
     for tiles in (None, 4, 1):
         workload = Workload(model=model, frames=600, text=8192, gpus=8, content_tiles=tiles)
         assert workload.problem("cross-attention").keys[0] == 75 * 6404
-        seconds[tiles] = attention_candidates(workload, cluster, "cross-attention", ("lv-xattn",))[0].seconds
+        seconds[tiles] = attention_selection(workload, cluster, "cross-attention", ("lv-xattn",)).seconds
     assert seconds[None] == seconds[4] and 0.25 < seconds[1] / seconds[4] < 0.5
