@@ -126,7 +126,7 @@ def sharded_call(
     units = torch.arange(first, last, device=own.device)  # the encoder may move frames to another device
     text = TextShards(batch, length, comm, config.text_layout, valid)
     visual = VisualFeatures(own, units, mask.total_frames, config.recompute_visual)
-    context.log_shard_sizes((text.local, length), (len(units), mask.total_frames))
+    context.count_shards((text.local, length), (len(units), mask.total_frames))
     frames = Frames.of_shards(visual, mask, text, units_per_frame)
     frames = select_strategy(context, frames, visual, text, lambda: torch.arange(mask.total_frames))
     return ForwardState(context, text=text, frames=frames)

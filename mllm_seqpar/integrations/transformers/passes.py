@@ -422,7 +422,7 @@ def _run_rows(
     text, mask, positions, comm = inputs.text, inputs.attention_mask, inputs.positions, family.context.comm
     has_frames = state.frames is not None or bool(state.visual_tokens)
     if isinstance(rows, TextShards):
-        _log_shard_sizes(family, inputs, rows.local if state.shards_text else inputs.length)
+        _count_shards(family, inputs, rows.local if state.shards_text else inputs.length)
         # Without sharding, every rank computes all text, with the same dropout masks. The vision tower may have drawn
         # other random numbers on each rank.
         if not state.shards_text and family.model.training:
@@ -445,7 +445,7 @@ def _run_rows(
     return family.run_decoder(embeds, positions, mask, cache, state, **kwargs)
 
 
-def _log_shard_sizes(family: Family, inputs: ForwardInputs, local_tokens: int) -> None:
-    """Log once per model how many text tokens and frames this rank holds."""
+def _count_shards(family: Family, inputs: ForwardInputs, local_tokens: int) -> None:
+    """Tell the context how many text tokens and frames this rank holds in this pass."""
     local = span_length(frames_by_rank(family, inputs)[family.context.comm.rank]) if inputs.total_frames else 0
-    family.context.log_shard_sizes((local_tokens, inputs.length), (local, inputs.total_frames))
+    family.context.count_shards((local_tokens, inputs.length), (local, inputs.total_frames))

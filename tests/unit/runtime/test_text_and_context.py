@@ -102,7 +102,7 @@ def test_weights_are_compared_in_passes_1_2_4_8_and_reports_are_logged_once(capl
         assert [context.compares_weights() for _ in range(8)] == [p in (1, 2, 4, 8) for p in range(1, 9)]
         for _ in range(2):
             context.report_approximation(16, 4)
-            context.log_shard_sizes((6, 12), (3, 5))
+            context.count_shards((6, 12), (3, 5))
         texts = [record.getMessage() for record in caplog.records]
         assert sum("holds 6 of 12 text tokens" in text for text in texts) == 1
         assert len(texts) == (2 if rank == 0 else 1)
