@@ -55,9 +55,9 @@ class SeqParConfig:
         visual_offload: "cpu" keeps the visual features in host memory and brings them to the device chunk by chunk,
             forward and backward, so that the memory of the device does not grow with the video. Features that the
             caller passes from a memory-mapped file stay in the file. Needs strategy="lv-xattn". None: no offload.
-        cluster: a cluster file of the planner, by its path or by the name of one in `configs/clusters`. "auto" decides by
-            its rates (None: measured rates). "mesh" optimises its order of transfers, and its shape without `tile`, for
-            them (None: for bytes).
+        cluster: a cluster file of the planner, by its path or by the name of one in `configs/clusters`. "auto" decides
+            by its rates (None: measured rates). "mesh" optimises its order of transfers, and its shape without `tile`,
+            for them (None: for bytes).
         logits: "full": every rank returns the logits of the caller's whole text; "local": of its own tokens; "auto":
             full without labels, local with labels. "none": with labels, the output has a loss and no logits, and the
             head computes only the tokens that have a target, which saves most of the memory of training if few tokens
