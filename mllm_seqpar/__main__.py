@@ -12,7 +12,7 @@ from mllm_seqpar.cli.commands import BAD_INPUT, COMMANDS, load_entry, run_alone
 HELP = """\
 usage: mllm-seqpar [--version] [--help] COMMAND [options]
 
-Sequence-parallel training and inference of multimodal models with cross-attention, for long videos.
+Sequence-parallel training and inference of multimodal models, for videos that do not fit on one GPU.
 
 commands:
 {commands}

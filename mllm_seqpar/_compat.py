@@ -1,7 +1,7 @@
 """Every dependence on the version of another package, with its reason and the condition for its removal.
 
 No other module compares version numbers. Private names imported from other packages are used only here and in the
-modules of `INTERNALS`; a test enforces this. It does not see private methods of objects: `generation`, `data_parallel`
+modules of `INTERNALS`; a test enforces this. It does not see private methods of objects: `generation`, `tower`
 and the family of Qwen-VL replace or read a few of transformers' `generate` and of DDP. `patch_model` checks the oldest
 supported versions, so that an old installation gives one clear error and not an AttributeError deep inside a forward
 pass.
@@ -12,8 +12,7 @@ import functools
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from types import ModuleType
@@ -225,10 +224,10 @@ def takes_cache(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def drops_cache(module: Any) -> bool:
-    """Return whether a module with an attribute `gradient_checkpointing` runs its layers without the cache."""
+    """Return whether a module runs its layers without the cache, because it checkpoints them."""
     import torch
 
-    checkpoints = module.training and module.gradient_checkpointing
+    checkpoints = module.training and getattr(module, "gradient_checkpointing", False)
     return bool(checkpoints) and (torch.is_grad_enabled() or CACHE_DROPPED_WITHOUT_GRADIENTS.applies())
 
 
@@ -302,13 +301,3 @@ def may_repeat(option: argparse.Action) -> bool:
 def turns_off(option: argparse.Action) -> bool:
     """Return whether an option stores False."""
     return isinstance(option, argparse._StoreFalseAction)
-
-
-@contextmanager
-def undecoded_members() -> Iterator[None]:
-    """Return a context in which `datasets` reads all members of tar shards as bytes."""
-    from unittest.mock import patch
-
-    webdataset = importlib.import_module("datasets.packaged_modules.webdataset.webdataset")
-    with patch.dict(webdataset.WebDataset.DECODERS, clear=True):
-        yield

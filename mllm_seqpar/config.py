@@ -55,8 +55,9 @@ class SeqParConfig:
         visual_offload: "cpu" keeps the visual features in host memory and brings them to the device chunk by chunk,
             forward and backward, so that the memory of the device does not grow with the video. Features that the
             caller passes from a memory-mapped file stay in the file. Needs strategy="lv-xattn". None: no offload.
-        cluster: a cluster file of the planner (`configs/clusters`). "auto" decides by its rates (None: measured rates).
-            "mesh" optimises its order of transfers, and its shape without `tile`, for them (None: for bytes).
+        cluster: a cluster file of the planner, by its path or by the name of one in `configs/clusters`. "auto" decides by
+            its rates (None: measured rates). "mesh" optimises its order of transfers, and its shape without `tile`, for
+            them (None: for bytes).
         logits: "full": every rank returns the logits of the caller's whole text; "local": of its own tokens; "auto":
             full without labels, local with labels. "none": with labels, the output has a loss and no logits, and the
             head computes only the tokens that have a target, which saves most of the memory of training if few tokens
@@ -106,7 +107,9 @@ class SeqParConfig:
                 raise ConfigError(f"{name}: {size!r} is not a number of {unit}; pass a positive int, or None")
         if self.cluster is not None:
             if not isinstance(self.cluster, str):
-                raise ConfigError(f"cluster: {self.cluster!r} is not a path; pass that of a cluster file, or None")
+                raise ConfigError(
+                    f"cluster: {self.cluster!r} is not a string; pass the path or name of a cluster file, or None"
+                )
             self._require_strategy("cluster", ("auto", "mesh"), "uses it")
         if not isinstance(self.kernel, str):
             raise ConfigError(f"kernel: {self.kernel!r} is not a kernel's name; pass 'auto' or a name")

@@ -8,13 +8,12 @@ The guide is docs/guides/add_a_family.md. This module imports no family: `mllm_s
 family on first use.
 """
 
-from mllm_seqpar.families import FamilySpec
-
-FAMILIES = (
-    FamilySpec(name="mplug_owl3", family_class="MPlugOwl3Family", model_types=("mplugowl3",)),
-    FamilySpec(name="mllama", family_class="MllamaFamily", model_types=("mllama",)),
-    FamilySpec(name="idefics", family_class="IdeficsFamily", model_types=("idefics",)),
-    FamilySpec(name="open_flamingo", family_class="OpenFlamingoFamily", model_types=("open_flamingo",)),
-    FamilySpec(name="qwen2_5_vl", module="qwen_vl", family_class="Qwen2_5_VLFamily", model_types=("qwen2_5_vl",)),
-    FamilySpec(name="qwen3_vl", module="qwen_vl", family_class="Qwen3VLFamily", model_types=("qwen3_vl",)),
-)
+FAMILIES = {
+    "mplug_owl3": "mplug_owl3:MPlugOwl3Family",
+    "mllama": "mllama:MllamaFamily",
+    "idefics": "idefics:IdeficsFamily",
+    "open_flamingo": "open_flamingo:OpenFlamingoFamily",
+    "qwen2_5_vl": "qwen_vl:Qwen2_5_VLFamily",
+    "qwen3_vl": "qwen_vl:Qwen3VLFamily",
+}
+"""The module and the class of each family, as an entry point names them, in the order in which adapters are tried."""

@@ -12,7 +12,7 @@ of all B * I, H heads, D head_dim.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -28,32 +28,32 @@ from transformers.models.idefics.modeling_idefics import IdeficsCausalLMOutputWi
 from transformers.utils.output_capturing import capture_outputs
 
 from mllm_seqpar.adapting import (
+    VIDEO_MARK,
     AdapterError,
     CrossAttentionShape,
+    Family,
+    ForwardInputs,
     ForwardState,
     FrameMask,
     FrameShard,
+    FrameSource,
+    ImageTokenFamily,
     KVProjection,
     Patch,
     SeqParContext,
+    SequenceParallelCacheState,
     ShapeError,
-    copy_to_device,
-)
-from mllm_seqpar.adapting.chat import VIDEO_MARK, FrameSource, ImageTokenFamily, image_counts, to_pil_images
-from mllm_seqpar.adapting.transformers import (
-    VISUAL_SHARD_DOC,
-    Family,
-    ForwardInputs,
     as_compared_tensors,
     cache_argument,
-    causal_mask,
+    copy_to_device,
+    image_counts,
     mask_over_samples,
     merge_heads,
     refuse_dropout,
     split_heads,
+    takes_cache,
+    to_pil_images,
 )
-
-from . import sizes
 
 _FRAME_ARGUMENTS = ("pixel_values", "image_encoder_embeddings", "perceiver_embeddings")
 _IMAGE, _AROUND, _END = "<image>", "<fake_token_around_image>", "<end_of_utterance>"
@@ -74,26 +74,26 @@ def _cross_attention(
 
 
 @capture_outputs
+@takes_cache
 def _run_decoder_layers(
     self: Any,
     inputs_embeds: Tensor,
     attention_mask: Tensor,
     position_ids: Tensor,
     cache: Cache | None,
+    use_cache: bool,
     seqpar: ForwardState,
     **kwargs: Any,
 ) -> BaseModelOutputWithPast:
     """Run cross-attention block `i` before decoder layer ``i * cross_layer_interval``."""
-    attention_config = self.layers[0].self_attn.config
-    mask = causal_mask(attention_config, inputs_embeds, attention_mask, position_ids, cache)
+    text = {"attention_mask": attention_mask, "position_ids": position_ids, **cache_argument(cache)}
     hidden = inputs_embeds
     no_images = hidden.new_empty(0)  # the blocks take images, but patched ones read the state
     for number, layer in enumerate(self.layers):
         if number % self.cross_layer_interval == 0:
             block = self.gated_cross_attn_layers[number // self.cross_layer_interval]
             gate = seqpar.rows["gate"]
-            hidden = block(hidden, mask, no_images, cross_attention_gate=gate, seqpar=seqpar, **kwargs)
-        text = {"attention_mask": mask, "position_ids": position_ids, **cache_argument(cache)}
+            hidden = block(hidden, attention_mask, no_images, cross_attention_gate=gate, seqpar=seqpar, **kwargs)
         hidden = layer(hidden, seqpar=seqpar, **text, **kwargs)
     return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
 
@@ -109,6 +109,7 @@ class _IdeficsInputs(ForwardInputs):
 class IdeficsChats(ImageTokenFamily):
     """`IdeficsProcessor` and `IdeficsForVisionText2Text`, with and without resampler."""
 
+    processors = ("IdeficsProcessor",)
     marks = (_IMAGE, _AROUND, _END, VIDEO_MARK)
     feature_weights = ("model.vision_model.", "model.perceiver_resampler.", "vision_model.", "perceiver_resampler.")
     image_token = _IMAGE
@@ -195,9 +196,7 @@ class IdeficsFamily(Family[_IdeficsInputs]):
 
     name = "IDEFICS"
     model_class = "IdeficsForVisionText2Text"
-    processors = ("IdeficsProcessor",)
     chat = IdeficsChats
-    model_types = ("idefics",)
     parts = {
         "vision": ("model.vision_model",),
         "projector": ("model.perceiver_resampler",),
@@ -206,10 +205,8 @@ class IdeficsFamily(Family[_IdeficsInputs]):
             "lm_head",
         ),
     }
-    model_sizes = staticmethod(sizes.idefics)
     frame_arguments = visual_arguments = _FRAME_ARGUMENTS
     output_class = IdeficsCausalLMOutputWithPast
-    forward_doc = VISUAL_SHARD_DOC.format(frames=", ".join(_FRAME_ARGUMENTS))
     repeats_frames = True
 
     @classmethod
@@ -221,27 +218,28 @@ class IdeficsFamily(Family[_IdeficsInputs]):
                     "transformers' own IDEFICS classes can be patched"
                 )
 
-    def text_attention(self) -> Iterable[nn.Module]:
-        return (layer.self_attn for layer in self.model.model.layers)
+    @property
+    def decoder(self) -> Any:
+        return self.model.model
 
     def visual_attention(self) -> Iterable[tuple[nn.Module, Callable[..., Any]]]:
-        for index, block in enumerate(self.model.model.gated_cross_attn_layers):
+        for index, block in enumerate(self.decoder.gated_cross_attn_layers):
             yield block.cross_attn, functools.partial(_cross_attention, index=index)
 
     def mlps(self) -> Iterable[nn.Module]:
-        return (layer.mlp for layer in [*self.model.model.layers, *self.model.model.gated_cross_attn_layers])
+        return [*super().mlps(), *(block.mlp for block in self.decoder.gated_cross_attn_layers)]
 
     def install_more(self, patch: Patch) -> None:
-        patch.set_forward(self.model.model, _run_decoder_layers)
+        patch.set_forward(self.decoder, _run_decoder_layers)
 
     def cross_attention_shape(self) -> CrossAttentionShape:
-        blocks = self.model.model.gated_cross_attn_layers
+        blocks = self.decoder.gated_cross_attn_layers
         heads = blocks[0].cross_attn.num_heads
         return CrossAttentionShape(heads, heads, blocks[0].cross_attn.head_dim, len(blocks))
 
     @property
     def called_modules(self) -> Iterable[nn.Module]:
-        decoder = self.model.model
+        decoder = self.decoder
         resampler = [decoder.perceiver_resampler] if self.model.config.use_resampler else []
         return [*super().called_modules, decoder.vision_model, *resampler]
 
@@ -258,11 +256,7 @@ class IdeficsFamily(Family[_IdeficsInputs]):
     def _image_size(self) -> tuple[int, int]:
         return (self.model.config.vision_config.image_size,) * 2
 
-    def blank_frame(self) -> tuple[Tensor, ...]:
-        return (torch.zeros((1, 3, *self._image_size), device=self.embedding_weight().device),)
-
-    def check_inputs(self, inputs: _IdeficsInputs, kwargs: Mapping[str, Any]) -> None:
-        super().check_inputs(inputs, kwargs)
+    def check_inputs(self, inputs: _IdeficsInputs) -> None:
         if inputs.resampled and not self.model.config.use_resampler:
             raise ShapeError(
                 "perceiver_embeddings were passed to a model without resampler (config.use_resampler); pass "
@@ -270,7 +264,7 @@ class IdeficsFamily(Family[_IdeficsInputs]):
             )
 
     def media_position(self, inputs: _IdeficsInputs) -> int:
-        mask, frames = inputs.image_attention_mask, inputs.frames
+        frames = inputs.frames
         if frames is None:
             raise ShapeError(f"IDEFICS needs images: pass one of {', '.join(_FRAME_ARGUMENTS)}")
         if frames.dim() == 4 and tuple(frames.shape[2:]) != self._image_size and not inputs.interpolate_pos_encoding:
@@ -278,20 +272,30 @@ class IdeficsFamily(Family[_IdeficsInputs]):
                 f"pixel_values: images of {tuple(frames.shape[2:])}, but the vision tower was made for "
                 f"{self._image_size}; resize them, or pass interpolate_pos_encoding=True"
             )
+        self._check_mask(inputs)
+        return inputs.batch
+
+    def _check_mask(self, inputs: _IdeficsInputs) -> None:
+        mask = inputs.image_attention_mask
         if mask is None or mask.dim() != 3 or tuple(mask.shape[:2]) != (inputs.batch, inputs.length):
             found = "nothing" if mask is None else tuple(mask.shape)
             raise ShapeError(
                 f"image_attention_mask: expected (samples, text tokens, images of a sample) with {inputs.batch} "
                 f"samples and {inputs.length} tokens, got {found}"
             )
-        return inputs.batch
 
-    def rows_match_frames(self, inputs: _IdeficsInputs, media_position: int) -> bool:
-        """Return whether each row continues a row of the same sample; beams may move within their sample."""
-        images = inputs.image_attention_mask.shape[2] or 1
-        beams = max(1, media_position * images // inputs.total_frames)
+    def continue_cache(self, inputs: _IdeficsInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
+        """Encode the images that are passed again if a row continues another sample; beams may move within theirs."""
+        if cache_state.visual is None:
+            return
+        self._check_mask(inputs)
+        if not inputs.total_frames:
+            return
+        prompt_batch, images = cache_state.media_position, inputs.image_attention_mask.shape[2] or 1
+        beams = max(1, prompt_batch * images // inputs.total_frames)
         rows = torch.arange(inputs.batch)
-        return inputs.batch == media_position and torch.equal(inputs.prompt_rows // beams, rows // beams)
+        if inputs.batch != prompt_batch or not torch.equal(inputs.prompt_rows // beams, rows // beams):
+            cache_state.drop_frames()
 
     def visibility(self, inputs: _IdeficsInputs, units: int, tokens: int, media_position: int) -> FrameMask:
         visible = inputs.on_host("image_attention_mask")
@@ -308,8 +312,7 @@ class IdeficsFamily(Family[_IdeficsInputs]):
     ) -> Any:
         if "gate" not in state.rows:
             raise ShapeError(f"IDEFICS needs images: none of {', '.join(_FRAME_ARGUMENTS)} holds one")
-        text = {"attention_mask": mask, "position_ids": positions, "cache": cache}
-        return self.model.model(inputs_embeds=embeds, return_dict=True, seqpar=state, **text, **kwargs)
+        return super().run_decoder(embeds, positions, mask, cache, state, return_dict=True, **kwargs)
 
     def model_output(self, out: CausalLMOutputWithPast, features: Tensor | None, inputs: _IdeficsInputs) -> Any:
         """Add `image_hidden_states` if this process has all of them; transformers 5.24 has `image_outputs` instead."""
@@ -335,7 +338,7 @@ class IdeficsFamily(Family[_IdeficsInputs]):
         from_tower = image_encoder_embeddings is not None and not self.model.config.use_resampler
         names = ("attention_mask", "position_ids", "input_ids", "inputs_embeds")
         return _IdeficsInputs(
-            **text | {"position_ids": _positions(*(text[name] for name in names))},
+            **text | {"position_ids": _positions(*(text[name] for name in names)), "detects_packing": False},
             frames=frames,
             frames_are_features=from_tower or perceiver_embeddings is not None,
             pixels_and_features=len(given) > 1,

@@ -26,36 +26,35 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from mllm_seqpar.adapting import (
+    MULTIMODAL_OUTPUT,
+    VIDEO_MARK,
     AdapterError,
     ConfigError,
     CrossAttentionShape,
     DataError,
+    Family,
+    FeatureFrames,
+    ForwardInputs,
     ForwardState,
     FrameMask,
     FrameShard,
+    FrameSource,
+    ImageTokenFamily,
     KVProjection,
     MaskError,
     SeqParContext,
-    ShapeError,
-    copy_to_device,
-    get_logger,
-)
-from mllm_seqpar.adapting.chat import VIDEO_MARK, FeatureFrames, FrameSource, ImageTokenFamily, to_pil_images
-from mllm_seqpar.adapting.transformers import (
-    MULTIMODAL_OUTPUT,
-    Family,
-    ForwardInputs,
     SequenceParallelCacheState,
+    ShapeError,
     as_compared_tensors,
-    causal_mask,
+    copy_to_device,
     decoder_arguments,
+    get_logger,
     mark_visual_layers,
     merge_heads,
     refuse_dropout,
     split_heads,
+    to_pil_images,
 )
-
-from . import sizes
 
 _log = get_logger(__name__)
 _ASPECT_RATIOS = ("aspect_ratio_ids", "aspect_ratio_mask")
@@ -153,6 +152,7 @@ class MllamaInputs(ForwardInputs):
 class MllamaChats(ImageTokenFamily):
     """`MllamaProcessor` and `MllamaForConditionalGeneration`."""
 
+    processors = ("MllamaProcessor",)
     marks = ("<|image|>", _START, _STOP, _END, "<|begin_of_text|>", "<|end_of_text|>", VIDEO_MARK)
     frame_names = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
     feature_weights = ("model.vision_model.", "model.multi_modal_projector.", "vision_model.", "multi_modal_projector.")
@@ -280,16 +280,12 @@ class MllamaFamily(Family[MllamaInputs]):
     name = "Llama 3.2 Vision"
     model_class = "MllamaForConditionalGeneration"
     output_class = MULTIMODAL_OUTPUT
-    package = "transformers.models.mllama."
-    processors = ("MllamaProcessor",)
     chat = MllamaChats
-    model_types = ("mllama",)
     parts = {
         "vision": ("model.vision_model",),
         "projector": ("model.multi_modal_projector",),
         "language": ("model.language_model", "lm_head"),
     }
-    model_sizes = staticmethod(sizes.mllama)
     frame_arguments = ("pixel_values", "cross_attention_states")
     visual_arguments = (*frame_arguments, *_ASPECT_RATIOS, "visual_shard")
     frame_layout = "zigzag"
@@ -315,15 +311,13 @@ class MllamaFamily(Family[MllamaInputs]):
                 found = f"layer {index} is {type(layer).__name__}"
                 raise AdapterError(f"{found}, but cross_attention_layers is {sorted(cross_layers)}")
 
-    def text_attention(self) -> Iterable[nn.Module]:
-        return (layer.self_attn for layer in self.model.model.language_model.layers if hasattr(layer, "self_attn"))
+    @property
+    def decoder(self) -> Any:
+        return self.model.model.language_model
 
     def visual_attention(self) -> Iterable[tuple[nn.Module, Callable[..., Any]]]:
-        layers = self.model.model.language_model.layers
+        layers = self.decoder.layers
         return ((layer.cross_attn, _cross_attention) for layer in layers if hasattr(layer, "cross_attn"))
-
-    def mlps(self) -> Iterable[nn.Module]:
-        return (layer.mlp for layer in self.model.model.language_model.layers)
 
     _warned_of_missing_mask = False
 
@@ -335,10 +329,7 @@ class MllamaFamily(Family[MllamaInputs]):
     @property
     def called_modules(self) -> Iterable[nn.Module]:
         inner = self.model.model
-        return [*super().called_modules, inner.vision_model, inner.multi_modal_projector, inner.language_model]
-
-    def units_per_frame(self, inputs: MllamaInputs) -> int:
-        return inputs.units_per_frame
+        return [*super().called_modules, inner.vision_model, inner.multi_modal_projector]
 
     def encode(self, frames: Tensor, *extras: Tensor) -> Tensor:
         """Encode (f, tiles, 3, height, width) to (f * tiles, patches, C).
@@ -390,9 +381,9 @@ class MllamaFamily(Family[MllamaInputs]):
             attends = _any_tile(in_mask)
         return {"mlp_gate": copy_to_device(attends, self.embedding_weight().device)}
 
-    def continue_cache(self, cache: Any, cache_state: SequenceParallelCacheState, past_length: int) -> None:
+    def continue_cache(self, inputs: MllamaInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
         """Refuse a cache in which the unpatched model stored K and V of tiles, all of them on every rank."""
-        if not past_length or cache_state.visual is not None:
+        if not inputs.past_length or cache_state.visual is not None:
             return
         layers = {i: cache.layers[i] for i in self._cross_layers(cache)}
         filled = [i for i, layer in layers.items() if layer.is_initialized and bool(layer.keys.any())]
@@ -409,12 +400,7 @@ class MllamaFamily(Family[MllamaInputs]):
     def _cross_layers(self, cache: Any) -> list[int]:
         return [i for i in self.text_config.cross_attention_layers if i < len(cache.layers)]
 
-    def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
-        config = self.model.model.language_model.layers[0].self_attn.config  # names the patched attention
-        return causal_mask(config, embeds, mask, positions, cache)
-
-    def check_inputs(self, inputs: MllamaInputs, kwargs: Mapping[str, Any]) -> None:
-        super().check_inputs(inputs, kwargs)
+    def check_inputs(self, inputs: MllamaInputs) -> None:
         inputs.check()
         unmasked = inputs.total_frames and inputs.cross_attention_mask is None
         if unmasked and not self._warned_of_missing_mask and self.text_config._attn_implementation == "sdpa":
@@ -428,16 +414,12 @@ class MllamaFamily(Family[MllamaInputs]):
         self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, state: ForwardState, **kwargs: Any
     ) -> Any:
         gate = state.rows.get("mlp_gate")
-        return self.model.model.language_model(
+        return self.decoder(
             **decoder_arguments(embeds, positions, mask, cache, state),
             cross_attention_states=None if state.frames is None else state,
             full_text_row_masked_out_mask=None if gate is None else gate[:, None, :, None].to(self.model.dtype),
             **kwargs,
         )
-
-    @property
-    def packing_decoder(self) -> Any:
-        return self.model.model.language_model
 
     def inputs(
         self,

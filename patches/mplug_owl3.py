@@ -8,7 +8,7 @@ Shape legend: B samples, L text tokens, s of them on this rank, f frames of this
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -18,36 +18,29 @@ from transformers.cache_utils import Cache
 
 from mllm_seqpar.adapting import (
     AdapterError,
+    ChatFamily,
+    ChatText,
     ConfigError,
     CrossAttentionShape,
     DataError,
+    Family,
+    ForwardInputs,
     ForwardState,
     FrameMask,
     FrameShard,
-    Patch,
-    SeqParContext,
-    ShapeError,
-    copy_to_device,
-)
-from mllm_seqpar.adapting.chat import (
-    ChatFamily,
-    ChatText,
     FrameSource,
     ImageListSource,
     ImageTensorSource,
     Messages,
+    Patch,
+    SeqParContext,
+    SequenceParallelCacheState,
+    ShapeError,
+    as_compared_tensors,
     check_range,
+    copy_to_device,
     known_processors,
     media_of,
-)
-from mllm_seqpar.adapting.transformers import (
-    VISUAL_SHARD_DOC,
-    Family,
-    ForwardInputs,
-    SequenceParallelCacheState,
-    as_compared_tensors,
-    causal_masks,
-    decoder_arguments,
     merge_heads,
     refuse_dropout,
     takes_cache,
@@ -55,8 +48,6 @@ from mllm_seqpar.adapting.transformers import (
 )
 from mllm_seqpar.models.mplug_owl3.hyper_attention import HyperAttention
 from mllm_seqpar.models.mplug_owl3.media import MediaLayout, check_layout, crop_frames
-
-from . import sizes
 
 _ENDS = ("<|im_end|>", "<|endoftext|>")
 
@@ -173,6 +164,7 @@ class MPlugOwl3Chats(ChatFamily):
     """The chat format of processors with `encode`, which tokenizes chats without their frames, and with an
     `image_processor` for decoded frames; of models with `encode_frames`."""
 
+    processors = ("MPlugOwl3Processor",)
     marks = ("<|image|>", "<|video|>", "<|im_start|>", "<|im_end|>")
     feature_weights = ("vision_model.", "vision2text_model.")
     tower = ("vision_model", "penultimate")
@@ -274,13 +266,10 @@ class MPlugOwl3Family(Family[Any]):
     name = "mPLUG-Owl3"
     model_class = "MPlugOwl3ForConditionalGeneration"
     package = "mllm_seqpar.models.mplug_owl3."
-    processors = ("MPlugOwl3Processor",)
     chat = MPlugOwl3Chats
-    model_types = ("mplugowl3",)
     parts = {"vision": ("vision_model",), "projector": ("vision2text_model",), "language": ("language_model",)}
-    model_sizes = staticmethod(sizes.mplug_owl3)
     frame_arguments = ("pixel_values", "image_embeds")
-    forward_doc = VISUAL_SHARD_DOC.format(frames="`pixel_values` or `image_embeds`")
+    frame_layout = "zigzag"
 
     @classmethod
     def check(cls, model: Any, context: SeqParContext) -> None:
@@ -294,21 +283,17 @@ class MPlugOwl3Family(Family[Any]):
                     f"{model.config.hyper_layers} (counted from 1)"
                 )
 
-    def text_attention(self) -> list[nn.Module]:
-        return [layer.self_attn for layer in self.model.language_model.model.layers]
+    @property
+    def decoder(self) -> Any:
+        return self.model.language_model.model
 
     def visual_attention(self) -> Iterable[tuple[nn.Module, Callable[..., Any]]]:
         """Return the attention of hyper layers, to text and frames."""
-        attention = self.text_attention()
-        return ((attention[number - 1], _hyper_attention) for number in self.model.config.hyper_layers)
-
-    def mlps(self) -> Iterable[nn.Module]:
-        return (layer.mlp for layer in self.model.language_model.model.layers)
+        layers = self.decoder.layers
+        return ((layers[number - 1].self_attn, _hyper_attention) for number in self.model.config.hyper_layers)
 
     def install_more(self, patch: Patch) -> None:
         patch.set(self.model, "count_frames", functools.partial(_count_frames, self.model.count_frames))
-
-    frame_layout = "zigzag"
 
     def cross_attention_shape(self) -> CrossAttentionShape:
         config = self.text_config
@@ -320,16 +305,11 @@ class MPlugOwl3Family(Family[Any]):
         """The modules within the tower are called one by one. A model that only takes features has no tower."""
         tower = self.model.vision_model
         parts = [] if tower is None else [tower.embeddings, *tower.encoder.layers]
-        return [*super().called_modules, self.model.language_model.model, *parts, self.model.vision2text_model]
+        return [*super().called_modules, *parts, self.model.vision2text_model]
 
     def encode(self, frames: Tensor, *extras: Tensor) -> Tensor:
         """Encode (f, 3, height, width) to (f, tokens, hidden)."""
         return self.model.encode_frames(frames)
-
-    def blank_frame(self) -> tuple[Tensor, ...]:
-        vision, weight = self.model.config.vision_config, self.embedding_weight()
-        shape = (1, vision.num_channels, vision.image_size, vision.image_size)
-        return (torch.zeros(shape, device=weight.device, dtype=weight.dtype),)
 
     def media_position(self, inputs: _MPlugOwl3Inputs) -> MediaPosition:
         return inputs.media_position
@@ -337,7 +317,7 @@ class MPlugOwl3Family(Family[Any]):
     def unit_index(self, inputs: _MPlugOwl3Inputs, units: int) -> Tensor:
         """Return the rotations of the frames by their positions, (units, 2, head_dim), for all layers."""
         index = inputs.media_position[0].frame_position if inputs.total_frames else super().unit_index(inputs, units)
-        attention = self.model.language_model.model.layers[self.model.config.hyper_layers[0] - 1].self_attn
+        attention = self.decoder.layers[self.model.config.hyper_layers[0] - 1].self_attn
         return attention.visual_rotation(copy_to_device(index, self.embedding_weight().device))
 
     def visibility(self, inputs: ForwardInputs, units: int, tokens: int, media_position: MediaPosition) -> FrameMask:
@@ -348,11 +328,7 @@ class MPlugOwl3Family(Family[Any]):
     def row_facts(self, inputs: ForwardInputs, mask: FrameMask, media_position: MediaPosition) -> dict[str, Tensor]:
         return {"attends_to_frames": copy_to_device(mask.any_frame_visible(), self.embedding_weight().device)}
 
-    def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
-        return causal_masks(self.model.language_model.model, embeds, mask, positions, cache)
-
-    def check_inputs(self, inputs: ForwardInputs, kwargs: Mapping[str, Any]) -> None:
-        super().check_inputs(inputs, kwargs)
+    def check_inputs(self, inputs: ForwardInputs) -> None:
         width = self.model.config.hidden_size
         if inputs.frames is not None and inputs.frames_are_features and inputs.frames.shape[2:] != (width,):
             raise ShapeError(
@@ -360,21 +336,12 @@ class MPlugOwl3Family(Family[Any]):
                 "of all samples one after another"
             )
 
-    def continue_cache(self, cache: Any, cache_state: SequenceParallelCacheState, past_length: int) -> None:
+    def continue_cache(self, inputs: ForwardInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
         """Remove the frames whose text was cropped from the cache, as the native model does."""
-        crop_frames(cache_state, past_length, inclusive=self.model.config.gate is None)
+        crop_frames(cache_state, inputs.past_length, inclusive=self.model.config.gate is None)
         if cache_state.frames is not None:
             layout, row_offset = cache_state.media_position  # the native model leaves it on its device
             cache_state.media_position = layout.to("cpu"), row_offset
-
-    def run_decoder(
-        self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, state: ForwardState, **kwargs: Any
-    ) -> Any:
-        return self.model.language_model.model(**decoder_arguments(embeds, positions, mask, cache, state), **kwargs)
-
-    @property
-    def packing_decoder(self) -> Any:
-        return self.model.language_model.model
 
     def inputs(
         self,

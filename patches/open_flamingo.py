@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -34,38 +34,38 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mllm_seqpar.adapting import (
+    VIDEO_MARK,
     AdapterError,
     Communicator,
     CrossAttentionShape,
+    Family,
+    ForwardInputs,
     ForwardState,
     FrameMask,
     FrameShard,
     HostFrames,
+    ImageTokenFamily,
     KVProjection,
     Patch,
     SeqParContext,
     ShapeError,
+    as_forward,
+    cache_state_of,
+    check_frames,
     copy_to_device,
     copy_to_host,
     frame_bounds,
     is_instance_by_name,
-    tensor_of,
-)
-from mllm_seqpar.adapting.chat import VIDEO_MARK, ImageTokenFamily, to_pil_images
-from mllm_seqpar.adapting.transformers import (
-    Family,
-    ForwardInputs,
-    as_forward,
-    cache_state_of,
     local_features,
     merge_heads,
     patch_generate,
     require_same_inputs,
     run_pass,
     takes_cache,
+    tensor_of,
+    to_pil_images,
 )
 
-from . import sizes
 from .open_flamingo_language import LANGUAGE_MODELS, language_model_of
 
 _IMAGE, _END_OF_CHUNK = "<image>", "<|endofchunk|>"
@@ -167,6 +167,7 @@ def cross_attention_forward(attention: Any, index: int) -> Any:
 class OpenFlamingoChats(ImageTokenFamily):
     """`OpenFlamingoProcessor` and `open_flamingo.Flamingo`."""
 
+    processors = ("OpenFlamingoProcessor",)
     marks = (_IMAGE, _END_OF_CHUNK, VIDEO_MARK)
     ids_name = "lang_x"
     frame_names = ("vision_x",)
@@ -217,13 +218,9 @@ class OpenFlamingoFamily(Family[MediaInputs]):
     name = "OpenFlamingo"
     model_class = "Flamingo"
     package = "open_flamingo."
-    processors = ("OpenFlamingoProcessor",)
     chat = OpenFlamingoChats
-    model_types = ("open_flamingo",)
     parts = {"vision": ("vision_encoder",), "projector": ("perceiver",), "language": ("lang_encoder",)}
-    model_sizes = staticmethod(sizes.open_flamingo)
     frame_arguments = ("vision_x", "pixel_values")
-    checkpoints_visual_layers = False
 
     def __init__(self, flamingo: Any, context: SeqParContext) -> None:
         super().__init__(flamingo.lang_encoder, context)
@@ -266,6 +263,10 @@ class OpenFlamingoFamily(Family[MediaInputs]):
         patch.set(model, "cache_media", _cache_media(model, family))
 
     @property
+    def decoder(self) -> Any:
+        return self.language_model.stack
+
+    @property
     def called_modules(self) -> Iterable[nn.Module]:
         return [*super().called_modules, *self.language_model.called_modules()]
 
@@ -274,8 +275,7 @@ class OpenFlamingoFamily(Family[MediaInputs]):
         heads = attentions[0].heads
         return CrossAttentionShape(heads, heads, attentions[0].to_q.out_features // heads, len(attentions))
 
-    def check_inputs(self, inputs: MediaInputs, kwargs: Mapping[str, Any]) -> None:
-        super().check_inputs(inputs, kwargs)
+    def check_inputs(self, inputs: MediaInputs) -> None:
         media = inputs.media
         if media is None:
             raise ShapeError(
@@ -425,7 +425,12 @@ def _cache_media(model: Any, family: OpenFlamingoFamily) -> Any:
         media = Media.of(vision_x, visual_shard, input_ids.shape[0])
         time = (input_ids == model.media_token_id).cumsum(-1)
         inputs = MediaInputs.of(media, time, comm, input_ids=input_ids)
-        require_same_inputs(comm, inputs, lambda: family.check_inputs(inputs, {}))
+
+        def check() -> None:
+            check_frames(comm, inputs)
+            family.check_inputs(inputs)
+
+        require_same_inputs(comm, inputs, check)
         media.features = local_features(family, inputs)
         unpatched(input_ids, media)
 

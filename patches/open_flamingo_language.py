@@ -43,18 +43,16 @@ from mllm_seqpar.adapting import (
     StarText,
     TokenwiseFunction,
     as_attended,
-    copy_to_device,
-    gather_shards,
-    is_instance_by_name,
-    run_in_chunks,
-)
-from mllm_seqpar.adapting.transformers import (
     cache_argument,
     cache_state_of,
     causal_mask,
+    copy_to_device,
     decoder_arguments,
+    gather_shards,
+    is_instance_by_name,
     merge_heads,
     refuse_dropout,
+    run_in_chunks,
     takes_cache,
     use_seqpar_attention,
 )

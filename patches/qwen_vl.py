@@ -22,7 +22,10 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mllm_seqpar.adapting import (
+    MULTIMODAL_OUTPUT,
     ConfigError,
+    DecoderOnlyFamily,
+    ForwardInputs,
     ForwardState,
     FrameShard,
     FrameTokens,
@@ -31,25 +34,17 @@ from mllm_seqpar.adapting import (
     ShapeError,
     VisualTokenLayout,
     VisualTokens,
-    copy_to_device,
-    frame_bounds,
-    sampled_bits,
-)
-from mllm_seqpar.adapting.transformers import (
-    MULTIMODAL_OUTPUT,
-    DecoderOnlyFamily,
-    ForwardInputs,
     as_compared_tensors,
     cache_argument,
     cache_name,
     cache_of,
     cache_state_of,
-    causal_mask,
-    causal_masks,
+    copy_to_device,
     decoder_arguments,
+    frame_bounds,
+    sampled_bits,
 )
 
-from . import sizes
 from .qwen_vl_chat import FEATURES, GRIDS, PIXELS, Qwen2_5_VLChats, Qwen3VLChats
 
 KINDS = ("image", "video")
@@ -271,8 +266,6 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
     deepstack = 0
     packs_by_positions = False
     """Whether positions (B, L) also count the tokens of the text; otherwise only positions (4, B, L) do."""
-    position_arguments: tuple[str, ...] = ()
-    """Further arguments that positions are computed from."""
 
     @classmethod
     def check(cls, model: Any, context: SeqParContext) -> None:
@@ -327,15 +320,13 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
             rows = state.rows[:: max(1, len(state.rows) // text.shape[0])]
             self.model.model.rope_deltas = copy_to_device(state.position_offsets[rows], text.device)
 
-    def text_attention(self) -> Iterable[nn.Module]:
-        return (layer.self_attn for layer in self.model.model.language_model.layers)
-
-    def mlps(self) -> Iterable[nn.Module]:
-        return (layer.mlp for layer in self.model.model.language_model.layers)
+    @property
+    def decoder(self) -> Any:
+        return self.model.model.language_model
 
     @property
     def called_modules(self) -> Iterable[nn.Module]:
-        return [*super().called_modules, self.model.model.visual, self.model.model.language_model]
+        return [*super().called_modules, self.model.model.visual]
 
     @property
     def merge(self) -> int:
@@ -395,8 +386,7 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         frames = torch.searchsorted(ends[1:].contiguous(), embeddings, right=True)
         return VisualTokenLayout(FrameTokens.of(samples, positions, frames), embeddings, ends[cuts])
 
-    def check_inputs(self, inputs: QwenVLInputs, kwargs: Mapping[str, Any]) -> None:
-        super().check_inputs(inputs, kwargs)
+    def check_inputs(self, inputs: QwenVLInputs) -> None:
         if inputs.frames is not None and inputs.frames_are_features:
             width, shape = (1 + self.deepstack) * self.text_config.hidden_size, tuple(inputs.frames.shape)
             if len(shape) != 2 or shape[1] != width:
@@ -412,10 +402,9 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         They are computed on the CPU from what the host has read, because the model reads every run and every grid.
         """
         model, device, shape = self.model.model, inputs.text.device, (inputs.batch, inputs.length)
-        names = (*GRIDS, "mm_token_type_ids", *self.position_arguments)
         self._restore_offsets(inputs.cache, inputs.text)
-        read = {name: inputs.on_host(name) for name in names}
-        host = {name: given[name] if read[name] is None else read[name] for name in names}
+        read = {name: inputs.on_host(name) for name in given}
+        host = {name: x if read[name] is None else read[name] for name, x in given.items()}
         found: Tensor | None = model.compute_3d_position_ids(
             input_ids=None
             if inputs.input_ids is None
@@ -432,39 +421,38 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         return None if found is None else copy_to_device(found, device)
 
     def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
-        config = self.model.model.language_model.layers[0].self_attn.config  # names the patched attention
-        return causal_mask(config, embeds, mask, positions[0], cache)
+        return super().text_mask(embeds, mask, positions[0], cache)
 
     def run_decoder(
         self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, state: ForwardState, **kwargs: Any
     ) -> Any:
         kwargs |= self.further_embeddings(embeds, state.visual_tokens)
         state.visual_tokens.clear()
-        return self.model.model.language_model(**decoder_arguments(embeds, positions[1:], mask, cache, state), **kwargs)
+        return self.decoder(**decoder_arguments(embeds, positions[1:], mask, cache, state), **kwargs)
 
     def further_embeddings(self, embeds: Tensor, further: list[VisualTokens]) -> dict[str, Any]:
         """Return the decoder's arguments that hold the embeddings which its layers add."""
         return {}
 
-    @property
-    def packing_decoder(self) -> Any:
-        return self.model.model.language_model
-
-    def inputs(
+    def inputs_of(
         self,
         text: dict[str, Any],
-        pixel_values: Tensor | None = None,
-        pixel_values_videos: Tensor | None = None,
-        image_grid_thw: Tensor | None = None,
-        video_grid_thw: Tensor | None = None,
-        mm_token_type_ids: Tensor | None = None,
-        second_per_grid_ts: Any = None,
-        visual_embeds: Tensor | None = None,
-        visual_samples: int | None = None,
+        images: Tensor | None,
+        videos: Tensor | None,
+        visual_embeds: Tensor | None,
+        visual_samples: int | None,
+        given: dict[str, Any],
     ) -> QwenVLInputs:
-        pixels = _with_rows(pixel_values, image_grid_thw), _with_rows(pixel_values_videos, video_grid_thw)
-        given = {"image_grid_thw": image_grid_thw, "video_grid_thw": video_grid_thw}
-        given |= {"mm_token_type_ids": mm_token_type_ids, "second_per_grid_ts": second_per_grid_ts}
+        """Return the inputs of a pass.
+
+        Args:
+            text: see `Family.inputs`.
+            images, videos: their pixels.
+            visual_embeds: embeddings in place of both.
+            visual_samples: the number of samples that the frames belong to; None: the rows of the batch.
+            given: what positions are computed from, by name: grids, token types, times.
+        """
+        pixels = _with_rows(images, given["image_grid_thw"]), _with_rows(videos, given["video_grid_thw"])
         config, rows = self.model.config, text["inputs_embeds"] if text["input_ids"] is None else text["input_ids"]
         frames = next((x for x in (visual_embeds, *pixels) if x is not None), None)
         if frames is not None and _only_cached_frames(config, text["input_ids"], text["cache"]):
@@ -478,7 +466,9 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
             pixels_and_features=visual_embeds is not None and pixels != (None, None),
             compared_tensors={}
             if frames is None
-            else compared_tensors(config, self.embed, rows, tensors, text["visual_shard"], given),
+            else compared_tensors(
+                config, self.model.get_input_embeddings(), rows, tensors, text["visual_shard"], given
+            ),
             frame_names=(*PIXELS, FEATURES),
             pixels=pixels,
             merge=self.merge,
@@ -510,15 +500,23 @@ class Qwen2_5_VLFamily(QwenVLFamily):
 
     name = "Qwen2.5-VL"
     model_class = "Qwen2_5_VLForConditionalGeneration"
-    package = "transformers.models.qwen2_5_vl."
-    processors = ("Qwen2_5_VLProcessor",)
     chat = Qwen2_5_VLChats
-    model_types = ("qwen2_5_vl",)
-    model_sizes = staticmethod(sizes.qwen2_5_vl)
-    position_arguments = ("second_per_grid_ts",)
 
-    def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
-        return causal_masks(self.model.model.language_model, embeds, mask, positions[0], cache)
+    def inputs(
+        self,
+        text: dict[str, Any],
+        pixel_values: Tensor | None = None,
+        pixel_values_videos: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        video_grid_thw: Tensor | None = None,
+        mm_token_type_ids: Tensor | None = None,
+        second_per_grid_ts: Any = None,
+        visual_embeds: Tensor | None = None,
+        visual_samples: int | None = None,
+    ) -> QwenVLInputs:
+        given = {"image_grid_thw": image_grid_thw, "video_grid_thw": video_grid_thw}
+        given |= {"mm_token_type_ids": mm_token_type_ids, "second_per_grid_ts": second_per_grid_ts}
+        return self.inputs_of(text, pixel_values, pixel_values_videos, visual_embeds, visual_samples, given)
 
 
 class Qwen3VLFamily(QwenVLFamily):
@@ -530,13 +528,23 @@ class Qwen3VLFamily(QwenVLFamily):
 
     name = "Qwen3-VL (dense)"
     model_class = "Qwen3VLForConditionalGeneration"
-    package = "transformers.models.qwen3_vl."
-    processors = ("Qwen3VLProcessor",)
     chat = Qwen3VLChats
-    model_types = ("qwen3_vl",)
-    model_sizes = staticmethod(sizes.qwen3_vl)
     packs_by_positions = True
-    refused_arguments = ("second_per_grid_ts",)
+
+    def inputs(
+        self,
+        text: dict[str, Any],
+        pixel_values: Tensor | None = None,
+        pixel_values_videos: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        video_grid_thw: Tensor | None = None,
+        mm_token_type_ids: Tensor | None = None,
+        visual_embeds: Tensor | None = None,
+        visual_samples: int | None = None,
+    ) -> QwenVLInputs:
+        given = {"image_grid_thw": image_grid_thw, "video_grid_thw": video_grid_thw}
+        given |= {"mm_token_type_ids": mm_token_type_ids}
+        return self.inputs_of(text, pixel_values, pixel_values_videos, visual_embeds, visual_samples, given)
 
     @property
     def deepstack(self) -> int:  # type: ignore[override]

@@ -19,12 +19,13 @@ from torch.nn import functional as F
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.video_utils import VideoMetadata
 
-from mllm_seqpar.adapting import DataError, FrameShard
-from mllm_seqpar.adapting.chat import (
+from mllm_seqpar.adapting import (
     VIDEO_MARK,
     ChatFamily,
     ChatText,
+    DataError,
     FeatureFrames,
+    FrameShard,
     FrameSource,
     Messages,
     answer_spans,
@@ -293,10 +294,12 @@ def _seconds(source: FrameSource, index: int) -> float:
 class Qwen2_5_VLChats(QwenVLChats):
     """`Qwen2_5_VLProcessor` and `Qwen2_5_VLForConditionalGeneration`."""
 
+    processors = ("Qwen2_5_VLProcessor",)
     passes_times = True
 
 
 class Qwen3VLChats(QwenVLChats):
     """`Qwen3VLProcessor` and `Qwen3VLForConditionalGeneration`."""
 
+    processors = ("Qwen3VLProcessor",)
     budget_of_video = True

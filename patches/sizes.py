@@ -1,11 +1,17 @@
 """The sizes of the models of each family from their `config.json`, for the planner; imported without torch.
 
-The function of a family has the name of its entry in `FAMILIES`, and is `model_sizes` of its class.
+`SIZES` lists them by the `model_type` of the file.
 """
 
 from typing import Any
 
-from mllm_seqpar.adapting.sizes import CrossAttentionSizes, ModelSizes, ResamplerSizes, TextSizes, VisionSizes
+from mllm_seqpar.adapting import (
+    CrossAttentionSizes,
+    ModelSizes,
+    ResamplerSizes,
+    TextSizes,
+    VisionSizes,
+)
 
 # The SigLIP tower of the published checkpoints, whose configurations have no `vision_config`.
 _SO400M = {
@@ -256,3 +262,14 @@ def qwen3_vl(config: dict[str, Any], name: str) -> ModelSizes:
     deepstack = len(config["vision_config"]["deepstack_visual_indexes"])
     vision = {"deepstack": deepstack, "outputs_held": 3}  # the position embeddings are held in float32
     return _qwen_vl(config, name, vision=vision, head_norm=True)
+
+
+SIZES = {
+    "mplugowl3": mplug_owl3,
+    "mllama": mllama,
+    "idefics": idefics,
+    "open_flamingo": open_flamingo,
+    "qwen2_5_vl": qwen2_5_vl,
+    "qwen3_vl": qwen3_vl,
+}
+"""`Family.sizes` of all families of this package."""

@@ -30,7 +30,7 @@ T = TypeVar("T")
 TOLERANCE = 1e-5
 """Float32 through a few layers and their gradients. A wrong mask, scale or position shows as 1e-3 and more."""
 
-FAMILIES = tuple(sorted(spec.name for spec in patches.FAMILIES))
+FAMILIES = tuple(sorted(patches.FAMILIES))
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The public toolkit for model adapters.
+"""The public toolkit for model adapters: all that an adapter imports of `mllm_seqpar`, also those of this package.
 
 An adapter (`Adapter`) replaces forwards through `Patch.set`. The model's forward encodes the frames of this rank
 (`frame_range`), states which text rows attend to which frames (`FrameMask`), and creates the state of the pass with
@@ -6,14 +6,10 @@ An adapter (`Adapter`) replaces forwards through `Patch.set`. The model's forwar
 model's causal attention, and ``state.attend(q, [state.frame_keys(q, layer, project)], scale)`` the attention to the
 frames of all ranks; keys in one list share a softmax. `project` is a `KVProjection` or a `FunctionProjection`.
 
-This package is all that an adapter imports of `mllm_seqpar`, those of the package's own families included:
+For a model of transformers, `Family` does all this except the facts of the model. `ChatFamily` is the chat format of
+its processor, and `ModelSizes` are the sizes for the planner. `mllm_seqpar.patches.idefics` is an example.
 
-    adapting                 the pass, its frames and text, K and V, changes of a model, errors; torch only
-    adapting.transformers    models of transformers: caches, generation, padded batches (`Family`)
-    adapting.chat            the chat format of a family's processor (`ChatFamily`)
-    adapting.sizes           the sizes of a model for the planner (`ModelSizes`)
-
-`mllm_seqpar.patches.idefics` is an example of a family.
+Names are imported on first use: the sizes need no torch, and an adapter of another model needs no transformers.
 """
 
 from __future__ import annotations
@@ -22,11 +18,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mllm_seqpar.planner.model_sizes import *  # noqa: F403
+
     from .toolkit import *  # noqa: F403
+    from .transformers import *  # noqa: F403
+
+_SIZES = ("CrossAttentionSizes", "ModelSizes", "ResamplerSizes", "TextSizes", "VisionSizes")
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # On first use: the sizes of a family are read where torch is not imported.
-    return getattr(importlib.import_module("mllm_seqpar.adapting.toolkit"), name)
+    if not name.startswith("__"):
+        modules = ("planner.model_sizes",) if name in _SIZES else ("adapting.toolkit", "adapting.transformers")
+        for module in modules:
+            found = importlib.import_module(f"mllm_seqpar.{module}")
+            if hasattr(found, name):
+                return getattr(found, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""What every adapter uses, exported by `mllm_seqpar.adapting`: changes of a model, the pass, frames, text, K and V."""
+"""What every adapter uses: changes of a model, the pass, frames, text, K and V; and the chat format of a family."""
 
 from __future__ import annotations
 
@@ -16,6 +16,21 @@ from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.comm.autograd import gather_shards
 from mllm_seqpar.config import SeqParConfig
+from mllm_seqpar.data.chat_family import (
+    VIDEO_MARK,
+    ChatFamily,
+    ChatText,
+    ImageTokenFamily,
+    Messages,
+    answer_spans,
+    image_counts,
+    known_processors,
+    tokenize,
+)
+from mllm_seqpar.data.formats import media_of, media_parts
+from mllm_seqpar.data.images import to_pil_images
+from mllm_seqpar.data.reader import check_range
+from mllm_seqpar.data.sources import FeatureFrames, FrameSource, ImageListSource, ImageTensorSource
 from mllm_seqpar.errors import AdapterError, AgreementError, ConfigError, DataError, MaskError, SeqParError, ShapeError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.patching import Patch
@@ -111,7 +126,7 @@ def sharded_call(
     units = torch.arange(first, last, device=own.device)  # the encoder may move frames to another device
     text = TextShards(batch, length, comm, config.text_layout, valid)
     visual = VisualFeatures(own, units, mask.total_frames, config.recompute_visual)
-    context.log_shard_sizes((text.local, length), (len(units), mask.total_frames))
+    context.count_shards((text.local, length), (len(units), mask.total_frames))
     frames = Frames.of_shards(visual, mask, text, units_per_frame)
     frames = select_strategy(context, frames, visual, text, lambda: torch.arange(mask.total_frames))
     return ForwardState(context, text=text, frames=frames)

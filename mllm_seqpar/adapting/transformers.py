@@ -1,26 +1,25 @@
-"""The toolkit for adapters of models of transformers: `Family`, and what its methods and its layers use."""
+"""What adapters of models of transformers use besides `toolkit`: `Family`, and what its methods and layers use."""
 
 from mllm_seqpar._compat import cache_argument, cache_name, cache_of, takes_cache
 from mllm_seqpar.integrations.transformers.attention import (
     causal_mask,
-    causal_masks,
     merge_heads,
     refuse_dropout,
     split_heads,
     text_keys,
     use_seqpar_attention,
 )
-from mllm_seqpar.integrations.transformers.checks import require_same_inputs
+from mllm_seqpar.integrations.transformers.checks import check_frames, require_same_inputs
 from mllm_seqpar.integrations.transformers.family import (
     MULTIMODAL_OUTPUT,
-    VISUAL_SHARD_DOC,
     DecoderOnlyFamily,
     Family,
     as_forward,
     decoder_arguments,
+    mask_over_samples,
 )
-from mllm_seqpar.integrations.transformers.frames import local_features, mask_over_samples
 from mllm_seqpar.integrations.transformers.generation import patch_generate
 from mllm_seqpar.integrations.transformers.inputs import ForwardInputs, as_compared_tensors
 from mllm_seqpar.integrations.transformers.passes import run_pass
+from mllm_seqpar.integrations.transformers.tower import local_features
 from mllm_seqpar.models.cache import SequenceParallelCacheState, cache_state_of, mark_visual_layers

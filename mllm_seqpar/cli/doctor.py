@@ -155,7 +155,8 @@ def machine() -> Iterator[Finding]:
         yield Finding("gpu", text, False)
     elif not gpus:
         yield Finding("gpu", "none; everything runs on the CPU")
-    yield Finding("cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads for torch")
+    cores, threads = os.cpu_count() or 1, torch.get_num_threads()
+    yield Finding("cpu", f"{cores} core{'s' * (cores != 1)}, {threads} thread{'s' * (threads != 1)} for torch")
     yield Finding("host memory", f"{_gib(_free_memory())} available")
     if gpus:
         version = (

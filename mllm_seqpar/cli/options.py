@@ -47,8 +47,10 @@ class CommandOptions:
     def _refuse_unused(self, name: str, reason: str) -> None:
         """Raise ConfigError if the option `name` differs from its default, for options that would have no effect."""
         default = next(item.default for item in dataclasses.fields(self) if item.name == name)  # type: ignore[arg-type]
-        if getattr(self, name) != default:
-            raise ConfigError(f"--{name} {getattr(self, name)} would have no effect: {reason}")
+        value = getattr(self, name)
+        if value != default:
+            shown = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+            raise ConfigError(f"--{name} {shown} would have no effect: {reason}")
 
 
 def parse_tile(text: str | None) -> tuple[int, int] | None:

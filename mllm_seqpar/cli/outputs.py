@@ -70,13 +70,19 @@ def new_directory(option: str, path: str | os.PathLike[str]) -> Iterator[Path]:
         path: a directory that does not exist, or is empty. Its parents are created.
 
     Raises:
-        ConfigError: it exists and is not empty.
+        ConfigError: it exists and is not empty, or cannot be created.
     """
     target = Path(path).resolve()  # a link to an empty directory cannot be replaced
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"--{option} {target}: it exists and is not an empty directory; choose another name")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent)
+    except OSError as error:
+        raise ConfigError(
+            f"--{option} {target}: cannot be created ({error.strerror}); choose a directory that you may write to"
+        ) from error
+    with temporary as scratch:
         draft = Path(scratch) / target.name
         yield draft
         os.replace(draft, target)

@@ -10,7 +10,7 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner.call_cost import MARGIN, ParallelSpec, call_timelines, duration
 from mllm_seqpar.planner.cluster import Passes
 from mllm_seqpar.planner.memory import USABLE
-from mllm_seqpar.planner.plan import Plan, StrategyPlan
+from mllm_seqpar.planner.plan import Plan, StrategyPlan, simulated_cluster
 from mllm_seqpar.planner.workload import Workload
 from mllm_seqpar.schedules.mesh_shapes import TILE_STRATEGIES
 
@@ -84,6 +84,12 @@ def patch_options(plan: Plan) -> dict[str, Any]:
         options["tile"] = spec.mesh_shape
     elif spec.strategy not in TILE_STRATEGIES and workload.self_attention != "auto" and _needs_tile(plan.text):
         options["tile"] = plan.text.mesh_shape
+    return options | _shared_options(workload)
+
+
+def _shared_options(workload: Workload) -> dict[str, Any]:
+    """Return the options of `patch_model` that all rows have in common, without options at their default."""
+    options: dict[str, Any] = {}
     names = ("recompute", "recompute_attention", "overlap", "mlp_chunk_size", "vision_chunk_size", "visual_offload")
     for name in names:
         value = getattr(workload, name)
@@ -167,6 +173,8 @@ def _table(plan: Plan) -> list[str]:
     for kind in rows[0].memory:
         add(f"  {kind}", (_bytes(row.memory[kind]) for row in rows))
     add(f"  fits into {usable}", ("yes" if row.fits else "no" for row in rows))
+    if plan.workload.visual_offload:
+        add("features of a rank in host memory", (_bytes(plan.workload.features_bytes) for _ in rows))
     add("longest video, in frames", (f"{row.max_frames:,}" for row in rows))
     left, *widths = (max(map(len, column)) for column in zip(*lines, strict=True))
     return [
@@ -217,6 +225,8 @@ def _verdict(plan: Plan) -> list[str]:
         gpus = f"{enough} GPUs are enough" if enough else "no number of GPUs is enough"
         lines.append(f"Nothing fits with {workload.frames:,} frames; {frames}; {gpus}.")
         lines += [line for reason in reasons(plan) for line in _wrapped(reason)]
+        if options := ", ".join(f"{name}={value!r}" for name, value in _shared_options(workload).items()):
+            lines += _wrapped(f"All strategies are planned with {options}.")
     two = not workload.model.decoder_only and workload.self_attention != "auto"
     if _needs_tile(best.spec) and _needs_tile(plan.text) and two:
         text = f"patch_model takes one tile, but the plan has {best.spec} for frames and {plan.text} for text."
@@ -280,7 +290,7 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
     workload, by_name = plan.workload, {row.spec.strategy: row for row in plan.rows}
     compared = [by_name[name] for name in ("lv-xattn", "ring") if name in by_name and by_name[name] is not plan.best]
     specs, problem = [row.spec for row in (plan.best, *compared)], workload.problem(workload.compared)
-    ranks = min(problem.ranks, MAX_RANKS)
+    ranks, cluster = min(problem.ranks, MAX_RANKS), simulated_cluster(workload, plan.cluster)
     figure = Figure(figsize=(11, 1.4 + len(specs) * (0.4 * ranks + 0.7)), layout="constrained")
     figure.suptitle(
         f"One {workload.compared} layer of {workload.model.name}: {workload.frames:,} frames, {workload.text:,} text "
@@ -292,8 +302,8 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
     for axes, spec in zip(all_axes, specs, strict=True):
         begin, title = 0.0, []
         for name, backward in [("forward", False), ("backward", True)][: 2 if workload.training else 1]:
-            options: dict[str, Any] = {"visible": workload.visible(workload.compared), "overlap": workload.overlap}
-            timelines = call_timelines(problem, spec, plan.cluster, backward=backward, **options)
+            visible = workload.visible(workload.compared)
+            timelines = call_timelines(problem, spec, cluster, backward=backward, visible=visible)
             for rank in range(ranks):
                 for kind, (color, label) in KINDS.items():
                     spans = [span for span in timelines[rank % len(timelines)].spans if span[0] == kind]

@@ -145,7 +145,7 @@ def plan(argv: Sequence[str]) -> int:
         parameter=(4 if training else args.element) if args.parameter is None else args.parameter,
         optimizer=Workload.optimizer if args.optimizer is None else args.optimizer,
     )
-    result = make_plan(workload, read_cluster(find_file("cluster", args.cluster)), args.strategy or STRATEGIES)
+    result = make_plan(workload, read_cluster(args.cluster), args.strategy or STRATEGIES)
     if args.timeline:
         draw_plan(result, args.timeline)
     sys.stdout.write((json.dumps(as_json(result), indent=2) if args.json else as_text(result)) + "\n")

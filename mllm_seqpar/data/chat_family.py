@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.errors import ConfigError, DataError
-from mllm_seqpar.families import family_specs
+from mllm_seqpar.families import built_in_families
 from mllm_seqpar.models.messages import Span, target_mask
 from mllm_seqpar.patching.registry import adapters
 from mllm_seqpar.sharding import FrameShard
@@ -45,17 +45,20 @@ def chat_family(processor: Any) -> ChatFamily:
     A processor of an unknown class gets the chat format of the first family of this package, whose methods raise if it
     lacks what they need.
     """
-    families: list[Any] = [family for family in adapters().values() if getattr(family, "chat", None) is not None]
     names = [c.__name__ for c in type(processor).__mro__]
-    named = (family for name in names for family in families if name in family.processors)
-    family = next(named, None) or family_specs()[0].load()
+    named = (family for name in names for family in _chatting_families() if name in family.chat.processors)
+    family = next(named, None) or built_in_families()[0]
     found: ChatFamily = family.chat(processor, family)
     return found
 
 
+def _chatting_families() -> list[Any]:
+    return [family for family in adapters().values() if getattr(family, "chat", None) is not None]
+
+
 def known_processors() -> list[str]:
     """Return the class names of the processors that have a chat format."""
-    return [name for family in adapters().values() for name in getattr(family, "processors", ())]
+    return [name for family in _chatting_families() for name in family.chat.processors]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +88,7 @@ class ChatFamily(ABC):
         family: the family's class.
 
     Attributes:
+        processors: class names of the family's processors.
         marks: strings that a message must not contain because the chat format gives them a meaning.
         ids_name: the argument name of the token ids in the model's forward.
         frame_names: the argument names of the tensors that `pixels` returns, in the same order.
@@ -95,6 +99,7 @@ class ChatFamily(ABC):
         ragged: whether images have different numbers of rows, and are joined by `joined`.
     """
 
+    processors: tuple[str, ...]
     marks: tuple[str, ...] = ()
     ids_name = "input_ids"
     frame_names: tuple[str, ...] = ("pixel_values",)

@@ -65,7 +65,8 @@ def _open_image(name: str) -> Iterator[tuple[Any, Any]]:
 def read_image(name: str, size: tuple[int, int] | None) -> Tensor:
     with _open_image(name) as (file, ops):
         image: Any = ops.exif_transpose(file)
-        if image.mode.startswith("I;16"):  # Pillow would make all values above 255 white
+        # Pillow would make all values above 255 white. Before 10.3, it reads a PNG of 16 bits in the mode I.
+        if image.mode.startswith("I;16") or (image.mode == "I" and file.format == "PNG"):
             image = ops.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         image = image.convert("RGB")
     if size is not None:

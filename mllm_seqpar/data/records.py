@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import codecs
 import csv
+import importlib
 import io
 import json
 import os
@@ -17,11 +18,13 @@ import re
 import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from glob import escape, glob, has_magic
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from mllm_seqpar._compat import optional_import, undecoded_members
+from mllm_seqpar._compat import optional_import
 from mllm_seqpar.errors import DataError, VideoError, first_line
 from mllm_seqpar.models.hub import local_directory
 
@@ -123,8 +126,10 @@ def _files_of(folder: Path) -> list[Path]:
             return [folder / mark]
     inside = sorted(path for path in folder.rglob("*") if path.suffix in _SUFFIXES and not _is_hidden(path, folder))
     texts = [path for path in inside if path.suffix not in _BUILDERS]
-    # Folders inside may have texts that describe one medium each.
-    texts = [path for path in texts if path.parent == folder] or texts
+    # Folders inside may have texts that describe one medium each, and CSV beside other texts may have results.
+    marked = [path for path in texts if path.name in _MARKS]
+    texts = [path for path in texts if path.parent == folder] or marked or texts
+    texts = [path for path in texts if path.suffix != ".csv"] or texts
     for files in (*([path for path in inside if path.suffix == suffix] for suffix in _BUILDERS), texts):
         if files:
             _only(folder, "splits or subsets", sorted({path.parent / _pattern_of(path) for path in files}))
@@ -165,7 +170,7 @@ class Records(ABC):
     Attributes:
         path: what was opened.
         digest: a digest of the records, without the media files that they name.
-        folders: the folders at which relative names of media start; the first one that has the file counts.
+        folders: the folders at which relative names of media start; none: those of a record depend on its file.
     """
 
     path: Path
@@ -199,15 +204,16 @@ class Records(ABC):
             VideoError: there is no such file.
         """
         if name.startswith(VIDEO_ID):
-            return self._video_of(name.removeprefix(VIDEO_ID))
+            return self._video_of(index, name.removeprefix(VIDEO_ID))
         local = local_media(name)
         if local != name:
             return local
-        for folder in self.folders:
+        folders = self._folders(index)
+        for folder in folders:
             if os.path.isfile(folder / name):  # Path.is_file raises for a name that is too long
                 return str(folder / name)
-        others = f" (nor in {', '.join(map(str, self.folders[1:]))})" if self.folders[1:] else ""
-        raise VideoError(f"{self.folders[0] / name!s:.300}: no such file{others}")
+        others = f" (nor in {', '.join(map(str, folders[1:]))})" if folders[1:] else ""
+        raise VideoError(f"{folders[0] / name!s:.300}: no such file{others}")
 
     def identify(self, index: int, name: str) -> str | tuple[int, str]:
         """Return what is equal for equal files: a path, a URL, or the place of a file inside a table.
@@ -219,14 +225,18 @@ class Records(ABC):
         """
         return name if is_remote(name) else self.locate(index, name)
 
-    def _video_of(self, stem: str) -> str:
-        for folder in self.folders:
+    def _folders(self, index: int) -> Sequence[Path]:
+        """Return the folders at which relative names of a record start; the first one that has the file counts."""
+        return self.folders
+
+    def _video_of(self, index: int, stem: str) -> str:
+        for folder in self._folders(index):
             for inner in _VIDEO_FOLDERS:
                 for suffix in sorted(VIDEO_SUFFIXES):
                     path = folder / inner / (stem + suffix)
                     if path.is_file():
                         return str(path)
-        where = ", ".join(str(folder) for folder in self.folders)
+        where = ", ".join(str(folder) for folder in self._folders(index))
         raise VideoError(f"no file {stem}.mp4 (or another video format) in {where}, or data, videos, video there")
 
 
@@ -234,7 +244,7 @@ class JsonRecords(Records):
     """The records of JSONL files, whose places have their lines, of JSON files that hold one list each, or of CSV."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self.path, self.folders = files[0], tuple(dict.fromkeys(file.parent for file in files))
+        self.path, self.folders = files[0], ()
         contents = [self._content(file) for file in files]
         self.digest = "\n".join(map(digest_of, contents))
         self._rows = [
@@ -249,6 +259,9 @@ class JsonRecords(Records):
     def place(self, index: int) -> str:
         file, number, row = self._rows[index]
         return f"{file}:{number}" if isinstance(row, bytes) else f"{file}, record {number}"
+
+    def _folders(self, index: int) -> Sequence[Path]:
+        return self.folders or [self._rows[index][0].parent]
 
     def _row(self, index: int) -> Any:
         row = self._rows[index][-1]
@@ -297,7 +310,8 @@ class TableRecords(Records):
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.path, folder = files[0], files[0].parent
-        self.folders = folder, folder.parent
+        common = Path(os.path.commonpath([file.parent for file in files]))  # the file of a row is not known
+        self.folders = common, common.parent
         datasets = optional_import(
             "datasets", extra="data", needed_for=f"{files[0]}: reading parquet, arrow and tar files"
         )
@@ -329,13 +343,22 @@ class TableRecords(Records):
         return datasets.load_dataset(kind, split="train", **options)
 
     def _features(self, datasets: Any, files: Sequence[Path]) -> Any:
-        """Return the columns of all files; rows of files without a column have null. None: those of the first file."""
+        """Return the columns of all files; rows of files without a column have null. None: those of the first file.
+
+        `datasets` casts a column to its type in the first file if its types cannot be merged.
+        """
         if len(files) == 1 or files[0].suffix.lower() != ".parquet":
             return None
-        from pyarrow import parquet, unify_schemas
+        import pyarrow as arrow
+        from pyarrow import parquet
 
-        schemas = [parquet.read_schema(file) for file in files]
-        return datasets.Features.from_arrow_schema(unify_schemas(schemas, promote_options="permissive"))
+        schemas, columns = [parquet.read_schema(file) for file in files], dict[str, Any]()
+        for field in chain(*schemas):
+            both = [arrow.schema([columns.get(field.name, field)]), arrow.schema([field])]
+            with suppress(arrow.ArrowTypeError):
+                columns[field.name] = arrow.unify_schemas(both, promote_options="permissive").field(0)
+        merged = arrow.schema(list(columns.values()), metadata=schemas[0].metadata)
+        return datasets.Features.from_arrow_schema(merged)
 
     def _media_columns(self, features: Any) -> list[str]:
         return [field.name for field in features.arrow_schema if _has_files(field.type)]
@@ -400,9 +423,13 @@ class TarRecords(TableRecords):
     """
 
     def _load(self, datasets: Any, files: Sequence[Path]) -> Any:
+        module = importlib.import_module("datasets.packaged_modules.webdataset.webdataset")
         # `datasets` would decode all members, also those that are not read, and fail without naming the sample.
-        with undecoded_members():
-            return super()._load(datasets, files)
+        builder = type("UndecodedMembers", (module.WebDataset,), {"DECODERS": {}})
+        names = [escape(str(file.absolute())) for file in files]
+        found = builder(data_files=names, features=self._features(datasets, files))
+        found.download_and_prepare()
+        return found.as_dataset("train")
 
     def _features(self, datasets: Any, files: Sequence[Path]) -> Any:
         # Without types, `datasets` infers them from five samples and silently leaves out what only later samples have.

@@ -34,7 +34,8 @@ class SequenceParallelCacheState(getattr(cache_utils, "DummyLayer", object)):  #
     Attributes:
         rows: (rows of the cache,) on the CPU, the row of the prompt that each continues; None after `reset`.
         visual: K and V of the frames. Copies of the cache share them.
-        media_position: what `Family.media_position` returns for the text that came with the frames.
+        media_position: what `Family.media_position` returns for the text that came with the frames. In a decoder-only
+            model, the `FrameTokens` of the text so far; None if they are not known.
         frame_fingerprints: the fingerprints of the frames, one for each form in which they are known.
         position_offsets: (rows of the prompt, 1) int64 on the CPU: how far the positions of later tokens are from their
             number, in a decoder-only model whose visual tokens share positions.

@@ -118,9 +118,9 @@ def patch_model(
     first = comm.rank == 0 and (not dist.is_initialized() or dist.get_rank() == 0)
     _log.log(  # WARNING, as Python shows nothing below it by default; one rank changes nothing that a user must know of
         logging.WARNING if first and comm.size > 1 else logging.INFO,
-        "%s is sequence-parallel over %d rank(s): %sself-attention by %s (%s text)",
+        "%s is sequence-parallel over %s: %sself-attention by %s (%s text)",
         type(inner).__name__,
-        comm.size,
+        "1 rank" if comm.size == 1 else f"{comm.size} ranks",
         f"cross-attention by {used.strategy}, " if getattr(adapter, "has_cross_attention", True) else "",
         used.self_attention,
         used.text_layout,

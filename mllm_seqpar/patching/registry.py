@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from torch import nn
 
 from mllm_seqpar.errors import AdapterError
-from mllm_seqpar.families import family_specs
+from mllm_seqpar.families import built_in_families
 
 if TYPE_CHECKING:
     from mllm_seqpar.patching import Patch
@@ -37,8 +37,8 @@ class Adapter(Protocol):
     An adapter may also have these attributes, each of which `Family` describes:
 
     - `frame_arguments`: `SeqParTrainer` leaves these arguments of the model in host memory.
-    - `processors` and `chat`: fine-tuning and questions from chats.
-    - `model_types` and `model_sizes`: the planner.
+    - `chat`: fine-tuning and questions from chats.
+    - `sizes`: the planner.
     """
 
     name: str
@@ -139,9 +139,8 @@ def adapters() -> dict[str, Adapter]:
         AdapterError: an entry point cannot be loaded, or does not give an adapter.
     """
     found = external_adapters()
-    for spec in family_specs():
-        adapter = _made_by(spec.load())
-        found.setdefault(adapter.name, adapter)
+    for family in built_in_families():
+        found.setdefault(family.name, family)
     return found
 
 

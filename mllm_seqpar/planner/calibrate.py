@@ -68,7 +68,8 @@ def calibrate(
     # A forward pass may calibrate. Its autocast mode must not change the dtype of what is measured.
     with torch.no_grad(), torch.autocast(meter.device.type, enabled=False):
         rates = meter.rates()
-        source = f"measured: {comm.size} ranks on {meter.device.type}, {meter.shape}, torch {torch.__version__}"
+        ranks = f"{comm.size} rank{'s' * (comm.size != 1)}"
+        source = f"measured: {ranks} on {meter.device.type}, {meter.shape}, torch {torch.__version__}"
         if links_of is not None:
             return replace(links_of, **rates, source=source)
         counts = {comm.nodes.count(node) for node in comm.nodes}

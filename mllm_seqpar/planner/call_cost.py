@@ -36,7 +36,7 @@ class ParallelSpec:
         strategy: one of STRATEGIES.
         mesh_shape: (a, b), Q shards by KV shards; of the ranks, or of the groups of `head_degree` ranks.
         head_degree: the number of consecutive ranks that shard the heads by all-to-all (Ulysses); 1 for none.
-        all_pairs: whether LV-XAttn sends Q shards point to point even if no mask requires it.
+        all_pairs: whether LV-XAttn sends Q shards point to point, from their owner to each rank and back.
     """
 
     strategy: str
@@ -136,23 +136,22 @@ def call_timelines(
     backward: bool,
     visible: VisibleFraction = 1.0,
     visible_rows: Sequence[Sequence[int]] | None = None,
-    overlap: bool = True,
 ) -> Sequence[RankTimeline]:
     """Return the timelines of ranks that represent all ranks, in the schedule of one direction of one attention call.
 
     Args:
         problem: the shapes of the call; `rank` is ignored.
         visible: fraction of visible entries, for all blocks or for each (0.5 for balanced causal layouts).
-        visible_rows: the argument of `lv_xattn_bytes`, for LV-XAttn only: Q shards are sent point-to-point, and of each
-            only the rows that attend to a key of the receiver.
-        overlap: False waits for transfers before computing.
+        visible_rows: the argument of `lv_xattn_bytes`, for LV-XAttn only: Q shards are sent among all pairs, and of
+            each only the rows that attend to a key of the receiver.
     """
+    if visible_rows is not None:
+        spec = replace(spec, all_pairs=True)
     degree, mesh_shape, replicated = spec.head_degree, spec.mesh_shape, spec.strategy == "replicate"
-    direct = spec.all_pairs or visible_rows is not None
     inner = problem_between_groups(problem, degree)
     ranks = ratios = None
     if replicated:  # every rank attends to all keys, which it projects itself
-        inner, mesh_shape, direct = replace(inner, keys=(sum(problem.keys),) * problem.ranks), (1, 1), False
+        inner, mesh_shape = replace(inner, keys=(sum(problem.keys),) * problem.ranks), (1, 1)
     elif 1 not in mesh_shape:
         mean = _mean_visible(visible, range(problem.ranks), range(problem.ranks))
         ranks = _mesh_ranks(inner, mesh_shape, cluster, degree, backward=backward)
@@ -160,9 +159,12 @@ def call_timelines(
             problem, mesh_shape, cluster, backward=backward, head_degree=degree, visible=mean
         )
 
-    def seconds(block: AttentionBlock) -> float:
+    def seconds(block: AttentionBlock, rank: int) -> float:
         i, j, keys = block.q_shard * degree, block.kv_shard * degree, inner.keys[block.kv_shard]
-        fraction = _mean_visible(visible, range(i, i + degree), range(j, j + degree))
+        rows, columns = range(i, i + degree), range(j, j + degree)
+        if replicated:  # the one block has the rank's own rows and all keys
+            rows, columns = range(rank, rank + 1), range(problem.ranks)
+        fraction = _mean_visible(visible, rows, columns)
         return block_seconds(inner, cluster, keys, backward=backward, visible=fraction) / block.parts
 
     def size(transfer: Transfer, group: int) -> int:
@@ -171,15 +173,15 @@ def call_timelines(
             length = inner.key_batch * inner.keys[shard]
         elif visible_rows is not None:
             length = inner.key_batch * visible_rows[shard][transfer.dst if kind == "input" else group]
-        return sent_bytes(inner, spec, kind, axis, backward=backward, direct=direct, length=length)
+        return sent_bytes(inner, spec, kind, axis, backward=backward, length=length)
 
     def phases(rank: int) -> list[Phase]:
         group, member = divmod(rank, degree)
-        options: dict[str, Any] = {"ranks": ranks, "direct": direct, "overlap_ratios": ratios}
+        options: dict[str, Any] = {"ranks": ranks, "direct": spec.all_pairs, "overlap_ratios": ratios}
         schedule = schedule_for(mesh_shape, 0 if replicated else group, backward=backward, **options)
         return [
             Phase(
-                sum(map(seconds, step.blocks)),
+                sum(seconds(block, rank) for block in step.blocks),
                 tuple((transfer.dst * degree + member, size(transfer, group)) for transfer in step.transfers),
                 tuple(transfer.src * degree + member for transfer in step.transfers),
             )
@@ -189,7 +191,7 @@ def call_timelines(
     even = len(set(problem.keys)) == 1 and isinstance(visible, float | int) and visible_rows is None
     in_nodes = spec if ranks is None else replace(spec, mesh_shape=mesh_shape[::-1])
     period = symmetry_period(in_nodes, problem.ranks, cluster) if even else problem.ranks
-    return simulate([phases(rank) for rank in range(period)], problem.ranks, cluster, overlap=overlap)
+    return simulate([phases(rank) for rank in range(period)], problem.ranks, cluster)
 
 
 def _mean_visible(visible: VisibleFraction, rows: Sequence[int], columns: Sequence[int]) -> float:
@@ -215,12 +217,11 @@ def sent_tensors(
     axis: Axis,
     *,
     backward: bool,
-    direct: bool = False,
     length: int | None = None,
 ) -> list[tuple[int, Hashable]]:
     """Return bytes and dtype of each tensor of a transfer of `length` rows or keys, over all samples.
 
-    By default, these are the rows of one rank, or the keys of rank 0. `direct` results go straight to their owner.
+    By default, these are the rows of one rank, or the keys of rank 0.
     """
     a, b = spec.mesh_shape
     if axis == "kv":
@@ -228,7 +229,7 @@ def sent_tensors(
         element = problem.element if kind == "input" else problem.result_element(b)
         return [(keys * problem.kv_heads * problem.dim * element, element)] * 2
     rows = (problem.batch * problem.rows if length is None else length) * problem.heads
-    element = problem.element if kind == "input" else problem.result_element(a, direct=direct)
+    element = problem.element if kind == "input" else problem.result_element(a, direct=spec.all_pairs)
     full, lse = (rows * problem.dim * element, element), (rows * LSE_BYTES, "lse")
     if kind == "input":  # Q; with dO, the log-sum-exp and delta
         return [full, lse] * 2 if backward else [full]
@@ -379,7 +380,7 @@ def select_strategy(
         strategies: the strategies to compare.
         mesh_shape: the only mesh shape to consider; None for any.
         visible_rows: rows of rank i that attend to any key of rank j, if the mask reduces what LV-XAttn sends.
-        **call: further arguments of `call_cost`: visible, visual, overlap.
+        **call: further arguments of `call_cost`: visible, visual.
 
     Raises:
         ConfigError: no strategy is legal, or one is unknown.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mllm_seqpar.errors import ConfigError
 
-from .descriptions import Description, number, one_of, read_yaml
+from .descriptions import Description, find_file, number, one_of, read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +91,11 @@ class Cluster(Description):
 
 
 def read_cluster(path: str | Path) -> Cluster:
-    """Read a cluster file (YAML, the fields of `Cluster`); raise ConfigError if it is missing or invalid."""
-    return Cluster.build(read_yaml(path, "cluster"), str(path))
+    """Read a cluster file (YAML, the fields of `Cluster`), given its path or the name of one in configs/clusters.
+
+    A file that is missing or invalid raises ConfigError.
+    """
+    return Cluster.build(read_yaml(find_file("cluster", str(path)), "cluster"), str(path))
 
 
 def write_cluster(cluster: Cluster, path: str | Path) -> None:

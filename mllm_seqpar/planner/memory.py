@@ -26,8 +26,8 @@ from dataclasses import replace
 from itertools import product, zip_longest
 
 from mllm_seqpar.schedules import Axis, MeshShape, TransferKind
-from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem, mesh_bytes, problem_between_groups
-from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of, resolve_tile
+from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem, problem_between_groups
+from mllm_seqpar.schedules.mesh_shapes import least_bytes_mesh_shape, resolve_tile
 
 from .call_cost import ParallelSpec, sent_bytes, sent_tensors
 from .model_sizes import LayerSizes
@@ -55,14 +55,15 @@ CHUNK_BYTES = 64 << 20
 KINDS = ("parameters", "gradients", "optimizer", "features", "activations", "transfers", "buffers")
 
 
-def peak_memory(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
+def peak_memory(workload: Workload, spec: ParallelSpec, text_spec: ParallelSpec | None = None) -> dict[str, int]:
     """Return the bytes of one rank at its peak, by kind (KINDS).
 
-    `spec` is the spec of cross-attention, or of self-attention in a decoder-only model.
+    `spec` is the spec of cross-attention, or of self-attention in a decoder-only model. `text_spec` is that of
+    self-attention beside cross-attention; None for what runs without a `tile` (for "auto", a ring).
     """
     model, text, training = workload.model, workload.model.text, workload.training
     n, trained, lora = workload.gpus if workload.weights_sharded else 1, workload.trained_parameters, workload.lora_r
-    kinds = memory_after_tower(workload, spec)
+    kinds = memory_after_tower(workload, spec, text_spec)
     if workload.gpus > 1:
         kinds["transfers"] += COMMUNICATORS * COMMUNICATOR_BYTES
     if training:
@@ -101,7 +102,7 @@ def pixels_on_device(workload: Workload, frames: int) -> int:
     return frames * vision.tokens * 3 * vision.temporal_patch * vision.patch**2 * FLOAT32
 
 
-def memory_after_tower(workload: Workload, spec: ParallelSpec) -> dict[str, int]:
+def memory_after_tower(workload: Workload, spec: ParallelSpec, text_spec: ParallelSpec | None = None) -> dict[str, int]:
     """Return features, activations, receive buffers and other buffers of the language model and cross-attention."""
     model, text, element = workload.model, workload.model.text, workload.element
     training = workload.training
@@ -127,7 +128,7 @@ def memory_after_tower(workload: Workload, spec: ParallelSpec) -> dict[str, int]
     return {
         "features": features * element * copies,
         "activations": activations + logits,
-        "transfers": receive_buffer_bytes(_calls(workload, spec), training=training),
+        "transfers": receive_buffer_bytes(_calls(workload, spec, text_spec), training=training),
         "buffers": buffers,
     }
 
@@ -318,9 +319,7 @@ def _partial_results(problem: Problem, spec: ParallelSpec, *, backward: bool) ->
     """
     held = replace(problem, direct_element=None)  # results are rounded, if at all, when they are sent
     shards = product(("q", "kv"), ("input", "result"))
-    q, o, kv, dkv = (
-        sent_bytes(held, spec, kind, axis, backward=backward, direct=spec.all_pairs) for axis, kind in shards
-    )
+    q, o, kv, dkv = (sent_bytes(held, spec, kind, axis, backward=backward) for axis, kind in shards)
     dkv = dkv if backward else 0
     if spec.strategy == "replicate":
         return o
@@ -344,18 +343,17 @@ def _mlp_buffers(workload: Workload) -> int:
     return largest
 
 
-def _calls(workload: Workload, spec: ParallelSpec) -> list[tuple[Problem, ParallelSpec]]:
-    """Return the attention calls of a step; `spec` is that of cross-attention, or of a decoder-only model."""
+def _calls(
+    workload: Workload, spec: ParallelSpec, text_spec: ParallelSpec | None
+) -> list[tuple[Problem, ParallelSpec]]:
+    """Return the attention calls of a step (see `peak_memory`)."""
     text, problem = workload.self_attention, workload.problem("self-attention")
     calls = [(workload.problem(workload.compared), spec)]
     if text != "local" and not workload.model.decoder_only:
-        shape, degree = resolve_tile("ring" if text == "auto" else text, None, problem.ranks)
-        passes = (False, True) if workload.training else (False,)
-        shape = shape or min(  # of even shards: all ranks send the same, so rank 0 decides
-            mesh_shapes_of(problem.ranks),
-            key=lambda shape: sum(sum(mesh_bytes(problem, shape, backward=b).values()) for b in passes),
-        )
-        calls.append((problem, ParallelSpec(text, shape, degree)))
+        if text_spec is None:
+            shape, degree = resolve_tile("ring" if text == "auto" else text, None, problem.ranks)
+            text_spec = ParallelSpec(text, shape or least_bytes_mesh_shape(problem), degree)
+        calls.append((problem, text_spec))
     return calls
 
 
@@ -373,8 +371,7 @@ def receive_buffer_bytes(calls: Iterable[tuple[Problem, ParallelSpec]], *, train
         counts |= {("result", "q"): int(a > 1), ("result", "kv"): int(b > 1 and backward)}
         used: defaultdict[Hashable, list[int]] = defaultdict(list)
         for (kind, axis), count in counts.items():
-            options = {"backward": backward, "direct": spec.all_pairs}
-            for size, dtype in sent_tensors(inner, spec, kind, axis, length=lengths[axis], **options):
+            for size, dtype in sent_tensors(inner, spec, kind, axis, backward=backward, length=lengths[axis]):
                 used[kind, axis, dtype] += [size] * count
         for key, sizes in used.items():
             merged[key] = [max(pair) for pair in zip_longest(merged[key], sizes, fillvalue=0)]

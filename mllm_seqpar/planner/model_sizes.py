@@ -15,10 +15,10 @@ from functools import cached_property
 from itertools import pairwise
 from math import isqrt
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.families import family_specs
+from mllm_seqpar.families import built_in_sizes
 
 from .descriptions import Description, number, one_of, read_yaml
 
@@ -266,7 +266,7 @@ def _read_hf_config(path: Path) -> ModelSizes:
     """Return the sizes of a model directory, or of its `config.json`; raise ConfigError if they cannot be read.
 
     The file is read as JSON, so that planning needs no model library. Each family translates its own configuration, by
-    `Family.model_sizes`.
+    `Family.sizes`.
     """
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -276,18 +276,18 @@ def _read_hf_config(path: Path) -> ModelSizes:
     except ValueError as error:
         raise ConfigError(f"model: {file} is not JSON: {error}") from error
     model_type = config.get("model_type") if isinstance(config, dict) else None
-    families: list[Any] = list(family_specs())
-    if not any(model_type in family.model_types for family in families):
+    named = model_type if isinstance(model_type, str) else ""
+    families = dict(built_in_sizes())
+    if named not in families:
         from mllm_seqpar.patching.registry import external_adapters  # classes, whose modules import torch
 
-        others = external_adapters().values()
-        families += [x for x in others if getattr(x, "model_types", ()) and getattr(x, "model_sizes", None)]
-    family = next((family for family in families if model_type in family.model_types), None)
-    if family is None:
-        known = ", ".join(sorted({name for family in families for name in family.model_types}))
+        for adapter in external_adapters().values():
+            families |= getattr(adapter, "sizes", {})
+    if named not in families:
+        known = ", ".join(sorted(families))
         raise ConfigError(f"model: {file} has model_type {model_type!r}; known model types: {known}")
     try:
-        sizes: ModelSizes = family.model_sizes(config, file.resolve().parent.name)
+        sizes: ModelSizes = families[named](config, file.resolve().parent.name)
         return sizes
     except KeyError as error:
         raise ConfigError(f"model: {file} lacks {error}, which a {model_type} model needs") from error

@@ -15,7 +15,7 @@ from typing import Any
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.schedules.mesh_shapes import STRATEGIES, TEXT_STRATEGIES
 
-from .call_cost import MARGIN, Candidate, ParallelSpec, head_sharding_bytes, select_strategy
+from .call_cost import MARGIN, Candidate, ParallelSpec, Selection, head_sharding_bytes, select_strategy
 from .cluster import Cluster, Cost, Passes, all_gather, all_to_all
 from .memory import USABLE, peak_memory
 from .workload import FLOAT32, Workload
@@ -105,16 +105,17 @@ def make_plan(workload: Workload, cluster: Cluster, strategies: Sequence[str] = 
     if workload.model.decoder_only:
         strategies, text = TEXT_STRATEGIES if workload.self_attention == "auto" else (workload.self_attention,), None
     else:
-        text = attention_candidates(workload, cluster, "self-attention")[0]
+        text = attention_selection(workload, cluster, "self-attention")
     possible = ("lv-xattn",) if workload.visual_offload else strategies
     by_strategy: dict[str, list[Candidate]] = {}
-    for candidate in attention_candidates(workload, cluster, workload.compared, possible):
+    for candidate in attention_selection(workload, cluster, workload.compared, possible).candidates:
         by_strategy.setdefault(candidate.spec.strategy, []).append(candidate)
     rows = [_strategy_plan(workload, cluster, found, text) for found in by_strategy.values()]
     rows.sort(key=lambda row: (not row.fits, row.seconds, _ORDER.index(row.spec.strategy)))
     illegal = {name: _why_illegal(name, workload) for name in strategies if name not in by_strategy}
     powers_of_two = (2**i for i in range(17))
-    enough = (n for n in powers_of_two if _fits(*_preferred_run(replace(workload, gpus=n)), cluster))
+    runs = ((n, *_preferred_run(replace(workload, gpus=n))) for n in powers_of_two)
+    enough = (n for n, run, spec in runs if _fits(run, cluster, spec))
     spec = text.spec if text else rows[0].spec
     return Plan(workload, cluster, tuple(rows), illegal, spec, next(enough, None))
 
@@ -130,9 +131,11 @@ def _strategy_plan(
     workload: Workload, cluster: Cluster, candidates: Sequence[Candidate], text: Candidate | None
 ) -> StrategyPlan:
     """Plan the fastest candidate that fits; if none fits, the fastest. In a decoder-only model, `text` is None."""
-    if text is None and workload.self_attention != "local":
-        workload = replace(workload, self_attention=candidates[0].spec.strategy)
-    fitting = next((candidate for candidate in candidates if _fits(workload, candidate.spec, cluster)), None)
+    if workload.self_attention == "auto":
+        workload = replace(workload, self_attention=(text or candidates[0]).spec.strategy)
+    text_spec = text.spec if text else None
+    fits = (candidate for candidate in candidates if _fits(workload, cluster, candidate.spec, text_spec))
+    fitting = next(fits, None)
     call = fitting or candidates[0]
     parts = step_parts(workload, cluster, call if text else None, text or call)
     total = sum(parts.values(), Passes())
@@ -141,17 +144,17 @@ def _strategy_plan(
         total.backward,
         spec=call.spec,
         parts=parts,
-        memory=peak_memory(workload, call.spec),
+        memory=peak_memory(workload, call.spec, text_spec),
         fits=fitting is not None,
-        max_frames=max_frames(workload, cluster, call.spec),
+        max_frames=max_frames(workload, cluster, call.spec, text_spec),
     )
 
 
-def _fits(workload: Workload, spec: ParallelSpec, cluster: Cluster) -> bool:
-    return sum(peak_memory(workload, spec).values()) <= USABLE * cluster.memory_bytes
+def _fits(workload: Workload, cluster: Cluster, spec: ParallelSpec, text_spec: ParallelSpec | None = None) -> bool:
+    return sum(peak_memory(workload, spec, text_spec).values()) <= USABLE * cluster.memory_bytes
 
 
-def max_frames(workload: Workload, cluster: Cluster, spec: ParallelSpec) -> int:
+def max_frames(workload: Workload, cluster: Cluster, spec: ParallelSpec, text_spec: ParallelSpec | None = None) -> int:
     """Return the most frames that fit; 0 if one frame does not fit.
 
     The text has a placeholder for each frame, so it grows with the video; its other tokens stay. In a decoder-only
@@ -161,7 +164,8 @@ def max_frames(workload: Workload, cluster: Cluster, spec: ParallelSpec) -> int:
     others = max(0, workload.text - placeholders * workload.frames)
 
     def too_many(count: int) -> bool:
-        return not _fits(replace(workload, frames=count, text=others + placeholders * count), spec, cluster)
+        longer = replace(workload, frames=count, text=others + placeholders * count)
+        return not _fits(longer, cluster, spec, text_spec)
 
     return bisect_left(range(1, MAX_FRAMES + 1), True, key=too_many)
 
@@ -177,10 +181,15 @@ def _why_illegal(strategy: str, workload: Workload) -> str:
     return f"no group of the {workload.gpus} GPUs divides {heads} heads"  # Ulysses
 
 
-def attention_candidates(
+def simulated_cluster(workload: Workload, cluster: Cluster) -> Cluster:
+    """Return the cluster that attention is simulated on: if the workload does not overlap transfers, it cannot."""
+    return cluster if workload.overlap else replace(cluster, overlap=0.0)
+
+
+def attention_selection(
     workload: Workload, cluster: Cluster, part: str, strategies: Sequence[str] = STRATEGIES
-) -> Sequence[Candidate]:
-    """Return the legal candidates for one call of the attention of a part, fastest first; ConfigError if none is legal.
+) -> Selection:
+    """Return the selection for one call of the attention of a part; raise ConfigError if no strategy is legal.
 
     `strategies` are for cross-attention; the workload has the strategies of self-attention.
     """
@@ -188,9 +197,11 @@ def attention_candidates(
     if part == "self-attention":
         strategies = ("ring",) if workload.text_ranks == 1 else TEXT_STRATEGIES if kind == "auto" else (kind,)
     problem, visual = workload.problem(part), workload.visual if part == "cross-attention" else None
-    options: dict[str, Any] = {"visible": workload.visible(part), "visual": visual, "overlap": workload.overlap}
+    options: dict[str, Any] = {"visible": workload.visible(part), "visual": visual, "strategies": strategies}
     try:
-        selection = select_strategy(problem, cluster, training=workload.training, strategies=strategies, **options)
+        selection = select_strategy(
+            problem, simulated_cluster(workload, cluster), training=workload.training, **options
+        )
     except ConfigError as error:
         if part != "self-attention":
             raise
@@ -199,8 +210,11 @@ def attention_candidates(
             "another number of GPUs"
         ) from error
     if part == "self-attention" and kind == "local":
-        return [replace(candidate, spec=ParallelSpec("local", (1, 1))) for candidate in selection.candidates]
-    return selection.candidates
+        local = ParallelSpec("local", (1, 1))
+        return replace(
+            selection, spec=local, candidates=(Candidate(selection.forward, selection.backward, spec=local),)
+        )
+    return selection
 
 
 def step_parts(workload: Workload, cluster: Cluster, cross: Candidate | None, text: Candidate) -> Mapping[str, Passes]:

@@ -75,15 +75,12 @@ class _Transfer:
     version: int = 0
 
 
-def simulate(
-    phases: Sequence[Sequence[Phase]], ranks: int, cluster: Cluster, *, overlap: bool = True
-) -> Sequence[RankTimeline]:
+def simulate(phases: Sequence[Sequence[Phase]], ranks: int, cluster: Cluster) -> Sequence[RankTimeline]:
     """Return the timelines of the simulated ranks on the cluster.
 
     Args:
         phases: the phases of each simulated rank: of all ranks, or of a period of ranks that represents the others.
         ranks: the size of the whole group; transfers name its ranks.
-        overlap: False computes a step's blocks after its transfers.
 
     Raises:
         ValueError: `phases` do not divide `ranks`, or a transfer is never posted at its other end.
@@ -91,7 +88,7 @@ def simulate(
     if not phases or ranks % len(phases):
         raise ValueError(f"simulate: {len(phases)} simulated ranks do not divide {ranks} ranks")
     period, node = len(phases), cluster.gpus_per_node
-    serial = 1.0 - cluster.overlap if overlap else 1.0  # of a step's computation, beside which no transfer can run
+    serial = 1.0 - cluster.overlap  # of a step's computation, beside which no transfer can run
     rates = {"": cluster.node_link, "card ": cluster.gpu_network_link, "node ": cluster.network_link}
     capacity = {f"{link}{way}": rate for link, rate in rates.items() for way in ("out", "in")}
     timelines = [RankTimeline() for _ in phases]

@@ -247,20 +247,21 @@ class Workload(Description):
     @property
     def visual(self) -> VisualProjection:
         """The projection of K and V of cross-attention."""
-        options = {"recompute": self.recompute, "trained": self._tower_output_trained}
-        options["weights_trained"] = self.lora_r is None
-        return VisualProjection(dim=self.model.cross.visual_dim, layers=self.model.cross.layers, **options)
-
-    @property
-    def _tower_output_trained(self) -> bool:
-        if self.lora_r is not None:
-            return "connector" in self.lora_target
-        return self.trained == "all" or (self.training and self.model.linear["connector"].parameters > 0)
+        return VisualProjection(
+            dim=self.model.cross.visual_dim,
+            layers=self.model.cross.layers,
+            recompute=self.recompute,
+            trained=self.trains_features,
+            weights_trained=self.lora_r is None,
+        )
 
     @property
     def trains_features(self) -> bool:
-        """Whether the features have a gradient."""
-        return self._tower_output_trained and self.trained != "language"
+        """Whether the features have a gradient: the tower is trained, or a connector behind it."""
+        if self.lora_r is not None:
+            return "connector" in self.lora_target
+        connector = self.model.linear["connector"].parameters > 0
+        return self.trained == "all" or (connector and self.trained in ("no-vision", "connector"))
 
     @property
     def language_trained(self) -> bool:

@@ -17,9 +17,9 @@ from .strategy_selector import StrategySelector
 _log = get_logger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class SeqParContext:
-    """The group and the options of one patched model.
+    """The group and the options of one patched model, and what its passes count and have logged.
 
     Attributes:
         comm: transfers of this model, with their byte counter.
@@ -27,16 +27,17 @@ class SeqParContext:
         selector: selects strategies by the rates of a cluster; None unless an option asks for it.
         assumed_alone: whether the group is this process alone because there was no process group.
         records: the record of the attention over frames while there is one; passes with a cache add to it.
+        frames_seen: the number of frames of the group in all passes so far.
     """
 
     comm: Communicator
     config: SeqParConfig
     selector: StrategySelector | None = None
     assumed_alone: bool = False
-    _reported: set[str] = field(default_factory=set, repr=False, compare=False)
-    _passes: list[int] = field(default_factory=lambda: [0], repr=False, compare=False)
-    _frames: list[int] = field(default_factory=lambda: [0], repr=False, compare=False)
-    records: list[AttentionRecord] = field(default_factory=list, repr=False, compare=False)
+    records: list[AttentionRecord] = field(default_factory=list, repr=False)
+    frames_seen: int = field(default=0, init=False, repr=False)
+    _passes: int = field(default=0, init=False, repr=False)
+    _reported: set[str] = field(default_factory=set, init=False, repr=False)
 
     def require_same_world(self) -> None:
         """Raise ConfigError if a process group of several ranks was created after patching for a single process."""
@@ -55,22 +56,17 @@ class SeqParContext:
         Weights differ from the start (another checkpoint, adapters initialised without a seed), or drift apart in
         training when gradients are not averaged.
         """
-        self._passes[0] += 1
-        return self._passes[0].bit_count() == 1
+        self._passes += 1
+        return self._passes.bit_count() == 1
 
-    @property
-    def frames_seen(self) -> int:
-        """Number of frames of the group in all passes so far."""
-        return self._frames[0]
-
-    def log_shard_sizes(self, tokens: tuple[int, int], frames: tuple[int, int]) -> None:
-        """Count the frames of a pass, and log once this rank's part of the first pass.
+    def count_shards(self, tokens: tuple[int, int], frames: tuple[int, int]) -> None:
+        """Add the frames of a pass to `frames_seen`, and log this rank's part of the first pass.
 
         Args:
             tokens: (of this rank, of the text).
             frames: (of this rank, of the group).
         """
-        self._frames[0] += frames[1]
+        self.frames_seen += frames[1]
         if "shards" not in self._reported:
             self._reported.add("shards")
             _log.info(

@@ -164,7 +164,7 @@ class VisualKVCache:
     Copies of a transformers cache share it (`__deepcopy__`), because it never changes after the first pass.
 
     Attributes:
-        total_frames: the number of frames on all ranks; 0 for the placeholder of a rank without frames.
+        total_frames: the number of frames on all ranks; 0 if the only frame is the empty one of a pass without frames.
         units: the number of mask units on all ranks (frames, or image tiles of frames).
         tokens_per_unit: keys of one unit.
         layout: how the frames map to ranks.

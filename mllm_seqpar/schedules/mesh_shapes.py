@@ -80,7 +80,8 @@ def least_bytes_mesh_shape(problem: Problem) -> MeshShape:
     """Return the mesh shape that minimises the largest number of bytes that any rank sends in both passes together."""
 
     def sent(mesh_shape: MeshShape) -> int:
-        ranks = (replace(problem, rank=rank) for rank in range(problem.ranks))
-        return max(sum(sum(mesh_bytes(p, mesh_shape, backward=b).values()) for b in (False, True)) for p in ranks)
+        ranks = range(problem.ranks if len(set(problem.keys)) > 1 else 1)  # with even shards, all ranks send the same
+        problems = (replace(problem, rank=rank) for rank in ranks)
+        return max(sum(sum(mesh_bytes(p, mesh_shape, backward=b).values()) for b in (False, True)) for p in problems)
 
     return min(mesh_shapes_of(problem.ranks), key=sent)

@@ -146,7 +146,7 @@ class Terminal:
         elif name == "/video" and value:
             self._show(_open_video(replace(self._args, start=None, end=None), value))
         elif name not in ("/frames", "/clip"):
-            raise ConfigError(f"{name}: unknown, or without its argument\n{COMMANDS}")
+            raise ConfigError(f"{name}: there is no such command, or its argument is missing\n{COMMANDS}")
         elif self._video is None:
             raise ConfigError("no video yet: /video PATH chooses one")
         elif name == "/clip":

@@ -7,6 +7,7 @@ Rank 0's main thread runs the model. A second thread runs the HTTP interface (`a
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import shutil
@@ -154,7 +155,7 @@ def _bound_socket(args: ServeOptions) -> Iterator[socket.socket]:
         try:
             listener.bind((args.host, args.port))
         except OSError as error:
-            raise ConfigError(
-                f"--host {args.host} --port {args.port}: {error.strerror}; choose another port"
-            ) from error
+            wrong_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+            remedy = "give an address of this machine as --host" if wrong_host else "choose another port"
+            raise ConfigError(f"--host {args.host} --port {args.port}: {error.strerror}; {remedy}") from error
         yield listener

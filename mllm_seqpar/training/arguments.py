@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from transformers import HfArgumentParser, TrainingArguments
+from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_utils import HubStrategy, SchedulerType
 
 from mllm_seqpar._compat import optional_import, options_of, turns_off
@@ -182,6 +183,7 @@ REFUSED = {
     "enable_jit_checkpoint": "a run that receives SIGTERM saves a checkpoint on all ranks without it",
     "label_smoothing_factor": "the loss is the model's own, over the shards of the text",
     "save_only_model": "a checkpoint has what a resumed run needs; OUTPUT_DIR/model has the weights alone",
+    "deepspeed": "it replaces the averaging of gradients; use --shard_weights, which shards by FSDP2",
     "fsdp": "use --shard_weights, which shards by FSDP2, on CPUs too",
     "fsdp_config": "use --shard_weights, or a configuration of `accelerate launch` for other settings of FSDP2",
     "hub_strategy": "--push_to_hub uploads the final model, at the end",
@@ -302,6 +304,12 @@ def make_options(values: Mapping[str, Any]) -> FineTuneOptions:
         training = FineTuningArguments(**given)
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise ConfigError(f"options of TrainingArguments: {' '.join(str(error).split())}") from error
+    reporters = {"flyte", *get_available_reporting_integrations()}  # transformers does not check flyte
+    if missing := [name for name in training.report_to if name not in reporters]:
+        raise ConfigError(
+            f"--report_to {missing[0]}: transformers knows no such tool, or its package is not installed; install the "
+            "package, or leave the tool out"
+        )
     if parallel.shard_weights and training.world_size == 1:
         raise ConfigError("--shard_weights: there is one process; start several with --num_processes N, or a launcher")
     return FineTuneOptions(training, run, frames, parallel, seqpar)

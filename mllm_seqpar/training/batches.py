@@ -344,7 +344,8 @@ class _ReadAhead:
     """Threads that read micro-batches in order: one thread opens them, and others decode those that fit the limit.
 
     One micro-batch is always decoded, whatever its size. No thread waits for memory: what does not fit yet is decoded
-    once a micro-batch is released. A program that ends with an error therefore does not need to close this.
+    once a micro-batch is released. A program that ends with an error therefore does not need to close this. What a
+    thread raises is the result of the micro-batch, also if it is no Exception, as an error inside Rust code.
 
     Args:
         reader: opens and decodes a micro-batch.
@@ -382,7 +383,7 @@ class _ReadAhead:
     def _open(self, begun: _Begun) -> None:
         try:
             begun.opened = self._reader.open(begun.samples)
-        except Exception as error:  # noqa: BLE001 - raised where the micro-batch is taken
+        except BaseException as error:  # noqa: BLE001 - raised where the micro-batch is taken
             begun.result.set_exception(error)
             return
         with self._lock:
@@ -396,13 +397,16 @@ class _ReadAhead:
                     return
                 begun = self._opened.popleft()
                 self._bytes, self._running = self._bytes + begun.size, self._running + 1
-                self._decoding.submit(self._decode, begun)
+                try:
+                    self._decoding.submit(self._decode, begun)
+                except RuntimeError as error:  # the system allows no further thread, or the program ends
+                    begun.result.set_exception(error)
 
     def _decode(self, begun: _Begun) -> None:
         assert begun.opened is not None
         try:
             begun.result.set_result(self._reader.decode(begun.opened))
-        except Exception as error:  # noqa: BLE001 - raised where the micro-batch is taken
+        except BaseException as error:  # noqa: BLE001 - raised where the micro-batch is taken
             begun.result.set_exception(error)
         with self._lock:
             self._running -= 1

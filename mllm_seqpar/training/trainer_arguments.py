@@ -130,6 +130,11 @@ def _degree(world: int, parallelism: Any, requested: int | None, patched: int | 
         raise ConfigError(f"SeqParTrainer: {listed}; they must be the same number, or be left out")
     degree = next(iter(sizes.values()), world)
     if degree < 1 or world % degree:
+        if world == 1 < degree:
+            raise ConfigError(
+                f"SeqParTrainer: {degree} ranks per sample need {degree} processes, or a multiple, and there is one; "
+                f"start them with a launcher, or for finetune with --num_processes {degree}"
+            )
         raise ConfigError(
             f"SeqParTrainer: {degree} ranks per sample do not divide {world} processes; use a divisor of {world} "
             "(finetune: --sp), or another number of processes"

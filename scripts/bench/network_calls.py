@@ -186,7 +186,9 @@ class Mode:
         if self.spec is None or not self.transfers or speed is None:
             return setting.ranks * sum(block)
         network, problem = cluster(setting, block, speed), self.problem(setting)
-        passes = [call_cost(problem, self.spec, network, backward=b, overlap=self.overlap) for b in (False, True)]
+        if not self.overlap:
+            network = replace(network, overlap=0.0)
+        passes = [call_cost(problem, self.spec, network, backward=b) for b in (False, True)]
         return sum(cost.seconds for cost in passes)
 
 

@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--gpus", type=int, nargs="*", default=[8, 16, 64, 256, 1024])
     parser.add_argument("--minutes", type=int, nargs="*", default=[10, 60, 240, 1440])
     args = parser.parse_args(argv)
-    model, cluster = read_model(find_file("model", args.model)), read_cluster(find_file("cluster", args.cluster))
+    model, cluster = read_model(find_file("model", args.model)), read_cluster(args.cluster)
     plans = {
         (minutes, gpus): make_plan(Workload(model=model, frames=60 * minutes, text=args.text, gpus=gpus), cluster)
         for minutes in args.minutes

@@ -19,7 +19,7 @@ from family_harness import family_module
 from mllm_seqpar import FrameShard, HostFrames, attention, patch_model, patches, unpatch_model
 from mllm_seqpar.data import ChatDataset
 from mllm_seqpar.data.feature_store import open_features, save_features
-from mllm_seqpar.families import FamilySpec
+from mllm_seqpar.families import built_in_families
 from mllm_seqpar.inference import Sampling
 from mllm_seqpar.models.loading import load_model, load_processor
 from mllm_seqpar.patching.patch import patch_of
@@ -199,6 +199,9 @@ def test_samples_of_decoder_only_models_run(tmp_path: Path) -> None:
 
 
 def test_registry_entry_of_the_guide_is_valid() -> None:
-    names: dict[str, Any] = {"FamilySpec": FamilySpec, "DEFINED": patches.FAMILIES}
-    exec(blocks()["docs/guides/add_a_family.md 1"].replace("...", "*DEFINED"), names)
-    assert names["FAMILIES"][:-1] == patches.FAMILIES and names["FAMILIES"][-1].name == "my_family"
+    names: dict[str, Any] = {"DEFINED": patches.FAMILIES}
+    exec(blocks()["docs/guides/add_a_family.md 1"].replace("...", "**DEFINED"), names)
+    assert names["FAMILIES"] == {**patches.FAMILIES, "my_family": "my_family:MyFamily"}
+    assert [f"{x.__module__.rpartition('.')[2]}:{x.__name__}" for x in built_in_families()] == [
+        *patches.FAMILIES.values()
+    ]

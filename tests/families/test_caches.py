@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
 
 from family_cases import FUSED, QWENS
 from family_harness import TOLERANCE, inputs_of, model_of, on_ranks, settings, slow_unless
@@ -20,6 +20,7 @@ from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import AgreementError, ConfigError, ShapeError
+from mllm_seqpar.integrations.transformers import tower
 from outcomes import error, worst_gradient
 from tiny_models.idefics import Case as Idefics
 from tiny_models.mllama import Case as Mllama
@@ -377,6 +378,18 @@ def test_text_cached_by_two_ranks_gets_frames_on_one() -> None:
     assert max(run_loopback(2, run)) < TOLERANCE
 
 
+@torch.no_grad()
+def test_frames_may_follow_a_prompt_with_an_empty_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group whose prompt has no frames encodes an empty one if another group under the same FSDP2 has frames."""
+    monkeypatch.setattr(tower, "agree_on_frames", lambda model, runs, pixels, features: (max(runs, 1), features))
+    model, ids, frames = tiny_model("per_head"), tiny_text(2), tiny_frames(2)
+    expected = model(torch.cat([NEW[:1], ids, OTHER[:1]], 1), frames, use_cache=False).logits[:, -3:]
+    with patched(model):
+        cache = cache_of(model(NEW[:1], use_cache=True))
+        model(ids, frames, **cache_argument(cache))
+        assert error(model(OTHER[:1], **cache_argument(cache)).logits, expected) < TOLERANCE
+
+
 def test_cropped_frames_do_not_bind_a_cache_to_its_ranks() -> None:
     """Text before frames continues on other ranks once the frames are cropped; also that of the unpatched model."""
 
@@ -398,6 +411,35 @@ def test_cropped_frames_do_not_bind_a_cache_to_its_ranks() -> None:
         return max(errors)
 
     assert max(run_loopback(2, run)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["gated", "mllama", "qwen3_vl"])
+def test_prompt_whose_frames_cannot_be_encoded_leaves_the_cache_unused(name: str) -> None:
+    """The unpatched model may then fill it, also if the text would have been sharded."""
+
+    @torch.no_grad()
+    def run(comm: Any) -> float:
+        conversation = Conversation(name)
+        cache, frames = DynamicCache(config=conversation.model.config), conversation.prompt["pixel_values"]
+        with patched(conversation.model, group=comm, **SHARDED):
+            with pytest.raises((RuntimeError, ShapeError)):
+                conversation.model(**conversation.prompt | {"pixel_values": frames[..., :-1]}, **cache_argument(cache))
+        expected = conversation.model(OTHER, use_cache=False).logits
+        return error(conversation.model(OTHER, **cache_argument(cache)).logits, expected)
+
+    assert max(run_loopback(2, run)) < TOLERANCE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("images", [True, False])
+def test_idefics_refuses_masks_of_other_tokens_in_later_passes_too(images: bool) -> None:
+    conversation = Conversation("idefics")
+    given = {"pixel_values": conversation.prompt["pixel_values"]} if images else {}
+    with patched(conversation.model):
+        cache = conversation.fill()
+        for mask in ({}, {"image_attention_mask": torch.ones(2, 1)}, {"image_attention_mask": torch.ones(2, 2, 3)}):
+            with pytest.raises(ShapeError, match="image_attention_mask: expected .* 2 samples and 1 tokens, got "):
+                conversation.model(NEW[:, :1], **given, **mask, **cache_argument(cache))
 
 
 @pytest.mark.parametrize("name", ["mllama", "gated"])

@@ -267,7 +267,7 @@ def test_log_names_what_communicates(caplog: pytest.LogCaptureFixture) -> None:
         model = model_of("qwen3_vl", QWENS["qwen3_vl"])
         with caplog.at_level("INFO", logger="mllm_seqpar"):
             patch_model(model, **options)
-        assert caplog.messages[-1].endswith(f"over 1 rank(s): self-attention by {name} (zigzag text)")
+        assert caplog.messages[-1].endswith(f"over 1 rank: self-attention by {name} (zigzag text)")
 
 
 OTHER_MODELS = ("Qwen2VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "Qwen2_5OmniThinker", "Qwen3OmniMoeThinker")

@@ -25,7 +25,7 @@ from family_harness import (
     slow_unless,
 )
 from generation_cases import LATENTS
-from mllm_seqpar.comm import as_communicator
+from mllm_seqpar.comm import as_communicator, run_loopback
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.masks import FrameMask
@@ -125,6 +125,22 @@ def test_features_are_freed_with_the_graph() -> None:
         assert len(made) == 1 and made[0].expired()
     finally:
         gc.enable()
+
+
+def test_changed_parameters_are_refused_on_every_rank() -> None:
+    """Also on a rank without frames, so that no rank waits for one that has raised."""
+
+    def run(comm: Any) -> None:
+        model, inputs = patched("mplug_owl3", offloaded(Owl(frames=(1,), length=3)), comm)
+        loss = model(**inputs).loss
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "v_kv_proj" in name:
+                    parameter.mul_(2)
+        with pytest.raises(ConfigError, match="were replaced, modified, frozen or unfrozen between the forward and"):
+            loss.backward()
+
+    run_loopback(2, run, timeout=5)
 
 
 def test_pass_with_a_cache_is_refused_in_grad_mode() -> None:

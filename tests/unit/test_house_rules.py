@@ -253,12 +253,14 @@ def test_imports_stay_light() -> None:
 import sys
 def absent(*names): print([name for name in names if name in sys.modules])
 import mllm_seqpar; absent("torch", "transformers", "accelerate")
+from mllm_seqpar.adapting import ModelSizes; absent("torch", "transformers", "accelerate")
 import mllm_seqpar.attention; absent("transformers", "accelerate")
 import mllm_seqpar.patching; absent("transformers", "accelerate")
 import mllm_seqpar.data; absent("transformers", "av")
+from mllm_seqpar.adapting import ChatFamily, KVProjection; absent("transformers", "accelerate")
 """
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True)
-    assert done.stdout.split("\n")[:4] == ["[]"] * 4, done.stdout
+    assert done.stdout.split("\n")[:6] == ["[]"] * 6, done.stdout
 
 
 def test_every_public_name_exists() -> None:

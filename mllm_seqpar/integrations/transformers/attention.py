@@ -149,11 +149,16 @@ def causal_mask(config: Any, embeds: Tensor, mask: Any, positions: Tensor, cache
     return make(**text, **cache_argument(cache))
 
 
-def causal_masks(decoder: Any, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> dict[str, Any]:
-    """Return a `causal_mask` for each kind of layer of a decoder; masks by kind, as `generate` prepares them, are
-    returned unchanged."""
+def causal_masks(decoder: Any, config: Any, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
+    """Return the `causal_mask` of a decoder, or one for each kind of layer of a decoder that takes them by kind.
+
+    `config` is that of `causal_mask`. Masks by kind, as `generate` prepares them, are returned unchanged.
+    """
     if isinstance(mask, dict):
         return mask
-    config = decoder.layers[0].self_attn.config  # names the patched attention
-    kinds = {"full_attention": False} | ({"sliding_attention": True} if decoder.has_sliding_layers else {})
-    return {name: causal_mask(config, embeds, mask, positions, cache, sliding) for name, sliding in kinds.items()}
+    if not hasattr(decoder, "has_sliding_layers"):
+        return causal_mask(config, embeds, mask, positions, cache)
+    masks = {"full_attention": causal_mask(config, embeds, mask, positions, cache)}
+    if decoder.has_sliding_layers:
+        masks["sliding_attention"] = causal_mask(config, embeds, mask, positions, cache, sliding=True)
+    return masks

@@ -30,6 +30,7 @@ from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
 from mllm_seqpar.sharding import FrameShard, describe_spans, frame_spans
 
 from .inputs import ForwardInputs
+from .outputs import leaves_out_logits
 
 if TYPE_CHECKING:
     from .family import Family
@@ -71,14 +72,15 @@ def require_same_pass(
         check_text(inputs)
         check_arguments(family, inputs, kwargs)
         check_star(family.context.config, inputs)
-        family.check_inputs(inputs, kwargs)
+        check_frames(comm, inputs)
+        _check_training(family, inputs, logits_to_keep)
+        family.check_inputs(inputs)
 
     # The class of a cache decides whether the text of a prompt is sharded.
     cached = {} if cache is None else {"class of the cache supports sharded text": supports_sharded_text(cache)}
     options = {"model": family.model, "kwargs": kwargs | cached, "compare_weights": compare_weights}
     require_same_inputs(comm, inputs, check, **options)
-    if (vocabulary := family.vocabulary) is not None:
-        check_tokens(inputs, vocabulary)
+    check_tokens(inputs, family.model.get_input_embeddings())
 
 
 def require_same_inputs(
@@ -96,8 +98,8 @@ def require_same_inputs(
     rank has all of them, and so are embeddings that replace token ids. Features may differ in their last bits between
     devices and are compared by shape and dtype.
 
-    `check` calls `Family.check_inputs`; if it raises on one rank, the others raise an AgreementError. If `model` is
-    given, its modes are compared, and with `compare_weights` also a sample of its weights and which of them are
+    `check` validates the inputs of this rank; if it raises on one rank, the others raise an AgreementError. If `model`
+    is given, its modes are compared, and with `compare_weights` also a sample of its weights and which of them are
     trained.
     """
     if comm.size == 1:
@@ -244,12 +246,15 @@ def check_text(inputs: ForwardInputs) -> None:
             raise ShapeError(f"{name}: has dtype {tensor.dtype}; expected integers, such as torch.long")
 
 
-def check_tokens(inputs: ForwardInputs, vocabulary: int) -> None:
-    """Raise ShapeError unless all token ids are less than `vocabulary`.
+def check_tokens(inputs: ForwardInputs, embedding: nn.Module) -> None:
+    """Raise ShapeError unless `embedding` has all token ids, as far as it has tables.
 
     All ranks have the same ids, so all raise. The embedding of sharded text would raise on the rank of the token alone.
     """
-    ids = inputs.on_host("input_ids")
+    tables = [module for module in embedding.modules() if isinstance(module, nn.Embedding)]
+    vocabulary, ids = sum(table.weight.shape[0] for table in tables), inputs.on_host("input_ids")
+    if not vocabulary:
+        return
     wrong = [] if ids is None else ids[(ids < 0) | (ids >= vocabulary)].tolist()
     if wrong:
         raise ShapeError(
@@ -296,6 +301,18 @@ def refuse_unsupported_attention(config: Any, kwargs: Mapping[str, Any]) -> None
         )
 
 
+def _check_training(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor) -> None:
+    """Raise ConfigError or ShapeError for training that would be wrong: its checkpointing, its loss, or its labels."""
+    context, model = family.context, family.model
+    if model.training and torch.is_grad_enabled() and list(family.visual_attention()):
+        _refuse_reentrant_checkpointing(family.checkpointed_modules)
+    if inputs.has_labels:
+        shards_text = context.comm.size > 1 and context.config.self_attention != "local"
+        if (shards_text and not inputs.use_cache) or leaves_out_logits(family, inputs, logits_to_keep):
+            refuse_custom_loss(model)
+            check_labels(inputs)
+
+
 def check_labels(inputs: ForwardInputs) -> None:
     """Raise ShapeError unless the labels have the shape of the text, as the loss that is computed here requires."""
     name = "labels" if inputs.shift_labels is None else "shift_labels"
@@ -322,7 +339,7 @@ def refuse_custom_loss(model: Any) -> None:
         )
 
 
-def refuse_reentrant_checkpointing(modules: Iterable[nn.Module]) -> None:
+def _refuse_reentrant_checkpointing(modules: Iterable[nn.Module]) -> None:
     """Raise ConfigError if one of the modules uses reentrant gradient checkpointing.
 
     It runs a backward pass per layer, and the first one frees the graph of the features that all layers share.

@@ -1,7 +1,10 @@
-"""A model family: the interface between its facts and the forward passes in `passes`, which run it sequence-parallel.
+"""A model family: what its author writes, and the forward of a model that it is installed on.
 
-Shape legend: B samples, L text tokens of the pass, s of them on this rank, F frames of all samples and ranks (f on this
-rank). A frame is held by one rank as a whole. It consists of `units_per_frame` units; masks are made of units.
+`passes.run_pass` runs a forward pass by the methods of the family.
+
+Shape legend: B samples, L text tokens of the pass, s of them on this rank, U units of a sample, F frames of all samples
+and ranks (f on this rank). A frame is held by one rank as a whole. It consists of one or more units; masks are made of
+units.
 """
 
 from __future__ import annotations
@@ -10,10 +13,11 @@ import functools
 import inspect
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import modeling_outputs
@@ -21,8 +25,8 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPooling, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from mllm_seqpar._compat import cache_argument, cache_name, drops_cache, takes_cache
-from mllm_seqpar.errors import AdapterError, ConfigError
+from mllm_seqpar._compat import cache_argument, cache_name, takes_cache
+from mllm_seqpar.errors import AdapterError, ConfigError, ShapeError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.models.cache import SequenceParallelCacheState
 from mllm_seqpar.patching import Patch
@@ -32,13 +36,11 @@ from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.fsdp_units import modules_around
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
 from mllm_seqpar.runtime.visual_tokens import VisualTokenLayout
-from mllm_seqpar.sharding import Spans, frame_spans, tensor_of
+from mllm_seqpar.sharding import tensor_of
 
-from .attention import use_seqpar_attention
-from .checks import check_frames, check_labels, refuse_custom_loss, refuse_reentrant_checkpointing
-from .frames import AttendedFrames, EmbeddedFrames, PassFrames
+from .attention import causal_masks, use_seqpar_attention
 from .generation import patch_generate
-from .inputs import ForwardInputs
+from .inputs import TEXT_ARGUMENTS, ForwardInputs, text_arguments
 from .passes import run_pass
 
 if TYPE_CHECKING:
@@ -50,50 +52,25 @@ InputsT = TypeVar("InputsT", bound=ForwardInputs)
 MULTIMODAL_OUTPUT: type = getattr(modeling_outputs, "MultimodalCausalLMOutputWithPast", CausalLMOutputWithPast)
 """The class of the outputs of most multimodal models since transformers 5.24."""
 
-_TEXT_ARGUMENTS = (
-    *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache", "use_cache"),
-    *("labels", "shift_labels", "visual_shard"),
-)
-
-VISUAL_SHARD_DOC = """
-        Sequence-parallel (patched by mllm_seqpar): `visual_shard` says that {frames} hold only this rank's frames of
-        `visual_shard.total`, in one flat list without a batch dimension. On several ranks a cache is returned only with
-        `use_cache=True`, or when one is passed.
-"""
-
-
-def as_forward(model: Any, forward: Callable[..., Any], doc: str = "") -> Any:
-    """Return `forward(self, ...)` as a method of `model` that takes `return_dict` and `HostFrames`, never compiled.
-
-    Its parameter `cache` is also taken as `past_key_values`. Schedules are planned in Python for each mask. Compiling
-    that takes minutes, for every new mask. The docstring is that of the unpatched forward with `doc` appended.
-    """
-    forward.__doc__ = (model.forward.__doc__ or "") + doc
-
-    @functools.wraps(forward)
-    def with_tensors(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return forward(self, *map(tensor_of, args), **{name: tensor_of(x) for name, x in kwargs.items()})
-
-    return types.MethodType(torch.compiler.disable(can_return_tuple(takes_cache(with_tensors))), model)
-
 
 class Family(ABC, Generic[InputsT]):
-    """A model family: everything that the package has to know of it. Each patched model has an instance.
+    """A model family. The class states facts about its models; an instance is what the passes of one model call.
 
-    The class is the adapter of the family (`mllm_seqpar.patching.registry.Adapter`): its class methods find and patch a
-    model. The methods of an instance name the sites of the model, and what the forward passes use. The abstract methods
-    and `inputs` are the minimum: which arguments a pass takes, how frames are encoded, what rows may attend to, and how
-    the decoder runs. The other methods have defaults that suit a model with one frame per unit and no state of its own
-    in the cache. With a `chat`, programs can also fine-tune and question the model; with `model_sizes`, the planner can
-    plan it.
+    The class is the adapter of the family (`mllm_seqpar.patching.registry.Adapter`): `matches`, `check` and `install`
+    find and patch a model. A family states the attributes without a default, and defines these members:
+
+    - the sites: `decoder`, and `visual_attention` if layers attend to frames;
+    - the arguments of the model's forward: `inputs`;
+    - the frames: `encode`, and `visibility`, which says what rows may attend to.
+
+    The other members have defaults that suit a model with one frame per unit and no state of its own in the cache.
 
     Attributes:
         name: the family's name in messages.
         model_class, package: the name of the class of its models, and how the name of their package begins.
-        processors: class names of its processors.
-        chat: the chat format of these processors.
-        model_types: values of `model_type` in the `config.json` of its models.
-        model_sizes: (config, name) -> the sizes of the model that such a file describes, for the planner.
+        chat: the chat format of its processors. With it, programs can also fine-tune and question the model.
+        sizes: by `model_type` of a `config.json`: (config, name) -> the sizes of the model that it describes, for the
+            planner.
         parts: the module paths of the parts of a model that fine-tuning can freeze by name: "vision", "projector",
             "language".
         frame_arguments: the arguments of the forward that hold frames or features; they take `HostFrames`.
@@ -101,32 +78,32 @@ class Family(ABC, Generic[InputsT]):
             them for beams. The patched one repeats none of them, because the beams of a sample share its frames, and
             passes them with the prompt only. With beams, a forward that takes `visual_samples` receives the number of
             samples before they were repeated.
-        refused_arguments: inherited parameters of `inputs` that this family does not support.
-        output_class: the class of the model's outputs.
-        forward_doc: what the docstring of the patched forward adds to that of the unpatched one.
         repeats_frames: whether its `generate` passes `visual_arguments` again with every token.
+        output_class: the class of the model's outputs.
+        forward_doc: what the docstring of the patched forward adds to that of the unpatched one, `{frames}` being the
+            `frame_arguments`.
         has_cross_attention: whether layers attend to frames; otherwise frames are tokens of the text.
-        checkpoints_visual_layers: whether transformers' gradient checkpointing recomputes layers that attend to frames.
         frame_layout: how frames map to ranks if the caller passes all of them: "zigzag" where rows attend to earlier
             frames only, which balances the load.
+        model, context: of an instance: the model, its group and its options.
     """
 
     name: str
     model_class: str
     package = "transformers."
-    processors: tuple[str, ...] = ()
     chat: type[ChatFamily] | None = None
-    model_types: tuple[str, ...] = ()
-    model_sizes: Callable[[dict[str, Any], str], ModelSizes] | None = None
+    sizes: Mapping[str, Callable[[dict[str, Any], str], ModelSizes]] = {}
     parts: Mapping[str, tuple[str, ...]] = {}
     frame_arguments: tuple[str, ...] = ("pixel_values",)
     visual_arguments: tuple[str, ...] = ()
-    refused_arguments: tuple[str, ...] = ()
-    output_class: type = CausalLMOutputWithPast
-    forward_doc = ""
     repeats_frames = False
+    output_class: type = CausalLMOutputWithPast
+    forward_doc = """
+        Sequence-parallel (patched by mllm_seqpar): `visual_shard` says that {frames} hold only this rank's frames of
+        `visual_shard.total`, in one flat list without a batch dimension. On several ranks a cache is returned only with
+        `use_cache=True`, or when one is passed.
+"""
     has_cross_attention = True
-    checkpoints_visual_layers = True
     frame_layout = "contiguous"
 
     def __init__(self, model: Any, context: SeqParContext) -> None:
@@ -145,7 +122,7 @@ class Family(ABC, Generic[InputsT]):
     @classmethod
     def install(cls, model: Any, context: SeqParContext, patch: Patch) -> None:
         """Replace the forwards of the sites and of the model, each through `patch`."""
-        cls._refuse_own_forward(model)
+        _refuse_own_forward(model, cls.model_class)
         family = cls(model, context)
         text, visual = list(family.text_attention()), dict(family.visual_attention())
         use_seqpar_attention(patch, text)
@@ -154,56 +131,25 @@ class Family(ABC, Generic[InputsT]):
         patch.chunk_forwards(family.mlps())
         patch.guard(model, [*text, *visual])
         family.install_more(patch)
-        patch.set(model, "forward", family._model_forward())
+        patch.set(model, "forward", _model_forward(family))
         patch_generate(model, patch, family.visual_arguments, family.repeats_frames)
-
-    @classmethod
-    def _refuse_own_forward(cls, model: nn.Module) -> None:
-        """Raise AdapterError if a subclass of the family's model class overrides its forward, which is replaced."""
-        named = (each for each in type(model).__mro__ if each.__name__ == cls.model_class)
-        known: Any = next(named, type(model))
-        if type(model).forward is not known.forward:
-            raise AdapterError(
-                f"patch_model: {type(model).__name__} overrides the forward of {known.__name__}, and the patched "
-                f"forward would not call it. Patch a {known.__name__}, and write what the override adds as a module or "
-                "a function that calls the model"
-            )
-
-    def _model_forward(self) -> Any:
-        unpatched = list(inspect.signature(type(self.model).forward).parameters.values())
-        names = ["cache" if x.name == cache_name() else x.name for x in unpatched[1:]]  # without self
-        of_inputs = list(inspect.signature(self.inputs).parameters)[1:]
-        own = [name for name in of_inputs if name not in self.refused_arguments]
-        taken = {*_TEXT_ARGUMENTS, *own}
-
-        def forward(_: Any, *args: Any, **kwargs: Any) -> Any:
-            for name, value in zip(names, args, strict=False):
-                if name in kwargs:
-                    raise TypeError(f"forward() got multiple values for argument {name!r}")
-                kwargs[name] = value
-            text: dict[str, Any] = dict.fromkeys(_TEXT_ARGUMENTS)
-            given: dict[str, Any] = {}
-            for name in taken & kwargs.keys():
-                (text if name in text else given)[name] = kwargs.pop(name)
-            logits_to_keep = kwargs.pop("logits_to_keep", 0)
-            return run_pass(self, self.inputs(self._text_arguments(**text), **given), logits_to_keep, kwargs)
-
-        # `generate` would pass an argument of the unpatched forward that the family does not take.
-        supported = [
-            x for x, name in zip(unpatched[1:], names, strict=True) if name in taken or name == "logits_to_keep"
-        ]
-        added = [name for name in ("visual_shard", *own) if name not in names]
-        further = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in added]
-        forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [unpatched[0], *supported, *further, inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)]
-        )
-        return as_forward(self.model, forward, self.forward_doc)
 
     # The sites.
 
+    @property
+    @abstractmethod
+    def decoder(self) -> Any:
+        """The decoder of the text, a module with `layers`."""
+
     def text_attention(self) -> Iterable[nn.Module]:
         """Return the self-attention of the text, which uses transformers' attention interface."""
-        return ()
+        found = [layer.self_attn for layer in self.decoder.layers if hasattr(layer, "self_attn")]
+        if not found:
+            raise AdapterError(
+                f"{type(self).__name__}: no layer of {type(self.decoder).__name__} has a self_attn, so nothing would "
+                "attend to the text of the other ranks; return the attention modules in text_attention"
+            )
+        return found
 
     def visual_attention(self) -> Iterable[tuple[nn.Module, Callable[..., Any]]]:
         """Return the modules that attend to frames, each with its `forward(module, ..., seqpar=state)`."""
@@ -211,10 +157,21 @@ class Family(ABC, Generic[InputsT]):
 
     def mlps(self) -> Iterable[nn.Module]:
         """Return the modules that `mlp_chunk_size` applies to (`Patch.chunk_forwards`)."""
-        return ()
+        return [layer.mlp for layer in self.decoder.layers if hasattr(layer, "mlp")]
 
     def install_more(self, patch: Patch) -> None:
         """Replace what this family needs beyond the sites."""
+
+    @property
+    def called_modules(self) -> Iterable[nn.Module]:
+        """The modules within `model` that a pass calls itself, rather than through the modules that contain them.
+
+        Those that `encode` calls must be added.
+        """
+        own = (self.model.get_input_embeddings(), self.model.get_output_embeddings(), self.decoder)
+        return [module for module in own if module is not None]
+
+    # The arguments of a pass.
 
     def inputs(self, *args: Any, **kwargs: Any) -> InputsT:
         """Return the inputs of a pass, given the arguments of the model's forward.
@@ -226,12 +183,10 @@ class Family(ABC, Generic[InputsT]):
         """
         raise NotImplementedError
 
-    @property
-    def packing_decoder(self) -> Any:
-        """The decoder of the unpatched model if positions separate packed sequences in it, otherwise None."""
-        return None
+    def check_inputs(self, inputs: InputsT) -> None:
+        """Raise for inputs of this rank that are invalid or not supported; the other ranks then raise too."""
 
-    # The frames.
+    # The frames, and what rows may attend to.
 
     @abstractmethod
     def encode(self, frames: Tensor, *extras: Tensor) -> Tensor:
@@ -240,78 +195,18 @@ class Family(ABC, Generic[InputsT]):
         It must not read `context`: `ChatFamily.encode` calls it for models that are not patched.
         """
 
-    @abstractmethod
     def blank_frame(self) -> tuple[Tensor, ...]:
         """Return one empty frame and its extras, as `encode` takes them, on the model's device."""
-
-    def layout_of_frames(self, inputs: InputsT) -> str:
-        """Return how the frames of this pass map to ranks: as the caller has sharded them, or as `frame_layout`."""
-        shard, comm = inputs.visual_shard, self.context.comm
-        layout = self.frame_layout if shard is None else shard.layout(comm.rank, comm.size)
-        assert layout is not None, "checked before"
-        return layout
-
-    def frame_spans(self, inputs: InputsT) -> Sequence[Spans]:
-        """Return the frames of every rank. Without frames, rank 0 has the empty one."""
-        return frame_spans(max(1, inputs.total_frames), self.context.comm.size, self.layout_of_frames(inputs))
-
-    def begin_frames(self, inputs: InputsT, cache_state: SequenceParallelCacheState | None = None) -> PassFrames:
-        """Return the frames of a pass, which are not encoded yet."""
-        return AttendedFrames(self, inputs, cache_state)
-
-    def units_per_frame(self, inputs: InputsT) -> int:
-        return 1
-
-    def unit_index(self, inputs: InputsT, units: int) -> Tensor:
-        """Return (units, ...), what projections may need of each unit of all ranks: its position, or its rotation."""
-        return torch.zeros(units, dtype=torch.long)
-
-    # The arguments of a pass.
-
-    def _text_arguments(
-        self,
-        *,
-        cache: Any,
-        use_cache: bool | None,
-        labels: Tensor | None,
-        shift_labels: Tensor | None,
-        **given: Any,
-    ) -> dict[str, Any]:
-        either, decoder = labels if shift_labels is None else shift_labels, self.packing_decoder
-        return given | {
-            "cache": cache,
-            "use_cache": self.makes_cache(cache, use_cache, either),
-            "labels": labels,
-            "shift_labels": shift_labels,
-            "detects_packing": decoder is not None and not self.unpatched_makes_cache(decoder, cache, use_cache),
-        }
-
-    def makes_cache(self, past: Any, use_cache: bool | None, labels: Tensor | None) -> bool:
-        """Return whether a pass fills or continues a cache: if there is one, or the caller requests one.
-
-        If the caller does not say (`use_cache=None`), one process makes a cache as the unpatched model does, except in
-        training, where the cache would hold K and V that are otherwise recomputed. Several ranks make none, because a
-        cache needs all text on every rank. Where gradient checkpointing drops the cache, no new one is made. With
-        offloaded features none is made in grad mode, because its K and V in host memory have no gradients.
-
-        `labels` are those of either kind, shifted or not.
-        """
-        if past is not None or use_cache is False:
-            return past is not None
-        if self.model.training and any(map(drops_cache, self._checkpointed_modules)):
-            return False
-        if use_cache:
-            return True
-        trains = self.model.training and torch.is_grad_enabled()
-        trains |= self.context.config.visual_offload is not None and torch.is_grad_enabled()
-        return self.context.comm.size == 1 and labels is None and not trains and bool(self.text_config.use_cache)
-
-    def unpatched_makes_cache(self, decoder: Any, past: Any, use_cache: bool | None) -> bool:
-        """Return whether a pass of the unpatched model has a cache; it then ignores packed sequences of positions."""
-        wanted = self.text_config.use_cache if use_cache is None else use_cache
-        return past is not None or (bool(wanted) and not drops_cache(decoder))
-
-    # What rows may attend to.
+        weight = self.embedding_weight()
+        try:
+            vision = self.model.config.vision_config
+            shape = (1, vision.num_channels, vision.image_size, vision.image_size)
+        except AttributeError as error:
+            raise AdapterError(
+                f"{type(self).__name__}: a rank without frames encodes an empty one, but the model's config does not "
+                f"describe images as most do ({error}); define blank_frame"
+            ) from error
+        return (torch.zeros(shape, device=weight.device, dtype=weight.dtype),)
 
     def media_position(self, inputs: InputsT) -> Any:
         """Return what `visibility` needs about the prompt's frames, in this pass and in later ones over its cache.
@@ -335,61 +230,23 @@ class Family(ABC, Generic[InputsT]):
         """
         return {}
 
-    # The language model.
-
-    @property
-    def called_modules(self) -> Iterable[nn.Module]:
-        """The modules within `model` that a pass calls itself, rather than through the modules that contain them."""
-        return [module for module in (self.model.get_input_embeddings(), self.lm_head) if module is not None]
-
-    @functools.cached_property
-    def bypassed_modules(self) -> list[nn.Module]:
-        """The modules that contain one of `called_modules`.
-
-        FSDP2 gathers the parameters of a unit when it is called. These modules are not called, or not around everything
-        that they contain, so the pass gathers their parameters itself.
-        """
-        return modules_around(self.model, self.called_modules)
-
-    @functools.cached_property
-    def _checkpointed_modules(self) -> list[nn.Module]:
-        """The modules that transformers' gradient checkpointing can be enabled for."""
-        return [module for module in self.model.modules() if hasattr(module, "gradient_checkpointing")]
-
-    @functools.cached_property
-    def text_config(self) -> Any:
-        return self.model.config.get_text_config(decoder=True)
-
-    @property
-    def lm_head(self) -> Any:
-        return self.model.get_output_embeddings()
-
-    def embed(self, ids: Tensor) -> Tensor:
-        """(B, s) token ids -> (B, s, C)."""
-        return self.model.get_input_embeddings()(ids)
-
-    @property
-    def vocabulary(self) -> int | None:
-        """The number of tokens that `embed` takes; None if that is unknown."""
-        tables = [module for module in self.model.get_input_embeddings().modules() if isinstance(module, nn.Embedding)]
-        return sum(table.weight.shape[0] for table in tables) or None
-
-    def embedding_weight(self) -> Tensor:
-        """Return a parameter of the language model, whose device and dtype the features take."""
-        return next(iter(self.model.get_input_embeddings().parameters()))
+    def unit_index(self, inputs: InputsT, units: int) -> Tensor:
+        """Return (units, ...), what projections may need of each unit of all ranks: its position, or its rotation."""
+        return torch.zeros(units, dtype=torch.long)
 
     def cross_attention_shape(self) -> CrossAttentionShape | None:
         """Return what `strategy="auto"` selects by before any layer runs; None if each layer selects."""
         return None
 
+    # The decoder, and its cache.
+
     def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
-        """Return the decoder's `attention_mask` for text that every rank has whole, made for the patched attention.
+        """Return the decoder's `attention_mask` for text that this rank has whole, made for the patched attention.
 
         The decoder itself would create one for the attention that its config names.
         """
-        return mask
+        return causal_masks(self.decoder, self._attention_config, embeds, mask, positions, cache)
 
-    @abstractmethod
     def run_decoder(
         self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, state: ForwardState, **kwargs: Any
     ) -> Any:
@@ -406,26 +263,7 @@ class Family(ABC, Generic[InputsT]):
         Returns:
             An object with `last_hidden_state` (B, s, C), and with `hidden_states` or None.
         """
-
-    # Inputs, outputs and the cache.
-
-    def check_inputs(self, inputs: InputsT, kwargs: Mapping[str, Any]) -> None:
-        """Raise for inputs of this rank that are invalid or not supported; the other ranks then raise too."""
-        check_frames(self.context.comm, inputs)
-        if self.checkpoints_visual_layers and self.model.training and torch.is_grad_enabled():
-            refuse_reentrant_checkpointing(self._checkpointed_modules)
-        shards_text = self.context.comm.size > 1 and self.context.config.self_attention != "local"
-        own_loss = (shards_text and not inputs.use_cache) or self.leaves_out_logits(
-            inputs, kwargs.get("logits_to_keep", 0)
-        )
-        if own_loss and inputs.has_labels:
-            refuse_custom_loss(self.model)
-            check_labels(inputs)
-
-    def leaves_out_logits(self, inputs: InputsT, logits_to_keep: int | Tensor) -> bool:
-        """Return whether a pass returns a loss and no logits; the head then computes only the rows with a target."""
-        wanted = self.context.config.logits != "none" or inputs.is_decoding_step
-        return not wanted and inputs.has_labels and isinstance(logits_to_keep, int) and logits_to_keep == 0
+        return self.decoder(**decoder_arguments(embeds, positions, mask, cache, state), **kwargs)
 
     def model_output(self, out: CausalLMOutputWithPast, features: Tensor | None, inputs: InputsT) -> Any:
         """Return an `output_class`; `features` are what this rank encoded in this pass, or None.
@@ -438,8 +276,8 @@ class Family(ABC, Generic[InputsT]):
         reads = self.repeats_frames and "image_outputs" in {field.name for field in fields(self.output_class)}
         return self.output_class(**out, **({"image_outputs": BaseModelOutputWithPooling()} if reads else {}))
 
-    def continue_cache(self, cache: Any, cache_state: SequenceParallelCacheState, past_length: int) -> None:
-        """Bring `cache_state` up to date with a cache of `past_length` tokens, before each pass that uses the cache.
+    def continue_cache(self, inputs: InputsT, cache: Any, cache_state: SequenceParallelCacheState) -> None:
+        """Bring `cache_state` up to date with the cache, before each pass that uses it.
 
         Since the last pass, the text may have been cropped, and the unpatched model may have stored K and V of frames.
 
@@ -453,9 +291,36 @@ class Family(ABC, Generic[InputsT]):
         The unpatched model must then find these frames, or fail.
         """
 
-    def rows_match_frames(self, inputs: InputsT, media_position: Any) -> bool:
-        """Return whether the rows of the cache are still in the order of the samples that the frames came with."""
-        return True
+    # What methods and passes read of the model.
+
+    @functools.cached_property
+    def text_config(self) -> Any:
+        return self.model.config.get_text_config(decoder=True)
+
+    def embedding_weight(self) -> Tensor:
+        """Return a parameter of the language model, whose device and dtype the features take."""
+        embedding = self.model.get_input_embeddings()
+        weight = getattr(embedding, "weight", None)  # every token asks for it, and walking modules is slower
+        return weight if isinstance(weight, Tensor) else next(embedding.parameters())
+
+    @functools.cached_property
+    def _attention_config(self) -> Any:
+        """The config of an attention module of the text, which names the patched attention."""
+        return next(iter(self.text_attention())).config
+
+    @functools.cached_property
+    def bypassed_modules(self) -> list[nn.Module]:
+        """The modules that contain one of `called_modules`.
+
+        FSDP2 gathers the parameters of a unit when it is called. These modules are not called, or not around everything
+        that they contain, so the pass gathers their parameters itself.
+        """
+        return modules_around(self.model, self.called_modules)
+
+    @functools.cached_property
+    def checkpointed_modules(self) -> list[nn.Module]:
+        """The modules that transformers' gradient checkpointing can be enabled for."""
+        return [module for module in self.model.modules() if hasattr(module, "gradient_checkpointing")]
 
 
 class DecoderOnlyFamily(Family[InputsT]):
@@ -467,10 +332,6 @@ class DecoderOnlyFamily(Family[InputsT]):
     """
 
     has_cross_attention = False
-    checkpoints_visual_layers = False
-
-    def begin_frames(self, inputs: InputsT, cache_state: SequenceParallelCacheState | None = None) -> PassFrames:
-        return EmbeddedFrames(self, inputs, cache_state)
 
     @abstractmethod
     def media_position(self, inputs: InputsT) -> VisualTokenLayout:
@@ -496,12 +357,111 @@ class DecoderOnlyFamily(Family[InputsT]):
                 "leave it out"
             )
 
-    def continue_cache(self, cache: Any, cache_state: SequenceParallelCacheState, past_length: int) -> None:
+    def continue_cache(self, inputs: InputsT, cache: Any, cache_state: SequenceParallelCacheState) -> None:
         if cache_state.media_position is not None:
-            cache_state.media_position = cache_state.media_position.before(past_length)
+            cache_state.media_position = cache_state.media_position.before(inputs.past_length)
+
+
+# What the methods of a family use.
 
 
 def decoder_arguments(embeds: Tensor, positions: Tensor, mask: Any, cache: Any, state: ForwardState) -> dict[str, Any]:
     """Return the arguments of `run_decoder` under the names that transformers' decoders have for them."""
     text = {"inputs_embeds": embeds, "position_ids": positions, "attention_mask": mask}
     return text | cache_argument(cache) | {"use_cache": cache is not None, "seqpar": state}
+
+
+def mask_over_samples(
+    visible: Tensor, tokens: int, units: int, rows: Tensor | None = None, prompt_batch: int | None = None
+) -> FrameMask:
+    """Return the mask over the units of all samples, given a table of the units of its sample that each row may attend
+    to.
+
+    Args:
+        visible: (B, L, U) bool, over the units of the row's sample.
+        units: units of all samples and ranks. With beams, B is a multiple of the number of samples, and the beams of a
+            sample share its units.
+        rows: (B,) for each row, the row of the frames' own pass that it continues; None if this is that pass.
+        prompt_batch: rows of the frames' own pass; None: B.
+    """
+    visible = visible.detach().cpu()
+    batch, length, per_sample = visible.shape
+    prompt_batch = prompt_batch or batch
+    samples = units // per_sample if per_sample else prompt_batch
+    if per_sample and (units % per_sample or samples == 0 or prompt_batch % samples):
+        raise ShapeError(
+            f"{units} frames (or tiles) were passed for {prompt_batch} samples of the text, whose mask is for "
+            f"{per_sample} each; expected {prompt_batch * per_sample}, or with beams those of the samples once"
+        )
+    offset = torch.arange(prompt_batch) // max(1, prompt_batch // samples) * per_sample
+    offset = offset if rows is None else offset[rows]
+    table = visible.numpy()  # the equivalent operation of torch would convert every entry to a wider type
+    count = np.count_nonzero(table, axis=-1)
+    runs = np.count_nonzero(table[..., :1]) + np.count_nonzero(table[..., 1:] > table[..., :-1])
+    if runs == np.count_nonzero(count):  # no gaps: an interval per row is enough
+        first = offset[:, None] + torch.from_numpy(table.argmax(-1) if per_sample else count)
+        return FrameMask.from_intervals(first, first + torch.from_numpy(count), tokens, units)
+    of_all_samples = torch.zeros(batch, length, units, dtype=torch.bool)
+    for sample in range(batch):
+        of_all_samples[sample, :, int(offset[sample]) : int(offset[sample]) + per_sample] = visible[sample]
+    return FrameMask.from_dense(of_all_samples, tokens)
+
+
+# The forward of a patched model.
+
+
+def as_forward(model: Any, forward: Callable[..., Any], doc: str = "") -> Any:
+    """Return `forward(self, ...)` as a method of `model` that takes `return_dict` and `HostFrames`, never compiled.
+
+    Its parameter `cache` is also taken as `past_key_values`. Schedules are planned in Python for each mask. Compiling
+    that takes minutes, for every new mask. The docstring is that of the unpatched forward with `doc` appended.
+    """
+    forward.__doc__ = (model.forward.__doc__ or "") + doc
+
+    @functools.wraps(forward)
+    def with_tensors(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *map(tensor_of, args), **{name: tensor_of(x) for name, x in kwargs.items()})
+
+    return types.MethodType(torch.compiler.disable(can_return_tuple(takes_cache(with_tensors))), model)
+
+
+def _model_forward(family: Family[Any]) -> Any:
+    """Return the forward of the family's model. It takes the arguments that `Family.inputs` supports."""
+    unpatched = list(inspect.signature(type(family.model).forward).parameters.values())
+    names = ["cache" if x.name == cache_name() else x.name for x in unpatched[1:]]  # without self
+    own = list(inspect.signature(family.inputs).parameters)[1:]
+    taken = {*TEXT_ARGUMENTS, *own}
+
+    def forward(_: Any, *args: Any, **kwargs: Any) -> Any:
+        for name, value in zip(names, args, strict=False):
+            if name in kwargs:
+                raise TypeError(f"forward() got multiple values for argument {name!r}")
+            kwargs[name] = value
+        text: dict[str, Any] = {}
+        given: dict[str, Any] = {}
+        for name in taken & kwargs.keys():
+            (text if name in TEXT_ARGUMENTS else given)[name] = kwargs.pop(name)
+        logits_to_keep = kwargs.pop("logits_to_keep", 0)
+        return run_pass(family, family.inputs(text_arguments(family, text), **given), logits_to_keep, kwargs)
+
+    # `generate` would pass an argument of the unpatched forward that the family does not take.
+    supported = [x for x, name in zip(unpatched[1:], names, strict=True) if name in taken or name == "logits_to_keep"]
+    added = [name for name in ("visual_shard", *own) if name not in names]
+    further = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in added]
+    forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [unpatched[0], *supported, *further, inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)]
+    )
+    frames = " or ".join(f"`{name}`" for name in family.frame_arguments)
+    return as_forward(family.model, forward, family.forward_doc.format(frames=frames))
+
+
+def _refuse_own_forward(model: nn.Module, model_class: str) -> None:
+    """Raise AdapterError if a subclass of the family's model class overrides its forward, which is replaced."""
+    named = (each for each in type(model).__mro__ if each.__name__ == model_class)
+    known: Any = next(named, type(model))
+    if type(model).forward is not known.forward:
+        raise AdapterError(
+            f"patch_model: {type(model).__name__} overrides the forward of {known.__name__}, and the patched "
+            f"forward would not call it. Patch a {known.__name__}, and write what the override adds as a module or "
+            "a function that calls the model"
+        )

@@ -1,4 +1,4 @@
-"""The arguments of one forward pass of a transformers model, and the sizes derived from them.
+"""The arguments of one forward pass of a patched model, and the sizes derived from them.
 
 Shape legend: B samples, L text tokens, F frames of all samples and ranks, f frames of this rank.
 """
@@ -8,17 +8,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from mllm_seqpar._compat import drops_cache
 from mllm_seqpar._transfers import copy_to_host
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.models.cache import cache_state_of
 from mllm_seqpar.runtime.text import shifted
 from mllm_seqpar.runtime.visual_features import sampled_bits
 from mllm_seqpar.sharding import FRAME_LAYOUTS, FrameShard
+
+if TYPE_CHECKING:
+    from .family import Family
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +39,8 @@ class ForwardInputs:
         compared_tensors: further tensors that must be equal on all ranks: they say where frames belong in the text.
             The host plans the pass by them, so it reads them; see `on_host`.
         use_cache: whether the pass uses or makes a cache.
-        detects_packing: whether positions separate packed sequences if there is no mask. As everywhere in transformers,
-            this is the case if the unpatched model would not create a cache.
+        detects_packing: whether positions separate packed sequences if there is no mask. In most models this is the
+            case if the unpatched model would not create a cache.
         extras: (F, ...) or (f, ...) each: further tensors with one entry per frame, such as its aspect ratio.
         frame_names: names of the arguments that frames are passed by, pixels first, for messages.
         compare_frames: whether pixels that all ranks have must be equal bit by bit. Computed values may differ.
@@ -95,6 +99,11 @@ class ForwardInputs:
         if self.frames is None:
             return 0
         return self.visual_shard.total if self.visual_shard is not None else self.frames.shape[0]
+
+    @property
+    def units_per_frame(self) -> int:
+        """The units of a frame that a mask can show by themselves, such as image tiles; a rank holds whole frames."""
+        return 1
 
     @property
     def compares_values_of_frames(self) -> bool:
@@ -178,6 +187,50 @@ class ForwardInputs:
             return targets
         assert labels is not None
         return shifted(labels, ignore_index)
+
+
+TEXT_ARGUMENTS = (
+    *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache", "use_cache"),
+    *("labels", "shift_labels", "visual_shard"),
+)
+"""The arguments of a forward that are the same in all families."""
+
+
+def text_arguments(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those arguments of `ForwardInputs` that are the same in all families, given `TEXT_ARGUMENTS` of a call."""
+    text: dict[str, Any] = {**dict.fromkeys(TEXT_ARGUMENTS), **given}
+    past, use_cache = text["cache"], text["use_cache"]
+    wanted = _caches_by_default(family) if use_cache is None else use_cache
+    unpatched_has_cache = past is not None or (bool(wanted) and not drops_cache(family.decoder))
+    labels = text["labels"] if text["shift_labels"] is None else text["shift_labels"]
+    makes_cache = _makes_cache(family, past, use_cache, labels)
+    return text | {"use_cache": makes_cache, "detects_packing": not unpatched_has_cache}
+
+
+def _makes_cache(family: Family, past: Any, use_cache: bool | None, labels: Tensor | None) -> bool:
+    """Return whether a pass fills or continues a cache: if there is one, or the caller requests one.
+
+    If the caller does not say (`use_cache=None`), one process makes a cache as the unpatched model does, except in
+    training, where the cache would hold K and V that are otherwise recomputed. Several ranks make none, because a
+    cache needs all text on every rank. Where gradient checkpointing drops the cache, no new one is made. With
+    offloaded features none is made in grad mode, because its K and V in host memory have no gradients.
+
+    `labels` are those of either kind, shifted or not.
+    """
+    model, context = family.model, family.context
+    if past is not None or use_cache is False:
+        return past is not None
+    if model.training and any(map(drops_cache, family.checkpointed_modules)):
+        return False
+    if use_cache:
+        return True
+    trains = model.training and torch.is_grad_enabled()
+    trains |= context.config.visual_offload is not None and torch.is_grad_enabled()
+    return context.comm.size == 1 and labels is None and not trains and _caches_by_default(family)
+
+
+def _caches_by_default(family: Family) -> bool:
+    return bool(getattr(family.text_config, "use_cache", False))  # not every config has it
 
 
 def as_compared_tensors(**values: Any) -> dict[str, Tensor]:

@@ -1,27 +1,31 @@
-"""The forward pass of a patched transformers model, the same for all families.
+"""The forward pass of a patched transformers model, the same for all families: `run_pass`.
 
-`Family` describes the model. This module first compares the inputs of the ranks, decides which tokens and frames each
-rank computes, and returns loss and logits as the unpatched model does.
+A pass computes its rows of text in one part or two. The rows of a part are sharded (`TextShards`), or every rank
+computes all of them (a `range`). The frames are sharded in every pass.
 
-Without a cache, text and frames are sharded. In a pass that fills or continues a cache (a prompt, or a decoding step),
-every rank has all text, and the frames are sharded. A long prompt is prefilled with its text sharded too; K and V of
-text and frames then stay on the ranks that computed them. Star Attention shards the prompt's context in that way, and
-computes the query after it on every rank.
+    training, evaluation        all rows, sharded
+    a long prompt               all rows, sharded; K and V of text and frames stay on the ranks that computed them
+    ... with Star Attention     the context, sharded in blocks; then the query on every rank
+    other prompts, decoding     all rows on every rank, over the K and V in the cache
 
-Shape legend: B samples, L text tokens of the pass, s of them on this rank, r requested rows, C channels.
+With `self_attention="local"`, a part with a sharding has all rows on every rank too, except in attention to frames.
+
+Shape legend: B samples, L text tokens of the pass, s of them on this rank, C channels.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers.cache_utils import DynamicCache
 
+from mllm_seqpar.errors import MaskError, ShapeError
+from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.models.cache import (
     SequenceParallelCacheState,
     attach,
@@ -31,113 +35,81 @@ from mllm_seqpar.models.cache import (
     supports_sharded_text,
 )
 from mllm_seqpar.runtime.attention_record import AnyRecorder
+from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
+from mllm_seqpar.runtime.frames import Frames, VisualKVCache, select_strategy
 from mllm_seqpar.runtime.fsdp_units import call_within
-from mllm_seqpar.runtime.star import block_length
-from mllm_seqpar.runtime.text import TextShards, select_logit_rows
+from mllm_seqpar.runtime.star import StarText, block_length
+from mllm_seqpar.runtime.text import TextShards, packed_starts
+from mllm_seqpar.runtime.visual_features import VisualFeatures, fingerprint_of
+from mllm_seqpar.runtime.visual_tokens import FrameTokens, VisualTokens
+from mllm_seqpar.sharding import span_length
 
 from .checks import check_arguments, check_star, require_same_pass
-from .data_parallel import with_accumulated_gradients
-from .frames import PassFrames, log_shard_sizes
 from .generation import share_random_state
 from .inputs import ForwardInputs
-from .text import (
-    dummy_mask,
-    embeddings,
-    gather_hidden_states,
-    outputs_without_logits,
-    rows_of_pass,
-    star_text_shards,
-    text_shards,
-    uncached_outputs,
-    whole_text_outputs,
-)
+from .outputs import cached_outputs, uncached_outputs
+from .tower import frames_by_rank, local_embeddings, local_features, visual_features, with_accumulated_gradients
 
 if TYPE_CHECKING:
     from .family import Family
+
+Rows = TextShards | range
+"""The rows of a part of a pass: a sharding of them, or the rows of the pass that every rank computes."""
 
 
 def run_pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: Mapping[str, Any]) -> Any:
     """Run one forward pass of a patched model, and return what the model's `forward` returns."""
     family.context.require_same_world()
-    run = _cached_pass if inputs.use_cache else _uncached_pass
     fsdp_units = [module for module in family.bypassed_modules if isinstance(module, FSDPModule)]
-    return call_within(fsdp_units, functools.partial(run, family, inputs, logits_to_keep, kwargs))
+    return call_within(fsdp_units, functools.partial(_pass, family, inputs, logits_to_keep, kwargs))
 
 
-def _uncached_pass(
-    family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: Mapping[str, Any]
-) -> Any:
-    """Run a pass with text and frames sharded: training, evaluation, generation without a cache."""
-    require_same_pass(family, inputs, logits_to_keep, kwargs)
-    text = text_shards(family.context, inputs)
-    frames = family.begin_frames(inputs)
-    frames.encode()
-    state, decoded = _run_sharded_rows(frames, text, kwargs)
-    out = uncached_outputs(family, inputs, state, decoded, logits_to_keep, kwargs)
-    return family.model_output(out, frames.features, inputs)
+def _pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: Mapping[str, Any]) -> Any:
+    """Check, encode, run the decoder on each part of the rows, and make the output.
 
+    Frames reach the rows in one of these forms:
 
-def _run_sharded_rows(
-    frames: PassFrames,
-    text: TextShards,
-    kwargs: Mapping[str, Any],
-    cache: Any = None,
-    recorder: AnyRecorder | None = None,
-) -> tuple[ForwardState, Any]:
-    """Run the decoder on this rank's rows of sharded text; return the state of the pass, and the decoder's output."""
-    family, inputs = frames.family, frames.inputs
-    state = frames.state_of_shards(text, recorder)
-    log_shard_sizes(family, inputs, text.local if state.shards_text else inputs.length)
-    # Without sharding, every rank computes all text, with the same dropout masks. The vision tower may have drawn other
-    # random numbers on each rank.
-    if not state.shards_text and family.model.training:
-        share_random_state(family.context.comm, inputs.text.device)
-    embeds, positions, mask = rows_of_pass(family, inputs, state)
-    if not frames.has_frames:
-        embeds = with_accumulated_gradients(embeds, family.model)
-    return state, family.run_decoder(embeds, positions, mask, cache, state, **kwargs)
-
-
-BROADCAST_ROWS = 64
-"""Up to this number of rows, hidden states are broadcast from rank 0.
-
-Ranks that choose tokens from logits with different last bits would generate different texts.
-"""
-
-
-def _cached_pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: Mapping[str, Any]) -> Any:
-    """Run a pass that fills or continues a cache, and return the model's output."""
-    cache = inputs.cache
-    if cache is None:
+    - layers attend to them (`attended`): to features of this pass, or to K and V of an earlier pass, in the cache;
+    - their embeddings are among the rows (`embedded`), and later tokens find them in the text;
+    - not at all: the pass is one of text only.
+    """
+    cache, cache_state = inputs.cache, None
+    if inputs.use_cache and cache is None:
         cache = DynamicCache(config=family.text_config)
-    if inputs.is_decoding_step:
+    if not inputs.is_decoding_step:
+        require_same_pass(family, inputs, logits_to_keep, kwargs, cache)
+    else:  # the ranks have compared the text before it
         check_star(family.context.config, inputs)
         if kwargs:  # seldom: `generate` passes none
             check_arguments(family, inputs, kwargs)
-    else:
-        require_same_pass(family, inputs, logits_to_keep, kwargs, cache)
-    cache_state = _cache_state_of_pass(family, inputs, cache)
-    cache_state.active = True
+    if cache is not None:
+        cache_state = _cache_state_of_pass(family, inputs, cache)
+        cache_state.active = True
     try:
-        frames = family.begin_frames(inputs, cache_state)
-        frames.encode()
-        if frames.features is not None:
-            family.mark_cache(cache, cache_state)
-        if _shards_prompt(family, inputs, cache):
-            hidden, states = _sharded_prompt(frames, cache, cache_state, logits_to_keep, kwargs)
+        parts = _parts(family, inputs, cache, cache_state)
+        attended, embedded = None, list[Any]([None] * len(parts))
+        if family.has_cross_attention:
+            attended = _attended_frames(family, inputs, cache, cache_state)
         else:
-            decoded = _run_replicated_rows(frames, cache, cache_state, kwargs)
-            hidden = _broadcast(family, select_logit_rows(decoded.last_hidden_state, logits_to_keep))
-            states = decoded.hidden_states
-        no_logits = family.leaves_out_logits(inputs, logits_to_keep)
-        outputs = outputs_without_logits if no_logits else whole_text_outputs
-        out = outputs(family, inputs, hidden, states, kwargs, cache=cache)
+            embedded = _embedded_frames(family, inputs, parts, cache_state)
+        if cache_state is not None and isinstance(parts[0], TextShards):
+            # Only now: a cache whose frames could not be encoded is still an ordinary one.
+            shard_cached_text(cache, cache_state, parts[0], family.text_config.num_hidden_layers)
+        decoded = []
+        for rows, tokens in zip(parts, embedded, strict=True):
+            state = _state_of_rows(family, inputs, rows, attended, tokens, cache_state)
+            decoded.append(_run_rows(family, inputs, rows, state, cache, kwargs))
+        if cache is None:
+            out = uncached_outputs(family, inputs, state, decoded[0], logits_to_keep, kwargs)
+        else:
+            out = cached_outputs(family, inputs, parts, decoded, logits_to_keep, kwargs, cache)
     finally:
-        cache_state.active = False
-    if cache_state.visual is not None:
+        if cache_state is not None:
+            cache_state.active = False
+    if cache_state is not None and cache_state.visual is not None:
         cache_state.visual.close()
-    return family.model_output(out, frames.features, inputs)
+    return family.model_output(out, None if attended is None else attended.features, inputs)
 
 
 def _cache_state_of_pass(family: Family, inputs: ForwardInputs, cache: Any) -> SequenceParallelCacheState:
@@ -146,16 +118,33 @@ def _cache_state_of_pass(family: Family, inputs: ForwardInputs, cache: Any) -> S
     group = comm.rank, comm.size
     if not inputs.past_length:
         state = begin_prompt(cache, inputs.batch, group, model_layers)
-        family.continue_cache(cache, state, 0)
+        family.continue_cache(inputs, cache, state)
         return state
     found = cache_state_of(cache)
     state = SequenceParallelCacheState(inputs.batch, group) if found is None else found
-    family.continue_cache(cache, state, inputs.past_length)
+    family.continue_cache(inputs, cache, state)
     state.continue_in(group)
     if found is None:
         attach(cache, state, model_layers)
     state.rows_of(inputs.batch)
     return state
+
+
+# The rows of the text.
+
+
+def _parts(
+    family: Family, inputs: ForwardInputs, cache: Any, cache_state: SequenceParallelCacheState | None
+) -> list[Any]:
+    """Return the `Rows` of each part of a pass, in the order in which they are computed; the same on all ranks."""
+    context = family.context
+    if cache_state is None:
+        return [_text_shards(context, inputs)]
+    if not _shards_prompt(family, inputs, cache):
+        return [range(inputs.length)]
+    star = context.config.self_attention == "star"
+    text = (_star_text_shards if star else _text_shards)(context, inputs)
+    return [text, range(text.length, inputs.length)] if star else [text]
 
 
 def _shards_prompt(family: Family, inputs: ForwardInputs, cache: Any) -> bool:
@@ -173,94 +162,290 @@ def _shards_prompt(family: Family, inputs: ForwardInputs, cache: Any) -> bool:
     )
 
 
-def _sharded_prompt(
-    frames: PassFrames,
-    cache: Any,
-    cache_state: SequenceParallelCacheState,
-    logits_to_keep: int | Tensor,
-    kwargs: Mapping[str, Any],
-) -> tuple[Tensor, Any]:
-    """Run a long prompt with text and frames sharded; K and V of both stay on the ranks that computed them.
+def _text_shards(context: SeqParContext, inputs: ForwardInputs) -> TextShards:
+    """Return how the text of a pass is sharded; raise MaskError if the attention mask is not (B, L)."""
+    valid, first = _padding_and_packing(inputs)
+    return TextShards(inputs.batch, inputs.length, context.comm, context.config.text_layout, valid, first)
 
-    Star Attention shards only the context. The rows of the query are computed after it, like all later rows.
 
-    Returns:
-        The last hidden states (..., r, C) of the requested rows, and the hidden states of every layer or None.
+def _star_text_shards(context: SeqParContext, inputs: ForwardInputs) -> StarText:
+    """Return how Star Attention shards the context of a prompt; warn once per patched model that it is approximate.
+
+    With two ranks it is exact: the anchor and the second rank's block are the whole context. MaskError refuses a mask
+    that is not (B, L), and samples that are all padding in the anchor.
     """
-    family, inputs = frames.family, frames.inputs
-    star = family.context.config.self_attention == "star"
-    text = (star_text_shards if star else text_shards)(family.context, inputs)
-    shard_cached_text(cache, cache_state, text, family.text_config.num_hidden_layers)
-    recorder = None if star else _recorder(frames, inputs.length, text)
-    _, decoded = _run_sharded_rows(frames, text, kwargs, cache, recorder)
-    states = gather_hidden_states(text, decoded.hidden_states)
-    if not star:
-        return _requested_rows(inputs, logits_to_keep, text, decoded.last_hidden_state), states
-    query = _run_replicated_rows(frames, cache, cache_state, kwargs, start=text.length)
-    hidden = _requested_rows(inputs, logits_to_keep, text, decoded.last_hidden_state, query.last_hidden_state)
-    later = query.hidden_states
-    if states is not None:
-        pairs = None if later is None else zip(states, later, strict=True)
-        states = None if pairs is None else tuple(None if x is None else torch.cat([x, y], 1) for x, y in pairs)
-    return _broadcast(family, hidden), states
+    valid, first = _padding_and_packing(inputs)
+    text = StarText(inputs.batch, inputs.length, context.comm, valid, first)
+    if valid is not None:
+        without_text = (~valid[:, : text.block].bool().any(1)).nonzero().flatten().tolist()
+        if without_text:
+            raise MaskError(
+                f"attention_mask: sample {without_text[0]} has padding only among its first {text.block} tokens, which "
+                'are the anchor of self_attention="star" and must be text; pass samples of about one length, or one '
+                "by one"
+            )
+    if context.comm.size > 2:
+        context.report_approximation(text.block, inputs.length - text.length)
+    return text
 
 
-def _run_replicated_rows(
-    frames: PassFrames, cache: Any, cache_state: SequenceParallelCacheState, kwargs: Mapping[str, Any], start: int = 0
-) -> Any:
-    """Run the decoder on every rank on the rows from `start`, over the K and V in the cache."""
-    family, inputs, text = frames.family, frames.inputs, cache_state.text
-    positions = inputs.positions[..., start:]
-    embeds = embeddings(family, inputs, lambda text: text[:, start:])
-    length, mask, cached_text = embeds.shape[1], inputs.attention_mask, None
-    if text is not None:
-        text.extend(length)
+def _padding_and_packing(inputs: ForwardInputs) -> tuple[Tensor | None, Tensor | None]:
+    """Return `valid` and `first` of `TextShards`."""
+    mask, shape = inputs.attention_mask, (inputs.batch, inputs.length)
+    if mask is not None and (not isinstance(mask, Tensor) or tuple(mask.shape) != shape):
+        found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise MaskError(f"attention_mask: sequence-parallel text takes a padding mask of shape {shape}, got {found}")
+    positions = inputs.on_host("position_ids") if mask is None and inputs.detects_packing else None
+    return inputs.on_host("attention_mask"), None if positions is None else packed_starts(positions)
+
+
+# The frames.
+
+
+class AttendedFrames(NamedTuple):
+    """The frames that the rows of a pass attend to by cross-attention.
+
+    Attributes:
+        source: where their K and V come from: features of this pass, or the cache.
+        mask: which of them each row (B, L) attends to.
+        facts: what `Family.row_facts` returned for all rows.
+        features: the features that this rank has encoded in this pass; None if the frames are those of the cache.
+    """
+
+    source: VisualFeatures | VisualKVCache
+    mask: FrameMask
+    facts: Mapping[str, Tensor]
+    features: Tensor | None
+
+
+def _attended_frames(
+    family: Family, inputs: ForwardInputs, cache: Any, cache_state: SequenceParallelCacheState | None
+) -> AttendedFrames | None:
+    """Return the frames that rows attend to: encoded now, or those of the cache; None in a pass of text only.
+
+    All ranks call it together. K and V of frames that are encoded in a pass with a cache are stored in the cache.
+    """
+    source: VisualFeatures | VisualKVCache | None = None
+    features, media_position, total_frames = None, None, inputs.total_frames
+    if cache_state is None or _brings_frames(family, inputs, cache_state):
+        media_position = family.media_position(inputs)
+        features = local_features(family, inputs)
+        if features is not None:
+            source = visual = visual_features(family, inputs, features)
+            if cache_state is not None:
+                source = VisualKVCache(total_frames, visual.units, visual.tokens_per_unit, visual)
+                fingerprints = {fingerprint_of(features)}
+                if inputs.frames is not None:
+                    fingerprints.add(_fingerprint(inputs))
+                cache_state.store_frames(source, media_position, inputs.batch, fingerprints)
+                family.mark_cache(cache, cache_state)
+    elif cache_state.visual is not None:
+        source, media_position = cache_state.visual, cache_state.media_position
+        total_frames = source.total_frames
+    if source is None:
+        return None
+    if total_frames:
+        mask = family.visibility(inputs, source.units, source.tokens_per_unit, media_position)
+    else:  # the empty frame, to which no row attends
+        none = torch.zeros(inputs.batch, inputs.length, dtype=torch.long)
+        mask = FrameMask.from_intervals(none, none, source.tokens_per_unit, source.units)
+    return AttendedFrames(source, mask, family.row_facts(inputs, mask, media_position), features)
+
+
+def _brings_frames(family: Family, inputs: ForwardInputs, cache_state: SequenceParallelCacheState) -> bool:
+    """Return whether a pass with a cache encodes frames: a prompt does, for FSDP also without any.
+
+    Frames that the cache has already are not encoded again. ShapeError refuses other frames, because the earlier text
+    would lack them; but if `generate` repeats frames, every pass attends to those that come with it, as unpatched.
+    """
+    visual = cache_state.frames
+    if visual is None:
+        return not inputs.past_length or inputs.total_frames > 0
+    if inputs.frames is None or not inputs.total_frames:
+        return False
+    same = _fingerprint(inputs) in cache_state.frame_fingerprints
+    # The frames of one rank may be the same while those of another are not.
+    if not inputs.compares_values_of_frames:
+        same = all(number for (number,) in family.context.comm.gather_ints([int(same)]))
+    if same:
+        return family.repeats_frames and torch.is_grad_enabled()
+    if family.repeats_frames:
+        return True
+    raise ShapeError(
+        f"{inputs.total_frames} frames were passed with a cache that holds {visual.total_frames} others already; "
+        "leave frames out to continue with those of the cache, or pass new frames with the whole conversation and "
+        "without the cache"
+    )
+
+
+def _fingerprint(inputs: ForwardInputs) -> tuple[int, ...]:
+    """Return the fingerprint of the frames that the caller passes."""
+    assert inputs.frames is not None
+    return fingerprint_of(inputs.frames, inputs.on_host("sample of frames"))
+
+
+def _embedded_frames(
+    family: Any, inputs: ForwardInputs, parts: Sequence[Rows], cache_state: SequenceParallelCacheState | None
+) -> list[list[VisualTokens] | None]:
+    """Return, for each part of the rows, the embeddings of frames that this rank's rows of it have; None without any.
+
+    Each rank encodes its frames, and sends their embeddings to the ranks of their rows: all of them here, so that the
+    layers begin without those of other rows. All ranks call it together. Frames of an earlier pass are text by now.
+    """
+    comm, past = family.context.comm, inputs.past_length
+    if cache_state is not None and past and not inputs.total_frames:
+        return [None] * len(parts)
+    layout, embeddings = family.media_position(inputs), local_embeddings(family, inputs)
+    if cache_state is not None and layout.tokens.total:
+        tokens = layout.tokens
+        if past:
+            earlier = FrameTokens.none() if cache_state.media_position is None else cache_state.media_position
+            tokens = earlier.followed_by(tokens, past, cache_state.rows_of(inputs.batch))
+        cache_state.media_position = tokens
+    if embeddings is None:
+        return [None] * len(parts)
+    found: list[list[VisualTokens] | None] = []
+    for rows in parts:
+        if isinstance(rows, TextShards) and family.context.config.self_attention != "local":
+            start, stop = 0, rows.length
+            by_rank = [rows.positions(rank) for rank in range(comm.size)]
+        else:
+            start, stop = (rows.start, rows.stop) if isinstance(rows, range) else (0, rows.length)
+            by_rank = [torch.arange(stop - start)] * comm.size
+        routes = layout.between(start, stop).routes(by_rank, comm.rank)
+        found.append(routes.exchange(embeddings, comm, embeddings.shape[1] // family.text_config.hidden_size))
+    return found
+
+
+# The layers.
+
+
+def _state_of_rows(
+    family: Family,
+    inputs: ForwardInputs,
+    rows: Rows,
+    attended: AttendedFrames | None,
+    embedded: list[VisualTokens] | None,
+    cache_state: SequenceParallelCacheState | None,
+) -> ForwardState:
+    """Return the state that the layers share while they compute a part of the rows."""
+    context, frames = family.context, None
+    facts: Mapping[str, Tensor] = {}
+    if isinstance(rows, TextShards):
+        if attended is not None:
+            frames, facts = _frames_of_shards(family, inputs, rows, attended)
+        recorder = None
+        if cache_state is not None and not isinstance(rows, StarText):
+            recorder = _recorder(family, inputs, rows, attended, cache_state)
+        return ForwardState(context, text=rows, frames=frames, rows=facts, visual_tokens=embedded, recorder=recorder)
+    assert cache_state is not None
+    cached_text = None
+    if cache_state.text is not None:
+        cache_state.text.extend(len(rows))
         on_host = inputs.on_host("attention_mask")
-        valid = mask if on_host is None else on_host
-        cached_text = functools.partial(text.rectangles, length, valid)
-        mask = dummy_mask(embeds)
-    mask = family.text_mask(embeds, mask, positions, cache)
-    tokens = int(cache.get_seq_length()) + length
-    recorder = _recorder(frames, tokens)
-    state = frames.state_of_rows(start, length, tokens, cached_text=cached_text, recorder=recorder)
+        valid = inputs.attention_mask if on_host is None else on_host
+        cached_text = functools.partial(cache_state.text.rectangles, len(rows), valid)
+    if attended is not None:
+        mask, facts = attended.mask, attended.facts
+        if rows.start:
+            mask = mask.take(torch.arange(rows.start, rows.stop))
+            facts = {name: x[:, rows.start :] for name, x in facts.items()}
+        assert isinstance(attended.source, VisualKVCache)
+        frames = attended.source.frames_of(mask, context.comm)
+    return ForwardState(
+        context,
+        frames=frames,
+        rows=facts,
+        cached_text=cached_text,
+        visual_tokens=embedded,
+        tokens=inputs.past_length + rows.stop,
+        recorder=_recorder(family, inputs, rows, attended, cache_state),
+    )
+
+
+def _frames_of_shards(
+    family: Family, inputs: ForwardInputs, text: TextShards, attended: AttendedFrames
+) -> tuple[Frames, Mapping[str, Tensor]]:
+    """Return the frames of a pass with a sharding of the text, and the facts about this rank's rows."""
+    source, context = attended.source, family.context
+    frames = Frames.of_shards(source, attended.mask, text, inputs.units_per_frame)
+    if isinstance(source, VisualFeatures):
+        index = functools.partial(family.unit_index, inputs, source.units)
+        frames = select_strategy(context, frames, source, text, index, family.cross_attention_shape())
+    if context.config.self_attention == "local":
+        return frames, attended.facts
+    return frames, {name: text.shard(x, 1) for name, x in attended.facts.items()}
+
+
+def _recorder(
+    family: Family,
+    inputs: ForwardInputs,
+    rows: Rows,
+    attended: AttendedFrames | None,
+    cache_state: SequenceParallelCacheState,
+) -> AnyRecorder | None:
+    """Return what records the attention of the last row to the frames, if it is recorded; None without frames."""
+    if not family.context.records:
+        return None
+    record = family.context.records[-1]
+    positions = rows.positions(rows.comm.rank) if isinstance(rows, TextShards) else None
+    if attended is not None:
+        assert isinstance(attended.source, VisualKVCache)
+        return record.begin_pass(attended.source, attended.mask, inputs.length, positions)
+    if family.has_cross_attention or cache_state.media_position is None:
+        return None
+    stored = None if cache_state.text is None else cache_state.text.positions
+    return record.begin_token_pass(
+        cache_state.media_position,
+        cache_state.rows_of(inputs.batch),
+        inputs.length,
+        inputs.past_length + inputs.length - 1,
+        keys=stored if positions is None else positions,
+        positions=positions,
+        valid=_visible_tokens(inputs.attention_mask),
+    )
+
+
+def _visible_tokens(mask: Any) -> Tensor | None:
+    """Return (tokens,) bool, the tokens of the first sample that its last row may attend to; None: all."""
+    mask = mask.get("full_attention") if isinstance(mask, dict) else mask  # prepared by `generate`
+    if mask is None:
+        return None
+    row = mask[0] if mask.dim() == 2 else mask[0, 0, -1]
+    return row == 0 if row.is_floating_point() else row.bool()
+
+
+def _run_rows(
+    family: Family, inputs: ForwardInputs, rows: Rows, state: ForwardState, cache: Any, kwargs: Mapping[str, Any]
+) -> Any:
+    """Run the decoder on a part of the rows, this rank's or all of them; return its output."""
+    text, mask, positions, comm = inputs.text, inputs.attention_mask, inputs.positions, family.context.comm
+    has_frames = state.frames is not None or bool(state.visual_tokens)
+    if isinstance(rows, TextShards):
+        _count_shards(family, inputs, rows.local if state.shards_text else inputs.length)
+        # Without sharding, every rank computes all text, with the same dropout masks. The vision tower may have drawn
+        # other random numbers on each rank.
+        if not state.shards_text and family.model.training:
+            share_random_state(comm, text.device)
+        if state.text_mask != "decoder":
+            text, positions = rows.shard(text, 1), rows.shard(positions, -1)
+        elif mask is None and not inputs.detects_packing:
+            # A mask of ones keeps transformers from looking at positions.
+            mask = torch.ones(inputs.batch, inputs.length, dtype=torch.long, device=text.device)
+    elif rows.start:
+        text, positions = text[:, rows.start :], positions[..., rows.start :]
+    embeds = family.model.get_input_embeddings()(text) if inputs.inputs_embeds is None else text
+    if state.text_mask == "decoder":
+        mask = family.text_mask(embeds, mask, positions, cache)
+    else:  # the mask is in the state, and transformers passes on a mask of four dimensions
+        mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=embeds.device)
     embeds = state.embedded(embeds)  # the embeddings of the text alone are freed
+    if isinstance(rows, TextShards) and not has_frames:
+        embeds = with_accumulated_gradients(embeds, family.model)
     return family.run_decoder(embeds, positions, mask, cache, state, **kwargs)
 
 
-def _recorder(frames: PassFrames, tokens: int, shards: TextShards | None = None) -> AnyRecorder | None:
-    """Return what records the attention of the last row to the frames, if it is recorded; None without frames.
-
-    `tokens` is the number of tokens so far, including those of this pass; `shards` is the sharding of the rows.
-    """
-    records = frames.family.context.records
-    if not records:
-        return None
-    return frames.begin_record(records[-1], tokens, None if shards is None else shards.positions(shards.comm.rank))
-
-
-def _requested_rows(
-    inputs: ForwardInputs, wanted: int | Tensor, text: TextShards, local: Tensor, query: Tensor | None = None
-) -> Tensor:
-    """Return, on every rank, the hidden states of the `wanted` rows (`logits_to_keep`).
-
-    `local` (B, s, C) is the shard of the first rows; `query` (B, r, C) has the rows after them, on every rank.
-    """
-    every_row = isinstance(wanted, int) and wanted == 0
-    if every_row or (isinstance(wanted, Tensor) and wanted.dim() == 2):
-        whole = text.unshard(local, 1)
-        return select_logit_rows(whole if query is None else torch.cat([whole, query], dim=1), wanted)
-    rows = select_logit_rows(torch.arange(inputs.length)[None], wanted)[0]
-    sharded = rows < text.length
-    if query is None or bool(sharded.all()):
-        return text.gather_rows(local, rows)
-    out = query[:, (rows - text.length).clamp(min=0).to(query.device)]
-    if bool(sharded.any()):
-        out[:, sharded.to(out.device)] = text.gather_rows(local, rows[sharded])
-    return out
-
-
-def _broadcast(family: Family, hidden: Tensor) -> Tensor:
-    """Return the hidden states (..., r, C) of rank 0 if there are few rows, so that all ranks have the same bits."""
-    if hidden.shape[-2] <= BROADCAST_ROWS and not hidden.requires_grad:
-        return family.context.comm.broadcast(hidden, "hidden")
-    return hidden
+def _count_shards(family: Family, inputs: ForwardInputs, local_tokens: int) -> None:
+    """Tell the context how many text tokens and frames this rank holds in this pass."""
+    local = span_length(frames_by_rank(family, inputs)[family.context.comm.rank]) if inputs.total_frames else 0
+    family.context.count_shards((local_tokens, inputs.length), (local, inputs.total_frames))

@@ -1,8 +1,8 @@
 """Small random models of the real class of each family, and batches for them.
 
 Tests, benchmarks and the checks on GPUs use them: `tiny_model("idefics")` has the smallest useful sizes,
-`tiny_model("idefics", Sizes(...))` has others. Each family has a module here, named as the `name` of its
-`FamilySpec` (`patches/__init__.py`), with these names:
+`tiny_model("idefics", Sizes(...))` has others. Each family has a module here, named as its entry in
+`FAMILIES` (`patches/__init__.py`), with these names:
 
 - `Case`: a `TinyCase` with the fields that only this family has.
 - `tiny_model(**overrides)`: a model in eval mode. No weight has a value that could hide a mistake, such as a gate of 0.

@@ -27,7 +27,7 @@ def shown_lines(rank: int, world: int) -> list[str]:
 def test_rank_0_of_several_reports_one_line_and_one_rank_reports_nothing() -> None:
     first, second = ranks(2).run(shown_lines)
     assert first == [
-        "[rank 0] MPlugOwl3ForConditionalGeneration is sequence-parallel over 2 rank(s): cross-attention by ring, "
+        "[rank 0] MPlugOwl3ForConditionalGeneration is sequence-parallel over 2 ranks: cross-attention by ring, "
         "self-attention by ring (zigzag text)"
     ]
     assert second == []

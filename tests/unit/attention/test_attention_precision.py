@@ -125,8 +125,14 @@ def test_rounded_gradients_of_shared_kv_heads_are_as_good_as_one_device(n: int) 
 
 def joint_ulysses_dtypes(comm: Communicator) -> list[list[torch.dtype]]:
     """The dtypes that joint attention over head-sharded and other keys merges and adds; 2 ranks share one KV head."""
-    q, k, do = torch.randn(3, 1, 2, 4, 8).bfloat16()
-    k = k[:, :1].contiguous().requires_grad_()
+    whole_q, whole_k, whole_do = torch.randn(3, 1, 2, 8, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = [x.double().requires_grad_() for x in (whole_q, whole_k[:, :1], whole_k[:, :1])]
+    exact_o = scaled_dot_product_attention(*exact, scale=1.0, enable_gqa=True)
+    exact_o.backward(whole_do.double())
+
+    own = slice(4 * comm.rank, 4 * comm.rank + 4)
+    q, do, k = (x[:, :, own].contiguous() for x in (whole_q, whole_do, whole_k[:, :1]))
+    k.requires_grad_()
     problem, masks = problem_of(q.shape, k.shape, (4, 4), q.dtype, "auto"), FullBlockMasks(1, 4, (4, 4))
     by_heads, ring = (call_spec_for(name, None, masks, problem, torch.float32) for name in ("ulysses", "ring"))
     keys, layout = head_sharded(q, [GivenKeys(by_heads, k, k), GivenKeys(ring, k, k)], comm)
@@ -135,10 +141,18 @@ def joint_ulysses_dtypes(comm: Communicator) -> list[list[torch.dtype]]:
     block_math, inputs = BlockMath("auto", 1.0), keys[0].inputs()
     o, lse = joint._forward(comm, block_math, [(keys[0], inputs)], q)
     rows = FinalRows(q, o.bfloat16(), lse, do)
-    dq, grads = joint._backward(comm, block_math, keys[0], rows, keys[0].for_backward(inputs)[1], [True, True])
-    assert comm.bytes.sent["o"] == comm.bytes.sent["dq"] == comm.bytes.sent["q"] // 2, "sent in 16 bits; q twice"
-    assert "k" not in comm.bytes.sent, "saved head-sharded"
+    for_backward, saved = keys[0].for_backward(inputs)
+    dq, grads = joint._backward(comm, block_math, for_backward, rows, saved, [True, True])
+
+    sent = comm.bytes.sent
+    assert sent["o"] == sent["dq"] == sent["q"] // 2 == sent["do"] == q.nbytes // 2, "sent in 16 bits; q twice"
+    assert sent["dk"] == sent["dv"] == k.nbytes, "partial sums, in 16 bits"
+    assert "k" not in sent, "saved head-sharded"
+    references = [x[:, :, own] for x in (exact_o, *(x.grad for x in exact))]
+    for found, reference in zip((o, dq, *grads), references, strict=True):
+        assert relative_error(found, reference) < 0.01
     of_keys = keys[0].row_layout.gather_kv_grads(torch.ones(1, 1, 8, 8), torch.ones(1, 1, 8, 8), 1, q.dtype)
+    assert all(bool((x == comm.size).all()) for x in of_keys), "each rank has a part of the one KV head"
     return [[x.dtype for x in (o, dq, *of_keys)], [x.dtype for x in grads if x is not None]]
 
 

@@ -122,6 +122,7 @@ REFUSED = [
     ("convert", ["--model", "llava"], "LlavaForConditionalGeneration (model_type 'llava') does not belong to a suppor"),
     ("convert", ["--language_model", "clip", "--vision_model", "clip"], "'clip'; OpenFlamingo supports gpt_neox"),
     ("convert", ["--model", "x", "--output", "llava"], "it exists and is not an empty directory"),
+    ("example", ["--output", "/dev/null/new"], "--output /dev/null/new: cannot be created (File exists); choose"),
     ("example", ["--output", "llava"], "exists and is not an empty directory; choose another name"),
     ("check-data", ["none.jsonl"], "none.jsonl: cannot be read (No such file or directory)"),
     ("check-data", ["a.jsonl", "--fps", "inf"], "--fps: inf is not allowed; give a number above 0"),

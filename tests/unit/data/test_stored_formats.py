@@ -18,7 +18,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from clips import write_clip
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from chats import chat, write_rows
 from mllm_seqpar.data import ChatDataset, chat_family, load_local_images
@@ -320,9 +320,11 @@ def test_missing_datasets_and_damaged_tables_are_named(tmp_path: Path, monkeypat
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match=r"a.parquet: cannot be read by `datasets` \(Parquet file size is 4 bytes"):
         open_records(tmp_path / "a.parquet")
-    for number, answer in enumerate(("Red.", 1)):
+    for number, answer in enumerate((1, "Red.")):
         arrow.parquet.write_table(arrow.table({"answer": [answer]}), tmp_path / f"b-{number}.parquet")
-    with pytest.raises(DataError, match="2 files: .*Field answer has incompatible types: string vs int64.*same type"):
+    with pytest.raises(
+        DataError, match="2 files: .*Failed to parse string: 'Red.' as a scalar of type int64.*same type"
+    ):
         open_records(tmp_path / "b-*.parquet")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"a.parquet: reading parquet, .* pip install 'mllm-seqpar\[data\]'"):
@@ -353,6 +355,20 @@ def test_parquet_files_of_a_split_may_have_different_columns(tmp_path: Path) -> 
     assert [to_chat(x)["messages"][0]["content"][0]["type"] for x in (first, second)] == ["image", "video"]
 
 
+def test_types_that_cannot_be_merged_become_that_of_the_first_parquet_file(tmp_path: Path) -> None:
+    import datasets
+
+    features = datasets.Features({"id": datasets.Value("string"), "image": datasets.Image()})
+    first = datasets.Dataset.from_dict({"id": ["a"], "image": [{"bytes": b"x", "path": "a.png"}]}, features)
+    first.to_parquet(str(tmp_path / "train-00000-of-00002.parquet"))
+    second = arrow.table({"id": [7], "image": [b"y"], "start": [1]})
+    arrow.parquet.write_table(second, tmp_path / "train-00001-of-00002.parquet")
+    records = open_records(tmp_path)
+    assert [records.record(index)["id"] for index in range(2)] == ["a", "7"] and records.record(1)["start"] == 1
+    files = [records.locate(index, records.record(index)["image"][0]) for index in range(2)]
+    assert [Path(file).read_bytes() for file in files] == [b"x", b"y"]
+
+
 def test_data_urls_are_files_of_the_cache(tmp_path: Path, media: Path, processor: Any, cache: Path) -> None:
     content = base64.b64encode((media / "1.png").read_bytes()).decode()
     part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{content}"}}
@@ -370,7 +386,7 @@ def test_data_urls_are_files_of_the_cache(tmp_path: Path, media: Path, processor
     [
         (b'{"question": "What?", "answer": ' + b"[" * 100_000, "a.jsonl:1: not JSON .maximum recursion depth exceeded"),
         (b"[" * 100_000, "a.jsonl: not JSON .maximum recursion depth exceeded"),
-        (gzip.compress(b"{}"), "a.jsonl: is compressed by gzip; decompress it, e.g. gunzip a.jsonl"),
+        (gzip.compress(b"{}", mtime=0), "a.jsonl: is compressed by gzip; decompress it, e.g. gunzip a.jsonl"),
         (b'{"conversations": [{"from": ["human"], "value": "What?"}]}', r"a.jsonl:1: turn 0 .* is from \['human'\]"),
         (
             b'{"messages": [{"role": "user", "content": [{"type": ["text"]}]}]}',
@@ -430,6 +446,40 @@ def test_files_of_one_split_of_texts_are_one_data_set(tmp_path: Path, suffix: st
         open_records(tmp_path)
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_media_of_files_in_several_folders_are_not_confused(tmp_path: Path, suffix: str) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.mp4").write_text(name)
+        row = {"question": "What is it?", "answer": "Red.", "videoID": "1", "video": f"{name}/1.mp4"}
+        if suffix == ".jsonl":
+            (tmp_path / name / "train.jsonl").write_text(json.dumps(row))
+        else:
+            table = arrow.table({key: [value] for key, value in row.items()})
+            arrow.parquet.write_table(table, tmp_path / name / "train.parquet")
+    records = open_records(tmp_path / f"*/train{suffix}")
+    for index, name in enumerate(("a", "b")):
+        if suffix == ".jsonl":  # paths start at the folder of the file that names them
+            assert Path(records.locate(index, "1.mp4")).read_text() == name
+            assert Path(records.locate(index, "video-id:1")).read_text() == name
+        else:  # the file of a row is not known, so they start at the folder of all files
+            assert Path(records.locate(index, f"{name}/1.mp4")).read_text() == name
+            with pytest.raises(VideoError, match="1.mp4: no such file"):
+                records.locate(index, "1.mp4")
+    with_root = open_records(tmp_path / f"*/train{suffix}", media_root=tmp_path / "b")
+    assert [Path(with_root.locate(index, "1.mp4")).read_text() for index in range(2)] == ["b", "b"]
+
+
+def test_other_texts_beside_a_data_set_in_a_directory_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train/a.json").write_text("{}")
+    (tmp_path / "train/metadata.jsonl").write_text(json.dumps({"file_name": "a.mp4", "text": "Red."}))
+    assert open_records(tmp_path).record(0) == {"file_name": "a.mp4", "text": "Red."}
+    (tmp_path / "train.jsonl").write_text(json.dumps({"question": "What is it?", "answer": "Red."}))
+    (tmp_path / "results.csv").write_text("model,accuracy\na,0.5")
+    assert open_records(tmp_path).record(0)["question"] == "What is it?"
+
+
 def test_damaged_index_of_splits_is_named(tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text("")
     with pytest.raises(DataError, match="dataset_dict.json: not an index of splits .*was the download complete"):
@@ -446,11 +496,16 @@ def test_columns_of_views_and_of_nested_lists(tmp_path: Path) -> None:
         ChatDataset(tmp_path / "b.parquet", None)
 
 
-def test_images_of_16_bits_keep_their_shades_and_those_of_too_many_pixels_are_named(tmp_path: Path) -> None:
+def test_images_of_16_bits_keep_their_shades_and_those_of_too_many_pixels_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shades = numpy.arange(48, dtype=numpy.uint16).reshape(6, 8) * 1300
     Image.fromarray(shades).save(tmp_path / "a.png")
     expected = torch.from_numpy((shades >> 8).astype(numpy.uint8))
     assert torch.equal(read_image(str(tmp_path / "a.png"), None), expected.expand(3, 6, 8))
+    with monkeypatch.context() as patched:
+        patched.setitem(PngImagePlugin._MODES, (16, 0), ("I", "I;16B"))  # as in Pillow 10.0 to 10.2
+        assert torch.equal(read_image(str(tmp_path / "a.png"), None), expected.expand(3, 6, 8))
     Image.new("1", (20_000, 10_000)).save(tmp_path / "b.png")
     with pytest.raises(VideoError, match="b.png: not a readable image .Image size .200000000 pixels. exceeds limit"):
         read_image(str(tmp_path / "b.png"), None)

@@ -49,7 +49,7 @@ def test_options_become_settings() -> None:
         ([*ASK, "--start", "3", "--end", "3"], "--end: 3 is not after the start of the clip, 3; give a later time"),
         ([*SET, "--start", "3"], "--start 3.0 would have no effect: --questions names the videos"),
         ([*SET, "--template", "Letter?"], "it has no {question}"),
-        ([*SET, "--video", "v.mp4"], "--questions names the videos"),
+        ([*SET, "--video", "v.mp4"], "--video v.mp4 would have no effect: --questions names the videos"),
         (SET[:4], "--questions needs --output FILE"),
         ([*SET, "--choices", "--max_new_tokens", "9"], "--choices generates no text"),
         ([*ASK, "--video", "w.mp4", "--features", "f"], "--features and several --video"),

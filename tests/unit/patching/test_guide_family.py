@@ -10,25 +10,26 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import IdeficsConfig
+from torch import nn
+from transformers import IdeficsConfig, PreTrainedConfig
 
 from family_directories import make_idefics
-from family_harness import check_exact, check_tokens
+from family_harness import check_exact, check_tokens, model_of, traces
 from mllm_seqpar import patch_model, register_adapter
 from mllm_seqpar.comm import Communicator, run_loopback
+from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.data import chat_family
 from mllm_seqpar.data.sources import ImageTensorSource
-from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.families import family_specs
+from mllm_seqpar.errors import AdapterError, ConfigError
 from mllm_seqpar.inference import Sampling
 from mllm_seqpar.inference.conversation import Conversation
+from mllm_seqpar.integrations.transformers.inputs import text_arguments
 from mllm_seqpar.models.loading import load_model, load_processor
-from mllm_seqpar.patches import sizes
 from mllm_seqpar.patching import registry
 from mllm_seqpar.planner.model_sizes import read_model
 from tiny_models.idefics import Case
@@ -63,6 +64,48 @@ def test_family_of_the_guide_generates_the_tokens_of_unpatched(family: Any) -> N
     case = Case(frames=(2, 1), mask="before", labels=None)
     for given in ({}, {"num_beams": 2}):
         check_tokens("idefics", 2, case, given)
+
+
+class Beside:
+    """A decoder whose first layer has no attention to text."""
+
+    def __init__(self, decoder: Any) -> None:
+        self.decoder, self.layers = decoder, [nn.Identity(), *decoder.layers]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.decoder, name)
+
+    def __call__(self, **kwargs: Any) -> Any:
+        return self.decoder(**kwargs)
+
+
+def test_first_layer_of_a_decoder_may_attend_to_no_text(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = sys.modules[family.__module__].run_layers
+    monkeypatch.setattr(family, "decoder", property(lambda self: Beside(self.model.model)))
+    monkeypatch.setattr(family, "install_more", lambda self, patch: patch.set_forward(self.model.model, forward))
+    check_exact("idefics", 2, Case(frames=(2, 1), padding="left", options={"self_attention": "local"}))
+
+
+def test_family_without_attention_to_text_is_refused(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("idefics", Case())
+    blocks = SimpleNamespace(layers=model.model.gated_cross_attn_layers)
+    monkeypatch.setattr(family, "decoder", property(lambda self: blocks))
+    before = traces(model)
+    with pytest.raises(AdapterError, match="MyFamily: no layer of SimpleNamespace has a self_attn"):
+        patch_model(model)
+    assert traces(model) == before
+
+
+def test_config_need_not_describe_images_or_caches(family: Any) -> None:
+    model = SimpleNamespace(config=PreTrainedConfig(), get_input_embeddings=lambda: nn.Embedding(2, 2), training=False)
+    context: Any = SimpleNamespace(comm=SimpleNamespace(size=1), config=SeqParConfig())
+    found = family(model, context)
+    with pytest.raises(AdapterError, match=r"MyFamily: .* attribute 'vision_config'\); define blank_frame"):
+        found.blank_frame()
+    found.__dict__ |= {"text_config": model.config, "checkpointed_modules": []}
+    model.model = nn.Identity()  # the decoder
+    assert not text_arguments(found, {})["use_cache"]
+    assert text_arguments(found, {"use_cache": True})["use_cache"]
 
 
 TEMPLATE = """{%- for message in messages %}{{- message['role'] + ':' }}
@@ -101,19 +144,12 @@ def test_planner_takes_the_sizes_of_an_external_family(family: Any, tmp_path: Pa
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
     expected = read_model(tmp_path)
-    assert expected == family.model_sizes(config, tmp_path.name), "the page describes what the package does"
+    assert expected == family.sizes["idefics"](config, tmp_path.name), "the page describes what the package does"
     file.write_text(json.dumps(config | {"model_type": "mine"}))
     with pytest.raises(ConfigError, match="model_type 'mine'; known model types: idefics, mllama"):
         read_model(tmp_path)
-    family.model_types = ("mine",)
+    family.sizes = {"mine": family.sizes["idefics"]}
     assert read_model(tmp_path) == expected
-
-
-def test_index_states_the_model_types_of_the_classes() -> None:
-    """Planning reads the index, because it imports no class."""
-    for spec in family_specs():
-        assert spec.load().model_types == spec.model_types != (), spec.name
-        assert spec.load().model_sizes is getattr(sizes, spec.name)
 
 
 def test_class_with_instance_methods_is_no_adapter() -> None:

@@ -190,7 +190,7 @@ def test_first_pass_logs_what_a_rank_holds(caplog: pytest.LogCaptureFixture) -> 
         model(tiny_text(2), tiny_frames(2), use_cache=False)
         model(tiny_text(2), tiny_frames(2), use_cache=False)
     assert [record.getMessage() for record in caplog.records] == [
-        "MPlugOwl3ForConditionalGeneration is sequence-parallel over 1 rank(s): cross-attention by lv-xattn, "
+        "MPlugOwl3ForConditionalGeneration is sequence-parallel over 1 rank: cross-attention by lv-xattn, "
         "self-attention by ring (zigzag text)",
         "rank 0 of 1 holds 12 of 12 text tokens (padding included) and 2 of 2 frames",
     ]

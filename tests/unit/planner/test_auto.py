@@ -143,6 +143,8 @@ def test_cluster_file_is_compared_between_ranks_and_with_their_number(tmp_path: 
 
     run_loopback(2, on_rank)
     assert selector(as_communicator(None), "one-process.yaml").cluster.links == "none"
+    named = selector_for(SeqParConfig(strategy="auto", cluster="a100-80g-4x4"), as_communicator(None))
+    assert named.cluster.name == "a100-80g-4x4"
 
 
 SHAPE = AttentionShape(heads=2, kv_heads=2, dim=16)

@@ -158,6 +158,9 @@ def test_visible_fractions_scale_the_computation() -> None:
     assert half.seconds == pytest.approx(full / 2, rel=1e-6)
     diagonal = [[float(i == j) for j in range(8)] for i in range(8)]
     assert computing(EVEN, RING, SLOW_KERNEL, backward=False, visible=diagonal) == pytest.approx(full / 8)
+    assert computing(EVEN, REPLICATE, SLOW_KERNEL, backward=False, visible=diagonal) == pytest.approx(full / 8)
+    last = [[float(i == 7)] * 8 for i in range(8)]
+    assert computing(EVEN, REPLICATE, SLOW_KERNEL, backward=False, visible=last) == pytest.approx(full)
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 6, 8, 12, pytest.param(24, marks=pytest.mark.slow)])

@@ -18,21 +18,29 @@ from mllm_seqpar.masks import FrameBlockMasks, FrameMask
 from mllm_seqpar.patches.sizes import mplug_owl3 as model_sizes
 from mllm_seqpar.planner import Cluster, ParallelSpec, read_cluster
 from mllm_seqpar.planner.descriptions import find_file
-from mllm_seqpar.planner.memory import CHUNK_BYTES, COMMUNICATOR_BYTES, COMMUNICATORS, KINDS, USABLE, peak_memory
+from mllm_seqpar.planner.memory import (
+    CHUNK_BYTES,
+    COMMUNICATOR_BYTES,
+    COMMUNICATORS,
+    KINDS,
+    USABLE,
+    peak_memory,
+    receive_buffer_bytes,
+)
 from mllm_seqpar.planner.model_sizes import read_model
-from mllm_seqpar.planner.plan import HOST_LINK, PARTS, StrategyPlan, make_plan, max_frames
+from mllm_seqpar.planner.plan import HOST_LINK, PARTS, StrategyPlan, attention_selection, make_plan, max_frames
 from mllm_seqpar.planner.workload import TARGETS, Workload
 from mllm_seqpar.runtime import visual_features
 from mllm_seqpar.sharding import frame_spans, sequence_positions
 from tiny_models.mplug_owl3 import tiny_model
 
 OWL = read_model(find_file("model", "mplug-owl3-7b"))
-A100 = read_cluster(find_file("cluster", "a100-80g-4x4"))
+A100 = read_cluster("a100-80g-4x4")
 STEP = Workload(model=OWL, frames=4096, text=8192, gpus=16)
 LV, RING = ParallelSpec("lv-xattn", (16, 1)), ParallelSpec("ring", (1, 16))
 MESH, REPLICATE = ParallelSpec("mesh", (4, 4)), ParallelSpec("replicate", (16, 1))
 ONE_GPU, LV8 = ParallelSpec("lv-xattn", (1, 1)), ParallelSpec("lv-xattn", (8, 1))
-A30 = read_cluster(find_file("cluster", "a30-24g-8x1"))
+A30 = read_cluster("a30-24g-8x1")
 ASK = replace(STEP, gpus=8, trained="none", parameter=2)
 KEYS = 256 * 729
 """Visual tokens of each rank."""
@@ -91,6 +99,18 @@ def test_backward_depends_on_what_is_trained_and_recomputed() -> None:
     again = {"checkpointing": True, "recompute_attention": True}
     assert backward("cross-attention", **again) > 1.2 * backward("cross-attention")
     assert backward("cross-attention", checkpointing=True) == pytest.approx(backward("cross-attention"))
+    projection = 4 * 256 * 729 * 3584 * 4 * 128 / A100.matmul * OWL.cross.layers  # of the gradient of the features
+    frozen = backward("cross-attention", trained="language")
+    assert frozen == pytest.approx(backward("cross-attention") - projection)
+
+
+def test_features_have_a_gradient_where_something_before_them_is_trained() -> None:
+    for trained, expected in {"all": 1, "no-vision": 1, "connector": 1, "language": 0, "none": 0}.items():
+        given = replace(STEP, trained=trained)
+        assert given.visual.trained == given.trains_features == expected
+    for target, expected in {"connector": 1, "cross": 0}.items():
+        given = replace(STEP, lora_r=8, lora_target=(target,))
+        assert given.visual.trained == given.trains_features == expected
 
 
 def test_recomputed_layers_send_at_most_head_shards_again() -> None:
@@ -131,6 +151,24 @@ def test_auto_self_attention_is_the_fastest() -> None:
     names = ("auto", "ring", "mesh", "ulysses")
     auto, *others = [lv_plan(self_attention=name).parts["self-attention"].seconds for name in names]
     assert auto == min(others) < others[0]
+
+
+def test_plan_has_the_text_that_the_runtime_selects() -> None:
+    """Ring Attention unless another strategy is faster by more than the margin, with the memory of the selected one."""
+    auto = replace(STEP, model=read_model(find_file("model", "idefics-9b")), frames=64, gpus=4, self_attention="auto")
+    times = attention_selection(auto, A100, "self-attention").candidates
+    assert times[0].spec.strategy == "mesh" and make_plan(auto, A100).text == ParallelSpec("ring", (1, 4))
+    auto = replace(STEP, gpus=4, self_attention="auto", checkpointing=True)
+    plan = make_plan(auto, A100)
+    assert plan.text == ParallelSpec("ulysses", (1, 1), 4)
+    for row in plan.rows:
+        assert row.memory == peak_memory(replace(auto, self_attention="ulysses"), row.spec)
+    mesh = make_plan(replace(auto, gpus=12, self_attention="mesh"), A100, ("lv-xattn",))
+    assert mesh.text.mesh_shape != (2, 6)  # which sends the fewest bytes: the plan's options have a tile
+    calls = [(mesh.workload.problem("cross-attention"), mesh.rows[0].spec)]
+    calls += [(mesh.workload.problem("self-attention"), mesh.text)]
+    nccl = COMMUNICATORS * COMMUNICATOR_BYTES
+    assert mesh.rows[0].memory["transfers"] == nccl + receive_buffer_bytes(calls, training=True)
 
 
 def test_chunked_mlps_are_recomputed_once() -> None:
@@ -205,6 +243,10 @@ def test_memory_of_transfers() -> None:
     assert memory(LV, self_attention="local")["transfers"] > nccl
     assert memory(ParallelSpec("ulysses", (1, 1), 4), gpus=4, self_attention="ulysses")["transfers"] == nccl
     assert memory(ONE_GPU, gpus=1)["transfers"] == 0
+    # A mesh of text has the shape that sends the fewest bytes in both passes, as in the runtime, even in inference.
+    ask, lv = replace(STEP, gpus=12, trained="none", self_attention="mesh"), ParallelSpec("lv-xattn", (12, 1))
+    calls = [(ask.problem("cross-attention"), lv), (ask.problem("self-attention"), ParallelSpec("mesh", (2, 6)))]
+    assert peak_memory(ask, lv)["transfers"] == nccl + receive_buffer_bytes(calls, training=False)
 
 
 def test_strategy_that_does_not_fit_comes_last() -> None:

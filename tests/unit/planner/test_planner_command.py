@@ -160,6 +160,16 @@ def test_plan_of_too_long_a_video_says_what_would_fit(capsys: pytest.CaptureFixt
     printed = " ".join(capsys.readouterr().out.split())
     assert "Nothing fits with 86,400 frames; at most" in printed and "GPUs are enough." in printed
     assert "lv-xattn needs the least memory" in printed and "self-attention ulysses 4 x" in printed
+    assert "are planned with" not in printed
+    assert plan("--keep-visual", "--mlp-chunk-size", "256", frames="86400", text="90000") == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.endswith("All strategies are planned with recompute_visual=False, mlp_chunk_size=256.")
+
+
+def test_plan_with_offload_has_the_host_memory_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--visual_offload", "cpu", "--trained", "none") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"features of a rank in host memory {256 * 729 * 3584 * 2 / 1e9:.3g} GB" in printed
 
 
 @pytest.fixture
@@ -195,7 +205,7 @@ def test_calibrate_writes_a_cluster_file(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["calibrate", "--device", "cpu", "--heads", "4", "--dim", "32", "--output", str(file)]) == 0
     cluster = read_cluster(file)
     printed = capsys.readouterr().err
-    assert "measured: 1 ranks on cpu, float32, 4 heads (4 KV heads) of 32" in printed
+    assert "measured: 1 rank on cpu, float32, 4 heads (4 KV heads) of 32" in printed
     assert cluster.decode_rate is not None and "decoding, one core: " in printed
     assert "kernel torch_cpu: " in printed and "kernel blocked_matmul: " in printed
     assert cluster.gpus_per_node == 1 and "links are not measured" in cluster.source

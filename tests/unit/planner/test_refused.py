@@ -90,7 +90,7 @@ def test_invalid_model_directory_is_rejected(config: str | None, message: str, t
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, r"there is no file .*c\.yaml; see configs"),
+        (None, r"c\.yaml' is neither a file nor a known name; known names: a100"),
         ("- 1\n", r"c\.yaml holds a list; expected fields"),
         ("a: [", r"c\.yaml is not YAML: .*\Z"),
     ],

@@ -23,11 +23,11 @@ def ends(timelines: Sequence[RankTimeline]) -> tuple[float, ...]:
 
 def test_step_takes_the_longer_of_transfer_and_computation() -> None:
     for seconds, overlap, end, exposed, hidden in (
-        (0.5, True, 1.0, 0.5, 0.5),  # bound by transfers: 1 GB at 1 GB/s
-        (3.0, True, 3.0, 0.0, 1.0),  # bound by computation
-        (3.0, False, 4.0, 1.0, 0.0),  # one after the other
+        (0.5, 1.0, 1.0, 0.5, 0.5),  # bound by transfers: 1 GB at 1 GB/s
+        (3.0, 1.0, 3.0, 0.0, 1.0),  # bound by computation
+        (3.0, 0.0, 4.0, 1.0, 0.0),  # one after the other
     ):
-        found = simulate(ring(4, 1000 * MB, seconds), 4, ROUND, overlap=overlap)
+        found = simulate(ring(4, 1000 * MB, seconds), 4, with_(overlap=overlap))
         for one in found:
             assert (one.seconds, one.exposed, one.hidden) == pytest.approx((end, exposed, hidden))
             assert (one.node_bytes, one.network_bytes) == (1000 * MB, 0)

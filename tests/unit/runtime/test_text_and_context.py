@@ -14,7 +14,7 @@ from mllm_seqpar.attention.keys import as_attended
 from mllm_seqpar.checkpointing import AutocastState
 from mllm_seqpar.comm import Communicator, LoopbackCommunicator, LoopbackWorld, run_loopback
 from mllm_seqpar.config import SeqParConfig
-from mllm_seqpar.integrations.transformers.frames import mask_over_samples
+from mllm_seqpar.integrations.transformers.family import mask_over_samples
 from mllm_seqpar.masks import Rectangle
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.star import StarText, block_length
@@ -102,7 +102,7 @@ def test_weights_are_compared_in_passes_1_2_4_8_and_reports_are_logged_once(capl
         assert [context.compares_weights() for _ in range(8)] == [p in (1, 2, 4, 8) for p in range(1, 9)]
         for _ in range(2):
             context.report_approximation(16, 4)
-            context.log_shard_sizes((6, 12), (3, 5))
+            context.count_shards((6, 12), (3, 5))
         texts = [record.getMessage() for record in caplog.records]
         assert sum("holds 6 of 12 text tokens" in text for text in texts) == 1
         assert len(texts) == (2 if rank == 0 else 1)

@@ -64,12 +64,14 @@ def test_chat_refuses_a_launcher_and_a_file_that_is_no_video(tmp_path: Path, mon
 
 
 @pytest.mark.skipif(importlib.util.find_spec("fastapi") is None, reason="fastapi is not installed (extra serve)")
-def test_port_in_use_is_reported_before_the_model_is_loaded() -> None:
+def test_address_that_cannot_be_used_is_reported_before_the_model_is_loaded() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(ConfigError, match="choose another port"):
             serve([*MODEL, "--port", str(taken.getsockname()[1])])
+    with pytest.raises(ConfigError, match="give an address of this machine as --host"):
+        serve([*MODEL, "--host", "192.0.2.1"])  # an address of no machine (RFC 5737)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("fastapi") is not None, reason="fastapi is installed")

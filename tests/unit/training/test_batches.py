@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -211,6 +212,24 @@ train()
 def test_a_program_with_an_error_that_nothing_catches_ends_while_batches_wait_for_the_limit() -> None:
     ended = subprocess.run([*PYTHON, "-c", UNCAUGHT], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1 and ended.stderr.endswith("RuntimeError: out of memory\n")
+
+
+class Panic(BaseException):
+    """As an error inside the Rust code of `tokenizers`, which is no Exception."""
+
+
+@pytest.mark.parametrize("step", ["open", "decode", "thread"])
+def test_what_a_thread_raises_reaches_the_one_that_waits(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    def failing(*args: Any) -> Any:
+        raise Panic if step != "thread" else RuntimeError("can't start new thread")
+
+    reader = SimpleNamespace(threads=1, open=lambda samples: SimpleNamespace(size=1), decode=lambda opened: opened)
+    setattr(reader, step, failing)
+    with closing(batches_module._ReadAhead(reader, 1)) as ahead:  # type: ignore[arg-type]
+        if step == "thread":
+            monkeypatch.setattr(ahead._decoding, "submit", failing)
+        with pytest.raises(RuntimeError if step == "thread" else Panic):
+            ahead.begin((0,)).result.result(10)
 
 
 def test_known_bad_samples_are_loaded_once_and_within_the_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

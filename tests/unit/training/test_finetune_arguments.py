@@ -97,6 +97,8 @@ def test_command_line_wins_over_the_configuration_file(tmp_path: Path) -> None:
         (["--save_minutes", "-1"], "-1.0 is not allowed; give 0 or more"),
         (["--on_bad_media", "ignore"], "--on_bad_media.*invalid choice: 'ignore'"),
         (["--fsdp"], "--fsdp True is not supported: use --shard_weights"),
+        (["--report_to", "no_tool"], "--report_to no_tool: transformers knows no such tool, or its package is not"),
+        (["--deepspeed", "zero.json"], "--deepspeed zero.json is not supported: it replaces the averaging"),
         (["--shard_weights"], "--shard_weights: there is one process; start several with --num_processes N"),
         (["--push_to_hub", "--hub_strategy", "every_save"], "every_save is not supported: --push_to_hub uploads the"),
         (["--lr", "1"], r"--lr 1 \(did you mean --learning_rate\?\)"),

@@ -111,7 +111,7 @@ def test_a_step_and_a_wait_that_end_with_an_error_are_counted(monkeypatch: pytes
     assert patch is not None
     throughput = Throughput(patch, torch.device("cpu"))
     with suppress(MemoryError), throughput.step({}):
-        patch.context.log_shard_sizes((1, 1), (5, 5))
+        patch.context.count_shards((1, 1), (5, 5))
         now[0] += 1
         raise MemoryError
     for interval in (throughput.data_wait(), throughput.pause()):

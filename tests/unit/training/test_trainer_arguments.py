@@ -32,7 +32,7 @@ def trainer(tmp_path: Path, model: Any = None, args: Any = (), **given: Any) -> 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"sequence_parallel_size": 2}, "2 ranks per sample do not divide 1 processes"),
+        ({"sequence_parallel_size": 2}, "2 ranks per sample need 2 processes, .* --num_processes 2"),
         ({"args": {"average_tokens_across_devices": False}}, "average_tokens_across_devices=False divides"),
         ({"args": {"accelerator_config": {"dispatch_batches": True}}}, "dispatch_batches=True lets rank 0 read"),
         ({"args": {"fsdp": True}}, "fsdp=True has no effect on CPU, .* launch with a configuration such as"),

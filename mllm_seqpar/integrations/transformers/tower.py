@@ -1,0 +1,260 @@
+"""The vision tower of a pass: each rank encodes its own frames, in as many calls as the other ranks make.
+
+FSDP2 gathers the parameters of a module when it runs, and DDP reduces gradients once they exist on all ranks: a rank
+that skips a module, or a parameter, stalls the others. The groups of one job have different batches, so before a pass
+encodes frames, all ranks that reduce gradients together agree on whether any of them has frames, and of which kind.
+
+FSDP2 is found by the classes of its modules. A model does not refer to the DDP that wraps it, but while DDP's forward
+runs, torch does (it uses this to compile such models).
+
+Shape legend: F frames of all samples and ranks, f frames of this rank, x visual tokens of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from mllm_seqpar._compat import active_ddp
+from mllm_seqpar._transfers import copy_to_device
+from mllm_seqpar.errors import AgreementError
+from mllm_seqpar.runtime.frames import unit_spans
+from mllm_seqpar.runtime.offload import HostFeatures, in_host_memory, stored_in_host_memory
+from mllm_seqpar.runtime.visual_features import VisualFeatures
+from mllm_seqpar.sharding import Spans, frame_bounds, frame_spans, span_length, take_spans
+
+from .inputs import ForwardInputs
+
+if TYPE_CHECKING:
+    from .family import DecoderOnlyFamily, Family
+
+
+def layout_of_frames(family: Family, inputs: ForwardInputs) -> str:
+    """Return how the frames of this pass map to ranks: as the caller has sharded them, or as the family states."""
+    shard, comm = inputs.visual_shard, family.context.comm
+    layout = family.frame_layout if shard is None else shard.layout(comm.rank, comm.size)
+    assert layout is not None, "checked before"
+    return layout
+
+
+def frames_by_rank(family: Family, inputs: ForwardInputs) -> Sequence[Spans]:
+    """Return the frames of every rank. Without frames, rank 0 has the empty one."""
+    return frame_spans(max(1, inputs.total_frames), family.context.comm.size, layout_of_frames(family, inputs))
+
+
+def local_features(family: Family, inputs: ForwardInputs) -> Tensor | None:
+    """Return the features (units, tokens, width) of this rank's frames; the vision tower encodes only those.
+
+    The tower encodes `vision_chunk_size` frames at a time, and makes as many calls on every rank as the rank with the
+    most frames needs. A rank with nothing left to encode runs it on one frame and discards the result, so that its
+    parameters have zero gradients rather than none and the gathers of FSDP stay in step. For the same reason a batch
+    without any frame gets an empty one, to which no token attends, if other ranks under the same FSDP2 or DDP have
+    frames (`agree_on_frames`). The empty frame is encoded, or zeros if the other ranks pass features, because they do
+    not run the tower then either. If no rank has frames, the result is None and the parameters have no gradient, as in
+    the unpatched model.
+    """
+    frames, total, units = inputs.frames, inputs.total_frames, inputs.units_per_frame
+    rank = family.context.comm.rank
+    weight = family.embedding_weight()
+    by_rank = frames_by_rank(family, inputs)
+    runs, shape = _tower_runs(family, inputs, max(map(span_length, by_rank)) if total else 0)
+    if total == 0:
+        if not runs:
+            return None
+        if shape is not None:
+            empty = torch.zeros((units, *shape), dtype=weight.dtype, device=weight.device)
+        else:
+            blank = family.blank_frame()
+            empty = _encode_in_runs(family, blank, blank, runs, units)
+        return empty if rank == 0 else empty[:0]
+    assert frames is not None
+    local = given = (frames, *inputs.extras)
+    if inputs.visual_shard is None:
+        multiple = units if inputs.frames_are_features else 1
+        spans = tuple((start * multiple, stop * multiple) for start, stop in by_rank[rank])
+        local = tuple(take_spans(x, spans) for x in given)
+    if inputs.frames_are_features:
+        features = local[0].flatten(0, local[0].dim() - 3)  # by units, if they came by frames
+        if family.context.config.visual_offload is not None:
+            return in_host_memory(features, weight.device)
+        return features.to(device=weight.device, dtype=_features_dtype(family, features))
+    # A run whose result is discarded uses one of the caller's frames, from any rank, so that a frame of a wrong size
+    # fails on every rank, and the caller's tensor has a zero gradient here rather than none.
+    spare = local if local[0].shape[0] else tuple(x if x.shape[0] else x.new_zeros((1, *x.shape[1:])) for x in given)
+    return _encode_in_runs(family, local, spare, runs, units)
+
+
+def local_embeddings(family: DecoderOnlyFamily[Any], inputs: ForwardInputs) -> Tensor | None:
+    """Return the embeddings (x, width) of this rank's frames, for a decoder-only model."""
+    comm, total = family.context.comm, inputs.total_frames
+    bounds = frame_bounds(total, comm.size)
+    start, stop = bounds[comm.rank]
+    runs, shape = _tower_runs(family, inputs, max(last - first for first, last in bounds))
+    if total == 0 and shape is not None:
+        weight = family.embedding_weight()
+        return torch.zeros(0, shape[1], dtype=weight.dtype, device=weight.device) if runs else None
+    if inputs.frames is not None and inputs.frames_are_features:
+        weight, (rows,) = family.embedding_weight(), family.frames_between(inputs, start, stop)
+        return rows.to(device=weight.device, dtype=weight.dtype)
+    parts = []
+    for number in range(runs):
+        first = min(start + number * max(1, -(-(stop - start) // runs)), stop)
+        last = min(first + max(1, -(-(stop - start) // runs)), stop)
+        if first < last:
+            own = family.frames_between(inputs, first, last)
+            parts.append(family.encode(*(_moved(x, family.embedding_weight().device) for x in own)))
+        else:  # the empty slices of the caller's tensors have zero gradients here rather than none
+            empty = family.blank_frame()
+            if inputs.frames is not None:
+                none = family.frames_between(inputs, first, first)
+                empty = tuple(torch.cat([x.to(y), y]) for x, y in zip(none, empty, strict=True))
+            parts.append(family.encode(*empty)[:0])
+    return torch.cat(parts) if parts else None
+
+
+def _tower_runs(family: Family, inputs: ForwardInputs, most: int) -> tuple[int, tuple[int, int] | None]:
+    """Return how often each rank runs the tower, given the frames of the rank with `most`; see `agree_on_frames`."""
+    frames, is_features = inputs.frames, inputs.frames is not None and inputs.frames_are_features
+    chunk = most if is_features else family.context.config.vision_chunk_size or most
+    shape = (frames.shape[-2], frames.shape[-1]) if frames is not None and is_features else None
+    return agree_on_frames(family.model, -(-most // max(chunk, 1)), frames is not None and not is_features, shape)
+
+
+def _features_dtype(family: Family, features: Tensor) -> torch.dtype:
+    """Return the dtype that layers take features of the caller in."""
+    weight = family.embedding_weight()
+    return features.dtype if torch.is_autocast_enabled(weight.device.type) else weight.dtype
+
+
+def _encode_in_runs(
+    family: Family, local: Sequence[Tensor], spare: Sequence[Tensor], runs: int, units_per_frame: int
+) -> Tensor:
+    """Encode `local` in `runs` runs of the tower; a run with nothing left encodes a frame of `spare`, and drops it.
+
+    Frames in host memory move to the device run by run.
+    """
+    count, device = local[0].shape[0], family.embedding_weight().device
+    chunk = max(1, -(-count // runs))
+
+    def encoded() -> Iterator[Tensor]:
+        for number in range(runs):
+            if number * chunk < count:
+                yield family.encode(*(_moved(x[number * chunk : (number + 1) * chunk], device) for x in local))
+            else:  # an empty slice, so that the run stays in the graph for backward
+                yield family.encode(*(_moved(x[:1], device) for x in spare))[:0]
+
+    if family.context.config.visual_offload is not None:
+        return stored_in_host_memory(encoded(), count * units_per_frame, device)
+    parts = list(encoded())
+    return parts[0] if runs == 1 else torch.cat(parts)
+
+
+def _moved(x: Tensor, device: torch.device) -> Tensor:
+    return x.to(device) if x.requires_grad else copy_to_device(x, device)  # pinned copies have no gradients
+
+
+def visual_features(family: Family, inputs: ForwardInputs, features: Tensor) -> VisualFeatures:
+    """Return this rank's features with the index of each unit. Without frames, rank 0 has the empty one."""
+    per_frame, comm, config = inputs.units_per_frame, family.context.comm, family.context.config
+    units, layout = max(1, inputs.total_frames) * per_frame, layout_of_frames(family, inputs)
+    index = take_spans(family.unit_index(inputs, units), unit_spans(units, per_frame, comm, layout)[comm.rank])
+    if config.visual_offload is None:
+        index = copy_to_device(index, features.device)
+        return VisualFeatures(features, index, units, config.recompute_visual, layout)
+    dtype = _features_dtype(family, features) if inputs.frames_are_features else features.dtype
+    index = copy_to_device(index, family.embedding_weight().device)
+    return HostFeatures.of(features, index, units, dtype, layout)
+
+
+def agree_on_frames(
+    model: nn.Module, runs: int, pixels: bool, features: tuple[int, int] | None
+) -> tuple[int, tuple[int, int] | None]:
+    """Return how often the vision tower must run in this pass, and the shape of features; the same for all groups.
+
+    Without FSDP2 and DDP, the arguments are returned.
+
+    Args:
+        model: the patched model.
+        runs: how often this rank's group would run the tower; with features, 1 if there are any.
+        pixels: whether the caller passed pixels, perhaps of no frame.
+        features: (tokens, width) if the caller passed features, perhaps of no frame.
+
+    Raises:
+        AgreementError: on all ranks, if one passes pixels and another one features.
+    """
+    groups, device, at_least = _reducing_groups(model)
+    if not groups:
+        return max(runs, at_least), features
+    numbers = torch.tensor([runs, pixels, features is not None, *(features or (0, 0))], device=device)
+    for group in groups:
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
+    runs, any_pixels, any_features, tokens, width = numbers.tolist()
+    if any_pixels and any_features:
+        raise AgreementError(
+            "some ranks under the same FSDP2 or DDP pass pixels and others pass features, so that only some run the "
+            "vision tower; pass one kind in all groups of a step"
+        )
+    return max(runs, at_least), (tokens, width) if any_features else None
+
+
+def _reducing_groups(model: nn.Module) -> tuple[list[Any], str | torch.device, int]:
+    """Return the process groups that connect the ranks of FSDP2 or DDP, their device, and the fewest runs."""
+    if not dist.is_initialized():
+        return [], "cpu", 0
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
+        # One FSDP unit that is gathered already has no mesh to ask, so assume that some rank has a frame.
+        return ([], "cpu", 1) if mesh is None else (mesh.get_all_groups(), mesh.device_type, 0)
+    ddp = _reducing_ddp()
+    if ddp is None:
+        return [], "cpu", 0
+    may_skip = ddp.find_unused_parameters and not ddp.static_graph
+    groups = [] if _may_have_ended(ddp) else [ddp.process_group]
+    return groups, next(ddp.parameters()).device, 0 if may_skip else 1
+
+
+def _reducing_ddp() -> DistributedDataParallel | None:
+    """Return the DDP whose forward runs, if the gradients of this pass are reduced."""
+    ddp = active_ddp()
+    return ddp if ddp is not None and torch.is_grad_enabled() and ddp.require_backward_grad_sync else None
+
+
+def _may_have_ended(ddp: DistributedDataParallel) -> bool:
+    """Return whether other ranks may have run out of batches, within `ddp.join()`: they answer to no more than DDP."""
+    return ddp._join_config.enable
+
+
+class _TakePart(torch.autograd.Function):
+    """Forward: x, parameters -> x. Backward: zero gradients for the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.shapes = [p.shape for p in parameters]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad, *(grad.new_zeros(()).expand(shape) for shape in ctx.shapes)
+
+
+def with_accumulated_gradients(x: Tensor, model: nn.Module) -> Tensor:
+    """Return `x`, through which parameters that have a gradient on any rank of DDP take part in backward with zero.
+
+    With gradient accumulation, DDP reduces the gradients of all micro-batches in the backward pass of the last one, but
+    only if that reaches a parameter on every rank. If no rank has frames in it, and only the visual path is trained, it
+    reaches none. All ranks of DDP call this function in a pass in which none of them has frames.
+    """
+    ddp = _reducing_ddp()
+    if ddp is None or _may_have_ended(ddp):
+        return x
+    trained = [p for p in model.parameters() if p.requires_grad]
+    accumulated = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8, device=x.device)
+    dist.all_reduce(accumulated, dist.ReduceOp.MAX, group=ddp.process_group)
+    return _TakePart.apply(x, *(p for p, some in zip(trained, accumulated.tolist(), strict=True) if some))
