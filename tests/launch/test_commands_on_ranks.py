@@ -25,36 +25,62 @@ def main(argv):
         if argv[0] == "fail" and rank == 1:
             raise ConfigError("this rank's disk is full")
         time.sleep(%g if argv[0] == "fail" or (argv[0] == "hang" and rank) else rank)
-        Path(argv[1], str(rank)).write_text(os.environ["WORLD_SIZE"])
+        Path(argv[1], argv[0], str(rank)).write_text(os.environ["WORLD_SIZE"])
         return 3  # also of rank 1, as after a signal at which all ranks stop
     return run(work, argv)
 """ % (2 * HANG)
 
 
-def run(code: str, *argv: object, **variables: str) -> Launched:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    command = [*PYTHON, "-c", code, *map(str, argv)]
-    options = {"env": environment, "stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run(command, cwd=ROOT, text=True, timeout=HANG, **options)
-    return Launched(done.returncode, done.stdout)
+STARTS = """
+import os, sys
+from mllm_seqpar.cli import launch
+
+folder, patient = sys.argv[1], float(sys.argv[2])
+starts = {
+    "work": (patient, ["--num_processes", "2", "work", folder]),
+    "fail": (patient, ["fail", folder, "--num-processes=2"]),
+    "hang": (1, ["hang", folder, "--num_processes=2"]),
+}
+forked = {}
+for name, (launch.LAST_RANK, argv) in starts.items():
+    pid = os.fork()
+    if pid == 0:
+        output = os.open(f"{folder}/output-{name}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.exit(launch.start_ranks_if_asked("example_command:main", argv))
+    forked[name] = pid
+for name, pid in forked.items():
+    print(name, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+"""Forks three processes, so that the modules are imported once; each starts ranks."""
+
+
+def started(folder: Path) -> dict[str, Launched]:
+    """Return the status and the output of each command of `STARTS`."""
+    (folder / "example_command.py").write_text(COMMAND)
+    path = os.pathsep.join([str(folder), str(ROOT)])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    options = {"env": environment, "stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "cwd": ROOT}
+    done = subprocess.run(
+        [*PYTHON, "-c", STARTS, str(folder), str(HANG)], text=True, timeout=HANG, check=True, **options
+    )
+    statuses = dict(line.split() for line in done.stdout.splitlines())
+    return {name: Launched(int(code), (folder / f"output-{name}").read_text()) for name, code in statuses.items()}
 
 
 def test_ranks_end_by_themselves_or_with_one_line_about_the_rank_that_failed(tmp_path: Path) -> None:
-    (tmp_path / "example_command.py").write_text(COMMAND)
-    start = "import sys; from mllm_seqpar.cli import launch; launch.LAST_RANK = %g; "
-    start += "sys.exit(launch.start_ranks_if_asked('example_command:main', sys.argv[1:]))"
-    start, impatient = start % HANG, start % 1
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    done = run(start, "--num_processes", 2, "work", tmp_path, PYTHONPATH=path)
-    assert done == (3, "")  # the status of rank 0, which has waited for rank 1
-    assert [(tmp_path / rank).read_text() for rank in "01"] == ["2", "2"]
-    done = run(start, "fail", tmp_path, "--num-processes=2", PYTHONPATH=path)
-    lines = [line for line in done.output.splitlines() if line]
+    for name in ("work", "fail", "hang"):
+        (tmp_path / name).mkdir()
+    done = started(tmp_path)
+    assert done["work"] == (3, "")  # the status of rank 0, which has waited for rank 1
+    assert [(tmp_path / "work" / rank).read_text() for rank in "01"] == ["2", "2"]
+    lines = [line for line in done["fail"].output.splitlines() if line]
     assert lines == ["[rank 1] error: this rank's disk is full", "stopped: rank 1 ended with exit status 2"]
-    assert done.returncode == 1
-    done = run(impatient, "hang", tmp_path, "--num_processes=2", PYTHONPATH=path)
-    assert done.returncode == 1
-    assert "stopped: another rank ended or does not answer (rank 1 still ran 1 s after rank 0 had ended)" in done.output
+    assert done["fail"].returncode == 1
+    assert done["hang"].returncode == 1
+    lost = "stopped: another rank ended or does not answer (rank 1 still ran 1 s after rank 0 had ended)"
+    assert lost in done["hang"].output
 
 
 def test_ranks_end_when_their_launcher_is_killed() -> None:
