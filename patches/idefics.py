@@ -92,7 +92,7 @@ def _run_decoder_layers(
     for number, layer in enumerate(self.layers):
         if number % self.cross_layer_interval == 0:
             block = self.gated_cross_attn_layers[number // self.cross_layer_interval]
-            gate = seqpar.rows["gate"]
+            gate = seqpar.row_facts["gate"]
             hidden = block(hidden, attention_mask, no_images, cross_attention_gate=gate, seqpar=seqpar, **kwargs)
         hidden = layer(hidden, seqpar=seqpar, **text, **kwargs)
     return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
@@ -310,7 +310,7 @@ class IdeficsFamily(Family[_IdeficsInputs]):
     def run_decoder(
         self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, state: ForwardState, **kwargs: Any
     ) -> Any:
-        if "gate" not in state.rows:
+        if "gate" not in state.row_facts:
             raise ShapeError(f"IDEFICS needs images: none of {', '.join(_FRAME_ARGUMENTS)} holds one")
         return super().run_decoder(embeds, positions, mask, cache, state, return_dict=True, **kwargs)
 

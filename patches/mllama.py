@@ -413,7 +413,7 @@ class MllamaFamily(Family[MllamaInputs]):
     def run_decoder(
         self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, state: ForwardState, **kwargs: Any
     ) -> Any:
-        gate = state.rows.get("mlp_gate")
+        gate = state.row_facts.get("mlp_gate")
         return self.decoder(
             **decoder_arguments(embeds, positions, mask, cache, state),
             cross_attention_states=None if state.frames is None else state,

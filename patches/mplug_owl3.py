@@ -79,7 +79,7 @@ def _hyper_attention(
     if self.fused:
         return self.o_proj(merge_heads(seqpar.attend(q, [text, frames], self.scaling))), None
     text_out, visual_out = map(merge_heads, seqpar.attend_each(q, [[text], [frames]], self.scaling))
-    return self.o_proj(self.mix(text_out, visual_out, seqpar.rows["attends_to_frames"])), None
+    return self.o_proj(self.mix(text_out, visual_out, seqpar.row_facts["attends_to_frames"])), None
 
 
 MediaPosition = tuple[MediaLayout, int]

@@ -154,7 +154,7 @@ def cross_attention_forward(attention: Any, index: int) -> Any:
         if not isinstance(media, ForwardState):
             return unpatched(x, media, *args, **kwargs)
         q = self.to_q(self.norm(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        uniform = media.rows.get("uniform")
+        uniform = media.row_facts.get("uniform")
         if uniform is not None:  # a zero query gives the mean of all V, and q has no gradient, as with equal scores
             q = q.masked_fill(uniform[:, None, :, None], 0.0)
         project = KVProjection((self.to_kv,), q.shape[-1])

@@ -63,7 +63,7 @@ class ForwardState:
         context: group and configuration.
         text: the sharding of the text; None if every rank has all rows.
         frames: the frames that rows attend to; None without any.
-        rows: further facts about the rows of this pass, (B, s) each, by name.
+        row_facts: further facts about the rows of this pass, (B, s) each, by name.
         cached_text: (batch, window) -> the mask rectangles of all rows against the tokens that this rank's cache has,
             in a pass with a cache whose text is sharded.
         visual_tokens: the embeddings of the visual tokens among this rank's rows, of a decoder-only model: those that
@@ -85,13 +85,13 @@ class ForwardState:
         *,
         text: TextShards | None = None,
         frames: Frames | None = None,
-        rows: Mapping[str, Tensor] | None = None,
+        row_facts: Mapping[str, Tensor] | None = None,
         cached_text: Callable[[int, int | None], Iterable[Rectangle]] | None = None,
         visual_tokens: list[VisualTokens] | None = None,
         tokens: int | None = None,
         recorder: AnyRecorder | None = None,
     ) -> None:
-        self.context, self.text, self.frames, self.rows = context, text, frames, rows or {}
+        self.context, self.text, self.frames, self.row_facts = context, text, frames, row_facts or {}
         self.cached_text, self.tokens, self.recorder = cached_text, tokens, recorder
         self.visual_tokens = [] if visual_tokens is None else visual_tokens
         config = context.config

@@ -223,7 +223,7 @@ class Family(ABC, Generic[InputsT]):
         """
 
     def row_facts(self, inputs: InputsT, mask: FrameMask, media_position: Any) -> Mapping[str, Tensor]:
-        """Return what layers read of the rows as `state.rows`: tensors (B, L) on the model's device, by name.
+        """Return what layers read of the rows as `state.row_facts`: tensors (B, L) on the model's device, by name.
 
         They are sharded like tokens. `mask` is that of all rows; without frames, it has the empty frame that keeps the
         ranks of FSDP in step, and no row attends to it.

@@ -337,7 +337,9 @@ def _state_of_rows(
         recorder = None
         if cache_state is not None and not isinstance(rows, StarText):
             recorder = _recorder(family, inputs, rows, attended, cache_state)
-        return ForwardState(context, text=rows, frames=frames, rows=facts, visual_tokens=embedded, recorder=recorder)
+        return ForwardState(
+            context, text=rows, frames=frames, row_facts=facts, visual_tokens=embedded, recorder=recorder
+        )
     assert cache_state is not None
     cached_text = None
     if cache_state.text is not None:
@@ -355,7 +357,7 @@ def _state_of_rows(
     return ForwardState(
         context,
         frames=frames,
-        rows=facts,
+        row_facts=facts,
         cached_text=cached_text,
         visual_tokens=embedded,
         tokens=inputs.past_length + rows.stop,
