@@ -99,7 +99,7 @@ class ChatFamily(ABC):
         ragged: whether images have different numbers of rows, and are joined by `joined`.
     """
 
-    processors: tuple[str, ...]
+    processors: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()
     ids_name = "input_ids"
     frame_names: tuple[str, ...] = ("pixel_values",)
