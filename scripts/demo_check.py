@@ -64,8 +64,8 @@ def count_bytes(model: Path, data: Path, ranks: int) -> int:
     batch = ChatDataset(data, processor).batch([0])
     with torch.no_grad():
         embeds = loaded.encode_frames(*load_local_images(batch, range(batch.frames), chat_family(processor)))
-    names = ("input_ids", "attention_mask", "labels", "media_offset")
-    inputs: dict[str, Any] = {name: getattr(batch, name) for name in names} | {"image_embeds": embeds}
+    inputs: dict[str, Any] = {name: getattr(batch, name) for name in ("input_ids", "attention_mask", "labels")}
+    inputs |= {**batch.text.extras, "image_embeds": embeds}
     ids = inputs["input_ids"].masked_fill(inputs["input_ids"] == loaded.config.image_token_id, 0)
     text_only = inputs | {"input_ids": ids, "media_offset": None, "image_embeds": embeds[:0]}
 

@@ -55,7 +55,7 @@ def test_tile_must_fit_the_number_of_ranks() -> None:
         ("vision_chunk_size", 0, "vision_chunk_size: 0 is not a number of frames"),
         ("mlp_chunk_size", True, "mlp_chunk_size: True is not a number of tokens"),
         ("shard_prompt_from", 1.5, "shard_prompt_from: 1.5 is not a number of tokens; pass a positive int, or None"),
-        ("cluster", 3, "cluster: 3 is not a path"),
+        ("cluster", 3, "cluster: 3 is not a string"),
         ("cluster", "any.yaml", "neither strategy='lv-xattn' nor self_attention='ring' uses it; use auto or mesh"),
         ("kernel", None, "kernel: None is not a kernel's name"),
     ],

@@ -299,6 +299,6 @@ def test_weights_are_sharded_without_a_launch_configuration(training_files: Path
 
 
 def test_ranks_that_do_not_divide_the_processes_are_refused(training_files: Path, tmp_path: Path) -> None:
-    message = r"3 ranks per sample do not divide 1 processes; use a divisor of 1 \(finetune: --sp\)"
+    message = "3 ranks per sample need 3 processes, or a multiple, and there is one; start them with a launcher"
     with pytest.raises(ConfigError, match=message):
         fine_tune(arguments(training_files, tmp_path, "--sp", 3))
