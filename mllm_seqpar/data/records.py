@@ -153,7 +153,7 @@ def _pattern_of(path: Path) -> str:
 
 
 def _is_hidden(path: Path, folder: Path) -> bool:
-    """Return whether a file of a directory is no data: a hidden one, or one that describes a data set of the Hub."""
+    """Return whether a file of a directory is not data: a hidden one, or one that describes a data set of the Hub."""
     return path.name.startswith("dataset_info") or any(x.startswith(".") for x in path.relative_to(folder).parts)
 
 

@@ -147,7 +147,7 @@ class _OpenedBatch:
     size: int
 
 
-class _Begun:
+class _PendingBatch:
     """A micro-batch that other threads read.
 
     Attributes:
@@ -204,13 +204,13 @@ class BatchReader:
 
         All ranks take the same number.
         """
-        waiting = deque[tuple[Sequence[int], _Begun]]()
+        waiting = deque[tuple[Sequence[int], _PendingBatch]]()
 
         def following() -> LoadedBatch:
-            samples, begun = waiting.popleft()
-            wait([begun.result])  # in any case, because its bytes count until it is released
-            batch = self.read(samples, begun)
-            reading.release(begun)
+            samples, pending = waiting.popleft()
+            wait([pending.result])  # in any case, because its bytes count until it is released
+            batch = self.read(samples, pending)
+            reading.release(pending)
             return batch
 
         with closing(_ReadAhead(self, self._ahead_bytes)) as reading:
@@ -222,12 +222,12 @@ class BatchReader:
             while waiting:
                 yield following()
 
-    def read(self, samples: Sequence[int], begun: _Begun | None = None) -> LoadedBatch:
+    def read(self, samples: Sequence[int], pending: _PendingBatch | None = None) -> LoadedBatch:
         """Return these samples as one micro-batch. Every rank of the run must call this the same number of times.
 
         Args:
             samples: of this rank's group.
-            begun: what other threads read already.
+            pending: what other threads read already.
 
         Raises:
             SeqParError: on all ranks, if a rank cannot read its part and the sample must not be replaced.
@@ -235,7 +235,7 @@ class BatchReader:
         loaded: LoadedBatch | None = None
         decode = False
         while True:
-            loaded, error = attempt(partial(self._usable, samples, loaded, begun, decode))
+            loaded, error = attempt(partial(self._usable, samples, loaded, pending, decode))
             bad = error.sample if self._skips and isinstance(error, MediaError) else -1
             numbers = bad, loaded is not None and loaded.has_features
             _, rows = agree(
@@ -257,14 +257,14 @@ class BatchReader:
                 decode = True  # some rank computes features, so all do
 
     def _usable(
-        self, samples: Sequence[int], loaded: LoadedBatch | None, begun: _Begun | None, decode: bool
+        self, samples: Sequence[int], loaded: LoadedBatch | None, pending: _PendingBatch | None, decode: bool
     ) -> LoadedBatch:
         """Return these samples, with replacements for those that are known to be bad; load what is not loaded yet."""
         chosen = self._chosen(samples)
         if loaded is not None and loaded.samples == chosen and not (decode and loaded.has_features):
             return loaded
-        if begun is not None and begun.samples == chosen and not decode:
-            return begun.result.result()
+        if pending is not None and pending.samples == chosen and not decode:
+            return pending.result.result()
         return self.decode(self.open(chosen), decode)
 
     def _chosen(self, samples: Sequence[int]) -> tuple[int, ...]:
@@ -345,7 +345,7 @@ class _ReadAhead:
 
     One micro-batch is always decoded, whatever its size. No thread waits for memory: what does not fit yet is decoded
     once a micro-batch is released. A program that ends with an error therefore does not need to close this. What a
-    thread raises is the result of the micro-batch, also if it is no Exception, as an error inside Rust code.
+    thread raises is the result of the micro-batch, even if it is not an Exception, such as an error inside Rust code.
 
     Args:
         reader: opens and decodes a micro-batch.
@@ -357,20 +357,20 @@ class _ReadAhead:
         self._threads = reader.threads
         self._opening = ThreadPoolExecutor(1, thread_name_prefix="open")
         self._decoding = ThreadPoolExecutor(self._threads, thread_name_prefix="decode")
-        self._opened = deque[_Begun]()  # that are not decoded yet
+        self._opened = deque[_PendingBatch]()  # that are not decoded yet
         self._bytes = self._running = 0
         self._lock = threading.Lock()
 
-    def begin(self, samples: tuple[int, ...]) -> _Begun:
+    def begin(self, samples: tuple[int, ...]) -> _PendingBatch:
         """Begin to read the next micro-batch."""
-        begun = _Begun(samples)
-        self._opening.submit(self._open, begun)
-        return begun
+        pending = _PendingBatch(samples)
+        self._opening.submit(self._open, pending)
+        return pending
 
-    def release(self, begun: _Begun) -> None:
+    def release(self, pending: _PendingBatch) -> None:
         """Stop counting the bytes of a micro-batch."""
         with self._lock:
-            self._bytes -= begun.size
+            self._bytes -= pending.size
         self._decode_what_fits()
 
     def close(self) -> None:
@@ -380,14 +380,14 @@ class _ReadAhead:
         for pool in (self._opening, self._decoding):
             pool.shutdown(cancel_futures=True)
 
-    def _open(self, begun: _Begun) -> None:
+    def _open(self, pending: _PendingBatch) -> None:
         try:
-            begun.opened = self._reader.open(begun.samples)
+            pending.opened = self._reader.open(pending.samples)
         except BaseException as error:  # noqa: BLE001 - raised where the micro-batch is taken
-            begun.result.set_exception(error)
+            pending.result.set_exception(error)
             return
         with self._lock:
-            self._opened.append(begun)
+            self._opened.append(pending)
         self._decode_what_fits()
 
     def _decode_what_fits(self) -> None:
@@ -395,19 +395,19 @@ class _ReadAhead:
             while self._opened and self._running < self._threads:
                 if self._bytes and self._bytes + self._opened[0].size > self._limit:
                     return
-                begun = self._opened.popleft()
-                self._bytes, self._running = self._bytes + begun.size, self._running + 1
+                pending = self._opened.popleft()
+                self._bytes, self._running = self._bytes + pending.size, self._running + 1
                 try:
-                    self._decoding.submit(self._decode, begun)
+                    self._decoding.submit(self._decode, pending)
                 except RuntimeError as error:  # the system allows no further thread, or the program ends
-                    begun.result.set_exception(error)
+                    pending.result.set_exception(error)
 
-    def _decode(self, begun: _Begun) -> None:
-        assert begun.opened is not None
+    def _decode(self, pending: _PendingBatch) -> None:
+        assert pending.opened is not None
         try:
-            begun.result.set_result(self._reader.decode(begun.opened))
+            pending.result.set_result(self._reader.decode(pending.opened))
         except BaseException as error:  # noqa: BLE001 - raised where the micro-batch is taken
-            begun.result.set_exception(error)
+            pending.result.set_exception(error)
         with self._lock:
             self._running -= 1
         self._decode_what_fits()
