@@ -139,7 +139,7 @@ class LoadedBatch:
 
 @dataclass(frozen=True)
 class _OpenedBatch:
-    """A micro-batch of which nothing is decoded yet: its text, this rank's frames, and their bytes when decoded."""
+    """A micro-batch before decoding: its text, this rank's frames, and their bytes when decoded."""
 
     chat: ChatBatch
     shard: FrameShard
@@ -341,7 +341,7 @@ class BatchReader:
 
 
 class _ReadAhead:
-    """Threads that read micro-batches in order: one thread opens them, and others decode those that fit the limit.
+    """Threads that read micro-batches in order: one thread opens them, and others decode as many as the limit allows.
 
     One micro-batch is always decoded, whatever its size. No thread waits for memory: what does not fit yet is decoded
     once a micro-batch is released. A program that ends with an error therefore does not need to close this. What a
