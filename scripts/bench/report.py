@@ -216,22 +216,27 @@ def _key_values(row: Row) -> str:
 
 def decoding(folder: Path) -> str:
     rows, path = read(folder / "decode.jsonl"), folder / "decode.png"
+    tokens = [row for row in rows if row["run"] == "token"]
     panels = {
-        f"after {points[0]['images']} images": [
-            Series(name, color, {row["family"]: 1 / row[f"{name}_s_per_token"] for row in points})
+        f"after {images} images": [
+            Series(name, color, {row["family"]: 1 / row[f"{name}_s"] for row in points})
             for name, color in (("unpatched", GREY), ("patched", BLUE))
         ]
-        for points in groups(rows, "images").values()
+        for (images,), points in groups(tokens, "images").items()
     }
     grouped_bars(path, panels, title="Greedy decoding on one process", x_label="tokens per second", form=".0f")
     return joined(rows, decoding_table(rows), shown(path, "Tokens per second, patched and unpatched"))
 
 
 def decoding_table(rows: Sequence[Row]) -> str:
-    lines = [row | {name: 1 / row[f"{name}_s_per_token"] for name in ("patched", "unpatched")} for row in rows]
+    lines = []
+    for measured in groups(rows, "family", "images").values():
+        prompt, token = sorted(measured, key=lambda row: row["run"])
+        rates = {name: 1 / token[f"{name}_s"] for name in ("patched", "unpatched")}
+        lines.append(prompt | rates | {"ratio": rates["patched"] / rates["unpatched"]})
     columns = {"family": "family", "images": "images", "visual keys": "visual_keys"}
     columns |= {"tokens/s": "patched .1f", "unpatched": "unpatched .1f", "ratio": "ratio .1f"}
-    return table(lines, columns | {"prompt, s": "patched_prompt_s .2f", "unpatched, s": "unpatched_prompt_s .2f"})
+    return table(lines, columns | {"prompt, s": "patched_s .2f", "unpatched, s": "unpatched_s .2f"})
 
 
 def decoder_only(folder: Path) -> str:
@@ -246,14 +251,6 @@ def questions(folder: Path) -> str:
     columns = {"family": "family", "tokens": "tokens ,.0f", "ranks": "ranks"}
     columns |= {"first question, processor s": "first_cpu_s .1f", "next": "next_cpu_s .3f", "first / next": "ratio .0f"}
     return joined(rows, table(lines, columns | {"first, s": "first_s .1f", "next ": "next_s .3f"}))
-
-
-def video(folder: Path) -> str:
-    rows = read(folder / "video.jsonl")
-    columns = {"file": "kind", "frames per second": "fps", "frames": "frames ,.0f", "ours, s": "ours_s .2f"}
-    columns |= {"torchcodec, s": "torchcodec_s .2f", "decord, s": "decord_s .2f"}
-    columns |= {"ours / fastest of the others": "ratio .2f", "with their default threads": "default_ratio .2f"}
-    return joined(rows, table(rows, columns | {"processor time": "cpu_ratio .2f"}))
 
 
 def joined(rows: Sequence[Row], *parts: str) -> str:

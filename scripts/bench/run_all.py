@@ -52,11 +52,14 @@ CASES = {
     "decoder-only-questions": Case(
         "decoder_only.py --part questions --frames 512", "--frames 16 --ranks 1 2 --rounds 1", report.questions
     ),
-    "decode": Case("decode.py", "--images 16 --repeats 1 --tokens 8", report.decoding),
-    "video": Case("video.py", "--kinds h264-720p --fps 1 --seconds 10 --repeats 1", report.video),
+    "decode": Case(
+        "one_process.py --runs decode --wide --images 64 256 --prompt 32 --tokens 32 --repeats 3",
+        "--images 16 --repeats 1 --tokens 8",
+        report.decoding,
+    ),
     "kernels": Case("kernels.py"),
-    "host-path": Case("host_path.py", "--repeats 2 --tokens 4"),
-    "wide": Case("host_path.py --wide --repeats 9", "--repeats 2 --tokens 4"),
+    "host-path": Case("one_process.py", "--repeats 2 --tokens 4"),
+    "wide": Case("one_process.py --wide --repeats 9", "--repeats 2 --tokens 4"),
     "paper-tables": Case("paper_tables.py"),
     "scale": Case("scale.py --model mplug-owl3-7b --text 8192 --cluster a100-80g-8xN"),
 }
