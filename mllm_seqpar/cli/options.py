@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import math
 import os
+import sys
 import types
 from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
@@ -183,7 +184,9 @@ class Parser(argparse.ArgumentParser):
         try:
             for action in required:  # report a misspelled option before a missing one, because they may be the same
                 action.required = False
-            _, unknown = self.parse_known_args(args, copy.copy(namespace))
+            # the help, which shows what is required, is printed below
+            options = [x for x in (sys.argv[1:] if args is None else args) if x not in ("-h", "--help", "--help_all")]
+            _, unknown = self.parse_known_args(options, copy.copy(namespace))
         finally:
             for action in required:
                 action.required = True
