@@ -33,6 +33,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import harness
+import report
 import torch
 from harness import synchronize
 from network_calls import EmulatedKernel
@@ -57,7 +58,8 @@ LATER = 2
 
 
 def main() -> None:
-    harness.run(parse(), rows_of)
+    args = parse()
+    harness.run(args, rows_of, report.decoder_only_table if args.part == "memory" else report.questions_table)
 
 
 def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
