@@ -119,13 +119,13 @@ def test_questions_to_the_family_of_the_guide_are_answered_as_by_unpatched(famil
     make_idefics(tmp_path)
     processor: Any = load_processor(str(tmp_path))
     processor.chat_template = TEMPLATE
-    chats = chat_family(processor)
-    assert type(chats) is family.chat and chats.family is family
+    chat_format = chat_family(processor)
+    assert type(chat_format) is family.chat and chat_format.family is family
     video = ImageTensorSource(list(torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8)))
     question = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What is it?"}]}]
-    text = chats.text([question], [[video]], add_generation_prompt=True)
+    text = chat_format.text([question], [[video]], add_generation_prompt=True)
     assert text.extras["image_attention_mask"].sum(2)[0].tolist() == [0] * 5 + [1] * (text.input_ids.shape[1] - 5)
-    inputs = chats.arguments(text) | chats.unsharded(video)
+    inputs = chat_format.arguments(text) | chat_format.unsharded(video)
     # Not loaded by threads: from_pretrained sets global flags and restores what it found.
     model, *models = (load_model(str(tmp_path)).eval() for _ in range(4))
     tokens = model.generate(**inputs, do_sample=False, max_new_tokens=6)[0, text.input_ids.shape[1] :].tolist()
