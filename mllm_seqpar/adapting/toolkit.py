@@ -76,6 +76,7 @@ __all__ = [
     "Patch",
     "SeqParContext",
     "ShapeError",
+    "ShardedState",
     "StarText",
     "TokenwiseFunction",
     "VisualTokenLayout",
@@ -105,6 +106,12 @@ __all__ = [
 ]
 
 
+class ShardedState(ForwardState):
+    """The state of a pass whose text is sharded, so that it always has `text`."""
+
+    text: TextShards
+
+
 def sharded_call(
     context: SeqParContext,
     features: Tensor,
@@ -113,7 +120,7 @@ def sharded_call(
     encode: Callable[[Tensor], Tensor] | None = None,
     valid: Tensor | None = None,
     units_per_frame: int = 1,
-) -> ForwardState:
+) -> ShardedState:
     """Return the state of a forward pass with sharded text and frames; `state.text` shards other tensors alike.
 
     Args:
@@ -182,4 +189,4 @@ def sharded_call(
     context.count_shards((text.local, length), (len(units), mask.total_frames))
     frames = Frames.of_shards(visual, mask, text, units_per_frame)
     frames = select_strategy(context, frames, visual, text, lambda: torch.arange(mask.total_frames))
-    return ForwardState(context, text=text, frames=frames)
+    return ShardedState(context, text=text, frames=frames)

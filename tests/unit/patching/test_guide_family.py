@@ -108,6 +108,12 @@ def test_config_need_not_describe_images_or_caches(family: Any) -> None:
     assert text_arguments(found, {"use_cache": True})["use_cache"]
 
 
+def test_docstring_of_a_family_may_have_braces(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(family, "forward_doc", "Return {'loss': loss} of {frames}.")
+    model = patch_model(model_of("idefics", Case()))
+    assert model.forward.__doc__.endswith("Return {'loss': loss} of `pixel_values` or `image_encoder_embeddings`.")
+
+
 TEMPLATE = """{%- for message in messages %}{{- message['role'] + ':' }}
 {%- if message['content'] is string %}{{- message['content'] }}{%- else %}{%- for part in message['content'] %}
 {%- if part['type'] == 'image' %}{{- '<image>' }}{%- else %}{{- part['text'] }}{%- endif %}
