@@ -96,9 +96,7 @@ class QwenVLInputs(ForwardInputs):
             sizes.append(found.repeat_interleave(grid[:, 0].long(), 0))
             places = (kinds[::beams] == kind + 1).flatten().nonzero().flatten()
             tokens = self.tokens_of(sizes[-1])
-            first = (
-                tokens.cumsum(0) - tokens
-            )  # beyond the text if it has too few tokens, which `media_position` reports
+            first = tokens.cumsum(0) - tokens  # beyond the text if it has too few tokens, as `placed_tokens` reports
             places = torch.cat([places, places.new_full((1,), kinds.numel())])
             starts.append(places[first.clamp(max=places.numel() - 1)])
         return torch.cat(sizes)[torch.cat(starts).argsort(stable=True)]
@@ -373,7 +371,7 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         grid = torch.cat([times[:, None], units[:, 1:]], 1)
         return torch.cat([x.to(parts[0]) for x in parts]), grid
 
-    def media_position(self, inputs: QwenVLInputs) -> VisualTokenLayout:
+    def visual_token_layout(self, inputs: QwenVLInputs) -> VisualTokenLayout:
         comm = self.context.comm
         if inputs.frames is None or inputs.on_host(TOKENS) is None:
             zeros = torch.zeros(comm.size + 1, dtype=torch.long)
@@ -469,7 +467,6 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
             else compared_tensors(
                 config, self.model.get_input_embeddings(), rows, tensors, text["visual_shard"], given
             ),
-            frame_names=(*PIXELS, FEATURES),
             pixels=pixels,
             merge=self.merge,
             samples=visual_samples or (1 if rows is None else rows.shape[0]),

@@ -191,7 +191,7 @@ class BatchReader:
     ) -> None:
         self._dataset, self._group, self._comm = dataset, as_communicator(group), as_communicator(comm)
         self._ahead_bytes, self._features = ahead_bytes, features
-        self._family = chat_family(dataset.processor)
+        self._chat_format = chat_family(dataset.processor)
         self._lock = threading.Lock()  # tokenizers and tables are used by one thread at a time
         first = self._comm.rank - self._group.rank
         self._members = range(first, first + self._group.size)
@@ -293,8 +293,8 @@ class BatchReader:
         """Return these samples as one micro-batch, without decoding anything."""
         with self._lock, self._naming(samples):
             batch = self._dataset.batch(samples)
-            shard = FrameShard.of(len(batch.text.slots), self._group, self._family.frame_layout)
-            size = len(shard) and len(shard) * sum(x.nbytes for x in self._family.blank())
+            shard = FrameShard.of(len(batch.text.slots), self._group, self._chat_format.frame_layout)
+            size = len(shard) and len(shard) * sum(x.nbytes for x in self._chat_format.blank())
         return _OpenedBatch(batch, shard, samples, size)
 
     def decode(self, opened: _OpenedBatch, always: bool = False) -> LoadedBatch:
@@ -321,15 +321,15 @@ class BatchReader:
 
         Without `decode`, blank images that take the memory of one stand for the frames.
         """
-        family = self._family
-        arguments: dict[str, Any] = family.arguments(batch.text) | {"use_cache": False}
+        chat_format = self._chat_format
+        arguments: dict[str, Any] = chat_format.arguments(batch.text) | {"use_cache": False}
         if shard.total:
             if decode:
-                pixels = load_local_images(batch, shard.ranges, family)
+                pixels = load_local_images(batch, shard.ranges, chat_format)
             else:
-                pixels = tuple(x.expand(len(shard), *x.shape[1:]) for x in family.blank())
-            arguments |= dict(zip(family.frame_names, pixels, strict=True))
-            if self._group.size > 1 or family.always_sharded:
+                pixels = tuple(x.expand(len(shard), *x.shape[1:]) for x in chat_format.blank())
+            arguments |= dict(zip(chat_format.frame_names, pixels, strict=True))
+            if self._group.size > 1 or chat_format.always_sharded:
                 arguments["visual_shard"] = shard
         return arguments
 

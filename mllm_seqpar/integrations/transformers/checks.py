@@ -72,7 +72,7 @@ def require_same_pass(
         check_text(inputs)
         check_arguments(family, inputs, kwargs)
         check_star(family.context.config, inputs)
-        check_frames(comm, inputs)
+        check_frames(family, inputs)
         _check_training(family, inputs, logits_to_keep)
         family.check_inputs(inputs)
 
@@ -204,11 +204,11 @@ def _sampled_weights(model: nn.Module) -> list[Tensor]:
     return [sampled_bits(p, _SAMPLED_WEIGHTS) for p in whole]
 
 
-def check_frames(comm: Communicator, inputs: ForwardInputs) -> None:
+def check_frames(family: Family, inputs: ForwardInputs) -> None:
     """Raise ShapeError unless frames are given in one form, and those of `visual_shard` are of this rank."""
-    shard, frames = inputs.visual_shard, inputs.frames
+    comm, shard, frames = family.context.comm, inputs.visual_shard, inputs.frames
     if inputs.pixels_and_features:
-        raise ShapeError(f"pass either {' or '.join(inputs.frame_names)}, not both")
+        raise ShapeError(f"pass either {' or '.join(family.frame_arguments)}, not both")
     if shard is None or (frames is None and inputs.past_length):  # `generate` passes it on when frames are cached
         return
     if not isinstance(shard, FrameShard):
@@ -222,7 +222,7 @@ def check_frames(comm: Communicator, inputs: ForwardInputs) -> None:
         )
     if frames is None:
         raise ShapeError(
-            f"visual_shard: {shard} was given and none of {', '.join(inputs.frame_names)}; a rank without frames "
+            f"visual_shard: {shard} was given and none of {', '.join(family.frame_arguments)}; a rank without frames "
             "passes an empty tensor, for example of shape (0, 3, height, width)"
         )
     inputs.check_shard(shard)
@@ -251,7 +251,8 @@ def check_tokens(inputs: ForwardInputs, embedding: nn.Module) -> None:
 
     All ranks have the same ids, so all raise. The embedding of sharded text would raise on the rank of the token alone.
     """
-    tables = [module for module in embedding.modules() if isinstance(module, nn.Embedding)]
+    original: Any = getattr(embedding, "original_module", embedding)  # beside it, PEFT's modules_to_save has copies
+    tables = [module for module in original.modules() if isinstance(module, nn.Embedding)]
     vocabulary, ids = sum(table.weight.shape[0] for table in tables), inputs.on_host("input_ids")
     if not vocabulary:
         return

@@ -226,9 +226,9 @@ def _attended_frames(
     All ranks call it together. K and V of frames that are encoded in a pass with a cache are stored in the cache.
     """
     source: VisualFeatures | VisualKVCache | None = None
-    features, media_position, total_frames = None, None, inputs.total_frames
+    features, total_frames = None, inputs.total_frames
     if cache_state is None or _brings_frames(family, inputs, cache_state):
-        media_position = family.media_position(inputs)
+        family.check_new_frames(inputs)
         features = local_features(family, inputs)
         if features is not None:
             source = visual = visual_features(family, inputs, features)
@@ -237,19 +237,19 @@ def _attended_frames(
                 fingerprints = {fingerprint_of(features)}
                 if inputs.frames is not None:
                     fingerprints.add(_fingerprint(inputs))
-                cache_state.store_frames(source, media_position, inputs.batch, fingerprints)
-                family.mark_cache(cache, cache_state)
+                cache_state.store_frames(source, inputs.batch, fingerprints)
+                family.complete_cache(inputs, cache, cache_state)
     elif cache_state.visual is not None:
-        source, media_position = cache_state.visual, cache_state.media_position
+        source = cache_state.visual
         total_frames = source.total_frames
     if source is None:
         return None
     if total_frames:
-        mask = family.visibility(inputs, source.units, source.tokens_per_unit, media_position)
+        mask = family.visibility(inputs, source.units, source.tokens_per_unit)
     else:  # the empty frame, to which no row attends
         none = torch.zeros(inputs.batch, inputs.length, dtype=torch.long)
         mask = FrameMask.from_intervals(none, none, source.tokens_per_unit, source.units)
-    return AttendedFrames(source, mask, family.row_facts(inputs, mask, media_position), features)
+    return AttendedFrames(source, mask, family.row_facts(inputs, mask), features)
 
 
 def _brings_frames(family: Family, inputs: ForwardInputs, cache_state: SequenceParallelCacheState) -> bool:
@@ -295,13 +295,13 @@ def _embedded_frames(
     comm, past = family.context.comm, inputs.past_length
     if cache_state is not None and past and not inputs.total_frames:
         return [None] * len(parts)
-    layout, embeddings = family.media_position(inputs), local_embeddings(family, inputs)
+    layout, embeddings = family.visual_token_layout(inputs), local_embeddings(family, inputs)
     if cache_state is not None and layout.tokens.total:
         tokens = layout.tokens
         if past:
-            earlier = FrameTokens.none() if cache_state.media_position is None else cache_state.media_position
+            earlier = FrameTokens.none() if cache_state.frame_tokens is None else cache_state.frame_tokens
             tokens = earlier.followed_by(tokens, past, cache_state.rows_of(inputs.batch))
-        cache_state.media_position = tokens
+        cache_state.frame_tokens = tokens
     if embeddings is None:
         return [None] * len(parts)
     found: list[list[VisualTokens] | None] = []
@@ -394,11 +394,11 @@ def _recorder(
     if attended is not None:
         assert isinstance(attended.source, VisualKVCache)
         return record.begin_pass(attended.source, attended.mask, inputs.length, positions)
-    if family.has_cross_attention or cache_state.media_position is None:
+    if family.has_cross_attention or cache_state.frame_tokens is None:
         return None
     stored = None if cache_state.text is None else cache_state.text.positions
     return record.begin_token_pass(
-        cache_state.media_position,
+        cache_state.frame_tokens,
         cache_state.rows_of(inputs.batch),
         inputs.length,
         inputs.past_length + inputs.length - 1,
