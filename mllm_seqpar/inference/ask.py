@@ -145,14 +145,14 @@ class VideoRun:
         return videos
 
     def _open_video(self, video: VideoInput) -> VideoInput:
-        args, family, frames = self._args, self._engine.family, self._args.frame_choice().over(DEFAULT_FRAMES)
+        args, chat_format, frames = self._args, self._engine.chat_format, self._args.frame_choice().over(DEFAULT_FRAMES)
         source, store, meta = None, None, {}
         if video.video is not None:
             source = VideoSource.open(video.video, **vars(frames), **args.decoding())
         if video.features is not None:
-            store = open_store(video.features, args.model, family, source, args.frame_choice())
+            store = open_store(video.features, args.model, chat_format, source, args.frame_choice())
         if self._comm.rank == 0 and video.save_to is not None and source is not None:
-            meta = feature_meta(source, args.model, family, frames)
+            meta = feature_meta(source, args.model, chat_format, frames)
             require_replaceable(video.save_to, meta)
         return replace(video, source=source, store=store, feature_meta=meta)
 
@@ -184,7 +184,7 @@ class VideoRun:
             place: dict[str, Any] = {"device": engine.device, "dtype": next(engine.model.parameters()).dtype}
             place["mapped"] = args.visual_offload is not None
             with self._times.measure("read features"):
-                return agree(comm, "features", partial(load_video, video.store, engine.family, comm, **place))
+                return agree(comm, "features", partial(load_video, video.store, engine.chat_format, comm, **place))
         assert video.source is not None  # AskOptions requires --video or --features
         with self._times.measure(ENCODE_STAGE), FramesBar(args.progress and comm.rank == 0) as bar:
             encoded = encode_video(

@@ -141,7 +141,7 @@ class Answerer:
     def _chosen(self, conversation: Conversation, prompt: Any, question: Question) -> Line:
         assert question.choice is not None  # `_line` has checked it
         letters = question.choice.letters
-        scores = letter_log_likelihoods(conversation, prompt, self._engine.family.tokenizer, letters)
+        scores = letter_log_likelihoods(conversation, prompt, self._engine.chat_format.tokenizer, letters)
         best = max(letters, key=scores.__getitem__)
         line: Line = {"answer": best, "log_likelihoods": scores, "frames": conversation.frames}
         if question.choice.answer is not None:
