@@ -46,7 +46,7 @@ from mllm_seqpar.runtime.visual_features import (
     VisualFeatures,
     sampled_bits,
 )
-from mllm_seqpar.runtime.visual_tokens import FrameTokens, VisualTokenLayout, VisualTokens
+from mllm_seqpar.runtime.visual_tokens import FrameTokens, VisualTokenLayout
 from mllm_seqpar.sharding import FrameShard, HostFrames, frame_bounds, frame_range, tensor_of
 
 __all__ = [
@@ -80,7 +80,6 @@ __all__ = [
     "StarText",
     "TokenwiseFunction",
     "VisualTokenLayout",
-    "VisualTokens",
     "answer_spans",
     "as_attended",
     "check_range",
