@@ -41,9 +41,9 @@ from mllm_seqpar.adapting import (
     known_processors,
     media_of,
     merge_heads,
+    model_attention,
     refuse_dropout,
     takes_cache,
-    text_keys,
 )
 from mllm_seqpar.models.mplug_owl3.hyper_attention import HyperAttention
 from mllm_seqpar.models.mplug_owl3.media import MediaLayout, check_layout, crop_frames
@@ -71,7 +71,9 @@ def _hyper_attention(
     """Compute the layer of the native model, whose rows attend to the text and to the frames of all ranks."""
     refuse_dropout(self._dropout)
     q, k, v = self.project(hidden_states, position_embeddings, cache)
-    text = text_keys(self, q, k, v, attention_mask, seqpar, self.sliding_window)
+    text = seqpar.text_keys(
+        q, k, v, window=self.sliding_window, mask=attention_mask, model_attention=model_attention(self)
+    )
     if seqpar.frames is None:
         return self.o_proj(merge_heads(seqpar.attend(q, [text], self.scaling))), None
     frames = seqpar.frame_keys(q, self.layer_idx, self.visual_projection(visual_norm))

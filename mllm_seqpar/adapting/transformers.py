@@ -4,9 +4,9 @@ from mllm_seqpar._compat import cache_argument, cache_name, cache_of, takes_cach
 from mllm_seqpar.integrations.transformers.attention import (
     causal_mask,
     merge_heads,
+    model_attention,
     refuse_dropout,
     split_heads,
-    text_keys,
     use_seqpar_attention,
 )
 from mllm_seqpar.integrations.transformers.checks import check_frames, require_same_inputs

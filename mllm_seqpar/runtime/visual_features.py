@@ -39,8 +39,7 @@ from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.attention.keys import GivenKeys, InputGrads, Keys, WholeKeys
 from mllm_seqpar.checkpointing import AutocastState, ParameterCheck, detached_parameters, trained_parameters
 from mllm_seqpar.errors import ShapeError
-
-from .fsdp_units import call_within, fsdp_units_among
+from mllm_seqpar.fsdp_units import call_within, fsdp_units_among
 
 ProjectFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(features (f, tokens, width), index (f, ...)) -> k, v (1, G, f * tokens, D), frame by frame."""

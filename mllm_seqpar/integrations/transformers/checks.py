@@ -24,8 +24,8 @@ from mllm_seqpar.comm.backends import require_transferable
 from mllm_seqpar.comm.base import fingerprint
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import AgreementError, ConfigError, ShapeError
+from mllm_seqpar.fsdp_units import refuse_fsdp1
 from mllm_seqpar.models.cache import supports_sharded_text
-from mllm_seqpar.runtime.fsdp_units import refuse_fsdp1
 from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
 from mllm_seqpar.sharding import FrameShard, describe_spans, frame_spans
 

@@ -27,13 +27,13 @@ from transformers.utils import can_return_tuple
 
 from mllm_seqpar._compat import cache_argument, cache_name, takes_cache
 from mllm_seqpar.errors import AdapterError, ConfigError, ShapeError
+from mllm_seqpar.fsdp_units import modules_around
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.models.cache import SequenceParallelCacheState
 from mllm_seqpar.patching import Patch
 from mllm_seqpar.patching.registry import is_instance_by_name
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
-from mllm_seqpar.runtime.fsdp_units import modules_around
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
 from mllm_seqpar.runtime.visual_tokens import VisualTokenLayout
 from mllm_seqpar.sharding import tensor_of

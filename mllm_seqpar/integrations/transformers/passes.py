@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.cache_utils import DynamicCache
 
 from mllm_seqpar.errors import MaskError, ShapeError
+from mllm_seqpar.fsdp_units import call_within
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.models.cache import (
     SequenceParallelCacheState,
@@ -38,7 +39,6 @@ from mllm_seqpar.runtime.attention_record import AnyRecorder
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.frames import Frames, VisualKVCache, select_strategy
-from mllm_seqpar.runtime.fsdp_units import call_within
 from mllm_seqpar.runtime.star import StarText, block_length
 from mllm_seqpar.runtime.text import TextShards, packed_starts
 from mllm_seqpar.runtime.visual_features import VisualFeatures, fingerprint_of
@@ -360,7 +360,7 @@ def _state_of_rows(
         row_facts=facts,
         cached_text=cached_text,
         visual_tokens=embedded,
-        tokens=inputs.past_length + rows.stop,
+        text_length=inputs.past_length + rows.stop,
         recorder=_recorder(family, inputs, rows, attended, cache_state),
     )
 
