@@ -43,12 +43,12 @@ __all__ = [
     "mark_visual_layers",
     "mask_over_samples",
     "merge_heads",
+    "model_attention",
     "patch_generate",
     "refuse_dropout",
     "require_same_inputs",
     "run_pass",
     "split_heads",
     "takes_cache",
-    "text_keys",
     "use_seqpar_attention",
 ]
