@@ -276,7 +276,7 @@ class IdeficsFamily(Family[_IdeficsInputs]):
 
     def continue_cache(self, inputs: _IdeficsInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
         """Encode the images that are passed again if a row continues another sample; beams may move within theirs."""
-        if cache_state.visual is None:
+        if cache_state.visual_kv is None:
             return
         self._check_mask(inputs)
         if not inputs.total_frames:

@@ -376,7 +376,7 @@ class MllamaFamily(Family[MllamaInputs]):
 
     def continue_cache(self, inputs: MllamaInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
         """Refuse a cache in which the unpatched model stored K and V of tiles, all of them on every rank."""
-        if not inputs.past_length or cache_state.visual is not None:
+        if not inputs.past_length or cache_state.visual_kv is not None:
             return
         layers = {i: cache.layers[i] for i in self._cross_layers(cache)}
         filled = [i for i, layer in layers.items() if layer.is_initialized and bool(layer.keys.any())]

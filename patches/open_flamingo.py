@@ -477,11 +477,11 @@ def _in_cache(media: Media | None, cache: Cache | None) -> bool:
     In grad mode K and V are projected in every pass, as in the unpatched model, so those in the cache are removed too.
     """
     state = None if media is None or cache is None or not cache.get_seq_length() else cache_state_of(cache)
-    if media is None or state is None or state.visual is None:
+    if media is None or state is None or state.visual_kv is None:
         return False
     if media.fingerprint not in state.frame_fingerprints or torch.is_grad_enabled():
         state.drop_frames()
-    return state.visual is not None
+    return state.visual_kv is not None
 
 
 def _conditioning(language_model: Any, input_ids: Tensor) -> tuple[Media | None, Tensor]:

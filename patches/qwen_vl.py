@@ -196,7 +196,7 @@ class QwenVLInputs(ForwardInputs):
     @functools.cached_property
     def positions(self) -> Tensor:
         """(4, B, L): positions in the text, and the rotary positions (time, height, width)."""
-        counted = torch.arange(self.length, device=self.text.device)[None] + self.past_length
+        counted = torch.arange(self.length, device=self.tokens.device)[None] + self.past_length
         text = self.text_position_ids
         given = self.position_ids if self.position_ids is not None else self.rotary(self)
         given = counted if given is None else given
@@ -404,8 +404,8 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
 
         They are computed on the CPU from what the host has read, because the model reads every run and every grid.
         """
-        model, device, shape = self.model.model, inputs.text.device, (inputs.batch, inputs.length)
-        self._restore_offsets(inputs.cache, inputs.text)
+        model, device, shape = self.model.model, inputs.tokens.device, (inputs.batch, inputs.length)
+        self._restore_offsets(inputs.cache, inputs.tokens)
         read = {name: inputs.on_host(name) for name in given}
         host = {name: x if read[name] is None else read[name] for name, x in given.items()}
         found: Tensor | None = model.compute_3d_position_ids(

@@ -33,6 +33,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from mllm_seqpar import patch_model
+from mllm_seqpar.cli.doctor import host_memory
 from mllm_seqpar.cli.launch import DTYPES
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.data.chat_family import ChatFamily, chat_family
@@ -301,7 +302,7 @@ def missing_memory(path: str, dtype: str, device: str) -> tuple[torch.dtype, str
     for kind, shape in headers(path).values():
         kinds[kind] += prod(shape)
     published = PUBLISHED_DTYPES.get(kinds.most_common(1)[0][0], torch.float32)
-    free = free_memory(device)
+    free = torch.cuda.mem_get_info(device)[0] if torch.device(device).type == "cuda" else host_memory()
     for wanted in [torch.float32, published] if dtype == "auto" else [getattr(torch, dtype)]:
         need = MEMORY_FACTOR * kinds.total() * wanted.itemsize
         if free is None or need <= free:
@@ -310,17 +311,6 @@ def missing_memory(path: str, dtype: str, device: str) -> tuple[torch.dtype, str
         f"{need / 2**30:.1f} GiB are needed in {wanted}, {free / 2**30:.1f} GiB are free on {device}; "
         "run this on a machine with more memory"
     )
-
-
-def free_memory(device: str) -> int | None:
-    """Return the free memory of a device in bytes, or None if it is unknown."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
 
 
 def disc(x: float, colour: tuple[int, int, int]) -> Tensor:

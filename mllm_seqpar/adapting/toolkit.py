@@ -37,15 +37,11 @@ from mllm_seqpar.patching.registry import Adapter, is_instance_by_name
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.frames import Frames, select_strategy
+from mllm_seqpar.runtime.projections import FunctionProjection, KVProjection
 from mllm_seqpar.runtime.star import StarText
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
 from mllm_seqpar.runtime.text import TextShards, sharded_causal_lm_loss, shifted
-from mllm_seqpar.runtime.visual_features import (
-    FunctionProjection,
-    KVProjection,
-    VisualFeatures,
-    sampled_bits,
-)
+from mllm_seqpar.runtime.visual_features import VisualFeatures, sampled_bits
 from mllm_seqpar.runtime.visual_tokens import FrameTokens, VisualTokenLayout
 from mllm_seqpar.sharding import FrameShard, HostFrames, frame_bounds, frame_range, tensor_of
 

@@ -38,7 +38,7 @@ class SequenceParallelCacheState(getattr(cache_utils, "DummyLayer", object)):  #
     Attributes:
         rows: (rows of the cache,) on the CPU, the row of the prompt that each continues; None after `reset`.
         prompt_batch: the number of rows of the prompt, which is the pass that the frames came with.
-        visual: K and V of the frames. Copies of the cache share them.
+        visual_kv: K and V of the frames. Copies of the cache share them.
         frame_fingerprints: the fingerprints of the frames, one for each form in which they are known.
         samples: Llama 3.2 Vision: the number of samples that the frames belong to; ``prompt_batch / samples`` rows of
             the prompt are beams of one sample.
@@ -46,7 +46,7 @@ class SequenceParallelCacheState(getattr(cache_utils, "DummyLayer", object)):  #
         frame_tokens: decoder-only models: the visual tokens of the text so far; None if they are not known.
         position_offsets: Qwen-VL: (rows of the prompt, 1) int64 on the CPU: how far the positions of later tokens are
             from their number, because visual tokens share positions.
-        text: the text tokens whose K and V this rank stores, if the text is sharded.
+        text_kv: the text tokens whose K and V this rank stores, if the text is sharded.
         group: (rank, size) of the group that K and V are sharded over.
         active: whether a pass of the patched model is running.
     """
@@ -62,26 +62,26 @@ class SequenceParallelCacheState(getattr(cache_utils, "DummyLayer", object)):  #
         self.group, self.active = group, False
         self.rows: Tensor | None = torch.arange(batch)
         self.prompt_batch = batch
-        self.visual: VisualKVCache | None = None
+        self.visual_kv: VisualKVCache | None = None
         self.frame_fingerprints: set[tuple[int, ...]] = set()
         self.samples: int | None = None
         self.media_layout: MediaLayout | None = None
         self.frame_tokens: FrameTokens | None = None
         self.position_offsets: Tensor | None = None
-        self.text: TextKVCache | None = None
+        self.text_kv: TextKVCache | None = None
 
     @property
     def frames(self) -> VisualKVCache | None:
-        """`visual`, or None if it has no frames: a pass without frames may store the K and V of an empty one."""
-        return self.visual if self.visual is not None and self.visual.total_frames else None
+        """`visual_kv`, or None if it has no frames: a pass without frames may store the K and V of an empty one."""
+        return self.visual_kv if self.visual_kv is not None and self.visual_kv.total_frames else None
 
-    def store_frames(self, visual: VisualKVCache, batch: int, fingerprints: set[tuple[int, ...]]) -> None:
+    def store_frames(self, visual_kv: VisualKVCache, batch: int, fingerprints: set[tuple[int, ...]]) -> None:
         """Store K and V of frames that came with a pass of `batch` rows; see the attributes."""
-        self.visual, self.frame_fingerprints = visual, fingerprints
+        self.visual_kv, self.frame_fingerprints = visual_kv, fingerprints
         self.rows, self.prompt_batch = torch.arange(batch), batch
 
     def drop_frames(self) -> None:
-        self.visual = self.samples = self.media_layout = None
+        self.visual_kv = self.samples = self.media_layout = None
         self.frame_fingerprints = set()
 
     def continue_in(self, group: tuple[int, int]) -> None:
@@ -92,13 +92,13 @@ class SequenceParallelCacheState(getattr(cache_utils, "DummyLayer", object)):  #
         """
         if self.group == group:
             return
-        if self.frames or self.text:
+        if self.frames or self.text_kv:
             raise ConfigError(
                 "the cache holds the K and V of rank {} of {} ranks, and is continued on rank {} of {}; an unpatched "
                 "model is rank 0 of 1. Continue it with the model that filled it, on the same ranks, or begin with a "
                 "new cache".format(*self.group, *group)
             )
-        self.group, self.visual = group, None
+        self.group, self.visual_kv = group, None
 
     def rows_of(self, batch: int) -> Tensor:
         """Return `rows` for a pass of `batch` rows; raise ShapeError if the cache has another number of rows."""
@@ -121,7 +121,7 @@ class SequenceParallelCacheState(getattr(cache_utils, "DummyLayer", object)):  #
             self.rows = self.rows.repeat_interleave(repeats)
 
     def reset(self) -> None:
-        self.rows = self.frame_tokens = self.position_offsets = self.text = None
+        self.rows = self.frame_tokens = self.position_offsets = self.text_kv = None
         self.drop_frames()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -151,7 +151,7 @@ class ShardedLayer(DynamicLayer):
     """Replaces one of the model's own layers whose K and V are not all on this rank. After `reset`, an ordinary layer.
 
     A layer of sharded text stores the K and V of this rank's tokens. A layer of frames stores none, because
-    `SequenceParallelCacheState.visual` has them. An unpatched model would lack the others, and gets a ConfigError.
+    `SequenceParallelCacheState.visual_kv` has them. An unpatched model would lack the others, and gets a ConfigError.
 
     Args:
         original: the layer that is replaced.
@@ -179,7 +179,7 @@ class ShardedLayer(DynamicLayer):
 
     @property
     def _holds_frames(self) -> bool:
-        return self._text is None and self._state is not None and self._state.visual is not None
+        return self._text is None and self._state is not None and self._state.visual_kv is not None
 
     @property
     def keys(self) -> Any:
@@ -273,8 +273,8 @@ def supports_sharded_text(cache: Cache) -> bool:
 
 def shard_cached_text(cache: Cache, state: SequenceParallelCacheState, shards: TextShards, model_layers: int) -> None:
     """Replace the text layers of the cache, so that each rank stores K and V of its shard of the text."""
-    state.text = TextKVCache(shards)
-    _replace_layers(cache, state, range(model_layers), state.text)
+    state.text_kv = TextKVCache(shards)
+    _replace_layers(cache, state, range(model_layers), state.text_kv)
 
 
 def mark_visual_layers(cache: Cache, state: SequenceParallelCacheState, indices: list[int]) -> None:

@@ -33,9 +33,9 @@ from mllm_seqpar.masks.block_masks import decoder_rectangles
 from .attention_record import AnyRecorder
 from .context import SeqParContext
 from .frames import Frames
+from .projections import Projection
 from .strategy_selector import CROSS, CROSS_MESH, SELF, SELF_MESH, CandidateStrategies, SelectedStrategy
 from .text import TextShards
-from .visual_features import Projection
 from .visual_tokens import VisualTokens
 
 MAX_TEXT_MASK = 1 << 24

@@ -38,7 +38,8 @@ from mllm_seqpar.attention.keys import InputGrads, Keys
 from mllm_seqpar.attention.streamed import KeyChunk, StreamedKeys
 from mllm_seqpar.fsdp_units import call_within, fsdp_units_among
 
-from .visual_features import GradientSums, Projection, RecomputedKeys, VisualFeatures, frame_chunks, project_chunks
+from .projections import Projection
+from .visual_features import GradientSums, RecomputedKeys, VisualFeatures, frame_chunks, project_chunks
 
 
 class CudaStreams:

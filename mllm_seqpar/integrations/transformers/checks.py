@@ -144,7 +144,7 @@ def _facts(
     frames, mask, shard = inputs.frames, inputs.attention_mask, inputs.visual_shard
     num_items, logits_to_keep = (kwargs.get(name) for name in ("num_items_in_batch", "logits_to_keep"))
     compared: dict[str, Sequence[Any]] = {
-        "embeddings": [sampled_bits(inputs.text)] if inputs.input_ids is None else [],
+        "embeddings": [sampled_bits(inputs.tokens)] if inputs.input_ids is None else [],
         "the attention mask": list(mask.values()) if isinstance(mask, Mapping) else [mask],  # one per kind of layer
         "position ids": [inputs.position_ids],
         "pixels": [sampled_bits(frames)] if frames is not None and inputs.compares_values_of_frames else [],
@@ -181,7 +181,7 @@ def _facts(
     }
     if model is None:
         return facts
-    device = inputs.text.device.type
+    device = inputs.tokens.device.type
     own = frames if shard is None else None  # a rank without frames passes any empty tensor
     tensors = (inputs.input_ids, inputs.inputs_embeds, inputs.labels, inputs.shift_labels, own)
     facts |= {name: x for name, x in kwargs.items() if isinstance(x, (bool, int, float, str))}
@@ -231,9 +231,9 @@ def check_frames(family: Family, inputs: ForwardInputs) -> None:
 def check_text(inputs: ForwardInputs) -> None:
     """Raise ShapeError unless text, positions and labels have valid shapes and dtypes."""
     dims = 2 if inputs.input_ids is not None else 3
-    if inputs.text.dim() != dims:
+    if inputs.tokens.dim() != dims:
         name = "input_ids" if dims == 2 else "inputs_embeds"
-        raise ShapeError(f"{name}: has shape {tuple(inputs.text.shape)}; expected {dims} dimensions, samples first")
+        raise ShapeError(f"{name}: has shape {tuple(inputs.tokens.shape)}; expected {dims} dimensions, samples first")
     shape, positions = (inputs.batch, inputs.length), inputs.text_position_ids
     if positions is not None and tuple(positions.shape) not in (shape, (1, inputs.length)):
         raise ShapeError(

@@ -67,7 +67,7 @@ class ForwardInputs:
     _host: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @functools.cached_property
-    def text(self) -> Tensor:
+    def tokens(self) -> Tensor:
         """`input_ids` or `inputs_embeds`, whichever was given."""
         given = [x for x in (self.input_ids, self.inputs_embeds) if x is not None]
         if len(given) != 1:
@@ -76,11 +76,11 @@ class ForwardInputs:
 
     @functools.cached_property
     def batch(self) -> int:
-        return self.text.shape[0]
+        return self.tokens.shape[0]
 
     @functools.cached_property
     def length(self) -> int:
-        return self.text.shape[1]
+        return self.tokens.shape[1]
 
     @functools.cached_property
     def past_length(self) -> int:
@@ -183,7 +183,7 @@ class ForwardInputs:
         """
         if self.position_ids is not None:
             return self.position_ids
-        return torch.arange(self.length, device=self.text.device)[None] + self.past_length
+        return torch.arange(self.length, device=self.tokens.device)[None] + self.past_length
 
     @property
     def has_labels(self) -> bool:

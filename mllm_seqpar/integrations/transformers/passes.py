@@ -107,8 +107,8 @@ def _pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, k
     finally:
         if cache_state is not None:
             cache_state.active = False
-    if cache_state is not None and cache_state.visual is not None:
-        cache_state.visual.close()
+    if cache_state is not None and cache_state.visual_kv is not None:
+        cache_state.visual_kv.close()
     return family.model_output(out, None if attended is None else attended.features, inputs)
 
 
@@ -239,8 +239,8 @@ def _attended_frames(
                     fingerprints.add(_fingerprint(inputs))
                 cache_state.store_frames(source, inputs.batch, fingerprints)
                 family.complete_cache(inputs, cache, cache_state)
-    elif cache_state.visual is not None:
-        source = cache_state.visual
+    elif cache_state.visual_kv is not None:
+        source = cache_state.visual_kv
         total_frames = source.total_frames
     if source is None:
         return None
@@ -342,11 +342,11 @@ def _state_of_rows(
         )
     assert cache_state is not None
     cached_text = None
-    if cache_state.text is not None:
-        cache_state.text.extend(len(rows))
+    if cache_state.text_kv is not None:
+        cache_state.text_kv.extend(len(rows))
         on_host = inputs.on_host("attention_mask")
         valid = inputs.attention_mask if on_host is None else on_host
-        cached_text = functools.partial(cache_state.text.rectangles, len(rows), valid)
+        cached_text = functools.partial(cache_state.text_kv.rectangles, len(rows), valid)
     if attended is not None:
         mask, facts = attended.mask, attended.facts
         if rows.start:
@@ -396,7 +396,7 @@ def _recorder(
         return record.begin_pass(attended.source, attended.mask, inputs.length, positions)
     if family.has_cross_attention or cache_state.frame_tokens is None:
         return None
-    stored = None if cache_state.text is None else cache_state.text.positions
+    stored = None if cache_state.text_kv is None else cache_state.text_kv.positions
     return record.begin_token_pass(
         cache_state.frame_tokens,
         cache_state.rows_of(inputs.batch),
@@ -421,22 +421,22 @@ def _run_rows(
     family: Family, inputs: ForwardInputs, rows: Rows, state: ForwardState, cache: Any, kwargs: Mapping[str, Any]
 ) -> Any:
     """Run the decoder on a part of the rows, this rank's or all of them; return its output."""
-    text, mask, positions, comm = inputs.text, inputs.attention_mask, inputs.positions, family.context.comm
+    tokens, mask, positions, comm = inputs.tokens, inputs.attention_mask, inputs.positions, family.context.comm
     has_frames = state.frames is not None or bool(state.visual_tokens)
     if isinstance(rows, TextShards):
         _count_shards(family, inputs, rows.local if state.shards_text else inputs.length)
-        # Without sharding, every rank computes all text, with the same dropout masks. The vision tower may have drawn
+        # Without sharding, every rank computes all tokens, with the same dropout masks. The vision tower may have drawn
         # other random numbers on each rank.
         if not state.shards_text and family.model.training:
-            share_random_state(comm, text.device)
+            share_random_state(comm, tokens.device)
         if state.text_mask != "decoder":
-            text, positions = rows.shard(text, 1), rows.shard(positions, -1)
+            tokens, positions = rows.shard(tokens, 1), rows.shard(positions, -1)
         elif mask is None and not inputs.detects_packing:
             # A mask of ones keeps transformers from looking at positions.
-            mask = torch.ones(inputs.batch, inputs.length, dtype=torch.long, device=text.device)
+            mask = torch.ones(inputs.batch, inputs.length, dtype=torch.long, device=tokens.device)
     elif rows.start:
-        text, positions = text[:, rows.start :], positions[..., rows.start :]
-    embeds = family.model.get_input_embeddings()(text) if inputs.inputs_embeds is None else text
+        tokens, positions = tokens[:, rows.start :], positions[..., rows.start :]
+    embeds = family.model.get_input_embeddings()(tokens) if inputs.inputs_embeds is None else tokens
     if state.text_mask == "decoder":
         mask = family.text_mask(embeds, mask, positions, cache)
     else:  # the mask is in the state, and transformers passes on a mask of four dimensions

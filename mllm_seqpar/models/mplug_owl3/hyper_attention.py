@@ -32,7 +32,7 @@ from transformers.models.qwen2.modeling_qwen2 import (
 from mllm_seqpar._compat import takes_cache
 from mllm_seqpar.models.cache import SequenceParallelCacheState
 from mllm_seqpar.runtime.frames import VisualKVCache
-from mllm_seqpar.runtime.visual_features import KVProjection
+from mllm_seqpar.runtime.projections import KVProjection
 
 from .configuration import MPlugOwl3Config
 from .media import MediaLayout
@@ -84,7 +84,7 @@ class VisualInputs:
     @classmethod
     def of_cache(cls, state: SequenceParallelCacheState, past_length: int, length: int, batch: int) -> "VisualInputs":
         """Return the inputs of the `length` tokens that follow `past_length` cached ones, whose frames are cached."""
-        layout, visual = state.media_layout, state.visual
+        layout, visual = state.media_layout, state.visual_kv
         assert layout is not None and visual is not None
         device = next(iter(visual.states.values()), (layout.first,))[0].device
         state.media_layout = layout = layout.to(device)  # a patched model leaves it on the CPU

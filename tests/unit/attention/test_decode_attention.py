@@ -19,7 +19,7 @@ from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.frames import VisualKVCache
-from mllm_seqpar.runtime.visual_features import FunctionProjection
+from mllm_seqpar.runtime.projections import FunctionProjection
 from mllm_seqpar.sharding import frame_range
 from tolerances import EXACT, relative_error
 

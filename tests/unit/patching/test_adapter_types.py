@@ -33,7 +33,7 @@ from mllm_seqpar.models.mplug_owl3 import MPlugOwl  # attr-defined
 
 class MyFamily(Family[ForwardInputs]):
     def visibility(self, inputs: ForwardInputs, units: int) -> FrameMask:  # override
-        return FrameMask.from_intervals(inputs.first, inputs.text, 1, units)  # attr-defined
+        return FrameMask.from_intervals(inputs.first, inputs.tokens, 1, units)  # attr-defined
 
     def install_more(self, patch: Patch) -> None:
         patch.set(self.model, "forward")  # call-arg

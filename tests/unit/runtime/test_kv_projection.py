@@ -23,7 +23,8 @@ from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.masks import FullBlockMasks
 from mllm_seqpar.runtime import visual_features as visual
-from mllm_seqpar.runtime.visual_features import KVProjection, RecomputedKeys, VisualFeatures
+from mllm_seqpar.runtime.projections import KVProjection
+from mllm_seqpar.runtime.visual_features import RecomputedKeys, VisualFeatures
 from tolerances import AGAINST_UNPATCHED, EXACT, relative_error
 
 HEADS, DIM, WIDTH, FRAMES, TOKENS = 2, 8, 12, 5, 3

@@ -18,7 +18,8 @@ from mllm_seqpar.comm import Communicator, as_communicator
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.masks import FullBlockMasks
 from mllm_seqpar.runtime import visual_features as visual
-from mllm_seqpar.runtime.visual_features import FunctionProjection, RecomputedKeys, VisualFeatures, frame_chunks
+from mllm_seqpar.runtime.projections import FunctionProjection
+from mllm_seqpar.runtime.visual_features import RecomputedKeys, VisualFeatures, frame_chunks
 from mllm_seqpar.sharding import frame_bounds
 from nccl_model import run_nccl_model
 from tolerances import EXACT, assert_as_near_as_unpatched, relative_error
