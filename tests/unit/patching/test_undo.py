@@ -33,8 +33,9 @@ from mllm_seqpar._compat import cache_of
 from mllm_seqpar.errors import AdapterError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration
 from mllm_seqpar.patching import patch_of
+from model_copies import tiny_model
 from outcomes import error, run_case
-from tiny_models.mplug_owl3 import tiny_config, tiny_frames, tiny_model, tiny_text
+from tiny_models.mplug_owl3 import tiny_config, tiny_frames, tiny_text
 
 MODELS: list[tuple[str, Any]] = [
     ("mplug_owl3", BATCHES["mplug_owl3"]),
