@@ -163,7 +163,8 @@ def test_torch_compile_does_not_trace_the_patched_forward() -> None:
 COMPILED = [family for family in BATCHES if family != "qwen2_5_vl"]  # whose layers are patched as those of qwen3_vl
 
 
-@pytest.mark.parametrize("family", slow_unless(lambda family: family == "mplug_owl3", COMPILED))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", COMPILED)
 def test_compiled_layers_equal_unpatched(family: str) -> None:
     """Attention is a graph break; the rest of a layer is compiled, except where the whole layer is patched."""
     family_module(family)
