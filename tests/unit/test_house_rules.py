@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import mllm_seqpar
+from launch import PYTHON
 from mllm_seqpar._compat import INTERNALS, MINIMUM
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -264,7 +265,7 @@ import mllm_seqpar.patching; absent("transformers", "accelerate")
 import mllm_seqpar.data; absent("transformers", "av")
 from mllm_seqpar.adapting import ChatFamily, KVProjection; absent("transformers", "accelerate")
 """
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True)
+    done = subprocess.run([*PYTHON, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True)
     assert done.stdout.split("\n")[:6] == ["[]"] * 6, done.stdout
 
 
