@@ -134,9 +134,12 @@ def test_every_option_passes_the_check_before_the_imports(monkeypatch: pytest.Mo
     fields = early_check._fields  # which parses transformers' source
     monkeypatch.setattr(early_check, "_fields", functools.cache(lambda file: [*fields(file)]))
     lines: dict[int, list[str]] = collections.defaultdict(list)  # a command line may give an option once
+    names: collections.Counter[str] = collections.Counter()
     for action in parsers[0]._actions:
         if "help" not in action.dest:  # which ends the check
-            for number, name in enumerate(action.option_strings):
+            for name in action.option_strings:
+                number = names[action.dest]
+                names[action.dest] += 1
                 lines[number] += [name] if action.nargs == 0 else [name, "0.5" if action.type is float else "3"]
     assert len(lines[0]) > 200 and len(lines[1]) > 50
     for argv in lines.values():
