@@ -66,36 +66,28 @@ class RNGState:
         pairs = zip([self.cpu, *self.states], [other.cpu, *other.states], strict=True)
         return all(torch.equal(a, b) for a, b in pairs)
 
-    def restore(self) -> None:
-        torch.set_rng_state(self.cpu)
-        set_device_states(self.devices, self.states, device_type=self.device_type)
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """Draw what was drawn after this state, inside the context; the generators continue afterwards as before."""
+        with torch.random.fork_rng(self.devices, device_type=self.device_type):
+            torch.set_rng_state(self.cpu)
+            set_device_states(self.devices, self.states, device_type=self.device_type)
+            yield
 
 
-@contextmanager
-def rng_replay(state: RNGState | None, x: Tensor) -> Iterator[None]:
-    """Replay on the CPU and the device of `x` what was drawn after `state` (None: nothing), and restore afterwards."""
-    if state is None:
-        yield
-        return
-    outside = RNGState.current(x)
-    state.restore()
-    try:
-        yield
-    finally:
-        outside.restore()
+def _parameters_of(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters of the modules. `Module.parameters` takes as long as a small projection."""
+    return [
+        parameter
+        for module in modules
+        for parameter in (module.parameters() if module._modules else module._parameters.values())
+        if parameter is not None
+    ]
 
 
 def trained_parameters(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters that require grad, each once, in an order that depends on the modules only.
-
-    `Module.parameters` takes as long as a small projection.
-    """
-    found: dict[int, nn.Parameter] = {}
-    for module in modules:
-        for parameter in module.parameters() if module._modules else module._parameters.values():
-            if parameter is not None and parameter.requires_grad:
-                found.setdefault(id(parameter), parameter)
-    return list(found.values())
+    """Return the parameters that require grad, each once, in an order that depends on the modules only."""
+    return list({id(p): p for p in _parameters_of(modules) if p.requires_grad}.values())
 
 
 class ParameterCheck:
@@ -123,12 +115,8 @@ class ParameterCheck:
             )
 
     def _found(self) -> list[tuple[int, int, bool]]:
-        found = []
-        for module in self._modules:
-            for p in module.parameters() if module._modules else module._parameters.values():
-                if p is not None:
-                    found.append((id(p), 0 if p.is_inference() else p._version, p.requires_grad))
-        return found
+        parameters = _parameters_of(self._modules)
+        return [(id(p), 0 if p.is_inference() else p._version, p.requires_grad) for p in parameters]
 
 
 @contextmanager
@@ -269,7 +257,8 @@ class _ChunkedFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         function, needs_grad = ctx.function, ctx.needs_input_grad[5:]
         ctx.parameters.require_unchanged("mlp_chunk_size=None")
-        with ctx.autocast.again(), rng_replay(ctx.rng_state, grad), detached_parameters(function.modules) as detached:
+        replay = nullcontext() if ctx.rng_state is None else ctx.rng_state.replay()
+        with ctx.autocast.again(), replay, detached_parameters(function.modules) as detached:
             inputs, parameters = ctx.saved.saved_tensors, list(detached.values())
             gradients = _ChunkGradients(function, inputs, needs_grad[: ctx.count], parameters)
             for tokens in _chunks(grad, ctx.size):
