@@ -75,19 +75,17 @@ class RNGState:
             yield
 
 
-def _parameters_of(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters of the modules. `Module.parameters` takes as long as a small projection."""
-    return [
-        parameter
-        for module in modules
-        for parameter in (module.parameters() if module._modules else module._parameters.values())
-        if parameter is not None
-    ]
-
-
 def trained_parameters(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters that require grad, each once, in an order that depends on the modules only."""
-    return list({id(p): p for p in _parameters_of(modules) if p.requires_grad}.values())
+    """Return the parameters that require grad, each once, in an order that depends on the modules only.
+
+    `Module.parameters` takes as long as a small projection.
+    """
+    found: dict[int, nn.Parameter] = {}
+    for module in modules:
+        for parameter in module.parameters() if module._modules else module._parameters.values():
+            if parameter is not None and parameter.requires_grad:
+                found.setdefault(id(parameter), parameter)
+    return list(found.values())
 
 
 class ParameterCheck:
@@ -115,8 +113,12 @@ class ParameterCheck:
             )
 
     def _found(self) -> list[tuple[int, int, bool]]:
-        parameters = _parameters_of(self._modules)
-        return [(id(p), 0 if p.is_inference() else p._version, p.requires_grad) for p in parameters]
+        found = []
+        for module in self._modules:
+            for p in module.parameters() if module._modules else module._parameters.values():
+                if p is not None:
+                    found.append((id(p), 0 if p.is_inference() else p._version, p.requires_grad))
+        return found
 
 
 @contextmanager
