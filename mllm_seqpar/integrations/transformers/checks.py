@@ -147,7 +147,7 @@ def _facts(
         "position ids": [inputs.position_ids],
         "pixels": [sampled_bits(frames)] if frames is not None and inputs.compares_values_of_frames else [],
         "logits_to_keep": [logits_to_keep if isinstance(logits_to_keep, Tensor) else None],
-        "weights": [sampled_bits(x, _SAMPLED_WEIGHTS) for x in weights if _is_whole(x)],
+        "weights": [sampled_bits(x, _SAMPLED_WEIGHTS) for x in weights if _is_whole(x)] if weights else [],
     }
     given = {name: [x for x in tensors if x is not None] for name, tensors in compared.items()}
     number = torch.as_tensor(-1 if num_items is None else num_items)
