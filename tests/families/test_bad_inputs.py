@@ -19,11 +19,12 @@ from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import AgreementError, ConfigError, MaskError, SeqParError, ShapeError
 from mllm_seqpar.runtime.visual_features import fingerprint_of
+from model_copies import tiny_model
 from tiny_models import idefics
 from tiny_models.mllama import CROSS_LAYERS, PATCHES, TILES
 from tiny_models.mllama import Case as Mllama
 from tiny_models.mplug_owl3 import Case as Owl
-from tiny_models.mplug_owl3 import local_frames, tiny_frames, tiny_model, tiny_text
+from tiny_models.mplug_owl3 import local_frames, tiny_frames, tiny_text
 
 Inputs = dict[str, Any]
 DIFFERENT = "the ranks differ in"
@@ -331,6 +332,15 @@ def test_bad_tokens_and_labels_are_refused_on_every_rank(size: int, logits: str)
         assert model(**inputs | {"labels": first_and_last}).loss.isfinite()
 
     on_ranks(size, "mplug_owl3", OWL.with_options(logits=logits), run)
+
+
+def test_unknown_token_is_refused_where_peft_has_a_copy_of_the_embedding() -> None:
+    peft = pytest.importorskip("peft")
+    model = tiny_model()
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"]))
+    assert sum(isinstance(x, torch.nn.Embedding) for x in model.get_input_embeddings().modules()) == 2
+    with pytest.raises(ShapeError, match="256 is not a token of this model, whose tokens are 0 to 255"):
+        patch_model(model)(input_ids=torch.full((1, 12), 256))
 
 
 def with_attention_dropout(family: str, model: Any) -> Any:

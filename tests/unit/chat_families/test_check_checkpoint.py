@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from family_directories import MAKERS
 from mllm_seqpar.attention.executor import PartialResult
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
-from tiny_models.mplug_owl3 import tiny_model, tiny_tokenizer
+from model_copies import tiny_model
+from tiny_models.mplug_owl3 import tiny_tokenizer
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 
@@ -68,6 +69,6 @@ def test_patched_model_that_differs_fails(check, folder: Path, monkeypatch: pyte
 def test_model_larger_than_memory_is_not_loaded(check, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import check_checkpoint
 
-    monkeypatch.setattr(check_checkpoint, "free_memory", lambda device: 1000)
+    monkeypatch.setattr(check_checkpoint, "host_memory", lambda: 1000)
     status, printed = check(folder / "idefics")
     assert status == 0 and "**model: not run.**" in printed and "are free on cpu" in printed

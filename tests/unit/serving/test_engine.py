@@ -98,16 +98,16 @@ def test_videos_and_images_in_one_message_equal_the_unpatched_model(name: str, s
     replies = [reply for world in worlds for reply in on_ranks(world, model, lambda engine: answer(engine, asked))]
 
     processor, unpatched = load_processor(str(model)), load_model(str(model)).eval()
-    family = chat_family(processor)
-    sources = [file.open(family) for file in asked.media]
-    text = family.text([asked.messages], [sources], add_generation_prompt=True)
-    pictures = family.unsharded(*sources)
+    chat_format = chat_family(processor)
+    sources = [file.open(chat_format) for file in asked.media]
+    text = chat_format.text([asked.messages], [sources], add_generation_prompt=True)
+    pictures = chat_format.unsharded(*sources)
     torch.manual_seed(sampling.seed)
     options = {"do_sample": False, "max_new_tokens": 5}
     if sampling is SAMPLED:
         options = {"do_sample": True, "max_new_tokens": 8, "min_new_tokens": 6, "temperature": 1.3, "top_p": 0.9}
         options |= {"top_k": 20, "min_p": 0.02, "repetition_penalty": 1.4}
-    output = unpatched.generate(**family.arguments(text), **pictures, **options)
+    output = unpatched.generate(**chat_format.arguments(text), **pictures, **options)
     expected = output[0, text.input_ids.shape[1] :].tolist()
     assert all(reply.tokens == expected for reply in replies)
 
@@ -184,37 +184,43 @@ def test_out_of_memory_is_an_impossible_job_on_one_rank_only(
     on_ranks(1, inference_files / "gated", body)
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (torch.OutOfMemoryError("no memory"), "out of memory: use fewer frames, or start more ranks"),
-        (KeyError("name"), "rank 1: KeyError: 'name'"),
-        (VideoError("odd"), "rank 1: odd"),  # an error of the input, which rank 0 does not have
-    ],
-)
+FAILURES = {
+    "out of memory: use fewer frames, or start more ranks": torch.OutOfMemoryError("no memory"),
+    "rank 1: KeyError: 'name'": KeyError("name"),
+    "rank 1: odd": VideoError("odd"),  # an error of the input, which rank 0 does not have
+}
+
+
 def test_failure_of_one_rank_makes_all_ranks_forget(
-    inference_files: Path, video: MediaFile, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+    inference_files: Path, video: MediaFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode = Conversation.encode
+    encode, errors = Conversation.encode, iter(FAILURES.values())
 
     def fail_on_rank_1(self: Conversation, *args: Any) -> None:
         encode(self, *args)
         if self.frames == 4 and self._comm.rank == 1:
-            raise error
+            raise next(errors)
 
-    def body(engine: Engine) -> tuple[str, list[int]]:
+    def body(engine: Engine) -> tuple[list[str], list[int]]:
         worker = Worker(engine)
         choices = [FrameChoice(num_frames=count) for count in (3, 2, 4)]
         first, second, failing = (MediaFile.of("video", video.path, frames) for frames in choices)
-        cached = [run(worker, job(file)).cached_tokens for file in (first, second, first)]
-        with pytest.raises(JobError) as raised:
-            run(worker, job(failing))
-        return str(raised.value), cached + [run(worker, job(file)).cached_tokens for file in (second, first, second)]
+
+        def cached_tokens(*files: MediaFile) -> list[int]:
+            return [run(worker, job(file)).cached_tokens for file in files]
+
+        texts, cached = [], cached_tokens(first, second, first)
+        for _ in FAILURES:
+            with pytest.raises(JobError) as raised:
+                run(worker, job(failing))
+            texts.append(str(raised.value))
+            cached += cached_tokens(second, first, second)
+        return texts, cached
 
     monkeypatch.setattr(Conversation, "encode", fail_on_rank_1)
-    (text, cached), (_, cached_1) = on_ranks(2, inference_files / "gated", body, keep=2)
-    assert message in text
-    assert cached == cached_1 and [count > 0 for count in cached] == [False, False, True, False, False, True]
+    (texts, cached), (_, cached_1) = on_ranks(2, inference_files / "gated", body, keep=2)
+    assert all(message in text for message, text in zip(FAILURES, texts, strict=True)), texts
+    assert cached == cached_1 and [count > 0 for count in cached] == [False, False, True] * (1 + len(FAILURES))
 
 
 @pytest.mark.parametrize("world", [1, 2])
