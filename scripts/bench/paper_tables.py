@@ -24,7 +24,7 @@ import harness
 import numpy as np
 import report
 
-from mllm_seqpar.planner import Cluster, ParallelSpec, call_cost, read_cluster
+from mllm_seqpar.planner import AttentionCall, Cluster, ParallelSpec, read_cluster
 from mllm_seqpar.planner.descriptions import CONFIGS
 from mllm_seqpar.planner.model_sizes import ModelSizes, read_model
 from mllm_seqpar.schedules.bytes_sent import Problem, expanded
@@ -90,7 +90,7 @@ def _seconds(row: PaperRow, strategy: str, cluster: Cluster, gpus: int) -> float
     spec = ParallelSpec("lv-xattn", (gpus, 1))
     if strategy == "ring":  # K, V expanded to all query heads; dK, dV in the model's dtype
         spec, problem = ParallelSpec("ring", (1, gpus)), replace(expanded(problem), accumulated=problem.element)
-    return cross.layers * sum(call_cost(problem, spec, cluster, backward=b).seconds for b in (False, True))
+    return cross.layers * sum(AttentionCall(problem, spec, cluster, backward=b).cost.seconds for b in (False, True))
 
 
 def fit(rows: Sequence[PaperRow], cluster: Cluster, gpus: int) -> Rates:
