@@ -64,7 +64,7 @@ _EXPORTED_FROM = {
 }
 
 
-__getattr__ = lazy_names(__name__, _EXPORTED_FROM)
+lazy_names(__name__, _EXPORTED_FROM)
 
 
 def __dir__() -> list[str]:

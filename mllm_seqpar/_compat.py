@@ -16,9 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from .errors import ConfigError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 MINIMUM = {
     "torch": "2.11",
@@ -33,7 +36,7 @@ INTERNALS = {
     "runs, or is recomputed, so attention would be computed again in backward",
     "comm/transfer_group": "torch's making of one process group by its ranks alone: `new_group` is a collective of the "
     "whole world, and splits the default group",
-    "runtime/fsdp_units": "the state of an FSDP2 unit: its parameters are gathered when the unit is called, and layers "
+    "fsdp_units": "the state of an FSDP2 unit: its parameters are gathered when the unit is called, and layers "
     "call only parts of it",
 }
 """The modules that import private names of other packages, besides this one, with the reason. `kernels` and `models`
@@ -286,6 +289,28 @@ def keep_attention(accelerator: Any) -> None:
             "be disabled; mllm_seqpar/_compat.py supports accelerate 1.15"
         )
     accelerator._prepare_cp = lambda *objects: objects
+
+
+def eager(function: Callable[P, T]) -> Callable[P, T]:
+    """Return `function` such that torch.compile runs it eagerly, in a graph break.
+
+    Traced, host-side planning would be compiled again for every shape and mask, and collectives would be replaced. This
+    is torch.compiler.disable without its cost for callers that do not compile: its import takes as long as the whole
+    rest of this package.
+    """
+    from torch import compiler
+
+    disabled: list[Callable[P, T]] = []
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not compiler.is_compiling():
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(compiler.disable(function))
+        return disabled[0](*args, **kwargs)
+
+    return call
 
 
 def options_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:

@@ -30,7 +30,6 @@ from transformers.utils.output_capturing import capture_outputs
 from mllm_seqpar.adapting import (
     VIDEO_MARK,
     AdapterError,
-    CrossAttentionShape,
     Family,
     ForwardInputs,
     ForwardState,
@@ -189,10 +188,7 @@ def image_mask(ids: Tensor, image: int, end_of_document: int | None, images: int
 
 
 class IdeficsFamily(Family[_IdeficsInputs]):
-    """IDEFICS. The images of all samples are one flat list; a table says which row attends to which image.
-
-    The media position is the number of rows of the pass that the images came with.
-    """
+    """IDEFICS. The images of all samples are one flat list; a table says which row attends to which image."""
 
     name = "IDEFICS"
     model_class = "IdeficsForVisionText2Text"
@@ -232,11 +228,6 @@ class IdeficsFamily(Family[_IdeficsInputs]):
     def install_more(self, patch: Patch) -> None:
         patch.set_forward(self.decoder, _run_decoder_layers)
 
-    def cross_attention_shape(self) -> CrossAttentionShape:
-        blocks = self.decoder.gated_cross_attn_layers
-        heads = blocks[0].cross_attn.num_heads
-        return CrossAttentionShape(heads, heads, blocks[0].cross_attn.head_dim, len(blocks))
-
     @property
     def called_modules(self) -> Iterable[nn.Module]:
         decoder = self.decoder
@@ -263,7 +254,7 @@ class IdeficsFamily(Family[_IdeficsInputs]):
                 "pixel_values or image_encoder_embeddings"
             )
 
-    def media_position(self, inputs: _IdeficsInputs) -> int:
+    def check_new_frames(self, inputs: _IdeficsInputs) -> None:
         frames = inputs.frames
         if frames is None:
             raise ShapeError(f"IDEFICS needs images: pass one of {', '.join(_FRAME_ARGUMENTS)}")
@@ -273,7 +264,6 @@ class IdeficsFamily(Family[_IdeficsInputs]):
                 f"{self._image_size}; resize them, or pass interpolate_pos_encoding=True"
             )
         self._check_mask(inputs)
-        return inputs.batch
 
     def _check_mask(self, inputs: _IdeficsInputs) -> None:
         mask = inputs.image_attention_mask
@@ -286,23 +276,23 @@ class IdeficsFamily(Family[_IdeficsInputs]):
 
     def continue_cache(self, inputs: _IdeficsInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
         """Encode the images that are passed again if a row continues another sample; beams may move within theirs."""
-        if cache_state.visual is None:
+        if cache_state.visual_kv is None:
             return
         self._check_mask(inputs)
         if not inputs.total_frames:
             return
-        prompt_batch, images = cache_state.media_position, inputs.image_attention_mask.shape[2] or 1
+        prompt_batch, images = cache_state.prompt_batch, inputs.image_attention_mask.shape[2] or 1
         beams = max(1, prompt_batch * images // inputs.total_frames)
         rows = torch.arange(inputs.batch)
         if inputs.batch != prompt_batch or not torch.equal(inputs.prompt_rows // beams, rows // beams):
             cache_state.drop_frames()
 
-    def visibility(self, inputs: _IdeficsInputs, units: int, tokens: int, media_position: int) -> FrameMask:
+    def visibility(self, inputs: _IdeficsInputs, units: int, tokens: int) -> FrameMask:
         visible = inputs.on_host("image_attention_mask")
         assert visible is not None
-        return mask_over_samples(visible, tokens, units, inputs.prompt_rows, media_position)
+        return mask_over_samples(visible, tokens, units, inputs.prompt_rows, inputs.prompt_batch)
 
-    def row_facts(self, inputs: _IdeficsInputs, mask: FrameMask, media_position: int) -> dict[str, Tensor]:
+    def row_facts(self, inputs: _IdeficsInputs, mask: FrameMask) -> dict[str, Tensor]:
         """Return `cross_attention_gate` (B, L): 0 for rows that attend to no image."""
         attends = copy_to_device(mask.any_frame_visible(), self.embedding_weight().device)
         return {"gate": attends.to(self.model.dtype)}
@@ -345,7 +335,6 @@ class IdeficsFamily(Family[_IdeficsInputs]):
             compared_tensors=as_compared_tensors(
                 image_attention_mask=None if image_attention_mask is None else image_attention_mask.bool()
             ),
-            frame_names=_FRAME_ARGUMENTS,
             compare_frames=pixel_values is not None,
             image_attention_mask=image_attention_mask,  # type: ignore[arg-type]
             interpolate_pos_encoding=bool(interpolate_pos_encoding),

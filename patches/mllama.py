@@ -30,7 +30,6 @@ from mllm_seqpar.adapting import (
     VIDEO_MARK,
     AdapterError,
     ConfigError,
-    CrossAttentionShape,
     DataError,
     Family,
     FeatureFrames,
@@ -80,7 +79,8 @@ class MllamaInputs(ForwardInputs):
     Attributes:
         cross_attention_mask: (B, L or all tokens so far, images, tiles) bool, True where a row attends to a tile; None:
             rows attend to all tiles of their sample.
-        samples: number of samples that the images belong to; `B / samples` rows of the batch are beams of one sample.
+        samples: number of samples that the images of this pass belong to; `B / samples` rows of the batch are beams of
+            one sample.
     """
 
     cross_attention_mask: Tensor | None
@@ -94,6 +94,12 @@ class MllamaInputs(ForwardInputs):
         """Tiles of a frame, which one rank holds as a whole."""
         by_images = not self.frames_are_features or (self.frames is not None and self.frames.dim() == 4)
         return self.tiles if by_images else 1
+
+    @property
+    def samples_of_images(self) -> int:
+        """`samples` of the images that this pass attends to, which may be those of its cache."""
+        state = self.cache_state
+        return self.samples if state is None or state.samples is None else state.samples
 
     def visible_tiles(self, per_sample: int) -> Tensor | None:
         """Return (B, L, per_sample) bool on the CPU, the mask of the rows of this pass; None without a mask."""
@@ -272,10 +278,7 @@ def tile_mask(ids: Tensor, image: int, tiles: Sequence[Sequence[int]], max_tiles
 
 
 class MllamaFamily(Family[MllamaInputs]):
-    """Llama 3.2 Vision. A frame is an image of `max_num_tiles` tiles, and a unit is a tile.
-
-    The media position is (number of samples that the images belong to, sample of each row of the images' pass).
-    """
+    """Llama 3.2 Vision. A frame is an image of `max_num_tiles` tiles, and a unit is a tile."""
 
     name = "Llama 3.2 Vision"
     model_class = "MllamaForConditionalGeneration"
@@ -321,11 +324,6 @@ class MllamaFamily(Family[MllamaInputs]):
 
     _warned_of_missing_mask = False
 
-    def cross_attention_shape(self) -> CrossAttentionShape:
-        config = self.text_config
-        heads, layers = config.num_attention_heads, len(config.cross_attention_layers)
-        return CrossAttentionShape(heads, config.num_key_value_heads, config.hidden_size // heads, layers)
-
     @property
     def called_modules(self) -> Iterable[nn.Module]:
         inner = self.model.model
@@ -348,14 +346,9 @@ class MllamaFamily(Family[MllamaInputs]):
         ratio_mask[:, 0] = 1
         return torch.zeros(shape, device=weight.device, dtype=weight.dtype), ratio_mask.new_zeros(1), ratio_mask
 
-    def media_position(self, inputs: MllamaInputs) -> tuple[int, Tensor]:
-        return inputs.samples, torch.arange(inputs.batch) // (inputs.batch // inputs.samples)
-
-    def visibility(
-        self, inputs: MllamaInputs, units: int, tokens: int, media_position: tuple[int, Tensor]
-    ) -> FrameMask:
-        samples, sample_of_row = media_position
-        per_sample, sample = units // samples, sample_of_row[inputs.prompt_rows]
+    def visibility(self, inputs: MllamaInputs, units: int, tokens: int) -> FrameMask:
+        samples = inputs.samples_of_images
+        per_sample, sample = units // samples, inputs.prompt_rows // (inputs.prompt_batch // samples)
         in_mask = inputs.visible_tiles(per_sample)
         if in_mask is None:
             first = (sample * per_sample)[:, None].expand(-1, inputs.length)
@@ -367,7 +360,7 @@ class MllamaFamily(Family[MllamaInputs]):
             visible = table.flatten(2)
         return FrameMask.from_dense(visible, tokens)
 
-    def row_facts(self, inputs: MllamaInputs, mask: FrameMask, media_position: tuple[int, Tensor]) -> dict[str, Tensor]:
+    def row_facts(self, inputs: MllamaInputs, mask: FrameMask) -> dict[str, Tensor]:
         """Return the row tensor `full_text_row_masked_out_mask` is made of: False skips the MLP of the row.
 
         In a pass without images no row attends, and the layers give what the skipped layers of the unpatched model
@@ -375,7 +368,7 @@ class MllamaFamily(Family[MllamaInputs]):
         """
         attends = mask.any_frame_visible()
         if bool(attends.any()):
-            in_mask = inputs.visible_tiles(mask.total_frames // media_position[0])
+            in_mask = inputs.visible_tiles(mask.total_frames // inputs.samples_of_images)
             if in_mask is None:
                 return {}
             attends = _any_tile(in_mask)
@@ -383,7 +376,7 @@ class MllamaFamily(Family[MllamaInputs]):
 
     def continue_cache(self, inputs: MllamaInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
         """Refuse a cache in which the unpatched model stored K and V of tiles, all of them on every rank."""
-        if not inputs.past_length or cache_state.visual is not None:
+        if not inputs.past_length or cache_state.visual_kv is not None:
             return
         layers = {i: cache.layers[i] for i in self._cross_layers(cache)}
         filled = [i for i, layer in layers.items() if layer.is_initialized and bool(layer.keys.any())]
@@ -393,8 +386,9 @@ class MllamaFamily(Family[MllamaInputs]):
                 "it with the unpatched model, or begin with a new cache"
             )
 
-    def mark_cache(self, cache: Any, cache_state: SequenceParallelCacheState) -> None:
+    def complete_cache(self, inputs: MllamaInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
         """Mark the cross-attention layers, which the unpatched model would skip because they hold nothing."""
+        cache_state.samples = inputs.samples
         mark_visual_layers(cache, cache_state, self._cross_layers(cache))
 
     def _cross_layers(self, cache: Any) -> list[int]:
@@ -445,7 +439,6 @@ class MllamaFamily(Family[MllamaInputs]):
             pixels_and_features=pixel_values is not None and cross_attention_states is not None,
             compared_tensors=as_compared_tensors(cross_attention_mask=mask, **ratios),
             extras=extras,
-            frame_names=("pixel_values", "cross_attention_states"),
             cross_attention_mask=mask,
             samples=samples,
             tiles=vision.max_num_tiles,

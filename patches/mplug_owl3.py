@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from mllm_seqpar.adapting import (
     ChatFamily,
     ChatText,
     ConfigError,
-    CrossAttentionShape,
     DataError,
     Family,
     ForwardInputs,
@@ -42,9 +41,9 @@ from mllm_seqpar.adapting import (
     known_processors,
     media_of,
     merge_heads,
+    model_attention,
     refuse_dropout,
     takes_cache,
-    text_keys,
 )
 from mllm_seqpar.models.mplug_owl3.hyper_attention import HyperAttention
 from mllm_seqpar.models.mplug_owl3.media import MediaLayout, check_layout, crop_frames
@@ -72,7 +71,9 @@ def _hyper_attention(
     """Compute the layer of the native model, whose rows attend to the text and to the frames of all ranks."""
     refuse_dropout(self._dropout)
     q, k, v = self.project(hidden_states, position_embeddings, cache)
-    text = text_keys(self, q, k, v, attention_mask, seqpar, self.sliding_window)
+    text = seqpar.text_keys(
+        q, k, v, window=self.sliding_window, mask=attention_mask, model_attention=model_attention(self)
+    )
     if seqpar.frames is None:
         return self.o_proj(merge_heads(seqpar.attend(q, [text], self.scaling))), None
     frames = seqpar.frame_keys(q, self.layer_idx, self.visual_projection(visual_norm))
@@ -82,12 +83,6 @@ def _hyper_attention(
     return self.o_proj(self.mix(text_out, visual_out, seqpar.row_facts["attends_to_frames"])), None
 
 
-MediaPosition = tuple[MediaLayout, int]
-"""Which frames each row may attend to, on the CPU, and the text token of the cache that its first row is."""
-
-_LAYOUT = tuple(field.name for field in fields(MediaLayout))
-
-
 @dataclass(frozen=True, kw_only=True)
 class _MPlugOwl3Inputs(ForwardInputs):
     model: Any
@@ -95,8 +90,8 @@ class _MPlugOwl3Inputs(ForwardInputs):
     media_layout: MediaLayout | None
 
     @functools.cached_property
-    def media_position(self) -> MediaPosition:
-        """Where the frames belong in the text; raises what the unpatched model raises."""
+    def layout(self) -> MediaLayout:
+        """The frames of this pass that each row may attend to, on the CPU; raises what the unpatched model raises."""
         if self.media_layout is None:
             positions = self.on_host("position_ids")
             if positions is None:
@@ -108,13 +103,13 @@ class _MPlugOwl3Inputs(ForwardInputs):
                 listed = enumerate(offset)
                 offset = [self.on_host(f"media_offset {i}") if isinstance(x, Tensor) else x for i, x in listed]
             where = {"input_ids": self.on_host("input_ids"), "media_offset": offset, "position_ids": positions}
-            return self.model.media_layout(self.total_frames, **where), self.past_length
+            return replace(self.model.media_layout(self.total_frames, **where), past_length=self.past_length)
         check_layout(self.media_layout, self.batch, self.total_frames)
-        on_host: dict[str, Any] = {name: self.on_host(name) for name in _LAYOUT}
-        return replace(self.media_layout, **on_host), 0
+        on_host: dict[str, Any] = {name: self.on_host(name) for name in self.media_layout.tensors}
+        return replace(self.media_layout, **on_host)
 
     def read_by_host(self) -> dict[str, Tensor]:
-        """Return further what `media_position` is made from, in a pass that makes it."""
+        """Return further what `layout` is made from, in a pass that makes it."""
         found = super().read_by_host()
         if self.media_layout is None and not (self.past_length and self.frames is None):
             given = {"input_ids": self.input_ids, "position_ids": self.position_ids}
@@ -295,11 +290,6 @@ class MPlugOwl3Family(Family[Any]):
     def install_more(self, patch: Patch) -> None:
         patch.set(self.model, "count_frames", functools.partial(_count_frames, self.model.count_frames))
 
-    def cross_attention_shape(self) -> CrossAttentionShape:
-        config = self.text_config
-        heads, layers = config.num_attention_heads, len(self.model.config.hyper_layers)
-        return CrossAttentionShape(heads, config.num_key_value_heads, config.hidden_size // heads, layers)
-
     @property
     def called_modules(self) -> Iterable[nn.Module]:
         """The modules within the tower are called one by one. A model that only takes features has no tower."""
@@ -311,21 +301,23 @@ class MPlugOwl3Family(Family[Any]):
         """Encode (f, 3, height, width) to (f, tokens, hidden)."""
         return self.model.encode_frames(frames)
 
-    def media_position(self, inputs: _MPlugOwl3Inputs) -> MediaPosition:
-        return inputs.media_position
+    def check_new_frames(self, inputs: _MPlugOwl3Inputs) -> None:
+        _ = inputs.layout  # which cannot be made if they do not fit
 
     def unit_index(self, inputs: _MPlugOwl3Inputs, units: int) -> Tensor:
         """Return the rotations of the frames by their positions, (units, 2, head_dim), for all layers."""
-        index = inputs.media_position[0].frame_position if inputs.total_frames else super().unit_index(inputs, units)
+        index = inputs.layout.frame_position if inputs.total_frames else super().unit_index(inputs, units)
         attention = self.decoder.layers[self.model.config.hyper_layers[0] - 1].self_attn
         return attention.visual_rotation(copy_to_device(index, self.embedding_weight().device))
 
-    def visibility(self, inputs: ForwardInputs, units: int, tokens: int, media_position: MediaPosition) -> FrameMask:
-        (layout, row_offset), rows = media_position, inputs.prompt_rows
-        first, stop = (x[rows] for x in layout.rows(inputs.past_length - row_offset, inputs.length))
+    def visibility(self, inputs: _MPlugOwl3Inputs, units: int, tokens: int) -> FrameMask:
+        state = inputs.cache_state
+        layout = inputs.layout if state is None else state.media_layout
+        assert layout is not None
+        first, stop = (x[inputs.prompt_rows] for x in layout.rows(inputs.past_length, inputs.length))
         return FrameMask.from_intervals(first, stop, tokens, units)
 
-    def row_facts(self, inputs: ForwardInputs, mask: FrameMask, media_position: MediaPosition) -> dict[str, Tensor]:
+    def row_facts(self, inputs: ForwardInputs, mask: FrameMask) -> dict[str, Tensor]:
         return {"attends_to_frames": copy_to_device(mask.any_frame_visible(), self.embedding_weight().device)}
 
     def check_inputs(self, inputs: ForwardInputs) -> None:
@@ -339,9 +331,11 @@ class MPlugOwl3Family(Family[Any]):
     def continue_cache(self, inputs: ForwardInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
         """Remove the frames whose text was cropped from the cache, as the native model does."""
         crop_frames(cache_state, inputs.past_length, inclusive=self.model.config.gate is None)
-        if cache_state.frames is not None:
-            layout, row_offset = cache_state.media_position  # the native model leaves it on its device
-            cache_state.media_position = layout.to("cpu"), row_offset
+        if cache_state.media_layout is not None:
+            cache_state.media_layout = cache_state.media_layout.to("cpu")  # the native model leaves it on its device
+
+    def complete_cache(self, inputs: _MPlugOwl3Inputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
+        cache_state.media_layout = inputs.layout
 
     def inputs(
         self,
@@ -351,7 +345,7 @@ class MPlugOwl3Family(Family[Any]):
         media_offset: Any = None,
         media_layout: MediaLayout | None = None,
     ) -> _MPlugOwl3Inputs:
-        layout = {} if media_layout is None else {name: getattr(media_layout, name) for name in _LAYOUT}
+        layout = {} if media_layout is None else media_layout.tensors
         return _MPlugOwl3Inputs(
             **text,
             frames=pixel_values if pixel_values is not None else image_embeds,

@@ -48,6 +48,7 @@ from mllm_seqpar.adapting import (
     KVProjection,
     Patch,
     SeqParContext,
+    SequenceParallelCacheState,
     ShapeError,
     as_forward,
     cache_state_of,
@@ -80,14 +81,14 @@ class Media:
             that the caller encoded.
         samples: number of samples that the media belong to.
         features: (f, tokens, width) of this rank, if they were encoded by `cache_media` or by the caller.
-        token: identifies these media in copies of a cache, without a reference to them.
+        fingerprint: identifies these media among those of a cache and its copies, without a reference to them.
     """
 
     pixels: Tensor
     samples: int
     shard: FrameShard | None
     features: Tensor | None = None
-    token: str = field(default_factory=lambda: uuid4().hex)
+    fingerprint: tuple[int, ...] = field(default_factory=lambda: (uuid4().int,))
 
     @property
     def total(self) -> int:
@@ -127,7 +128,7 @@ class MediaInputs(ForwardInputs):
                 shard = shard or FrameShard(*frame_bounds(media.total, comm.size)[comm.rank], media.total)
                 frames = features
         arguments |= {"frames": frames, "frames_are_features": features is not None, "visual_shard": shard}
-        return cls(**arguments, compared_tensors={"time": time}, frame_names=("vision_x",), media=media, time=time)
+        return cls(**arguments, compared_tensors={"time": time}, media=media, time=time)
 
 
 def cross_attentions(language_model: Any) -> Iterator[tuple[int, Any]]:
@@ -211,8 +212,7 @@ class OpenFlamingoChats(ImageTokenFamily):
 class OpenFlamingoFamily(Family[MediaInputs]):
     """OpenFlamingo over the language models of `LANGUAGE_MODELS`.
 
-    `model` is its language model, through which every pass goes. The media position is the
-    token of the media in the cache.
+    `model` is its language model, through which every pass goes.
     """
 
     name = "OpenFlamingo"
@@ -306,11 +306,11 @@ class OpenFlamingoFamily(Family[MediaInputs]):
         """Raise ShapeError: `check` refuses a pass without media before this is called."""
         raise ShapeError("vision_x: OpenFlamingo has no pass without media")
 
-    def media_position(self, inputs: MediaInputs) -> str:
+    def complete_cache(self, inputs: MediaInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
         assert inputs.media is not None
-        return inputs.media.token
+        cache_state.frame_fingerprints.add(inputs.media.fingerprint)
 
-    def visibility(self, inputs: MediaInputs, units: int, tokens: int, media_position: Any) -> FrameMask:
+    def visibility(self, inputs: MediaInputs, units: int, tokens: int) -> FrameMask:
         """Return the rule that is tabulated in the module's docstring."""
         assert inputs.media is not None
         samples, time = inputs.media.samples, inputs.on_host("time")
@@ -331,7 +331,7 @@ class OpenFlamingoFamily(Family[MediaInputs]):
         first, stop = torch.where(uniform, base, first), torch.where(uniform, base + per_sample, stop)
         return FrameMask.from_intervals(first, stop, tokens, units)
 
-    def row_facts(self, inputs: MediaInputs, mask: FrameMask, media_position: Any) -> dict[str, Tensor]:
+    def row_facts(self, inputs: MediaInputs, mask: FrameMask) -> dict[str, Tensor]:
         """Return the rows whose scores are all equal, if there are any."""
         time = inputs.on_host("time")
         assert inputs.media is not None and time is not None
@@ -427,7 +427,7 @@ def _cache_media(model: Any, family: OpenFlamingoFamily) -> Any:
         inputs = MediaInputs.of(media, time, comm, input_ids=input_ids)
 
         def check() -> None:
-            check_frames(comm, inputs)
+            check_frames(family, inputs)
             family.check_inputs(inputs)
 
         require_same_inputs(comm, inputs, check)
@@ -477,11 +477,11 @@ def _in_cache(media: Media | None, cache: Cache | None) -> bool:
     In grad mode K and V are projected in every pass, as in the unpatched model, so those in the cache are removed too.
     """
     state = None if media is None or cache is None or not cache.get_seq_length() else cache_state_of(cache)
-    if media is None or state is None or state.visual is None:
+    if media is None or state is None or state.visual_kv is None:
         return False
-    if state.media_position != media.token or torch.is_grad_enabled():
-        state.visual = None
-    return state.visual is not None
+    if media.fingerprint not in state.frame_fingerprints or torch.is_grad_enabled():
+        state.drop_frames()
+    return state.visual_kv is not None
 
 
 def _conditioning(language_model: Any, input_ids: Tensor) -> tuple[Media | None, Tensor]:

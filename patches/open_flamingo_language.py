@@ -283,8 +283,8 @@ class MptLM:
             blind = self._fully_masked_rows(state, row_positions)
         elif state.cached_text is not None:
             cache_state = cache_state_of(cache)
-            assert cache_state is not None and cache_state.text is not None
-            total, key_positions = cache_state.text.total, cache_state.text.positions
+            assert cache_state is not None and cache_state.text_kv is not None
+            total, key_positions = cache_state.text_kv.total, cache_state.text_kv.positions
             row_positions = torch.arange(total - rows, total)
         else:
             return None

@@ -96,9 +96,7 @@ class QwenVLInputs(ForwardInputs):
             sizes.append(found.repeat_interleave(grid[:, 0].long(), 0))
             places = (kinds[::beams] == kind + 1).flatten().nonzero().flatten()
             tokens = self.tokens_of(sizes[-1])
-            first = (
-                tokens.cumsum(0) - tokens
-            )  # beyond the text if it has too few tokens, which `media_position` reports
+            first = tokens.cumsum(0) - tokens  # beyond the text if it has too few tokens, as `placed_tokens` reports
             places = torch.cat([places, places.new_full((1,), kinds.numel())])
             starts.append(places[first.clamp(max=places.numel() - 1)])
         return torch.cat(sizes)[torch.cat(starts).argsort(stable=True)]
@@ -199,7 +197,7 @@ class QwenVLInputs(ForwardInputs):
     @functools.cached_property
     def positions(self) -> Tensor:
         """(4, B, L): positions in the text, and the rotary positions (time, height, width)."""
-        counted = torch.arange(self.length, device=self.text.device)[None] + self.past_length
+        counted = torch.arange(self.length, device=self.tokens.device)[None] + self.past_length
         text = self.text_position_ids
         given = self.position_ids if self.position_ids is not None else self.rotary(self)
         given = counted if given is None else given
@@ -373,7 +371,7 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         grid = torch.cat([times[:, None], units[:, 1:]], 1)
         return torch.cat([x.to(parts[0]) for x in parts]), grid
 
-    def media_position(self, inputs: QwenVLInputs) -> VisualTokenLayout:
+    def visual_token_layout(self, inputs: QwenVLInputs) -> VisualTokenLayout:
         comm = self.context.comm
         if inputs.frames is None or inputs.on_host(TOKENS) is None:
             zeros = torch.zeros(comm.size + 1, dtype=torch.long)
@@ -401,8 +399,8 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
 
         They are computed on the CPU from what the host has read, because the model reads every run and every grid.
         """
-        model, device, shape = self.model.model, inputs.text.device, (inputs.batch, inputs.length)
-        self._restore_offsets(inputs.cache, inputs.text)
+        model, device, shape = self.model.model, inputs.tokens.device, (inputs.batch, inputs.length)
+        self._restore_offsets(inputs.cache, inputs.tokens)
         read = {name: inputs.on_host(name) for name in given}
         host = {name: x if read[name] is None else read[name] for name, x in given.items()}
         found: Tensor | None = model.compute_3d_position_ids(
@@ -469,7 +467,6 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
             else compared_tensors(
                 config, self.model.get_input_embeddings(), rows, tensors, text["visual_shard"], given
             ),
-            frame_names=(*PIXELS, FEATURES),
             pixels=pixels,
             merge=self.merge,
             samples=visual_samples or (1 if rows is None else rows.shape[0]),

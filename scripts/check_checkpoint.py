@@ -33,6 +33,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from mllm_seqpar import patch_model
+from mllm_seqpar.cli.doctor import host_memory
 from mllm_seqpar.cli.launch import DTYPES
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.data.chat_family import ChatFamily, chat_family
@@ -136,18 +137,18 @@ def checks(args: argparse.Namespace) -> Iterator[Row]:
 def ask(args: argparse.Namespace, model: torch.nn.Module, processor: Any, kind: str) -> str:
     """Return the findings of one question; raise ValueError if the models differ by more than rounding explains."""
     start = time.monotonic()
-    family = chat_family(processor)
+    chat_format = chat_family(processor)
     media: FrameSource
     if kind == "image" and args.image is not None:
-        media = family.image_source(args.image)
+        media = chat_format.image_source(args.image)
     elif kind == "image":
-        media = family.still_frames(ImageTensorSource([disc(0.5, (220, 30, 30))]))
+        media = chat_format.still_frames(ImageTensorSource([disc(0.5, (220, 30, 30))]))
     elif args.video is not None:
         media = VideoSource.open(args.video, num_frames=args.frames)
     else:
         places = torch.linspace(0.2, 0.8, args.frames).tolist()
         media = ImageTensorSource([disc(place, (30, 60, 220)) for place in places])
-    largest, text = compare(model, family, media, kind, args.ranks, args.max_new_tokens)
+    largest, text = compare(model, chat_format, media, kind, args.ranks, args.max_new_tokens)
     text += f"\n{time.monotonic() - start:.0f} s"
     dtype = next(model.parameters()).dtype
     limit = LARGEST_DIFFERENCE[dtype]
@@ -158,7 +159,7 @@ def ask(args: argparse.Namespace, model: torch.nn.Module, processor: Any, kind: 
 
 @torch.no_grad()
 def compare(
-    model: nn.Module, family: ChatFamily, media: FrameSource, kind: str, ranks: int, max_new_tokens: int
+    model: nn.Module, chat_format: ChatFamily, media: FrameSource, kind: str, ranks: int, max_new_tokens: int
 ) -> tuple[float, str]:
     """Ask about `media`, an "image" or a "video", with the model unpatched and patched on `ranks` ranks.
 
@@ -170,12 +171,12 @@ def compare(
     """
     weight = next(model.parameters())
     messages = [{"role": "user", "content": [{"type": kind}, {"type": "text", "text": QUESTIONS[kind]}]}]
-    text = family.text([messages], [[media]], add_generation_prompt=True)
+    text = chat_format.text([messages], [[media]], add_generation_prompt=True)
     frames = {
         name: x.to(weight.device, weight.dtype if x.is_floating_point() else None)
-        for name, x in family.unsharded(media).items()
+        for name, x in chat_format.unsharded(media).items()
     }
-    arguments = {name: x.to(weight.device) for name, x in family.arguments(text).items()}
+    arguments = {name: x.to(weight.device) for name, x in chat_format.arguments(text).items()}
     logits = model(**arguments, **frames).logits[0].float()
     if not logits.isfinite().all():
         raise ValueError("the unpatched model's logits are not finite")
@@ -185,14 +186,14 @@ def compare(
             shared = {id(x): x for x in chain(model.parameters(), model.buffers())}
             patched: Any = patch_model(copy.deepcopy(model, shared), group=comm)
             difference = (patched(**arguments, **frames).logits[0].float() - logits).abs().mean() / logits.std()
-            options = family.generation(patched) | {"do_sample": False, "max_new_tokens": max_new_tokens}
+            options = chat_format.generation(patched) | {"do_sample": False, "max_new_tokens": max_new_tokens}
             return float(difference), patched.generate(**arguments, **frames, **options)[0]
 
     results = run_loopback(ranks, one_rank, timeout=TRANSFER_S)
-    length, decode = text.input_ids.shape[1], family.tokenizer.decode
+    length, decode = text.input_ids.shape[1], chat_format.tokenizer.decode
     tokens = results[0][1][length:]
     difference = max(difference for difference, _ in results)
-    below = disagreement(model, family, arguments, frames, tokens)
+    below = disagreement(model, chat_format, arguments, frames, tokens)
     return max(difference, below), (
         f"patched on {ranks} ranks against unpatched: logits differ by {difference:.1e} of their standard "
         f"deviation; generated tokens are within {below:.1e} of the unpatched model's most likely ones\n"
@@ -202,22 +203,22 @@ def compare(
 
 
 def disagreement(
-    model: Any, family: ChatFamily, arguments: dict[str, Tensor], frames: dict[str, Tensor], tokens: Tensor
+    model: Any, chat_format: ChatFamily, arguments: dict[str, Tensor], frames: dict[str, Tensor], tokens: Tensor
 ) -> float:
     """Return how far the unpatched model's logit of a generated token is below its largest logit, at most.
 
     It is relative to the standard deviation of the logits; 0: both choose the same tokens.
     """
-    length, added = arguments[family.ids_name].shape[1], tokens.shape[0]
+    length, added = arguments[chat_format.ids_name].shape[1], tokens.shape[0]
     extended = dict(arguments)
     for name, x in arguments.items():
-        if name == family.ids_name:
+        if name == chat_format.ids_name:
             extended[name] = torch.cat([x, tokens[None]], dim=1)
         elif name in ("attention_mask", "mm_token_type_ids") or (x.dim() > 2 and x.shape[1] == length):
             # The answer attends to the same images as the last token of the prompt.
             extended[name] = torch.cat([x, x[:, -1:].expand(-1, added, *x.shape[2:])], dim=1)
     logits = model(**extended, **frames).logits[0, length - 1 : -1].float()
-    for ids in family.generation(model).get("bad_words_ids") or ():
+    for ids in chat_format.generation(model).get("bad_words_ids") or ():
         if len(ids) == 1:
             logits[:, ids] = -torch.inf
     chosen = logits.gather(1, tokens[:, None]).squeeze(1)
@@ -301,7 +302,7 @@ def missing_memory(path: str, dtype: str, device: str) -> tuple[torch.dtype, str
     for kind, shape in headers(path).values():
         kinds[kind] += prod(shape)
     published = PUBLISHED_DTYPES.get(kinds.most_common(1)[0][0], torch.float32)
-    free = free_memory(device)
+    free = torch.cuda.mem_get_info(device)[0] if torch.device(device).type == "cuda" else host_memory()
     for wanted in [torch.float32, published] if dtype == "auto" else [getattr(torch, dtype)]:
         need = MEMORY_FACTOR * kinds.total() * wanted.itemsize
         if free is None or need <= free:
@@ -310,17 +311,6 @@ def missing_memory(path: str, dtype: str, device: str) -> tuple[torch.dtype, str
         f"{need / 2**30:.1f} GiB are needed in {wanted}, {free / 2**30:.1f} GiB are free on {device}; "
         "run this on a machine with more memory"
     )
-
-
-def free_memory(device: str) -> int | None:
-    """Return the free memory of a device in bytes, or None if it is unknown."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
 
 
 def disc(x: float, colour: tuple[int, int, int]) -> Tensor:

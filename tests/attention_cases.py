@@ -19,8 +19,8 @@ from torch import Tensor
 
 from dense_attention import dense_attention, squared_terms
 from mllm_seqpar.attention import lv_xattn, mesh_attention, ring_attention, ulysses_attention
+from mllm_seqpar.attention.attend import attend
 from mllm_seqpar.attention.call_spec import AccumulateDtype, accumulation, call_spec_for, problem_of
-from mllm_seqpar.attention.joint import attend
 from mllm_seqpar.attention.keys import GivenKeys
 from mllm_seqpar.comm import Communicator, as_communicator
 from mllm_seqpar.masks import BlockMasks, CausalBlockMasks, FrameMask, FullBlockMasks
@@ -228,12 +228,13 @@ def _call(
     if case.op == "causal" and case.text == "plain" and total == case.rows:
         return FUNCTIONS[name](x["q"], x["text_k"], x["text_v"], causal=True, layout=case.layout, **options)
     n, dtype = comm.size, accumulation(case.accumulate, case.dtype)
+    attention: Any = {"rows": "sharded", "comm": comm, "scale": case.dim**-0.5, "kernel": case.kernel}
     if case.op == "direct":
         lengths = tuple(map(span_length, key_spans(case, n)))
         full = FullBlockMasks(case.batch, total // n, lengths)
         problem = problem_of(x["q"].shape, x["k"].shape, lengths, case.dtype, case.accumulate)
         spec = call_spec_for("lv-xattn", None, full, problem, dtype, case.overlap, all_pairs=True)
-        return attend(x["q"], [GivenKeys(spec, x["k"], x["v"])], comm=comm, scale=case.dim**-0.5, kernel=case.kernel)
+        return attend(x["q"], [[GivenKeys(spec, x["k"], x["v"])]], **attention)[0]
     first, valid = text_limits(case, total)
     text = CausalBlockMasks(case.batch, total, n, case.layout, first, valid)
 
@@ -248,7 +249,7 @@ def _call(
         full = FullBlockMasks(case.batch, total // n, lengths)
         blocks = full if mask is None else mask.blocks(comm, frame_spans(case.frames, n, case.frame_layout))
         sources.insert(0, source(case.frames_by, blocks, lengths, x["k"], x["v"]))
-    return attend(x["q"], sources, comm=comm, scale=case.dim**-0.5, kernel=case.kernel)
+    return attend(x["q"], [sources], **attention)[0]
 
 
 def over_gloo(rank: int, world: int, cases: list[Case]) -> list[dict[str, Any]]:

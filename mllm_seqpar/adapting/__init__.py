@@ -18,19 +18,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mllm_seqpar.planner.model_sizes import *  # noqa: F403
-
+    from .sizes import *  # noqa: F403
     from .toolkit import *  # noqa: F403
     from .transformers import *  # noqa: F403
+else:  # with a `__getattr__` in sight, type checkers would take any name, and take it for Any
 
-_SIZES = ("CrossAttentionSizes", "ModelSizes", "ResamplerSizes", "TextSizes", "VisionSizes")
-
-
-def __getattr__(name: str) -> Any:
-    if not name.startswith("__"):
-        modules = ("planner.model_sizes",) if name in _SIZES else ("adapting.toolkit", "adapting.transformers")
-        for module in modules:
-            found = importlib.import_module(f"mllm_seqpar.{module}")
-            if hasattr(found, name):
+    def __getattr__(name: str) -> Any:
+        for module in ("sizes", "toolkit", "transformers"):
+            found = importlib.import_module(f"{__name__}.{module}")
+            if name in found.__all__:
                 return getattr(found, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

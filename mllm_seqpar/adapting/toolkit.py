@@ -15,7 +15,6 @@ from mllm_seqpar.checkpointing import TokenwiseFunction, run_in_chunks
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.comm.autograd import gather_shards
-from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.data.chat_family import (
     VIDEO_MARK,
     ChatFamily,
@@ -31,25 +30,82 @@ from mllm_seqpar.data.formats import media_of, media_parts
 from mllm_seqpar.data.images import to_pil_images
 from mllm_seqpar.data.reader import check_range
 from mllm_seqpar.data.sources import FeatureFrames, FrameSource, ImageListSource, ImageTensorSource
-from mllm_seqpar.errors import AdapterError, AgreementError, ConfigError, DataError, MaskError, SeqParError, ShapeError
+from mllm_seqpar.errors import AdapterError, ConfigError, DataError, MaskError, ShapeError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.patching import Patch
 from mllm_seqpar.patching.registry import Adapter, is_instance_by_name
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
-from mllm_seqpar.runtime.frames import Frames, VisualKVCache, select_strategy
+from mllm_seqpar.runtime.frames import Frames, select_strategy
+from mllm_seqpar.runtime.projections import FunctionProjection, KVProjection
 from mllm_seqpar.runtime.star import StarText
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
 from mllm_seqpar.runtime.text import TextShards, sharded_causal_lm_loss, shifted
-from mllm_seqpar.runtime.visual_features import (
-    FunctionProjection,
-    KVProjection,
-    Projection,
-    VisualFeatures,
-    sampled_bits,
-)
+from mllm_seqpar.runtime.visual_features import VisualFeatures, sampled_bits
 from mllm_seqpar.runtime.visual_tokens import FrameTokens, VisualTokenLayout, VisualTokens
 from mllm_seqpar.sharding import FrameShard, HostFrames, frame_bounds, frame_range, tensor_of
+
+__all__ = [
+    "VIDEO_MARK",
+    "Adapter",
+    "AdapterError",
+    "ChatFamily",
+    "ChatText",
+    "Communicator",
+    "ConfigError",
+    "CrossAttentionShape",
+    "DataError",
+    "FeatureFrames",
+    "ForwardState",
+    "FrameMask",
+    "FrameShard",
+    "FrameSource",
+    "FrameTokens",
+    "FunctionProjection",
+    "HostFrames",
+    "ImageListSource",
+    "ImageTensorSource",
+    "ImageTokenFamily",
+    "KVProjection",
+    "MaskError",
+    "Messages",
+    "Patch",
+    "SeqParContext",
+    "ShapeError",
+    "ShardedState",
+    "StarText",
+    "TokenwiseFunction",
+    "VisualTokenLayout",
+    "VisualTokens",
+    "answer_spans",
+    "as_attended",
+    "check_range",
+    "copy_to_device",
+    "copy_to_host",
+    "frame_bounds",
+    "frame_range",
+    "gather_shards",
+    "get_logger",
+    "image_counts",
+    "is_instance_by_name",
+    "known_processors",
+    "media_of",
+    "media_parts",
+    "run_in_chunks",
+    "sampled_bits",
+    "sharded_call",
+    "sharded_causal_lm_loss",
+    "shifted",
+    "tensor_of",
+    "to_pil_images",
+    "tokenize",
+]
+
+
+class ShardedState(ForwardState):
+    """The state of a pass whose text is sharded, so that it always has `text`."""
+
+    text: TextShards
 
 
 def sharded_call(
@@ -60,7 +116,7 @@ def sharded_call(
     encode: Callable[[Tensor], Tensor] | None = None,
     valid: Tensor | None = None,
     units_per_frame: int = 1,
-) -> ForwardState:
+) -> ShardedState:
     """Return the state of a forward pass with sharded text and frames; `state.text` shards other tensors alike.
 
     Args:
@@ -129,4 +185,4 @@ def sharded_call(
     context.count_shards((text.local, length), (len(units), mask.total_frames))
     frames = Frames.of_shards(visual, mask, text, units_per_frame)
     frames = select_strategy(context, frames, visual, text, lambda: torch.arange(mask.total_frames))
-    return ForwardState(context, text=text, frames=frames)
+    return ShardedState(context, text=text, frames=frames)

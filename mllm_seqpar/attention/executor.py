@@ -6,7 +6,7 @@ a call never alias them: received shards are only read, and received results are
 computed one mask rectangle at a time.
 
 Shapes: q, o, do (B, H, S, D); k, v (B, G, T, D), G dividing H; lse (B, H, S) float32. The items of a batch that share
-their keys are rows of one item here (`joint`).
+their keys are rows of one item here (`attend`).
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from typing import Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
+from mllm_seqpar._compat import eager
 from mllm_seqpar.comm import Group, transfer_communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.errors import AgreementError, ConfigError, MaskError, ShapeError
@@ -26,8 +27,8 @@ from mllm_seqpar.schedules.head_sharding import HeadShards
 from mllm_seqpar.schedules.mesh_shapes import check_tile, resolve_tile
 from mllm_seqpar.sharding import LAYOUTS, Spans, describe_spans, frame_spans, sequence_positions, span_length
 
+from .attend import attend
 from .call_spec import AccumulateDtype, CallSpec, accumulation, call_spec_for, problem_of
-from .joint import attend, attend_replicated, eager
 from .keys import GivenKeys
 
 
@@ -285,8 +286,9 @@ def _attend_once(
     problem = problem_of(q.shape, k.shape[:2], key_lengths, q.dtype, accumulate_dtype)
     dtype = accumulation(accumulate_dtype, q.dtype)
     spec = call_spec_for(strategy, mesh_shape, masks, problem, dtype, overlap)
-    o, lse = attend(q, [GivenKeys(spec, k, v)], comm=comm, scale=float(factor), kernel=kernel)
-    return (o, lse) if return_lse else o
+    keys = GivenKeys(spec, k, v)
+    (result,) = attend(q, [[keys]], rows="sharded", comm=comm, scale=float(factor), kernel=kernel)
+    return result if return_lse else result[0]
 
 
 @eager
@@ -346,8 +348,8 @@ def decode_attention(
         return _common_facts(q, k, factor, mask) | {"units_per_frame": units_per_frame}
 
     masks = agree(comm, "decode_attention", check, facts)
-    keys = [GivenKeys(CallSpec((1, 1), masks, (k.shape[2],), accumulation("auto", q.dtype)), k, v)]
-    (result,) = attend_replicated(q, [keys], comm=comm, scale=float(factor), kernel=kernel)
+    keys = GivenKeys(CallSpec((1, 1), masks, (k.shape[2],), accumulation("auto", q.dtype)), k, v)
+    (result,) = attend(q, [[keys]], rows="replicated", comm=comm, scale=float(factor), kernel=kernel)
     return result if return_lse else result[0]
 
 

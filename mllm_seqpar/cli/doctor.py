@@ -157,7 +157,8 @@ def machine() -> Iterator[Finding]:
         yield Finding("gpu", "none; everything runs on the CPU")
     cores, threads = os.cpu_count() or 1, torch.get_num_threads()
     yield Finding("cpu", f"{cores} core{'s' * (cores != 1)}, {threads} thread{'s' * (threads != 1)} for torch")
-    yield Finding("host memory", f"{_gib(_free_memory())} available")
+    memory = host_memory()
+    yield Finding("host memory", "unknown" if memory is None else f"{_gib(memory)} available")
     if gpus:
         version = (
             ".".join(map(str, torch.cuda.nccl.version()))
@@ -180,12 +181,14 @@ def _links(smi: str) -> str:
     return "nvidia-smi topo -m:\n" + (done.stdout or done.stderr).rstrip()
 
 
-def _free_memory() -> int:
-    """Return the bytes that this process can still allocate, limited by its control group."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
-    if meminfo.exists():
-        free = next((int(x.split()[1]) << 10 for x in meminfo.read_text().splitlines() if "MemAvailable" in x), free)
+def host_memory() -> int | None:
+    """Return the bytes that this process can still allocate, limited by its control group; None if that is unknown."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):  # not Linux
+        return None
     try:
         limit = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
     except (OSError, ValueError):  # no control group, or "max"

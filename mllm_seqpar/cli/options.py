@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import math
 import os
+import sys
 import types
 from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
@@ -18,8 +19,8 @@ from mllm_seqpar.errors import ConfigError
 Arguments = TypeVar("Arguments")
 
 
-def option(text: str, default: Any = dataclasses.MISSING, *, choices: Sequence[str] = ()) -> Any:
-    """Return a dataclass field with its --help text, default and allowed values.
+def option(text: str, default: Any = dataclasses.MISSING, *, choices: Sequence[Any] = ()) -> Any:
+    """Return a dataclass field with its --help text, default and allowed values, those of each value of a tuple.
 
     An option without a default is required.
     """
@@ -31,8 +32,10 @@ class CommandOptions:
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):  # type: ignore[arg-type]
-            if (choices := item.metadata.get("choices")) and getattr(self, item.name) is not None:
-                self._require(item.name, getattr(self, item.name) in choices, f"one of {', '.join(choices)}")
+            value = getattr(self, item.name)
+            if (choices := item.metadata.get("choices")) and value is not None:
+                valid = all(one in choices for one in (value if isinstance(value, tuple) else (value,)))
+                self._require(item.name, valid, f"one of {', '.join(map(str, choices))}")
 
     def _require(self, name: str, valid: bool, allowed: str) -> None:
         value = getattr(self, name)
@@ -72,8 +75,8 @@ def parse_options(
 ) -> Arguments:
     """Return the options in `argv` (without the program's name) as an instance of `kind`.
 
-    A bool has a second form --no_NAME. An option with a tuple type may be repeated; without a default, it is given
-    without its name, once or more. See `Parser`.
+    A bool has a second form --no_NAME. An option with a tuple type takes several values, after one name or after
+    several; without a default, they are given without its name. See `Parser`.
 
     Args:
         kind: a dataclass whose fields are made by `option`.
@@ -181,7 +184,9 @@ class Parser(argparse.ArgumentParser):
         try:
             for action in required:  # report a misspelled option before a missing one, because they may be the same
                 action.required = False
-            _, unknown = self.parse_known_args(args, copy.copy(namespace))
+            # the help, which shows what is required, is printed below
+            options = [x for x in (sys.argv[1:] if args is None else args) if x not in ("-h", "--help", "--help_all")]
+            _, unknown = self.parse_known_args(options, copy.copy(namespace))
         finally:
             for action in required:
                 action.required = True
@@ -228,13 +233,15 @@ def _add_option(parser: argparse.ArgumentParser, item: dataclasses.Field, hint: 
         parser.add_argument(f"--{item.name}", action=_Switch, help=text)
         return
     if not required and item.default not in (None, "", ()):
-        text += f" (default: {item.default})"
+        text += f" (default: {' '.join(item.default) if isinstance(item.default, tuple) else item.default})"
     # float for `float | None`, str for `tuple[str, ...]`
     value_type = next((part for part in get_args(hint) if part is not types.NoneType), hint)
-    if required and get_origin(hint) is tuple:
-        parser.add_argument(item.name, type=value_type, nargs="+", metavar=item.name.upper(), help=text)
-        return
-    action = "append" if get_origin(hint) is tuple else "store"
-    choices = item.metadata.get("choices")  # the dataclass checks the value
-    metavar = f"{{{','.join(choices)}}}" if choices else item.name.upper()
-    parser.add_argument(f"--{item.name}", type=value_type, action=action, required=required, help=text, metavar=metavar)
+    is_tuple, choices = get_origin(hint) is tuple, item.metadata.get("choices")  # the dataclass checks the value
+    metavar = f"{{{','.join(map(str, choices))}}}" if choices else item.name.upper()
+    options = {"type": value_type, "help": text, "metavar": metavar}
+    if is_tuple and required:
+        parser.add_argument(item.name, nargs="+", **options)
+    elif is_tuple:
+        parser.add_argument(f"--{item.name}", action="extend", nargs="+", **options)
+    else:
+        parser.add_argument(f"--{item.name}", required=required, **options)

@@ -111,8 +111,8 @@ class ChatDataset(Dataset[ChatSample]):
 
     Args:
         path: a data set that `records.open_records` opens.
-        processor: the model's processor; its family (`chat_family`) turns conversations into tokens. None reads samples
-            without a model, for checks; batches are then not available.
+        processor: the model's processor; its chat format (`chat_family`) turns conversations into tokens. None reads
+            samples without a model, for checks; batches are then not available.
         fps, num_frames, max_frames: the frames of each video, see `FrameChoice`. `fps` and `num_frames` override what a
             record states; of several `max_frames`, the smallest applies. Images have no times: of a video that is a
             list of images, `num_frames` and `max_frames` choose.
@@ -152,7 +152,7 @@ class ChatDataset(Dataset[ChatSample]):
         self.path, self.digest = self.records.path, self.records.digest
         self.on_bad_media, self._template, self.threads = on_bad_media, template, threads
         self.processor = processor
-        self._family = None if processor is None else chat_family(processor)
+        self._chat_format = None if processor is None else chat_family(processor)
         self.max_length = max_length
         self._frames = FrameChoice(fps=fps, num_frames=num_frames, max_frames=max_frames)
         for index in range(len(self.records) if validate else 0):
@@ -176,7 +176,7 @@ class ChatDataset(Dataset[ChatSample]):
     def messages(self, index: int, check_files: bool = False) -> list[Mapping[str, Any]]:
         """Return the validated messages of a record; DataError names its place."""
         files = partial(self.records.identify, index) if check_files else None
-        marks = self._family.marks if self._family else ()
+        marks = self._chat_format.marks if self._chat_format else ()
         try:
             return check_record(to_chat(self.records.record(index), template=self._template), files, marks)
         except DataError as error:
@@ -233,7 +233,7 @@ class ChatDataset(Dataset[ChatSample]):
         locate = partial(self.records.locate, index)
         if part["type"] == "image":
             name = locate(part["path"])
-            return self._family.image_source(name) if self._family else ImageListSource([name])
+            return self._chat_format.image_source(name) if self._chat_format else ImageListSource([name])
         if "images" in part:
             names = self._frames.without_times().over(FrameChoice.of(part)).sampled(part["images"])
             return ImageListSource([locate(name) for name in names])
@@ -245,7 +245,7 @@ def collate(samples: Sequence[ChatSample], processor: Any, max_length: int | Non
     """Return the samples, at least one, as one micro-batch, padded on the right.
 
     Raises:
-        DataError: a sample has more than `max_length` tokens, or the family cannot tokenize it; names its place.
+        DataError: a sample has more than `max_length` tokens, or the chat format cannot tokenize it; names its place.
         MediaError: the size of a video is needed and cannot be read.
     """
     try:
@@ -257,7 +257,7 @@ def collate(samples: Sequence[ChatSample], processor: Any, max_length: int | Non
         )
     except DataError as error:
         raise DataError(f"{', '.join(sample.place for sample in samples)}: {error}") from error
-    except VideoError as error:  # a family may decode one frame to find the size of a video
+    except VideoError as error:  # a chat format may decode one frame to find the size of a video
         if len(samples) == 1:
             raise MediaError(f"{samples[0].place}: {error}", 0) from error
         for number, sample in enumerate(samples):
@@ -266,7 +266,7 @@ def collate(samples: Sequence[ChatSample], processor: Any, max_length: int | Non
             except MediaError as found:
                 raise MediaError(str(found), number) from error
         raise
-    family, lengths = chat_family(processor), text.attention_mask.sum(1).tolist()
+    chat_format, lengths = chat_family(processor), text.attention_mask.sum(1).tolist()
     for sample, length in zip(samples, lengths, strict=True):
         if max_length is not None and length > max_length:
             raise DataError(
@@ -275,16 +275,16 @@ def collate(samples: Sequence[ChatSample], processor: Any, max_length: int | Non
             )
     return ChatBatch(
         text=text,
-        sources=tuple(family.units(source) for sample in samples for source in sample.sources),
+        sources=tuple(chat_format.units(source) for sample in samples for source in sample.sources),
         places=tuple(sample.place for sample in samples),
         owners=tuple(number for number, sample in enumerate(samples) for _ in sample.sources),
     )
 
 
 def load_local_images(
-    batch: ChatBatch, slots: range | Sequence[range], family: ChatFamily, *, at_once: int = 32
+    batch: ChatBatch, slots: range | Sequence[range], chat_format: ChatFamily, *, at_once: int = 32
 ) -> tuple[Tensor, ...]:
-    """Decode this rank's images of the model's flat list; return tensors (slots, ...) as `family.pixels` does.
+    """Decode this rank's images of the model's flat list; return tensors (slots, ...) as `chat_format.pixels` does.
 
     `slots` is this rank's range of `batch.text.slots`, `frame_range(len(batch.text.slots), group)`, or its
     `frame_ranges`. Padding images among them are not decoded; at most `at_once` decoded frames are held in addition
@@ -293,19 +293,19 @@ def load_local_images(
     ranges = [slots] if isinstance(slots, range) else slots
     numbers = [batch.text.slots[slot] for slot in chain(*ranges)]
     frames = [range(*span) for span in join_spans((number, number + 1) for number in numbers if number >= 0)]
-    if family.ragged:  # none of them pads
-        return family.joined([family.pixels(decoded) for decoded in _decode(batch, frames, at_once)])
+    if chat_format.ragged:  # none of them pads
+        return chat_format.joined([chat_format.pixels(decoded) for decoded in _decode(batch, frames, at_once)])
     real = torch.tensor([index for index, number in enumerate(numbers) if number >= 0], dtype=torch.long)
     if not len(real):
-        return tuple(x.repeat(len(numbers), *[1] * (x.dim() - 1)) for x in family.blank())
+        return tuple(x.repeat(len(numbers), *[1] * (x.dim() - 1)) for x in chat_format.blank())
     pixels: tuple[Tensor, ...] = ()
     done = 0
     for decoded in _decode(batch, frames, at_once):
-        part = family.pixels(decoded)
+        part = chat_format.pixels(decoded)
         if not pixels:
             pixels = tuple(x.new_empty(len(numbers), *x.shape[1:]) for x in part)
             if len(real) < len(numbers):
-                for target, x in zip(pixels, family.blank(), strict=True):
+                for target, x in zip(pixels, chat_format.blank(), strict=True):
                     target[:] = x
         positions = real[done : done + len(decoded)]
         for target, x in zip(pixels, part, strict=True):

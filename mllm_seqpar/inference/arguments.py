@@ -41,7 +41,6 @@ class ModelOptions(StrategyOptions, FrameOptions):
         self._require_positive("encode_batch", "timeout")
         if self.num_frames is not None:
             self._refuse_unused("max_frames", "--num_frames sets the number; give one of them")
-        self._require("temperature", True, "a finite number")
         try:
             self.sampling()
         except ConfigError as error:
@@ -84,7 +83,7 @@ class InferenceOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskArguments(InferenceOptions, StoredFrameOptions):
+class AskOptions(InferenceOptions, StoredFrameOptions):
     """The options of a run. `mllm-seqpar ask --help` prints the same texts."""
 
     video: tuple[str, ...] = option("a video file, or a directory of videos; may be repeated", ())
@@ -183,10 +182,10 @@ class ServingOptions(ModelOptions):
         super().__post_init__()
 
 
-def parse(argv: Sequence[str]) -> AskArguments:
+def parse(argv: Sequence[str]) -> AskOptions:
     """Return the arguments in `argv` (without the program's name); raise ConfigError if they are invalid."""
     return parse_options(
-        AskArguments,
+        AskOptions,
         argv,
         prog="mllm-seqpar ask",
         description="Ask about long videos whose frames are sharded over all ranks.\n"

@@ -36,7 +36,7 @@ from mllm_seqpar.data.video import source_meta
 from mllm_seqpar.errors import ConfigError, VideoError
 from mllm_seqpar.patching import patch_of
 
-from .arguments import AskArguments, parse
+from .arguments import AskOptions, parse
 from .conversation import Conversation
 from .data_set import answer_data_set
 from .encoding import PARTS, EncodedVideo, encode_video
@@ -53,7 +53,7 @@ ENCODE_STAGE = "read and encode"
 def ask(argv: Sequence[str]) -> int:
     """Answer the questions of the command line `argv`, and return the exit status. Every rank calls this.
 
-    See `AskArguments`.
+    See `AskOptions`.
 
     Raises:
         SeqParError: on invalid arguments or files or a video that cannot be read, or if the ranks disagree.
@@ -96,7 +96,7 @@ class VideoInput:
         return facts
 
 
-def ask_videos(args: AskArguments, comm: Communicator, device: torch.device) -> int:
+def ask_videos(args: AskOptions, comm: Communicator, device: torch.device) -> int:
     """Answer each question about each video on the ranks of `comm`: open, load, encode, answer, report.
 
     Returns:
@@ -119,7 +119,7 @@ def ask_videos(args: AskArguments, comm: Communicator, device: torch.device) -> 
 class VideoRun:
     """The videos of a run, the answers so far, and the faults of videos that cannot be used."""
 
-    def __init__(self, args: AskArguments, comm: Communicator, device: torch.device) -> None:
+    def __init__(self, args: AskOptions, comm: Communicator, device: torch.device) -> None:
         self._args, self._comm, self._device = args, comm, device
         self._times = Clock(device, synchronize=True)
         self._answers: list[tuple[str, str, Answer]] = []  # the name of the video, and the question
@@ -145,14 +145,14 @@ class VideoRun:
         return videos
 
     def _open_video(self, video: VideoInput) -> VideoInput:
-        args, family, frames = self._args, self._engine.family, self._args.frame_choice().over(DEFAULT_FRAMES)
+        args, chat_format, frames = self._args, self._engine.chat_format, self._args.frame_choice().over(DEFAULT_FRAMES)
         source, store, meta = None, None, {}
         if video.video is not None:
             source = VideoSource.open(video.video, **vars(frames), **args.decoding())
         if video.features is not None:
-            store = open_store(video.features, args.model, family, source, args.frame_choice())
+            store = open_store(video.features, args.model, chat_format, source, args.frame_choice())
         if self._comm.rank == 0 and video.save_to is not None and source is not None:
-            meta = feature_meta(source, args.model, family, frames)
+            meta = feature_meta(source, args.model, chat_format, frames)
             require_replaceable(video.save_to, meta)
         return replace(video, source=source, store=store, feature_meta=meta)
 
@@ -184,8 +184,8 @@ class VideoRun:
             place: dict[str, Any] = {"device": engine.device, "dtype": next(engine.model.parameters()).dtype}
             place["mapped"] = args.visual_offload is not None
             with self._times.measure("read features"):
-                return agree(comm, "features", partial(load_video, video.store, engine.family, comm, **place))
-        assert video.source is not None  # AskArguments requires --video or --features
+                return agree(comm, "features", partial(load_video, video.store, engine.chat_format, comm, **place))
+        assert video.source is not None  # AskOptions requires --video or --features
         with self._times.measure(ENCODE_STAGE), FramesBar(args.progress and comm.rank == 0) as bar:
             encoded = encode_video(
                 engine.model, engine.processor, video.source, group=comm, progress=bar, **args.encoding()
@@ -275,7 +275,7 @@ def _common_names(videos: Sequence[VideoInput]) -> dict[str, Any]:
     return {"videos": [os.path.basename(video.name) for video in videos] if len(videos) > 1 else 1}
 
 
-def _video_inputs(args: AskArguments) -> Sequence[VideoInput]:
+def _video_inputs(args: AskOptions) -> Sequence[VideoInput]:
     if args.features is not None:
         stores = [args.features] if Path(args.features, INDEX).exists() else _stores_in(args.features)
         if len(stores) > 1 and args.video:
@@ -289,7 +289,7 @@ def _video_inputs(args: AskArguments) -> Sequence[VideoInput]:
     return _with_outputs(args, [VideoInput(video=file) for file in files])
 
 
-def _with_outputs(args: AskArguments, videos: Sequence[VideoInput]) -> Sequence[VideoInput]:
+def _with_outputs(args: AskOptions, videos: Sequence[VideoInput]) -> Sequence[VideoInput]:
     """Return the videos with the paths of their outputs: of several, each has its own feature directory and page."""
     if len(videos) == 1:
         return [replace(videos[0], save_to=args.save_features, page=args.evidence_html)]
@@ -324,7 +324,7 @@ def _video_files(name: str) -> list[str]:
     return found
 
 
-def _create_outputs(args: AskArguments) -> None:
+def _create_outputs(args: AskOptions) -> None:
     """Create the output files and directories now, so that errors do not occur after a long encoding."""
     try:
         if args.save_features is not None:

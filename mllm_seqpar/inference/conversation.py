@@ -80,7 +80,7 @@ class Conversation:
             sources = [encoded.source or FeatureFrames(encoded.frames)]
         self.sources = tuple(sources)
         self._model: Any = model
-        self._processor, self._family = processor, chat_family(processor)
+        self._processor, self._chat_format = processor, chat_family(processor)
         self._comm = _comm_of(model)
         self._batch, self._on_host = batch, on_host
         self._encoded = encoded
@@ -114,11 +114,11 @@ class Conversation:
         for message in messages:
             content = message["content"]
             texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
-            if found := [mark for mark in self._family.marks if any(mark in text for text in texts)]:
+            if found := [mark for mark in self._chat_format.marks if any(mark in text for text in texts)]:
                 raise DataError(
                     f"a message contains {found[0]}, which is a mark of this model's chat format; remove it"
                 )
-        return self._family.text([messages], [self.sources], add_generation_prompt=True)
+        return self._chat_format.text([messages], [self.sources], add_generation_prompt=True)
 
     def _too_long(self, text: ChatText, max_new_tokens: int) -> str | None:
         length, longest = text.input_ids.shape[1], longest_text(self._model)
@@ -179,7 +179,7 @@ class Conversation:
         kept = self._keep_prefix(text)
         tokenizer, found = self._processor.tokenizer, None
         written = GeneratedText(tokenizer, self._comm, on_text, stop, interrupted)
-        options = {**self._family.generation(self._model), **sampling.generate_arguments()}
+        options = {**self._chat_format.generation(self._model), **sampling.generate_arguments()}
         criteria = StoppingCriteriaList([written] if stop or interrupted is not None else [])
         torch.manual_seed(sampling.seed)
         with record_attention(self._model) if evidence and self.sources else nullcontext() as recorded:
@@ -187,7 +187,7 @@ class Conversation:
             attention = None if recorded is None else recorded.result()
         tokens = output.sequences[0, length:].tolist()
         if attention is not None:
-            sizes = [size for source in self.sources for size in self._family.unit_sizes(source)]
+            sizes = [size for source in self.sources for size in self._chat_format.unit_sizes(source)]
             found = evidence_of(attention.split(sizes), tokens, tokenizer, self.sources, evidence)
         return Answer(
             text=written.text,
@@ -248,7 +248,7 @@ class Conversation:
         self.encode()
         self._keep_prefix(text)
         sampling = Sampling(max_new_tokens=len(tokens) + 1)
-        options = {**self._family.generation(self._model), **sampling.generate_arguments(), "output_logits": True}
+        options = {**self._chat_format.generation(self._model), **sampling.generate_arguments(), "output_logits": True}
         output = self._generate(
             text, logits_processor=LogitsProcessorList([ForcedTokens(text.input_ids.shape[1], tokens)]), **options
         )
@@ -259,7 +259,7 @@ class Conversation:
     def _generate(self, text: ChatText, **options: Any) -> Any:
         """Generate after the tokens of `text` that the cache does not have, and keep the cache of the result."""
         device = next(self._model.parameters()).device
-        arguments = {name: value.to(device) for name, value in self._family.arguments(text).items()}
+        arguments = {name: value.to(device) for name, value in self._chat_format.arguments(text).items()}
         arguments |= self._feature_arguments(text, device)
         if self._cache is not None:
             options[cache_name()] = self._cache
@@ -270,17 +270,17 @@ class Conversation:
         return output
 
     def _feature_arguments(self, text: ChatText, device: torch.device) -> dict[str, Any]:
-        """Return the arguments that pass this rank's features; those of a blank image if the family needs one."""
+        """Return the arguments that pass this rank's features; those of a blank image if the chat format needs one."""
         if self._encoded is None and not len(text.slots):
             return {}
         if self._encoded is None:
             weight = next(self._model.parameters())
-            blank = (x.to(device, weight.dtype if x.is_floating_point() else None) for x in self._family.blank())
+            blank = (x.to(device, weight.dtype if x.is_floating_point() else None) for x in self._chat_format.blank())
             with torch.no_grad():
-                features = encoder_of(self._model, self._family)(*blank)
-            shard = FrameShard.of(1, self._comm, self._family.frame_layout)
+                features = encoder_of(self._model, self._chat_format)(*blank)
+            shard = FrameShard.of(1, self._comm, self._chat_format.frame_layout)
             self._encoded = EncodedVideo(features[: len(shard)], shard)
-        return self._family.feature_arguments(self._model, self._encoded.features, self._encoded.shard)
+        return self._chat_format.feature_arguments(self._model, self._encoded.features, self._encoded.shard)
 
     def _keep_prefix(self, text: ChatText) -> int:
         """Crop the cache to the tokens that the prompt begins with, but not to all of it; return their number.
@@ -300,7 +300,7 @@ class Conversation:
 
     def _media_end(self, text: ChatText) -> int:
         """Return the number of tokens up to the last placeholder of an image."""
-        offsets, mark = text.extras.get("media_offset"), getattr(self._family, "image_token", None)
+        offsets, mark = text.extras.get("media_offset"), getattr(self._chat_format, "image_token", None)
         if (kinds := text.extras.get("mm_token_type_ids")) is not None:
             offsets = kinds[0].nonzero()
         elif offsets is None and mark is not None:
@@ -339,7 +339,7 @@ def answer(
 
     Args:
         model: patched by `patch_model`, over the group that encoded the video.
-        processor: the model's; its family writes the prompt.
+        processor: the model's; its chat format writes the prompt.
         question: the user's text. The video precedes it, unless the text contains "<|video|>" where the video belongs.
         video: from `encode_video` or `load_video`; it is not changed and can be used for further questions.
         sampling: the most likely tokens by default.

@@ -51,7 +51,7 @@ from mllm_seqpar.data.sources import FrameSource
 from mllm_seqpar.data.store_files import require_made_with
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError
 
-from .arguments import AskArguments
+from .arguments import AskOptions
 from .choices import accuracy_table, letter_log_likelihoods
 from .conversation import Conversation
 from .engine import Engine, RankGroups, tried
@@ -67,7 +67,7 @@ _SETTINGS = "fps num_frames max_frames max_new_tokens temperature top_p seed cho
 """Options on which an answer depends; strategies, kernels and numbers of ranks change it by rounding at most."""
 
 
-def answer_data_set(args: AskArguments, world: Communicator, device: torch.device) -> int:
+def answer_data_set(args: AskOptions, world: Communicator, device: torch.device) -> int:
     """Answer the questions of `args.questions` that `args.output` has no answer to. Every rank calls this.
 
     Returns:
@@ -93,7 +93,7 @@ def answer_data_set(args: AskArguments, world: Communicator, device: torch.devic
 class Answerer:
     """Answers questions of a data set, on the ranks of one group."""
 
-    def __init__(self, args: AskArguments, engine: Engine, questions: QuestionSet) -> None:
+    def __init__(self, args: AskOptions, engine: Engine, questions: QuestionSet) -> None:
         self._args, self._engine, self._questions = args, engine, questions
 
     def answer_all(self, videos: Sequence[Sequence[Question]], file: AnswerFile) -> None:
@@ -141,7 +141,7 @@ class Answerer:
     def _chosen(self, conversation: Conversation, prompt: Any, question: Question) -> Line:
         assert question.choice is not None  # `_line` has checked it
         letters = question.choice.letters
-        scores = letter_log_likelihoods(conversation, prompt, self._engine.family.tokenizer, letters)
+        scores = letter_log_likelihoods(conversation, prompt, self._engine.chat_format.tokenizer, letters)
         best = max(letters, key=scores.__getitem__)
         line: Line = {"answer": best, "log_likelihoods": scores, "frames": conversation.frames}
         if question.choice.answer is not None:
@@ -150,7 +150,7 @@ class Answerer:
         return line | ({"categories": dict(question.categories)} if question.categories else {})
 
 
-def _open(args: AskArguments, engine: Engine) -> tuple[QuestionSet, dict[str, Any]]:
+def _open(args: AskOptions, engine: Engine) -> tuple[QuestionSet, dict[str, Any]]:
     """Return the questions, and what the answers depend on."""
     questions = QuestionSet(args, engine.processor)
     settings = {"model": engine.digest, "questions": questions.digest}
@@ -235,7 +235,7 @@ class QuestionSet:
         DataError: the data set cannot be read.
     """
 
-    def __init__(self, args: AskArguments, processor: Any) -> None:
+    def __init__(self, args: AskOptions, processor: Any) -> None:
         assert args.questions is not None  # the caller's condition
         options: dict[str, Any] = {"media_root": args.media_root, "template": args.template, "on_bad_media": "skip"}
         sampling = {name: getattr(args, name) for name in ("fps", "num_frames", "max_frames")}

@@ -31,7 +31,7 @@ from mllm_seqpar.runtime.offload import HostCopies
 from mllm_seqpar.sharding import FrameShard, frame_spans, span_length
 
 Pixels = tuple[Tensor, ...]
-"""Preprocessed frames of a family: pixels, and further tensors with one entry per frame."""
+"""Preprocessed frames of a chat format: pixels, and further tensors with one entry per frame."""
 
 Progress = Callable[[int, int], object]
 """Called with the number of frames that all ranks have encoded so far, and the number of all frames."""
@@ -49,7 +49,7 @@ class EncodedVideo:
     """The visual features of one video, sharded over the ranks of a group.
 
     Attributes:
-        features: (f, tokens, hidden), of this rank's frames, as the family's `encode` returns them. If they have
+        features: (f, tokens, hidden), of this rank's frames, as the chat format's `encode` returns them. If they have
             different numbers of tokens, they are one after another, (tokens of all, hidden).
         shard: the frames of the video that `features` covers.
         source: the frames, used only for their number and sizes; None if only their number is known.
@@ -88,7 +88,7 @@ def encode_video(
     Args:
         model: of a supported family, or with a method `encode_frames` as the native mPLUG-Owl3; patched or not. If its
             parameters are sharded (FSDP2), all ranks must be in the group.
-        processor: the model's; its family converts uint8 frames (b, 3, H, W) to pixels.
+        processor: the model's; its chat format converts uint8 frames (b, 3, H, W) to pixels.
         source: the frames, a `VideoSource` for example; of several sources, one after the other.
         group: the ranks that share the frames, as for `patch_model`.
         batch: number of frames read and encoded at once.
@@ -101,20 +101,20 @@ def encode_video(
         Interrupted: if `interrupted` returned True.
         AgreementError: if another rank raised one of these; its message is quoted.
     """
-    family = chat_family(processor)
-    family.check(model)
+    chat_format = chat_family(processor)
+    chat_format.check(model)
     sources = tuple(source) if isinstance(source, Sequence) else (source,)
-    units = [family.units(each) for each in sources]
+    units = [chat_format.units(each) for each in sources]
     total = sum(map(len, units))
     if total == 0:
         raise VideoError("encode_video: the source has no frames; give a source with at least one frame")
     comm = transfer_communicator(group)
     if batch < 1:
         raise ConfigError(f"batch: {batch} is not allowed; give 1 or more")
-    shard = FrameShard.of(total, comm, family.frame_layout)
-    counts = [span_length(spans) for spans in frame_spans(total, comm.size, family.frame_layout)]
-    encoder = _Encoder(model, family, len(shard), on_host)
-    with torch.no_grad(), closing(_batches(units, shard.ranges, batch, family, encoder)) as batches:
+    shard = FrameShard.of(total, comm, chat_format.frame_layout)
+    counts = [span_length(spans) for spans in frame_spans(total, comm.size, chat_format.frame_layout)]
+    encoder = _Encoder(model, chat_format, len(shard), on_host)
+    with torch.no_grad(), closing(_batches(units, shard.ranges, batch, chat_format, encoder)) as batches:
         while True:
             pixels = encoder.read(batches)
             if interrupted is not None and interrupted():
@@ -133,7 +133,7 @@ def encode_video(
 
 
 def _batches(
-    sources: Sequence[FrameSource], ranges: Sequence[range], batch: int, family: ChatFamily, encoder: _Encoder
+    sources: Sequence[FrameSource], ranges: Sequence[range], batch: int, chat_format: ChatFamily, encoder: _Encoder
 ) -> Generator[Pixels, None, None]:
     """Yield the preprocessed frames of ranges, each batch of at most `batch` of one source, reading one batch ahead."""
     reader = chain.from_iterable(
@@ -143,7 +143,7 @@ def _batches(
     def read_next(_: int) -> Pixels | None:
         with encoder.clock.measure("decode frames"):
             frames = next(reader, None)
-            return None if frames is None else encoder.prepared(family.pixels(frames))
+            return None if frames is None else encoder.prepared(chat_format.pixels(frames))
 
     # A source ends a batch early if the image size changes, so the number of batches is not known in advance.
     with closing(read_ahead(count(), read_next)) as ahead:
@@ -155,10 +155,10 @@ def _batches(
 class _Encoder:
     """The features of this rank's frames so far, and the error that stopped this rank, if any."""
 
-    def __init__(self, model: Any, family: ChatFamily, frames: int, on_host: bool) -> None:
+    def __init__(self, model: Any, chat_format: ChatFamily, frames: int, on_host: bool) -> None:
         weight = next(model.parameters())
-        self._family, self._device, self._dtype = family, weight.device, weight.dtype
-        self._encode_pixels = encoder_of(model, family)
+        self._chat_format, self._device, self._dtype = chat_format, weight.device, weight.dtype
+        self._encode_pixels = encoder_of(model, chat_format)
         # FSDP gathers parameters in each module's forward, so a rank without frames in a round must run it too.
         self._collective = any(isinstance(module, FSDPModule) for module in model.modules())
         self._frames, self._on_host = frames, on_host
@@ -222,7 +222,7 @@ class _Encoder:
         return torch.cat([self._features, *self._uneven]) if self._uneven else self._features
 
     def _run(self, pixels: Pixels | None) -> None:
-        inputs = self._moved(self.prepared(self._family.blank())) if pixels is None else pixels
+        inputs = self._moved(self.prepared(self._chat_format.blank())) if pixels is None else pixels
         self._use(inputs)
         with self.clock.measure_device("encode"):
             encoded = self._encode_pixels(*inputs)
@@ -240,10 +240,10 @@ class _Encoder:
             self.done += encoded.shape[0]
 
 
-def encoder_of(model: Any, family: ChatFamily) -> Callable[..., Tensor]:
-    """Return the function from images to features: the model's `encode_frames` if it has one, else the family's.
+def encoder_of(model: Any, chat_format: ChatFamily) -> Callable[..., Tensor]:
+    """Return the function from images to features: the model's `encode_frames` if it has one, else the chat format's.
 
     `shard_weights` adds a method of that name to the model, because FSDP must wrap it.
     """
     method = getattr(model, "encode_frames", None)
-    return partial(family.encode, model) if method is None else method
+    return partial(chat_format.encode, model) if method is None else method

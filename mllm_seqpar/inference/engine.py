@@ -76,10 +76,10 @@ class MediaFile:
         place = {"path": os.path.abspath(path), "version": version, "name": name or path}
         return cls(kind=kind, frames=frames or FrameChoice(), **place)
 
-    def open(self, family: Any, **decoding: Any) -> FrameSource:
+    def open(self, chat_format: Any, **decoding: Any) -> FrameSource:
         """Return the frames of the file; `decoding` are the arguments `threads` and `decoder` of `VideoSource`."""
         if self.kind == "image":
-            return family.image_source(self.path)
+            return chat_format.image_source(self.path)
         return VideoSource.open(self.path, **vars(self.frames), **decoding)
 
 
@@ -117,7 +117,7 @@ class Engine:
         ranks: all ranks, and this rank's group, which has a model of its own.
         comm: this rank's group.
         digest: of the model's files.
-        processor, family: of the model.
+        processor, chat_format: of the model.
         model: patched over the group; after `load`.
 
     Raises:
@@ -133,7 +133,7 @@ class Engine:
         self.processor, self.digest = agree(
             world, "model", lambda: (load_processor(name), model_digest(name)), lambda found: {"model": found[1]}
         )
-        self.family = chat_family(self.processor)
+        self.chat_format = chat_family(self.processor)
         self._conversations: OrderedDict[tuple[MediaFile, ...], Conversation] = OrderedDict()
 
     def load(self) -> None:
@@ -146,12 +146,12 @@ class Engine:
 
         def load() -> nn.Module:
             model = load_for_inference(options.model, options.dtype, self.device, on_cpu=options.shard_weights)
-            self.family.check(model)
+            self.chat_format.check(model)
             return model
 
         model = agree(self.comm, "model", load)
         if options.shard_weights:
-            model = shard_weights(model, self.comm, self.device, encode=encoder_of(model, self.family))
+            model = shard_weights(model, self.comm, self.device, encode=encoder_of(model, self.chat_format))
         self.model = agree(self.comm, "options", lambda: patch_model(model, group=self.comm, config=options.config()))
 
     def open(self, sources: Callable[[], Sequence[FrameSource]]) -> Conversation:
@@ -185,7 +185,7 @@ class Engine:
             Exception: of this rank only, such as OutOfMemoryError; AgreementError on the other ranks.
         """
         kept, decoding = self._conversations.get(job.media), self.options.decoding()
-        conversation = kept or self.open(lambda: [file.open(self.family, **decoding) for file in job.media])
+        conversation = kept or self.open(lambda: [file.open(self.chat_format, **decoding) for file in job.media])
         limit = job.sampling.max_new_tokens
         text = agree(self.comm, "prompt", lambda: conversation.prompt(job.messages, limit))
         while kept is None and len(self._conversations) >= self._keep:  # free memory before the new one needs it

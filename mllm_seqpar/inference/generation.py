@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class Sampling:
         penalty = 1.0 if self.repetition_penalty is None else self.repetition_penalty
         for name, valid, allowed in (
             ("max_new_tokens", self.max_new_tokens > 0, "1 or more"),
-            ("temperature", self.temperature == 0 or self.temperature >= 1e-6, "0, or 1e-6 or more"),
+            ("temperature", self.temperature == 0 or 1e-6 <= self.temperature < inf, "0, or 1e-6 or more"),
             ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1"),
             ("seed", 0 <= self.seed < 2**63, "0 or more, below 2**63"),
             ("top_k", self.top_k >= 0, "0 or more"),

@@ -138,7 +138,7 @@ class SimpleSeqParModel(lmms):
     def _scored(self, request: _Request) -> tuple[float, bool]:
         if not (target := request.target):
             raise DataError("a request asks for the likelihood of an empty text; check doc_to_target of the task")
-        (conversation, prompt), tokenizer = self._engine.prepare(request), self._engine.family.tokenizer
+        (conversation, prompt), tokenizer = self._engine.prepare(request), self._engine.chat_format.tokenizer
         tokens = continuation(tokenizer, prompt.input_ids[0].tolist(), target)
         tokens = tokens or tokenizer.encode(target, add_special_tokens=False)
         (score,) = conversation.log_likelihoods(prompt, [tokens])

@@ -75,7 +75,7 @@ def require_replaceable(directory: str, meta: Mapping[str, Any]) -> None:
 
 def load_video(
     store: FeatureStore,
-    family: ChatFamily,
+    chat_format: ChatFamily,
     comm: Communicator,
     device: torch.device,
     dtype: torch.dtype,
@@ -93,23 +93,23 @@ def load_video(
             f"{store.directory}: these features are {found} and the model runs in {needed}; use --dtype {found}, or "
             "encode the video again with --save_features"
         )
-    total, layout = store.total_frames, family.frame_layout
+    total, layout = store.total_frames, chat_format.frame_layout
     if mapped and not store.can_map(frame_spans(total, comm.size, layout)):
         if store.can_map(frame_spans(total, comm.size)):  # written by one rank
             layout = "contiguous"
     shard = FrameShard.of(total, comm, layout)
     features = store.map(*shard.spans) if mapped else store.read(*shard.spans, device=device)
-    return EncodedVideo(features, shard, family.stored_frames(total, store.meta))
+    return EncodedVideo(features, shard, chat_format.stored_frames(total, store.meta))
 
 
-def feature_meta(source: VideoSource, model: str, family: ChatFamily, frames: FrameChoice) -> dict[str, Any]:
+def feature_meta(source: VideoSource, model: str, chat_format: ChatFamily, frames: FrameChoice) -> dict[str, Any]:
     """Return what the features of `source` depend on, for the store: video, choice of frames, and model directory."""
     return {
         **source_meta(source.plan),
         **vars(frames),
-        **family.frame_metadata(source),
+        **chat_format.frame_metadata(source),
         **({} if _pixels(source) is None else {"pixels": _pixels(source)}),
-        "model": model_fingerprint(model, family.feature_weights),
+        "model": model_fingerprint(model, chat_format.feature_weights),
     }
 
 
@@ -119,14 +119,14 @@ def _pixels(source: VideoSource) -> str | None:
 
 
 def open_store(
-    directory: str, model: str, family: ChatFamily, source: VideoSource | None, frames: FrameChoice
+    directory: str, model: str, chat_format: ChatFamily, source: VideoSource | None, frames: FrameChoice
 ) -> FeatureStore:
     """Open a store after checking that its features belong to this model and these frames.
 
     Args:
         directory: of the store.
         model: directory of the model.
-        family: of the model.
+        chat_format: of the model.
         source: the video to compare with; None compares with no video.
         frames: the choice of frames; what it does not state is not compared.
 
@@ -139,7 +139,7 @@ def open_store(
         found = source_meta(source.plan)  # path and time are not compared: a copy on another disk is the same video
         compared = ("source_size", "source_digest", "frames", "frame_times")
         store.require(**{name: found[name] for name in compared}, pixels=_pixels(source))
-    if store.meta.get("model") != model_fingerprint(model, family.feature_weights):
+    if store.meta.get("model") != model_fingerprint(model, chat_format.feature_weights):
         raise DataError(
             f"{directory}: these features were made by another model than {model} (its vision tower, projector or "
             "image size differ); encode the video again with --save_features"

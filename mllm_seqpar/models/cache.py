@@ -13,7 +13,7 @@ A `ShardedLayer` takes the place of one of the model's own layers, if its K and 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,10 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.runtime.frames import VisualKVCache
 from mllm_seqpar.runtime.text import TextKVCache, TextShards
+from mllm_seqpar.runtime.visual_tokens import FrameTokens
+
+if TYPE_CHECKING:
+    from .mplug_owl3.media import MediaLayout
 
 ONE_PROCESS = (0, 1)
 """The group of a model that is not patched: it is rank 0 of 1."""
@@ -33,13 +37,16 @@ class SequenceParallelCacheState(getattr(cache_utils, "DummyLayer", object)):  #
 
     Attributes:
         rows: (rows of the cache,) on the CPU, the row of the prompt that each continues; None after `reset`.
-        visual: K and V of the frames. Copies of the cache share them.
-        media_position: what `Family.media_position` returns for the text that came with the frames. In a decoder-only
-            model, the `FrameTokens` of the text so far; None if they are not known.
+        prompt_batch: the number of rows of the prompt, which is the pass that the frames came with.
+        visual_kv: K and V of the frames. Copies of the cache share them.
         frame_fingerprints: the fingerprints of the frames, one for each form in which they are known.
-        position_offsets: (rows of the prompt, 1) int64 on the CPU: how far the positions of later tokens are from their
-            number, in a decoder-only model whose visual tokens share positions.
-        text: the text tokens whose K and V this rank stores, if the text is sharded.
+        samples: Llama 3.2 Vision: the number of samples that the frames belong to; ``prompt_batch / samples`` rows of
+            the prompt are beams of one sample.
+        media_layout: mPLUG-Owl3: the frames that each token of the prompt attends to.
+        frame_tokens: decoder-only models: the visual tokens of the text so far; None if they are not known.
+        position_offsets: Qwen-VL: (rows of the prompt, 1) int64 on the CPU: how far the positions of later tokens are
+            from their number, because visual tokens share positions.
+        text_kv: the text tokens whose K and V this rank stores, if the text is sharded.
         group: (rank, size) of the group that K and V are sharded over.
         active: whether a pass of the patched model is running.
     """
@@ -54,26 +61,27 @@ class SequenceParallelCacheState(getattr(cache_utils, "DummyLayer", object)):  #
     def __init__(self, batch: int, group: tuple[int, int] = ONE_PROCESS) -> None:
         self.group, self.active = group, False
         self.rows: Tensor | None = torch.arange(batch)
-        self.visual: VisualKVCache | None = None
-        self.media_position: Any = None
+        self.prompt_batch = batch
+        self.visual_kv: VisualKVCache | None = None
         self.frame_fingerprints: set[tuple[int, ...]] = set()
+        self.samples: int | None = None
+        self.media_layout: MediaLayout | None = None
+        self.frame_tokens: FrameTokens | None = None
         self.position_offsets: Tensor | None = None
-        self.text: TextKVCache | None = None
+        self.text_kv: TextKVCache | None = None
 
     @property
     def frames(self) -> VisualKVCache | None:
-        """`visual`, or None if it has no frames: a pass without frames may store the K and V of an empty one."""
-        return self.visual if self.visual is not None and self.visual.total_frames else None
+        """`visual_kv`, or None if it has no frames: a pass without frames may store the K and V of an empty one."""
+        return self.visual_kv if self.visual_kv is not None and self.visual_kv.total_frames else None
 
-    def store_frames(
-        self, visual: VisualKVCache, media_position: Any, batch: int, fingerprints: set[tuple[int, ...]]
-    ) -> None:
+    def store_frames(self, visual_kv: VisualKVCache, batch: int, fingerprints: set[tuple[int, ...]]) -> None:
         """Store K and V of frames that came with a pass of `batch` rows; see the attributes."""
-        self.visual, self.media_position, self.rows = visual, media_position, torch.arange(batch)
-        self.frame_fingerprints = fingerprints
+        self.visual_kv, self.frame_fingerprints = visual_kv, fingerprints
+        self.rows, self.prompt_batch = torch.arange(batch), batch
 
     def drop_frames(self) -> None:
-        self.visual = self.media_position = None
+        self.visual_kv = self.samples = self.media_layout = None
         self.frame_fingerprints = set()
 
     def continue_in(self, group: tuple[int, int]) -> None:
@@ -84,13 +92,13 @@ class SequenceParallelCacheState(getattr(cache_utils, "DummyLayer", object)):  #
         """
         if self.group == group:
             return
-        if self.frames or self.text:
+        if self.frames or self.text_kv:
             raise ConfigError(
                 "the cache holds the K and V of rank {} of {} ranks, and is continued on rank {} of {}; an unpatched "
                 "model is rank 0 of 1. Continue it with the model that filled it, on the same ranks, or begin with a "
                 "new cache".format(*self.group, *group)
             )
-        self.group, self.visual = group, None
+        self.group, self.visual_kv = group, None
 
     def rows_of(self, batch: int) -> Tensor:
         """Return `rows` for a pass of `batch` rows; raise ShapeError if the cache has another number of rows."""
@@ -113,7 +121,7 @@ class SequenceParallelCacheState(getattr(cache_utils, "DummyLayer", object)):  #
             self.rows = self.rows.repeat_interleave(repeats)
 
     def reset(self) -> None:
-        self.rows = self.position_offsets = self.text = None
+        self.rows = self.frame_tokens = self.position_offsets = self.text_kv = None
         self.drop_frames()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -143,7 +151,7 @@ class ShardedLayer(DynamicLayer):
     """Replaces one of the model's own layers whose K and V are not all on this rank. After `reset`, an ordinary layer.
 
     A layer of sharded text stores the K and V of this rank's tokens. A layer of frames stores none, because
-    `SequenceParallelCacheState.visual` has them. An unpatched model would lack the others, and gets a ConfigError.
+    `SequenceParallelCacheState.visual_kv` has them. An unpatched model would lack the others, and gets a ConfigError.
 
     Args:
         original: the layer that is replaced.
@@ -171,7 +179,7 @@ class ShardedLayer(DynamicLayer):
 
     @property
     def _holds_frames(self) -> bool:
-        return self._text is None and self._state is not None and self._state.visual is not None
+        return self._text is None and self._state is not None and self._state.visual_kv is not None
 
     @property
     def keys(self) -> Any:
@@ -233,15 +241,13 @@ class ShardedLayer(DynamicLayer):
 
 
 def cache_state_of(cache: Any) -> SequenceParallelCacheState | None:
-    for layer in reversed(getattr(cache, "layers", ())):
-        if isinstance(layer, SequenceParallelCacheState):
-            return layer
-    return None
+    """Return the state of a cache, which is its last layer; None if it has none."""
+    last = cache.layers[-1] if getattr(cache, "layers", None) else None
+    return last if isinstance(last, SequenceParallelCacheState) else None
 
 
 def attach(cache: Any, state: SequenceParallelCacheState, model_layers: int) -> None:
-    """Append the state to the model's own layers, which are created now if necessary, in place of an earlier state."""
-    cache.layers[:] = [layer for layer in cache.layers if not isinstance(layer, SequenceParallelCacheState)]
+    """Append the first state of a cache to the model's own layers, which are created now if necessary."""
     while len(cache.layers) < model_layers and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
     cache.layers.append(state)
@@ -249,6 +255,8 @@ def attach(cache: Any, state: SequenceParallelCacheState, model_layers: int) -> 
 
 def begin_prompt(cache: Cache, batch: int, group: tuple[int, int], model_layers: int) -> SequenceParallelCacheState:
     """Restore the original layers of a cache that an earlier text has used, and attach a new state."""
+    if cache_state_of(cache) is not None:
+        cache.layers.pop()
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, ShardedLayer):
             cache.layers[index] = layer.original
@@ -265,8 +273,8 @@ def supports_sharded_text(cache: Cache) -> bool:
 
 def shard_cached_text(cache: Cache, state: SequenceParallelCacheState, shards: TextShards, model_layers: int) -> None:
     """Replace the text layers of the cache, so that each rank stores K and V of its shard of the text."""
-    state.text = TextKVCache(shards)
-    _replace_layers(cache, state, range(model_layers), state.text)
+    state.text_kv = TextKVCache(shards)
+    _replace_layers(cache, state, range(model_layers), state.text_kv)
 
 
 def mark_visual_layers(cache: Cache, state: SequenceParallelCacheState, indices: list[int]) -> None:

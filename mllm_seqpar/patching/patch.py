@@ -17,9 +17,9 @@ from mllm_seqpar.comm.backends import release_gloo_at_exit, require_transferable
 from mllm_seqpar.comm.base import fingerprint
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import AdapterError, ConfigError
+from mllm_seqpar.fsdp_units import refuse_fsdp1
 from mllm_seqpar.kernels.registry import kernel_by_name
 from mllm_seqpar.runtime.context import SeqParContext
-from mllm_seqpar.runtime.fsdp_units import refuse_fsdp1
 from mllm_seqpar.runtime.strategy_selector import StrategySelector
 
 from .changes import Patch

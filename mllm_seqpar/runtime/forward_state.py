@@ -7,7 +7,7 @@ does not distinguish these cases: it asks for its keys and attends to them,
     keys = [state.text_keys(q, k, v), state.frame_keys(q, layer, project)]
     o = state.attend(q, keys, scale)
 
-and the placements of rows and keys decide what is computed where (`attention.joint`).
+and the placements of rows and keys decide what is computed where (`attention.attend`).
 
 The state is neither a dataclass nor another container that FSDP, checkpointing or device placement traverse: they would
 cast its tensors in every layer, and lead the gradients of the features through all of them. It is not stored on a
@@ -22,10 +22,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
+from mllm_seqpar._compat import eager
+from mllm_seqpar.attention.attend import attend
 from mllm_seqpar.attention.call_spec import CallSpec, Placement, accumulation, call_spec_for, problem_of
-from mllm_seqpar.attention.joint import attend, attend_replicated, eager
 from mllm_seqpar.attention.keys import GivenKeys, Keys, as_attended, attend_unmasked, attended_dtype
 from mllm_seqpar.masks import BlockMasks, GivenBlockMask, Rectangle
 from mllm_seqpar.masks.block_masks import decoder_rectangles
@@ -33,10 +33,9 @@ from mllm_seqpar.masks.block_masks import decoder_rectangles
 from .attention_record import AnyRecorder
 from .context import SeqParContext
 from .frames import Frames
-from .fsdp_units import call_within, fsdp_units_among
+from .projections import Projection
 from .strategy_selector import CROSS, CROSS_MESH, SELF, SELF_MESH, CandidateStrategies, SelectedStrategy
 from .text import TextShards
-from .visual_features import Projection
 from .visual_tokens import VisualTokens
 
 MAX_TEXT_MASK = 1 << 24
@@ -67,9 +66,10 @@ class ForwardState:
         cached_text: (batch, window) -> the mask rectangles of all rows against the tokens that this rank's cache has,
             in a pass with a cache whose text is sharded.
         visual_tokens: the embeddings of the visual tokens among this rank's rows, of a decoder-only model: those that
-            replace rows of the text (`embedded`), and then those that layers add. Taking an
-            entry out of the list frees its memory.
-        tokens: the number of text tokens so far, this pass included, in a pass with a cache; a static cache is longer.
+            replace rows of the text (`embedded`), and then those that layers add. Taking an entry out of the list frees
+            its memory.
+        text_length: the number of text tokens so far, this pass included, in a pass with a cache. A static cache is
+            longer.
         recorder: receives a row of each layer that attends to frames, in a pass whose attention to them is recorded.
 
     Attributes:
@@ -88,17 +88,17 @@ class ForwardState:
         row_facts: Mapping[str, Tensor] | None = None,
         cached_text: Callable[[int, int | None], Iterable[Rectangle]] | None = None,
         visual_tokens: list[VisualTokens] | None = None,
-        tokens: int | None = None,
+        text_length: int | None = None,
         recorder: AnyRecorder | None = None,
     ) -> None:
         self.context, self.text, self.frames, self.row_facts = context, text, frames, row_facts or {}
-        self.cached_text, self.tokens, self.recorder = cached_text, tokens, recorder
+        self.cached_text, self.text_length, self.recorder = cached_text, text_length, recorder
         self.visual_tokens = [] if visual_tokens is None else visual_tokens
         config = context.config
         self.shards_text = text is not None and config.self_attention != "local"
         self.torch_attends = context.comm.size == 1 and config.kernel == "auto"
         self.text_mask = self._text_mask()
-        self._specs: dict[Hashable, CallSpec] = {}
+        self._text_specs: dict[Hashable, CallSpec] = {}
 
     def _text_mask(self) -> TextMask:
         text = self.text
@@ -120,56 +120,44 @@ class ForwardState:
         """Return the rows (B, s, C) with the embeddings of visual tokens among them, which the state then releases."""
         return self.visual_tokens.pop(0).replace_rows(embeds) if self.visual_tokens else embeds
 
-    def attend(self, q: Tensor, keys: Sequence[Keys], scale: float) -> Tensor:
+    def attend(self, q: Tensor, key_sets: Sequence[Keys], scale: float) -> Tensor:
         """q (B, H, s, D) -> o (B, H, s, D): one softmax over all keys on all ranks; 0 for rows that attend to none."""
-        return self.attend_each(q, [keys], scale)[0]
+        return self.attend_each(q, [key_sets], scale)[0]
 
     @eager
     def attend_each(self, q: Tensor, softmaxes: Sequence[Sequence[Keys]], scale: float) -> list[Tensor]:
         """Compute `attend` for each list of keys. Partial results that must be merged over ranks share one exchange."""
         (q,) = as_attended(q)
-        comm, config, recorder = self.context.comm, self.context.config, self.recorder
+        comm, config = self.context.comm, self.context.config
         results: list[tuple[Tensor, Tensor | None] | None] = []  # no log-sum-exp from torch's own operators
         by_kernels: list[Sequence[Keys]] = []
-        for keys in softmaxes:
-            torch_attend = keys[0].torch_attend if len(keys) == 1 else None
-            results.append(None if torch_attend is None else (torch_attend(q, scale), None))
+        for key_sets in softmaxes:
+            torch_attend = key_sets[0].torch_attend if len(key_sets) == 1 else None
             if torch_attend is None:
-                by_kernels.append(keys)
-        if not by_kernels:
-            found = []
-        elif self.text is None and comm.size > 1:
-            found = attend_replicated(q, by_kernels, comm=comm, scale=scale, kernel=config.kernel)
-        else:
-            found = [self._attend_sharded(q, keys, scale) for keys in by_kernels]
+                by_kernels.append(key_sets)
+            results.append(None if torch_attend is None else (torch_attend(q, scale), None))
+        found: list[tuple[Tensor, Tensor]] = []
+        if by_kernels:
+            # self_attention="local": every rank has all rows, and they are sharded for this attention only.
+            local = None if self.shards_text else self.text
+            found = attend(
+                q if local is None else local.shard(q, 2),
+                by_kernels,
+                rows="replicated" if self.text is None and comm.size > 1 else "sharded",
+                comm=comm,
+                scale=scale,
+                kernel=config.kernel,
+                recompute=config.recompute_attention,
+            )
+            if local is not None:
+                found = [(local.unshard(o, 2), lse) for o, lse in found]
         outputs, rest = list[Tensor](), iter(found)
-        for keys, result in zip(softmaxes, results, strict=True):
+        for key_sets, result in zip(softmaxes, results, strict=True):
             o, lse = result or next(rest)
             outputs.append(o)
-            if recorder is not None:
-                recorder.add(q, keys, lse, scale)
+            if self.recorder is not None:
+                self.recorder.add(q, key_sets, lse, scale)
         return outputs
-
-    def _attend_sharded(self, q: Tensor, keys: Sequence[Keys], scale: float) -> tuple[Tensor, Tensor]:
-        """Return (o, lse) of rows that are sharded, or that this rank has alone."""
-        config = self.context.config
-        # self_attention="local": every rank has all rows, and they are sharded for this attention only.
-        local = None if self.shards_text else self.text
-        rows = q if local is None else local.shard(q, 2)
-        fsdp_units: list[FSDPModule] = []
-        for each in keys:
-            if each.modules:
-                fsdp_units += fsdp_units_among(each.modules)
-        compute = functools.partial(
-            attend,
-            keys=keys,
-            comm=self.context.comm,
-            scale=scale,
-            kernel=config.kernel,
-            recompute=config.recompute_attention,
-        )
-        o, lse = call_within(fsdp_units, compute, rows) if fsdp_units else compute(rows)
-        return o if local is None else local.unshard(o, 2), lse
 
     def text_keys(
         self,
@@ -194,12 +182,12 @@ class ForwardState:
         torch_attend = None
         if model_attention is not None and self.model_attends(window):
             torch_attend = functools.partial(model_attention, k, v, mask if self.text_mask == "decoder" else None)
-        if self.tokens is not None and self.cached_text is None:
-            k, v = k[:, :, : self.tokens], v[:, :, : self.tokens]  # the rest of a static cache is empty
-        key = "text", q.shape, k.shape, k.dtype, window, torch.is_grad_enabled()
-        spec = self._specs.get(key)
+        if self.text_length is not None and self.cached_text is None:
+            k, v = k[:, :, : self.text_length], v[:, :, : self.text_length]  # the rest of a static cache is empty
+        key = q.shape, k.shape, k.dtype, window, torch.is_grad_enabled()
+        spec = self._text_specs.get(key)
         if spec is None:
-            spec = self._specs[key] = self._text_spec(q, k, window, mask)
+            spec = self._text_specs[key] = self._text_spec(q, k, window, mask)
         return GivenKeys(spec, k, v, torch_attend, window)
 
     def frame_keys(self, q: Tensor, layer: Hashable, project: Projection) -> Keys:

@@ -28,9 +28,10 @@ from mllm_seqpar.masks.rectangles import Span
 from mllm_seqpar.sharding import Spans, frame_spans, in_frame_order, span_length
 
 from .offload import HostCopies, HostFeatures
+from .projections import Projection
 from .strategy_selector import CROSS, CrossAttentionShape, SelectedStrategy, VisualProjection
 from .text import TextShards
-from .visual_features import Projection, VisualFeatures, frame_chunks
+from .visual_features import VisualFeatures, frame_chunks
 
 if TYPE_CHECKING:
     from .context import SeqParContext

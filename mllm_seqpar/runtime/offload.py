@@ -36,9 +36,10 @@ from mllm_seqpar._compat import graph_task
 from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.attention.keys import InputGrads, Keys
 from mllm_seqpar.attention.streamed import KeyChunk, StreamedKeys
+from mllm_seqpar.fsdp_units import call_within, fsdp_units_among
 
-from .fsdp_units import call_within, fsdp_units_among
-from .visual_features import GradientSums, Projection, RecomputedKeys, VisualFeatures, frame_chunks, project_chunks
+from .projections import Projection
+from .visual_features import GradientSums, RecomputedKeys, VisualFeatures, frame_chunks, project_chunks
 
 
 class CudaStreams:

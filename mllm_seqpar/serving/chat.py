@@ -161,7 +161,7 @@ class Terminal:
 
     def _show(self, video: MediaFile) -> None:
         """Begin a conversation about a video; raise VideoError if it does not have these frames."""
-        video.open(self._worker.engine.family)
+        video.open(self._worker.engine.chat_format)
         self._video = video
         self._reset()
         self._describe_frames()
@@ -173,7 +173,7 @@ class Terminal:
 
     def _describe_frames(self) -> None:
         assert self._video is not None
-        source = self._video.open(self._worker.engine.family)
+        source = self._video.open(self._worker.engine.chat_format)
         count = len(source)
         first, last = (source.seconds(number) or 0.0 for number in (0, count - 1))
         note(f"{self._video.path}: {count} frames, from {first:.2f} s to {last:.2f} s")

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import count
 from typing import Any
@@ -117,54 +117,31 @@ def _permutation(samples: int, seed: str) -> list[int]:
     return order
 
 
-@dataclass(frozen=True)
-class LoadedBatch:
-    """A micro-batch with this rank's frames decoded.
+@dataclass(eq=False)
+class MicroBatch:
+    """The samples of one forward pass of a group. `BatchReader` opens it first, and then loads it.
 
     Attributes:
-        chat: the text, with the numbers of targets, tokens and frames, and the places of the samples.
-        arguments: the arguments of the model's forward, on the CPU; with stored features, also a `TowerRows`.
         samples: numbers of the samples in the data set, replacements included.
+        chat: once opened, the text, with the numbers of targets, tokens and frames, and the places of the samples.
+        shard: once opened, the frames of this rank.
+        size: the bytes of these frames when they are decoded; 0 before.
+        arguments: once loaded, the arguments of the model's forward, on the CPU; with stored features, also a
+            `TowerRows`.
+        loaded: ends when the arguments are there, or with the error.
     """
 
-    chat: ChatBatch
-    arguments: dict[str, Any]
     samples: tuple[int, ...]
+    chat: ChatBatch = field(init=False)
+    shard: FrameShard = field(init=False)
+    size: int = field(default=0, init=False)
+    arguments: dict[str, Any] = field(default_factory=dict, init=False)
+    loaded: Future[None] = field(default_factory=Future, init=False)
 
     @property
     def has_features(self) -> bool:
         """Whether stored features replace the frames."""
         return ARGUMENT in self.arguments and self.arguments[ARGUMENT].states is not None
-
-
-@dataclass(frozen=True)
-class _OpenedBatch:
-    """A micro-batch before decoding: its text, this rank's frames, and their bytes when decoded."""
-
-    chat: ChatBatch
-    shard: FrameShard
-    samples: tuple[int, ...]
-    size: int
-
-
-class _PendingBatch:
-    """A micro-batch that other threads read.
-
-    Attributes:
-        samples: with replacements.
-        opened: None before it is opened, and if it cannot be opened.
-        result: the micro-batch, or the error.
-    """
-
-    def __init__(self, samples: tuple[int, ...]) -> None:
-        self.samples = samples
-        self.opened: _OpenedBatch | None = None
-        self.result: Future[LoadedBatch] = Future()
-
-    @property
-    def size(self) -> int:
-        """The bytes of its frames."""
-        return 0 if self.opened is None else self.opened.size
 
 
 class BatchReader:
@@ -191,7 +168,7 @@ class BatchReader:
     ) -> None:
         self._dataset, self._group, self._comm = dataset, as_communicator(group), as_communicator(comm)
         self._ahead_bytes, self._features = ahead_bytes, features
-        self._family = chat_family(dataset.processor)
+        self._chat_format = chat_family(dataset.processor)
         self._lock = threading.Lock()  # tokenizers and tables are used by one thread at a time
         first = self._comm.rank - self._group.rank
         self._members = range(first, first + self._group.size)
@@ -199,18 +176,18 @@ class BatchReader:
         self.skipped: dict[int, str] = {}
         self.threads = min(_LOADERS, dataset.threads or decode_threads())  # that decode micro-batches
 
-    def read_all(self, passes: Iterable[Sequence[int]], ahead: int = 1) -> Generator[LoadedBatch]:
+    def read_all(self, passes: Iterable[Sequence[int]], ahead: int = 1) -> Generator[MicroBatch]:
         """Yield the samples of each pass as one micro-batch, while at least `ahead` of the following ones are read.
 
         All ranks take the same number.
         """
-        waiting = deque[tuple[Sequence[int], _PendingBatch]]()
+        waiting = deque[tuple[Sequence[int], MicroBatch]]()
 
-        def following() -> LoadedBatch:
-            samples, pending = waiting.popleft()
-            wait([pending.result])  # in any case, because its bytes count until it is released
-            batch = self.read(samples, pending)
-            reading.release(pending)
+        def following() -> MicroBatch:
+            samples, begun = waiting.popleft()
+            wait([begun.loaded])  # in any case, because its bytes count until it is released
+            batch = self.read(samples, begun)
+            reading.release(begun)
             return batch
 
         with closing(_ReadAhead(self, self._ahead_bytes)) as reading:
@@ -222,22 +199,21 @@ class BatchReader:
             while waiting:
                 yield following()
 
-    def read(self, samples: Sequence[int], pending: _PendingBatch | None = None) -> LoadedBatch:
+    def read(self, samples: Sequence[int], begun: MicroBatch | None = None) -> MicroBatch:
         """Return these samples as one micro-batch. Every rank of the run must call this the same number of times.
 
         Args:
             samples: of this rank's group.
-            pending: what other threads read already.
+            begun: what other threads read of them; returned unless some of its samples must be replaced.
 
         Raises:
             SeqParError: on all ranks, if a rank cannot read its part and the sample must not be replaced.
         """
-        loaded: LoadedBatch | None = None
-        decode = False
+        batch, decode = begun, False
         while True:
-            loaded, error = attempt(partial(self._usable, samples, loaded, pending, decode))
+            batch, error = attempt(partial(self._usable, samples, batch, decode))
             bad = error.sample if self._skips and isinstance(error, MediaError) else -1
-            numbers = bad, loaded is not None and loaded.has_features
+            numbers = bad, batch is not None and batch.has_features
             _, rows = agree(
                 self._comm,
                 "reading the training data",
@@ -251,21 +227,21 @@ class BatchReader:
                 for sample, message in [(self._replaced(samples[place]), text) for place, text in faults.items()]:
                     self._skip(sample, message)
             elif len(features) == 1:
-                assert loaded is not None
-                return loaded
+                assert batch is not None
+                return batch
             else:
                 decode = True  # some rank computes features, so all do
 
-    def _usable(
-        self, samples: Sequence[int], loaded: LoadedBatch | None, pending: _PendingBatch | None, decode: bool
-    ) -> LoadedBatch:
-        """Return these samples, with replacements for those that are known to be bad; load what is not loaded yet."""
+    def _usable(self, samples: Sequence[int], batch: MicroBatch | None, decode: bool) -> MicroBatch:
+        """Return `batch` if it has these samples, with replacements for those that are known to be bad; else load
+        them. With `decode`, stored features are not used."""
         chosen = self._chosen(samples)
-        if loaded is not None and loaded.samples == chosen and not (decode and loaded.has_features):
-            return loaded
-        if pending is not None and pending.samples == chosen and not decode:
-            return pending.result.result()
-        return self.decode(self.open(chosen), decode)
+        if batch is None or batch.samples != chosen or (decode and batch.has_features):
+            batch = MicroBatch(chosen)
+            self.open(batch)
+            self.load(batch, decode)
+        batch.loaded.result()
+        return batch
 
     def _chosen(self, samples: Sequence[int]) -> tuple[int, ...]:
         return tuple(map(self._replaced, samples))
@@ -289,21 +265,20 @@ class BatchReader:
             f"run `mllm-seqpar check-data`. One of them: {self.skipped[sample]}"
         )
 
-    def open(self, samples: tuple[int, ...]) -> _OpenedBatch:
-        """Return these samples as one micro-batch, without decoding anything."""
-        with self._lock, self._naming(samples):
-            batch = self._dataset.batch(samples)
-            shard = FrameShard.of(len(batch.text.slots), self._group, self._family.frame_layout)
-            size = len(shard) and len(shard) * sum(x.nbytes for x in self._family.blank())
-        return _OpenedBatch(batch, shard, samples, size)
+    def open(self, batch: MicroBatch) -> None:
+        """Read the text of a micro-batch and plan its frames, without decoding anything."""
+        with self._lock, self._naming(batch.samples):
+            batch.chat = self._dataset.batch(batch.samples)
+            batch.shard = FrameShard.of(len(batch.chat.text.slots), self._group, self._chat_format.frame_layout)
+            batch.size = len(batch.shard) and len(batch.shard) * sum(x.nbytes for x in self._chat_format.blank())
 
-    def decode(self, opened: _OpenedBatch, always: bool = False) -> LoadedBatch:
-        """Decode this rank's frames of a micro-batch; unless `always`, only if their features are not stored."""
-        with self._naming(opened.samples):
-            batch, shard = opened.chat, opened.shard
-            rows = None if self._features is None else self._features.rows(batch, shard, read=not always)
-            arguments = self._arguments(batch, shard, decode=rows is None or rows.states is None)
-            return LoadedBatch(batch, arguments if rows is None else arguments | {ARGUMENT: rows}, opened.samples)
+    def load(self, batch: MicroBatch, decode: bool = False) -> None:
+        """Decode this rank's frames of an open micro-batch; unless `decode`, only if their features are not stored."""
+        with self._naming(batch.samples):
+            rows = None if self._features is None else self._features.rows(batch.chat, batch.shard, read=not decode)
+            arguments = self._arguments(batch.chat, batch.shard, decode=rows is None or rows.states is None)
+            batch.arguments = arguments if rows is None else arguments | {ARGUMENT: rows}
+        batch.loaded.set_result(None)
 
     @contextmanager
     def _naming(self, samples: Sequence[int]) -> Iterator[None]:
@@ -321,15 +296,15 @@ class BatchReader:
 
         Without `decode`, blank images that take the memory of one stand for the frames.
         """
-        family = self._family
-        arguments: dict[str, Any] = family.arguments(batch.text) | {"use_cache": False}
+        chat_format = self._chat_format
+        arguments: dict[str, Any] = chat_format.arguments(batch.text) | {"use_cache": False}
         if shard.total:
             if decode:
-                pixels = load_local_images(batch, shard.ranges, family)
+                pixels = load_local_images(batch, shard.ranges, chat_format)
             else:
-                pixels = tuple(x.expand(len(shard), *x.shape[1:]) for x in family.blank())
-            arguments |= dict(zip(family.frame_names, pixels, strict=True))
-            if self._group.size > 1 or family.always_sharded:
+                pixels = tuple(x.expand(len(shard), *x.shape[1:]) for x in chat_format.blank())
+            arguments |= dict(zip(chat_format.frame_names, pixels, strict=True))
+            if self._group.size > 1 or chat_format.always_sharded:
                 arguments["visual_shard"] = shard
         return arguments
 
@@ -341,73 +316,72 @@ class BatchReader:
 
 
 class _ReadAhead:
-    """Threads that read micro-batches in order: one thread opens them, and others decode as many as the limit allows.
+    """Threads that read micro-batches in order: one thread opens them, and others load as many as the limit allows.
 
-    One micro-batch is always decoded, whatever its size. No thread waits for memory: what does not fit yet is decoded
+    One micro-batch is always loaded, whatever its size. No thread waits for memory: what does not fit yet is loaded
     once a micro-batch is released. A program that ends with an error therefore does not need to close this. What a
     thread raises is the result of the micro-batch, even if it is not an Exception, such as an error inside Rust code.
 
     Args:
-        reader: opens and decodes a micro-batch.
-        limit: bytes of the frames of all micro-batches that are decoded and not released.
+        reader: opens and loads a micro-batch.
+        limit: bytes of the frames of all micro-batches that are loaded and not released.
     """
 
     def __init__(self, reader: BatchReader, limit: int) -> None:
         self._reader, self._limit = reader, limit
         self._threads = reader.threads
         self._opening = ThreadPoolExecutor(1, thread_name_prefix="open")
-        self._decoding = ThreadPoolExecutor(self._threads, thread_name_prefix="decode")
-        self._opened = deque[_PendingBatch]()  # that are not decoded yet
+        self._loading = ThreadPoolExecutor(self._threads, thread_name_prefix="load")
+        self._opened = deque[MicroBatch]()  # that are not being loaded yet
         self._bytes = self._running = 0
         self._lock = threading.Lock()
 
-    def begin(self, samples: tuple[int, ...]) -> _PendingBatch:
-        """Begin to read the next micro-batch."""
-        pending = _PendingBatch(samples)
-        self._opening.submit(self._open, pending)
-        return pending
+    def begin(self, samples: tuple[int, ...]) -> MicroBatch:
+        """Begin to read the next micro-batch, and return it."""
+        batch = MicroBatch(samples)
+        self._opening.submit(self._open, batch)
+        return batch
 
-    def release(self, pending: _PendingBatch) -> None:
+    def release(self, batch: MicroBatch) -> None:
         """Stop counting the bytes of a micro-batch."""
         with self._lock:
-            self._bytes -= pending.size
-        self._decode_what_fits()
+            self._bytes -= batch.size
+        self._load_what_fits()
 
     def close(self) -> None:
         """Begin nothing more, and wait for what is being read."""
         with self._lock:
             self._threads = 0
-        for pool in (self._opening, self._decoding):
+        for pool in (self._opening, self._loading):
             pool.shutdown(cancel_futures=True)
 
-    def _open(self, pending: _PendingBatch) -> None:
+    def _open(self, batch: MicroBatch) -> None:
         try:
-            pending.opened = self._reader.open(pending.samples)
+            self._reader.open(batch)
         except BaseException as error:  # noqa: BLE001 - raised where the micro-batch is taken
-            pending.result.set_exception(error)
+            batch.loaded.set_exception(error)
             return
         with self._lock:
-            self._opened.append(pending)
-        self._decode_what_fits()
+            self._opened.append(batch)
+        self._load_what_fits()
 
-    def _decode_what_fits(self) -> None:
+    def _load_what_fits(self) -> None:
         with self._lock:
             while self._opened and self._running < self._threads:
                 if self._bytes and self._bytes + self._opened[0].size > self._limit:
                     return
-                pending = self._opened.popleft()
-                self._bytes, self._running = self._bytes + pending.size, self._running + 1
+                batch = self._opened.popleft()
+                self._bytes, self._running = self._bytes + batch.size, self._running + 1
                 try:
-                    self._decoding.submit(self._decode, pending)
+                    self._loading.submit(self._load, batch)
                 except RuntimeError as error:  # the system allows no further thread, or the program ends
-                    pending.result.set_exception(error)
+                    batch.loaded.set_exception(error)
 
-    def _decode(self, pending: _PendingBatch) -> None:
-        assert pending.opened is not None
+    def _load(self, batch: MicroBatch) -> None:
         try:
-            pending.result.set_result(self._reader.decode(pending.opened))
+            self._reader.load(batch)
         except BaseException as error:  # noqa: BLE001 - raised where the micro-batch is taken
-            pending.result.set_exception(error)
+            batch.loaded.set_exception(error)
         with self._lock:
             self._running -= 1
-        self._decode_what_fits()
+        self._load_what_fits()

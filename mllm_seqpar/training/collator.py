@@ -73,7 +73,7 @@ class SeqParDataCollator:
     ) -> None:
         self.processor, self.assistant_only_loss, self.max_length = processor, assistant_only_loss, max_length
         self._frames = FrameChoice(fps=fps, num_frames=num_frames, max_frames=max_frames)
-        self._family = chat_family(processor)
+        self._chat_format = chat_family(processor)
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         """Return the batch of these examples; of preferences, all chosen ones and then all rejected ones."""
@@ -103,7 +103,7 @@ class SeqParDataCollator:
             labels = self._without_prompts(labels, prompts, [sample.sources for sample in samples])
         elif not self.assistant_only_loss:
             labels = text.input_ids.masked_fill(text.attention_mask == 0, -100)
-        arguments = self._family.arguments(text) | self._pixels(batch)
+        arguments = self._chat_format.arguments(text) | self._pixels(batch)
         arguments.pop("labels")
         named = {_NAMES.get(name, name): value for name, value in arguments.items()}
         return named | ({"completion_mask": (labels != -100).long()} if preference else {"labels": labels})
@@ -111,7 +111,7 @@ class SeqParDataCollator:
     def _without_prompts(self, labels: Tensor, prompts: list[Messages], sources: Sequence[Any]) -> Tensor:
         """Return the labels without the answers in the prompts, whose targets are the first of each row."""
         shown = [media[: len(media_parts(prompt))] for media, prompt in zip(sources, prompts, strict=True)]
-        asked = self._family.text(prompts, shown, labels=True, padding_side="right").labels
+        asked = self._chat_format.text(prompts, shown, labels=True, padding_side="right").labels
         assert asked is not None
         earlier = (asked != -100).sum(1, keepdim=True)
         return labels.masked_fill((labels != -100).cumsum(1) <= earlier, -100)
@@ -119,10 +119,10 @@ class SeqParDataCollator:
     def _pixels(self, batch: ChatBatch) -> dict[str, Tensor]:
         if not batch.text.slots:
             return {}
-        pixels = load_local_images(batch, range(len(batch.text.slots)), self._family)
-        if self._family.always_sharded:  # unpatched, these models take the images of each sample
+        pixels = load_local_images(batch, range(len(batch.text.slots)), self._chat_format)
+        if self._chat_format.always_sharded:  # unpatched, these models take the images of each sample
             pixels = tuple(x.unflatten(0, (len(batch.places), -1)) for x in pixels)
-        return {name: x for name, x in zip(self._family.frame_names, pixels, strict=True) if len(x)}
+        return {name: x for name, x in zip(self._chat_format.frame_names, pixels, strict=True) if len(x)}
 
     def _source(self, part: Mapping[str, Any]) -> FrameSource:
         kind = part["type"]
@@ -131,7 +131,7 @@ class SeqParDataCollator:
             raise DataError(f"a part {dict(part)!r:.80} has no {kind}, and no column of the example has one for it")
         is_file = isinstance(medium, (str, os.PathLike))
         if kind == "image":
-            return self._family.still_frames(ImageListSource([medium]) if is_file else _in_memory([medium]))
+            return self._chat_format.still_frames(ImageListSource([medium]) if is_file else _in_memory([medium]))
         frames: Sequence[Any] = ()
         try:
             chosen = (self._frames if is_file else self._frames.without_times()).over(FrameChoice.of(part))

@@ -38,7 +38,7 @@ from mllm_seqpar.integrations.accelerate import reshard
 from mllm_seqpar.patching import patch_of
 
 from .arguments import FineTuneOptions
-from .batches import BatchReader, LoadedBatch, SampleOrder
+from .batches import BatchReader, MicroBatch, SampleOrder
 from .checkpoints import CheckpointClock, RunLayout
 from .run_log import TerminalLog
 from .stored_tower import ARGUMENT, StoredTower, TowerStore
@@ -106,7 +106,7 @@ class FineTuneTrainer(SeqParTrainer):
         ahead_bytes = int(self.options.run.read_ahead_gib * 2**30)
         return BatchReader(dataset, patch.context.comm, self._host, ahead_bytes, self._features)
 
-    def _read(self, reader: BatchReader, passes: Iterable[Sequence[int]], ahead: int = 1) -> Iterator[LoadedBatch]:
+    def _read(self, reader: BatchReader, passes: Iterable[Sequence[int]], ahead: int = 1) -> Iterator[MicroBatch]:
         """Yield the passes as micro-batches; if the reader raises on all ranks, save a checkpoint first."""
         try:
             with closing(reader.read_all(passes, ahead)) as batches:

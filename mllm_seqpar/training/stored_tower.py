@@ -185,14 +185,14 @@ class StoredTower:
             stored.
     """
 
-    def __init__(self, store: TowerStore, family: ChatFamily, model: nn.Module) -> None:
-        if family.ragged:
+    def __init__(self, store: TowerStore, chat_format: ChatFamily, model: nn.Module) -> None:
+        if chat_format.ragged:
             raise ConfigError(
-                f"--features: outputs of the vision tower of {family.model_class} cannot be stored: its images have "
-                "different numbers of patches; leave it out"
+                f"--features: outputs of the vision tower of {chat_format.model_class} cannot be stored: its images "
+                "have different numbers of patches; leave it out"
             )
-        self.store, self._family = store, family
-        path, self._method = family.tower
+        self.store, self._chat_format = store, chat_format
+        path, self._method = chat_format.tower
         self._tower = find_adapter(model)[1].get_submodule(path)
         _require_fixed(self._tower)
 
@@ -226,20 +226,20 @@ class StoredTower:
             pixels = kwargs["pixel_values"] if "pixel_values" in kwargs else args[0]
             if states is None:
                 output = compute(*args, **kwargs)
-                computed = self._family.tower_states(output).detach()
+                computed = self._chat_format.tower_states(output).detach()
                 # Dropout after the tower fills its masks in the order of memory, so the order is stored too.
                 strides = computed.stride()
                 order[:] = sorted(range(computed.dim()), key=lambda dim: -strides[dim])
                 found.append(computed.cpu())
                 return output
-            count = self._family.tower_frames(pixels)
+            count = self._chat_format.tower_frames(pixels)
             part = states[done : done + count]
             if len(part) < count:  # a call whose result is dropped, on a rank with fewer frames than others
                 part = torch.cat([part, part.new_zeros(count - len(part), *part.shape[1:])])
             done += count
             moved = copy_to_device(part.to(self.store.dtype), pixels.device)
             ordered = moved.permute(self.store.order).contiguous()
-            return self._family.tower_output(
+            return self._chat_format.tower_output(
                 ordered.permute([self.store.order.index(dim) for dim in range(moved.dim())])
             )
 

@@ -34,7 +34,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import harness
@@ -47,7 +47,7 @@ from namespaces import Network, network, obstacle
 
 
 def main() -> None:
-    harness.run(parse(), rows_of, tables)
+    harness.run(parse(), rows_of, report.network_tables)
 
 
 def parse() -> argparse.Namespace:
@@ -90,20 +90,6 @@ def measured(args: argparse.Namespace, setting: Setting, links: Network | None) 
     logging.getLogger("mllm_seqpar").setLevel(logging.ERROR)
     benchmark = StepBenchmark if setting.model else CallBenchmark
     return benchmark(setting, as_communicator(None)).run(args.repeats, links)
-
-
-def tables(rows: Sequence[harness.Row]) -> str:
-    """Return tables of the modes of each setting and, if all were measured, of what the setting compares."""
-    parts = []
-    for lines in harness.groups(rows, "blocks", "setting").values():
-        parts.append(report.setting_table(lines))
-        if lines[0]["benchmark"] == "end_to_end":
-            parts.append(report.step_table([lines]))
-        elif all(line["mode"].startswith("tile") for line in lines[1:]):
-            parts.append(report.mesh_table([lines[1:]]))
-        else:
-            parts.append(report.ratio_table([lines]))
-    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ from models import ScaledModel
 from paper_tables import GPUS, PaperRow, read_table
 from torch import Tensor
 
+from mllm_seqpar.attention.attend import attend
 from mllm_seqpar.attention.call_spec import accumulation, call_spec_for, problem_of
-from mllm_seqpar.attention.joint import attend
 from mllm_seqpar.attention.keys import GivenKeys
 from mllm_seqpar.comm import Communicator, Pending, Recv, Send
 from mllm_seqpar.kernels import registry
@@ -164,7 +164,8 @@ class Mode:
         tile, blocks = shape if strategy in TILE_STRATEGIES else None, FullBlockMasks(q.shape[0], q.shape[2], keys)
         call = call_spec_for(strategy, tile, blocks, problem, dtype, self.overlap, ratios)
         comm = comm if self.transfers else without_transfers(comm)
-        return attend(q, [GivenKeys(call, k, v)], comm=comm, scale=q.shape[-1] ** -0.5, kernel=kernel)[0]
+        keys = [GivenKeys(call, k, v)]
+        return attend(q, [keys], rows="sharded", comm=comm, scale=q.shape[-1] ** -0.5, kernel=kernel)[0][0]
 
     def problem(self, setting: Setting) -> Problem:
         problem = setting.problem()

@@ -50,7 +50,7 @@ from mllm_seqpar.comm import Communicator
 from mllm_seqpar.patching.patch import patch_of
 from mllm_seqpar.planner import AttentionCall, Cluster, ParallelSpec, VisualProjection
 from mllm_seqpar.runtime.forward_state import ForwardState
-from mllm_seqpar.runtime.visual_features import FunctionProjection
+from mllm_seqpar.runtime.projections import FunctionProjection
 from namespaces import Network
 
 

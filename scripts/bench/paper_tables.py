@@ -1,11 +1,9 @@
 """Check the planner against the LV-XAttn paper's tables 3 and 4 (arXiv 2502.02406): seconds in cross-attention.
 
-    python scripts/bench/paper_tables.py [--out rows.jsonl] [--fitted 0|1|2]
+    python scripts/bench/paper_tables.py [--out rows.jsonl]
 
-For each cluster, effective rates are fitted to a third of the rows (one row of each model), and the planner's simulator
-predicts the other rows. Fitted per cluster: the rate of attention for each head dim (each has its own kernel) and a
-fixed cost per block. Fitted per cluster and model family: the speed of the network, and the fraction of computation
-that overlaps with transfers. The paper reports forward and backward as one time, so both have the same rate. Its Ring
+The planner's simulator predicts the rows of each table at the effective rates of its cluster, `RATES`, which were
+fitted to a third of the rows. The paper reports forward and backward as one time, so both have the same rate. Its Ring
 Attention sends K and V expanded to all query heads; its LV-XAttn sends our schedule's bytes except for the n-th hop.
 """
 
@@ -13,18 +11,16 @@ from __future__ import annotations
 
 import argparse
 import csv
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from statistics import median
 
 import harness
-import numpy as np
 import report
+from harness import Row
 
-from mllm_seqpar.planner import AttentionCall, Cluster, ParallelSpec, read_cluster
+from mllm_seqpar.planner import AttentionCall, ParallelSpec, read_cluster
 from mllm_seqpar.planner.descriptions import CONFIGS
 from mllm_seqpar.planner.model_sizes import ModelSizes, read_model
 from mllm_seqpar.schedules.bytes_sent import Problem, expanded
@@ -32,9 +28,43 @@ from mllm_seqpar.schedules.bytes_sent import Problem, expanded
 TABLES = Path(__file__).parent / "paper"
 CLUSTERS = {"table3": "a100-80g-4x4", "table4": "a30-24g-8x1"}
 GPUS = {"table3": 16, "table4": 8}
-NOMINAL = {"a100-80g-4x4": 25e9, "a30-24g-8x1": 1.25e9}
-"""Bytes/s between nodes according to the paper."""
-Rates = dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What the authors' runs reached on a cluster.
+
+    Attributes:
+        attention: FLOP/s by head dimension, each of which has its own kernel.
+        block_s: seconds of a block that do not depend on its size.
+        network: bytes/s between nodes, by model family.
+        overlap: the part of the computation that overlaps with transfers, by model family.
+    """
+
+    attention: Mapping[int, float]
+    block_s: float
+    network: Mapping[str, float]
+    overlap: Mapping[str, float]
+
+
+RATES = {
+    "table3": Rates(
+        attention={128: 1.29706e13, 64: 1.58557e13},
+        block_s=0.00148325,
+        network={"mplug-owl3": 2.7214e09, "open-flamingo": 3.10861e09},
+        overlap={"mplug-owl3": 1.0, "open-flamingo": 0.506852},
+    ),
+    "table4": Rates(
+        attention={128: 7.74569e12, 64: 8.14274e12},
+        block_s=0.00184344,
+        network={"mplug-owl3": 1.36177e09, "open-flamingo": 1.30781e09},
+        overlap={"mplug-owl3": 0.400028, "open-flamingo": 0.996893},
+    ),
+}
+"""The rates that minimise the mean square of log(predicted / paper) over the row of each model with half the frames,
+which `FITTED` selects; found by `paper_tables.py` of 517c8ad. The network is at most 15% faster than its nominal
+speed."""
+FITTED = slice(1, None, 3)
 
 
 @dataclass(frozen=True)
@@ -74,151 +104,72 @@ def read_table(name: str) -> list[PaperRow]:
     return found
 
 
-def predicted(row: PaperRow, cluster: Cluster, gpus: int, rates: Rates) -> dict[str, float]:
-    """Return the seconds in cross-attention (forward and backward, all layers) by strategy, at fitted rates."""
-    attention = rates[f"attention, heads of {row.model.cross.head_dim}"]
-    fitted = {"attention_forward": attention, "attention_backward": attention, "block_overhead_s": rates["block"]}
-    fitted |= {"network_link": rates[f"network, {row.family}"], "overlap": rates[f"overlap, {row.family}"]}
-    of_row = replace(cluster, **fitted)
-    return {strategy: _seconds(row, strategy, of_row, gpus) for strategy in row.seconds}
-
-
-@lru_cache(maxsize=100_000)
-def _seconds(row: PaperRow, strategy: str, cluster: Cluster, gpus: int) -> float:
-    cross, rows, keys = row.model.cross, row.rows // gpus, (row.keys // gpus,) * gpus
-    problem = Problem(rows=rows, keys=keys, **row.heads)
-    spec = ParallelSpec("lv-xattn", (gpus, 1))
-    if strategy == "ring":  # K, V expanded to all query heads; dK, dV in the model's dtype
-        spec, problem = ParallelSpec("ring", (1, gpus)), replace(expanded(problem), accumulated=problem.element)
-    return cross.layers * sum(AttentionCall(problem, spec, cluster, backward=b).cost.seconds for b in (False, True))
-
-
-def fit(rows: Sequence[PaperRow], cluster: Cluster, gpus: int) -> Rates:
-    """Return the rates that minimise the mean square of log(predicted / paper) (Levenberg-Marquardt).
-
-    The network may be at most 15% faster than its nominal speed. The search starts from a slow and from a fast network:
-    if all transfers are overlapped, the error does not depend on their speed.
-    """
-    limits = {f"overlap, {row.family}": 1.0 for row in rows}
-    limits |= {f"network, {row.family}": 1.15 * cluster.network_link for row in rows}
-
-    def errors(trial: Rates) -> np.ndarray:
-        found = [(predicted(row, cluster, gpus, trial), row.seconds) for row in rows]
-        return np.array([math.log(ours[name] / paper[name]) for ours, paper in found for name in paper])
-
-    starts: list[Rates] = [
-        {"block": 1e-3}
-        | {f"attention, heads of {row.model.cross.head_dim}": 0.05 * (cluster.peak_flops or 1e14) for row in rows}
-        | {f"network, {row.family}": fraction * cluster.network_link for row in rows}
-        | {f"overlap, {row.family}": 0.6 for row in rows}
-        for fraction in (0.15, 1.0)
-    ]
-    return min((_search(start, limits, errors) for start in starts), key=lambda rates: _square(errors(rates)))
-
-
-def _search(rates: Rates, limits: Rates, errors: Callable[[Rates], np.ndarray], rounds: int = 25) -> Rates:
-    """Search over the logarithms of all rates."""
-    damping, difference = 0.1, 1e-3
-    now = errors(rates)
-    for _ in range(rounds):
-        shifted = [errors(rates | {name: rate * math.exp(-difference)}) for name, rate in rates.items()]
-        slopes = np.stack([(now - other) / difference for other in shifted], axis=1)
-        square, before = slopes.T @ slopes, _square(now)
-        for _ in range(6):
-            damped = square + damping * (np.diag(np.diag(square)) + 1e-6 * np.eye(len(rates)))
-            factors = np.exp(np.clip(np.linalg.solve(damped, -slopes.T @ now), -1.0, 1.0)).tolist()
-            moved = {name: rate * factor for (name, rate), factor in zip(rates.items(), factors, strict=True)}
-            trial = {name: min(rate, limits.get(name, math.inf)) for name, rate in moved.items()}
-            found = errors(trial)
-            if _square(found) < before:
-                rates, now, damping = trial, found, damping / 3
-                break
-            damping *= 4
-        if _square(now) > before * (1 - 1e-4):
-            break
-    return rates
-
-
-def _square(errors: np.ndarray) -> float:
-    return float((errors**2).sum())
-
-
-@dataclass(frozen=True)
-class Result:
-    table: str
-    rates: Rates  # as fitted
-    found: dict[str, dict[str, float]]  # predicted seconds by row name and strategy
-    errors: dict[tuple[str, str], float]  # predicted / paper - 1 of the rows that were not fitted
-    order_right: bool  # whether the faster strategy is predicted correctly in every row
-
-    @property
-    def median(self) -> float:
-        return median(map(abs, self.errors.values()))
-
-
-def check(table: str, third: int = 1) -> Result:
-    """Fit one row of each model (0: the longest, 1: half the frames, 2: half of text and frames); predict all rows."""
-    rows, gpus = read_table(table), GPUS[table]
-    cluster = _cluster(table)
-    fitted = rows[third::3]
-    rates = fit(fitted, cluster, gpus)
-    found = {row.name: predicted(row, cluster, gpus, rates) for row in rows}
-    errors = {
-        (row.name, name): found[row.name][name] / paper - 1
-        for row in rows
-        if row not in fitted
-        for name, paper in row.seconds.items()
+def predicted(row: PaperRow) -> dict[str, float]:
+    """Return the seconds in cross-attention (forward and backward, all layers) by strategy."""
+    cross, rates, gpus = row.model.cross, RATES[row.table], GPUS[row.table]
+    attention, link = rates.attention[cross.head_dim], rates.network[row.family]
+    cluster = replace(
+        read_cluster(CONFIGS / "clusters" / f"{CLUSTERS[row.table]}.yaml"),
+        attention_forward=attention,
+        attention_backward=attention,
+        block_overhead_s=rates.block_s,
+        network_link=link,
+        overlap=rates.overlap[row.family],
+    )
+    given = Problem(rows=row.rows // gpus, keys=(row.keys // gpus,) * gpus, **row.heads)
+    calls = {
+        # K, V expanded to all query heads; dK, dV in the model's dtype
+        "ring": (ParallelSpec("ring", (1, gpus)), replace(expanded(given), accumulated=given.element)),
+        "lv-xattn": (ParallelSpec("lv-xattn", (gpus, 1)), given),
     }
-    fastest = [(min(times, key=times.__getitem__) for times in (found[row.name], row.seconds)) for row in rows]
-    return Result(table, rates, found, errors, all(ours == paper for ours, paper in fastest))
+    return {
+        strategy: cross.layers * sum(AttentionCall(problem, spec, cluster, backward=b).cost.seconds for b in (False, True))
+        for strategy, (spec, problem) in calls.items()
+    }
 
 
-def _cluster(table: str) -> Cluster:
-    return read_cluster(CONFIGS / "clusters" / f"{CLUSTERS[table]}.yaml")
+def compare(name: str) -> list[Row]:
+    """Return the paper's and the planner's seconds of all rows of a table, one row for each strategy."""
+    rows = read_table(name)
+    fitted = rows[FITTED]
+    return [
+        {"table": name, "row": row.name, "strategy": strategy, "paper_s": row.seconds[strategy], "planner_s": seconds}
+        | {"error": seconds / row.seconds[strategy] - 1, "fitted": row in fitted}
+        for row in rows
+        for strategy, seconds in predicted(row).items()
+    ]
+
+
+def is_order_right(rows: Sequence[Row]) -> bool:
+    """Return whether the strategy that is faster in the paper is predicted to be faster, in every row."""
+    fastest = {
+        column: [min(pair, key=lambda row: row[column])["strategy"] for pair in harness.groups(rows, "row").values()]
+        for column in ("paper_s", "planner_s")
+    }
+    return fastest["paper_s"] == fastest["planner_s"]
 
 
 def main() -> None:
-    parser = harness.options(__doc__, device=False)
-    parser.add_argument("--fitted", type=int, choices=[0, 1, 2], default=1, help="the row of each model that is fitted")
-    harness.run(parser.parse_args(), rows_of, table)
+    harness.run(harness.options(__doc__, device=False).parse_args(), rows_of, table)
 
 
-def rows_of(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """Print what was fitted for each table and how well it predicts; yield the figures, one row each."""
-    for name in CLUSTERS:
-        result, cluster = check(name, args.fitted), _cluster(name)
-        print(f"{name}: {GPUS[name]} GPUs, {cluster.name}. Fitted rates:")
-        for rate, value in sorted(result.rates.items()):
-            print(f"  {rate:<28}{_describe(rate, value, cluster)}")
-        worst = max(result.errors, key=lambda key: abs(result.errors[key]))
-        order = "right in every row" if result.order_right else "WRONG in some row"
-        print(
-            f"rows that were not fitted: median error {result.median:.1%}, worst {result.errors[worst]:+.1%} ", end=""
-        )
-        print(f"({worst[0]}, {worst[1]}); order of strategies {order}")
-        for row in read_table(name):
-            for strategy, paper in row.seconds.items():
-                ours, fitted = result.found[row.name][strategy], (row.name, strategy) not in result.errors
-                figures = {"table": name, "row": row.name, "strategy": strategy, "paper_s": paper, "planner_s": ours}
-                yield figures | {"error": ours / paper - 1, "fitted": fitted}
+def rows_of(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield the figures of all tables, and print how well each is predicted."""
+    for name, cluster in CLUSTERS.items():
+        rows = compare(name)
+        others = [row for row in rows if not row["fitted"]]
+        worst = max(others, key=lambda row: abs(row["error"]))
+        print(f"{name}, {GPUS[name]} GPUs of {cluster}, rows that were not fitted: ", end="")
+        print(f"median error {median(abs(row['error']) for row in others):.1%}, worst {worst['error']:+.1%} ", end="")
+        order = "right in every row" if is_order_right(rows) else "WRONG in some row"
+        print(f"({worst['row']}, {worst['strategy']}); order of strategies {order}")
+        yield from rows
 
 
-def table(rows: Sequence[harness.Row]) -> str:
+def table(rows: Sequence[Row]) -> str:
     columns = {"table": "table", "row (text/keys)": "row", "strategy": "strategy", "paper, s": "paper_s .2f"}
     columns |= {"planner, s": "planner_s .2f", "error": "error +.1%", "fitted": "fitted"}
     return report.table(rows, columns)
-
-
-def _describe(name: str, value: float, cluster: Cluster) -> str:
-    if name.startswith("attention"):
-        peak = cluster.peak_flops or math.nan
-        return f"{value / 1e12:7.2f} TFLOP/s, {value / peak:.1%} of the processor's {peak / 1e12:.0f}"
-    if name.startswith("network"):
-        nominal = NOMINAL[cluster.name]
-        return f"{value / 1e9:7.2f} GB/s, {value / nominal:.0%} of the link's {nominal / 1e9}"
-    if name == "block":
-        return f"{value * 1e3:7.2f} ms per block, independent of its size"
-    return f"{value:7.2f} of the computation overlaps with transfers"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Tables and figures made from the rows of benchmarks, for the terminal and for `docs/benchmarks.md`.
 
 In the page, a generated part stands between the lines `<!-- rows: NAME -->` and `<!-- end of rows -->`; the text around
-it is written by hand. `run_all.py` has the table of parts. A part is a function from the folder of rows to Markdown. A
-few parts also draw a figure into that folder, if matplotlib is installed.
+it is written by hand. `run_all.py` has the table of parts. A part is a function from the folder of rows to Markdown:
+`part` makes it from the tables of a benchmark, which its terminal shows too, and perhaps a figure, which is drawn into
+that folder if matplotlib is installed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import nan
 from pathlib import Path
 from statistics import median
@@ -33,6 +33,22 @@ def update(page: str, folder: Path, parts: Mapping[str, Callable[[Path], str]]) 
         lambda match: f"{match[1]}\n{parts[match[2]](folder) or 'No rows.'}\n\n{match[3]}",
         page,
     )
+
+
+def part(
+    folder: Path,
+    name: str,
+    tables: Callable[[Sequence[Row]], str],
+    figure: Callable[[Sequence[Row], Path], str] | None = None,
+) -> str:
+    """Return the part of a benchmark: the machines of its rows, the figure and the tables; nothing without rows."""
+    rows = read(folder / f"{name}.jsonl")
+    if not rows:
+        return ""
+    machines = [", ".join(f"{name} {row[name]}" for name in MACHINE if name in row) for row in rows]
+    measured_on = "Measured on " + "; and on ".join(dict.fromkeys(machines)) + "."
+    drawn = "" if figure is None else figure(rows, folder / f"{name}.png")
+    return "\n\n".join(filter(None, [measured_on, drawn, tables(rows)]))
 
 
 def network_error(folder: Path) -> str:
@@ -66,14 +82,17 @@ def cluster_name(row: Row) -> str:
     return f"{row['paper_model']}\non {row['paper_gpus']} {row['paper_cluster']}"
 
 
-def network_clusters(folder: Path, name: str) -> str:
-    rows = read(folder / f"{name}.jsonl")
-    settings = list(groups(rows, "setting").values())
-    return joined(rows, ratio_table(settings), *map(setting_table, settings))
-
-
-network_paper = partial(network_clusters, name="network-paper")
-network_real = partial(network_clusters, name="network-real")
+def network_tables(rows: Sequence[Row]) -> str:
+    """Return for each kind of settings a table of what they compare, and tables of the modes of each."""
+    kinds: dict[Callable[..., str], list[list[Row]]] = {}
+    for lines in groups(rows, "blocks", "setting").values():
+        is_mesh = all(row["mode"].startswith("tile") for row in lines if row["mode"] != "none")
+        kind = step_table if lines[0]["benchmark"] == "end_to_end" else mesh_table if is_mesh else ratio_table
+        kinds.setdefault(kind, []).append(lines)
+    parts = []
+    for kind, settings in kinds.items():
+        parts += [kind(settings), *map(setting_table, settings if kind is not mesh_table else ())]
+    return "\n\n".join(parts)
 
 
 def ratio_table(settings: Sequence[Sequence[Row]]) -> str:
@@ -112,16 +131,9 @@ def setting_table(rows: Sequence[Row]) -> str:
     return f"{description}\n\n{table(rows, columns)}"
 
 
-def end_to_end(folder: Path) -> str:
-    rows = read(folder / "end-to-end.jsonl")
-    cases = list(groups(rows, "blocks", "setting").values())
-    errors = prediction_errors(rows)
-    error = f"The median error of the predictions is {median(errors):.1%} over {len(errors)} rows." if errors else ""
-    return joined(rows, error, step_table(cases), *map(setting_table, cases))
-
-
 def step_table(cases: Sequence[Sequence[Row]]) -> str:
-    """Return a line per case: steps over those of LV-XAttn, the paper's, and "auto" over the best strategy."""
+    """Return a line per case: steps over those of LV-XAttn, the paper's, and "auto" over the best strategy; above it
+    the error of the predictions."""
     lines = []
     for rows in cases:
         modes = {row["mode"].partition(" ")[0] if "ulysses" in row["mode"] else row["mode"]: row for row in rows}
@@ -135,18 +147,15 @@ def step_table(cases: Sequence[Sequence[Row]]) -> str:
     columns |= {"LV-XAttn / none": "over_none .3f", "auto": "selected", "auto / best": "auto_over_best .3f"}
     columns |= {"spread": "spread .3f", "cross-attention": "cross_share .0%", "paper's": "paper_cross_share .0%"}
     columns |= {"load": "load .1f"}
-    return table(lines, columns)
-
-
-def mesh_shapes(folder: Path) -> str:
-    rows = read(folder / "network-tiles.jsonl")
-    settings = groups([row for row in rows if row["mode"] != "none"], "setting")
-    return joined(rows, mesh_table(list(settings.values())))
+    errors = prediction_errors([row for rows in cases for row in rows])
+    error = f"The median error of the predictions is {median(errors):.1%} over {len(errors)} rows."
+    return f"{error}\n\n{table(lines, columns)}"
 
 
 def mesh_table(settings: Sequence[Sequence[Row]]) -> str:
     lines = []
-    for shapes in settings:
+    for rows in settings:
+        shapes = [row for row in rows if row["mode"] != "none"]
         best = min(shapes, key=lambda row: row["predicted_s"])
         place = 1 + sum(row["seconds"] < best["seconds"] for row in shapes)
         line = {"setting": best["setting"], "best": best["tile"], "place": f"{place} of {len(shapes)}"}
@@ -158,8 +167,7 @@ def mesh_table(settings: Sequence[Sequence[Row]]) -> str:
     return table(lines, columns)
 
 
-def memory(folder: Path) -> str:
-    rows, path = read(folder / "memory.jsonl"), folder / "memory.png"
+def memory_figure(rows: Sequence[Row], path: Path) -> str:
     panels = {}
     for measured in groups(rows, "family").values():
         ranks = max(row["ranks"] for row in measured)
@@ -176,8 +184,7 @@ def memory(folder: Path) -> str:
         ]
     title = "Peak memory of the rank with most, in forward and backward"
     grouped_bars(path, panels, title=title, x_label="peak, MiB", form=".1f")
-    figure = shown(path, "Peak memory of each strategy, with K and V stored and recomputed")
-    return joined(rows, figure, memory_tables(rows))
+    return shown(path, "Peak memory of each strategy, with K and V stored and recomputed")
 
 
 def memory_tables(rows: Sequence[Row]) -> str:
@@ -214,55 +221,40 @@ def _key_values(row: Row) -> str:
     return "recomputed" if row["recompute"] else "stored"
 
 
-def decoding(folder: Path) -> str:
-    rows, path = read(folder / "decode.jsonl"), folder / "decode.png"
+def decoding_figure(rows: Sequence[Row], path: Path) -> str:
+    tokens = [row for row in rows if row["run"] == "token"]
     panels = {
-        f"after {points[0]['images']} images": [
-            Series(name, color, {row["family"]: 1 / row[f"{name}_s_per_token"] for row in points})
+        f"after {images} images": [
+            Series(name, color, {row["family"]: 1 / row[f"{name}_s"] for row in points})
             for name, color in (("unpatched", GREY), ("patched", BLUE))
         ]
-        for points in groups(rows, "images").values()
+        for (images,), points in groups(tokens, "images").items()
     }
     grouped_bars(path, panels, title="Greedy decoding on one process", x_label="tokens per second", form=".0f")
-    return joined(rows, decoding_table(rows), shown(path, "Tokens per second, patched and unpatched"))
+    return shown(path, "Tokens per second, patched and unpatched")
 
 
 def decoding_table(rows: Sequence[Row]) -> str:
-    lines = [row | {name: 1 / row[f"{name}_s_per_token"] for name in ("patched", "unpatched")} for row in rows]
+    lines = []
+    for measured in groups(rows, "family", "images").values():
+        prompt, token = sorted(measured, key=lambda row: row["run"])
+        rates = {name: 1 / token[f"{name}_s"] for name in ("patched", "unpatched")}
+        lines.append(prompt | rates | {"ratio": rates["patched"] / rates["unpatched"]})
     columns = {"family": "family", "images": "images", "visual keys": "visual_keys"}
     columns |= {"tokens/s": "patched .1f", "unpatched": "unpatched .1f", "ratio": "ratio .1f"}
-    return table(lines, columns | {"prompt, s": "patched_prompt_s .2f", "unpatched, s": "unpatched_prompt_s .2f"})
+    return table(lines, columns | {"prompt, s": "patched_s .2f", "unpatched, s": "unpatched_s .2f"})
 
 
-def decoder_only(folder: Path) -> str:
-    rows = read(folder / "decoder-only.jsonl")
+def decoder_only_table(rows: Sequence[Row]) -> str:
     columns = {"family": "family", "tokens": "tokens ,.0f", "ranks": "ranks", "attention": "attention"}
-    return joined(rows, table(rows, columns | {"training step, MiB": "peak_mib .1f", "prompt, MiB": "prefill_mib .1f"}))
+    return table(rows, columns | {"training step, MiB": "peak_mib .1f", "prompt, MiB": "prefill_mib .1f"})
 
 
-def questions(folder: Path) -> str:
-    rows = read(folder / "decoder-only-questions.jsonl")
+def questions_table(rows: Sequence[Row]) -> str:
     lines = [row | {"ratio": row["first_cpu_s"] / row["next_cpu_s"]} for row in rows]
     columns = {"family": "family", "tokens": "tokens ,.0f", "ranks": "ranks"}
     columns |= {"first question, processor s": "first_cpu_s .1f", "next": "next_cpu_s .3f", "first / next": "ratio .0f"}
-    return joined(rows, table(lines, columns | {"first, s": "first_s .1f", "next ": "next_s .3f"}))
-
-
-def video(folder: Path) -> str:
-    rows = read(folder / "video.jsonl")
-    columns = {"file": "kind", "frames per second": "fps", "frames": "frames ,.0f", "ours, s": "ours_s .2f"}
-    columns |= {"torchcodec, s": "torchcodec_s .2f", "decord, s": "decord_s .2f"}
-    columns |= {"ours / fastest of the others": "ratio .2f", "with their default threads": "default_ratio .2f"}
-    return joined(rows, table(rows, columns | {"processor time": "cpu_ratio .2f"}))
-
-
-def joined(rows: Sequence[Row], *parts: str) -> str:
-    """Return the machines of the rows and the parts, as paragraphs; nothing if there are no rows."""
-    if not rows:
-        return ""
-    machines = [", ".join(f"{name} {row[name]}" for name in MACHINE if name in row) for row in rows]
-    measured_on = "Measured on " + "; and on ".join(dict.fromkeys(machines)) + "."
-    return "\n\n".join(filter(None, [measured_on, *parts]))
+    return table(lines, columns | {"first, s": "first_s .1f", "next ": "next_s .3f"})
 
 
 def table(rows: Sequence[Row], columns: Mapping[str, str]) -> str:

@@ -15,53 +15,65 @@ import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import report
+from harness import Row
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "benchmarks.md"
 
 
 class Case(NamedTuple):
-    """A benchmark of the page: its command, what to add for a short run, and the part of the page made from its rows.
+    """A benchmark: its command, what to add for a short run, and the tables and the figure of its part of the page.
 
-    Without a part, it prints a table only.
+    Without tables, it only prints.
     """
 
     command: str
     quick: str = ""
-    part: Callable[[Path], str] | None = None
+    tables: Callable[[Sequence[Row]], str] | None = None
+    figure: Callable[[Sequence[Row], Path], str] | None = None
 
 
 CASES = {
     "network-paper": Case(
-        "network.py --suite paper --repeats 4", "--repeats 1 --settings a100-owl3", report.network_paper
+        "network.py --suite paper --repeats 4", "--repeats 1 --settings a100-owl3", report.network_tables
     ),
-    "network-tiles": Case("network.py --suite tiles", "--repeats 1 --settings 4-ranks-128x2048", report.mesh_shapes),
-    "network-real": Case("network.py --suite real", "--repeats 1 --settings a100-flamingo", report.network_real),
+    "network-tiles": Case("network.py --suite tiles", "--repeats 1 --settings 4-ranks-128x2048", report.network_tables),
+    "network-real": Case("network.py --suite real", "--repeats 1 --settings a100-flamingo", report.network_tables),
     "end-to-end": Case(
         "network.py --suite steps real-steps --repeats 3",
         "--repeats 1 --suite real-steps --settings a30-flamingo",
-        report.end_to_end,
+        report.network_tables,
     ),
-    "memory": Case("memory.py", "--ranks 1 2 --repeats 2 --cost-text 128", report.memory),
-    "decoder-only": Case("decoder_only.py --part memory", "--frames 16 --ranks 1 2 --rounds 1", report.decoder_only),
+    "memory": Case("memory.py", "--ranks 1 2 --repeats 2 --cost-text 128", report.memory_tables, report.memory_figure),
+    "decoder-only": Case("decoder_only.py --part memory", "--frames 16 --ranks 1 2", report.decoder_only_table),
     "decoder-only-questions": Case(
-        "decoder_only.py --part questions --frames 512", "--frames 16 --ranks 1 2 --rounds 1", report.questions
+        "decoder_only.py --part questions --frames 512",
+        "--frames 16 --ranks 1 2 --rounds 1",
+        report.questions_table,
     ),
-    "decode": Case("decode.py", "--images 16 --repeats 1 --tokens 8", report.decoding),
-    "video": Case("video.py", "--kinds h264-720p --fps 1 --seconds 10 --repeats 1", report.video),
+    "decode": Case(
+        "one_process.py --runs decode --wide --images 64 256 --prompt 32 --tokens 32 --repeats 3",
+        "--images 16 --repeats 1 --tokens 8",
+        report.decoding_table,
+        report.decoding_figure,
+    ),
     "kernels": Case("kernels.py"),
-    "host-path": Case("host_path.py", "--repeats 2 --tokens 4"),
-    "wide": Case("host_path.py --wide --repeats 9", "--repeats 2 --tokens 4"),
+    "host-path": Case("one_process.py", "--repeats 2 --tokens 4"),
+    "wide": Case("one_process.py --wide --repeats 9", "--repeats 2 --tokens 4"),
     "paper-tables": Case("paper_tables.py"),
     "scale": Case("scale.py --model mplug-owl3-7b --text 8192 --cluster a100-80g-8xN"),
 }
-PARTS = {name: case.part for name, case in CASES.items() if case.part is not None}
-PARTS |= {"headline": report.headline, "network-error": report.network_error}
+PARTS = {
+    name: partial(report.part, name=name, tables=case.tables, figure=case.figure)
+    for name, case in CASES.items()
+    if case.tables is not None
+} | {"headline": report.headline, "network-error": report.network_error}
 """The generated parts of the page."""
 
 
@@ -88,12 +100,12 @@ def run(name: str, folder: Path, quick: bool) -> bool:
     new, start = folder / f"{name}.jsonl.new", time.monotonic()
     new.unlink(missing_ok=True)
     command = [sys.executable, str(HERE / script), *options, *(case.quick.split() if quick else [])]
-    command += ["--out", str(new)] if case.part else []
+    command += ["--out", str(new)] if case.tables else []
     print(f"== {name}: {' '.join(command[1:])}", flush=True)
     done = subprocess.run(command)
     print(f"== {name}: status {done.returncode} after {time.monotonic() - start:.0f} s", flush=True)
-    succeeded = done.returncode == 0 and (case.part is None or new.exists())
-    if succeeded and case.part:
+    succeeded = done.returncode == 0 and (case.tables is None or new.exists())
+    if succeeded and case.tables:
         new.replace(folder / f"{name}.jsonl")
     new.unlink(missing_ok=True)
     return succeeded

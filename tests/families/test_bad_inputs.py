@@ -347,6 +347,15 @@ def test_bad_tokens_and_labels_are_refused_on_every_rank(size: int, logits: str)
     on_ranks(size, "mplug_owl3", OWL.with_options(logits=logits), run)
 
 
+def test_unknown_token_is_refused_where_peft_has_a_copy_of_the_embedding() -> None:
+    peft = pytest.importorskip("peft")
+    model = tiny_model()
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"]))
+    assert sum(isinstance(x, torch.nn.Embedding) for x in model.get_input_embeddings().modules()) == 2
+    with pytest.raises(ShapeError, match="256 is not a token of this model, whose tokens are 0 to 255"):
+        patch_model(model)(input_ids=torch.full((1, 12), 256))
+
+
 def with_attention_dropout(family: str, model: Any) -> Any:
     if family == "idefics":
         for block in model.model.gated_cross_attn_layers:

@@ -18,8 +18,8 @@ from torch import Tensor
 from family_cases import BATCHES, OWL, QWENS
 from family_harness import family_module, on_ranks, patched
 from mllm_seqpar.attention import call_spec
+from mllm_seqpar.attention.attend import attend
 from mllm_seqpar.attention.call_spec import accumulation, call_spec_for, problem_of
-from mllm_seqpar.attention.joint import attend
 from mllm_seqpar.attention.keys import GivenKeys
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.comm.agreement import attempt
@@ -98,7 +98,7 @@ def run_video(
     problem = problem_of(q.shape, k.shape, lengths, q.dtype, "auto")
     spec = call_spec_for(strategy, None, masks, problem, accumulation("auto", q.dtype), True)
     comm.bytes.reset()
-    o, _ = attend(q, [GivenKeys(spec, k, v)], comm=comm, scale=1.0)
+    ((o, _),) = attend(q, [[GivenKeys(spec, k, v)]], rows="sharded", comm=comm, scale=1.0)
     found: dict[str, Any] = {"forward bytes": dict(comm.bytes.sent)}
     comm.bytes.reset()
     o.sum().backward()

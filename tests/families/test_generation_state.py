@@ -138,7 +138,7 @@ def test_second_turn_continues_the_cache(family: str, case: Any, options: dict[s
     for turns, _ in found:
         assert all(torch.equal(a, b) for a, b in zip(turns, expected, strict=True))
     if family == "mplug_owl3" and not options:
-        stored = [{i: k.shape[2] for i, (k, _) in cached_frames(cache).visual.states.items()} for _, cache in found]
+        stored = [{i: k.shape[2] for i, (k, _) in cached_frames(cache).visual_kv.states.items()} for _, cache in found]
         assert stored == [{0: frames * 4, 2: frames * 4} for frames in (1, 2, 2)]
     elif family == "mplug_owl3":
         total = expected[0].shape[1] - 1  # the last token has not been through the model

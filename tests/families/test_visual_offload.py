@@ -34,8 +34,8 @@ from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.frames import Frames
 from mllm_seqpar.runtime.offload import HostFeatures
+from mllm_seqpar.runtime.projections import FunctionProjection
 from mllm_seqpar.runtime.text import TextShards
-from mllm_seqpar.runtime.visual_features import FunctionProjection
 from outcomes import run_case
 from stream_model import Race, StreamModel, on_model
 

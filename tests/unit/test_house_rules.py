@@ -19,7 +19,7 @@ from mllm_seqpar._compat import INTERNALS, MINIMUM
 ROOT = Path(__file__).resolve().parents[2]
 
 ORDER = (
-    "errors _lazy_names _compat _logging _transfers schedules comm sharding config masks kernels attention "
+    "errors _lazy_names _compat _logging _transfers fsdp_units schedules comm sharding config masks kernels attention "
     "checkpointing runtime families patching models integrations data planner adapting cli inference serving "
     "training patches __main__"
 ).split()

@@ -6,7 +6,6 @@ only; `sdpa` and the others stay unchanged.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,12 +14,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask, sdpa_mask
 
-from mllm_seqpar._compat import cache_argument
-from mllm_seqpar.attention.joint import eager
-from mllm_seqpar.attention.keys import Keys
+from mllm_seqpar._compat import cache_argument, eager
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.patching import Patch
-from mllm_seqpar.runtime.forward_state import ForwardState
+from mllm_seqpar.runtime.forward_state import ForwardState, ModelAttention
 
 NAME = "mllm_seqpar"
 
@@ -44,47 +41,25 @@ def seqpar_attention(
         # What `attend` would do, in fewer steps.
         mask = attention_mask if seqpar is None or seqpar.text_mask == "decoder" else None
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+    options = {"window": sliding_window, "mask": attention_mask, "model_attention": model_attention(module, **kwargs)}
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return _attend_text(module, query, key, value, attention_mask, seqpar, scale, sliding_window, **kwargs), None
+    return _attend_text(seqpar, query, key, value, scale, options).transpose(1, 2), None
 
 
 @eager
 def _attend_text(
-    module: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attention_mask: Tensor | None,
-    seqpar: ForwardState,
-    scale: float,
-    window: int | None,
-    **kwargs: Any,
+    seqpar: ForwardState, q: Tensor, k: Tensor, v: Tensor, scale: float, options: dict[str, Any]
 ) -> Tensor:
-    """Return o (B, s, H, D) of text that the model's own attention does not compute; see `seqpar_attention`."""
-    keys = text_keys(module, q, k, v, attention_mask, seqpar, window=window, **kwargs)
-    return seqpar.attend(q, [keys], scale).transpose(1, 2)
+    return seqpar.attend(q, [seqpar.text_keys(q, k, v, **options)], scale)
 
 
-def text_keys(
-    module: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attention_mask: Tensor | None,
-    seqpar: ForwardState,
-    window: int | None = None,
-    **kwargs: Any,
-) -> Keys:
-    """Return the keys of the text; text that one rank has whole is attended to by transformers' sdpa.
+def model_attention(module: nn.Module, **kwargs: Any) -> ModelAttention:
+    """Return transformers' sdpa for an attention module, which computes the text that one rank has whole."""
 
-    The arguments are those of `seqpar_attention`.
-    """
-    model_attention = functools.partial(_sdpa, module, kwargs)
-    return seqpar.text_keys(q, k, v, window=window, mask=attention_mask, model_attention=model_attention)
+    def attend(k: Tensor, v: Tensor, mask: Tensor | None, q: Tensor, scale: float) -> Tensor:
+        return sdpa_attention_forward(module, q, k, v, mask, scaling=scale, **kwargs)[0].transpose(1, 2)
 
-
-def _sdpa(module: nn.Module, kwargs: Any, k: Tensor, v: Tensor, mask: Tensor | None, q: Tensor, scale: float) -> Tensor:
-    return sdpa_attention_forward(module, q, k, v, mask, scaling=scale, **kwargs)[0].transpose(1, 2)
+    return attend
 
 
 def split_heads(x: Tensor, head_dim: int) -> Tensor:

@@ -24,8 +24,8 @@ from mllm_seqpar.comm.backends import require_transferable
 from mllm_seqpar.comm.base import fingerprint
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import AgreementError, ConfigError, ShapeError
+from mllm_seqpar.fsdp_units import refuse_fsdp1
 from mllm_seqpar.models.cache import supports_sharded_text
-from mllm_seqpar.runtime.fsdp_units import refuse_fsdp1
 from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
 from mllm_seqpar.sharding import FrameShard, describe_spans, frame_spans
 
@@ -72,7 +72,7 @@ def require_same_pass(
         check_text(inputs)
         check_arguments(family, inputs, kwargs)
         check_star(family.context.config, inputs)
-        check_frames(comm, inputs)
+        check_frames(family, inputs)
         _check_training(family, inputs, logits_to_keep)
         family.check_inputs(inputs)
 
@@ -150,7 +150,7 @@ def _facts(
     frames, mask, shard = inputs.frames, inputs.attention_mask, inputs.visual_shard
     num_items, logits_to_keep = (kwargs.get(name) for name in ("num_items_in_batch", "logits_to_keep"))
     compared: dict[str, Sequence[Any]] = {
-        "embeddings": [sampled_bits(inputs.text)] if inputs.input_ids is None else [],
+        "embeddings": [sampled_bits(inputs.tokens)] if inputs.input_ids is None else [],
         "the attention mask": list(mask.values()) if isinstance(mask, Mapping) else [mask],  # one per kind of layer
         "position ids": [inputs.position_ids],
         "pixels": [sampled_bits(frames)] if frames is not None and inputs.compares_values_of_frames else [],
@@ -187,7 +187,7 @@ def _facts(
     }
     if model is None:
         return facts
-    device = inputs.text.device.type
+    device = inputs.tokens.device.type
     own = frames if shard is None else None  # a rank without frames passes any empty tensor
     tensors = (inputs.input_ids, inputs.inputs_embeds, inputs.labels, inputs.shift_labels, own)
     facts |= {name: x for name, x in kwargs.items() if isinstance(x, (bool, int, float, str))}
@@ -210,11 +210,11 @@ def _sampled_weights(model: nn.Module) -> list[Tensor]:
     return [sampled_bits(p, _SAMPLED_WEIGHTS) for p in whole]
 
 
-def check_frames(comm: Communicator, inputs: ForwardInputs) -> None:
+def check_frames(family: Family, inputs: ForwardInputs) -> None:
     """Raise ShapeError unless frames are given in one form, and those of `visual_shard` are of this rank."""
-    shard, frames = inputs.visual_shard, inputs.frames
+    comm, shard, frames = family.context.comm, inputs.visual_shard, inputs.frames
     if inputs.pixels_and_features:
-        raise ShapeError(f"pass either {' or '.join(inputs.frame_names)}, not both")
+        raise ShapeError(f"pass either {' or '.join(family.frame_arguments)}, not both")
     if shard is None or (frames is None and inputs.past_length):  # `generate` passes it on when frames are cached
         return
     if not isinstance(shard, FrameShard):
@@ -228,7 +228,7 @@ def check_frames(comm: Communicator, inputs: ForwardInputs) -> None:
         )
     if frames is None:
         raise ShapeError(
-            f"visual_shard: {shard} was given and none of {', '.join(inputs.frame_names)}; a rank without frames "
+            f"visual_shard: {shard} was given and none of {', '.join(family.frame_arguments)}; a rank without frames "
             "passes an empty tensor, for example of shape (0, 3, height, width)"
         )
     inputs.check_shard(shard)
@@ -237,9 +237,9 @@ def check_frames(comm: Communicator, inputs: ForwardInputs) -> None:
 def check_text(inputs: ForwardInputs) -> None:
     """Raise ShapeError unless text, positions and labels have valid shapes and dtypes."""
     dims = 2 if inputs.input_ids is not None else 3
-    if inputs.text.dim() != dims:
+    if inputs.tokens.dim() != dims:
         name = "input_ids" if dims == 2 else "inputs_embeds"
-        raise ShapeError(f"{name}: has shape {tuple(inputs.text.shape)}; expected {dims} dimensions, samples first")
+        raise ShapeError(f"{name}: has shape {tuple(inputs.tokens.shape)}; expected {dims} dimensions, samples first")
     shape, positions = (inputs.batch, inputs.length), inputs.text_position_ids
     if positions is not None and tuple(positions.shape) not in (shape, (1, inputs.length)):
         raise ShapeError(
@@ -257,7 +257,8 @@ def check_tokens(inputs: ForwardInputs, embedding: nn.Module) -> None:
 
     All ranks have the same ids, so all raise. The embedding of sharded text would raise on the rank of the token alone.
     """
-    tables = [module for module in embedding.modules() if isinstance(module, nn.Embedding)]
+    original: Any = getattr(embedding, "original_module", embedding)  # beside it, PEFT's modules_to_save has copies
+    tables = [module for module in original.modules() if isinstance(module, nn.Embedding)]
     vocabulary, ids = sum(table.weight.shape[0] for table in tables), inputs.on_host("input_ids")
     if not vocabulary:
         return

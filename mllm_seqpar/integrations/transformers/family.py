@@ -27,13 +27,13 @@ from transformers.utils import can_return_tuple
 
 from mllm_seqpar._compat import cache_argument, cache_name, takes_cache
 from mllm_seqpar.errors import AdapterError, ConfigError, ShapeError
+from mllm_seqpar.fsdp_units import modules_around
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.models.cache import SequenceParallelCacheState
 from mllm_seqpar.patching import Patch
 from mllm_seqpar.patching.registry import is_instance_by_name
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
-from mllm_seqpar.runtime.fsdp_units import modules_around
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
 from mllm_seqpar.runtime.visual_tokens import VisualTokenLayout
 from mllm_seqpar.sharding import tensor_of
@@ -80,8 +80,8 @@ class Family(ABC, Generic[InputsT]):
             samples before they were repeated.
         repeats_frames: whether its `generate` passes `visual_arguments` again with every token.
         output_class: the class of the model's outputs.
-        forward_doc: what the docstring of the patched forward adds to that of the unpatched one, `{frames}` being the
-            `frame_arguments`.
+        forward_doc: what the docstring of the patched forward adds to that of the unpatched one; "{frames}" stands for
+            the `frame_arguments`.
         has_cross_attention: whether layers attend to frames; otherwise frames are tokens of the text.
         frame_layout: how frames map to ranks if the caller passes all of them: "zigzag" where rows attend to earlier
             frames only, which balances the load.
@@ -208,21 +208,20 @@ class Family(ABC, Generic[InputsT]):
             ) from error
         return (torch.zeros(shape, device=weight.device, dtype=weight.dtype),)
 
-    def media_position(self, inputs: InputsT) -> Any:
-        """Return what `visibility` needs about the prompt's frames, in this pass and in later ones over its cache.
+    def check_new_frames(self, inputs: InputsT) -> None:
+        """Raise for frames that do not fit the text, in a prompt and in later passes that bring frames.
 
-        It is called once the ranks agree on their inputs. An exception raised here is therefore raised on all ranks.
+        It is called once the ranks agree on their inputs, before frames are encoded, and raises on all ranks.
         """
-        return None
 
     @abstractmethod
-    def visibility(self, inputs: InputsT, units: int, tokens: int, media_position: Any) -> FrameMask:
+    def visibility(self, inputs: InputsT, units: int, tokens: int) -> FrameMask:
         """Return which of `units` units of `tokens` keys each the rows (B, L) of this pass may attend to.
 
         It is not called in a pass without frames, whose rows attend to none.
         """
 
-    def row_facts(self, inputs: InputsT, mask: FrameMask, media_position: Any) -> Mapping[str, Tensor]:
+    def row_facts(self, inputs: InputsT, mask: FrameMask) -> Mapping[str, Tensor]:
         """Return what layers read of the rows as `state.row_facts`: tensors (B, L) on the model's device, by name.
 
         They are sharded like tokens. `mask` is that of all rows; without frames, it has the empty frame that keeps the
@@ -235,8 +234,17 @@ class Family(ABC, Generic[InputsT]):
         return torch.zeros(units, dtype=torch.long)
 
     def cross_attention_shape(self) -> CrossAttentionShape | None:
-        """Return what `strategy="auto"` selects by before any layer runs; None if each layer selects."""
-        return None
+        """Return what `strategy="auto"` selects by before any layer runs; None if each layer selects.
+
+        By default, the modules of `visual_attention` have the heads of the text.
+        """
+        config, layers = self.text_config, len(list(self.visual_attention()))
+        heads = getattr(config, "num_attention_heads", 0)
+        if not heads or not layers:
+            return None
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return CrossAttentionShape(heads, kv_heads, head_dim, layers)
 
     # The decoder, and its cache.
 
@@ -285,10 +293,11 @@ class Family(ABC, Generic[InputsT]):
             ConfigError: the cache holds K and V of frames that cannot be taken over.
         """
 
-    def mark_cache(self, cache: Any, cache_state: SequenceParallelCacheState) -> None:
-        """Change the cache for the unpatched model, after frames were stored in `cache_state`.
+    def complete_cache(self, inputs: InputsT, cache: Any, cache_state: SequenceParallelCacheState) -> None:
+        """Complete the cache after the frames of this pass were stored in `cache_state`.
 
-        The unpatched model must then find these frames, or fail.
+        Store there what `visibility` needs in later passes. Change the cache so that the unpatched model finds these
+        frames, or fails.
         """
 
     # What methods and passes read of the model.
@@ -334,7 +343,7 @@ class DecoderOnlyFamily(Family[InputsT]):
     has_cross_attention = False
 
     @abstractmethod
-    def media_position(self, inputs: InputsT) -> VisualTokenLayout:
+    def visual_token_layout(self, inputs: InputsT) -> VisualTokenLayout:
         """Return where the visual tokens of this pass are, and which embedding each has.
 
         Raises:
@@ -345,7 +354,7 @@ class DecoderOnlyFamily(Family[InputsT]):
     def frames_between(self, inputs: InputsT, start: int, stop: int) -> tuple[Tensor, ...]:
         """Return the frames ``start <= f < stop`` of all, which this rank has, as `encode` takes them."""
 
-    def visibility(self, inputs: InputsT, units: int, tokens: int, media_position: Any) -> FrameMask:
+    def visibility(self, inputs: InputsT, units: int, tokens: int) -> FrameMask:
         """Raise AssertionError: rows attend to frames only through the text."""
         raise AssertionError("a decoder-only model has no cross-attention")
 
@@ -358,8 +367,8 @@ class DecoderOnlyFamily(Family[InputsT]):
             )
 
     def continue_cache(self, inputs: InputsT, cache: Any, cache_state: SequenceParallelCacheState) -> None:
-        if cache_state.media_position is not None:
-            cache_state.media_position = cache_state.media_position.before(inputs.past_length)
+        if cache_state.frame_tokens is not None:
+            cache_state.frame_tokens = cache_state.frame_tokens.before(inputs.past_length)
 
 
 # What the methods of a family use.
@@ -452,7 +461,7 @@ def _model_forward(family: Family[Any]) -> Any:
         [unpatched[0], *supported, *further, inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)]
     )
     frames = " or ".join(f"`{name}`" for name in family.frame_arguments)
-    return as_forward(family.model, forward, family.forward_doc.format(frames=frames))
+    return as_forward(family.model, forward, family.forward_doc.replace("{frames}", frames))
 
 
 def _refuse_own_forward(model: nn.Module, model_class: str) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from mllm_seqpar._compat import drops_cache
 from mllm_seqpar._transfers import copy_to_host
 from mllm_seqpar.errors import ShapeError
-from mllm_seqpar.models.cache import cache_state_of
+from mllm_seqpar.models.cache import SequenceParallelCacheState, cache_state_of
 from mllm_seqpar.runtime.text import shifted
 from mllm_seqpar.runtime.visual_features import sampled_bits
 from mllm_seqpar.sharding import FRAME_LAYOUTS, FrameShard
@@ -42,7 +42,6 @@ class ForwardInputs:
         detects_packing: whether positions separate packed sequences if there is no mask. In most models this is the
             case if the unpatched model would not create a cache.
         extras: (F, ...) or (f, ...) each: further tensors with one entry per frame, such as its aspect ratio.
-        frame_names: names of the arguments that frames are passed by, pixels first, for messages.
         compare_frames: whether pixels that all ranks have must be equal bit by bit. Computed values may differ.
         frame_layouts: the layouts that `visual_shard` may have.
     """
@@ -64,12 +63,11 @@ class ForwardInputs:
     use_cache: bool = False
     detects_packing: bool = False
     extras: tuple[Tensor, ...] = ()
-    frame_names: tuple[str, ...] = ("pixel_values", "image_embeds")
     compare_frames: bool = True
     _host: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @functools.cached_property
-    def text(self) -> Tensor:
+    def tokens(self) -> Tensor:
         """`input_ids` or `inputs_embeds`, whichever was given."""
         given = [x for x in (self.input_ids, self.inputs_embeds) if x is not None]
         if len(given) != 1:
@@ -78,11 +76,11 @@ class ForwardInputs:
 
     @functools.cached_property
     def batch(self) -> int:
-        return self.text.shape[0]
+        return self.tokens.shape[0]
 
     @functools.cached_property
     def length(self) -> int:
-        return self.text.shape[1]
+        return self.tokens.shape[1]
 
     @functools.cached_property
     def past_length(self) -> int:
@@ -117,10 +115,21 @@ class ForwardInputs:
         return self.past_length > 0 and self.length == 1
 
     @property
+    def cache_state(self) -> SequenceParallelCacheState | None:
+        """What the patched model has stored with the text that this pass continues; None if it begins one."""
+        return cache_state_of(self.cache) if self.past_length else None
+
+    @property
     def prompt_rows(self) -> Tensor:
         """(B,) int64: the row of the frames' own pass that each row continues; the rows of a cache may have moved."""
-        state = cache_state_of(self.cache) if self.past_length else None
+        state = self.cache_state
         return torch.arange(self.batch) if state is None else state.rows_of(self.batch)
+
+    @property
+    def prompt_batch(self) -> int:
+        """The number of rows of the frames' own pass."""
+        state = self.cache_state
+        return self.batch if state is None else state.prompt_batch
 
     def on_host(self, name: str) -> Tensor | None:
         """Return one of the tensors of `read_by_host` on the CPU; None if the pass has none of that name."""
@@ -174,7 +183,7 @@ class ForwardInputs:
         """
         if self.position_ids is not None:
             return self.position_ids
-        return torch.arange(self.length, device=self.text.device)[None] + self.past_length
+        return torch.arange(self.length, device=self.tokens.device)[None] + self.past_length
 
     @property
     def has_labels(self) -> bool:

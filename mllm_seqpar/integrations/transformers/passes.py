@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.cache_utils import DynamicCache
 
 from mllm_seqpar.errors import MaskError, ShapeError
+from mllm_seqpar.fsdp_units import call_within
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.models.cache import (
     SequenceParallelCacheState,
@@ -38,7 +39,6 @@ from mllm_seqpar.runtime.attention_record import AnyRecorder
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.frames import Frames, VisualKVCache, select_strategy
-from mllm_seqpar.runtime.fsdp_units import call_within
 from mllm_seqpar.runtime.star import StarText, block_length
 from mllm_seqpar.runtime.text import TextShards, packed_starts
 from mllm_seqpar.runtime.visual_features import VisualFeatures, fingerprint_of
@@ -107,8 +107,8 @@ def _pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, k
     finally:
         if cache_state is not None:
             cache_state.active = False
-    if cache_state is not None and cache_state.visual is not None:
-        cache_state.visual.close()
+    if cache_state is not None and cache_state.visual_kv is not None:
+        cache_state.visual_kv.close()
     return family.model_output(out, None if attended is None else attended.features, inputs)
 
 
@@ -226,9 +226,9 @@ def _attended_frames(
     All ranks call it together. K and V of frames that are encoded in a pass with a cache are stored in the cache.
     """
     source: VisualFeatures | VisualKVCache | None = None
-    features, media_position, total_frames = None, None, inputs.total_frames
+    features, total_frames = None, inputs.total_frames
     if cache_state is None or _brings_frames(family, inputs, cache_state):
-        media_position = family.media_position(inputs)
+        family.check_new_frames(inputs)
         features = local_features(family, inputs)
         if features is not None:
             source = visual = visual_features(family, inputs, features)
@@ -237,19 +237,19 @@ def _attended_frames(
                 fingerprints = {fingerprint_of(features)}
                 if inputs.frames is not None:
                     fingerprints.add(_fingerprint(inputs))
-                cache_state.store_frames(source, media_position, inputs.batch, fingerprints)
-                family.mark_cache(cache, cache_state)
-    elif cache_state.visual is not None:
-        source, media_position = cache_state.visual, cache_state.media_position
+                cache_state.store_frames(source, inputs.batch, fingerprints)
+                family.complete_cache(inputs, cache, cache_state)
+    elif cache_state.visual_kv is not None:
+        source = cache_state.visual_kv
         total_frames = source.total_frames
     if source is None:
         return None
     if total_frames:
-        mask = family.visibility(inputs, source.units, source.tokens_per_unit, media_position)
+        mask = family.visibility(inputs, source.units, source.tokens_per_unit)
     else:  # the empty frame, to which no row attends
         none = torch.zeros(inputs.batch, inputs.length, dtype=torch.long)
         mask = FrameMask.from_intervals(none, none, source.tokens_per_unit, source.units)
-    return AttendedFrames(source, mask, family.row_facts(inputs, mask, media_position), features)
+    return AttendedFrames(source, mask, family.row_facts(inputs, mask), features)
 
 
 def _brings_frames(family: Family, inputs: ForwardInputs, cache_state: SequenceParallelCacheState) -> bool:
@@ -295,13 +295,13 @@ def _embedded_frames(
     comm, past = family.context.comm, inputs.past_length
     if cache_state is not None and past and not inputs.total_frames:
         return [None] * len(parts)
-    layout, embeddings = family.media_position(inputs), local_embeddings(family, inputs)
+    layout, embeddings = family.visual_token_layout(inputs), local_embeddings(family, inputs)
     if cache_state is not None and layout.tokens.total:
         tokens = layout.tokens
         if past:
-            earlier = FrameTokens.none() if cache_state.media_position is None else cache_state.media_position
+            earlier = FrameTokens.none() if cache_state.frame_tokens is None else cache_state.frame_tokens
             tokens = earlier.followed_by(tokens, past, cache_state.rows_of(inputs.batch))
-        cache_state.media_position = tokens
+        cache_state.frame_tokens = tokens
     if embeddings is None:
         return [None] * len(parts)
     found: list[list[VisualTokens] | None] = []
@@ -342,11 +342,11 @@ def _state_of_rows(
         )
     assert cache_state is not None
     cached_text = None
-    if cache_state.text is not None:
-        cache_state.text.extend(len(rows))
+    if cache_state.text_kv is not None:
+        cache_state.text_kv.extend(len(rows))
         on_host = inputs.on_host("attention_mask")
         valid = inputs.attention_mask if on_host is None else on_host
-        cached_text = functools.partial(cache_state.text.rectangles, len(rows), valid)
+        cached_text = functools.partial(cache_state.text_kv.rectangles, len(rows), valid)
     if attended is not None:
         mask, facts = attended.mask, attended.facts
         if rows.start:
@@ -360,7 +360,7 @@ def _state_of_rows(
         row_facts=facts,
         cached_text=cached_text,
         visual_tokens=embedded,
-        tokens=inputs.past_length + rows.stop,
+        text_length=inputs.past_length + rows.stop,
         recorder=_recorder(family, inputs, rows, attended, cache_state),
     )
 
@@ -394,11 +394,11 @@ def _recorder(
     if attended is not None:
         assert isinstance(attended.source, VisualKVCache)
         return record.begin_pass(attended.source, attended.mask, inputs.length, positions)
-    if family.has_cross_attention or cache_state.media_position is None:
+    if family.has_cross_attention or cache_state.frame_tokens is None:
         return None
-    stored = None if cache_state.text is None else cache_state.text.positions
+    stored = None if cache_state.text_kv is None else cache_state.text_kv.positions
     return record.begin_token_pass(
-        cache_state.media_position,
+        cache_state.frame_tokens,
         cache_state.rows_of(inputs.batch),
         inputs.length,
         inputs.past_length + inputs.length - 1,
@@ -421,22 +421,22 @@ def _run_rows(
     family: Family, inputs: ForwardInputs, rows: Rows, state: ForwardState, cache: Any, kwargs: Mapping[str, Any]
 ) -> Any:
     """Run the decoder on a part of the rows, this rank's or all of them; return its output."""
-    text, mask, positions, comm = inputs.text, inputs.attention_mask, inputs.positions, family.context.comm
+    tokens, mask, positions, comm = inputs.tokens, inputs.attention_mask, inputs.positions, family.context.comm
     has_frames = state.frames is not None or bool(state.visual_tokens)
     if isinstance(rows, TextShards):
         _count_shards(family, inputs, rows.local if state.shards_text else inputs.length)
-        # Without sharding, every rank computes all text, with the same dropout masks. The vision tower may have drawn
+        # Without sharding, every rank computes all tokens, with the same dropout masks. The vision tower may have drawn
         # other random numbers on each rank.
         if not state.shards_text and family.model.training:
-            share_random_state(comm, text.device)
+            share_random_state(comm, tokens.device)
         if state.text_mask != "decoder":
-            text, positions = rows.shard(text, 1), rows.shard(positions, -1)
+            tokens, positions = rows.shard(tokens, 1), rows.shard(positions, -1)
         elif mask is None and not inputs.detects_packing:
             # A mask of ones keeps transformers from looking at positions.
-            mask = torch.ones(inputs.batch, inputs.length, dtype=torch.long, device=text.device)
+            mask = torch.ones(inputs.batch, inputs.length, dtype=torch.long, device=tokens.device)
     elif rows.start:
-        text, positions = text[:, rows.start :], positions[..., rows.start :]
-    embeds = family.model.get_input_embeddings()(text) if inputs.inputs_embeds is None else text
+        tokens, positions = tokens[:, rows.start :], positions[..., rows.start :]
+    embeds = family.model.get_input_embeddings()(tokens) if inputs.inputs_embeds is None else tokens
     if state.text_mask == "decoder":
         mask = family.text_mask(embeds, mask, positions, cache)
     else:  # the mask is in the state, and transformers passes on a mask of four dimensions

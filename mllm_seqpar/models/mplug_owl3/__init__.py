@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["MPlugOwl3Config", "MPlugOwl3ForConditionalGeneration", "MPlugOwl3ImageProcessor", "MPlugOwl3Processor"]
 __all__ += ["HyperAttention", "HyperDecoderLayer", "MediaLayout", "VisualInputs", "media_layout"]
 
-__getattr__ = lazy_names(
+lazy_names(
     __name__,
     {
         "HyperAttention": "hyper_attention",

@@ -99,8 +99,8 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
         total = self.count_frames(**model_kwargs)
         cached = cached_frames(model_kwargs.get(cache_name()))
         if cached is not None and total == 0:
-            layout: MediaLayout = cached.media_position[0]
-            return layout  # The conversation continues; its frames are in the cache.
+            assert cached.media_layout is not None
+            return cached.media_layout  # The conversation continues; its frames are in the cache.
         embeds, positions, offset = (model_kwargs.get(x) for x in ("inputs_embeds", "position_ids", "media_offset"))
         prompt = input_ids if embeds is None else embeds
         if positions is not None and prompt is not None:
@@ -124,7 +124,8 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
         if cache is None or cached is None or cache.get_seq_length() == 0:
             # transformers leaves frames out of all passes of an assistant model, also of the first.
             return inputs | {name: kwargs[name] for name in _FRAMES if kwargs.get(name) is not None}
-        passed, held = self.count_frames(**inputs), cached.media_position[0].total_frames
+        assert cached.frames is not None
+        passed, held = self.count_frames(**inputs), cached.frames.total_frames
         if passed not in (0, held):
             raise ShapeError(f"the cache holds {held} frames and {passed} were passed; {_SAME_FRAMES}")
         given = [inputs[name] for name in _FRAMES if inputs.get(name) is not None] if is_first_iteration else []

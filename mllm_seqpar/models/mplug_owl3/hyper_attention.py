@@ -32,7 +32,7 @@ from transformers.models.qwen2.modeling_qwen2 import (
 from mllm_seqpar._compat import takes_cache
 from mllm_seqpar.models.cache import SequenceParallelCacheState
 from mllm_seqpar.runtime.frames import VisualKVCache
-from mllm_seqpar.runtime.visual_features import KVProjection
+from mllm_seqpar.runtime.projections import KVProjection
 
 from .configuration import MPlugOwl3Config
 from .media import MediaLayout
@@ -84,13 +84,12 @@ class VisualInputs:
     @classmethod
     def of_cache(cls, state: SequenceParallelCacheState, past_length: int, length: int, batch: int) -> "VisualInputs":
         """Return the inputs of the `length` tokens that follow `past_length` cached ones, whose frames are cached."""
-        (layout, row_offset), visual = state.media_position, state.visual
-        assert visual is not None
+        layout, visual = state.media_layout, state.visual_kv
+        assert layout is not None and visual is not None
         device = next(iter(visual.states.values()), (layout.first,))[0].device
-        layout = layout.to(device)  # a patched model leaves it on the CPU
-        state.media_position = layout, row_offset
+        state.media_layout = layout = layout.to(device)  # a patched model leaves it on the CPU
         rows = state.rows_of(batch).to(device)
-        first, stop = (bound[rows] for bound in layout.rows(past_length - row_offset, length))
+        first, stop = (bound[rows] for bound in layout.rows(past_length, length))
         return cls(layout, (first, stop), visual.tokens_per_unit, cached=visual)
 
     @cached_property

@@ -7,7 +7,7 @@ attends to the frame, in the position that rotates the frame's keys, and in the 
 common to all of them: a row of text attends to the half-open interval of frames [first, stop).
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,24 +38,35 @@ class MediaLayout:
         frame_position: (F,) int64, the position that rotates the keys of each frame.
         sample_range: (B, 2) int64, the frames [start, end) of each sample; rows after the layout (decoding) attend to
             all.
+        past_length: the number of tokens in the cache before the first row.
     """
 
     first: Tensor
     stop: Tensor
     frame_position: Tensor
     sample_range: Tensor
+    past_length: int = 0
 
     @property
     def total_frames(self) -> int:
         return self.frame_position.shape[0]
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of the layout by name."""
+        return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+
     def to(self, device: torch.device | str) -> "MediaLayout":
         """Return the layout with its tensors on `device`."""
-        return replace(self, **{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+        moved: dict[str, Any] = {name: x.to(device) for name, x in self.tensors.items()}
+        return replace(self, **moved)
 
-    def rows(self, start: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return first and stop, (B, length) each, of the tokens from `start` on; tokens after the layout attend to
-        all."""
+    def rows(self, past_length: int, length: int) -> tuple[Tensor, Tensor]:
+        """Return first and stop, (B, length) each, of the `length` tokens that follow `past_length` others.
+
+        Tokens after the layout attend to all frames of their sample.
+        """
+        start = past_length - self.past_length
         known = max(0, min(self.first.shape[1] - start, length))
         low, high = (edge[:, None].expand(-1, length - known) for edge in self.sample_range.unbind(1))
         first, stop = (part[:, start : start + known] for part in (self.first, self.stop))
@@ -67,6 +78,7 @@ class MediaLayout:
         `inclusive` says whether a placeholder attends to its own frame. A layout that is not longer is returned
         unchanged.
         """
+        length -= self.past_length
         if length >= self.first.shape[1]:
             return self
         start, stop = self.sample_range.unbind(1)
@@ -95,13 +107,13 @@ def crop_frames(state: SequenceParallelCacheState, past_length: int, inclusive: 
     The frames are removed if the text that they came with is no longer in the cache, which was reset or cropped.
     `inclusive` says whether a placeholder attends to its own frame.
     """
-    if state.frames is None:
+    layout = state.media_layout
+    if state.frames is None or layout is None:
         return
-    layout, row_offset = state.media_position
-    if past_length <= row_offset:
+    if past_length <= layout.past_length:
         state.drop_frames()
     else:
-        state.media_position = layout.cropped(past_length - row_offset, inclusive), row_offset
+        state.media_layout = layout.cropped(past_length, inclusive)
 
 
 def check_layout(layout: MediaLayout, batch: int, total_frames: int) -> None:

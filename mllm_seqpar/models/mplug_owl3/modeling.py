@@ -5,7 +5,7 @@ Shape legend: B samples, L text tokens, F frames of all samples in one flat list
 
 import copy
 import os
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Self, cast
 
 import torch
@@ -260,15 +260,16 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         return VisualInputs.of_cache(state, past_length, length, batch)
 
     def _store_frames(
-        self, cache: Cache, batch: int, media_position: tuple[MediaLayout, int], tokens_per_frame: int, frames: Tensor
+        self, cache: Cache, batch: int, layout: MediaLayout, tokens_per_frame: int, frames: Tensor
     ) -> VisualKVCache:
         """Store the frames of a call with its cache; return the cache to which the hyper layers add their K and V."""
-        state, total = cache_state_of(cache), media_position[0].total_frames
+        state, total = cache_state_of(cache), layout.total_frames
         if state is None:
             state = SequenceParallelCacheState(batch)
             attach(cache, state, self.config.num_hidden_layers)
         visual = VisualKVCache(total, total, tokens_per_frame)
-        state.store_frames(visual, media_position, batch, {fingerprint_of(frames)})
+        state.store_frames(visual, batch, {fingerprint_of(frames)})
+        state.media_layout = layout
         return visual
 
     @takes_cache
@@ -300,18 +301,17 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         visual = self._inputs_of_cache(cache, past_length, inputs_embeds, embeds)
         if visual is None and (embeds is not None or past_length == 0):
             total, (batch, length) = 0 if embeds is None else embeds.shape[0], inputs_embeds.shape[:2]
-            layout, row_offset = media_layout, 0
+            layout = media_layout
             if layout is None:
                 placement = {"input_ids": input_ids, "media_offset": media_offset, "position_ids": position_ids}
-                layout, row_offset = self.media_layout(total, **placement), past_length
+                layout = replace(self.media_layout(total, **placement), past_length=past_length)
             check_layout(layout, batch, total)
             if embeds is not None:
                 layout = layout.to(embeds.device)
-                visual = VisualInputs(layout, layout.rows(past_length - row_offset, length), embeds.shape[1], embeds)
+                visual = VisualInputs(layout, layout.rows(past_length, length), embeds.shape[1], embeds)
                 if cache is not None and not drops_cache(self.language_model.model):
                     frames = cast(Tensor, pixel_values if image_embeds is None else image_embeds)
-                    position = layout, row_offset
-                    visual.cached = self._store_frames(cache, batch, position, embeds.shape[1], frames)
+                    visual.cached = self._store_frames(cache, batch, layout, embeds.shape[1], frames)
         text = {"inputs_embeds": inputs_embeds, "attention_mask": attention_mask, "position_ids": position_ids}
         return self.language_model.model(**text, **cache_argument(cache), use_cache=use_cache, visual=visual, **kwargs)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OpenFlamingo", "OpenFlamingoConfig", "OpenFlamingoProcessor", "convert"]
 
-__getattr__ = lazy_names(
+lazy_names(
     __name__,
     {
         "OpenFlamingo": "modeling",

@@ -45,18 +45,18 @@ def answers(world: int, folder: Path, *argv: Any) -> list[list[int]]:
 def unpatched_answers(folder: Path, name: str, frames: int) -> list[list[int]]:
     """Return the same tokens from the unpatched model in one process, with all images as pixels of one call."""
     processor, model = load_processor(str(folder / name)), load_model(str(folder / name)).eval()
-    family, source = chat_family(processor), VideoSource.open(folder / "clip.mp4", num_frames=frames)
-    pictures = family.unsharded(source)
-    generate = partial(generate_without_cache, model) if family.ids_name == "lang_x" else model.generate
-    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS} | family.generation(model)
+    chat_format, source = chat_family(processor), VideoSource.open(folder / "clip.mp4", num_frames=frames)
+    pictures = chat_format.unsharded(source)
+    generate = partial(generate_without_cache, model) if chat_format.ids_name == "lang_x" else model.generate
+    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS} | chat_format.generation(model)
     found = []
     for question in QUESTIONS:
         before, mark, after = question.partition("<|video|>")
         parts = [{"type": "text", "text": before}, {"type": "video"}, {"type": "text", "text": after}]
         if not mark:
             parts = [{"type": "video"}, {"type": "text", "text": question}]
-        text = family.text([[{"role": "user", "content": parts}]], [[source]], add_generation_prompt=True)
-        output = generate(**family.arguments(text), **pictures, **options)
+        text = chat_format.text([[{"role": "user", "content": parts}]], [[source]], add_generation_prompt=True)
+        output = generate(**chat_format.arguments(text), **pictures, **options)
         found.append(output[0, text.input_ids.shape[1] :].tolist())
     return found
 

@@ -24,7 +24,7 @@ from attention_cases import (
     visible_row_counts,
 )
 from mllm_seqpar.attention import call_spec, decode_attention
-from mllm_seqpar.attention.joint import SCATTER_ROWS
+from mllm_seqpar.attention.attend import SCATTER_ROWS
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.schedules.bytes_sent import lv_xattn_bytes, ring_bytes
 from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of

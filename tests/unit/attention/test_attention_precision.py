@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attention_cases import Case, errors, exact, inputs, run_case
-from mllm_seqpar.attention import joint
+from mllm_seqpar.attention import attend
 from mllm_seqpar.attention.call_spec import AccumulateDtype, call_spec_for, problem_of
 from mllm_seqpar.attention.executor import BlockMath, FinalRows
 from mllm_seqpar.attention.keys import GivenKeys
@@ -139,10 +139,10 @@ def joint_ulysses_dtypes(comm: Communicator) -> list[list[torch.dtype]]:
     assert layout is None and keys[0].row_layout is not None and keys[1].row_layout is None
     comm.bytes.reset()
     block_math, inputs = BlockMath("auto", 1.0), keys[0].inputs()
-    o, lse = joint._forward(comm, block_math, [(keys[0], inputs)], q)
+    o, lse = attend._forward(comm, block_math, [(keys[0], inputs)], q)
     rows = FinalRows(q, o.bfloat16(), lse, do)
     for_backward, saved = keys[0].for_backward(inputs)
-    dq, grads = joint._backward(comm, block_math, for_backward, rows, saved, [True, True])
+    dq, grads = attend._backward(comm, block_math, for_backward, rows, saved, [True, True])
 
     sent = comm.bytes.sent
     assert sent["o"] == sent["dq"] == sent["q"] // 2 == sent["do"] == q.nbytes // 2, "sent in 16 bits; q twice"

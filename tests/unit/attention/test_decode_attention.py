@@ -11,7 +11,7 @@ from torch import Tensor
 from attention_cases import Case, frame_mask, inputs, visible_frames
 from dense_attention import dense_attention
 from mllm_seqpar.attention import decode_attention
-from mllm_seqpar.attention.joint import SCATTER_ROWS, merge_over_ranks
+from mllm_seqpar.attention.attend import SCATTER_ROWS, merge_over_ranks
 from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import ConfigError, MaskError, SeqParError, ShapeError
@@ -19,7 +19,7 @@ from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.frames import VisualKVCache
-from mllm_seqpar.runtime.visual_features import FunctionProjection
+from mllm_seqpar.runtime.projections import FunctionProjection
 from mllm_seqpar.sharding import frame_range
 from tolerances import EXACT, relative_error
 
@@ -143,7 +143,7 @@ def test_keys_that_all_rows_see_need_no_block_kernel() -> None:
         context = SeqParContext(as_communicator("self"), SeqParConfig(kernel=kernel))
         cache = VisualKVCache(3, 3, 2)
         cache.states[0] = k, v
-        state = ForwardState(context, frames=cache.frames_of(mask, context.comm), tokens=2)
+        state = ForwardState(context, frames=cache.frames_of(mask, context.comm), text_length=2)
         keys = state.frame_keys(q, 0, FunctionProjection(lambda *_: (k, v), []))
         assert (keys.torch_attend is not None) is torch_attends
         expected = decode_attention(q, k, v, mask=mask, scale=0.3, group="self")

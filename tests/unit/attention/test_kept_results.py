@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 )
 
 from mllm_seqpar.attention import (
-    joint,
+    attend,
     kept_results,
     lv_xattn,
     mesh_attention,
@@ -46,7 +46,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ran.append(forward.__name__)
         return forward(*args)
 
-    monkeypatch.setattr(joint, "distributed_forward", functools.partial(counted, joint.distributed_forward))
+    monkeypatch.setattr(attend, "distributed_forward", functools.partial(counted, attend.distributed_forward))
     return ran
 
 
@@ -55,7 +55,7 @@ def off(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], contextlib.Abs
     @contextlib.contextmanager
     def turned_off() -> Iterator[None]:
         with monkeypatch.context() as patch:
-            for module in (joint, ulysses):
+            for module in (attend, ulysses):
                 patch.setattr(module, "running_region", lambda: None)
             yield
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from attention_cases import Case, assert_exact, run_case
+from mllm_seqpar.attention.attend import attend
 from mllm_seqpar.attention.call_spec import CallSpec
-from mllm_seqpar.attention.joint import attend
 from mllm_seqpar.attention.keys import GivenKeys
 from mllm_seqpar.comm import LoopbackCommunicator, Pending, Recv, Send, Subgroup, run_loopback
 from mllm_seqpar.comm.loopback import LoopbackWorld
@@ -154,7 +154,8 @@ def test_spec_that_two_groups_share_sends_to_the_ranks_of_each(head_degree: int)
     def run(comm: LoopbackCommunicator) -> list[Tensor]:
         q, k, v = (torch.full((1, 2, rows, 4), float(comm.rank)) for rows in (2, 3, 3))
         groups = [Subgroup(comm, members) for members in ((0, 1), (0, 2)) if comm.rank in members]
-        return [attend(q, [GivenKeys(spec, k, v)], comm=group, scale=0.0)[0] for group in groups]
+        keys = [[GivenKeys(spec, k, v)]]
+        return [attend(q, keys, rows="sharded", comm=group, scale=0.0)[0][0] for group in groups]
 
     (first, second), (one,), (two,) = run_loopback(3, run, timeout=10)
     for o, mean in ((first, 0.5), (one, 0.5), (second, 1.0), (two, 1.0)):

@@ -68,6 +68,6 @@ def test_patched_model_that_differs_fails(check, folder: Path, monkeypatch: pyte
 def test_model_larger_than_memory_is_not_loaded(check, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import check_checkpoint
 
-    monkeypatch.setattr(check_checkpoint, "free_memory", lambda device: 1000)
+    monkeypatch.setattr(check_checkpoint, "host_memory", lambda: 1000)
     status, printed = check(folder / "idefics")
     assert status == 0 and "**model: not run.**" in printed and "are free on cpu" in printed

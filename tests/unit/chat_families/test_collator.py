@@ -47,10 +47,11 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 def test_batch_equals_that_of_fine_tuning(processor: Any, folder: Path) -> None:
     examples = [{"messages": placed(chat, folder)} for chat in CHATS.values()]
     found = SeqParDataCollator(processor)(examples)
-    batch, family = ChatDataset(folder / "train.jsonl", processor).batch(range(len(examples))), chat_family(processor)
-    pictures = load_local_images(batch, range(len(batch.text.slots)), family)
-    shaped = [x.unflatten(0, (len(examples), -1)) if family.always_sharded else x for x in pictures]
-    expected = family.arguments(batch.text) | dict(zip(family.frame_names, shaped, strict=True))
+    batch = ChatDataset(folder / "train.jsonl", processor).batch(range(len(examples)))
+    chat_format = chat_family(processor)
+    pictures = load_local_images(batch, range(len(batch.text.slots)), chat_format)
+    shaped = [x.unflatten(0, (len(examples), -1)) if chat_format.always_sharded else x for x in pictures]
+    expected = chat_format.arguments(batch.text) | dict(zip(chat_format.frame_names, shaped, strict=True))
     assert_same(found, {NAMES.get(name, name): x for name, x in expected.items()})
 
 

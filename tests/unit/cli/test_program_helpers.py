@@ -64,6 +64,7 @@ def test_fields_become_options() -> None:
     assert parse("--name", "a") == Options(name="a")
     given = parse("--name", "a", "--rate", "0.5", "--no-loud", "--word", "x", "--word", "y z", "--count", "2")
     assert given == Options(name="a", rate=0.5, loud=False, word=("x", "y z"), count=2)
+    assert parse("--name", "a", "--word", "x", "y z", "--word", "w").word == ("x", "y z", "w")
 
 
 def test_hyphens_in_names_are_accepted_and_values_are_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,9 +88,9 @@ def test_hyphens_in_names_are_accepted_and_values_are_left_alone(capsys: pytest.
     with pytest.raises(SystemExit):
         parse("--help")
     shown = capsys.readouterr().out
-    assert (
-        "--kv_heads KV_HEADS" in shown and "--loud, --no_loud" in shown and shown.endswith("example:\n  p --name a\n")
-    )
+    assert "--kv_heads KV_HEADS" in shown and "--loud, --no_loud" in shown
+    assert "--name NAME" in shown and "[--name NAME]" not in shown  # required
+    assert shown.endswith("example:\n  p --name a\n")
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,8 @@ def processor() -> MPlugOwl3Processor:
 def sharded(batch: Any, processor: Any, world: int, at_once: int) -> Tensor:
     """Return the frames that `world` ranks load together."""
     bounds = frame_bounds(batch.frames, world)
-    family = chat_family(processor)
-    shards = [load_local_images(batch, range(*part), family, at_once=at_once)[0] for part in bounds]
+    chat_format = chat_family(processor)
+    shards = [load_local_images(batch, range(*part), chat_format, at_once=at_once)[0] for part in bounds]
     assert [len(shard) for shard in shards] == [stop - start for start, stop in bounds]
     return torch.cat(shards)
 
@@ -178,8 +178,8 @@ def test_problems_of_a_batch_name_the_line(folder: Path, processor: Any) -> None
 
 
 def test_unreadable_size_names_its_sample(folder: Path, processor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    family = type(chat_family(processor))
-    text_of = family.text
+    chat_format = type(chat_family(processor))
+    text_of = chat_format.text
 
     def text(self: Any, conversations: Any, media: Any, **options: Any) -> Any:
         """As in families that need the size of a video."""
@@ -187,7 +187,7 @@ def test_unreadable_size_names_its_sample(folder: Path, processor: Any, monkeypa
             raise VideoError("frame 0 cannot be decoded")
         return text_of(self, conversations, media, **options)
 
-    monkeypatch.setattr(family, "text", text)
+    monkeypatch.setattr(chat_format, "text", text)
     with pytest.raises(MediaError, match="train.jsonl:3: frame 0 cannot be decoded") as caught:
         ChatDataset(folder / "train.jsonl", processor).batch([0, 2])
     assert caught.value.sample == 1

@@ -60,19 +60,19 @@ def scored(comm: Communicator, case: Case, questions: list[Any], **options: Any)
 def unpatched(case: Case, messages: list[Any]) -> dict[str, float]:
     """Sum the log-probabilities of each spelling in one forward pass of the unpatched model over prompt and letter."""
     processor, model = load_processor(str(case[0])), load_model(str(case[0])).eval()
-    family, source = chat_family(processor), VideoSource.open(case[1], num_frames=3)
-    pictures = family.unsharded(source)
-    text = family.text([messages], [[source]], add_generation_prompt=True)
+    chat_format, source = chat_family(processor), VideoSource.open(case[1], num_frames=3)
+    pictures = chat_format.unsharded(source)
+    text = chat_format.text([messages], [[source]], add_generation_prompt=True)
     ids, found = text.input_ids[0].tolist(), {}
     for letter in LETTERS:
         totals = []
         for spelling in ((letter,), (" ", letter)):  # the tiny tokenizers have a token for each character
             tokens = processor.tokenizer.convert_tokens_to_ids([*spelling])
-            arguments = family.arguments(text)
+            arguments = chat_format.arguments(text)
             for _ in tokens:
                 arguments = {name: _longer(name, value, len(ids)) for name, value in arguments.items()}
             row = torch.tensor([ids + tokens])
-            arguments |= {family.ids_name: row, "attention_mask": torch.ones_like(row)}
+            arguments |= {chat_format.ids_name: row, "attention_mask": torch.ones_like(row)}
             logits = model(**arguments, **pictures).logits[0].double().log_softmax(-1)
             totals.append(sum(float(logits[len(ids) - 1 + n, token]) for n, token in enumerate(tokens)))
         found[letter] = math.log(sum(map(math.exp, totals)))

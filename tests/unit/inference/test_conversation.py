@@ -54,12 +54,12 @@ def turns(comm: Communicator, case: Case, tokens: int, **options: Any) -> tuple[
 def unpatched(case: Case, messages: list[Any], tokens: int) -> list[int]:
     """The tokens of the unpatched model, which gets all messages in one prompt, and all frames as pixels."""
     processor, model = load_processor(str(case[0])), load_model(str(case[0])).eval()
-    family, source = chat_family(processor), VideoSource.open(case[1], num_frames=FRAMES)
-    pictures = family.unsharded(source)
-    text = family.text([messages], [[source]], add_generation_prompt=True)
-    generate = partial(_generate_without_cache, model) if family.ids_name == "lang_x" else model.generate
-    options = {"do_sample": False, "max_new_tokens": tokens} | family.generation(model)
-    output = generate(**family.arguments(text), **pictures, **options)
+    chat_format, source = chat_family(processor), VideoSource.open(case[1], num_frames=FRAMES)
+    pictures = chat_format.unsharded(source)
+    text = chat_format.text([messages], [[source]], add_generation_prompt=True)
+    generate = partial(_generate_without_cache, model) if chat_format.ids_name == "lang_x" else model.generate
+    options = {"do_sample": False, "max_new_tokens": tokens} | chat_format.generation(model)
+    output = generate(**chat_format.arguments(text), **pictures, **options)
     return output[0, text.input_ids.shape[1] :].tolist()
 
 

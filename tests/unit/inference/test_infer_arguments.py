@@ -40,6 +40,7 @@ def test_options_become_settings() -> None:
         ([*ASK, "--decoder", "ffmpeg"], "--decoder: 'ffmpeg' is not allowed; give one of pyav, torchcodec"),
         ([*ASK, "--dtype", "int8"], "--dtype: 'int8' is not allowed; give one of auto"),
         ([*ASK, "--top_p", "0"], "top_p: 0.0 is not allowed; give more than 0 and at most 1"),
+        ([*ASK, "--temperature", "inf"], "--temperature: inf is not allowed; give 0, or 1e-6 or more"),
         ([*ASK, "--seed", "3"], "--seed 3 would have no effect: without --temperature above 0"),
         ([*ASK, "--num_frames", "9", "--max_frames", "4"], "--max_frames 4 would have no effect: --num_frames"),
         ([*ENCODE, "--max_new_tokens", "9"], "--max_new_tokens 9 would have no effect: there is no question"),

@@ -174,9 +174,9 @@ class TestPrompts:
         assert len(called.get("pixel_values", [])) == len(positions)
 
     def test_generation_ends_and_pads_as_published(self, tokenizer: Any) -> None:
-        family = chat_family(tiny(tokenizer))
+        chat_format = chat_family(tiny(tokenizer))
         ends = [tokenizer.convert_tokens_to_ids(mark) for mark in ("<|im_end|>", "<|endoftext|>")]
-        assert family.generation(None) == {"eos_token_id": ends, "pad_token_id": 0}
+        assert chat_format.generation(None) == {"eos_token_id": ends, "pad_token_id": 0}
 
     def test_tokenizer_merges_marks_with_their_neighbours(self, tokenizer: Any) -> None:
         """This property of the tokenizer makes the prompts above sensitive to the split of the text."""

@@ -108,6 +108,12 @@ def test_config_need_not_describe_images_or_caches(family: Any) -> None:
     assert text_arguments(found, {"use_cache": True})["use_cache"]
 
 
+def test_docstring_of_a_family_may_have_braces(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(family, "forward_doc", "Return {'loss': loss} of {frames}.")
+    model = patch_model(model_of("idefics", Case()))
+    assert model.forward.__doc__.endswith("Return {'loss': loss} of `pixel_values` or `image_encoder_embeddings`.")
+
+
 TEMPLATE = """{%- for message in messages %}{{- message['role'] + ':' }}
 {%- if message['content'] is string %}{{- message['content'] }}{%- else %}{%- for part in message['content'] %}
 {%- if part['type'] == 'image' %}{{- '<image>' }}{%- else %}{{- part['text'] }}{%- endif %}
@@ -119,13 +125,13 @@ def test_questions_to_the_family_of_the_guide_are_answered_as_by_unpatched(famil
     make_idefics(tmp_path)
     processor: Any = load_processor(str(tmp_path))
     processor.chat_template = TEMPLATE
-    chats = chat_family(processor)
-    assert type(chats) is family.chat and chats.family is family
+    chat_format = chat_family(processor)
+    assert type(chat_format) is family.chat and chat_format.family is family
     video = ImageTensorSource(list(torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8)))
     question = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What is it?"}]}]
-    text = chats.text([question], [[video]], add_generation_prompt=True)
+    text = chat_format.text([question], [[video]], add_generation_prompt=True)
     assert text.extras["image_attention_mask"].sum(2)[0].tolist() == [0] * 5 + [1] * (text.input_ids.shape[1] - 5)
-    inputs = chats.arguments(text) | chats.unsharded(video)
+    inputs = chat_format.arguments(text) | chat_format.unsharded(video)
     # Not loaded by threads: from_pretrained sets global flags and restores what it found.
     model, *models = (load_model(str(tmp_path)).eval() for _ in range(4))
     tokens = model.generate(**inputs, do_sample=False, max_new_tokens=6)[0, text.input_ids.shape[1] :].tolist()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from captioner_cases import CASES, compare
-from mllm_seqpar import adapting, patch_model, register_adapter
+from mllm_seqpar import SeqParConfig, adapting, patch_model, register_adapter
 from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
 from mllm_seqpar.errors import AdapterError, AgreementError, ConfigError, ShapeError
 from mllm_seqpar.patching import registry as adapters
@@ -90,7 +90,7 @@ def test_ranks_with_different_texts_are_refused(new_captioner: Callable[[], Any]
 
 
 def test_features_that_do_not_fit_the_mask_are_refused() -> None:
-    context = adapting.SeqParContext(as_communicator(), adapting.SeqParConfig())
+    context = adapting.SeqParContext(as_communicator(), SeqParConfig())
     row = torch.zeros(1, 4, dtype=torch.long)
     mask = adapting.FrameMask.from_intervals(row, row + 3, 5, 3)
     with pytest.raises(ShapeError, match=r"features are \(2, 5, 8\); rank 0 of 1 holds 3 of 3 frames"):
@@ -156,7 +156,7 @@ def test_wrong_frames_of_one_rank_are_found_before_an_encoder_communicates() -> 
     """Parameters that FSDP2 shards are gathered in the encoder's forward."""
 
     def run(comm: Communicator) -> str:
-        context = adapting.SeqParContext(comm, adapting.SeqParConfig())
+        context = adapting.SeqParContext(comm, SeqParConfig())
         row = torch.zeros(1, 4, dtype=torch.long)
         mask = adapting.FrameMask.from_intervals(row, row + 4, 5, 4)
 
@@ -173,7 +173,7 @@ def test_wrong_frames_of_one_rank_are_found_before_an_encoder_communicates() -> 
 
 
 def test_facts_of_frames_are_where_the_encoder_leaves_the_features() -> None:
-    context = adapting.SeqParContext(as_communicator(), adapting.SeqParConfig())
+    context = adapting.SeqParContext(as_communicator(), SeqParConfig())
     row = torch.zeros(1, 4, dtype=torch.long)
     mask = adapting.FrameMask.from_intervals(row, row + 3, 5, 3)
     state = adapting.sharded_call(context, torch.zeros(3, 5, 8), mask, encode=lambda frames: frames.to("meta"))

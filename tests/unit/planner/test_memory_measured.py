@@ -37,7 +37,7 @@ from mllm_seqpar.planner.memory import (
 from mllm_seqpar.planner.model_sizes import CrossAttentionSizes, ModelSizes, ResamplerSizes, TextSizes, VisionSizes
 from mllm_seqpar.planner.plan import make_plan
 from mllm_seqpar.planner.workload import Workload
-from mllm_seqpar.runtime.visual_features import KVProjection
+from mllm_seqpar.runtime.projections import KVProjection
 from mllm_seqpar.runtime.visual_tokens import LABEL
 from nccl_model import NcclCommunicator, run_nccl_model
 from tiny_models.mplug_owl3 import tiny_frames, tiny_model, tiny_text

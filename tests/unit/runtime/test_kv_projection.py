@@ -18,12 +18,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from family_cases import BATCHES, CROSS_ATTENTION
 from family_harness import inputs_of, model_of
 from mllm_seqpar import patch_model
+from mllm_seqpar.attention.attend import attend
 from mllm_seqpar.attention.call_spec import CallSpec
-from mllm_seqpar.attention.joint import attend
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.masks import FullBlockMasks
 from mllm_seqpar.runtime import visual_features as visual
-from mllm_seqpar.runtime.visual_features import KVProjection, RecomputedKeys, VisualFeatures
+from mllm_seqpar.runtime.projections import KVProjection
+from mllm_seqpar.runtime.visual_features import RecomputedKeys, VisualFeatures
 from tolerances import AGAINST_UNPATCHED, EXACT, relative_error
 
 HEADS, DIM, WIDTH, FRAMES, TOKENS = 2, 8, 12, 5, 3
@@ -283,7 +284,8 @@ def test_hook_on_a_parameter_runs_once(how: str) -> None:
             if parameter.requires_grad:
                 parameter.register_hook(calls.append)
     source = source_of(projection, setting)
-    o, _ = attend(torch.randn(1, HEADS, 1, DIM, dtype=torch.float64), [source], comm=as_communicator("self"), scale=1.0)
+    q = torch.randn(1, HEADS, 1, DIM, dtype=torch.float64)
+    ((o, _),) = attend(q, [[source]], rows="sharded", comm=as_communicator("self"), scale=1.0)
     o.sum().backward()
     assert len(calls) == len(source.inputs()) - 1
     assert all(parameter.grad is not None for parameter in source.inputs()[1:])

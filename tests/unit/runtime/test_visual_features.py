@@ -11,14 +11,15 @@ from torch import Tensor, nn
 
 from dense_attention import dense_attention
 from memory_meters import saved
+from mllm_seqpar.attention.attend import attend
 from mllm_seqpar.attention.call_spec import CallSpec
-from mllm_seqpar.attention.joint import attend
 from mllm_seqpar.attention.keys import GivenKeys
 from mllm_seqpar.comm import Communicator, as_communicator
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.masks import FullBlockMasks
 from mllm_seqpar.runtime import visual_features as visual
-from mllm_seqpar.runtime.visual_features import FunctionProjection, RecomputedKeys, VisualFeatures, frame_chunks
+from mllm_seqpar.runtime.projections import FunctionProjection
+from mllm_seqpar.runtime.visual_features import RecomputedKeys, VisualFeatures, frame_chunks
 from mllm_seqpar.sharding import frame_bounds
 from nccl_model import run_nccl_model
 from tolerances import EXACT, assert_as_near_as_unpatched, relative_error
@@ -105,7 +106,7 @@ def run(comm: Communicator, setting: Setting) -> dict[str, Any]:
     with torch.autocast("cpu", torch.bfloat16, enabled=setting.autocast):
         for module in made:
             source = source_of(spec, shared, module, setting.recompute)
-            o = o + attend(o, [source], comm=comm, scale=DIM**-0.5)[0]
+            o = o + attend(o, [[source]], rows="sharded", comm=comm, scale=DIM**-0.5)[0][0]
     return results(o, q, y, made)
 
 
@@ -207,7 +208,7 @@ def saved_per_layer(frames: int, recompute: bool) -> int:
 
     def attention() -> Tensor:
         source = source_of(call_spec(q, (frames * TOKENS,)), shared, module, recompute)
-        return attend(q, [source], comm=as_communicator(None), scale=1.0)[0]
+        return attend(q, [[source]], rows="sharded", comm=as_communicator(None), scale=1.0)[0][0]
 
     return saved(attention, y, *module.parameters())
 

@@ -66,7 +66,7 @@ def test_all_modes_take_the_same_step_and_give_rows(run, script, small_step) -> 
     for row in rows:
         assert row["predicted_s"] > 0 and row["auto_over_best"] > 0 and row["best"] not in ("none", "auto")
         assert row["paper_ring_s"] / row["paper_lv_xattn_s"] == pytest.approx(5.58, abs=0.005)
-    summary = script("network").tables(rows)
+    summary = script("report").network_tables(rows)
     assert "| ring, expanded |" in summary and "auto / best" in summary and "| 5.58 |" in summary
 
 

@@ -1,11 +1,10 @@
-"""Layer: one process. The benchmark of decoding, small."""
+"""Layer: one process. The benchmark of one process, small."""
 
 import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 ROWS = Path(__file__).resolve().parents[3] / "docs" / "benchmarks"
 
@@ -17,24 +16,34 @@ def small(script, monkeypatch: pytest.MonkeyPatch):
     return script
 
 
-def measured(decode, family: str, images: int) -> dict:
-    return decode.measure(family, images, decode.parse("--tokens 5 --prompt 4 --repeats 1 --device cpu".split()))
+def measured(one_process, family: str, images: int) -> list[dict]:
+    options = "--wide --runs forward decode --tokens 5 --prompt 4 --repeats 1 --device cpu"
+    return [*one_process.measure(family, images, one_process.parse(options.split()))]
 
 
 @pytest.mark.parametrize("family", ["idefics", "open_flamingo"])
-def test_patched_decoding_gives_unpatched_tokens_and_a_row(small, family: str) -> None:
+def test_patched_model_gives_unpatched_results_and_rows(small, family: str) -> None:
     if family.startswith("open_flamingo") and importlib.util.find_spec("open_flamingo") is None:
         pytest.skip("open_flamingo is installed with --no-deps by scripts/test.sh")
-    row = measured(small("decode"), family, 3)
-    assert row["visual_keys"] == 3 * 64
-    assert row["ratio"] == pytest.approx(row["unpatched_s_per_token"] / row["patched_s_per_token"], rel=1e-3)
+    rows = measured(small("one_process"), family, 3)
+    assert [row["run"] for row in rows] == ["forward", "prompt", "token"]
+    assert all(row["visual_keys"] == 3 * 64 for row in rows)
+    assert all(row["ratio"] == pytest.approx(row["patched_s"] / row["unpatched_s"], rel=1e-3) for row in rows)
     columns = small("harness").read(ROWS / "decode.jsonl")[0].keys()
-    assert set(row) | {"torch", "commit", "hardware", "threads", "transformers"} == columns
-    assert f"| {family} | 3 | 192 |" in small("report").decoding_table([row])
+    machine = {"torch", "commit", "hardware", "threads", "transformers"}
+    assert set(rows[0]) | machine == columns | {"lower", "upper", "extra_us_per_layer"}
+    assert f"| {family} | 3 | 192 |" in small("report").decoding_table(rows[1:])
 
 
-def test_different_tokens_stop_the_decoding_benchmark(small, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = small("decode")
-    monkeypatch.setattr(decode, "decode_patched", lambda *_: (torch.zeros(1, 5, dtype=torch.long), [1.0] * 5))
-    with pytest.raises(SystemExit, match="idefics: tokens"):
-        measured(decode, "idefics", 1)
+def test_different_results_stop_the_benchmark(small, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_process = small("one_process")
+    for name, run in one_process.RUNS.items():
+
+        def other(made, clock, run=run, **options):
+            seconds, result = run(made, clock, **options)
+            return seconds, result + options["patched"]
+
+        monkeypatch.setitem(one_process.RUNS, name, other)
+        options = one_process.parse(f"--wide --runs {name} --tokens 5 --prompt 4 --repeats 1 --device cpu".split())
+        with pytest.raises(SystemExit, match=f"idefics, {name}: results of the patched model differ"):
+            list(one_process.measure("idefics", 1, options))

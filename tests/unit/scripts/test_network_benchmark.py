@@ -47,7 +47,7 @@ def test_all_modes_agree_on_two_ranks_and_give_rows(script) -> None:
     assert set(rows[1]) | {"cap_mbit", "torch", "commit", "hardware", "threads"} == committed.keys()
     assert all(rows[1][name] == value for name, value in committed.items() if name.startswith("paper_"))
     assert rows[0]["sent_bytes"] == 0 < rows[1]["sent_bytes"] < rows[3]["sent_bytes"]
-    summary = network.tables(rows)
+    summary = script("report").network_tables(rows)
     assert "| ring, waiting |" in summary and "ring / LV-XAttn" in summary
 
 

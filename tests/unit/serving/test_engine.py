@@ -98,16 +98,16 @@ def test_videos_and_images_in_one_message_equal_the_unpatched_model(name: str, s
     replies = [reply for world in worlds for reply in on_ranks(world, model, lambda engine: answer(engine, asked))]
 
     processor, unpatched = load_processor(str(model)), load_model(str(model)).eval()
-    family = chat_family(processor)
-    sources = [file.open(family) for file in asked.media]
-    text = family.text([asked.messages], [sources], add_generation_prompt=True)
-    pictures = family.unsharded(*sources)
+    chat_format = chat_family(processor)
+    sources = [file.open(chat_format) for file in asked.media]
+    text = chat_format.text([asked.messages], [sources], add_generation_prompt=True)
+    pictures = chat_format.unsharded(*sources)
     torch.manual_seed(sampling.seed)
     options = {"do_sample": False, "max_new_tokens": 5}
     if sampling is SAMPLED:
         options = {"do_sample": True, "max_new_tokens": 8, "min_new_tokens": 6, "temperature": 1.3, "top_p": 0.9}
         options |= {"top_k": 20, "min_p": 0.02, "repetition_penalty": 1.4}
-    output = unpatched.generate(**family.arguments(text), **pictures, **options)
+    output = unpatched.generate(**chat_format.arguments(text), **pictures, **options)
     expected = output[0, text.input_ids.shape[1] :].tolist()
     assert all(reply.tokens == expected for reply in replies)
 

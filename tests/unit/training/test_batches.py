@@ -24,7 +24,7 @@ from mllm_seqpar.data.needle import make_needle_videos
 from mllm_seqpar.errors import AgreementError, ConfigError, DataError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.training import batches as batches_module
-from mllm_seqpar.training.batches import READ_AHEAD_BYTES, BatchReader, LoadedBatch, SampleOrder
+from mllm_seqpar.training.batches import READ_AHEAD_BYTES, BatchReader, MicroBatch, SampleOrder
 from mllm_seqpar.training.stored_tower import ARGUMENT, TowerRows
 from tiny_models.mplug_owl3 import IMAGE_SIZE, IMAGE_TOKEN, tiny_model, tiny_tokenizer
 
@@ -194,12 +194,15 @@ from contextlib import closing
 from types import SimpleNamespace
 from mllm_seqpar.training.batches import _ReadAhead
 
-reader = SimpleNamespace(threads=2, open=lambda samples: SimpleNamespace(size=1), decode=lambda opened: opened)
+def opened(batch):
+    batch.size = 1
+
+reader = SimpleNamespace(threads=2, open=opened, load=lambda batch: batch.loaded.set_result(None))
 
 def batches():
     with closing(_ReadAhead(reader, 1)) as ahead:
         begun = [ahead.begin((number,)) for number in range(3)]
-        yield begun[0].result.result()
+        yield begun[0].loaded.result()
 
 def train():
     for _ in (reading := batches()):
@@ -218,29 +221,29 @@ class Panic(BaseException):
     """As an error inside the Rust code of `tokenizers`, which is no Exception."""
 
 
-@pytest.mark.parametrize("step", ["open", "decode", "thread"])
+@pytest.mark.parametrize("step", ["open", "load", "thread"])
 def test_what_a_thread_raises_reaches_the_one_that_waits(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     def failing(*args: Any) -> Any:
         raise Panic if step != "thread" else RuntimeError("can't start new thread")
 
-    reader = SimpleNamespace(threads=1, open=lambda samples: SimpleNamespace(size=1), decode=lambda opened: opened)
+    reader = SimpleNamespace(threads=1, open=lambda batch: None, load=lambda batch: batch.loaded.set_result(None))
     setattr(reader, step, failing)
     with closing(batches_module._ReadAhead(reader, 1)) as ahead:  # type: ignore[arg-type]
         if step == "thread":
-            monkeypatch.setattr(ahead._decoding, "submit", failing)
+            monkeypatch.setattr(ahead._loading, "submit", failing)
         with pytest.raises(RuntimeError if step == "thread" else Panic):
-            ahead.begin((0,)).result.result(10)
+            ahead.begin((0,)).loaded.result(10)
 
 
 def test_known_bad_samples_are_loaded_once_and_within_the_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[tuple[int, ...]] = []
     received, load = threading.Event(), BatchReader.open
 
-    def slow(self: BatchReader, samples: Any) -> Any:
+    def slow(self: BatchReader, batch: MicroBatch) -> None:
         if threading.current_thread().name.startswith("open"):
             received.wait(1)  # a batch that does not wait for its turn is received first
-        loads.append(tuple(samples))
-        return load(self, samples)
+        loads.append(batch.samples)
+        load(self, batch)
 
     reader = BatchReader(opened(folder / "train.jsonl", on_bad_media="skip"), "self", "self")
     first = [batch.samples for batch in reader.read_all([(EMPTY,)] * 5)]
@@ -356,7 +359,7 @@ def chat_file(tmp_path: Path) -> Path:
     return tmp_path / "chat.jsonl"
 
 
-def read(dataset: ChatDataset, *samples: int) -> LoadedBatch:
+def read(dataset: ChatDataset, *samples: int) -> MicroBatch:
     return BatchReader(dataset, "self", "self").read(samples)
 
 

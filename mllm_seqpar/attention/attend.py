@@ -24,46 +24,25 @@ results, so that they sample the same tokens.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.fsdp_units import call_within, fsdp_units_among
 from mllm_seqpar.kernels.base import fold_batch, merge, merge_, unfold_batch
 
+from .call_spec import Placement
 from .executor import BlockMath, FinalRows, distributed_backward, distributed_forward
 from .kept_results import running_region
 from .keys import Keys, WholeKeys
 from .streamed import StreamedKeys, streamed_backward, streamed_forward
 from .ulysses import head_sharded
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def eager(function: Callable[P, T]) -> Callable[P, T]:
-    """Return `function` such that torch.compile runs it eagerly, in a graph break.
-
-    Traced, host-side planning would be compiled again for every shape and mask, and collectives would be replaced. This
-    is torch.compiler.disable without its cost for callers that do not compile: its import takes as long as the whole
-    rest of this package.
-    """
-    disabled: list[Callable[P, T]] = []
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not torch.compiler.is_compiling():
-            return function(*args, **kwargs)
-        if not disabled:
-            disabled.append(torch.compiler.disable(function))
-        return disabled[0](*args, **kwargs)
-
-    return call
 
 
 class _JointAttention(torch.autograd.Function):
@@ -73,7 +52,8 @@ class _JointAttention(torch.autograd.Function):
     Backward: P = exp(scale q K^T - lse), dV = P^T do, dS = P (do V^T - rowsum(do o)), dq = scale dS K,
     dK = scale dS^T q.
 
-    `counts` is the number of inputs of each set of keys; `recompute` is an argument of `attend`.
+    `key_sets` are the keys with their inputs, which are passed once more as `inputs`, where autograd finds them;
+    `recompute` is an argument of `attend`.
     """
 
     @staticmethod
@@ -81,24 +61,19 @@ class _JointAttention(torch.autograd.Function):
         ctx: Any,
         comm: Communicator,
         block_math: BlockMath,
-        keys: Sequence[Keys],
-        counts: Sequence[int],
+        key_sets: Sequence[tuple[Keys, Sequence[Tensor]]],
         recompute: bool,
         q: Tensor,
         *inputs: Tensor,
     ) -> tuple[Tensor, Tensor]:
         q = q.contiguous()
-        sets, end = [], 0
-        for each, count in zip(keys, counts, strict=True):
-            sets.append((each, inputs[end : end + count]))
-            end += count
         region = None if recompute or not any(ctx.needs_input_grad) else running_region()
-        compute = functools.partial(_forward, comm, block_math, sets, q, q.dtype)
+        compute = functools.partial(_forward, comm, block_math, key_sets, q, q.dtype)
         o, lse = compute() if region is None else region.once(compute, "attention")
         saved: list[Tensor] = []
         ctx.counts, ctx.keys = [], []
-        for each, own_inputs in sets:
-            keys_for_backward, own_saved = each.for_backward(own_inputs)
+        for keys, own_inputs in key_sets:
+            keys_for_backward, own_saved = keys.for_backward(own_inputs)
             saved.extend(own_saved)
             ctx.counts.append((len(own_inputs), len(own_saved)))
             ctx.keys.append(keys_for_backward)
@@ -118,7 +93,7 @@ class _JointAttention(torch.autograd.Function):
         rows = FinalRows(q, o, lse, do.contiguous())
         dq: Tensor | None = None
         grads: list[Tensor | None] = []
-        needed = list(ctx.needs_input_grad[6:])
+        needed = list(ctx.needs_input_grad[5:])
         for keys, (count, kept) in zip(ctx.keys, ctx.counts, strict=True):
             own_saved, saved = saved[:kept], saved[kept:]
             own_needed, needed = needed[:count], needed[count:]
@@ -126,30 +101,30 @@ class _JointAttention(torch.autograd.Function):
             dq = part if dq is None else dq.add_(part)
             grads.extend(input_grads)
         assert dq is not None
-        return None, None, None, None, None, dq.to(q.dtype), *grads
+        return None, None, None, None, dq.to(q.dtype), *grads
 
 
 def _forward(
     comm: Communicator,
     block_math: BlockMath,
-    sets: Sequence[tuple[Keys, Sequence[Tensor]]],
+    key_sets: Sequence[tuple[Keys, Sequence[Tensor]]],
     q: Tensor,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (o, lse) of contiguous q over all sets of keys with their inputs; o in `dtype`, or the accumulator's."""
     batch, total = q.shape[0], None
-    for each, own_inputs in sets:
-        rows, spec, layout = q, each.spec, each.row_layout
+    for keys, own_inputs in key_sets:
+        rows, spec, layout = q, keys.spec, keys.row_layout
         group = comm if spec.placement == "sharded" else comm.alone
         if layout is not None:
             rows, group = layout.shard_rows(q), layout.across
-        whole = each.keys_values(own_inputs) if isinstance(each, WholeKeys) else None
+        whole = keys.keys_values(own_inputs) if isinstance(keys, WholeKeys) else None
         shared = batch > 1 and (whole is None or whole[0].shape[0] == 1)
         if shared:  # the items of the batch are rows of one item from here on
             rows, spec = fold_batch(rows), spec.folded
         if whole is None:
-            assert isinstance(each, StreamedKeys)
-            o, lse = streamed_forward(group, spec, block_math, rows, each.chunks(own_inputs))
+            assert isinstance(keys, StreamedKeys)
+            o, lse = streamed_forward(group, spec, block_math, rows, keys.chunks(own_inputs))
         else:
             o, lse = distributed_forward(group, spec, block_math, rows, *whole)
         if shared:
@@ -204,18 +179,20 @@ def _backward(
 
 def attend(
     q: Tensor,
-    keys: Sequence[Keys],
+    softmaxes: Sequence[Sequence[Keys]],
     *,
+    rows: Placement,
     comm: Communicator,
     scale: float,
     kernel: str = "auto",
     recompute: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Return the attention of this rank's rows to all keys on all ranks, as one softmax.
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the attention (o, lse) of rows to all keys on all ranks, for each of several softmaxes.
 
     Args:
-        q: (B, H, s_q, D), this rank's shard of the rows, or all rows in a group of one rank.
-        keys: at least one set; the order of computation, the same on every rank.
+        q: (B, H, s_q, D), this rank's shard of the rows, or all rows, the same on every rank.
+        softmaxes: the sets of keys of each softmax, at least one, in the order of computation; the same on every rank.
+        rows: the placement of q. With replicated rows, the partial results of all softmaxes share one exchange.
         comm: the group.
         scale: factor of q k^T.
         kernel: name of a block kernel, or "auto".
@@ -223,58 +200,71 @@ def attend(
             of keeping it (`kept_results`).
 
     Returns:
-        o (B, H, s_q, D) in q.dtype, and lse (B, H, s_q) float32, which carries no gradient. A row without visible keys
-        has o = 0, lse = -inf. Differentiable in q and in the inputs of the keys.
+        For each softmax, o (B, H, s_q, D) in q.dtype, and lse (B, H, s_q) float32, which carries no gradient. A row
+        without visible keys has o = 0, lse = -inf. Differentiable in q and in the inputs of the keys.
+
+    Raises:
+        ConfigError: rows are replicated, and gradients are required of keys that are sharded.
     """
+    block_math = BlockMath(kernel, scale)
+    if rows == "replicated":
+        return _attend_replicated(q, softmaxes, comm, block_math)
+    results = []
+    for key_sets in softmaxes:
+        modules: list[nn.Module] = []
+        for keys in key_sets:
+            modules.extend(keys.modules)
+        fsdp_units = fsdp_units_among(modules) if modules else []
+        compute = functools.partial(_attend_sharded, key_sets, comm, block_math, recompute)
+        results.append(call_within(fsdp_units, compute, q) if fsdp_units else compute(q))
+    return results
+
+
+def _attend_sharded(
+    key_sets: Sequence[Keys], comm: Communicator, block_math: BlockMath, recompute: bool, q: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return (o, lse) of this rank's rows for one softmax; see `attend`."""
     layout = None
-    for each in keys:
-        if each.spec.head_degree > 1:
-            keys, layout = head_sharded(q, keys, comm)
+    for keys in key_sets:
+        if keys.spec.head_degree > 1:
+            key_sets, layout = head_sharded(q, key_sets, comm)
             break
     if layout is not None:
         q, comm = layout.shard_rows(q), layout.across
-    inputs: list[Tensor] = []
-    sets, counts, block_math = [], [], BlockMath(kernel, scale)
-    for each in keys:
-        own_inputs = each.inputs()
-        sets.append((each, own_inputs))
-        inputs.extend(own_inputs)
-        counts.append(len(own_inputs))
+    with_inputs, inputs = [], list[Tensor]()
+    for keys in key_sets:
+        with_inputs.append((keys, keys.inputs()))
+        inputs.extend(with_inputs[-1][1])
     if torch.is_grad_enabled():
-        o, lse = _JointAttention.apply(comm, block_math, tuple(keys), counts, recompute, q, *inputs)
+        o, lse = _JointAttention.apply(comm, block_math, with_inputs, recompute, q, *inputs)
     else:
-        o, lse = _forward(comm, block_math, sets, q.contiguous(), q.dtype)
+        o, lse = _forward(comm, block_math, with_inputs, q.contiguous(), q.dtype)
     return (o, lse) if layout is None else layout.gather_rows(o, lse, keep=not recompute)
 
 
-def attend_replicated(
-    q: Tensor, softmaxes: Sequence[Sequence[Keys]], *, comm: Communicator, scale: float, kernel: str = "auto"
+def _attend_replicated(
+    q: Tensor, softmaxes: Sequence[Sequence[Keys]], comm: Communicator, block_math: BlockMath
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return (o, lse) of rows that every rank of several has, for each of several softmaxes, by one exchange.
+    """Return (o, lse) of rows that every rank has, for each of several softmaxes, by one exchange; see `attend`.
 
     Each rank computes a partial result over its own shards of keys. These are merged over ranks, and with what every
-    rank computes over replicated keys. Arguments and results are those of `attend`.
-
-    Raises:
-        ConfigError: gradients are required of keys that are sharded.
+    rank computes over replicated keys.
     """
-    if torch.is_grad_enabled():
-        given = [each for keys in softmaxes for each in keys if each.spec.placement == "sharded"]
-        if any(x.requires_grad for each in given for x in (q, *each.inputs())):
-            raise ConfigError(
-                "use_cache: a pass with a cache has no backward pass when sequence-parallel; run it under "
-                "torch.no_grad(), or pass use_cache=False to train"
-            )
-    block_math, rows, alone = BlockMath(kernel, scale), q.contiguous(), comm.alone
+    rows, alone = q.contiguous(), comm.alone
     results: list[Any] = []
     partial: dict[int, tuple[Tensor, Tensor]] = {}  # over this rank's shards of keys, by softmax
-    for keys in softmaxes:
-        sharded: list[tuple[Keys, Sequence[Tensor]]] = []
-        replicated: list[tuple[Keys, Sequence[Tensor]]] = []
-        for each in keys:
-            (sharded if each.spec.placement == "sharded" else replicated).append((each, each.inputs()))
+    for number, key_sets in enumerate(softmaxes):
+        by_placement: dict[Placement, list[tuple[Keys, Sequence[Tensor]]]] = {"sharded": [], "replicated": []}
+        for keys in key_sets:
+            by_placement[keys.spec.placement].append((keys, keys.inputs()))
+        sharded, replicated = by_placement.values()
         if sharded:
-            partial[len(results)] = _forward(alone, block_math, sharded, rows)
+            if torch.is_grad_enabled() and any(x.requires_grad for _, inputs in sharded for x in (q, *inputs)):
+                raise ConfigError(
+                    "use_cache: a pass with a cache has no backward pass when sequence-parallel; run it under "
+                    "torch.no_grad(), or pass use_cache=False to train"
+                )
+            partial[number] = _forward(alone, block_math, sharded, rows)
         results.append(_forward(alone, block_math, replicated, rows) if replicated else None)
     if partial:
         parts = list(partial.values())
@@ -283,7 +273,9 @@ def attend_replicated(
         for number, *part in zip(partial, o.chunk(len(partial)), lse.chunk(len(partial)), strict=True):
             found, rest_found = (part[0], part[1]), results[number]
             results[number] = found if rest_found is None else merge(found, rest_found)
-    return [(o.to(q.dtype), lse) for o, lse in results]
+    for number, (o, lse) in enumerate(results):
+        results[number] = o.to(q.dtype), lse
+    return results
 
 
 SCATTER_ROWS = 64
