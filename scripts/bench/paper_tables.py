@@ -122,10 +122,12 @@ def predicted(row: PaperRow) -> dict[str, float]:
         "ring": (ParallelSpec("ring", (1, gpus)), replace(expanded(given), accumulated=given.element)),
         "lv-xattn": (ParallelSpec("lv-xattn", (gpus, 1)), given),
     }
-    return {
-        strategy: cross.layers * sum(AttentionCall(problem, spec, cluster, backward=b).cost.seconds for b in (False, True))
-        for strategy, (spec, problem) in calls.items()
-    }
+    seconds = dict.fromkeys(calls, 0.0)
+    for backward in (False, True):
+        for strategy, (spec, problem) in calls.items():
+            call = AttentionCall(problem, spec, cluster, backward=backward)
+            seconds[strategy] += cross.layers * call.cost.seconds
+    return seconds
 
 
 def compare(name: str) -> list[Row]:
