@@ -31,7 +31,6 @@ from mllm_seqpar.adapting import (
     ImageListSource,
     ImageTensorSource,
     Messages,
-    Patch,
     SeqParContext,
     SequenceParallelCacheState,
     ShapeError,
@@ -49,10 +48,6 @@ from mllm_seqpar.models.mplug_owl3.hyper_attention import HyperAttention
 from mllm_seqpar.models.mplug_owl3.media import MediaLayout, check_layout, crop_frames
 
 _ENDS = ("<|im_end|>", "<|endoftext|>")
-
-
-def _count_frames(unpatched: Any, *args: Any, visual_shard: FrameShard | None = None, **kwargs: Any) -> int:
-    return visual_shard.total if visual_shard is not None else unpatched(*args, **kwargs)
 
 
 @takes_cache
@@ -286,9 +281,6 @@ class MPlugOwl3Family(Family[Any]):
         """Return the attention of hyper layers, to text and frames."""
         layers = self.decoder.layers
         return ((layers[number - 1].self_attn, _hyper_attention) for number in self.model.config.hyper_layers)
-
-    def install_more(self, patch: Patch) -> None:
-        patch.set(self.model, "count_frames", functools.partial(_count_frames, self.model.count_frames))
 
     @property
     def called_modules(self) -> Iterable[nn.Module]:

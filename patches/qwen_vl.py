@@ -33,7 +33,6 @@ from mllm_seqpar.adapting import (
     SeqParContext,
     ShapeError,
     VisualTokenLayout,
-    VisualTokens,
     as_compared_tensors,
     cache_argument,
     cache_name,
@@ -242,7 +241,12 @@ def compared_tensors(
 
 
 class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
-    """The model of both families; `deepstack` is how many further embeddings each visual token has."""
+    """The model of both families.
+
+    The vision tower of Qwen3-VL returns features of several of its layers besides the last one (deepstack). Each is
+    added to the hidden states of the visual tokens after one of the first decoder layers. They travel with the
+    embeddings, in one exchange.
+    """
 
     parts = {
         "vision": ("model.visual.patch_embed", "model.visual.pos_embed", "model.visual.blocks"),
@@ -261,7 +265,6 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         beams: the number of samples that the frames belong to.
 """
 
-    deepstack = 0
     packs_by_positions = False
     """Whether positions (B, L) also count the tokens of the text; otherwise only positions (4, B, L) do."""
 
@@ -334,11 +337,13 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         """Encode rows of patches (p, width) with their grids (n, 3) to embeddings (x, C), or (x, (1 + deepstack) C)."""
         visual = self.model.model.visual
         grid = copy_to_device(extras[0], frames.device)
-        return self.embeddings_of(visual(frames.type(visual.dtype), grid_thw=grid, return_dict=True))
+        out = visual(frames.type(visual.dtype), grid_thw=grid, return_dict=True)
+        return torch.cat([out.pooler_output, *out.deepstack_features], -1) if self.deepstack else out.pooler_output
 
-    def embeddings_of(self, out: Any) -> Tensor:
-        """Return the embeddings of all visual tokens in the output of the vision tower."""
-        return out.pooler_output
+    @property
+    def deepstack(self) -> int:
+        """The number of further embeddings of each visual token."""
+        return len(getattr(self.model.config.vision_config, "deepstack_visual_indexes", ()))
 
     def blank_frame(self) -> tuple[Tensor, ...]:
         """Return one black token."""
@@ -424,13 +429,11 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
     def run_decoder(
         self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, state: ForwardState, **kwargs: Any
     ) -> Any:
-        kwargs |= self.further_embeddings(embeds, state.visual_tokens)
-        state.visual_tokens.clear()
+        if further := state.visual_tokens:  # of deepstack
+            kwargs["visual_pos_masks"] = further[0].mask(*embeds.shape[:2])
+            kwargs["deepstack_visual_embeds"] = [tokens.embeddings for tokens in further]
+            further.clear()
         return self.decoder(**decoder_arguments(embeds, positions[1:], mask, cache, state), **kwargs)
-
-    def further_embeddings(self, embeds: Tensor, further: list[VisualTokens]) -> dict[str, Any]:
-        """Return the decoder's arguments that hold the embeddings which its layers add."""
-        return {}
 
     def inputs_of(
         self,
@@ -517,11 +520,7 @@ class Qwen2_5_VLFamily(QwenVLFamily):
 
 
 class Qwen3VLFamily(QwenVLFamily):
-    """Qwen3-VL, with deepstack.
-
-    The vision tower returns features of several of its layers besides the last one. Each is added to the hidden states
-    of the visual tokens after one of the first decoder layers. They travel with the embeddings, in one exchange.
-    """
+    """Qwen3-VL, with deepstack."""
 
     name = "Qwen3-VL (dense)"
     model_class = "Qwen3VLForConditionalGeneration"
@@ -542,16 +541,3 @@ class Qwen3VLFamily(QwenVLFamily):
         given = {"image_grid_thw": image_grid_thw, "video_grid_thw": video_grid_thw}
         given |= {"mm_token_type_ids": mm_token_type_ids}
         return self.inputs_of(text, pixel_values, pixel_values_videos, visual_embeds, visual_samples, given)
-
-    @property
-    def deepstack(self) -> int:  # type: ignore[override]
-        return len(self.model.config.vision_config.deepstack_visual_indexes)
-
-    def embeddings_of(self, out: Any) -> Tensor:
-        return torch.cat([out.pooler_output, *out.deepstack_features], -1)
-
-    def further_embeddings(self, embeds: Tensor, further: list[VisualTokens]) -> dict[str, Any]:
-        if not further:
-            return {}
-        mask = further[0].mask(*embeds.shape[:2])
-        return {"visual_pos_masks": mask, "deepstack_visual_embeds": [tokens.embeddings for tokens in further]}

@@ -255,10 +255,9 @@ class QwenVLChats(ChatFamily):
     def encode(self, model: Any, *frames: Tensor) -> Tensor:
         """Return the embeddings (n, tokens, width), those of deepstack beside them."""
         (given,) = frames
-        patch, visual = self._videos.patch_size, model.model.visual
-        grid = torch.tensor([[len(given), given.shape[2] // patch, given.shape[3] // patch]], device=given.device)
-        out = visual(self._patches(given).flatten(0, 1).to(visual.dtype), grid_thw=grid, return_dict=True)
-        found = torch.cat([out.pooler_output, *(getattr(out, "deepstack_features", None) or ())], -1)
+        patch = self._videos.patch_size
+        grid = torch.tensor([[len(given), given.shape[2] // patch, given.shape[3] // patch]])
+        found: Tensor = self.family(model, None).encode(self._patches(given).flatten(0, 1), grid)
         return found.unflatten(0, (len(given), -1))
 
     def feature_arguments(self, model: Any, features: Tensor, shard: FrameShard) -> dict[str, Any]:

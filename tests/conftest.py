@@ -1,9 +1,11 @@
 """Shared set-up of all tests."""
 
 import fcntl
+import functools
 import gc
 import json
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -11,16 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from browser import Chromium
-from ranks import close_pool
-from ranks_worker import packages_read_once, reset_global_state
 
+# torch is imported inside functions: the process that starts the workers of pytest-xdist would import it before them.
 gc.disable()  # until the test modules are imported, see pytest_collection_finish
-
-# Worker processes and the test process share few cores; more threads than cores only slow both down.
-torch.set_num_threads(1)
 
 # Tests use local files and random weights only; a look-up on a hub would make them depend on the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -39,6 +36,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=layer_of, reverse=hasattr(config, "workerinput"))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Distribute tests by file, but all files that use the pool of `ranks.py` together, so that there is one pool."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    @functools.cache
+    def scope_of(file: str) -> str:
+        return "ranks" if "\nfrom ranks import " in (config.rootpath / file).read_text() else file
+
+    class OnePool(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope_of(super()._split_scope(nodeid))
+
+    return OnePool(config, log)
+
+
 def layer_of(item: pytest.Item) -> int:
     """Return the index in `LAYERS` of a test."""
     layer = (getattr(getattr(item, "module", None), "__doc__", None) or "").split(".")[0]
@@ -46,6 +61,10 @@ def layer_of(item: pytest.Item) -> int:
 
 
 def pytest_collection_finish() -> None:
+    import torch
+
+    # Worker processes and the test process share few cores; more threads than cores only slow both down.
+    torch.set_num_threads(1)
     gc.enable()
 
 
@@ -57,13 +76,18 @@ def _collections_leave_out_what_stays() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    close_pool()
+    if "ranks" in sys.modules:
+        sys.modules["ranks"].close_pool()
     gc.freeze()  # pytest then collects garbage five times
 
 
 @pytest.fixture(autouse=True)
 def _independent_of_earlier_cases() -> Iterator[None]:
     """Seed torch before each case, and reset the state that a case may leave in the process."""
+    import torch
+
+    from ranks_worker import reset_global_state
+
     torch.default_generator.manual_seed(0)  # torch.manual_seed keeps a stack for each device that is not initialized
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(0)
@@ -94,8 +118,16 @@ def _threads_share_a_core(request: pytest.FixtureRequest, tmp_path_factory: pyte
 
 @pytest.fixture(autouse=True, scope="session")
 def _metadata_of_packages_are_read_once() -> Iterator[None]:
+    from ranks_worker import packages_read_once
+
     with packages_read_once():
         yield
+
+
+@pytest.fixture(scope="session")
+def openai() -> Any:
+    """The package of the client, whose import takes more than a second."""
+    return pytest.importorskip("openai", reason="openai is not installed (extra test)")
 
 
 @pytest.fixture
@@ -114,7 +146,8 @@ def load_one_model_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def save_tiny_model(path: Path, gate: str | None, seed: int = 0) -> None:
     from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
-    from tiny_models.mplug_owl3 import tiny_model, tiny_tokenizer
+    from model_copies import tiny_model
+    from tiny_models.mplug_owl3 import tiny_tokenizer
 
     tiny_model(gate, seed).save_pretrained(path)
     MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=28), tiny_tokenizer()).save_pretrained(path)

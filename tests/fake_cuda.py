@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -94,7 +93,14 @@ class NoHostSynchronisation(TorchDispatchMode):
 
 
 def _tensors(*trees: Any) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(trees) if isinstance(x, Tensor)]
+    """Return the tensors in lists, tuples and dictionaries, which is all that operators take and return."""
+    found: list[Tensor] = []
+    for tree in trees:
+        if isinstance(tree, Tensor):
+            found.append(tree)
+        elif isinstance(tree, (tuple, list, dict)):
+            found += _tensors(*(tree.values() if isinstance(tree, dict) else tree))
+    return found
 
 
 @contextmanager

@@ -8,20 +8,17 @@ from the modules of `tiny_models`, which describes them.
 from __future__ import annotations
 
 import functools
-import io
-import pickle
-import threading
 from collections.abc import Callable
 from dataclasses import replace
-from types import FunctionType
 from typing import Any, TypeVar
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mllm_seqpar import patch_model, patches
 from mllm_seqpar.comm import Communicator, run_loopback
+from model_copies import copy_of
 from outcomes import Outcome, average, error, run_case, worst_gradient
 from selections import slow_unless as slow_unless  # most callers use both
 
@@ -39,65 +36,9 @@ def family_module(family: str) -> Any:
     return pytest.importorskip(f"tiny_models.{family}", exc_type=ImportError)
 
 
-class ModelCopies:
-    """Makes copies of `model`, which must not change afterwards, in a fifth of the time of `copy.deepcopy`.
-
-    Threads may share it. A copy has tensors of its own, and shares functions and classes with the model, as with
-    `copy.deepcopy`.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        file = io.BytesIO()
-        pickler = _Pickler(file)
-        pickler.dump(model)
-        self._pickled, self._beside = file.getvalue(), [value for _, value in pickler.beside.values()]
-
-    def new(self) -> Any:
-        return _Unpickler(self._pickled, self._beside).load()
-
-
-class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.beside: dict[int, tuple[int, Any]] = {}
-
-    def persistent_id(self, value: Any) -> int | None:
-        if not isinstance(value, (Tensor, FunctionType, type)):
-            return None
-        number, _ = self.beside.setdefault(id(value), (len(self.beside), value))
-        return number
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, pickled: bytes, beside: list[Any]) -> None:
-        super().__init__(io.BytesIO(pickled))
-        self._beside, self._copies = beside, dict[int, Tensor]()
-
-    def persistent_load(self, number: int) -> Any:
-        found = self._beside[number]
-        if not isinstance(found, Tensor):
-            return found
-        if number not in self._copies:  # tied weights are one tensor
-            copy = found.detach().clone()
-            parameter = isinstance(found, nn.Parameter)
-            self._copies[number] = nn.Parameter(copy, found.requires_grad) if parameter else copy
-        return self._copies[number]
-
-
-_building = threading.Lock()
-"""Held while a model is built: two ranks that are threads would draw from one random state."""
-
-
-@functools.cache
-def _template(family: str, overrides: tuple[tuple[str, Any], ...]) -> ModelCopies:
-    return ModelCopies(family_module(family).tiny_model(**dict(overrides)))
-
-
 def model_of(family: str, case: Any) -> Any:
     """Return a new copy of the case's model."""
-    with _building:
-        template = _template(family, tuple(sorted(case.model_overrides().items())))
-    model = template.new()
+    model = copy_of(family_module(family).tiny_model, **case.model_overrides())
     return (model.double() if case.double else model).train(case.train)
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,25 +51,37 @@ class TwoNodes:
         self,
         command: Callable[[int], list[str]],
         timeout: float = HANG,
-        during: Callable[[], None] = lambda: None,
+        during: Callable[[Callable[[Callable[[], Any]], None]], None] = lambda wait_until: None,
     ) -> list[Launched]:
-        """Run `command(node)` on each node, call `during`, and wait for their end.
+        """Run `command(node)` on each node, call `during(wait_until)`, and wait for their end.
+
+        `wait_until(condition)` returns when `condition()` is true.
 
         Raises:
-            LaunchHang: if a launcher did not end within `timeout` seconds.
-            AssertionError: if a process is still running on a node 10 s after the launchers ended.
+            LaunchHang: if a launcher did not end, or a condition was not true, within `timeout` seconds.
+            AssertionError: if a launcher ended before a condition was true, or if a process is still running on a node
+                10 s after the launchers ended.
         """
+
+        def wait_until(condition: Callable[[], Any]) -> None:
+            while not condition():
+                ended = [launcher.returncode for launcher in launchers if launcher.poll() is not None]
+                assert not ended, f"a launcher ended with status {ended[0]}; the nodes wrote:\n{read(files)}"
+                if time.monotonic() > deadline:
+                    raise subprocess.TimeoutExpired("during", timeout)
+                time.sleep(0.1)
+
         variables = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "eth0"}
         variables |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # c10d warns that these addresses have no host names
         with tempfile.TemporaryFile("w+") as first, tempfile.TemporaryFile("w+") as second:
             files, launchers = (first, second), []
+            deadline = time.monotonic() + timeout
             try:
                 for node, (name, file) in enumerate(zip(self.names, files, strict=True)):
                     line = namespaces.on_host(name, f"node{node}", command(node))
                     pipes = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
                     launchers.append(subprocess.Popen(line, cwd=ROOT, env={**os.environ, **variables}, **pipes))
-                during()
-                deadline = time.monotonic() + timeout
+                during(wait_until)
                 for launcher in launchers:
                     launcher.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:

@@ -42,7 +42,7 @@ from mllm_seqpar.runtime.star import StarText
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
 from mllm_seqpar.runtime.text import TextShards, sharded_causal_lm_loss, shifted
 from mllm_seqpar.runtime.visual_features import VisualFeatures, sampled_bits
-from mllm_seqpar.runtime.visual_tokens import FrameTokens, VisualTokenLayout, VisualTokens
+from mllm_seqpar.runtime.visual_tokens import FrameTokens, VisualTokenLayout
 from mllm_seqpar.sharding import FrameShard, HostFrames, frame_bounds, frame_range, tensor_of
 
 __all__ = [
@@ -76,7 +76,6 @@ __all__ = [
     "StarText",
     "TokenwiseFunction",
     "VisualTokenLayout",
-    "VisualTokens",
     "answer_spans",
     "as_attended",
     "check_range",

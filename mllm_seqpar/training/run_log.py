@@ -173,8 +173,9 @@ def write_figure(log: Sequence[Mapping[str, Any]], directory: Path) -> Path | No
     evaluations = [row for row in log if "eval_loss" in row]
     if not steps:
         return None
-    figure = Figure(figsize=(8, 5.5), layout="constrained")
-    loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    figure = Figure(figsize=(8, 5.5))  # a layout engine would draw it twice, which takes as long as several small steps
+    margins = {"left": 0.11, "right": 0.97, "top": 0.97, "bottom": 0.09, "hspace": 0.14}
+    loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1), gridspec_kw=margins)
     numbers, mark = [row["step"] for row in steps], "." if len(steps) < 50 else ""
     loss.plot(numbers, [row["loss"] for row in steps], marker=mark, linewidth=1.2, label="training")
     if evaluations:

@@ -228,8 +228,10 @@ def run_on_ranks(
         raise SystemExit(f"{ranks} ranks: this machine has {torch.cuda.device_count()} GPUs; use --device cpu")
     with tempfile.TemporaryDirectory() as folder:
         try:
-            spawned = (ranks, folder, links, args, function, given)
-            multiprocessing.spawn(_rank_main, spawned, nprocs=ranks)  # type: ignore[attr-defined]
+            # The ranks are forked from a process that has imported these once; it has used no GPU and has no threads.
+            multiprocessing.set_forkserver_preload(["mllm_seqpar.comm", "transformers"])
+            started = (ranks, folder, links, args, function, given)
+            multiprocessing.start_processes(_rank_main, started, nprocs=ranks, start_method="forkserver")
         except multiprocessing.ProcessExitedException as error:  # its own message is above
             raise SystemExit(f"one of {ranks} ranks ended with status {error.exit_code}") from None
         return [torch.load(Path(folder) / f"rank{rank}") for rank in range(ranks)]

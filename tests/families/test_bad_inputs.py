@@ -19,11 +19,12 @@ from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import AgreementError, ConfigError, MaskError, SeqParError, ShapeError
 from mllm_seqpar.runtime.visual_features import fingerprint_of
+from model_copies import tiny_model
 from tiny_models import idefics
 from tiny_models.mllama import CROSS_LAYERS, PATCHES, TILES
 from tiny_models.mllama import Case as Mllama
 from tiny_models.mplug_owl3 import Case as Owl
-from tiny_models.mplug_owl3 import local_frames, tiny_frames, tiny_model, tiny_text
+from tiny_models.mplug_owl3 import local_frames, tiny_frames, tiny_text
 
 Inputs = dict[str, Any]
 DIFFERENT = "the ranks differ in"

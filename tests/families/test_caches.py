@@ -21,11 +21,12 @@ from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import AgreementError, ConfigError, ShapeError
 from mllm_seqpar.integrations.transformers import tower
+from model_copies import tiny_model
 from outcomes import error, worst_gradient
 from tiny_models.idefics import Case as Idefics
 from tiny_models.mllama import Case as Mllama
 from tiny_models.mplug_owl3 import Case as Owl
-from tiny_models.mplug_owl3 import tiny_frames, tiny_model, tiny_text
+from tiny_models.mplug_owl3 import tiny_frames, tiny_text
 
 NEW = torch.tensor([[7, 8, 9], [10, 11, 12]])
 OTHER = torch.tensor([[13, 14, 15], [16, 17, 18]])

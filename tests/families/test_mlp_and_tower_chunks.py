@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from family_cases import BATCHES, named_case
 from family_harness import TOLERANCE, build, check, check_exact, inputs_of, model_of, reference, slow_unless, traces
 from mllm_seqpar import patch_model, unpatch_model
+from model_copies import tiny_model
 from outcomes import error, run_case, worst_gradient
-from tiny_models.mplug_owl3 import tiny_model
 
 SIZE = 5
 OWL = BATCHES["mplug_owl3"]

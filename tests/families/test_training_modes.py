@@ -29,8 +29,9 @@ from family_harness import (
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import ConfigError
+from model_copies import tiny_model
 from outcomes import Outcome, average, error, run_case
-from tiny_models.mplug_owl3 import LORA_TARGETS, Case, tiny_frames, tiny_model, tiny_text
+from tiny_models.mplug_owl3 import LORA_TARGETS, Case, tiny_frames, tiny_text
 from tolerances import assert_as_near_as_unpatched
 
 BATCH, ONE_FRAME = Case(frames=(3, 2)), Case(frames=(1,), length=9)  # with one frame, one rank of two has none
@@ -206,7 +207,8 @@ RECOMPUTED = [{}, {"visual_offload": "cpu"}, {"mlp_chunk_size": 5}]
 @pytest.mark.parametrize("options", RECOMPUTED, ids=["K and V", "offload", "MLP"])
 def test_change_of_parameters_before_backward_is_refused(change: Any, options: dict[str, Any]) -> None:
     """Recomputation would use the new parameters, and return gradients of another function."""
-    model, inputs = tiny_model().train(), inputs_of("mplug_owl3", BATCH, tiny_model())
+    model = tiny_model().train()
+    inputs = inputs_of("mplug_owl3", BATCH, model)
     if "adapters" in change.__name__:
         model = lora(model, [*LORA_TARGETS, "up_proj"])
         model.add_adapter("other", LoraConfig(r=4, target_modules=[*LORA_TARGETS, "up_proj"]))
@@ -218,7 +220,8 @@ def test_change_of_parameters_before_backward_is_refused(change: Any, options: d
 
 
 def test_parameters_of_the_caller_have_gradients_if_k_and_v_are_saved() -> None:
-    model, inputs = tiny_model().train(), inputs_of("mplug_owl3", BATCH, tiny_model())
+    model = tiny_model().train()
+    inputs = inputs_of("mplug_owl3", BATCH, model)
     weights = {name: (1.1 * p.detach()).requires_grad_() for name, p in model.named_parameters()}
     found = []
     for options in (None, {"recompute_visual": False}):

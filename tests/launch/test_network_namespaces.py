@@ -4,13 +4,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 import namespaces
+from launch import PYTHON
 
 pytestmark = [pytest.mark.launch, pytest.mark.slow]
 BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
@@ -29,7 +29,7 @@ def of_process(pid: int) -> list[str]:
 
 def test_capped_link_slows_ring_attention(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
-    command = [sys.executable, BENCH / "network.py", "--suite", "tiles", "--settings", "4-ranks-128x2048"]
+    command = [*PYTHON, BENCH / "network.py", "--suite", "tiles", "--settings", "4-ranks-128x2048"]
     command += ["--repeats", "1", "--out", out]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     output, _ = process.communicate(timeout=240)
@@ -60,7 +60,7 @@ def start_ranks(folder: Path, **variables: str) -> subprocess.Popen:
     (folder / "ranks.py").write_text(RANKS)
     paths = os.pathsep.join(map(str, (BENCH, BENCH.parent / "lib")))
     environment = {**os.environ, "PYTHONPATH": paths, **variables}
-    return subprocess.Popen([sys.executable, folder / "ranks.py"], env=environment, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([*PYTHON, folder / "ranks.py"], env=environment, stderr=subprocess.PIPE, text=True)
 
 
 def test_killed_launcher_leaves_no_process_and_no_namespace(tmp_path: Path) -> None:

@@ -17,9 +17,7 @@ import psutil
 import pytest
 
 pytest.importorskip("fastapi", reason="fastapi is not installed (extra serve)")
-pytest.importorskip("openai", reason="openai is not installed (extra test)")
 
-import openai
 
 from browser import CHROMIUM, Chromium
 from chat_request_fuzz import fuzz
@@ -61,7 +59,7 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(inference_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+def server(inference_files: Path, tmp_path_factory: pytest.TempPathFactory, openai: Any) -> Iterator[SimpleNamespace]:
     options = ["--model", inference_files / "gated", "--num-processes", 2, "--num-frames", 5, "--max-new-tokens", 8]
     started = Server(tmp_path_factory.mktemp("server"), *options, "--media-root", inference_files)
     try:
@@ -78,7 +76,9 @@ def expected(inference_files: Path) -> list[Answer]:
     return replies_in_one_process(inference_files / "gated", inference_files / "clip.mp4", QUESTIONS, 5, 8)
 
 
-def test_turns_of_the_openai_client_equal_one_process(server: SimpleNamespace, expected: list[Answer]) -> None:
+def test_turns_of_the_openai_client_equal_one_process(
+    server: SimpleNamespace, expected: list[Answer], openai: Any
+) -> None:
     video = {"type": "video_url", "video_url": {"url": "clip.mp4"}}
     messages: list[Any] = [{"role": "user", "content": [video, {"type": "text", "text": QUESTIONS[0]}]}]
     create = server.client.chat.completions.create
@@ -95,7 +95,7 @@ def test_turns_of_the_openai_client_equal_one_process(server: SimpleNamespace, e
     assert error.value.code == "context_length_exceeded"
 
 
-def test_clip_of_a_video_equals_one_process(server: SimpleNamespace, inference_files: Path) -> None:
+def test_clip_of_a_video_equals_one_process(server: SimpleNamespace, inference_files: Path, openai: Any) -> None:
     def asked(**clip: float) -> str:
         part = {"type": "video_url", "video_url": {"url": "clip.mp4", **clip}}
         messages: list[Any] = [{"role": "user", "content": [part, {"type": "text", "text": QUESTIONS[0]}]}]
@@ -122,7 +122,7 @@ def test_sampling_depends_on_the_seed_only(server: SimpleNamespace) -> None:
     assert sample(1) == sample(1) != sample(2)
 
 
-def test_damaged_video_is_one_bad_request(server: SimpleNamespace, inference_files: Path) -> None:
+def test_damaged_video_is_one_bad_request(server: SimpleNamespace, inference_files: Path, openai: Any) -> None:
     damaged = (inference_files / "clip.mp4").read_bytes()[:20_000]
     upload = server.client.files.create(file=("cut.mp4", damaged), purpose="user_data")
     part = {"type": "file", "file": {"file_id": upload.id}}

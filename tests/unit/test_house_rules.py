@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import mllm_seqpar
+from launch import PYTHON
 from mllm_seqpar._compat import INTERNALS, MINIMUM
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,6 +90,13 @@ def part_of(module: str) -> str:
     return module.split(".")[1] if "." in module else "mllm_seqpar"
 
 
+@functools.cache
+def imports_at_run_time(path: Path) -> list[tuple[int, str]]:
+    """Return the line and the full name of each module that a module imports, also inside functions."""
+    skipped = type_checking_only(package()[path])
+    return list(imports_of(path, (node for node in ast.walk(package()[path]) if node not in skipped)))
+
+
 def type_checking_only(tree: ast.Module) -> set[ast.AST]:
     """Return the nodes inside `if TYPE_CHECKING:`."""
     blocks = [
@@ -116,12 +124,11 @@ def imports_of(path: Path, nodes: Iterator[ast.AST]) -> Iterator[tuple[int, str]
 
 def test_imports_point_one_way() -> None:
     wrong = []
-    for path, tree in package().items():
+    for path in package():
         part = part_of(module_of(path))
         if part == "mllm_seqpar":  # the package itself names what is public and imports it on first use
             continue
-        skipped = type_checking_only(tree)
-        for line, imported in imports_of(path, (node for node in ast.walk(tree) if node not in skipped)):
+        for line, imported in imports_at_run_time(path):
             top = imported.partition(".")[0]
             if top in sys.stdlib_module_names:
                 continue
@@ -197,10 +204,9 @@ def test_private_names_are_imported_from_other_packages_in_four_modules() -> Non
 def test_no_import_cycles() -> None:
     """Imports inside functions count, those for type checking do not."""
     graph = {}
-    for path, tree in package().items():
-        module, skipped = module_of(path), type_checking_only(tree)
-        found = imports_of(path, (node for node in ast.walk(tree) if node not in skipped))
-        graph[module] = {name for _, name in found if name in MODULES} - {module}
+    for path in package():
+        module = module_of(path)
+        graph[module] = {name for _, name in imports_at_run_time(path) if name in MODULES} - {module}
     TopologicalSorter(graph).prepare()  # a CycleError names the modules of the cycle
 
 
@@ -259,7 +265,7 @@ import mllm_seqpar.patching; absent("transformers", "accelerate")
 import mllm_seqpar.data; absent("transformers", "av")
 from mllm_seqpar.adapting import ChatFamily, KVProjection; absent("transformers", "accelerate")
 """
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True)
+    done = subprocess.run([*PYTHON, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True)
     assert done.stdout.split("\n")[:6] == ["[]"] * 6, done.stdout
 
 

@@ -12,6 +12,7 @@ from mllm_seqpar._compat import cache_argument, cache_name, takes_cache
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.runtime.visual_features import fingerprint_of
+from mllm_seqpar.sharding import FrameShard
 
 from .media import MediaLayout, cached_frames
 
@@ -58,8 +59,16 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
                 ", ".join(f"{name}={value!r}" for name, value in sorted(unused.items())),
             )
 
-    def count_frames(self, pixel_values: Tensor | None = None, image_embeds: Tensor | None = None, **_: Any) -> int:
-        """Return the number of frames of all samples in the model's inputs."""
+    def count_frames(
+        self,
+        pixel_values: Tensor | None = None,
+        image_embeds: Tensor | None = None,
+        visual_shard: FrameShard | None = None,
+        **_: Any,
+    ) -> int:
+        """Return the number of frames of all samples in the model's inputs; of all ranks, if they pass shards."""
+        if visual_shard is not None:
+            return visual_shard.total
         return sum(frames.shape[0] for frames in (pixel_values, image_embeds) if frames is not None)
 
     def _expand_inputs_for_generation(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from gloo_exit_ranks import EXPECTED, WORLD
 
+from launch import PYTHON
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm.backends import release_gloo_at_exit, wait_for_gloo_threads
 from tiny_models.mplug_owl3 import tiny_model
@@ -23,7 +23,7 @@ SCRIPT = Path(__file__).with_name("gloo_exit_ranks.py")
 def test_processes_exit_with_their_own_status(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=240
+        [*PYTHON, str(SCRIPT), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {case: [status] * WORLD for case, status in EXPECTED.items()}, done.stderr

@@ -57,6 +57,7 @@ def trained(output: Path) -> Any:
     return {name: weight.tolist() for name, weight in load_file(output / "model" / "model.safetensors").items()}
 
 
+@pytest.mark.slow
 def test_second_epoch_runs_no_tower_and_trains_the_same(training_files: Path, tmp_path: Path) -> None:
     argv = arguments(training_files, tmp_path / "plain", "--freeze", "vision")
     plain = counted(argv)

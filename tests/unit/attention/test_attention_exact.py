@@ -124,7 +124,7 @@ def test_one_softmax_over_text_and_frames(mask: str | None) -> None:
         check(n, op="joint", rows=19, batch=2, mask=mask, layout=layout, text=text, shared_keys=shared)
 
 
-@pytest.mark.parametrize(("frames", "n"), [(13, 1), (5, 2), (13, 3), (5, 4), (1, 4)])
+@pytest.mark.parametrize(("frames", "n"), [(13, 1), (5, 2), (13, 3), *slow((5, 4)), (1, 4)])
 def test_frames_in_two_ranges_of_a_rank(frames: int, n: int) -> None:
     common: dict[str, Any] = {"op": "joint", "rows": 19, "batch": 2, "frame_layout": "zigzag", "frames": frames}
     for (mask, table), shared in zip(

@@ -156,7 +156,8 @@ def test_a_long_group_of_pictures_without_an_index_is_decoded_once(
 ) -> None:
     path = write_clip(clips / "one_group.mkv", frames=500, options={"bf": "0", "g": "500", "sc_threshold": "0"})
     plan = plan_frames(probe(path), fps=1 / 3)
-    expected = torch.stack([shown_at(decode_all(path), tick) for tick in plan.ticks])
+    decoded = decode_all(path)
+    expected = torch.stack([shown_at(decoded, tick) for tick in plan.ticks])
     packets = CountedPackets(monkeypatch)
     assert len(plan) == 7 and torch.equal(read(plan, threads=1), expected)
     assert packets.decoded <= 500

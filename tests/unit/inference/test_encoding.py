@@ -18,7 +18,8 @@ from mllm_seqpar.inference import EncodedVideo, encode_video, encoding
 from mllm_seqpar.inference.engine import tried
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.sharding import FrameShard, frame_spans, in_frame_order
-from tiny_models.mplug_owl3 import IMAGE_SIZE, TOKENS_PER_FRAME, tiny_model, tiny_tokenizer
+from model_copies import tiny_model
+from tiny_models.mplug_owl3 import IMAGE_SIZE, TOKENS_PER_FRAME, tiny_tokenizer
 
 
 def tiny_processor() -> MPlugOwl3Processor:

@@ -16,7 +16,7 @@ from tiny_models.mplug_owl3 import tiny_config
 
 LOAD = """
 import os, sys
-import transformers
+import torch._dynamo, torch.distributed.tensor, transformers  # once for both orders
 options = {}
 ORDERS = {
     "the package first": "import mllm_seqpar; from transformers import AutoConfig, AutoModel, AutoProcessor",

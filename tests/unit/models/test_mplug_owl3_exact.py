@@ -8,9 +8,10 @@ from torch import Tensor
 
 from mllm_seqpar._compat import cache_of
 from mllm_seqpar.models.mplug_owl3 import hyper_attention
+from model_copies import tiny_model
 from mplug_owl3_reference import Numbers, reference_logits, reference_loss
 from outcomes import worst_gradient
-from tiny_models.mplug_owl3 import GATES, IMAGE_TOKEN, media_offset, tiny_frames, tiny_model, tiny_text
+from tiny_models.mplug_owl3 import GATES, IMAGE_TOKEN, media_offset, tiny_frames, tiny_text
 from tolerances import AGAINST_UNPATCHED, relative_error
 
 pytestmark = pytest.mark.rounding

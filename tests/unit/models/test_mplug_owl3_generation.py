@@ -17,8 +17,9 @@ from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.models.mplug_owl3.media import cached_frames
+from model_copies import tiny_model
 from selections import slow_unless
-from tiny_models.mplug_owl3 import GATES, IMAGE_TOKEN, tiny_frames, tiny_model, tiny_text
+from tiny_models.mplug_owl3 import GATES, IMAGE_TOKEN, tiny_frames, tiny_text
 
 NEW = 5
 

@@ -11,7 +11,8 @@ from transformers import AutoProcessor
 
 from mllm_seqpar.errors import DataError, ShapeError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor, image_processing
-from tiny_models.mplug_owl3 import IMAGE_TOKEN, tiny_model, tiny_tokenizer
+from model_copies import tiny_model
+from tiny_models.mplug_owl3 import IMAGE_TOKEN, tiny_tokenizer
 
 IMAGES = MPlugOwl3ImageProcessor(image_size=28)
 

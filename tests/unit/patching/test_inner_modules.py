@@ -13,7 +13,8 @@ from family_harness import model_of, slow_unless, traces
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import AdapterError
-from tiny_models.mplug_owl3 import tiny_frames, tiny_model, tiny_text
+from model_copies import tiny_model
+from tiny_models.mplug_owl3 import tiny_frames, tiny_text
 
 REFUSED = {
     "mplug_owl3": ("language_model", "language_model.model", "language_model.model.layers.0.self_attn"),

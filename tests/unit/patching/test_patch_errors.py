@@ -17,7 +17,8 @@ from mllm_seqpar.errors import AdapterError, AgreementError, ConfigError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.patching import registry as adapters
-from tiny_models.mplug_owl3 import tiny_frames, tiny_model, tiny_text
+from model_copies import tiny_model
+from tiny_models.mplug_owl3 import tiny_frames, tiny_text
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,9 @@ from mllm_seqpar._compat import cache_of
 from mllm_seqpar.errors import AdapterError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration
 from mllm_seqpar.patching import patch_of
+from model_copies import tiny_model
 from outcomes import error, run_case
-from tiny_models.mplug_owl3 import tiny_config, tiny_frames, tiny_model, tiny_text
+from tiny_models.mplug_owl3 import tiny_config, tiny_frames, tiny_text
 
 MODELS: list[tuple[str, Any]] = [
     ("mplug_owl3", BATCHES["mplug_owl3"]),
@@ -162,7 +163,8 @@ def test_torch_compile_does_not_trace_the_patched_forward() -> None:
 COMPILED = [family for family in BATCHES if family != "qwen2_5_vl"]  # whose layers are patched as those of qwen3_vl
 
 
-@pytest.mark.parametrize("family", slow_unless(lambda family: family == "mplug_owl3", COMPILED))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", COMPILED)
 def test_compiled_layers_equal_unpatched(family: str) -> None:
     """Attention is a graph break; the rest of a layer is compiled, except where the whole layer is patched."""
     family_module(family)

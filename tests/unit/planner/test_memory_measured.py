@@ -39,8 +39,9 @@ from mllm_seqpar.planner.plan import make_plan
 from mllm_seqpar.planner.workload import Workload
 from mllm_seqpar.runtime.projections import KVProjection
 from mllm_seqpar.runtime.visual_tokens import LABEL
+from model_copies import copy_of, tiny_model
 from nccl_model import NcclCommunicator, run_nccl_model
-from tiny_models.mplug_owl3 import tiny_frames, tiny_model, tiny_text
+from tiny_models.mplug_owl3 import tiny_frames, tiny_text
 
 pytestmark = pytest.mark.rounding
 
@@ -200,15 +201,20 @@ TOKENS, WORDS = 6, 96
 ONE_RING = ParallelSpec("ring", (1, 1))
 
 
-def tiny_qwen(family: str, dtype: torch.dtype) -> tuple[Any, Any, ModelSizes]:
-    """Return the family's module for tests, a model of width 256 with a tower of width 128, and its sizes."""
-    testing = import_module(f"tiny_models.{family}")
-    config = testing.tiny_config(**QWEN_TEXT)
+def qwen_config(family: str) -> Any:
+    """Return the configuration of a model of width 256 with a tower of width 128."""
+    config = import_module(f"tiny_models.{family}").tiny_config(**QWEN_TEXT)
     for name, value in {"hidden_size": 128, "intermediate_size": 352, "out_hidden_size": 256}.items():
         setattr(config.vision_config, name, value)
-    model = CLASSES[family](config).to(dtype)
-    sizes = getattr(family_sizes, family)(config.to_dict(), "tiny")
-    return testing, model, sizes.with_frame_tokens(TOKENS)
+    return config
+
+
+def qwen_sizes(family: str) -> ModelSizes:
+    return getattr(family_sizes, family)(qwen_config(family).to_dict(), "tiny").with_frame_tokens(TOKENS)
+
+
+def qwen(family: str) -> Any:
+    return CLASSES[family](qwen_config(family))
 
 
 def qwen_workload(sizes: ModelSizes, dtype: torch.dtype, frames: int, text: int, **changes: Any) -> Workload:
@@ -219,7 +225,7 @@ def saved_by_qwen(
     family: str, dtype: torch.dtype, frames: int, length: int, trained: str = "language", **options: Any
 ) -> int:
     """Return the bytes that a pass over `length` tokens saves, those of `frames` temporal patches included."""
-    testing, model, _ = tiny_qwen(family, dtype)
+    testing, model = import_module(f"tiny_models.{family}"), copy_of(qwen, family).to(dtype)
     for name, parameter in model.model.visual.named_parameters():
         parameter.requires_grad_(trained == "all" or (trained == "no-vision" and "merger" in name))
     case = testing.Case(frames=(((frames, *GRID),),), length=length)
@@ -235,7 +241,7 @@ def saved_by_qwen(
 @pytest.mark.parametrize(("dtype", "chunk"), [(torch.float32, None), (torch.bfloat16, 64)])
 def test_qwen_token_saves_as_many_bytes_as_planned(family: str, dtype: torch.dtype, chunk: int | None) -> None:
     """The difference between two lengths; the norm before the head, once in a model, is not planned."""
-    _, _, sizes = tiny_qwen(family, dtype)
+    sizes = qwen_sizes(family)
 
     def planned(text: int) -> int:
         run = qwen_workload(sizes, dtype, 1, text, trained="language", mlp_chunk_size=chunk)
@@ -243,8 +249,8 @@ def test_qwen_token_saves_as_many_bytes_as_planned(family: str, dtype: torch.dty
         return peak_memory(run, ONE_RING)["activations"] - logits + text * 256 * (4 + 2 * dtype.itemsize)
 
     options = {"mlp_chunk_size": chunk}
-    measured = saved_by_qwen(family, dtype, 1, 256, **options) - saved_by_qwen(family, dtype, 1, 128, **options)
-    assert planned(256) - planned(128) == pytest.approx(measured - 128 * WORDS * 4, rel=0.02)  # logits in float32
+    measured = saved_by_qwen(family, dtype, 1, 192, **options) - saved_by_qwen(family, dtype, 1, 128, **options)
+    assert planned(192) - planned(128) == pytest.approx(measured - 64 * WORDS * 4, rel=0.02)  # logits in float32
 
 
 @FAMILIES
@@ -253,21 +259,21 @@ def test_qwen_token_saves_as_many_bytes_as_planned(family: str, dtype: torch.dty
 )
 def test_qwen_frame_saves_planned_bytes(family: str, dtype: torch.dtype, trained: str, tolerance: float) -> None:
     """The difference between two numbers of frames in texts of one length; rotary factors are not planned."""
-    _, _, sizes = tiny_qwen(family, dtype)
+    sizes = qwen_sizes(family)
 
     def planned(frames: int) -> int:
-        run = qwen_workload(sizes, dtype, frames, 256 - TOKENS * frames, trained=trained)
+        run = qwen_workload(sizes, dtype, frames, 96 - TOKENS * frames, trained=trained)
         return saved_before_features(run) + peak_memory(run, ONE_RING)["features"]
 
-    measured = saved_by_qwen(family, dtype, 8, 256, trained) - saved_by_qwen(family, dtype, 4, 256, trained)
+    measured = saved_by_qwen(family, dtype, 8, 96, trained) - saved_by_qwen(family, dtype, 4, 96, trained)
     assert planned(8) - planned(4) == pytest.approx(measured, rel=tolerance)
 
 
 @FAMILIES
 @DTYPES
 def test_frozen_qwen_tower_allocates_as_many_bytes_as_planned(family: str, dtype: torch.dtype) -> None:
-    testing, model, sizes = tiny_qwen(family, dtype)
-    tower, patches = model.model.visual, 8 * GRID[0] * GRID[1]
+    testing, sizes = import_module(f"tiny_models.{family}"), qwen_sizes(family)
+    tower, patches = copy_of(qwen, family).to(dtype).model.visual, 8 * GRID[0] * GRID[1]
     pixels = torch.randn(patches, testing.PIXELS if family == "qwen2_5_vl" else 3 * 2 * 4 * 4, dtype=dtype)
     with torch.no_grad(), Peak(pixels, *tower.parameters()) as peak:
         tower(pixels, grid_thw=torch.tensor([[8, *GRID]]))

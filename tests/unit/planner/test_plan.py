@@ -32,7 +32,7 @@ from mllm_seqpar.planner.plan import HOST_LINK, PARTS, StrategyPlan, attention_s
 from mllm_seqpar.planner.workload import TARGETS, Workload
 from mllm_seqpar.runtime import visual_features
 from mllm_seqpar.sharding import frame_spans, sequence_positions
-from tiny_models.mplug_owl3 import tiny_model
+from model_copies import tiny_model
 
 OWL = read_model(find_file("model", "mplug-owl3-7b"))
 A100 = read_cluster("a100-80g-4x4")

@@ -16,8 +16,8 @@ from mllm_seqpar.data.feature_store import open_features, save_features
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.runtime import visual_features
 from mllm_seqpar.sharding import frame_bounds
+from model_copies import tiny_model
 from peak_memory import peak_memory
-from tiny_models.mplug_owl3 import tiny_model
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory's figures of Linux")
 

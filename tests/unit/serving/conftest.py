@@ -1,12 +1,13 @@
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 
 @pytest.fixture
-def service(tmp_path: Path) -> Iterator[SimpleNamespace]:
+def service(tmp_path: Path, openai: Any) -> Iterator[SimpleNamespace]:
     """A server on a free port, with its queue, its worker, its log, and clients."""
     from live_app import running_service
 

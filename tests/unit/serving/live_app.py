@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import openai
 import pytest
 import uvicorn
 
@@ -61,6 +60,8 @@ class FakeWorker:
 @contextmanager
 def running_service(tmp_path: Path) -> Iterator[SimpleNamespace]:
     """Yield a server on a free port, with its queue, its worker, its log, and clients."""
+    import openai  # takes more than a second
+
     queue, worker, log = RequestQueue(1), FakeWorker(), []
     made = Service(
         model="tiny",
@@ -111,6 +112,8 @@ def part_of(upload: str, **frames: Any) -> dict[str, Any]:
 
 
 def status_of(call: Callable[..., Any], *args: Any, **options: Any) -> tuple[int, Any]:
+    import openai
+
     with pytest.raises(openai.APIStatusError) as error:
         call(*args, **options)
     assert {"message", "type", "param", "code"} == set(error.value.body)  # type: ignore[arg-type]

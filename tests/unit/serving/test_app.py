@@ -16,9 +16,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("fastapi", reason="fastapi is not installed (extra serve)")
-pytest.importorskip("openai", reason="openai is not installed (extra test)")
 
-import openai
 from live_app import PIECES, ask, part_of, status_of
 from prometheus_client import parser
 
@@ -146,7 +144,7 @@ def test_fields_without_effect_are_named_in_a_header(service: SimpleNamespace) -
     assert "Warning" not in create(**asked).headers
 
 
-def test_error_names_the_file_as_it_was_uploaded(service: SimpleNamespace) -> None:
+def test_error_names_the_file_as_it_was_uploaded(service: SimpleNamespace, openai: Any) -> None:
     for part, name in (
         (part_of(upload(service, b"video", "my clip.mp4").id), "my clip.mp4"),
         ({"type": "video_url", "video_url": "data:,video"}, "the data: URL"),
@@ -209,7 +207,7 @@ def test_full_queue_refuses_and_a_client_that_leaves_ends_its_answer(service: Si
     assert len(worker.jobs) == 2
 
 
-def test_client_that_leaves_early_is_logged_as_such(service: SimpleNamespace) -> None:
+def test_client_that_leaves_early_is_logged_as_such(service: SimpleNamespace, openai: Any) -> None:
     service.worker.go.clear()
     for stream in (False, True):
         with pytest.raises(openai.APITimeoutError):
@@ -227,7 +225,7 @@ def test_client_that_leaves_early_is_logged_as_such(service: SimpleNamespace) ->
     assert all(" status=499 " in line and "the client has closed the connection" in line for line in service.log)
 
 
-def test_shutting_down_refuses_and_ends_what_runs(service: SimpleNamespace) -> None:
+def test_shutting_down_refuses_and_ends_what_runs(service: SimpleNamespace, openai: Any) -> None:
     service.worker.go.clear()
     stream = iter(ask(service, stream=True))
     next(stream)

@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("fastapi", reason="fastapi is not installed (extra serve)")
 pytest.importorskip("av", reason="PyAV is not installed (extra video)")
-pytest.importorskip("openai", reason="openai is not installed (extra test)")
 
 from browser import CHROMIUM, Chromium, Page
 from mllm_seqpar.serving.media import MediaStore

@@ -26,7 +26,8 @@ from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Proc
 from mllm_seqpar.training import batches as batches_module
 from mllm_seqpar.training.batches import READ_AHEAD_BYTES, BatchReader, MicroBatch, SampleOrder
 from mllm_seqpar.training.stored_tower import ARGUMENT, TowerRows
-from tiny_models.mplug_owl3 import IMAGE_SIZE, IMAGE_TOKEN, tiny_model, tiny_tokenizer
+from model_copies import tiny_model
+from tiny_models.mplug_owl3 import IMAGE_SIZE, IMAGE_TOKEN, tiny_tokenizer
 
 SAMPLES, FRAMES = 9, 12
 HALF, MISSING, EMPTY = 2, 5, 6

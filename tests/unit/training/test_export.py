@@ -20,7 +20,8 @@ from mllm_seqpar.training import export
 from mllm_seqpar.training.arguments import make_options, read_options
 from mllm_seqpar.training.export import create_repository, export_dtype, export_model, model_card, run_on_rank_0
 from mllm_seqpar.training.stored_tower import StoredTower, TowerRows, TowerStore
-from tiny_models.mplug_owl3 import IMAGE_SIZE, tiny_model, tiny_tokenizer
+from model_copies import tiny_model
+from tiny_models.mplug_owl3 import IMAGE_SIZE, tiny_tokenizer
 
 
 @pytest.mark.parametrize(("choice", "saved"), [("source", torch.bfloat16), ("float32", torch.float32)])

@@ -15,7 +15,8 @@ from mllm_seqpar.comm.loopback import LoopbackCommunicator, run_loopback
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.training import run_log
 from mllm_seqpar.training.run_log import HEADER, TerminalLog, Throughput, row, write_figure
-from tiny_models.mplug_owl3 import Case, inputs_of, tiny_model
+from model_copies import tiny_model
+from tiny_models.mplug_owl3 import Case, inputs_of
 
 LOG = {
     "loss": 1234.5678,

@@ -21,7 +21,8 @@ from mllm_seqpar.integrations.accelerate import disable_context_parallelism
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.training.trainer import count_streamed_samples
 from mllm_seqpar.training.trainer_arguments import find_parallelism
-from tiny_models.mplug_owl3 import tiny_frames, tiny_model, tiny_text
+from model_copies import tiny_model
+from tiny_models.mplug_owl3 import tiny_frames, tiny_text
 
 
 def trainer(tmp_path: Path, model: Any = None, args: Any = (), **given: Any) -> SeqParTrainer:
