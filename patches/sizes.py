@@ -45,7 +45,7 @@ def _text(config: dict[str, Any], **others: Any) -> TextSizes:
     return TextSizes(**fields | others)
 
 
-def _heads(text: TextSizes) -> dict[str, int]:
+def _heads(text: TextSizes) -> dict[str, Any]:
     """Return the heads of cross-attention that has those of the language model."""
     return {"heads": text.heads, "kv_heads": text.kv_heads, "head_dim": text.head_dim}
 
