@@ -196,6 +196,8 @@ def attention_selection(
     kind = workload.self_attention
     if part == "self-attention":
         strategies = TEXT_STRATEGIES if kind == "auto" else (kind,)
+        if workload.gpus == 1 and kind != "local":  # one GPU has all of the text with any strategy
+            strategies = ("ring",)
     problem, visual = workload.problem(part), workload.visual if part == "cross-attention" else None
     options: dict[str, Any] = {"visible": workload.visible(part), "visual": visual, "strategies": strategies}
     try:
