@@ -13,111 +13,116 @@ from mllm_seqpar.adapting import (
     VisionSizes,
 )
 
-# The SigLIP tower of the published checkpoints, whose configurations have no `vision_config`.
-_SO400M = {
-    "hidden_size": 1152,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "intermediate_size": 4304,
-    "image_size": 384,
-    "patch_size": 14,
-}
+# Values that a file leaves out, and the SigLIP tower of checkpoints whose files have no `vision_config`.
+_CLIP = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
+_CLIP |= {"image_size": 224}
+_SO400M = {"hidden_size": 1152, "num_hidden_layers": 27, "num_attention_heads": 16, "intermediate_size": 4304}
+_SO400M |= {"image_size": 384, "patch_size": 14}
+_MLLAMA_TEXT = {"hidden_size": 4096, "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8}
+_MLLAMA_TEXT |= {"intermediate_size": 14336, "vocab_size": 128256}
+_MLLAMA_TOWER = {"hidden_size": 1280, "num_hidden_layers": 32, "attention_heads": 16, "intermediate_size": 5120}
+_MLLAMA_TOWER |= {"num_global_layers": 8, "image_size": 448, "patch_size": 14, "vision_output_dim": 7680}
+_IDEFICS = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008}
+_IDEFICS |= {"vocab_size": 32000}
+_IDEFICS_TOWER = {"num_hidden_layers": 32, "num_attention_heads": 16, "intermediate_size": 5120}
+_IDEFICS_TOWER |= {"image_size": 224, "patch_size": 14}
 
 
-def mplug_owl3(config: dict[str, Any], name: str) -> ModelSizes:
+def _text(config: dict[str, Any], **others: Any) -> TextSizes:
+    """Return the sizes of a language model whose configuration has the names of Llama's, except for `others`."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    shape = {
+    fields = {
+        "hidden": hidden,
+        "layers": config["num_hidden_layers"],
         "heads": heads,
         "kv_heads": config.get("num_key_value_heads") or heads,
         "head_dim": config.get("head_dim") or hidden // heads,
+        "mlp_inner": config["intermediate_size"],
+        "mlp_matrices": 3,
+        "vocabulary": config["vocab_size"],
+        "tied_embeddings": config.get("tie_word_embeddings", False),
     }
-    tower = config["vision_config"] if config.get("vision_config") is not None else _SO400M
-    patches = (tower.get("image_size", 224) // tower.get("patch_size", 16)) ** 2
-    vision = VisionSizes(
-        width=tower.get("hidden_size", 768),
-        layers=tower.get("num_hidden_layers", 12),
-        heads=tower.get("num_attention_heads", 12),
-        mlp_inner=tower.get("intermediate_size", 3072),
-        tokens=patches,
-        keys=patches,
-    )
+    return TextSizes(**fields | others)
+
+
+def _heads(text: TextSizes) -> dict[str, Any]:
+    """Return the heads of cross-attention that has those of the language model."""
+    return {"heads": text.heads, "kv_heads": text.kv_heads, "head_dim": text.head_dim}
+
+
+def _tower(config: dict[str, Any], **others: Any) -> VisionSizes:
+    """Return the sizes of a vision tower whose configuration has the names of CLIP's, except for `others`."""
+    names = {"width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
+    names["mlp_inner"] = "intermediate_size"
+    return VisionSizes(**{field: config[name] for field, name in names.items() if field not in others}, **others)
+
+
+def _patches(tower: dict[str, Any]) -> int:
+    return int(tower["image_size"] // tower["patch_size"]) ** 2
+
+
+def mplug_owl3(config: dict[str, Any], name: str) -> ModelSizes:
+    given = config.get("vision_config")
+    tower = _SO400M if given is None else _CLIP | {"patch_size": 16} | given
+    text, patches = _text(config), _patches(tower)
+    vision = _tower(tower, tokens=patches, keys=patches)
     return ModelSizes(
         name=name,
-        text=TextSizes(
-            hidden=hidden,
-            layers=config["num_hidden_layers"],
-            **shape,
-            mlp_inner=config["intermediate_size"],
-            mlp_matrices=3,
-            vocabulary=config["vocab_size"],
-            tied_embeddings=config.get("tie_word_embeddings", False),
-        ),
+        text=text,
         cross=CrossAttentionSizes(
             layers=len(config.get("hyper_layers", (1, 9, 17, 25))),
-            **shape,
-            visual_dim=hidden,
+            **_heads(text),
+            visual_dim=text.hidden,
             own_queries=False,
             features_norm=True,
             gate="none" if config.get("gate", "per_head") in (None, "vector") else "per_head",
             earlier_frames=True,
         ),
         vision=vision,
-        projector=(vision.width, *(config.get("projector_layers") or 1) * (hidden,)),
+        projector=(vision.width, *(config.get("projector_layers") or 1) * (text.hidden,)),
     )
 
 
 def mllama(config: dict[str, Any], name: str) -> ModelSizes:
     """Return the sizes; missing values have the defaults of transformers' `MllamaConfig`."""
-    text, tower = config.get("text_config") or {}, config.get("vision_config") or {}
-    hidden, heads = text.get("hidden_size", 4096), text.get("num_attention_heads", 32)
-    inner = text.get("intermediate_size", 14336)
-    patches = (tower.get("image_size", 448) // tower.get("patch_size", 14)) ** 2 + 1
+    language = _MLLAMA_TEXT | (config.get("text_config") or {})
+    tower = _MLLAMA_TOWER | (config.get("vision_config") or {})
+    patches = _patches(tower) + 1
     tiles = tower.get("max_num_tiles", 4)  # the processor pads every image to this many
-    tower_layers = tower.get("num_hidden_layers", 32) + tower.get("num_global_layers", 8)
-    cross_layers = len(text.get("cross_attention_layers") or (3, 8, 13, 18, 23, 28, 33, 38))
-    shape = {"heads": heads, "kv_heads": text.get("num_key_value_heads", 8), "head_dim": hidden // heads}
+    tower_layers = tower["num_hidden_layers"] + tower["num_global_layers"]
+    cross_layers = len(language.get("cross_attention_layers") or (3, 8, 13, 18, 23, 28, 33, 38))
+    text = _text(language, layers=language["num_hidden_layers"] - cross_layers)
     return ModelSizes(
         name=name,
-        text=TextSizes(
-            hidden=hidden,
-            layers=text.get("num_hidden_layers", 40) - cross_layers,
-            **shape,
-            mlp_inner=inner,
-            mlp_matrices=3,
-            vocabulary=text.get("vocab_size", 128256),
-            tied_embeddings=text.get("tie_word_embeddings", False),
-        ),
+        text=text,
         cross=CrossAttentionSizes(
             layers=cross_layers,
-            **shape,
-            visual_dim=hidden,
-            mlp_inner=inner,
+            **_heads(text),
+            visual_dim=text.hidden,
+            mlp_inner=text.mlp_inner,
             mlp_matrices=3,
             key_norm="float32",
             earlier_frames=True,
         ),
-        vision=VisionSizes(
-            width=tower.get("hidden_size", 1280),
+        vision=_tower(
+            tower,
             layers=tower_layers,
-            heads=tower.get("attention_heads", 16),
-            mlp_inner=tower.get("intermediate_size", 5120),
+            heads=tower["attention_heads"],
             tokens=tiles * (patches + -patches % 8),  # the tower pads every tile to a multiple of 8
             keys=tiles * patches,
             tiles=tiles,
             outputs_held=tower_layers,
         ),
-        projector=(tower.get("vision_output_dim", 7680), hidden),
+        projector=(tower["vision_output_dim"], text.hidden),
     )
 
 
 def idefics(config: dict[str, Any], name: str) -> ModelSizes:
     """Return the sizes; missing values have the defaults of transformers' `IdeficsConfig`."""
-    hidden, heads = config.get("hidden_size", 4096), config.get("num_attention_heads", 32)
-    inner, layers = config.get("intermediate_size", 11008), config.get("num_hidden_layers", 32)
-    tower, perceiver = config.get("vision_config") or {}, config.get("perceiver_config") or {}
+    config = _IDEFICS | config
+    tower, perceiver = _IDEFICS_TOWER | (config.get("vision_config") or {}), config.get("perceiver_config") or {}
     width: int = tower.get("embed_dim") or config.get("vision_embed_dim") or 768
-    patches = (tower.get("image_size", 224) // tower.get("patch_size", 14)) ** 2 + 1
-    resampler = None
+    text, patches, resampler = _text(config, norm="mixed"), _patches(tower) + 1, None
     if config.get("use_resampler", False):
         resampler = ResamplerSizes(
             layers=perceiver.get("resampler_depth", 6),
@@ -126,32 +131,20 @@ def idefics(config: dict[str, Any], name: str) -> ModelSizes:
             mlp_inner=4 * width,
             code="idefics",
         )
-    shape = {"heads": heads, "kv_heads": heads, "head_dim": hidden // heads}
     return ModelSizes(
         name=name,
-        text=TextSizes(
-            hidden=hidden,
-            layers=layers,
-            **shape,
-            mlp_inner=inner,
-            mlp_matrices=3,
-            vocabulary=config.get("vocab_size", 32000),
-            tied_embeddings=config.get("tie_word_embeddings", False),
-            norm="mixed",
-        ),
+        text=text,
         cross=CrossAttentionSizes(
-            layers=-(-layers // config.get("cross_layer_interval", 1)),
-            **shape,
+            layers=-(-text.layers // config.get("cross_layer_interval", 1)),
+            **_heads(text),
             visual_dim=width,
-            mlp_inner=inner,
+            mlp_inner=text.mlp_inner,
             mlp_matrices=3,
             key_norm="mixed" if config.get("qk_layer_norms") else "none",
         ),
-        vision=VisionSizes(
+        vision=_tower(
+            tower,
             width=width,
-            layers=tower.get("num_hidden_layers", 32),
-            heads=tower.get("num_attention_heads", 16),
-            mlp_inner=tower.get("intermediate_size", 5120),
             tokens=patches,
             keys=perceiver.get("resampler_n_latents", 64) if resampler else patches,
             outputs_held=2,
@@ -166,42 +159,33 @@ def open_flamingo(config: dict[str, Any], name: str) -> ModelSizes:
     The heads and widths of the cross-attention and of the resampler are constants of the package open-flamingo
     (`open_flamingo/src/helpers.py`).
     """
-    text, tower = config["text_config"], config.get("vision_config") or {}
-    hidden = text.get("hidden_size") or text["d_model"]
-    layers = text.get("num_hidden_layers") or text["n_layers"]
-    heads = text.get("num_attention_heads") or text["n_heads"]
-    width, language_model = tower.get("hidden_size", 768), text.get("model_type")
+    language, tower = config["text_config"], _CLIP | {"patch_size": 32} | (config.get("vision_config") or {})
+    hidden, model_type = language.get("hidden_size") or language["d_model"], language.get("model_type")
+    inner = language.get("intermediate_size") or language.get("ffn_dim")
+    llama_names = {
+        "hidden_size": hidden,
+        "num_hidden_layers": language.get("num_hidden_layers") or language["n_layers"],
+        "num_attention_heads": language.get("num_attention_heads") or language["n_heads"],
+        "intermediate_size": inner or language.get("expansion_ratio", 4) * hidden,
+        "head_dim": None,
+    }
+    tied = language.get("tie_word_embeddings", model_type in ("mpt", "opt"))
+    text = _text(language | llama_names, mlp_matrices=3 if model_type == "llama" else 2, tied_embeddings=tied)
+    vision = _tower(tower, tokens=_patches(tower) + 1, keys=64)
     return ModelSizes(
         name=name,
-        text=TextSizes(
-            hidden=hidden,
-            layers=layers,
-            heads=heads,
-            kv_heads=text.get("num_key_value_heads") or heads,
-            head_dim=hidden // heads,
-            mlp_inner=text.get("intermediate_size") or text.get("ffn_dim") or text.get("expansion_ratio", 4) * hidden,
-            mlp_matrices=3 if language_model == "llama" else 2,
-            vocabulary=text["vocab_size"],
-            tied_embeddings=text.get("tie_word_embeddings", language_model in ("mpt", "opt")),
-        ),
+        text=text,
         cross=CrossAttentionSizes(
-            layers=layers // config.get("cross_attn_every_n_layers", 1),
+            layers=text.layers // config.get("cross_attn_every_n_layers", 1),
             heads=8,
             kv_heads=8,
             head_dim=64,
-            visual_dim=width,
+            visual_dim=vision.width,
             mlp_inner=4 * hidden,
             mlp_matrices=2,
         ),
-        vision=VisionSizes(
-            width=width,
-            layers=tower.get("num_hidden_layers", 12),
-            heads=tower.get("num_attention_heads", 12),
-            mlp_inner=tower.get("intermediate_size", 3072),
-            tokens=(tower.get("image_size", 224) // tower.get("patch_size", 32)) ** 2 + 1,
-            keys=64,
-        ),
-        resampler=ResamplerSizes(layers=6, heads=8, head_dim=64, mlp_inner=4 * width),
+        vision=vision,
+        resampler=ResamplerSizes(layers=6, heads=8, head_dim=64, mlp_inner=4 * vision.width),
     )
 
 
@@ -214,37 +198,25 @@ def _qwen_vl(config: dict[str, Any], name: str, *, vision: dict[str, Any], head_
 
     Older files have the fields of the language model beside `vision_config` instead of in `text_config`.
     """
-    text, tower = config.get("text_config") or config, config["vision_config"]
-    hidden, heads = text["hidden_size"], text["num_attention_heads"]
-    width, merge, patch = tower["hidden_size"], tower.get("spatial_merge_size", 2), tower["patch_size"]
-    tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
+    language, tower = config.get("text_config") or config, config["vision_config"]
+    tied = language.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
+    text, merge = _text(language, tied_embeddings=tied, head_norm=head_norm), tower.get("spatial_merge_size", 2)
+    inner = tower["hidden_size"] * merge**2
     sizes = ModelSizes(
         name=name,
-        text=TextSizes(
-            hidden=hidden,
-            layers=text["num_hidden_layers"],
-            heads=heads,
-            kv_heads=text.get("num_key_value_heads") or heads,
-            head_dim=text.get("head_dim") or hidden // heads,
-            mlp_inner=text["intermediate_size"],
-            mlp_matrices=3,
-            vocabulary=text["vocab_size"],
-            tied_embeddings=tied,
-            head_norm=head_norm,
-        ),
-        vision=VisionSizes(
-            width=width,
+        text=text,
+        vision=_tower(
+            tower,
             layers=tower["depth"],
             heads=tower["num_heads"],
-            mlp_inner=tower["intermediate_size"],
             tokens=merge**2,
             keys=1,
             temporal_patch=tower.get("temporal_patch_size", 2),
-            patch=patch,
+            patch=tower["patch_size"],
             rotary=True,
             **vision,
         ),
-        projector=(width * merge**2, width * merge**2, hidden),
+        projector=(inner, inner, text.hidden),
     )
     return sizes.with_frame_tokens(sizes.tokens_of_image(*QWEN_IMAGE))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.planner.call_cost import MARGIN, ParallelSpec, call_timelines, duration
+from mllm_seqpar.planner.call_cost import MARGIN, AttentionCall, ParallelSpec, duration
 from mllm_seqpar.planner.cluster import Passes
 from mllm_seqpar.planner.memory import USABLE
 from mllm_seqpar.planner.plan import Plan, StrategyPlan, simulated_cluster
@@ -303,7 +303,7 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
         begin, title = 0.0, []
         for name, backward in [("forward", False), ("backward", True)][: 2 if workload.training else 1]:
             visible = workload.visible(workload.compared)
-            timelines = call_timelines(problem, spec, cluster, backward=backward, visible=visible)
+            timelines = AttentionCall(problem, spec, cluster, backward=backward, visible=visible).timelines()
             for rank in range(ranks):
                 for kind, (color, label) in KINDS.items():
                     spans = [span for span in timelines[rank % len(timelines)].spans if span[0] == kind]

@@ -8,23 +8,21 @@ call for a parallel spec and takes the fastest, and `plan` estimates a whole ste
 from mllm_seqpar.runtime.strategy_selector import VisualProjection
 
 from .call_cost import (
+    AttentionCall,
     Candidate,
     ParallelSpec,
     Selection,
-    call_cost,
-    overlap_ratios_by_rates,
     select_strategy,
 )
 from .cluster import Cluster, read_cluster, write_cluster
 
 __all__ = [
+    "AttentionCall",
     "Candidate",
     "Cluster",
     "ParallelSpec",
     "Selection",
     "VisualProjection",
-    "call_cost",
-    "overlap_ratios_by_rates",
     "read_cluster",
     "select_strategy",
     "write_cluster",

@@ -20,7 +20,7 @@ from mllm_seqpar.schedules.mesh_shapes import TILE_STRATEGIES
 
 from . import calibrate
 from .calibrate import AttentionShape
-from .call_cost import Selection, VisibleFraction, overlap_ratios_by_rates, select_strategy
+from .call_cost import AttentionCall, Selection, VisibleFraction, select_strategy
 from .cluster import Cluster, read_cluster
 
 _log = get_logger(__name__)
@@ -95,15 +95,8 @@ class ClusterSelector:
             spec, ratios = selection.spec, None
             if 1 not in spec.mesh_shape:  # a mesh orders its steps by them
                 forward, backward = (
-                    overlap_ratios_by_rates(
-                        problem,
-                        spec.mesh_shape,
-                        cluster,
-                        backward=backward,
-                        head_degree=spec.head_degree,
-                        visible=mean,
-                    )
-                    for backward in (False, True)
+                    AttentionCall(problem, spec, cluster, backward=b, visible=mean).overlap_ratios
+                    for b in (False, True)
                 )
                 ratios = forward, backward
             shape = spec.mesh_shape if spec.strategy in TILE_STRATEGIES else None

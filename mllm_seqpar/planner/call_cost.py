@@ -5,15 +5,22 @@ backward (scores are recomputed) per query, visible key, head and channel. Proje
 4 d_vis G D FLOPs per key; backward costs twice that for the gradients, and once more where K and V are recomputed.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from functools import cached_property
 from math import ceil
 from typing import Any
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.runtime.strategy_selector import VisualProjection
 from mllm_seqpar.schedules import AttentionBlock, Axis, OverlapRatios, Transfer, TransferKind, schedule_for
-from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem, mesh_axis_bytes, problem_between_groups
+from mllm_seqpar.schedules.bytes_sent import (
+    LSE_BYTES,
+    Problem,
+    mesh_axis_bytes,
+    problem_between_groups,
+    transfer_bytes,
+)
 from mllm_seqpar.schedules.head_sharding import HeadShards
 from mllm_seqpar.schedules.mesh import mesh_ranks
 from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
@@ -33,7 +40,7 @@ class ParallelSpec:
     """The strategy, mesh shape and head-sharding degree of one attention call.
 
     Attributes:
-        strategy: one of STRATEGIES.
+        strategy: one of STRATEGIES, or "local" for text that every rank computes.
         mesh_shape: (a, b), Q shards by KV shards; of the ranks, or of the groups of `head_degree` ranks.
         head_degree: the number of consecutive ranks that shard the heads by all-to-all (Ulysses); 1 for none.
         all_pairs: whether LV-XAttn sends Q shards point to point, from their owner to each rank and back.
@@ -60,7 +67,7 @@ def candidate_specs(
 
     `all_pairs` includes LV-XAttn among all pairs of ranks. With 2 ranks it is the ring.
     """
-    unknown = sorted(set(strategies) - set(STRATEGIES))
+    unknown = sorted(set(strategies) - {*STRATEGIES, "local"})
     if unknown:
         raise ConfigError(f"strategies: cannot plan {', '.join(unknown)}; choose from {', '.join(STRATEGIES)}")
     n = problem.ranks
@@ -72,6 +79,7 @@ def candidate_specs(
         *(ParallelSpec("mesh", (a, n // a)) for a in _divisors(n)[1:-1]),
         *(ParallelSpec("ulysses", (a, n // d // a), d) for d in degrees for a in _divisors(n // d)),
         ParallelSpec("replicate", (n, 1)),
+        ParallelSpec("local", (1, 1)),
     )
     yield from (spec for spec in specs if spec.strategy in strategies)
 
@@ -96,251 +104,210 @@ def symmetry_period(spec: ParallelSpec, ranks: int, cluster: Cluster) -> int:
     return ranks
 
 
-def call_cost(
-    problem: Problem,
-    spec: ParallelSpec,
-    cluster: Cluster,
-    *,
-    backward: bool,
-    visual: VisualProjection | None = None,
-    **call: Any,
-) -> Cost:
-    """Return the cost of one direction of one attention call, with the projection of K and V and its gradients.
+@dataclass(frozen=True)
+class AttentionCall:
+    """One direction of one attention call with a spec on a cluster.
 
-    `call` are further arguments of `call_timelines`.
-    """
-    timelines = call_timelines(problem, spec, cluster, backward=backward, **call)
-    seconds = projection_seconds(problem, spec, cluster, visual, backward=backward)
-    names = ("seconds", "exposed", "hidden", "node_bytes", "network_bytes")
-    slowest = Cost(*(max(getattr(rank, name) for rank in timelines) for name in names))
-    return slowest + Cost(seconds) + _collectives(problem, spec, cluster, backward, visual)
-
-
-def projection_seconds(
-    problem: Problem, spec: ParallelSpec, cluster: Cluster, visual: VisualProjection | None, *, backward: bool
-) -> float:
-    """Return the seconds in which a rank projects features to K and V, or computes the gradients of that."""
-    if visual is None:
-        return 0.0
-    keys = max(problem.keys) * (problem.ranks if spec.strategy == "replicate" else 1)
-    seconds = 4 * problem.key_batch * keys * visual.dim * problem.kv_heads * problem.dim / cluster.matmul
-    # backward: gradients, and K and V once more
-    return seconds * (visual.weights_trained + visual.trained + visual.recompute) if backward else seconds
-
-
-def call_timelines(
-    problem: Problem,
-    spec: ParallelSpec,
-    cluster: Cluster,
-    *,
-    backward: bool,
-    visible: VisibleFraction = 1.0,
-    visible_rows: Sequence[Sequence[int]] | None = None,
-) -> Sequence[RankTimeline]:
-    """Return the timelines of ranks that represent all ranks, in the schedule of one direction of one attention call.
-
-    Args:
+    Attributes:
         problem: the shapes of the call; `rank` is ignored.
         visible: fraction of visible entries, for all blocks or for each (0.5 for balanced causal layouts).
-        visible_rows: the argument of `lv_xattn_bytes`, for LV-XAttn only: Q shards are sent among all pairs, and of
-            each only the rows that attend to a key of the receiver.
+        visible_rows: the argument of `mesh_bytes`, for LV-XAttn only: Q shards are sent among all pairs, and of each
+            only the rows that attend to a key of the receiver.
+        visual: the projection of K and V from visual features; None if K and V are given.
     """
-    if visible_rows is not None:
-        spec = replace(spec, all_pairs=True)
-    degree, mesh_shape, replicated = spec.head_degree, spec.mesh_shape, spec.strategy == "replicate"
-    inner = problem_between_groups(problem, degree)
-    ranks = ratios = None
-    if replicated:  # every rank attends to all keys, which it projects itself
-        inner, mesh_shape = replace(inner, keys=(sum(problem.keys),) * problem.ranks), (1, 1)
-    elif 1 not in mesh_shape:
-        mean = _mean_visible(visible, range(problem.ranks), range(problem.ranks))
-        ranks = _mesh_ranks(inner, mesh_shape, cluster, degree, backward=backward)
-        ratios = overlap_ratios_by_rates(
-            problem, mesh_shape, cluster, backward=backward, head_degree=degree, visible=mean
-        )
 
-    def seconds(block: AttentionBlock, rank: int) -> float:
-        i, j, keys = block.q_shard * degree, block.kv_shard * degree, inner.keys[block.kv_shard]
-        rows, columns = range(i, i + degree), range(j, j + degree)
-        if replicated:  # the one block has the rank's own rows and all keys
-            rows, columns = range(rank, rank + 1), range(problem.ranks)
-        fraction = _mean_visible(visible, rows, columns)
-        return block_seconds(inner, cluster, keys, backward=backward, visible=fraction) / block.parts
+    problem: Problem
+    spec: ParallelSpec
+    cluster: Cluster
+    _: KW_ONLY
+    backward: bool
+    visible: VisibleFraction = 1.0
+    visible_rows: Sequence[Sequence[int]] | None = None
+    visual: VisualProjection | None = None
 
-    def size(transfer: Transfer, group: int) -> int:
-        kind, axis, shard, length = transfer.kind, transfer.axis, transfer.send_shard, None
-        if axis == "kv":
-            length = inner.key_batch * inner.keys[shard]
-        elif visible_rows is not None:
-            length = inner.key_batch * visible_rows[shard][transfer.dst if kind == "input" else group]
-        return sent_bytes(inner, spec, kind, axis, backward=backward, length=length)
+    @property
+    def cost(self) -> Cost:
+        """The cost of the schedule, of projecting K and V or the gradients of that, and of collectives around it."""
+        timelines, names = self.timelines(), (field.name for field in fields(Cost))
+        slowest = Cost(*(max(getattr(rank, name) for rank in timelines) for name in names))
+        return slowest + Cost(self.projection_seconds) + self._collectives
 
-    def phases(rank: int) -> list[Phase]:
+    @property
+    def projection_seconds(self) -> float:
+        """The seconds in which a rank projects features to K and V, or computes the gradients of that."""
+        problem, visual = self.problem, self.visual
+        if visual is None:
+            return 0.0
+        keys = max(problem.keys) * (problem.ranks if self._replicated else 1)
+        seconds = 4 * problem.key_batch * keys * visual.dim * problem.kv_heads * problem.dim / self.cluster.matmul
+        # backward: gradients, and K and V once more
+        return seconds * (visual.weights_trained + visual.trained + visual.recompute if self.backward else 1)
+
+    def timelines(self) -> Sequence[RankTimeline]:
+        """Return the timelines of ranks that represent all ranks."""
+        ranks, spec = self.problem.ranks, self.spec
+        even = len(set(self.problem.keys)) == 1 and isinstance(self.visible, float | int) and self.visible_rows is None
+        if self._order is not None:
+            spec = replace(spec, mesh_shape=spec.mesh_shape[::-1])
+        period = symmetry_period(spec, ranks, self.cluster) if even else ranks
+        return simulate([self._phases(rank) for rank in range(period)], ranks, self.cluster)
+
+    def _phases(self, rank: int) -> list[Phase]:
+        degree = self.spec.head_degree
         group, member = divmod(rank, degree)
-        options: dict[str, Any] = {"ranks": ranks, "direct": spec.all_pairs, "overlap_ratios": ratios}
-        schedule = schedule_for(mesh_shape, 0 if replicated else group, backward=backward, **options)
+        schedule = schedule_for(
+            (1, 1) if self._replicated else self.spec.mesh_shape,
+            0 if self._replicated else group,
+            backward=self.backward,
+            ranks=self._order,
+            direct=self._direct,
+            overlap_ratios=None if 1 in self.spec.mesh_shape else self.overlap_ratios,
+        )
         return [
             Phase(
-                sum(seconds(block, rank) for block in step.blocks),
-                tuple((transfer.dst * degree + member, size(transfer, group)) for transfer in step.transfers),
+                sum(self._block_seconds(block, rank) for block in step.blocks),
+                tuple((transfer.dst * degree + member, self._sent(transfer, group)) for transfer in step.transfers),
                 tuple(transfer.src * degree + member for transfer in step.transfers),
             )
             for step in schedule
         ]
 
-    even = len(set(problem.keys)) == 1 and isinstance(visible, float | int) and visible_rows is None
-    in_nodes = spec if ranks is None else replace(spec, mesh_shape=mesh_shape[::-1])
-    period = symmetry_period(in_nodes, problem.ranks, cluster) if even else problem.ranks
-    return simulate([phases(rank) for rank in range(period)], problem.ranks, cluster)
+    def _block_seconds(self, block: AttentionBlock, rank: int) -> float:
+        i, j, degree = block.q_shard, block.kv_shard, self.spec.head_degree
+        rows, columns = (range(shard * degree, (shard + 1) * degree) for shard in (i, j))
+        if self._replicated:  # the one block has the rank's own rows and all keys
+            rows, columns = range(rank, rank + 1), range(self.problem.ranks)
+        return self._seconds(self._inner.keys[j], self._mean_visible(rows, columns)) / block.parts
 
+    def _seconds(self, keys: int, visible: float) -> float:
+        """Return the seconds of a block, a Q shard with `keys` keys; 0 if no entry is visible."""
+        inner, cluster = self._inner, self.cluster
+        entries = inner.batch * inner.rows * keys * visible
+        if not entries:
+            return 0.0
+        flops, rate = (10, cluster.attention_backward) if self.backward else (4, cluster.attention_forward)
+        return flops * entries * inner.heads * inner.dim / rate + cluster.block_overhead_s
 
-def _mean_visible(visible: VisibleFraction, rows: Sequence[int], columns: Sequence[int]) -> float:
-    """Return the fraction of visible entries in the blocks of these ranks."""
-    if isinstance(visible, float | int):
-        return visible
-    return sum(visible[i][j] for i in rows for j in columns) / (len(rows) * len(columns))
+    def _mean_visible(self, rows: Sequence[int], columns: Sequence[int]) -> float:
+        """Return the fraction of visible entries in the blocks of these ranks."""
+        if isinstance(self.visible, float | int):
+            return self.visible
+        return sum(self.visible[i][j] for i in rows for j in columns) / (len(rows) * len(columns))
 
+    def _sent(self, transfer: Transfer, group: int) -> int:
+        """Return the bytes that a group sends in a transfer."""
+        kind, axis, shard, length = transfer.kind, transfer.axis, transfer.send_shard, None
+        if axis == "kv":
+            length = self._inner.key_batch * self._inner.keys[shard]
+        elif self.visible_rows is not None:
+            to = transfer.dst if kind == "input" else group
+            length = self._inner.key_batch * self.visible_rows[shard][to]
+        return self._transfer_bytes(kind, axis, length)
 
-def block_seconds(problem: Problem, cluster: Cluster, keys: int, *, backward: bool, visible: float = 1.0) -> float:
-    """Return the seconds of one block, a Q shard with `keys` keys; 0 if no entry is visible."""
-    entries = problem.batch * problem.rows * keys * visible
-    if not entries:
-        return 0.0
-    flops, rate = (10, cluster.attention_backward) if backward else (4, cluster.attention_forward)
-    return flops * entries * problem.heads * problem.dim / rate + cluster.block_overhead_s
+    def _transfer_bytes(self, kind: TransferKind, axis: Axis, length: int | None = None) -> int:
+        options = {"backward": self.backward, "direct": self._direct, "length": length}
+        return transfer_bytes(self._inner, self.spec.mesh_shape, kind, axis, **options)
 
+    @property
+    def _replicated(self) -> bool:
+        return self.spec.strategy == "replicate"
 
-def sent_tensors(
-    problem: Problem,
-    spec: ParallelSpec,
-    kind: TransferKind,
-    axis: Axis,
-    *,
-    backward: bool,
-    length: int | None = None,
-) -> list[tuple[int, Hashable]]:
-    """Return bytes and dtype of each tensor of a transfer of `length` rows or keys, over all samples.
+    @property
+    def _direct(self) -> bool:
+        return self.spec.all_pairs or self.visible_rows is not None
 
-    By default, these are the rows of one rank, or the keys of rank 0.
-    """
-    a, b = spec.mesh_shape
-    if axis == "kv":
-        keys = problem.key_batch * problem.keys[0] if length is None else length
-        element = problem.element if kind == "input" else problem.result_element(b)
-        return [(keys * problem.kv_heads * problem.dim * element, element)] * 2
-    rows = (problem.batch * problem.rows if length is None else length) * problem.heads
-    element = problem.element if kind == "input" else problem.result_element(a, direct=spec.all_pairs)
-    full, lse = (rows * problem.dim * element, element), (rows * LSE_BYTES, "lse")
-    if kind == "input":  # Q; with dO, the log-sum-exp and delta
-        return [full, lse] * 2 if backward else [full]
-    return [full] if backward else [full, lse]
+    @cached_property
+    def _inner(self) -> Problem:
+        """The problem that groups of ranks solve after head sharding; with replicated features, all keys are local."""
+        if self._replicated:
+            return replace(self.problem, keys=(sum(self.problem.keys),) * self.problem.ranks)
+        return problem_between_groups(self.problem, self.spec.head_degree)
 
+    @cached_property
+    def _order(self) -> tuple[int, ...] | None:
+        """The groups of ranks by position in a mesh; None: by number, as in a ring."""
+        inner, shape = self._inner, self.spec.mesh_shape
+        if 1 in shape:
+            return None
+        nodes = tuple(rank * self.spec.head_degree // self.cluster.gpus_per_node for rank in range(inner.ranks))
+        numbers, sent = tuple(range(inner.ranks)), mesh_axis_bytes(inner, shape, backward=self.backward)
+        ranks = mesh_ranks(numbers, nodes, shape, *sent)
+        return None if ranks == numbers else ranks
 
-def sent_bytes(*transfer: Any, **options: Any) -> int:
-    """Return the bytes of one transfer (`sent_tensors`); over a schedule they add up to those of `bytes_sent`."""
-    return sum(size for size, _ in sent_tensors(*transfer, **options))
+    @cached_property
+    def overlap_ratios(self) -> OverlapRatios:
+        """How many blocks hide one transfer of each kind; a mesh orders its steps by these ratios.
 
+        They are rounded to two digits, so that similar lengths share one (cached) order.
+        """
+        every, (a, b), degree = range(self.problem.ranks), self.spec.mesh_shape, self.spec.head_degree
+        block = self._seconds(ceil(sum(self._inner.keys) / self._inner.ranks), self._mean_visible(every, every))
+        kv_first = self._order is not None
+        first = b if kv_first else a
+        near = self._slowest_hop(distance=degree, span=first * degree)
+        far = self._slowest_hop(distance=first * degree, span=a * b * degree)
+        q_hop, kv_hop = (far, near) if kv_first else (near, far)
 
-def overlap_ratios_by_rates(
-    problem: Problem,
-    mesh_shape: tuple[int, int],
-    cluster: Cluster,
-    *,
-    backward: bool,
-    head_degree: int = 1,
-    visible: float = 1.0,
-) -> OverlapRatios:
-    """Return how many blocks hide one transfer of each kind; a mesh orders its steps by these ratios.
+        def blocks(kind: TransferKind, axis: Axis) -> float:
+            rate, latency, _ = q_hop if axis == "q" else kv_hop
+            seconds = latency + self._transfer_bytes(kind, axis) / rate + self.cluster.step_overhead_s
+            return float(f"{seconds / block:.2g}") if block else 1.0
 
-    They are rounded to two digits, so that similar lengths share one (cached) order.
-    """
-    inner = problem_between_groups(problem, head_degree)
-    keys = ceil(sum(inner.keys) / len(inner.keys))
-    block = block_seconds(inner, cluster, keys, backward=backward, visible=visible)
-    a, b = mesh_shape
-    kv_first = _mesh_ranks(inner, mesh_shape, cluster, head_degree, backward=backward) is not None
-    first = b if kv_first else a
-    near = _slowest_hop(cluster, problem.ranks, distance=head_degree, span=first * head_degree)
-    far = _slowest_hop(cluster, problem.ranks, distance=first * head_degree, span=a * b * head_degree)
-    q_hop, kv_hop = (far, near) if kv_first else (near, far)
+        return OverlapRatios(
+            q=blocks("input", "q"),
+            kv=blocks("input", "kv"),
+            o=blocks("result", "q"),
+            dkv=blocks("result", "kv"),
+            one_link=q_hop[2] == kv_hop[2],
+        )
 
-    def blocks(kind: TransferKind, axis: Axis) -> float:
-        size = sent_bytes(inner, ParallelSpec("mesh", mesh_shape), kind, axis, backward=backward)
-        rate, latency, _ = q_hop if axis == "q" else kv_hop
-        seconds = latency + size / rate + cluster.step_overhead_s
-        return float(f"{seconds / block:.2g}") if block else 1.0
+    def _slowest_hop(self, *, distance: int, span: int) -> tuple[float, float, bool]:
+        """Return bytes/s, latency in seconds, and whether nodes are crossed, of the slowest hop of rings of `span`
+        ranks whose neighbours are `distance` ranks apart."""
+        cluster, node = self.cluster, self.cluster.gpus_per_node
+        if self.problem.ranks <= node or (span <= node and node % span == 0):
+            return cluster.node_link, cluster.node_latency_s, False
+        crossing = min(distance, node)  # ranks of one node whose neighbour is on another node
+        rate = min(cluster.gpu_network_link, cluster.network_link / crossing)
+        return rate, cluster.network_latency_s, True
 
-    return OverlapRatios(
-        q=blocks("input", "q"),
-        kv=blocks("input", "kv"),
-        o=blocks("result", "q"),
-        dkv=blocks("result", "kv"),
-        one_link=q_hop[2] == kv_hop[2],
-    )
+    @property
+    def _collectives(self) -> Cost:
+        """The cost of the collectives around the schedule; no computation hides them."""
+        problem, visual, backward, degree = self.problem, self.visual, self.backward, self.spec.head_degree
+        if self._replicated and problem.ranks > 1:
+            # One layer's part of gathering the features, or of summing their gradients; without features, K and V.
+            keys, layers = problem.key_batch * max(problem.keys), 1
+            size = 2 * keys * problem.kv_heads * problem.dim
+            if visual is not None:
+                if backward and not visual.trained:
+                    return Cost()
+                size, layers = keys * visual.dim, visual.layers
+            size *= problem.accumulated if backward else problem.element
+            cost = all_gather(self.cluster, problem.ranks, size)
+            seconds = cost.seconds / layers
+            return Cost(seconds, seconds, 0.0, cost.node_bytes // layers, cost.network_bytes // layers)
+        if degree == 1:
+            return Cost()
+        q, kv, partial = self.head_shard_bytes
+        if backward:  # dO, and K and V if they were recomputed; then dQ, dK, dV
+            element = problem.result_element(degree, direct=True)
+            kv_gradients = kv // problem.element * element if partial else kv
+            sizes = (q + (kv if visual is not None and visual.recompute else 0), q + kv_gradients)
+        else:  # Q, K, V; then O and the log-sum-exp
+            sizes = (q + kv, q + problem.batch * problem.rows * problem.heads * LSE_BYTES)
+        return sum((all_to_all(self.cluster, problem.ranks, degree, size) for size in sizes), Cost())
 
-
-def _mesh_ranks(
-    inner: Problem, mesh_shape: tuple[int, int], cluster: Cluster, head_degree: int, *, backward: bool
-) -> tuple[int, ...] | None:
-    """Return the ranks by position of a mesh of groups of `head_degree` ranks; None: by number, as if it is a ring."""
-    if 1 in mesh_shape:
-        return None
-    nodes = tuple(rank * head_degree // cluster.gpus_per_node for rank in range(inner.ranks))
-    numbers, sent = tuple(range(inner.ranks)), mesh_axis_bytes(inner, mesh_shape, backward=backward)
-    ranks = mesh_ranks(numbers, nodes, mesh_shape, *sent)
-    return None if ranks == numbers else ranks
-
-
-def _slowest_hop(cluster: Cluster, ranks: int, *, distance: int, span: int) -> tuple[float, float, bool]:
-    """Return bytes/s, latency in seconds, and whether nodes are crossed, of the slowest hop of rings of `span` ranks
-    whose neighbours are `distance` ranks apart."""
-    node = cluster.gpus_per_node
-    if ranks <= node or (span <= node and node % span == 0):
-        return cluster.node_link, cluster.node_latency_s, False
-    crossing = min(distance, node)  # ranks of one node whose neighbour is on another node
-    rate = min(cluster.gpu_network_link, cluster.network_link / crossing)
-    return rate, cluster.network_latency_s, True
-
-
-def _collectives(
-    problem: Problem, spec: ParallelSpec, cluster: Cluster, backward: bool, visual: VisualProjection | None
-) -> Cost:
-    """Return the cost of the collectives around the schedule; no computation hides them."""
-    if spec.strategy == "replicate" and problem.ranks > 1:
-        # One layer's part of gathering the features, or of summing their gradients; without features, K and V.
-        keys, layers = problem.key_batch * max(problem.keys), 1
-        size = 2 * keys * problem.kv_heads * problem.dim
-        if visual is not None:
-            if backward and not visual.trained:
-                return Cost()
-            size, layers = keys * visual.dim, visual.layers
-        cost = all_gather(cluster, problem.ranks, size * (problem.accumulated if backward else problem.element))
-        seconds = cost.seconds / layers
-        return Cost(seconds, seconds, 0.0, cost.node_bytes // layers, cost.network_bytes // layers)
-    if spec.head_degree == 1:
-        return Cost()
-    q, kv = head_sharding_bytes(problem, spec.head_degree)
-    if backward:  # dO, and K and V if they were recomputed; then dQ, dK, dV
-        partial = _sharded_kv_heads(problem, spec.head_degree) > problem.kv_heads  # ranks share a KV head
-        element = problem.result_element(spec.head_degree, direct=True)
-        kv_gradients = kv // problem.element * element if partial else kv
-        sizes = (q + (kv if visual is not None and visual.recompute else 0), q + kv_gradients)
-    else:  # Q, K, V; then O and the log-sum-exp
-        sizes = (q + kv, q + problem.batch * problem.rows * problem.heads * LSE_BYTES)
-    return sum((all_to_all(cluster, problem.ranks, spec.head_degree, size) for size in sizes), Cost())
-
-
-def _sharded_kv_heads(problem: Problem, degree: int) -> int:
-    """Return the number of KV heads that `degree` ranks hold together; several ranks may hold the same one."""
-    shards = HeadShards(problem.heads, problem.kv_heads, degree)
-    return sum(len(shards.kv_heads_of(member)) for member in range(degree))
-
-
-def head_sharding_bytes(problem: Problem, degree: int) -> tuple[int, int]:
-    """Return the bytes of Q, and of K and V, of one rank, that an all-to-all turns into head shards."""
-    rows = problem.batch * problem.rows * problem.heads
-    keys = 2 * problem.key_batch * max(problem.keys) * _sharded_kv_heads(problem, degree)
-    return rows * problem.dim * problem.element, keys * problem.dim * problem.element
+    @property
+    def head_shard_bytes(self) -> tuple[int, int, bool]:
+        """Bytes of Q, and of K and V, of a rank that an all-to-all turns into head shards; whether ranks share a head
+        of K and V."""
+        problem, degree = self.problem, self.spec.head_degree
+        shards = HeadShards(problem.heads, problem.kv_heads, degree)
+        kv_heads = sum(len(shards.kv_heads_of(member)) for member in range(degree))
+        head = problem.dim * problem.element
+        kv = 2 * problem.key_batch * max(problem.keys) * kv_heads * head
+        return problem.batch * problem.rows * problem.heads * head, kv, kv_heads > problem.kv_heads
 
 
 @dataclass(frozen=True)
@@ -380,7 +347,7 @@ def select_strategy(
         strategies: the strategies to compare.
         mesh_shape: the only mesh shape to consider; None for any.
         visible_rows: rows of rank i that attend to any key of rank j, if the mask reduces what LV-XAttn sends.
-        **call: further arguments of `call_cost`: visible, visual.
+        **call: further attributes of `AttentionCall`: visible, visual.
 
     Raises:
         ConfigError: no strategy is legal, or one is unknown.
@@ -388,7 +355,7 @@ def select_strategy(
 
     def cost(spec: ParallelSpec, backward: bool) -> Cost:
         rows = visible_rows if spec.strategy == "lv-xattn" else None
-        return call_cost(problem, spec, cluster, backward=backward, visible_rows=rows, **call)
+        return AttentionCall(problem, spec, cluster, backward=backward, visible_rows=rows, **call).cost
 
     # All pairs may exchange inside a node with symmetric links. Under a mask with `visible_rows` they do so anyway.
     all_pairs = visible_rows is None and cluster.all_pairs and problem.ranks <= cluster.gpus_per_node

@@ -11,7 +11,8 @@ Collectives, in which all ranks do the same at once, have closed formulas here. 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
+from operator import add
 from pathlib import Path
 
 from mllm_seqpar.errors import ConfigError
@@ -129,10 +130,10 @@ class Cost:
     network_bytes: int = 0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(*(x + y for x, y in zip(astuple(self), astuple(other), strict=True)))
+        return Cost(*map(add, vars(self).values(), vars(other).values()))
 
     def __mul__(self, count: int) -> Cost:
-        return Cost(*(x * count for x in astuple(self)))
+        return Cost(*(x * count for x in vars(self).values()))
 
 
 @dataclass(frozen=True)

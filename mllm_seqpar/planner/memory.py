@@ -26,10 +26,10 @@ from dataclasses import replace
 from itertools import product, zip_longest
 
 from mllm_seqpar.schedules import Axis, MeshShape, TransferKind
-from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem, problem_between_groups
+from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem, problem_between_groups, sent_tensors, transfer_bytes
 from mllm_seqpar.schedules.mesh_shapes import least_bytes_mesh_shape, resolve_tile
 
-from .call_cost import ParallelSpec, sent_bytes, sent_tensors
+from .call_cost import ParallelSpec
 from .model_sizes import LayerSizes
 from .workload import FLOAT32, Workload
 
@@ -69,16 +69,13 @@ def peak_memory(workload: Workload, spec: ParallelSpec, text_spec: ParallelSpec 
     if training:
         kinds["activations"] += saved_before_features(workload)
         if lora is not None:  # the r channels between the two layers of each adapter on text
-            adapted = [model.linear[target] for target in workload.lora_target]
-            count = sum(
-                (min(one.layers, 1) if workload.checkpointing else one.layers) * len(one.text) for one in adapted
-            )
+            adapted = [one for one in model.linear if one.target in workload.lora_target and not one.visual]
+            count = sum(len(one.channels) * (1 if workload.checkpointing else one.layers) for one in adapted)
             kinds["activations"] += count * lora * workload.tokens * workload.element
     if n > 1:
         # FSDP2 gathers the current and the next layer, or embeddings; in backward, it has one unsharded gradient.
-        attention, mlp, cross = (model.linear[name].parameters for name in ("attention", "mlp", "cross"))
-        crossing = cross + model.gate_parameters if model.cross.layers else 0
-        largest = max(attention + mlp, crossing, text.vocabulary * text.hidden)
+        layers = model.parameters_of("attention", "mlp") // text.layers, text.vocabulary * text.hidden
+        largest = max(*layers, model.parameters_of("cross") // max(1, model.cross.layers))
         kinds["buffers"] += largest * workload.element * (3 if training and lora is None else 2)
     tower = frozen_tower_memory(workload) + pixels_on_device(workload, workload.tower_frames)
     if training and workload.trained == "all":  # the first layer of a trained tower saves the pixels
@@ -295,8 +292,8 @@ def _attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
         elements = 2 * visual * cross.kv_heads * cross.head_dim
         kv, grads = elements * problem.element, elements * problem.accumulated
     if workload.visual_offload:  # the rows of all ranks and their results, as they are sent and as they are computed
-        ring, kinds = ParallelSpec("lv-xattn", (problem.ranks, 1)), ("input", "result")
-        rows = sum(sent_bytes(problem, ring, kind, "q", backward=training) for kind in kinds)
+        shape, kinds = (problem.ranks, 1), ("input", "result")
+        rows = sum(transfer_bytes(problem, shape, kind, "q", backward=training) for kind in kinds)
         return kv + (2 * workload.gpus - 1) * rows + (grads if training else 0)
     forward = kv + _partial_results(problem, spec, backward=False)
     if not training:
@@ -319,7 +316,7 @@ def _partial_results(problem: Problem, spec: ParallelSpec, *, backward: bool) ->
     """
     held = replace(problem, direct_element=None)  # results are rounded, if at all, when they are sent
     shards = product(("q", "kv"), ("input", "result"))
-    q, o, kv, dkv = (sent_bytes(held, spec, kind, axis, backward=backward) for axis, kind in shards)
+    q, o, kv, dkv = (transfer_bytes(held, spec.mesh_shape, kind, axis, backward=backward) for axis, kind in shards)
     dkv = dkv if backward else 0
     if spec.strategy == "replicate":
         return o
@@ -364,15 +361,15 @@ def receive_buffer_bytes(calls: Iterable[tuple[Problem, ParallelSpec]], *, train
         if spec.strategy == "replicate" or spec.mesh_shape == (1, 1):
             continue
         inner = problem_between_groups(problem, spec.head_degree)
-        lengths: dict[Axis, int] = {"q": inner.batch * inner.rows, "kv": inner.key_batch * max(inner.keys)}
         # A received result is added to the rank's own before the next one of its axis is received.
         (a, b), (held_q, held_kv) = spec.mesh_shape, shards_at_one_time(spec.mesh_shape)
         counts: dict[tuple[TransferKind, Axis], int] = {("input", "q"): held_q, ("input", "kv"): held_kv}
         counts |= {("result", "q"): int(a > 1), ("result", "kv"): int(b > 1 and backward)}
         used: defaultdict[Hashable, list[int]] = defaultdict(list)
         for (kind, axis), count in counts.items():
-            for size, dtype in sent_tensors(inner, spec, kind, axis, backward=backward, length=lengths[axis]):
-                used[kind, axis, dtype] += [size] * count
+            sent = sent_tensors(inner, spec.mesh_shape, kind, axis, backward=backward, direct=spec.all_pairs)
+            for label, (elements, element) in sent.items():
+                used[kind, axis, label in ("lse", "delta"), element] += [elements * element] * count
         for key, sizes in used.items():
             merged[key] = [max(pair) for pair in zip_longest(merged[key], sizes, fillvalue=0)]
     return sum(map(sum, merged.values()))

@@ -157,22 +157,25 @@ class ResamplerSizes(Description):
 
 
 class LinearLayers(NamedTuple):
-    """Equal layers of one kind, as (input, output) channels of their linear layers.
+    """Linear layers of all equal layers of one kind.
 
     Attributes:
+        target: what adapters name them by: attention, mlp, cross, or connector (behind the tower).
+        part: the part of a step that they belong to.
         layers: the number of equal layers.
-        text: the linear layers that compute on text tokens.
-        visual: those that compute on visual tokens, `VisionSizes.keys` to a frame.
+        channels: (input, output) of each linear layer of one of them.
+        visual: whether they compute on visual tokens, `VisionSizes.keys` to a frame, instead of text tokens.
     """
 
+    target: str
+    part: str
     layers: int
-    text: tuple[tuple[int, int], ...] = ()
-    visual: tuple[tuple[int, int], ...] = ()
+    channels: tuple[tuple[int, int], ...]
+    visual: bool = False
 
     @property
     def parameters(self) -> int:
-        """The number of weights in the linear layers of one layer."""
-        return sum(inputs * outputs for inputs, outputs in (*self.text, *self.visual))
+        return self.layers * sum(inputs * outputs for inputs, outputs in self.channels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,33 +225,37 @@ class ModelSizes(Description):
         return max(1, round(height / side)) * max(1, round(width / side))
 
     @cached_property
-    def linear(self) -> dict[str, LinearLayers]:
-        """The linear layers by what adapters may be on: attention, mlp, cross, and connector (behind the tower)."""
+    def linear(self) -> tuple[LinearLayers, ...]:
+        """The linear layers, without those of the tower and the head."""
         text, cross, resampler, width = self.text, self.cross, self.resampler, self.text.hidden
         q, kv = (width, text.heads * text.head_dim), (width, text.kv_heads * text.head_dim)
-        crossing = ((width, cross.heads * cross.head_dim),) * (2 if cross.own_queries else 0)
-        crossing += ((width, cross.mlp_inner),) * cross.mlp_matrices
+        queries = ((width, cross.heads * cross.head_dim),) * (2 if cross.own_queries else 0)
+        keys = ((cross.visual_dim, cross.kv_heads * cross.head_dim),) * 2
         connector = tuple(pairwise(self.projector or ())) * (1 + self.vision.deepstack)
         if resampler:
             inner = ((self.vision.width, resampler.mlp_inner),) * (2 if resampler.mlp_inner else 0)
             attention = ((self.vision.width, resampler.heads * resampler.head_dim),) * 4
             connector += (attention + inner) * resampler.layers
-        return {
-            "attention": LinearLayers(text.layers, (q, kv, kv, q[::-1])),
-            "mlp": LinearLayers(text.layers, ((width, text.mlp_inner),) * text.mlp_matrices),
-            "cross": LinearLayers(cross.layers, crossing, ((cross.visual_dim, cross.kv_heads * cross.head_dim),) * 2),
-            "connector": LinearLayers(1, visual=connector),
-        }
+        every = (
+            LinearLayers("attention", "self-attention", text.layers, (q, kv, kv, q[::-1])),
+            LinearLayers("mlp", "MLP", text.layers, ((width, text.mlp_inner),) * text.mlp_matrices),
+            LinearLayers("cross", "cross-attention", cross.layers, queries),
+            LinearLayers("cross", "MLP", cross.layers, ((width, cross.mlp_inner),) * cross.mlp_matrices),
+            LinearLayers("cross", "cross-attention", cross.layers, keys, visual=True),
+            LinearLayers("connector", "vision tower", 1, connector, visual=True),
+        )
+        return tuple(one for one in every if one.layers and one.channels)
 
-    @property
-    def gate_parameters(self) -> int:
-        """Parameters of the gate of one cross-attention layer."""
-        return self.cross.head_dim**2 if self.cross.gate == "per_head" else 0
+    def parameters_of(self, *targets: str) -> int:
+        """Return the parameters of all layers that adapters name so, and of the gates of cross-attention layers."""
+        gates = self.cross.layers * self.cross.head_dim**2 if self.cross.gate == "per_head" else 0
+        linear = sum(one.parameters for one in self.linear if one.target in targets)
+        return linear + (gates if "cross" in targets else 0)
 
     @property
     def parameters(self) -> int:
-        layers = sum(one.layers * one.parameters for one in self.linear.values())
-        return layers + self.cross.layers * self.gate_parameters + self.text.embeddings + self.vision.parameters
+        layers = self.parameters_of("attention", "mlp", "cross", "connector")
+        return layers + self.text.embeddings + self.vision.parameters
 
 
 def read_model(path: str | Path) -> ModelSizes:

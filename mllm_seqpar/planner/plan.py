@@ -15,7 +15,7 @@ from typing import Any
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.schedules.mesh_shapes import STRATEGIES, TEXT_STRATEGIES
 
-from .call_cost import MARGIN, Candidate, ParallelSpec, Selection, head_sharding_bytes, select_strategy
+from .call_cost import MARGIN, AttentionCall, Candidate, ParallelSpec, Selection, select_strategy
 from .cluster import Cluster, Cost, Passes, all_gather, all_to_all
 from .memory import USABLE, peak_memory
 from .workload import FLOAT32, Workload
@@ -195,13 +195,13 @@ def attention_selection(
     """
     kind = workload.self_attention
     if part == "self-attention":
-        strategies = ("ring",) if workload.text_ranks == 1 else TEXT_STRATEGIES if kind == "auto" else (kind,)
+        strategies = TEXT_STRATEGIES if kind == "auto" else (kind,)
+        if workload.gpus == 1 and kind != "local":  # one GPU has all of the text with any strategy
+            strategies = ("ring",)
     problem, visual = workload.problem(part), workload.visual if part == "cross-attention" else None
     options: dict[str, Any] = {"visible": workload.visible(part), "visual": visual, "strategies": strategies}
     try:
-        selection = select_strategy(
-            problem, simulated_cluster(workload, cluster), training=workload.training, **options
-        )
+        return select_strategy(problem, simulated_cluster(workload, cluster), training=workload.training, **options)
     except ConfigError as error:
         if part != "self-attention":
             raise
@@ -209,12 +209,6 @@ def attention_selection(
             f"self_attention: {kind} cannot shard {problem.heads} heads over {workload.gpus} GPUs; choose ring, or "
             "another number of GPUs"
         ) from error
-    if part == "self-attention" and kind == "local":
-        local = ParallelSpec("local", (1, 1))
-        return replace(
-            selection, spec=local, candidates=(Candidate(selection.forward, selection.backward, spec=local),)
-        )
-    return selection
 
 
 def step_parts(workload: Workload, cluster: Cluster, cross: Candidate | None, text: Candidate) -> Mapping[str, Passes]:
@@ -222,37 +216,36 @@ def step_parts(workload: Workload, cluster: Cluster, cross: Candidate | None, te
 
     A decoder-only model has no cross-attention. An answer has one more part, "decoding".
     """
-    model, tokens, layers = workload.model, workload.tokens, workload.checkpointing
-    full = workload.lora_r is None
-
-    def linear(parameters: int, trained: bool, recomputed: int = 0, tokens: int = tokens) -> Passes:
-        """Return the cost of linear layers with this number of recomputations, by default on all tokens of a rank."""
-        once = 2 * parameters * tokens / cluster.matmul
-        return Passes(Cost(once), Cost(once * (1 + trained + recomputed) if workload.training else 0.0))
-
-    trained, sizes = workload.language_trained, model.cross
-    attention, mlp = (model.linear[name].parameters for name in ("attention", "mlp"))
-    one_layer = linear(attention, trained, layers) + _attention_call(workload, cluster, "self-attention", text)
-    parts = {"vision tower": _vision(workload, cluster), "self-attention": one_layer * model.text.layers}
+    model, chunked, checkpointing = workload.model, workload.chunked, workload.checkpointing
+    parts = {"vision tower": _vision(workload, cluster)}
+    parts["self-attention"] = _attention_call(workload, cluster, "self-attention", text) * model.text.layers
     if cross is not None:
-        queries = 2 * model.text.hidden * sizes.heads * sizes.head_dim if sizes.own_queries else 0
-        one_layer = linear(queries, full, layers) + _attention_call(workload, cluster, "cross-attention", cross)
-        parts["cross-attention"] = one_layer * sizes.layers
-    # Chunks of an MLP are recomputed in backward. The recomputation of a decoder layer stops before its MLP, so that
-    # chunks are recomputed once. The MLP of a cross-attention layer is followed by a gate that saves its result, so
-    # that it is recomputed by both.
-    crossing = sizes.layers * sizes.mlp_matrices * model.text.hidden * sizes.mlp_inner
-    parts["MLP"] = linear(model.text.layers * mlp, trained, layers or workload.chunked)
-    parts["MLP"] += linear(crossing, full, layers + workload.chunked)
-    parts["vocabulary"] = linear(model.text.vocabulary * model.text.hidden, trained, tokens=workload.scored_tokens)
-    places = {"attention": "self-attention", "mlp": "MLP", "cross": "cross-attention", "connector": "vision tower"}
-    for target in workload.lora_target if not full else ():
-        adapted = model.linear[target]
-        if adapted.layers:
-            channels, visual = map(workload.adapter_channels, (adapted.text, adapted.visual))
-            work = linear(channels * adapted.layers, True, layers)
-            work += linear(visual * adapted.layers, True, layers, workload.local_frames * model.vision.keys)
-            parts[places[target]] += work
+        call = _attention_call(workload, cluster, "cross-attention", cross)
+        parts["cross-attention"] = call * model.cross.layers
+
+    def add(part: str, products: int, tokens: int, trained: bool, recomputed: int) -> None:
+        """Add linear layers with these multiply-adds per token and number of recomputations in backward."""
+        once = 2 * products * tokens / cluster.matmul
+        backward = once * (1 + trained + recomputed) if workload.training else 0.0
+        parts[part] = parts.get(part, Passes()) + Passes(Cost(once), Cost(backward))
+
+    visual_tokens = workload.local_frames * model.vision.keys
+    for one in model.linear:
+        decoder = one.target in ("attention", "mlp")
+        if not one.visual:  # `_vision` and the attention calls have those on visual tokens
+            recomputed = int(checkpointing)
+            if one.part == "MLP":
+                # Chunks of an MLP are recomputed in backward. The recomputation of a decoder layer stops before its
+                # MLP, so that chunks are recomputed once. The MLP of a cross-attention layer is followed by a gate that
+                # saves its result, so that it is recomputed by both.
+                recomputed = int(checkpointing or chunked) if decoder else checkpointing + chunked
+            trained = workload.language_trained if decoder else workload.lora_r is None
+            add(one.part, one.parameters, workload.tokens, trained, recomputed)
+        if adapters := workload.adapter_parameters(one):
+            part = "cross-attention" if one.target == "cross" else one.part
+            add(part, adapters, visual_tokens if one.visual else workload.tokens, True, checkpointing)
+    head = model.text.vocabulary * model.text.hidden
+    add("vocabulary", head, workload.scored_tokens, workload.language_trained, 0)
     parts["parameters"] = _parameters(workload, cluster, sum(parts.values(), Passes()))
     return parts | ({"decoding": _decoded_token(workload, cluster) * workload.answer} if workload.answer else {})
 
@@ -264,21 +257,19 @@ def _vision(workload: Workload, cluster: Cluster) -> Passes:
     local text by one all-gather; in backward, the gradients travel the other way.
     """
     model, vision, frames = workload.model, workload.model.vision, workload.local_frames
-    tokens = frames * vision.tokens
     attended = vision.layers * vision.tokens
     if vision.window:
         in_windows = (vision.layers - vision.full_layers) * min(vision.window, vision.tokens)
         attended = vision.full_layers * vision.tokens + in_windows
-    linear = 2 * vision.parameters * tokens / cluster.matmul
-    entries = tokens * attended * vision.width
+    linear = 2 * frames * vision.tokens * vision.parameters / cluster.matmul
+    entries = frames * vision.tokens * attended * vision.width
     forward, backward = linear + 4 * entries / cluster.attention_forward, 0.0
     if workload.trained == "all":
-        backward = 2 * linear + 10 * entries / cluster.attention_backward
-        backward += forward if workload.checkpointing else 0.0
-    work, r = vision.keys * model.linear["connector"].parameters, model.resampler
+        backward = 2 * linear + 10 * entries / cluster.attention_backward + forward * workload.checkpointing
+    products, r = vision.keys * model.parameters_of("connector"), model.resampler
     if r:  # K and V are projected from the patches, too
-        work += r.layers * 2 * vision.tokens * vision.width * r.heads * r.head_dim
-    connector = 2 * work * frames / cluster.matmul
+        products += r.layers * 2 * vision.tokens * vision.width * r.heads * r.head_dim
+    connector = 2 * products * frames / cluster.matmul
     training = workload.training and workload.trains_features
     if training:
         backward += connector * (2 if workload.lora_r is None else 1)
@@ -304,7 +295,7 @@ def _attention_call(workload: Workload, cluster: Cluster, part: str, candidate: 
         if workload.recompute_attention:
             again = candidate.forward
         elif degree > 1:
-            q, kv = head_sharding_bytes(problem, degree)
+            q, kv, _ = AttentionCall(problem, candidate.spec, cluster, backward=True).head_shard_bytes
             again = all_to_all(cluster, problem.ranks, degree, q + (0 if crossing and workload.recompute else kv))
     call = Passes(candidate.forward, candidate.backward + again)
     if crossing and workload.visual_offload:
@@ -365,8 +356,8 @@ def _decoded_token(workload: Workload, cluster: Cluster) -> Passes:
 
     Every rank computes all layers of the token, over its own keys. Sharded weights are gathered for each token.
     """
-    text, gpus, linear = workload.model.text, workload.gpus, workload.model.linear
-    layers = text.layers * (linear["attention"].parameters + linear["mlp"].parameters)
+    text, gpus = workload.model.text, workload.gpus
+    layers = workload.model.parameters_of("attention", "mlp")
     weights = layers + text.vocabulary * text.hidden
     seconds = 2 * weights * workload.batch / cluster.matmul
     if cluster.memory_rate is not None:

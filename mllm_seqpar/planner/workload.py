@@ -7,7 +7,6 @@ the gradient passes through them to earlier layers. Left out: dropout on the inp
 that an adapter in another dtype makes.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -18,7 +17,7 @@ from mllm_seqpar.schedules.bytes_sent import Problem
 from mllm_seqpar.schedules.mesh_shapes import TEXT_STRATEGIES
 
 from .descriptions import Description, number, one_of
-from .model_sizes import ModelSizes
+from .model_sizes import LinearLayers, ModelSizes
 
 FLOAT32 = 4
 TRAINED = ("all", "no-vision", "language", "connector", "none")
@@ -34,33 +33,19 @@ BASE_BYTES = (0.5, 1, 2, 4, 8)
 class Workload(Description):
     """A step of `model` on `gpus` ranks that share one batch.
 
+    The fields are options of `mllm-seqpar plan`, whose --help describes them. These have other names there, or more to
+    say:
+
     Attributes:
-        frames, text: images of the video of one sample, and its text tokens; in a decoder-only model without the
-            visual tokens.
+        frames: images of the video of one sample, of which `VisionSizes.temporal_patch` make a frame of the model.
         gpus: the number of ranks; FSDP2 shards the parameters over them too.
-        trained: "all"; "no-vision": all but the vision tower; "language": all but the tower and what follows it, so
-            that features can be computed beforehand; "connector": cross-attention and what follows the tower; "none":
-            forward only.
-        self_attention: "ring", "mesh", "ulysses", "local" (every rank computes all text), or "auto" (the fastest of the
-            first three). In a decoder-only model, "auto" compares the first three.
-        recompute: whether backward projects K and V of the frames again.
-        checkpointing: whether backward recomputes decoder layers, and the layers of a trained vision tower.
-        recompute_attention: whether that includes attention, instead of keeping its results.
-        mlp_chunk_size: tokens per MLP chunk, recomputed in backward if a rank has more; None for all tokens.
-        vision_chunk_size: frames that the vision tower encodes at once; None for all of a rank's frames.
-        visual_offload: "cpu" if the features stay in host memory, as in `SeqParConfig`.
-        content_tiles: image tiles of a frame with content, which are the only ones that text attends to; None for all.
-        element: bytes of an element of an activation (bf16: 2).
-        parameter: bytes of an element of a stored parameter and of its gradient (float32: 4).
-        optimizer: bytes of optimizer state per trained parameter (AdamW in float32: 8).
-        lora_r: the rank of LoRA adapters, which are then all that is trained; None without LoRA.
-        lora_target: the layers that have adapters, of `TARGETS`.
-        answer: tokens that are generated after a forward pass over the prompt, whose K and V stay on the ranks that
-            computed them.
-        shard_weights: whether the ranks shard the weights for that too; a forward pass or step without `answer` does.
-        decode_per_frame: frames that are decoded for each frame that is used; 30 at 1 of 30 frames per second.
-        base_parameter: with LoRA, bytes of a frozen weight (0.5: 4 bits); None: as `element`.
-        samples, epochs: samples of the data set, and how often each is used; None for a single step.
+        trained: with "language", features can be computed beforehand.
+        self_attention: "local": every rank computes all text; "auto": the fastest of ring, mesh and ulysses.
+        recompute: whether backward projects K and V of the frames again; without `--keep_visual`.
+        checkpointing: `--gradient_checkpointing`.
+        overlap: whether transfers run under computation; without `--no_overlap`.
+        shard_weights: a forward pass or step without `answer` shards the weights in any case.
+        base_parameter: with LoRA, bytes of a frozen weight; None: as `element`.
     """
 
     model: ModelSizes
@@ -260,7 +245,7 @@ class Workload(Description):
         """Whether the features have a gradient: the tower is trained, or a connector behind it."""
         if self.lora_r is not None:
             return "connector" in self.lora_target
-        connector = self.model.linear["connector"].parameters > 0
+        connector = self.model.parameters_of("connector") > 0
         return self.trained == "all" or (connector and self.trained in ("no-vision", "connector"))
 
     @property
@@ -268,9 +253,11 @@ class Workload(Description):
         """Whether the weights of the decoder layers have gradients."""
         return self.lora_r is None and self.trained in ("all", "no-vision", "language")
 
-    def adapter_channels(self, layers: Sequence[tuple[int, int]]) -> int:
+    def adapter_parameters(self, one: LinearLayers) -> int:
         """Return the parameters of the adapters on linear layers, which are the multiply-adds of a token."""
-        return (self.lora_r or 0) * sum(inputs + outputs for inputs, outputs in layers)
+        if self.lora_r is None or one.target not in self.lora_target:
+            return 0
+        return self.lora_r * one.layers * sum(inputs + outputs for inputs, outputs in one.channels)
 
     @property
     def frozen_bytes(self) -> int:
@@ -283,13 +270,12 @@ class Workload(Description):
     def trained_parameters(self) -> int:
         model = self.model
         if self.lora_r is not None:
-            adapted = [model.linear[target] for target in self.lora_target]
-            return sum(one.layers * self.adapter_channels((*one.text, *one.visual)) for one in adapted)
-        connector, cross = model.linear["connector"].parameters, model.linear["cross"].parameters
+            return sum(map(self.adapter_parameters, model.linear))
+        without_vision = model.parameters - model.vision.parameters
         return {
             "all": model.parameters,
-            "no-vision": model.parameters - model.vision.parameters,
-            "language": model.parameters - model.vision.parameters - connector,
-            "connector": connector + model.cross.layers * (cross + model.gate_parameters),
+            "no-vision": without_vision,
+            "language": without_vision - model.parameters_of("connector"),
+            "connector": model.parameters_of("connector", "cross"),
             "none": 0,
         }[self.trained]

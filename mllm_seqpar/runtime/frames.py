@@ -136,7 +136,10 @@ def select_strategy(
         q_shape, k_shape = (text.batch, shape.heads, text.local, shape.dim), (1, shape.kv_heads)
         training = torch.is_grad_enabled()
         projection = VisualProjection(
-            dim=visual.features.shape[2], layers=shape.layers, recompute=config.recompute_visual, trained=training
+            dim=visual.features.shape[2],
+            layers=shape.layers,
+            recompute=config.recompute_visual,
+            trained=training and visual.features.requires_grad,  # the same on ranks without frames
         )
         frames.selection = context.selector.select(
             problem_of(q_shape, k_shape, frames.key_lengths, probe.dtype, config.accumulate_dtype),

@@ -38,9 +38,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
 
 from .head_sharding import HeadShards
 from .mesh import MeshShape, OverlapRatios
+from .steps import Axis, TransferKind
 
 LSE_BYTES = 4
 """Bytes of a log-sum-exp, and of delta = rowsum(dO * O), which backward sends instead of O."""
@@ -82,66 +85,93 @@ class Problem:
         return self.accumulated if self.direct_element is None or not (direct or ranks == 2) else self.direct_element
 
 
-def lv_xattn_bytes(
+def sent_tensors(
     problem: Problem,
+    mesh_shape: MeshShape,
+    kind: TransferKind,
+    axis: Axis,
+    *,
+    backward: bool,
+    direct: bool = False,
+    length: int | None = None,
+) -> dict[str, tuple[int, int]]:
+    """Return the tensors of one transfer by label: their elements, and bytes per element.
+
+    `length` is the number of rows or keys of all batch items, by default of the rank that has the most.
+    """
+    element = problem.element
+    if kind == "result":
+        element = problem.result_element(mesh_shape[0 if axis == "q" else 1], direct=direct)
+    if axis == "kv":
+        keys = problem.key_batch * max(problem.keys) if length is None else length
+        full = keys * problem.kv_heads * problem.dim, element
+        return dict.fromkeys(("k", "v") if kind == "input" else ("dk", "dv"), full)
+    rows = (problem.batch * problem.rows if length is None else length) * problem.heads
+    full, lse = (rows * problem.dim, element), (rows, LSE_BYTES)
+    if kind == "input":
+        return {"q": full, "do": full, "lse": lse, "delta": lse} if backward else {"q": full}
+    return {"dq": full} if backward else {"o": full, "lse": lse}
+
+
+def transfer_bytes(*transfer: Any, **options: Any) -> int:
+    """Return the bytes of one transfer (`sent_tensors`)."""
+    return sum(count * element for count, element in sent_tensors(*transfer, **options).values())
+
+
+def mesh_bytes(
+    problem: Problem,
+    mesh_shape: MeshShape,
     *,
     backward: bool,
     visible_rows: Sequence[Sequence[int]] | None = None,
     direct: bool = False,
 ) -> dict[str, int]:
-    """Return the bytes that LV-XAttn sends per rank and call, by label: q, o, lse; backward q, do, lse, delta, dq.
+    """Return the bytes that a mesh sends per rank and call, by label: q, k, v, o, lse; backward q, do, lse, delta, k,
+    v, dq, dk, dv.
+
+    The Q group is the a ranks from a * (rank // a), the KV group the b ranks rank % a, rank % a + a, ... A rank sends
+    the K and V of all ranks of its KV group but the next one, where they end, and the dK and dV of all but its own.
 
     Args:
         problem: the call.
+        mesh_shape: (a, b) with a * b ranks; (n, 1) is LV-XAttn and (1, n) Ring Attention.
         backward: which pass.
-        visible_rows: with a mask, visible_rows[i][j] is the number of rows of rank i that attend to any key of rank j.
-            If batch items share their keys (key_batch 1), it counts the rows of all items, else the row numbers that do
-            so in any item. None: every row attends to keys of every rank.
+        visible_rows: with a mask, visible_rows[i][j] is the number of rows of rank i that attend to any key of rank j;
+            for (n, 1) only. If batch items share their keys (key_batch 1), it counts the rows of all items, else the
+            row numbers that do so in any item. None: every row attends to keys of every rank.
         direct: whether rows are sent point to point; always True with `visible_rows`.
     """
-    result = problem.result_element(problem.ranks, direct=direct or visible_rows is not None)
-    if visible_rows is None:
-        inputs = results = (problem.ranks - 1) * problem.batch * problem.heads * problem.rows
-    else:
-        others = [rank for rank in range(problem.ranks) if rank != problem.rank]
-        inputs = sum(visible_rows[problem.rank][j] for j in others) * problem.key_batch * problem.heads
-        results = sum(visible_rows[j][problem.rank] for j in others) * problem.key_batch * problem.heads
-    if not backward:
-        return {
-            "q": inputs * problem.dim * problem.element,
-            "o": results * problem.dim * result,
-            "lse": results * LSE_BYTES,
-        }
-    sent = {name: inputs * problem.dim * problem.element for name in ("q", "do")}
-    sent |= {name: inputs * LSE_BYTES for name in ("lse", "delta")}
-    return sent | {"dq": results * problem.dim * result}
+    (a, b), rank, direct = mesh_shape, problem.rank, direct or visible_rows is not None
+    kv_index, q_index = divmod(rank, a)
+    keys = problem.keys[q_index::a]
+    lengths: dict[tuple[TransferKind, Axis], int] = {}  # rows or keys of all transfers
+    if a > 1:
+        lengths["input", "q"] = lengths["result", "q"] = (a - 1) * problem.batch * problem.rows
+    if visible_rows is not None:
+        others = [other for other in range(problem.ranks) if other != rank]
+        lengths["input", "q"] = sum(visible_rows[rank][j] for j in others) * problem.key_batch
+        lengths["result", "q"] = sum(visible_rows[j][rank] for j in others) * problem.key_batch
+    if b > 1:
+        lengths["input", "kv"] = problem.key_batch * (sum(keys) - keys[(kv_index + 1) % b])
+    if b > 1 and backward:
+        lengths["result", "kv"] = problem.key_batch * (sum(keys) - keys[kv_index])
+    return {
+        label: count * element
+        for (kind, axis), length in lengths.items()
+        for label, (count, element) in sent_tensors(
+            problem, mesh_shape, kind, axis, backward=backward, direct=direct, length=length
+        ).items()
+    }
 
 
-def ring_bytes(problem: Problem, *, backward: bool) -> dict[str, int]:
-    """Return the bytes that Ring Attention sends per rank and call, by label: k, v; backward k, v, dk, dv.
-
-    A rank sends the K and V of all ranks but the next one, where they end, and the dK and dV of all ranks but itself.
-    """
-    width = problem.key_batch * problem.kv_heads * problem.dim
-    total, next_rank = sum(problem.keys), (problem.rank + 1) % problem.ranks
-    inputs = (total - problem.keys[next_rank]) * width * problem.element
-    sent = {"k": inputs, "v": inputs}
-    if backward:
-        results = (total - problem.keys[problem.rank]) * width * problem.result_element(problem.ranks)
-        sent |= {"dk": results, "dv": results}
-    return sent
+def lv_xattn_bytes(problem: Problem, **options: Any) -> dict[str, int]:
+    """Return the bytes of LV-XAttn; `options` as of `mesh_bytes`."""
+    return mesh_bytes(problem, (problem.ranks, 1), **options)
 
 
-def mesh_bytes(problem: Problem, mesh_shape: MeshShape, *, backward: bool) -> dict[str, int]:
-    """Return the bytes that a mesh sends per rank and call: LV-XAttn's in the Q group, the ring's in the KV group.
-
-    The Q group is the a ranks from a * (rank // a), the KV group the b ranks rank % a, rank % a + a, ...
-    """
-    a, _ = mesh_shape
-    kv_index, q_index = divmod(problem.rank, a)
-    in_q_group = replace(problem, keys=(0,) * a, rank=q_index)
-    in_kv_group = replace(problem, keys=problem.keys[q_index::a], rank=kv_index)
-    return lv_xattn_bytes(in_q_group, backward=backward) | ring_bytes(in_kv_group, backward=backward)
+def ring_bytes(problem: Problem, **options: Any) -> dict[str, int]:
+    """Return the bytes of Ring Attention; `options` as of `mesh_bytes`."""
+    return mesh_bytes(problem, (1, problem.ranks), **options)
 
 
 def mesh_axis_bytes(problem: Problem, mesh_shape: MeshShape, *, backward: bool) -> tuple[int, int]:
@@ -156,10 +186,12 @@ def overlap_ratios_by_bytes(problem: Problem, *, backward: bool) -> OverlapRatio
 
     This serves as a default if no speeds are known.
     """
-    row, key = problem.batch * problem.heads * problem.rows, problem.key_batch * problem.kv_heads * max(problem.keys)
-    o = row * (problem.dim * problem.accumulated + (0 if backward else LSE_BYTES))
-    q = row * (2 * problem.dim * problem.element + 2 * LSE_BYTES if backward else problem.dim * problem.element)
-    kv, dkv = (2 * key * problem.dim * size for size in (problem.element, problem.accumulated if backward else 0))
+    around = replace(problem, direct_element=None)
+    q, o, kv, dkv = (
+        transfer_bytes(around, (1, 1), kind, axis, backward=backward)
+        for axis, kind in product(("q", "kv"), ("input", "result"))
+    )
+    dkv = dkv if backward else 0
     largest = max(q, kv, o, dkv, 1)
     return OverlapRatios(q=q / largest, kv=kv / largest, o=o / largest, dkv=dkv / largest)
 

@@ -38,7 +38,7 @@ from mllm_seqpar.attention.keys import GivenKeys
 from mllm_seqpar.comm import Communicator, Pending, Recv, Send
 from mllm_seqpar.kernels import registry
 from mllm_seqpar.masks import FullBlockMasks
-from mllm_seqpar.planner import Cluster, ParallelSpec, call_cost, overlap_ratios_by_rates
+from mllm_seqpar.planner import AttentionCall, Cluster, ParallelSpec
 from mllm_seqpar.schedules.bytes_sent import Problem, expanded, mesh_bytes, ulysses_bytes
 from mllm_seqpar.schedules.mesh_shapes import TILE_STRATEGIES, mesh_shapes_of
 from namespaces import Network
@@ -158,7 +158,8 @@ class Mode:
         problem = problem_of(q.shape, k.shape, keys, q.dtype, self.accumulate_dtype)
         ratios = None
         if network is not None and strategy == "mesh":
-            forward, backward = (overlap_ratios_by_rates(problem, shape, network, backward=b) for b in (False, True))
+            calls = (AttentionCall(problem, self.spec, network, backward=b) for b in (False, True))
+            forward, backward = (call.overlap_ratios for call in calls)
             ratios = forward, backward
         tile, blocks = shape if strategy in TILE_STRATEGIES else None, FullBlockMasks(q.shape[0], q.shape[2], keys)
         call = call_spec_for(strategy, tile, blocks, problem, dtype, self.overlap, ratios)
@@ -189,7 +190,7 @@ class Mode:
         network, problem = cluster(setting, block, speed), self.problem(setting)
         if not self.overlap:
             network = replace(network, overlap=0.0)
-        passes = [call_cost(problem, self.spec, network, backward=b) for b in (False, True)]
+        passes = [AttentionCall(problem, self.spec, network, backward=b).cost for b in (False, True)]
         return sum(cost.seconds for cost in passes)
 
 

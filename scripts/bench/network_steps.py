@@ -48,7 +48,7 @@ from torch import Tensor
 from mllm_seqpar import FrameShard, patch_model
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.patching.patch import patch_of
-from mllm_seqpar.planner import Cluster, ParallelSpec, VisualProjection, call_cost
+from mllm_seqpar.planner import AttentionCall, Cluster, ParallelSpec, VisualProjection
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.projections import FunctionProjection
 from namespaces import Network
@@ -266,7 +266,8 @@ class StepBenchmark:
         def call_s(mode: Mode, spec: ParallelSpec | None, network: Cluster) -> float:
             assert spec is not None
             problem = mode.problem(self.setting)
-            return sum(call_cost(problem, spec, network, backward=b, visual=visual).seconds for b in (False, True))
+            calls = (AttentionCall(problem, spec, network, backward=b, visual=visual) for b in (False, True))
+            return sum(call.cost.seconds for call in calls)
 
         lv = steps["lv-xattn"].mode
         without = call_s(lv, lv.spec, ideal)

@@ -20,7 +20,7 @@ import harness
 import report
 from harness import Row
 
-from mllm_seqpar.planner import ParallelSpec, call_cost, read_cluster
+from mllm_seqpar.planner import AttentionCall, ParallelSpec, read_cluster
 from mllm_seqpar.planner.descriptions import CONFIGS
 from mllm_seqpar.planner.model_sizes import ModelSizes, read_model
 from mllm_seqpar.schedules.bytes_sent import Problem, expanded
@@ -122,10 +122,12 @@ def predicted(row: PaperRow) -> dict[str, float]:
         "ring": (ParallelSpec("ring", (1, gpus)), replace(expanded(given), accumulated=given.element)),
         "lv-xattn": (ParallelSpec("lv-xattn", (gpus, 1)), given),
     }
-    return {
-        strategy: cross.layers * sum(call_cost(problem, spec, cluster, backward=b).seconds for b in (False, True))
-        for strategy, (spec, problem) in calls.items()
-    }
+    seconds = dict.fromkeys(calls, 0.0)
+    for backward in (False, True):
+        for strategy, (spec, problem) in calls.items():
+            call = AttentionCall(problem, spec, cluster, backward=backward)
+            seconds[strategy] += cross.layers * call.cost.seconds
+    return seconds
 
 
 def compare(name: str) -> list[Row]:

@@ -301,6 +301,20 @@ def test_rank_without_frames_may_pass_features_of_any_dtype(strategy: str) -> No
     assert found == expected == expected[:1] * 3
 
 
+@pytest.mark.parametrize("strategy", ["replicate", "ring"])
+def test_rank_without_frames_takes_part_in_the_backward_pass_of_features(strategy: str) -> None:
+    """Rank 2 has no frames, and its empty tensor requires no gradient."""
+
+    def gradient(model: Any, inputs: Inputs, requires_grad: bool) -> torch.Tensor | None:
+        features = inputs["image_embeds"].detach().requires_grad_(requires_grad)
+        model(**inputs | {"image_embeds": features}).loss.backward()
+        return features.grad
+
+    found = on_ranks(3, "mplug_owl3", features_case(strategy), lambda *given: gradient(*given[:2], given[2].rank < 2))
+    expected = on_ranks(3, "mplug_owl3", features_case(strategy), lambda *given: gradient(*given[:2], True))
+    assert all(torch.equal(x, y) for x, y in zip(found[:2], expected, strict=False)) and found[2] is None
+
+
 def test_ranks_with_features_of_different_dtypes_are_refused() -> None:
     def run(*given: Any) -> None:
         with pytest.raises(AgreementError, match="dtype of frames: rank 0: torch.bfloat16; rank 1: torch.float32"):

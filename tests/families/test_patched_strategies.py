@@ -6,6 +6,7 @@ That results equal the unpatched model's with every strategy is in `test_exactne
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,30 @@ def test_auto_selects_the_cheapest_strategy_and_logs_why(
     (line,) = selections(caplog)
     assert line.startswith(f'strategy="auto" on {rates.name}: {strategy}: '), line
     assert "a call" in line and "rows" in line and "keys" in line
+
+
+def test_auto_counts_the_gradient_of_features_that_require_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Replication gathers features in forward and sums their gradients in backward. Rank 2 of 3 has no frames."""
+    write_cluster(BUSY_LINKS, tmp_path / "cluster.yaml")
+    case = Case(frames=(2,), length=12, features="features", local_frames=True)
+    case = case.with_options(strategy="auto", cluster=str(tmp_path / "cluster.yaml"), self_attention="local")
+
+    def milliseconds(requires_grad: bool) -> float:
+        def step(model: Any, inputs: dict[str, Any], comm: Any) -> None:
+            features = inputs["image_embeds"].detach().requires_grad_(requires_grad and comm.rank < 2)
+            model(**inputs | {"image_embeds": features}).loss.backward()
+
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger=LOGGER):
+            on_ranks(3, "mplug_owl3", case, step)
+        (line,) = selections(caplog)
+        found = re.search(r": replicate: ([\d.]+) ms a call", line)
+        assert found, line
+        return float(found[1])
+
+    assert milliseconds(True) == pytest.approx(2 * milliseconds(False), rel=0.05)
 
 
 @pytest.mark.slow

@@ -108,27 +108,33 @@ def require_same_inputs(
     def facts(_: None) -> dict[str, Any]:
         return _facts(comm, inputs, model, kwargs or {}, weights)
 
-    _, rows = agree(comm, _PASS, check, facts, numbers=functools.partial(_dtype_of_frames, inputs), remedy=_REMEDY)
-    _share_dtype_of_frames(inputs, rows)
+    _, rows = agree(comm, _PASS, check, facts, numbers=functools.partial(_kind_of_frames, inputs), remedy=_REMEDY)
+    _share_kind_of_frames(inputs, rows)
 
 
-def _dtype_of_frames(inputs: ForwardInputs, _: None = None) -> list[int]:
-    """Return the number of the dtype of this rank's frames, or -1 without any."""
+def _kind_of_frames(inputs: ForwardInputs, _: None = None) -> list[int]:
+    """Return the number of the dtype of this rank's frames, or -1 without any, and whether they require gradients."""
     frames = inputs.frames
-    return [-1 if frames is None or not frames.shape[0] else _DTYPES.index(frames.dtype)]
+    if frames is None or not frames.shape[0]:
+        return [-1, 0]
+    return [_DTYPES.index(frames.dtype), int(frames.requires_grad)]
 
 
-def _share_dtype_of_frames(inputs: ForwardInputs, rows: Sequence[Sequence[int]]) -> None:
-    """Give an empty tensor of frames the dtype that the other ranks' frames have; AgreementError if these differ.
+def _share_kind_of_frames(inputs: ForwardInputs, rows: Sequence[Sequence[int]]) -> None:
+    """Let an empty tensor of frames have the dtype, and require gradients, as the other ranks' frames do.
 
-    Under autocast, layers take features in the dtype that the caller passes, and ranks may send them to each other.
+    AgreementError if these have several dtypes. Under autocast, layers take features in the dtype that the caller
+    passes, and ranks may send them to each other. If features require gradients, all ranks take part in backward.
     """
-    found, frames = set(itertools.chain(*rows)) - {-1}, inputs.frames
+    found, frames = {number for number, _ in rows} - {-1}, inputs.frames
     if len(found) > 1:
-        named = by_rank([None if number < 0 else str(_DTYPES[number]) for (number,) in rows])
+        named = by_rank([None if number < 0 else str(_DTYPES[number]) for number, _ in rows])
         raise AgreementError(f"{_PASS}: the ranks differ in dtype of frames: {named}. {_REMEDY}")
     if found and frames is not None and not frames.shape[0]:
-        object.__setattr__(inputs, "frames", frames.to(_DTYPES[found.pop()]))
+        frames = frames.to(_DTYPES[found.pop()])
+        if any(requires_grad for _, requires_grad in rows) and not frames.requires_grad:
+            frames = frames.detach().requires_grad_()
+        object.__setattr__(inputs, "frames", frames)
 
 
 def _facts(

@@ -87,7 +87,10 @@ def local_features(family: Family, inputs: ForwardInputs) -> Tensor | None:
         return features.to(device=weight.device, dtype=_features_dtype(family, features))
     # A run whose result is discarded uses one of the caller's frames, from any rank, so that a frame of a wrong size
     # fails on every rank, and the caller's tensor has a zero gradient here rather than none.
-    spare = local if local[0].shape[0] else tuple(x if x.shape[0] else x.new_zeros((1, *x.shape[1:])) for x in given)
+    spare = local
+    if not local[0].shape[0]:
+        none = (x.new_zeros((1, *x.shape[1:])).requires_grad_(x.requires_grad) for x in given)
+        spare = tuple(x if x.shape[0] else zeros for x, zeros in zip(given, none, strict=True))
     return _encode_in_runs(family, local, spare, runs, units)
 
 

@@ -11,20 +11,9 @@ import pytest
 from clusters import FAST, all_bytes, with_
 
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.planner import (
-    Cluster,
-    ParallelSpec,
-    VisualProjection,
-    call_cost,
-    overlap_ratios_by_rates,
-    select_strategy,
-)
-from mllm_seqpar.planner.call_cost import (
-    call_timelines,
-    candidate_specs,
-    projection_seconds,
-    symmetry_period,
-)
+from mllm_seqpar.planner import AttentionCall, Cluster, ParallelSpec, VisualProjection, select_strategy
+from mllm_seqpar.planner.call_cost import candidate_specs, symmetry_period
+from mllm_seqpar.planner.cluster import Cost
 from mllm_seqpar.planner.simulation import RankTimeline
 from mllm_seqpar.schedules.bytes_sent import (
     Problem,
@@ -42,6 +31,18 @@ SLOW_KERNEL = with_(ONE_NODE, attention_forward=1e8, attention_backward=1e8)
 FAST_KERNEL = with_(ONE_NODE, attention_forward=1e18, attention_backward=1e18)
 LV, RING, REPLICATE = ParallelSpec("lv-xattn", (8, 1)), ParallelSpec("ring", (1, 8)), ParallelSpec("replicate", (8, 1))
 PASSES = pytest.mark.parametrize("backward", [False, True])
+
+
+def call_cost(*call: Any, **options: Any) -> Cost:
+    return AttentionCall(*call, **options).cost
+
+
+def call_timelines(*call: Any, **options: Any) -> Sequence[RankTimeline]:
+    return AttentionCall(*call, **options).timelines()
+
+
+def projection_seconds(spec: ParallelSpec, visual: VisualProjection, backward: bool) -> float:
+    return AttentionCall(EVEN, spec, ONE_NODE, backward=backward, visual=visual).projection_seconds
 
 
 def most(timelines: Sequence[RankTimeline], name: str) -> Any:
@@ -186,15 +187,15 @@ def test_projection_of_features_by_strategy_and_pass() -> None:
     """Replication gathers the features once, and every rank projects all; backward projects again if it must."""
     visual, shard = VisualProjection(dim=512, layers=4), 4 * 4096 * 512 * 2 * 64 / 1e12
     frozen = replace(visual, trained=False, recompute=False)
-    assert projection_seconds(EVEN, REPLICATE, ONE_NODE, visual, backward=False) == pytest.approx(8 * shard)
+    assert projection_seconds(REPLICATE, visual, False) == pytest.approx(8 * shard)
     assert computing(EVEN, REPLICATE, ONE_NODE, backward=False) == pytest.approx(flops(EVEN, False) / 1e12)
     cost = call_cost(EVEN, REPLICATE, ONE_NODE, backward=False, visual=visual)
     assert cost.exposed == pytest.approx(7 * 4096 * 512 * 2 / 1e9 / 4)
     assert cost.seconds == pytest.approx(8 * shard + flops(EVEN, False) / 1e12 + cost.exposed)
     assert call_cost(EVEN, REPLICATE, ONE_NODE, backward=True, visual=frozen).exposed == 0
     # the gradients of trained weights and of the features, and the recomputed projection
-    assert projection_seconds(EVEN, LV, ONE_NODE, visual, backward=True) == pytest.approx(3 * shard)
-    assert projection_seconds(EVEN, LV, ONE_NODE, frozen, backward=True) == pytest.approx(shard)
+    assert projection_seconds(LV, visual, True) == pytest.approx(3 * shard)
+    assert projection_seconds(LV, frozen, True) == pytest.approx(shard)
 
 
 @pytest.mark.parametrize(("rows", "q_rate", "kv_rate"), [(100, 1e8 / 4, 1e9), (5000, 1e9, 1e8 / 4)])
@@ -202,12 +203,12 @@ def test_overlap_ratios_are_transfer_times_over_block_times(rows: int, q_rate: f
     """16 ranks on nodes of 4, mesh shape (4, 4): one axis is within a node, the other shares the network links."""
     problem = Problem(rows=rows, keys=(1000,) * 16, heads=4, kv_heads=4, dim=100)
     cluster = with_(attention_forward=4 * rows * 1000 * 4 * 100 / 1e-3)  # 1 ms per block
-    found = overlap_ratios_by_rates(problem, (4, 4), cluster, backward=False)
+    found = AttentionCall(problem, ParallelSpec("mesh", (4, 4)), cluster, backward=False).overlap_ratios
     assert found.q == pytest.approx(rows * 4 * 100 * 2 / q_rate / 1e-3, rel=0.05)
     assert found.o == pytest.approx(rows * 4 * 104 * 4 / q_rate / 1e-3, rel=0.1)
     assert found.kv == pytest.approx(2 * 1000 * 4 * 100 * 2 / kv_rate / 1e-3, rel=0.05)
     assert not found.one_link
-    slowest = overlap_ratios_by_rates(problem, (16, 1), cluster, backward=False)
+    slowest = AttentionCall(problem, ParallelSpec("mesh", (16, 1)), cluster, backward=False).overlap_ratios
     assert slowest.q == pytest.approx(rows * 4 * 100 * 2 / 1e8 / 1e-3, rel=0.05)
 
 

@@ -37,7 +37,7 @@ def test_parts_on_one_gpu_are_flops_over_rates() -> None:
     tokens = 100 * 299 + 100
     assert set(row.parts) == {"vision tower", "self-attention", "MLP", "vocabulary", "parameters"}
     attention = 28 * 4 * tokens * tokens / 2 * 28 * 128 / cluster.attention_forward
-    attention += 2 * 28 * QWEN.linear["attention"].parameters * tokens / cluster.matmul
+    attention += 2 * QWEN.parameters_of("attention") * tokens / cluster.matmul
     assert row.parts["self-attention"].forward.seconds == pytest.approx(attention)
     patches = 100 * 1196
     tower = 2 * (QWEN.vision.parameters * patches + 100 * 299 * (5120 * 5120 + 5120 * 3584)) / cluster.matmul
@@ -117,7 +117,7 @@ def test_answer_is_generated_over_sharded_keys_and_values() -> None:
     decoding = answer.parts["decoding"]
     merged = 28 * 7 * 28 * 129 * 4  # the partial results of 28 heads with their log-sum-exp, in float32
     assert decoding.both.node_bytes == 100 * merged
-    weights = 28 * (QWEN.linear["attention"].parameters + QWEN.linear["mlp"].parameters) + 152064 * 3584
+    weights = QWEN.parameters_of("attention", "mlp") + 152064 * 3584
     read = (2 * weights + answer.memory["cache"]) / A100.memory_rate
     assert decoding.seconds == pytest.approx(100 * read + decoding.exposed)
     assert answer.forward.seconds - decoding.forward.seconds < prompt.forward.seconds  # the logits of one token only

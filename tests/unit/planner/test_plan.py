@@ -80,7 +80,7 @@ def test_parts_on_one_gpu_are_flops_over_rates() -> None:
     backward = 2.5 * calls / A100.attention_backward + 3 * kv / A100.matmul
     assert parts["cross-attention"].backward.seconds == pytest.approx(backward)
     self_attention = 28 * (4 * 1000 * 1000 / 2 * 28 * 128 / A100.attention_forward)
-    self_attention += 2 * 28 * OWL.linear["attention"].parameters * 1000 / A100.matmul
+    self_attention += 2 * OWL.parameters_of("attention") * 1000 / A100.matmul
     assert parts["self-attention"].forward.seconds == pytest.approx(self_attention)
     tower = 2 * vision.parameters * 72900 / A100.matmul + 4 * 72900 * 729 * 1152 * 27 / A100.attention_forward
     tower += 2 * 1152 * 3584 * 72900 / A100.matmul
@@ -339,10 +339,10 @@ def test_lora_trains_adapters_over_frozen_weights() -> None:
 @pytest.mark.parametrize("name", ["mplug-owl3-2b", "idefics-9b", "llama-3.2-11b-vision", "open-flamingo-9b"])
 def test_adapted_layers_have_all_parameters_of_their_part(name: str) -> None:
     model = read_model(find_file("model", name))
-    adapted = sum(one.layers * sum(a * b for a, b in (*one.text, *one.visual)) for one in model.linear.values())
+    adapted = sum(one.layers * a * b for one in model.linear for a, b in one.channels)
     gates = model.cross.layers * (model.cross.head_dim**2 if model.cross.gate == "per_head" else 0)
     assert adapted + gates + model.text.embeddings + model.vision.parameters == model.parameters
-    assert set(model.linear) == set(TARGETS)
+    assert {one.target for one in model.linear} == set(TARGETS) and {one.part for one in model.linear} < set(PARTS)
 
 
 def test_lora_has_no_weight_gradients_but_those_of_adapters() -> None:
