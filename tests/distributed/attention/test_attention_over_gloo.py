@@ -56,6 +56,7 @@ def keys_on_one_rank(rank: int, world: int) -> list[Tensor]:
         q, k = inputs(rank)
         k = k.requires_grad_() if rank == 0 else k[:, :, :0]
         attention(q, k, k * 1.0).sum().backward()
+        assert not q.requires_grad and q.grad is None  # the caller's tensor stays as it is
         found.append(torch.zeros(()) if k.grad is None else k.grad)
     return found
 

@@ -104,9 +104,11 @@ def test_dtype_applies_to_saved_tensors_only(published: Any, tmp_path: Path) -> 
     parts, folder = published("llama")
     whole: Any = load_model(folder)
     convert(tmp_path / "one", **parts, dtype=torch.bfloat16, only_attend_immediate_media=False)
-    for options in ({}, {"dtype": torch.bfloat16}, {"torch_dtype": torch.bfloat16}):
+    saved = {name: x.bfloat16() for name, x in whole.state_dict().items()}
+    for options in ({}, {"dtype": torch.bfloat16}, {"dtype": torch.float64}, {"torch_dtype": torch.float64}):
         again: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "one", **options)
-        assert all(torch.equal(x, whole.state_dict()[name].bfloat16()) for name, x in again.state_dict().items())
+        dtype = [*options.values(), torch.bfloat16][0]
+        assert all(x.dtype == dtype and torch.equal(x, saved[name].to(dtype)) for name, x in again.state_dict().items())
         assert not again.lang_encoder.gated_cross_attn_layers[-1].attn.only_attend_immediate_media
     computed = {name: x for name, x in whole.named_buffers() if name not in whole.state_dict()}
     assert any(name.endswith("inv_freq") for name in computed)
