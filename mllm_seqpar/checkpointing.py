@@ -66,23 +66,13 @@ class RNGState:
         pairs = zip([self.cpu, *self.states], [other.cpu, *other.states], strict=True)
         return all(torch.equal(a, b) for a, b in pairs)
 
-    def restore(self) -> None:
-        torch.set_rng_state(self.cpu)
-        set_device_states(self.devices, self.states, device_type=self.device_type)
-
-
-@contextmanager
-def rng_replay(state: RNGState | None, x: Tensor) -> Iterator[None]:
-    """Replay on the CPU and the device of `x` what was drawn after `state` (None: nothing), and restore afterwards."""
-    if state is None:
-        yield
-        return
-    outside = RNGState.current(x)
-    state.restore()
-    try:
-        yield
-    finally:
-        outside.restore()
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """Draw what was drawn after this state, inside the context; the generators continue afterwards as before."""
+        with torch.random.fork_rng(self.devices, device_type=self.device_type):
+            torch.set_rng_state(self.cpu)
+            set_device_states(self.devices, self.states, device_type=self.device_type)
+            yield
 
 
 def trained_parameters(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
@@ -269,7 +259,8 @@ class _ChunkedFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         function, needs_grad = ctx.function, ctx.needs_input_grad[5:]
         ctx.parameters.require_unchanged("mlp_chunk_size=None")
-        with ctx.autocast.again(), rng_replay(ctx.rng_state, grad), detached_parameters(function.modules) as detached:
+        replay = nullcontext() if ctx.rng_state is None else ctx.rng_state.replay()
+        with ctx.autocast.again(), replay, detached_parameters(function.modules) as detached:
             inputs, parameters = ctx.saved.saved_tensors, list(detached.values())
             gradients = _ChunkGradients(function, inputs, needs_grad[: ctx.count], parameters)
             for tokens in _chunks(grad, ctx.size):

@@ -12,7 +12,7 @@ kinds of computation here are not a single call of the unit:
 are gathered once before it and once before its backward pass, whatever it calls in between, so that ranks with
 different numbers of chunks stay in step. Gradients reach the same leaf tensors as in a plain call.
 
-It uses three names that are internal to torch, the same from 2.11 to 2.13: `FSDPState._pre_forward`, `_post_forward`
+It uses three names that are internal to torch, the same from 2.11 to 2.15: `FSDPState._pre_forward`, `_post_forward`
 and `_training_state`. In the state PRE_BACKWARD the hooks of a unit cast its inputs and outputs and do nothing else,
 because recomputation under activation checkpointing calls the unit while its parameters are gathered for backward.
 """

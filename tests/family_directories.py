@@ -153,6 +153,15 @@ def make_qwen(folder: Path, family: str) -> None:
     processor(images, tokenizer, video_processor, chat_template=CHATML).save_pretrained(folder)
 
 
+def take_samples_without_images(processor: Any) -> None:
+    """Replace the image processor of Mllama by the one without torchvision.
+
+    The one with torchvision (transformers 5.24) omits samples without images at the end of a batch, and raises
+    IndexError if the first sample of a batch is one.
+    """
+    processor.image_processor = transformers.MllamaImageProcessorPil(**processor.image_processor.to_dict())
+
+
 MAKERS = {"idefics": make_idefics, "mllama": make_mllama}
 if is_torchvision_available():  # without it, transformers loads no processor of videos
     MAKERS |= {name: partial(make_qwen, family=name) for name in ("qwen2_5_vl", "qwen3_vl")}

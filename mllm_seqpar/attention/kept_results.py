@@ -12,7 +12,7 @@ the time of the call: torch itself matches saved tensors by that count. Repeated
 passes before a backward pass, and repeated backward passes, therefore all get their own results, and results are freed
 with the graph, whether or not backward runs.
 
-Hooks and frame are internal to torch (their names are the same from 2.11 to 2.13). If they are not recognised, results
+Hooks and frame are internal to torch (their names are the same from 2.11 to 2.15). If they are not recognised, results
 are computed again, which is exact but slower. This also holds for
 
 - regions with a `context_fn`: selective checkpointing finds the operators that it stores by counting all operators;

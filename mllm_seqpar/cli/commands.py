@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import pkgutil
 import sys
@@ -70,7 +71,8 @@ def load_entry(entry: str) -> Callable[..., Any]:
     """Return the function that `entry` ("module:function") names.
 
     The import runs without garbage collection: torch and transformers create a million objects that stay, and
-    scanning them repeatedly would take a sixth of the start-up time. Later collections skip them as well (`gc.freeze`).
+    scanning them repeatedly would take a sixth of the start-up time. Later collections skip them as well (`gc.freeze`),
+    except the one at exit if triton is imported: triton 3.9 (torch 2.15) otherwise reports its types as leaked.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -79,6 +81,7 @@ def load_entry(entry: str) -> Callable[..., Any]:
         return function
     finally:
         gc.freeze()
+        atexit.register(lambda: gc.unfreeze() if "triton" in sys.modules else None)
         if enabled:
             gc.enable()
 

@@ -30,7 +30,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -54,7 +54,7 @@ _CREATE = 'torch.distributed.init_process_group("nccl", device_id=torch.device("
 
 
 def require_transferable(
-    comm: Communicator, model: nn.Module, *, only: Tensor | None = None, moves_later: bool = False
+    comm: Communicator, model: nn.Module, weights: Iterable[Tensor] | None = None, *, moves_later: bool = False
 ) -> None:
     """Raise unless the group can transfer from the device that the model computes on. Does not synchronise the device.
 
@@ -63,7 +63,7 @@ def require_transferable(
     Args:
         comm: the group. A group of one and ranks in threads transfer from any device.
         model: the model.
-        only: the only parameter to check; None for all.
+        weights: the parameters to check; None for all.
         moves_later: whether the model may still be moved to a GPU, or its weights loaded.
 
     Raises:
@@ -73,13 +73,14 @@ def require_transferable(
         return
     group = getattr(comm, "group", None)
     reasons: dict[torch.device, str] = {}
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters() if weights is None else weights:
         device = _compute_device(parameter)
-        if (only is not None and parameter is not only) or (moves_later and device.type in ("cpu", "meta")):
+        if moves_later and device.type in ("cpu", "meta"):
             continue
         if device not in reasons:
             reasons[device] = _reason(group, device)
         if reasons[device]:
+            name = next((name for name, x in model.named_parameters() if x is parameter), "weight")
             raise ConfigError(f"parameter {name} of {type(model).__name__} is on {device}{reasons[device]}")
 
 

@@ -347,12 +347,11 @@ class TableRecords(Records):
 
         `datasets` casts a column to its type in the first file if its types cannot be merged.
         """
-        if len(files) == 1 or files[0].suffix.lower() != ".parquet":
+        if len(files) == 1:
             return None
         import pyarrow as arrow
-        from pyarrow import parquet
 
-        schemas, columns = [parquet.read_schema(file) for file in files], dict[str, Any]()
+        schemas, columns = list(map(_schema_of, files)), dict[str, Any]()
         for field in chain(*schemas):
             both = [arrow.schema([columns.get(field.name, field)]), arrow.schema([field])]
             with suppress(arrow.ArrowTypeError):
@@ -482,6 +481,19 @@ class TarRecords(TableRecords):
             if name in (extension, member) or Path(name).name == Path(member).name:
                 return extension, 0
         return None
+
+
+def _schema_of(file: Path) -> Any:
+    """Return the schema of a parquet file, or of an arrow file in either of its formats."""
+    from pyarrow import ArrowInvalid, ipc, parquet
+
+    if file.suffix.lower() == ".parquet":
+        return parquet.read_schema(file)
+    with file.open("rb") as opened:
+        try:
+            return ipc.open_stream(opened).schema
+        except ArrowInvalid:
+            return ipc.open_file(opened).schema
 
 
 def _media_kind(extension: str) -> str | None:

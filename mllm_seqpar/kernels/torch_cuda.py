@@ -1,7 +1,7 @@
 """Block attention with the fused CUDA operators in torch: FlashAttention and memory-efficient attention.
 
 They are the operators behind `scaled_dot_product_attention`. They are called directly because only they return the
-log-sum-exp and take a merged one in backward. Schemas as in torch 2.11 to 2.13; without dropout the random states are
+log-sum-exp and take a merged one in backward. Schemas as in torch 2.11 to 2.15; without dropout the random states are
 not read.
 
 | | cuda_flash | cuda_efficient |

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,10 +35,10 @@ class Patch:
     adapter: str
     context: SeqParContext
     _changes: list[_Change] = field(default_factory=list)
-    _guards: list[tuple[nn.Module, list[nn.Module]]] = field(default_factory=list)
-    _dispatched: list[nn.Module] = field(default_factory=list)
-    _names: dict[int, tuple[str, str]] = field(default_factory=dict)
-    """By id of a guarded module: its name in the model, and the model's class."""
+    _guards: list[tuple[nn.Module, set[nn.Module]]] = field(default_factory=list)
+    _dispatched: set[nn.Module] = field(default_factory=set)
+    _names: dict[nn.Module, tuple[str, str]] = field(default_factory=dict)
+    """Of each guarded module: its name in the model, and the model's class."""
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of an instance, never of a class, and record the value that it had.
@@ -69,7 +69,7 @@ class Patch:
             return unpatched(*args, **kwargs)
 
         self.set(module, "forward", dispatch)
-        self._dispatched.append(module)
+        self._dispatched.add(module)
 
     def chunk_forwards(self, modules: Iterable[nn.Module]) -> None:
         """Compute the forward of token-wise modules `mlp_chunk_size` tokens at a time, if that option is set.
@@ -93,7 +93,7 @@ class Patch:
             model: the module whose forward starts a pass. It and the modules that contain it are not guarded.
             sites: modules within `model` that attend to tokens of several ranks.
         """
-        self._guards.append((model, list(sites)))
+        self._guards.append((model, set(sites)))
 
     def finish(self, model: nn.Module) -> None:
         """Install the guards around all forwards that were set, and make copying or pickling `model` an error.
@@ -101,18 +101,17 @@ class Patch:
         A copy would hold forwards that compute with the weights of the original.
         """
         several, alone = self.context.comm.size > 1, self.context.assumed_alone
-        checked = {id(module) for module in self._dispatched}
         for root, sites in self._guards:
-            site_ids = {id(site) for site in sites}
+            attends = _contains_any(sites)
             for name, module in root.named_modules():
-                if module is root or id(module) in self._names or site_ids.isdisjoint(map(id, module.modules())):
+                if module is root or module in self._names or not attends(module):
                     continue
-                self._names[id(module)] = name, type(root).__name__
-                if id(module) not in checked:
+                self._names[module] = name, type(root).__name__
+                if module not in self._dispatched:
                     self._require_unreplaced_forward(module)
                     # On one process, inner modules compute what they compute unpatched, unless a group of several ranks
                     # is initialised later. No rank waits for another then, so the error may come from the site itself.
-                    if several or (alone and id(module) in site_ids):
+                    if several or (alone and module in sites):
                         self.set(module, "forward", self._guarded_forward(module))
         for owner in {id(owner): owner for owner in (model, *(change.owner for change in self._changes))}.values():
             self.set(owner, "__reduce_ex__", _refuse_copy)
@@ -138,8 +137,9 @@ class Patch:
         self._changes.clear()
 
     def _require_unreplaced_forward(self, module: Any) -> None:
-        set_here = any(module is change.owner and change.name == "forward" for change in self._changes)
-        if "forward" in vars(module) and not set_here:
+        if "forward" not in vars(module):
+            return
+        if not any(module is change.owner and change.name == "forward" for change in self._changes):
             raise AdapterError(
                 f"patch_model: the forward of this {type(module).__name__} was replaced by something else already, and "
                 "patching would silently remove that (autocast by Accelerator.prepare, hooks of device_map, a fused "
@@ -164,7 +164,7 @@ class Patch:
     def _refuse_call_outside_pass(self, module: nn.Module) -> None:
         self.context.require_same_world()
         if self.context.comm.size > 1:
-            name, model = self._names.get(id(module), ("a module", "model"))
+            name, model = self._names.get(module, ("a module", "model"))
             raise AdapterError(
                 f"{name} ({type(module).__name__}) was called outside of the patched forward of its {model}; on "
                 f"{self.context.comm.size} ranks it would compute with the inputs of this rank only. Call the model "
@@ -172,6 +172,16 @@ class Patch:
                 "mllm_seqpar.SeqParMixin. To call inner modules, call unpatch_model(model) first. The vision tower may "
                 "be called"
             )
+
+
+def _contains_any(sites: Container[nn.Module]) -> Callable[[nn.Module], bool]:
+    """Return a function that returns whether a module is one of the sites or contains one, found once for each."""
+
+    @functools.cache
+    def contains(module: nn.Module) -> bool:
+        return module in sites or any([contains(child) for child in module.children()])
+
+    return contains
 
 
 def _chunked_forward(module: nn.Module, size: int) -> Any:

@@ -301,6 +301,7 @@ class OffloadedKeys(StreamedKeys):
     def chunk_vjps(
         self, saved: Sequence[Tensor], needed: Sequence[bool]
     ) -> tuple[Iterator[KeyChunk], Callable[[], Sequence[Tensor | None]]]:
+        self.projection.require_unchanged_parameters()
         features, (needs_features, _, *needs) = saved[1], needed
         _, *parameters = self.projection.inputs()
         visual, chunks, sums = self.visual, frame_chunks(features), GradientSums(len(parameters))

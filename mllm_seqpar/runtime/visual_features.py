@@ -125,6 +125,9 @@ def sampling_step(x: Tensor, count: int) -> int:
     return step
 
 
+_WITHOUT_RECOMPUTATION = "recompute_visual=False and without visual_offload"
+
+
 def sampled_bits(x: Tensor, count: int = _SAMPLED) -> Tensor:
     """Return the bits of about `count` values that are spread over x; those of two videos differ."""
     x, step = x.detach(), sampling_step(x, count)
@@ -219,10 +222,19 @@ class RecomputedKeys(WholeKeys):
         return keys, inputs[:1]
 
     def of_chunk(self, visual: VisualFeatures, number: int) -> RecomputedKeys:
-        """Return the keys of a chunk of the frames: with the same projection and autocast mode, and its own seed."""
+        """Return the keys of a chunk of the frames: with the same projection and autocast mode, and its own seed.
+
+        The caller checks the parameters, once for all chunks.
+        """
         chunk = copy.copy(self)
         chunk.visual, chunk._seed = visual, None if self._seed is None else self._seed + number
+        chunk._parameters = None
         return chunk
+
+    def require_unchanged_parameters(self) -> None:
+        """Raise ConfigError in backward if the parameters are not those of the forward pass."""
+        if self._parameters is not None:
+            self._parameters.require_unchanged(_WITHOUT_RECOMPUTATION)
 
     def keys_values(self, inputs: Sequence[Tensor], raw_keys: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Return k and v of all frames of this rank, projected chunk by chunk without grad mode.
@@ -241,8 +253,8 @@ class RecomputedKeys(WholeKeys):
 
         `KVProjection` computes gradients without projecting K and V again, if it can; autograd does it otherwise.
         """
-        if self._parameters is not None:
-            self._parameters.require_unchanged("recompute_visual=False and without visual_offload")
+        if self._parameters is not None:  # not by the method: each call of each layer counts
+            self._parameters.require_unchanged(_WITHOUT_RECOMPUTATION)
         inputs = saved[0], *trained_parameters(self.modules)
         project, trained = self.project, [p for p, need in zip(inputs[1:], needed[1:], strict=True) if need]
         direct: KVProjection | None = None

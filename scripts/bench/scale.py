@@ -1,7 +1,7 @@
 """Plan how each strategy scales: cross-attention of a training step for growing numbers of GPUs and lengths of video.
 
     python scripts/bench/scale.py --model mplug-owl3-7b --text 8192 --cluster a100-80g-8xN
-        [--gpus 8 16 64 256 1024] [--minutes 10 60 240 1440]
+        [--gpus 8 16 64 256 1024] [--minutes 10 60 240 1440] [--out rows.jsonl]
 
 The video has one frame per second. The first Markdown table has the seconds of cross-attention in a training step
 (forward and backward, all layers, with the projections of K and V) and, in brackets, the percentage of that time in
@@ -12,10 +12,13 @@ whole step uses that choice and the fastest self-attention. The second table has
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+import harness
 import report
+from harness import Row
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import read_cluster
@@ -26,31 +29,32 @@ from mllm_seqpar.planner.workload import SELF_ATTENTION, Workload
 from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = harness.options(__doc__, device=False)
     parser.add_argument("--model", required=True)
     parser.add_argument("--text", type=int, required=True)
     parser.add_argument("--cluster", required=True)
     parser.add_argument("--gpus", type=int, nargs="*", default=[8, 16, 64, 256, 1024])
     parser.add_argument("--minutes", type=int, nargs="*", default=[10, 60, 240, 1440])
-    args = parser.parse_args(argv)
+    harness.run(parser.parse_args(), rows_of, tables)
+
+
+def rows_of(args: argparse.Namespace) -> Iterator[Row]:
     model, cluster = read_model(find_file("model", args.model)), read_cluster(args.cluster)
-    plans = {
-        (minutes, gpus): make_plan(Workload(model=model, frames=60 * minutes, text=args.text, gpus=gpus), cluster)
-        for minutes in args.minutes
-        for gpus in args.gpus
-    }
-    print(f"{model.name}, {args.text} text tokens, {cluster.name}\n")
-    rows = {key: {row.spec.strategy: row for row in reversed(plan.rows)} for key, plan in plans.items()}
-    steps = [
-        {"video": _length(minutes), "GPUs": str(n), "whole_step": _whole_step(plan)}
-        | {s: _cell(plan, rows[minutes, n].get(s)) for s in STRATEGIES}
-        for (minutes, n), plan in plans.items()
-    ]
-    print(report.table(steps, {name: name for name in ("video", "GPUs", *STRATEGIES)} | {"whole step": "whole_step"}))
-    longest = [{"GPUs": str(n)} | {s: _longest(rows[args.minutes[0], n].get(s)) for s in STRATEGIES} for n in args.gpus]
-    print("\nLongest video that fits\n")
-    print(report.table(longest, {name: name for name in ("GPUs", *STRATEGIES)}))
+    for minutes in args.minutes:
+        for gpus in args.gpus:
+            plan = make_plan(Workload(model=model, frames=60 * minutes, text=args.text, gpus=gpus), cluster)
+            rows = {row.spec.strategy: row for row in reversed(plan.rows)}
+            cells = {name: _cell(plan, rows.get(name)) for name in STRATEGIES}
+            longest = {f"longest_{name}": _longest(rows.get(name)) for name in STRATEGIES}
+            yield {"video": _length(minutes), "gpus": str(gpus), **cells, "whole_step": _whole_step(plan), **longest}
+
+
+def tables(rows: Sequence[Row]) -> str:
+    columns = {"video": "video", "GPUs": "gpus", **{name: name for name in STRATEGIES}, "whole step": "whole_step"}
+    longest = {"GPUs": "gpus", **{name: f"longest_{name}" for name in STRATEGIES}}
+    first = [row for row in rows if row["video"] == rows[0]["video"]]  # the same for all lengths
+    return f"{report.table(rows, columns)}\n\nLongest video that fits\n\n{report.table(first, longest)}"
 
 
 def _cell(plan: Plan, row: StrategyPlan | None) -> str:

@@ -61,14 +61,14 @@ def require_same_pass(
     The modes of the model are compared too, and in the first passes a sample of its weights and which are trained.
     """
     comm, kwargs = family.context.comm, {**kwargs, "logits_to_keep": logits_to_keep}
-    compare_weights = family.context.compares_weights()
+    weights = [*family.model.parameters()] if family.context.compares_weights() else []
 
     def check() -> None:
-        if compare_weights:
+        if weights:
             refuse_fsdp1(family.model)
-        if compare_weights and comm.size > 1:  # without pixels, the vision tower may stay elsewhere
             pixels = inputs.frames is not None and not inputs.frames_are_features
-            require_transferable(comm, family.model, only=None if pixels else family.embedding_weight())
+            # Without pixels, the vision tower may stay elsewhere.
+            require_transferable(comm, family.model, weights if pixels else [family.embedding_weight()])
         check_text(inputs)
         check_arguments(family, inputs, kwargs)
         check_star(family.context.config, inputs)
@@ -78,8 +78,7 @@ def require_same_pass(
 
     # The class of a cache decides whether the text of a prompt is sharded.
     cached = {} if cache is None else {"class of the cache supports sharded text": supports_sharded_text(cache)}
-    options = {"model": family.model, "kwargs": kwargs | cached, "compare_weights": compare_weights}
-    require_same_inputs(comm, inputs, check, **options)
+    require_same_inputs(comm, inputs, check, model=family.model, kwargs=kwargs | cached, weights=weights)
     check_tokens(inputs, family.model.get_input_embeddings())
 
 
@@ -90,7 +89,7 @@ def require_same_inputs(
     *,
     model: nn.Module | None = None,
     kwargs: Mapping[str, Any] | None = None,
-    compare_weights: bool = False,
+    weights: Sequence[Tensor] = (),
 ) -> None:
     """Raise on every rank of the group unless all ranks pass the same text, number of frames and pixels.
 
@@ -99,8 +98,7 @@ def require_same_inputs(
     devices and are compared by shape and dtype.
 
     `check` validates the inputs of this rank; if it raises on one rank, the others raise an AgreementError. If `model`
-    is given, its modes are compared, and with `compare_weights` also a sample of its weights and which of them are
-    trained.
+    is given, its modes are compared, and of its `weights`, if they are given, a sample and which of them are trained.
     """
     if comm.size == 1:
         check()
@@ -108,7 +106,7 @@ def require_same_inputs(
         return
 
     def facts(_: None) -> dict[str, Any]:
-        return _facts(comm, inputs, model, kwargs or {}, compare_weights)
+        return _facts(comm, inputs, model, kwargs or {}, weights)
 
     _, rows = agree(comm, _PASS, check, facts, numbers=functools.partial(_dtype_of_frames, inputs), remedy=_REMEDY)
     _share_dtype_of_frames(inputs, rows)
@@ -138,7 +136,7 @@ def _facts(
     inputs: ForwardInputs,
     model: nn.Module | None,
     kwargs: Mapping[str, Any],
-    compare_weights: bool,
+    weights: Sequence[Tensor],
 ) -> dict[str, Any]:
     """Return what must be equal on all ranks, by name. All tensors are read from the device at once."""
     frames, mask, shard = inputs.frames, inputs.attention_mask, inputs.visual_shard
@@ -149,7 +147,7 @@ def _facts(
         "position ids": [inputs.position_ids],
         "pixels": [sampled_bits(frames)] if frames is not None and inputs.compares_values_of_frames else [],
         "logits_to_keep": [logits_to_keep if isinstance(logits_to_keep, Tensor) else None],
-        "weights": _sampled_weights(model) if compare_weights and model is not None else [],
+        "weights": [sampled_bits(x, _SAMPLED_WEIGHTS) for x in weights if _is_whole(x)] if weights else [],
     }
     given = {name: [x for x in tensors if x is not None] for name, tensors in compared.items()}
     number = torch.as_tensor(-1 if num_items is None else num_items)
@@ -191,17 +189,17 @@ def _facts(
         "autocast": torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
         "dtypes of text, labels and frames": [x.dtype for x in tensors if x is not None],
     }
-    if compare_weights:
-        trained = "".join(str(int(p.requires_grad)) for p in model.parameters())
-        facts["gradient checkpointing"] = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+    if weights:
+        # `getattr` is slow where there is none.
+        facts["gradient checkpointing"] = any(vars(m).get("gradient_checkpointing", False) for m in model.modules())
+        trained = "".join(str(int(x.requires_grad)) for x in weights)
         facts["digest of requires_grad of the parameters"] = fingerprint(trained)
     return facts
 
 
-def _sampled_weights(model: nn.Module) -> list[Tensor]:
-    """Return the bits of some values of each parameter that every rank has whole, which FSDP does not shard."""
-    whole = (p for p in model.parameters() if not isinstance(p, DTensor) and not p.is_meta and p.numel())
-    return [sampled_bits(p, _SAMPLED_WEIGHTS) for p in whole]
+def _is_whole(weight: Tensor) -> bool:
+    """Return whether every rank has the values of a weight, which FSDP does not shard."""
+    return not isinstance(weight, DTensor) and not weight.is_meta and weight.numel() > 0
 
 
 def check_frames(family: Family, inputs: ForwardInputs) -> None:

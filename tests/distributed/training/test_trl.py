@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from family_directories import MAKERS, family_folder
+from family_directories import MAKERS, family_folder, take_samples_without_images
 from mllm_seqpar import SeqParConfig, SeqParDataCollator, SeqParMixin, patch_model
 from mllm_seqpar.errors import AdapterError, ConfigError
 from mllm_seqpar.models.loading import load_model, load_processor
@@ -82,6 +82,8 @@ def train(
 
     trainer, config = (DPOTrainer, DPOConfig) if kind == "dpo" else (SFTTrainer, SFTConfig)
     processor, model = load_processor(str(root / family)), load_model(str(root / family))
+    if family == "mllama" and not collator:
+        take_samples_without_images(processor)
     if patched:
         patch_model(model)
     arguments: dict[str, Any] = {"data_collator": SeqParDataCollator(processor)} if collator else {}

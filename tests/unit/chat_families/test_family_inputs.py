@@ -12,12 +12,11 @@ from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from torch import Tensor
-from transformers import MllamaImageProcessorPil, PreTrainedTokenizerFast
-from transformers.utils import is_torchvision_available
+from transformers import PreTrainedTokenizerFast
 
 from chats import chat, image, text, write_rows
 from family_cases import QWENS
-from family_directories import CHATS, MAKERS
+from family_directories import CHATS, MAKERS, take_samples_without_images
 from mllm_seqpar.data import ChatDataset, chat_family, load_local_images
 from mllm_seqpar.data.chat_family import tokenize
 from mllm_seqpar.data.formats import media_parts
@@ -63,9 +62,8 @@ def mllama(processor: Any, chats: list[Any], pictures: list[Any]) -> dict[str, T
     nested = [[pictures.pop(0) for _ in range(text.count("<|image|>"))] for text in texts]
     images = nested if any(nested) else None
     common = {"padding": True, "padding_side": "right", "return_tensors": "pt", "add_special_tokens": False}
-    if images and not all(images) and is_torchvision_available():
-        # The image processor of torchvision (transformers 5.24) omits a sample without images, or raises IndexError.
-        processor.image_processor = MllamaImageProcessorPil(**processor.image_processor.to_dict())
+    if images and not all(images):
+        take_samples_without_images(processor)
     try:
         return processor(images=images, text=texts, **common)
     except ValueError as error:

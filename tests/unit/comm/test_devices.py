@@ -99,9 +99,9 @@ def test_parameters_that_fsdp2_offloads_to_the_cpu_are_on_the_device_of_their_me
 def test_only_the_parameter_asked_for_is_checked(group_of: Any) -> None:
     model = model_on("cpu", "cuda:1")
     first, second = model.parameters()
-    require_transferable(group_of(NCCL), model, only=second)
+    require_transferable(group_of(NCCL), model, [second])
     with pytest.raises(ConfigError, match="parameter 0.weight"):
-        require_transferable(group_of(NCCL), model, only=first)
+        require_transferable(group_of(NCCL), model, [first])
 
 
 class OverNccl(LoopbackCommunicator):

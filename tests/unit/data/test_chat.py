@@ -70,7 +70,7 @@ def test_frame_counts_need_no_decoding(folder: Path, processor: Any) -> None:
     data = ChatDataset(folder / "train.jsonl", processor)
     assert [data[i].frames for i in range(len(data))] == [3, 7, 4, 0, 1 + 3 + 1]
     assert [data[i].place for i in (0, 4)] == [f"{folder / 'train.jsonl'}:{line}" for line in (1, 5)]
-    assert ChatDataset(folder / "train.jsonl", processor).digest == data.digest
+    assert ChatDataset(folder / "train.jsonl", processor).records.digest == data.records.digest
 
 
 def test_callers_sampling_overrides_the_data(folder: Path, processor: Any) -> None:

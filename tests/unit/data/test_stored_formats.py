@@ -214,7 +214,7 @@ def test_every_form_gives_the_same_batches(
             assert torch.equal(batch.input_ids, other.input_ids) and torch.equal(batch.labels, other.labels)
             assert torch.equal(pixels, other_pixels)
         again = ChatDataset(path, processor, **options)
-        assert (again.digest, again.content_digest()) == (data.digest, digest)
+        assert (again.records.digest, again.content_digest()) == (data.records.digest, digest)
     embedded = form.startswith("tar") or form.endswith(("bytes", "names", "lists"))
     assert cache.exists() == (embedded or form == "save_to_disk")
 
@@ -331,7 +331,18 @@ def test_missing_datasets_and_damaged_tables_are_named(tmp_path: Path, monkeypat
         open_records(tmp_path / "a.parquet")
 
 
-def test_parquet_files_of_a_split_may_have_different_columns(tmp_path: Path) -> None:
+def write_file(table: Any, path: Path) -> None:
+    """Write a table as parquet, or in one of the two formats of arrow: files with even numbers are streams."""
+    if path.suffix == ".parquet":
+        arrow.parquet.write_table(table, path)
+        return
+    streams = int(path.stem[6:11]) % 2 == 0
+    with (arrow.ipc.new_stream if streams else arrow.ipc.new_file)(str(path), table.schema) as file:
+        file.write_table(table)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_files_of_a_split_may_have_different_columns(tmp_path: Path, suffix: str) -> None:
     from_first, text = arrow.struct({"from": arrow.string(), "value": arrow.string()}), arrow.string()
     value_first = arrow.struct({"value": text, "from": text, "weight": arrow.float32()})
     turns = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "Red."}]
@@ -347,7 +358,7 @@ def test_parquet_files_of_a_split_may_have_different_columns(tmp_path: Path) -> 
         {"conversations": arrow.array([], arrow.list_(from_first)), "start": arrow.array([], arrow.float64())},
     ]
     for number, table in enumerate(tables):
-        arrow.parquet.write_table(arrow.table(table), tmp_path / f"train-{number:05d}-of-00003.parquet")
+        write_file(arrow.table(table), tmp_path / f"train-{number:05d}-of-00003.{suffix}")
     records = open_records(tmp_path)
     first, second = (records.record(index) for index in range(len(records)))
     assert Path(records.locate(0, first["image"][0])).read_bytes() == b"x" and set(first) == {"conversations", "image"}
@@ -355,14 +366,15 @@ def test_parquet_files_of_a_split_may_have_different_columns(tmp_path: Path) -> 
     assert [to_chat(x)["messages"][0]["content"][0]["type"] for x in (first, second)] == ["image", "video"]
 
 
-def test_types_that_cannot_be_merged_become_that_of_the_first_parquet_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_types_that_cannot_be_merged_become_that_of_the_first_file(tmp_path: Path, suffix: str) -> None:
     import datasets
 
     features = datasets.Features({"id": datasets.Value("string"), "image": datasets.Image()})
     first = datasets.Dataset.from_dict({"id": ["a"], "image": [{"bytes": b"x", "path": "a.png"}]}, features)
-    first.to_parquet(str(tmp_path / "train-00000-of-00002.parquet"))
+    write_file(first.data.table, tmp_path / f"train-00000-of-00002.{suffix}")
     second = arrow.table({"id": [7], "image": [b"y"], "start": [1]})
-    arrow.parquet.write_table(second, tmp_path / "train-00001-of-00002.parquet")
+    write_file(second, tmp_path / f"train-00001-of-00002.{suffix}")
     records = open_records(tmp_path)
     assert [records.record(index)["id"] for index in range(2)] == ["a", "7"] and records.record(1)["start"] == 1
     files = [records.locate(index, records.record(index)["image"][0]) for index in range(2)]
