@@ -86,7 +86,7 @@ class QwenVLInputs(ForwardInputs):
         """Return (F, 3) int64 on the CPU: kind (0 image, 1 video), height and width in patches of each frame."""
         sizes, starts = [torch.zeros(0, 3, dtype=torch.long)], [torch.zeros(0, dtype=torch.long)]
         kinds = self.on_host(TOKENS)
-        beams = self.batch // max(1, self.samples)
+        beams = max(1, self.batch // max(1, self.samples))  # `check` refuses a batch that is no multiple
         for kind, name in enumerate(GRIDS):
             grid = self.on_host(name)
             if grid is None or kinds is None or not self.has_frames(kind):

@@ -161,6 +161,8 @@ QWEN_ERRORS: Errors = {
             "pixel_values": x["pixel_values"][4:]
         },
         "image_grid_thw: found None; expected": {"image_grid_thw": None},
+        "visual_samples: 3; the batch of": {"visual_samples": 3},
+        "visual_samples: -1; the batch of": {"visual_samples": -1},
     },
     (ShapeError, "", _whole_with_a_shard): {
         r"means \(\d+, \d+\) rows of pixel_values and pixel_values_videos, the temporal patches of this rank": {}
