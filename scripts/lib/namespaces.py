@@ -52,10 +52,6 @@ class Network:
         """Disconnect a namespace; its peers get no answer, but no closed connection either."""
         _ip(f"-n {self.switch} link set port{index} down")
 
-    def connect(self, index: int) -> None:
-        """Connect a namespace again that `cut` has disconnected."""
-        _ip(f"-n {self.switch} link set port{index} up")
-
 
 def obstacle() -> str | None:
     """Return the reason why this process cannot create network namespaces, or None if it can."""

@@ -46,8 +46,9 @@ def one_process(training_files: Path) -> Path:
     return output
 
 
-def assert_lost(done: Launched, ranks: set[int], cause: str) -> None:
-    """Assert that these ranks of a launcher lost another one, by one line each, and that a line has the cause."""
+def assert_stopped(done: Launched, ranks: set[int], cause: str) -> None:
+    """Assert that a launcher failed, that these ranks of it say so in one line each, and that a line has the cause."""
+    assert done.returncode != 0, done.output
     found = dict(LOST.findall(done.output))
     assert {int(rank) for rank in found} == ranks, done.output
     assert re.search(cause, " ".join(found.values()), re.IGNORECASE), done.output
@@ -73,32 +74,29 @@ def test_nodes_share_samples_or_are_data_parallel_and_a_killed_rank_ends_both(
     assert everywhere == [["Shard", [0, 1, 2, 3]]]
     assert hybrid == [["Replicate", [0, 2]], ["Shard", [0, 1]]]
 
-    assert first.returncode != 0 != second.returncode, first.output + second.output
-    assert_lost(first, {0, 1}, CLOSED)
-    assert_lost(second, {2}, CLOSED)
+    assert_stopped(first, {0, 1}, CLOSED)
+    assert_stopped(second, {2}, CLOSED)
     assert "SIGKILL" in second.output
 
 
-def test_nodes_answer_as_one_process_after_one_was_lost_and_noticed_at_the_timeout(
-    nodes: TwoNodes, inference_files: Path, tmp_path: Path
-) -> None:
-    def lose_a_node_for_a_while(wait_until: Callable) -> None:
-        wait_until(lambda: len([*tmp_path.glob("reduces-*")]) == 2)
-        nodes.links.cut(1)
-        wait_until(lambda: len([*tmp_path.glob("lost-*")]) == 2)
-        nodes.links.connect(1)
-        (tmp_path / "back").touch()
-
+def test_two_nodes_answer_as_one_process(nodes: TwoNodes, inference_files: Path, tmp_path: Path) -> None:
     reports = [tmp_path / "nodes.json", tmp_path / "one.json"]
     options = ["--model", inference_files / "gated", "--video", inference_files / "clip.mp4", "--fps", 3]
     options += ["--question", "What is it?", "--question", "Why?", "--max-new-tokens", 8, "--no-progress", "--report"]
-    program = HERE / "ask_after_a_lost_node.py"
-    done = nodes.torchrun(program, 8, tmp_path, *options, reports[0], during=lose_a_node_for_a_while)
-    for rank, node in enumerate(done):
-        assert_lost(node, {rank}, "timed out")
-        assert ((tmp_path / f"lost-{rank}").read_text(), node.returncode) == ("1", 0), node.output
+    done = nodes.torchrun("scripts/infer_long_video.py", *options, reports[0])
+    assert [node.returncode for node in done] == [0, 0], done[0].output + done[1].output
     ask([*map(str, options), str(reports[1])])
     found, expected = (json.loads(path.read_text()) for path in reports)
     assert (found["ranks"], found["frames"]) == (2, expected["frames"])
     assert [row["tokens"] for row in found["answers"]] == [row["tokens"] for row in expected["answers"]]
     assert min(found["bytes_sent"]) > 0
+
+
+def test_a_lost_node_is_noticed_at_the_timeout(nodes: TwoNodes, tmp_path: Path) -> None:
+    def cut_when_ranks_run(wait_until: Callable) -> None:
+        wait_until(lambda: len([*tmp_path.glob("reduces-*")]) == 2)
+        nodes.links.cut(1)
+
+    first, second = nodes.torchrun(HERE / "reduce_until_failure.py", 8, tmp_path, during=cut_when_ranks_run)
+    assert_stopped(first, {0}, "timed out")
+    assert_stopped(second, {1}, "timed out")

@@ -41,7 +41,7 @@ def test_saved_bytes_grow_as_the_planner_estimates(script, family: str) -> None:
     if family == "open_flamingo" and importlib.util.find_spec("open_flamingo") is None:
         pytest.skip("open_flamingo is installed with --no-deps by scripts/test.sh")
     harness, memory = script("harness"), script("memory")
-    bench = memory.MemoryBenchmark(family, 32, 128, torch.device("cpu"), largest=3)
+    bench = memory.MemoryBenchmark(family, 16, 128, torch.device("cpu"), largest=3)
     bench.model.requires_grad_(True)  # IDEFICS has a frozen language model as constructed
 
     def saved(recompute: bool, frames: int, text: int) -> int:
