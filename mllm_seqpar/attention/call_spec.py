@@ -1,7 +1,8 @@
 """What is known about the attention to one set of keys before its tensors exist, and what is derived from it.
 
-A `CallSpec` is resolved by all ranks once per forward pass and shape. All layers with that shape share it, and with it
-everything that is derived from it on first use: the schedule, the mask rectangles of each block with the block kernels
+A `CallSpec` is resolved by all ranks once per forward pass and shape; later passes over a cache keep those of frames
+while their mask stays the same. All layers with that shape share it, and with it everything that is derived from it on
+first use: the schedule, the mask rectangles of each block with the block kernels
 that compute them (`PreparedRectangle`), and the rows of each transfer.
 """
 
@@ -32,9 +33,10 @@ Placement = Literal["sharded", "replicated"]
 
 @dataclass(frozen=True)
 class CallSpec:
-    """Everything about the attention to one set of keys that is known before its tensors; the same on every rank.
+    """Everything about the attention to one set of keys that is known before its tensors.
 
-    It describes the group if rows and keys are sharded. Otherwise it describes this rank alone, as a group of one.
+    If rows and keys are sharded, it describes the group, and is the same on every rank. Otherwise it describes this
+    rank alone, as a group of one, with this rank's masks and number of keys.
 
     Attributes:
         mesh_shape: (a, b), the number of Q shards and of KV shards that one rank computes with. (n, 1) sends Q shards,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 NOTHING = torch.empty(0)
 
 InputGrads = Callable[[Tensor, Tensor], Sequence[Tensor | None]]
-"""dk, dv in float32 -> the gradients of the inputs that k and v are computed from; None where not needed."""
+"""dk, dv in the spec's `accumulate_dtype` -> the gradients of the inputs of k and v; None where not needed."""
 
 
 class Keys(ABC):

@@ -165,7 +165,8 @@ def unit_spans(units: int, units_per_frame: int, comm: Communicator, layout: str
 class VisualKVCache:
     """K and V of a prompt's frames for decoding: each layer projects the frames of this rank once.
 
-    Copies of a transformers cache share it (`__deepcopy__`), because it never changes after the first pass.
+    Copies of a transformers cache share it (`__deepcopy__`), because K and V never change after the first pass. Besides
+    them it keeps the frames of the last pass, which a pass with another mask replaces.
 
     Attributes:
         total_frames: the number of frames on all ranks; 0 if the only frame is the empty one of a pass without frames.

@@ -183,7 +183,7 @@ class HostGradient:
 
         A sum that another backward pass left behind is dropped: it failed, or asked for no gradient of the features.
         """
-        task = graph_task()  # as torch's activation checkpointing tells passes apart
+        task = graph_task()  # by which torch's activation checkpointing distinguishes passes too
         first = self._sum is None or self._task != task
         if self._sum is None or first:
             self._task, self._sum = task, self._copies.host_empty(self._shape, self._dtype)
@@ -373,7 +373,7 @@ class _StoredFeatures(torch.autograd.Function):
 class _HostStore:
     """The features of all runs in host memory, until the last has written them; and in backward their gradient.
 
-    It is alive as long as the graph, and lets go of both as soon as nothing needs them.
+    It is alive as long as the graph, and frees each of them after its last use.
     """
 
     def __init__(self) -> None:
