@@ -1,8 +1,9 @@
 """The state of one forward pass, which all layers of a patched model share; it reaches them as a keyword argument.
 
 Rows of text are sharded over ranks in training, in any pass without a cache, and while a long prompt is prefilled. In
-the other passes with a cache every rank has all rows. Frames are on the ranks that encoded them, in every pass. A layer
-does not distinguish these cases: it asks for its keys and attends to them,
+the other passes with a cache, and with `self_attention="local"`, every rank has all rows. Frames are on the ranks that
+encoded them, or on every rank if the strategy is "replicate". A layer does not distinguish these cases: it makes its
+sets of keys and attends to them,
 
     keys = [state.text_keys(q, k, v), state.frame_keys(q, layer, project)]
     o = state.attend(q, keys, scale)
@@ -65,9 +66,9 @@ class ForwardState:
         row_facts: further facts about the rows of this pass, (B, s) each, by name.
         cached_text: (batch, window) -> the mask rectangles of all rows against the tokens that this rank's cache has,
             in a pass with a cache whose text is sharded.
-        visual_tokens: the embeddings of the visual tokens among this rank's rows, of a decoder-only model: those that
-            replace rows of the text (`embedded`), and then those that layers add. Taking an entry out of the list frees
-            its memory.
+        visual_tokens: the embeddings of the visual tokens among this rank's rows, of a decoder-only model. The first
+            replace rows of the text (`embedded`), and layers add the others. Taking an entry out of the list frees its
+            memory.
         text_length: the number of text tokens so far, this pass included, in a pass with a cache. A static cache is
             longer.
         recorder: receives a row of each layer that attends to frames, in a pass whose attention to them is recorded.

@@ -217,7 +217,8 @@ class RecomputedKeys(WholeKeys):
         Only saved tensors hold the features while the graph is alive. Parameters belong to their modules, and FSDP
         gathers them again in backward, which checks that they are the same.
         """
-        keys = self.of_chunk(self.visual.without_features, 0)
+        keys = copy.copy(self)
+        keys.visual = self.visual.without_features
         keys._parameters = ParameterCheck(self.modules)
         return keys, inputs[:1]
 

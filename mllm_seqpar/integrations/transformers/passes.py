@@ -1,7 +1,7 @@
 """The forward pass of a patched transformers model, the same for all families: `run_pass`.
 
 A pass computes its rows of text in one part or two. The rows of a part are sharded (`TextShards`), or every rank
-computes all of them (a `range`). The frames are sharded in every pass.
+computes all of them (a `range`). The frames are sharded when they are encoded.
 
     training, evaluation        all rows, sharded
     a long prompt               all rows, sharded; K and V of text and frames stay on the ranks that computed them
@@ -71,7 +71,7 @@ def _pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, k
     Frames reach the rows in one of these forms:
 
     - layers attend to them (`attended`): to features of this pass, or to K and V of an earlier pass, in the cache;
-    - their embeddings are among the rows (`embedded`), and later tokens find them in the text;
+    - their embeddings are among the rows (`embedded`), to which later tokens attend as to text;
     - not at all: the pass is one of text only.
     """
     cache, cache_state = inputs.cache, None
@@ -96,12 +96,12 @@ def _pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, k
         if cache_state is not None and isinstance(parts[0], TextShards):
             # Only now: a cache whose frames could not be encoded is still an ordinary one.
             shard_cached_text(cache, cache_state, parts[0], family.text_config.num_hidden_layers)
-        decoded = []
+        states, decoded = list[ForwardState](), []
         for rows, tokens in zip(parts, embedded, strict=True):
-            state = _state_of_rows(family, inputs, rows, attended, tokens, cache_state)
-            decoded.append(_run_rows(family, inputs, rows, state, cache, kwargs))
+            states.append(_state_of_rows(family, inputs, rows, attended, tokens, cache_state))
+            decoded.append(_run_rows(family, inputs, rows, states[-1], cache, kwargs))
         if cache is None:
-            out = uncached_outputs(family, inputs, state, decoded[0], logits_to_keep, kwargs)
+            out = uncached_outputs(family, inputs, states[0], decoded[0], logits_to_keep, kwargs)
         else:
             out = cached_outputs(family, inputs, parts, decoded, logits_to_keep, kwargs, cache)
     finally:
@@ -191,12 +191,26 @@ def _star_text_shards(context: SeqParContext, inputs: ForwardInputs) -> StarText
 
 def _padding_and_packing(inputs: ForwardInputs) -> tuple[Tensor | None, Tensor | None]:
     """Return `valid` and `first` of `TextShards`."""
-    mask, shape = inputs.attention_mask, (inputs.batch, inputs.length)
-    if mask is not None and (not isinstance(mask, Tensor) or tuple(mask.shape) != shape):
-        found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+    valid = _padding_mask(inputs)
+    positions = inputs.on_host("position_ids") if valid is None and inputs.detects_packing else None
+    return valid, None if positions is None else packed_starts(positions)
+
+
+def _padding_mask(inputs: ForwardInputs) -> Tensor | None:
+    """Return the attention mask, or None without one; raise MaskError unless it is (B, tokens so far).
+
+    With a cache it may be longer, as in the unpatched model, which reads its first entries.
+    """
+    mask, tokens = inputs.attention_mask, inputs.past_length + inputs.length
+    if mask is None:
+        return None
+    found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+    longer = bool(inputs.past_length) and isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > tokens
+    if found != (inputs.batch, mask.shape[1] if longer else tokens):
+        shape = inputs.batch, tokens
         raise MaskError(f"attention_mask: sequence-parallel text takes a padding mask of shape {shape}, got {found}")
-    positions = inputs.on_host("position_ids") if mask is None and inputs.detects_packing else None
-    return inputs.on_host("attention_mask"), None if positions is None else packed_starts(positions)
+    on_host = inputs.on_host("attention_mask")
+    return mask if on_host is None else on_host
 
 
 # The frames.
@@ -287,10 +301,11 @@ def _fingerprint(inputs: ForwardInputs) -> tuple[int, ...]:
 def _embedded_frames(
     family: Any, inputs: ForwardInputs, parts: Sequence[Rows], cache_state: SequenceParallelCacheState | None
 ) -> list[list[VisualTokens] | None]:
-    """Return, for each part of the rows, the embeddings of frames that this rank's rows of it have; None without any.
+    """Return the embeddings of frames among this rank's rows, for each part of the rows; None if a pass has no frames.
 
     Each rank encodes its frames, and sends their embeddings to the ranks of their rows: all of them here, so that the
-    layers begin without those of other rows. All ranks call it together. Frames of an earlier pass are text by now.
+    layers begin without those of other rows. All ranks call it together. Frames of an earlier pass are in the cache, as
+    tokens of the text.
     """
     comm, past = family.context.comm, inputs.past_length
     if cache_state is not None and past and not inputs.total_frames:
@@ -343,9 +358,8 @@ def _state_of_rows(
     assert cache_state is not None
     cached_text = None
     if cache_state.text_kv is not None:
+        valid = _padding_mask(inputs)
         cache_state.text_kv.extend(len(rows))
-        on_host = inputs.on_host("attention_mask")
-        valid = inputs.attention_mask if on_host is None else on_host
         cached_text = functools.partial(cache_state.text_kv.rectangles, len(rows), valid)
     if attended is not None:
         mask, facts = attended.mask, attended.facts
@@ -448,6 +462,6 @@ def _run_rows(
 
 
 def _count_shards(family: Family, inputs: ForwardInputs, local_tokens: int) -> None:
-    """Tell the context how many text tokens and frames this rank holds in this pass."""
+    """Record in the context how many text tokens and frames this rank holds in this pass."""
     local = span_length(frames_by_rank(family, inputs)[family.context.comm.rank]) if inputs.total_frames else 0
     family.context.count_shards((local_tokens, inputs.length), (local, inputs.total_frames))
