@@ -30,6 +30,7 @@ from mllm_seqpar.attention.call_spec import CallSpec, Placement, accumulation, c
 from mllm_seqpar.attention.keys import GivenKeys, Keys, as_attended, attend_unmasked, attended_dtype
 from mllm_seqpar.masks import BlockMasks, GivenBlockMask, Rectangle
 from mllm_seqpar.masks.block_masks import decoder_rectangles
+from mllm_seqpar.schedules.mesh_shapes import parallel_spec
 
 from .attention_record import AnyRecorder
 from .context import SeqParContext
@@ -259,13 +260,13 @@ class ForwardState:
         selection: SelectedStrategy | None = None,
     ) -> CallSpec:
         """Return the spec of the selection among `candidates` if there is a selector; else that of `strategy`."""
-        config, selector, ratios, all_pairs = self.context.config, self.context.selector, None, False
+        config, selector = self.context.config, self.context.selector
         problem = problem_of(q_shape, k_shape, key_lengths, like.dtype, config.accumulate_dtype)
-        mesh_shape = config.tile_for(strategy)
-        if candidates is not None and selector is not None and problem.ranks > 1:
-            selection = selection or selector.select(
-                problem, masks, candidates, like, training=torch.is_grad_enabled(), mesh_shape=mesh_shape
-            )
-            strategy, mesh_shape, ratios, all_pairs = selection
-        accumulate = accumulation(config.accumulate_dtype, like.dtype)
-        return call_spec_for(strategy, mesh_shape, masks, problem, accumulate, config.overlap, ratios, all_pairs)
+        tile, accumulate = config.tile_for(strategy), accumulation(config.accumulate_dtype, like.dtype)
+        if candidates is None or selector is None or problem.ranks == 1:
+            selection = SelectedStrategy(parallel_spec(strategy, tile, problem))
+        elif selection is None:
+            training = torch.is_grad_enabled()
+            selection = selector.select(problem, masks, candidates, like, training=training, mesh_shape=tile)
+        spec, ratios = selection
+        return call_spec_for(spec, masks, problem, accumulate, config.overlap, ratios)

@@ -149,7 +149,7 @@ def select_strategy(
             training=training,
             visual=projection,
         )
-    if config.strategy == "replicate" or (frames.selection and frames.selection.strategy == "replicate"):
+    if config.strategy == "replicate" or (frames.selection and frames.selection.spec.strategy == "replicate"):
         frames = frames.gathered(visual, context.comm, index())
     return frames
 
