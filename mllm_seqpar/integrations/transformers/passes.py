@@ -1,7 +1,7 @@
 """The forward pass of a patched transformers model, the same for all families: `run_pass`.
 
-A pass computes its rows of text in one part or two. The rows of a part are sharded (`TextShards`), or every rank
-computes all of them (a `range`). The frames are sharded when they are encoded.
+A pass computes its rows of text in one part or two (`Rows`). The rows of a part are sharded, or every rank computes all
+of them. The frames are sharded when they are encoded.
 
     training, evaluation        all rows, sharded
     a long prompt               all rows, sharded; K and V of text and frames stay on the ranks that computed them
@@ -40,7 +40,7 @@ from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.frames import Frames, VisualKVCache, select_strategy
 from mllm_seqpar.runtime.star import StarText, block_length
-from mllm_seqpar.runtime.text import TextShards, packed_starts
+from mllm_seqpar.runtime.text import Rows, TextShards, packed_starts
 from mllm_seqpar.runtime.visual_features import VisualFeatures, fingerprint_of
 from mllm_seqpar.runtime.visual_tokens import FrameTokens, VisualTokens
 from mllm_seqpar.sharding import span_length
@@ -53,9 +53,6 @@ from .tower import frames_by_rank, local_embeddings, local_features, visual_feat
 
 if TYPE_CHECKING:
     from .family import Family
-
-Rows = TextShards | range
-"""The rows of a part of a pass: a sharding of them, or the rows of the pass that every rank computes."""
 
 
 def run_pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: Mapping[str, Any]) -> Any:
@@ -93,9 +90,9 @@ def _pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, k
             attended = _attended_frames(family, inputs, cache, cache_state)
         else:
             embedded = _embedded_frames(family, inputs, parts, cache_state)
-        if cache_state is not None and isinstance(parts[0], TextShards):
+        if cache_state is not None and parts[0].text is not None:
             # Only now: a cache whose frames could not be encoded is still an ordinary one.
-            shard_cached_text(cache, cache_state, parts[0], family.text_config.num_hidden_layers)
+            shard_cached_text(cache, cache_state, parts[0].text, family.text_config.num_hidden_layers)
         states, decoded = list[ForwardState](), []
         for rows, tokens in zip(parts, embedded, strict=True):
             states.append(_state_of_rows(family, inputs, rows, attended, tokens, cache_state))
@@ -135,16 +132,15 @@ def _cache_state_of_pass(family: Family, inputs: ForwardInputs, cache: Any) -> S
 
 def _parts(
     family: Family, inputs: ForwardInputs, cache: Any, cache_state: SequenceParallelCacheState | None
-) -> list[Any]:
-    """Return the `Rows` of each part of a pass, in the order in which they are computed; the same on all ranks."""
-    context = family.context
-    if cache_state is None:
-        return [_text_shards(context, inputs)]
-    if not _shards_prompt(family, inputs, cache):
-        return [range(inputs.length)]
-    star = context.config.self_attention == "star"
-    text = (_star_text_shards if star else _text_shards)(context, inputs)
-    return [text, range(text.length, inputs.length)] if star else [text]
+) -> list[Rows]:
+    """Return the rows of each part of a pass, in the order in which they are computed; the same on all ranks."""
+    context, length = family.context, inputs.length
+    if cache_state is not None and not _shards_prompt(family, inputs, cache):
+        return [Rows(0, length)]
+    if cache_state is not None and context.config.self_attention == "star":
+        star = _star_text_shards(context, inputs)
+        return [Rows(0, star.length, star), Rows(star.length, length)]
+    return [Rows(0, length, _text_shards(context, inputs))]
 
 
 def _shards_prompt(family: Family, inputs: ForwardInputs, cache: Any) -> bool:
@@ -321,13 +317,10 @@ def _embedded_frames(
         return [None] * len(parts)
     found: list[list[VisualTokens] | None] = []
     for rows in parts:
-        if isinstance(rows, TextShards) and family.context.config.self_attention != "local":
-            start, stop = 0, rows.length
-            by_rank = [rows.positions(rank) for rank in range(comm.size)]
-        else:
-            start, stop = (rows.start, rows.stop) if isinstance(rows, range) else (0, rows.length)
-            by_rank = [torch.arange(stop - start)] * comm.size
-        routes = layout.between(start, stop).routes(by_rank, comm.rank)
+        by_rank = [torch.arange(rows.stop - rows.start)] * comm.size
+        if rows.text is not None and family.context.config.self_attention != "local":
+            by_rank = [rows.text.positions(rank) for rank in range(comm.size)]
+        routes = layout.between(rows.start, rows.stop).routes(by_rank, comm.rank)
         found.append(routes.exchange(embeddings, comm, embeddings.shape[1] // family.text_config.hidden_size))
     return found
 
@@ -344,23 +337,23 @@ def _state_of_rows(
     cache_state: SequenceParallelCacheState | None,
 ) -> ForwardState:
     """Return the state that the layers share while they compute a part of the rows."""
-    context, frames = family.context, None
+    context, text, frames = family.context, rows.text, None
     facts: Mapping[str, Tensor] = {}
-    if isinstance(rows, TextShards):
+    if text is not None:
         if attended is not None:
-            frames, facts = _frames_of_shards(family, inputs, rows, attended)
+            frames, facts = _frames_of_shards(family, inputs, text, attended)
         recorder = None
-        if cache_state is not None and not isinstance(rows, StarText):
+        if cache_state is not None and not isinstance(text, StarText):
             recorder = _recorder(family, inputs, rows, attended, cache_state)
         return ForwardState(
-            context, text=rows, frames=frames, row_facts=facts, visual_tokens=embedded, recorder=recorder
+            context, text=text, frames=frames, row_facts=facts, visual_tokens=embedded, recorder=recorder
         )
     assert cache_state is not None
     cached_text = None
     if cache_state.text_kv is not None:
         valid = _padding_mask(inputs)
-        cache_state.text_kv.extend(len(rows))
-        cached_text = functools.partial(cache_state.text_kv.rectangles, len(rows), valid)
+        cache_state.text_kv.extend(rows.stop - rows.start)
+        cached_text = functools.partial(cache_state.text_kv.rectangles, rows.stop - rows.start, valid)
     if attended is not None:
         mask, facts = attended.mask, attended.facts
         if rows.start:
@@ -404,7 +397,7 @@ def _recorder(
     if not family.context.records:
         return None
     record = family.context.records[-1]
-    positions = rows.positions(rows.comm.rank) if isinstance(rows, TextShards) else None
+    positions = None if rows.text is None else rows.text.positions(family.context.comm.rank)
     if attended is not None:
         assert isinstance(attended.source, VisualKVCache)
         return record.begin_pass(attended.source, attended.mask, inputs.length, positions)
@@ -436,15 +429,15 @@ def _run_rows(
 ) -> Any:
     """Run the decoder on a part of the rows, this rank's or all of them; return its output."""
     tokens, mask, positions, comm = inputs.tokens, inputs.attention_mask, inputs.positions, family.context.comm
-    has_frames = state.frames is not None or bool(state.visual_tokens)
-    if isinstance(rows, TextShards):
-        _count_shards(family, inputs, rows.local if state.shards_text else inputs.length)
+    text, has_frames = rows.text, state.frames is not None or bool(state.visual_tokens)
+    if text is not None:
+        _count_shards(family, inputs, text.local if state.shards_text else inputs.length)
         # Without sharding, every rank computes all tokens, with the same dropout masks. The vision tower may have drawn
         # other random numbers on each rank.
         if not state.shards_text and family.model.training:
             share_random_state(comm, tokens.device)
         if state.text_mask != "decoder":
-            tokens, positions = rows.shard(tokens, 1), rows.shard(positions, -1)
+            tokens, positions = text.shard(tokens, 1), text.shard(positions, -1)
         elif mask is None and not inputs.detects_packing:
             # A mask of ones keeps transformers from looking at positions.
             mask = torch.ones(inputs.batch, inputs.length, dtype=torch.long, device=tokens.device)
@@ -456,7 +449,7 @@ def _run_rows(
     else:  # the mask is in the state, and transformers passes on a mask of four dimensions
         mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=embeds.device)
     embeds = state.embedded(embeds)  # the embeddings of the text alone are freed
-    if isinstance(rows, TextShards) and not has_frames:
+    if text is not None and not has_frames:
         embeds = with_accumulated_gradients(embeds, family.model)
     return family.run_decoder(embeds, positions, mask, cache, state, **kwargs)
 
