@@ -27,7 +27,7 @@ from torch import Tensor
 from mllm_seqpar._compat import eager
 from mllm_seqpar.attention.attend import attend
 from mllm_seqpar.attention.call_spec import CallSpec, Placement, accumulation, call_spec_for, problem_of
-from mllm_seqpar.attention.keys import GivenKeys, Keys, as_attended, attend_unmasked, attended_dtype
+from mllm_seqpar.attention.keys import GivenKeys, Keys, attend_unmasked, attention_dtype, cast_for_attention
 from mllm_seqpar.masks import BlockMasks, GivenBlockMask, Rectangle
 from mllm_seqpar.masks.block_masks import decoder_rectangles
 from mllm_seqpar.schedules.mesh_shapes import parallel_spec
@@ -129,7 +129,7 @@ class ForwardState:
     @eager
     def attend_each(self, q: Tensor, softmaxes: Sequence[Sequence[Keys]], scale: float) -> list[Tensor]:
         """Compute `attend` for each list of keys. Partial results that must be merged over ranks share one exchange."""
-        (q,) = as_attended(q)
+        (q,) = cast_for_attention(q)
         comm, config = self.context.comm, self.context.config
         results: list[tuple[Tensor, Tensor | None] | None] = []  # no log-sum-exp from torch's own operators
         by_kernels: list[Sequence[Keys]] = []
@@ -180,7 +180,7 @@ class ForwardState:
             mask: the decoder's attention mask; used if `text_mask` is "decoder".
             model_attention: the model's own attention, for text that one rank has. None: the block kernels.
         """
-        k, v = as_attended(k, v)
+        k, v = cast_for_attention(k, v)
         torch_attend = None
         if model_attention is not None and self.model_attends(window):
             torch_attend = functools.partial(model_attention, k, v, mask if self.text_mask == "decoder" else None)
@@ -202,7 +202,7 @@ class ForwardState:
         """
         frames = self.frames
         assert frames is not None, "this pass has no frames"
-        dtype = attended_dtype(q)
+        dtype = attention_dtype(q)
         key = q.shape, dtype, q.device, torch.is_grad_enabled()
         spec = frames.specs.get(key)
         if spec is None:
@@ -241,7 +241,7 @@ class ForwardState:
         candidates, kv_heads = {"auto": CROSS, "mesh": CROSS_MESH}.get(config.strategy), q.shape[1]
         if candidates is not None:
             with torch.no_grad():  # projecting zero frames gives the number of KV heads
-                empty = frames.source.no_frames
+                empty = frames.source.empty_features
                 kv_heads = project(empty.features, empty.index)[0].shape[1]
         # "replicate" without gathered features: a prompt whose K and V stay where they are.
         name = "lv-xattn" if config.strategy in ("auto", "replicate") else config.strategy

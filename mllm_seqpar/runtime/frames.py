@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.attention.call_spec import CallSpec, Placement, problem_of
-from mllm_seqpar.attention.keys import GivenKeys, Keys, as_attended
+from mllm_seqpar.attention.keys import GivenKeys, Keys, cast_for_attention
 from mllm_seqpar.attention.streamed import KeyChunk, StreamedKeys
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.autograd import gather_shards
@@ -132,7 +132,7 @@ def select_strategy(
         return frames
     if config.strategy == "auto" and shape is not None:
         assert context.selector is not None
-        (probe,) = as_attended(visual.features[:0])
+        (probe,) = cast_for_attention(visual.features[:0])
         q_shape, k_shape = (text.batch, shape.heads, text.local, shape.dim), (1, shape.kv_heads)
         training = torch.is_grad_enabled()
         projection = VisualProjection(
@@ -195,10 +195,10 @@ class VisualKVCache:
         return self._last[1]
 
     @property
-    def no_frames(self) -> VisualFeatures:
-        """See `VisualFeatures.no_frames`; in the first pass."""
+    def empty_features(self) -> VisualFeatures:
+        """See `VisualFeatures.empty_features`; in the first pass."""
         assert self._visual is not None
-        return self._visual.no_frames
+        return self._visual.empty_features
 
     def keys(self, layer: Hashable, spec: CallSpec, project: Projection, dtype: torch.dtype) -> Keys:
         """Return the keys of a layer; its first call projects them, with gradients if they are on the device.

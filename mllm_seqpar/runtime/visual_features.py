@@ -75,7 +75,7 @@ class VisualFeatures:
         return self.features.shape[1]
 
     @property
-    def no_frames(self) -> VisualFeatures:
+    def empty_features(self) -> VisualFeatures:
         """Features of no frames, on the device that computes."""
         return replace(self, features=self.features[:0], index=self.index[:0])
 
