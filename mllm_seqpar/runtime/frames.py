@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,11 +37,18 @@ if TYPE_CHECKING:
     from .context import SeqParContext
 
 
+KVSource: TypeAlias = "VisualFeatures | VisualKVCache"
+"""Where the K and V of frames come from: features of the pass, which layers project, or the cache of an earlier one.
+
+Both have `keys`, which returns those of a layer, `units`, `tokens_per_unit`, `layout` and `empty_features`.
+"""
+
+
 class Frames:
     """The frames of one pass.
 
     Attributes:
-        source: where K and V come from: the features of the frames, or a cache.
+        source: where K and V come from.
         masks: the mask rectangles of every block; with replicated rows, or replicated frames, those of this rank alone.
         key_lengths: the number of visual keys on every rank that `masks` has.
         placement: whether each rank has its own frames, or all of them.
@@ -51,7 +58,7 @@ class Frames:
 
     def __init__(
         self,
-        source: VisualFeatures | VisualKVCache,
+        source: KVSource,
         masks: FrameBlockMasks,
         tokens: int,
         placement: Placement = "sharded",
@@ -62,9 +69,7 @@ class Frames:
         self.specs: dict[Hashable, CallSpec] = {}
 
     @classmethod
-    def of_shards(
-        cls, source: VisualFeatures | VisualKVCache, mask: FrameMask, text: TextShards, units_per_frame: int = 1
-    ) -> Frames:
+    def of_shards(cls, source: KVSource, mask: FrameMask, text: TextShards, units_per_frame: int = 1) -> Frames:
         """Return the frames of a pass with sharded rows, given the mask of ALL rows (B, L) in order.
 
         Args:
@@ -85,9 +90,7 @@ class Frames:
         return cls(source, FrameBlockMasks(by_rank, units), mask.tokens_per_frame)
 
     @classmethod
-    def of_rows(
-        cls, source: VisualFeatures | VisualKVCache, mask: FrameMask, comm: Communicator, units_per_frame: int = 1
-    ) -> Frames:
+    def of_rows(cls, source: KVSource, mask: FrameMask, comm: Communicator, units_per_frame: int = 1) -> Frames:
         """Return the frames of a pass with rows that every rank has."""
         own = unit_spans(mask.total_frames, units_per_frame, comm, source.layout)[comm.rank]
         return cls(source, FrameBlockMasks([mask], [own]), mask.tokens_per_frame)

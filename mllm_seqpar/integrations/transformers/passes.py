@@ -38,7 +38,7 @@ from mllm_seqpar.models.cache import (
 from mllm_seqpar.runtime.attention_record import AnyRecorder
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
-from mllm_seqpar.runtime.frames import Frames, VisualKVCache, select_strategy
+from mllm_seqpar.runtime.frames import Frames, KVSource, VisualKVCache, select_strategy
 from mllm_seqpar.runtime.star import StarText, block_length
 from mllm_seqpar.runtime.text import Rows, TextShards, packed_starts
 from mllm_seqpar.runtime.visual_features import VisualFeatures, fingerprint_of
@@ -216,13 +216,13 @@ class AttendedFrames(NamedTuple):
     """The frames that the rows of a pass attend to by cross-attention.
 
     Attributes:
-        source: where their K and V come from: features of this pass, or the cache.
+        source: where their K and V come from.
         mask: which of them each row (B, L) attends to.
         facts: what `Family.row_facts` returned for all rows.
         features: the features that this rank has encoded in this pass; None if the frames are those of the cache.
     """
 
-    source: VisualFeatures | VisualKVCache
+    source: KVSource
     mask: FrameMask
     facts: Mapping[str, Tensor]
     features: Tensor | None
@@ -235,7 +235,7 @@ def _attended_frames(
 
     All ranks call it together. K and V of frames that are encoded in a pass with a cache are stored in the cache.
     """
-    source: VisualFeatures | VisualKVCache | None = None
+    source: KVSource | None = None
     features, total_frames = None, inputs.total_frames
     if cache_state is None or _brings_frames(family, inputs, cache_state):
         family.check_new_frames(inputs)
