@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.schedules.mesh_shapes import STRATEGIES, TEXT_STRATEGIES
+from mllm_seqpar.schedules.mesh_shapes import STRATEGIES, TEXT_STRATEGIES, ParallelSpec
 
-from .call_cost import MARGIN, AttentionCall, Candidate, ParallelSpec, Selection, select_strategy
+from .call_cost import MARGIN, AttentionCall, Candidate, Selection, select_strategy
 from .cluster import Cluster, Cost, Passes, all_gather, all_to_all
 from .memory import USABLE, peak_memory
 from .workload import FLOAT32, Workload

@@ -240,13 +240,13 @@ class HostFeatures(VisualFeatures):
         return cls(features.detach(), index, units, layout=layout, **host)
 
     @property
-    def no_frames(self) -> VisualFeatures:
+    def empty_features(self) -> VisualFeatures:
         empty = torch.empty((0, *self.features.shape[1:]), dtype=self.dtype, device=self.index.device)
         return VisualFeatures(empty, self.index[:0], self.units)
 
     def keys(self, layer: Hashable, spec: CallSpec, project: Projection, dtype: torch.dtype) -> Keys:
         """Return the keys of a layer, which are projected chunk by chunk."""
-        return OffloadedKeys(spec, self, RecomputedKeys(spec, self.no_frames, project, dtype))
+        return OffloadedKeys(spec, self, RecomputedKeys(spec, self.empty_features, project, dtype))
 
     def keys_values(self, project: Projection, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return k and v (1, G, frames * tokens, D) of all frames, views of host memory; without gradients.
