@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from family_cases import FUSED, QWENS
-from family_harness import TOLERANCE, inputs_of, model_of, on_ranks, settings, slow_unless
+from family_harness import TOLERANCE, check_exact, inputs_of, model_of, on_ranks, settings, slow_unless
 from generation_cases import SHARDED
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar._compat import cache_argument, cache_of
@@ -184,6 +184,18 @@ def test_prompt_with_positions_of_the_caller_follows_a_larger_batch(family: str)
             input_ids=ids[:, 3:], position_ids=torch.full((3, 1, 1), 3), **cache_argument(cache_of(first))
         )
     assert error(torch.cat([first.logits, last.logits], 1), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", slow_unless(lambda family: family == "qwen2_5_vl", QWENS))
+def test_pass_with_a_cache_and_no_sharded_keys_has_exact_gradients(family: str) -> None:
+    case = QWENS[family]
+    check_exact(family, 2, replace(case, arguments={**case.arguments, "use_cache": True}))
+
+
+def test_gradients_of_a_pass_with_a_cache_are_refused_over_sharded_frames() -> None:
+    case = Idefics(arguments={"use_cache": True})
+    with pytest.raises(ConfigError, match="use_cache: a pass with a cache has no backward pass"):
+        on_ranks(2, "idefics", case, lambda model, inputs, comm: model(**inputs))
 
 
 @torch.no_grad()
