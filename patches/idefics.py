@@ -275,7 +275,7 @@ class IdeficsFamily(Family[_IdeficsInputs]):
             )
 
     def continue_cache(self, inputs: _IdeficsInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
-        """Drop the frames of the cache, so that images are encoded again, if a row now continues another sample.
+        """Drop the frames of the cache, so that those of this pass are encoded, if a row now continues another sample.
 
         Beams may continue other beams of their sample.
         """
