@@ -23,7 +23,6 @@ from mllm_seqpar.data.chat_family import (
     Messages,
     answer_spans,
     image_counts,
-    known_processors,
     tokenize,
 )
 from mllm_seqpar.data.formats import media_of, media_parts
@@ -87,7 +86,6 @@ __all__ = [
     "get_logger",
     "image_counts",
     "is_instance_by_name",
-    "known_processors",
     "media_of",
     "media_parts",
     "run_in_chunks",

@@ -261,8 +261,8 @@ def _attend_replicated(
         if sharded:
             if torch.is_grad_enabled() and any(x.requires_grad for _, inputs in sharded for x in (q, *inputs)):
                 raise ConfigError(
-                    "use_cache: a pass with a cache has no backward pass when sequence-parallel; run it under "
-                    "torch.no_grad(), or pass use_cache=False to train"
+                    "use_cache: a pass with a cache has no backward pass through keys that are sharded over ranks; run "
+                    "it under torch.no_grad(), or pass use_cache=False to train"
                 )
             partial[number] = _forward(alone, block_math, sharded, rows)
         results.append(_forward(alone, block_math, replicated, rows) if replicated else None)
