@@ -76,9 +76,9 @@ def refuse_dropout(dropout: float) -> None:
     """Raise ConfigError for dropout of attention weights, which would differ from that of the unpatched model."""
     if dropout:
         raise ConfigError(
-            f"attention_dropout={dropout}: dropout on attention weights is not supported in distributed attention; set it "
-            "to 0.0 in the model's config before patching (it is called dropout by IDEFICS and Llama 3.2 Vision, and "
-            "attn_pdrop by MPT). Dropout elsewhere is fine"
+            f"attention_dropout={dropout}: dropout on attention weights is not supported in distributed attention; set "
+            "it to 0.0 in the model's config before patching (IDEFICS and Llama 3.2 Vision call it dropout, and MPT "
+            "attn_pdrop). Dropout elsewhere is fine"
         )
 
 
