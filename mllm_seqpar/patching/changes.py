@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -102,9 +102,9 @@ class Patch:
         """
         several, alone = self.context.comm.size > 1, self.context.assumed_alone
         for root, sites in self._guards:
-            attends = _contains_any(sites)
+            attends = dict.fromkeys(sites, True)
             for name, module in root.named_modules():
-                if module is root or module in self._names or not attends(module):
+                if module is root or module in self._names or not _attends(module, attends):
                     continue
                 self._names[module] = name, type(root).__name__
                 if module not in self._dispatched:
@@ -174,14 +174,15 @@ class Patch:
             )
 
 
-def _contains_any(sites: Container[nn.Module]) -> Callable[[nn.Module], bool]:
-    """Return a function that returns whether a module is one of the sites or contains one, found once for each."""
+def _attends(module: nn.Module, known: dict[nn.Module, bool]) -> bool:
+    """Return whether a module attends to tokens of several ranks, or contains one that does, which `known` remembers.
 
-    @functools.cache
-    def contains(module: nn.Module) -> bool:
-        return module in sites or any([contains(child) for child in module.children()])
-
-    return contains
+    A nested function with a cache of its own would refer to itself, and keep the model in memory until Python collects
+    cyclic garbage.
+    """
+    if module not in known:
+        known[module] = any([_attends(child, known) for child in module.children()])
+    return known[module]
 
 
 def _chunked_forward(module: nn.Module, size: int) -> Any:

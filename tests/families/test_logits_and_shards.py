@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from family_cases import FUSED
-from family_harness import TOLERANCE, build, model_of, on_ranks, slow_unless
+from family_harness import TOLERANCE, build, inputs_of, model_of, on_ranks, slow_unless
 from generation_cases import SHARDED
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar._compat import cache_argument, cache_of
@@ -186,3 +186,31 @@ def test_cache_under_autocast_is_as_near_to_float32_as_unpatched(kind: str) -> N
     found = on_ranks(2, "mplug_owl3", case, lambda m, x, _: two_passes(m, x, True))
     assert all(torch.equal(found[0][name], found[1][name]) for name in exact)
     assert_as_near_as_unpatched(found[0], unpatched, exact)
+
+
+@pytest.mark.parametrize(("frames", "asking"), [(1, 1), (2, 0), (2, 1)])
+def test_frames_may_require_gradients_on_one_rank(frames: int, asking: int) -> None:
+    """All ranks take part in backward, or none: rank 1 of 2 has no frame of one, and asks in vain."""
+    case = Case(frames=(frames,), local_frames=True)
+
+    def frozen(model: Any) -> Any:
+        model.requires_grad_(False)
+        model.get_output_embeddings().weight.requires_grad_()
+        return model
+
+    def step(model: Any, inputs: dict[str, Any], comm: Any) -> torch.Tensor | None:
+        own = inputs["pixel_values"].detach().requires_grad_(comm.rank == asking)
+        frozen(model)(**inputs | {"pixel_values": own}).loss.backward()
+        return own.grad
+
+    model = frozen(model_of("mplug_owl3", case))
+    inputs = inputs_of("mplug_owl3", replace(case, wants_grad=("pixel_values",)), model)
+    model(**inputs).loss.backward()
+    found = on_ranks(2, "mplug_owl3", case, step)
+    assert found[1 - asking] is None
+    gradient = found[asking]
+    if frames == 1:
+        assert gradient is None
+    else:
+        assert gradient is not None
+        assert error(gradient / 2, inputs["pixel_values"].grad[asking : asking + 1]) < TOLERANCE

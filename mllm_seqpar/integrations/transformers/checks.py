@@ -121,19 +121,22 @@ def _kind_of_frames(inputs: ForwardInputs, _: None = None) -> list[int]:
 
 
 def _share_kind_of_frames(inputs: ForwardInputs, rows: Sequence[Sequence[int]]) -> None:
-    """Let an empty tensor of frames have the dtype, and require gradients, as the other ranks' frames do.
+    """Let an empty tensor of frames have the dtype of the other ranks' frames, and all require gradients or none.
 
     AgreementError if these have several dtypes. Under autocast, layers take features in the dtype that the caller
-    passes, and ranks may send them to each other. If features require gradients, all ranks take part in backward.
+    passes, and ranks may send them to each other. If the frames of one rank require gradients, all ranks take part in
+    backward; an empty tensor alone asks for none.
     """
     found, frames = {number for number, _ in rows} - {-1}, inputs.frames
     if len(found) > 1:
         named = by_rank([None if number < 0 else str(_DTYPES[number]) for number, _ in rows])
         raise AgreementError(f"{_PASS}: the ranks differ in dtype of frames: {named}. {_REMEDY}")
-    if found and frames is not None and not frames.shape[0]:
-        frames = frames.to(_DTYPES[found.pop()])
-        if any(requires_grad for _, requires_grad in rows) and not frames.requires_grad:
-            frames = frames.detach().requires_grad_()
+    if found and frames is not None:
+        requires_grad = any(requires_grad for _, requires_grad in rows)
+        if not frames.shape[0]:
+            frames = frames.to(_DTYPES[found.pop()])
+        if frames.requires_grad != requires_grad:
+            frames = frames.detach().requires_grad_(requires_grad)
         object.__setattr__(inputs, "frames", frames)
 
 

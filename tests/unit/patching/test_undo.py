@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import re
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,23 @@ def attention_functions() -> dict[str, Any]:
     return {
         name: ALL_ATTENTION_FUNCTIONS[name] for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if "seqpar" not in name
     }
+
+
+@pytest.mark.parametrize("family", BATCHES)
+def test_an_unpatched_model_is_freed_at_once(family: str) -> None:
+    """Without waiting for the garbage collector, as if it had never been patched."""
+    model, inputs = build(family, BATCHES[family])
+    gc.collect()
+    gc.disable()
+    try:
+        patch_model(model)
+        forward(family, model, inputs).loss.backward()
+        unpatch_model(model)
+        weight = weakref.ref(next(model.parameters()))
+        del model
+        assert weight() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(("family", "case"), slow_unless(lambda row: row in MODELS[:5], MODELS))
