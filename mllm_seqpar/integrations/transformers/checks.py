@@ -121,19 +121,21 @@ def _kind_of_frames(inputs: ForwardInputs, _: None = None) -> list[int]:
 
 
 def _share_kind_of_frames(inputs: ForwardInputs, rows: Sequence[Sequence[int]]) -> None:
-    """Let an empty tensor of frames have the dtype, and require gradients, as the other ranks' frames do.
+    """Let an empty tensor of frames have the dtype of the other ranks' frames, and every rank's require gradients if
+    those of some rank do.
 
-    AgreementError if these have several dtypes. Under autocast, layers take features in the dtype that the caller
+    AgreementError if frames have several dtypes. Under autocast, layers take features in the dtype that the caller
     passes, and ranks may send them to each other. If features require gradients, all ranks take part in backward.
     """
     found, frames = {number for number, _ in rows} - {-1}, inputs.frames
     if len(found) > 1:
         named = by_rank([None if number < 0 else str(_DTYPES[number]) for number, _ in rows])
         raise AgreementError(f"{_PASS}: the ranks differ in dtype of frames: {named}. {_REMEDY}")
-    if found and frames is not None and not frames.shape[0]:
-        frames = frames.to(_DTYPES[found.pop()])
+    if found and frames is not None:
+        if not frames.shape[0]:
+            frames = frames.to(_DTYPES[found.pop()])
         if any(requires_grad for _, requires_grad in rows) and not frames.requires_grad:
-            frames = frames.detach().requires_grad_()
+            frames = frames.detach().requires_grad_()  # not the caller's tensor, which stays without gradient
         object.__setattr__(inputs, "frames", frames)
 
 
