@@ -275,7 +275,10 @@ class IdeficsFamily(Family[_IdeficsInputs]):
             )
 
     def continue_cache(self, inputs: _IdeficsInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
-        """Encode the images that are passed again if a row continues another sample; beams may move within theirs."""
+        """Drop the frames of the cache, so that those of this pass are encoded, if a row now continues another sample.
+
+        Beams may continue other beams of their sample.
+        """
         if cache_state.visual_kv is None:
             return
         self._check_mask(inputs)
@@ -293,7 +296,7 @@ class IdeficsFamily(Family[_IdeficsInputs]):
         return mask_over_samples(visible, tokens, units, inputs.prompt_rows, inputs.prompt_batch)
 
     def row_facts(self, inputs: _IdeficsInputs, mask: FrameMask) -> dict[str, Tensor]:
-        """Return `cross_attention_gate` (B, L): 0 for rows that attend to no image."""
+        """Return `gate` (B, L), which becomes `cross_attention_gate`: 0 for rows that attend to no image."""
         attends = copy_to_device(mask.any_frame_visible(), self.embedding_weight().device)
         return {"gate": attends.to(self.model.dtype)}
 

@@ -37,7 +37,6 @@ from mllm_seqpar.adapting import (
     as_compared_tensors,
     check_range,
     copy_to_device,
-    known_processors,
     media_of,
     merge_heads,
     model_attention,
@@ -58,8 +57,8 @@ def _hyper_attention(
     attention_mask: Tensor | None = None,
     cache: Cache | None = None,
     visual: Any = None,
-    visual_norm: nn.Module | None = None,
     *,
+    visual_norm: nn.Module,
     seqpar: ForwardState,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -151,8 +150,8 @@ class CutImageSource(FrameSource):
 
 
 class MPlugOwl3Chats(ChatFamily):
-    """The chat format of processors with `encode`, which tokenizes chats without their frames, and with an
-    `image_processor` for decoded frames; of models with `encode_frames`."""
+    """The chat format of `MPlugOwl3Processor`, whose `encode` tokenizes chats without their frames; of models with
+    `encode_frames`."""
 
     processors = ("MPlugOwl3Processor",)
     marks = ("<|image|>", "<|video|>", "<|im_start|>", "<|im_end|>")
@@ -170,12 +169,6 @@ class MPlugOwl3Chats(ChatFamily):
         padding_side: str | None = None,
     ) -> ChatText:
         """Tokenize conversations by the processor's `encode`; `media_offset` is among the extras."""
-        if not hasattr(self.processor, "encode"):
-            known = ", ".join(known_processors())
-            raise DataError(
-                f"{type(self.processor).__name__} is not the processor of a known model family; expected one of "
-                f"{known} in the model directory (processor_config.json or preprocessor_config.json, and a tokenizer)"
-            )
         pairs = [
             pair for messages, sources in zip(conversations, media, strict=True) for pair in media_of(messages, sources)
         ]
@@ -251,7 +244,7 @@ def _grid(source: FrameSource) -> tuple[int, int] | None:
 
 
 class MPlugOwl3Family(Family[Any]):
-    """The native mPLUG-Owl3, all published generations. SigLIP frames are one list, each with a rotary position."""
+    """The native mPLUG-Owl3, all published generations. Every frame has a rotary position."""
 
     name = "mPLUG-Owl3"
     model_class = "MPlugOwl3ForConditionalGeneration"
@@ -294,7 +287,7 @@ class MPlugOwl3Family(Family[Any]):
         return self.model.encode_frames(frames)
 
     def check_new_frames(self, inputs: _MPlugOwl3Inputs) -> None:
-        _ = inputs.layout  # which cannot be made if they do not fit
+        _ = inputs.layout  # raises if the frames do not fit the text
 
     def unit_index(self, inputs: _MPlugOwl3Inputs, units: int) -> Tensor:
         """Return the rotations of the frames by their positions, (units, 2, head_dim), for all layers."""

@@ -42,9 +42,9 @@ from mllm_seqpar.adapting import (
     ShapeError,
     StarText,
     TokenwiseFunction,
-    as_attended,
     cache_argument,
     cache_state_of,
+    cast_for_attention,
     causal_mask,
     copy_to_device,
     decoder_arguments,
@@ -197,7 +197,7 @@ class ShardedBias:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attend from q (B, H, s, D) to k, v (B, H, t, D) of all ranks; return o (B, H, s, D)."""
         dtype = q.dtype
-        q, k, v = as_attended(q, k, v)
+        q, k, v = cast_for_attention(q, k, v)
         if self._dims is None:
             self._dims = bias_dims(self.slopes, scale, self.rows, self.keys)
         q, k = (

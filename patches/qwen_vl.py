@@ -244,8 +244,8 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
     """The model of both families.
 
     The vision tower of Qwen3-VL returns features of several of its layers besides the last one (deepstack). Each is
-    added to the hidden states of the visual tokens after one of the first decoder layers. They travel with the
-    embeddings, in one exchange.
+    added to the hidden states of the visual tokens after one of the first decoder layers. They are sent with
+    the embeddings, in one exchange.
     """
 
     parts = {

@@ -25,6 +25,7 @@ from mllm_seqpar.attention.keys import GivenKeys
 from mllm_seqpar.comm import Communicator, as_communicator
 from mllm_seqpar.masks import BlockMasks, CausalBlockMasks, FrameMask, FullBlockMasks
 from mllm_seqpar.schedules.bytes_sent import Problem, lv_xattn_bytes, mesh_bytes, ring_bytes, ulysses_bytes
+from mllm_seqpar.schedules.mesh_shapes import ParallelSpec, parallel_spec
 from mllm_seqpar.sharding import (
     Spans,
     frame_bounds,
@@ -233,7 +234,7 @@ def _call(
         lengths = tuple(map(span_length, key_spans(case, n)))
         full = FullBlockMasks(case.batch, total // n, lengths)
         problem = problem_of(x["q"].shape, x["k"].shape, lengths, case.dtype, case.accumulate)
-        spec = call_spec_for("lv-xattn", None, full, problem, dtype, case.overlap, all_pairs=True)
+        spec = call_spec_for(ParallelSpec("lv-xattn", (n, 1), all_pairs=True), full, problem, dtype, case.overlap)
         return attend(x["q"], [[GivenKeys(spec, x["k"], x["v"])]], **attention)[0]
     first, valid = text_limits(case, total)
     text = CausalBlockMasks(case.batch, total, n, case.layout, first, valid)
@@ -241,7 +242,8 @@ def _call(
     def source(strategy: str, blocks: BlockMasks, lengths: tuple[int, ...], k: Tensor, v: Tensor) -> GivenKeys:
         problem = problem_of(x["q"].shape, k.shape, lengths, case.dtype, case.accumulate)
         tile = case.tile if strategy in TILED else None
-        return GivenKeys(call_spec_for(strategy, tile, blocks, problem, dtype, case.overlap), k, v)
+        spec = parallel_spec(strategy, tile, problem)
+        return GivenKeys(call_spec_for(spec, blocks, problem, dtype, case.overlap), k, v)
 
     sources = [source(case.by, text, (total // n,) * n, x["text_k"], x["text_v"])]
     if case.op == "joint":

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar._transfers import copy_to_device, copy_to_host
-from mllm_seqpar.attention.keys import as_attended
+from mllm_seqpar.attention.keys import cast_for_attention
 from mllm_seqpar.checkpointing import TokenwiseFunction, run_in_chunks
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree, attempt
@@ -77,7 +77,7 @@ __all__ = [
     "TokenwiseFunction",
     "VisualTokenLayout",
     "answer_spans",
-    "as_attended",
+    "cast_for_attention",
     "check_range",
     "copy_to_device",
     "copy_to_host",

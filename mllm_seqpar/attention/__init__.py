@@ -1,9 +1,10 @@
 """Exact distributed attention; the functional layer is exported here.
 
-From the bottom up: `keys` (what a softmax is over, and what is resolved once per pass), `executor` (one block by
-a block kernel, one set of keys by any schedule), `streamed` (keys that arrive in chunks), `ulysses` (all-to-all),
-`attend` (one softmax over several sets of keys, as an autograd function, and its merge over ranks), `kept_results`
-(what activation checkpointing reuses instead of computing attention again), and on top of them `functional`.
+From the bottom up: `call_spec` (what is resolved once per pass and shape), `keys` (what a softmax is over), `executor`
+(one block by a block kernel, one set of keys by any schedule), `streamed` (keys that arrive in chunks), `ulysses`
+(all-to-all), `attend` (one softmax over several sets of keys, as an autograd function, and its merge over ranks),
+`kept_results` (what activation checkpointing reuses instead of computing attention again), and on top of them
+`functional`.
 """
 
 from .functional import decode_attention, lv_xattn, mesh_attention, ring_attention, ulysses_attention

@@ -1,6 +1,6 @@
 """Attention of rows to keys: one softmax over several sets of keys, wherever rows and keys are.
 
-    attend(q, [keys, ...]) -> (o, lse)                          q (B, H, s_q, D)
+    attend(q, [[keys, ...], ...]) -> [(o, lse), ...]             q (B, H, s_q, D); each inner list is one softmax
 
 Placements decide how: sharded rows and sharded keys run the schedule of the keys' spec. With replicated rows and
 sharded keys, each rank computes a partial result over its own keys, and the partial results are merged over ranks
@@ -204,7 +204,7 @@ def attend(
         without visible keys has o = 0, lse = -inf. Differentiable in q and in the inputs of the keys.
 
     Raises:
-        ConfigError: rows are replicated, and gradients are required of keys that are sharded.
+        ConfigError: rows are replicated, and gradients are required of them, or of keys that are sharded.
     """
     block_math = BlockMath(kernel, scale)
     if rows == "replicated":

@@ -1,7 +1,8 @@
 """What is known about the attention to one set of keys before its tensors exist, and what is derived from it.
 
-A `CallSpec` is resolved by all ranks once per forward pass and shape. All layers with that shape share it, and with it
-everything that is derived from it on first use: the schedule, the mask rectangles of each block with the block kernels
+A `CallSpec` is resolved by all ranks once per forward pass and shape; later passes over a cache keep those of frames
+while their mask stays the same. All layers with that shape share it, and with it everything that is derived from it on
+first use: the schedule, the mask rectangles of each block with the block kernels
 that compute them (`PreparedRectangle`), and the rows of each transfer.
 """
 
@@ -21,7 +22,7 @@ from mllm_seqpar.masks import BlockMasks, Rectangle, clip_rows
 from mllm_seqpar.schedules import AttentionBlock, Axis, OverlapRatios, Schedule, Step, Transfer, schedule_for
 from mllm_seqpar.schedules.bytes_sent import Problem, mesh_axis_bytes, overlap_ratios_by_bytes
 from mllm_seqpar.schedules.mesh import mesh_ranks
-from mllm_seqpar.schedules.mesh_shapes import least_bytes_mesh_shape, resolve_tile
+from mllm_seqpar.schedules.mesh_shapes import ParallelSpec
 
 KEPT_MASK = 1 << 14
 """Cache expanded masks of up to this many entries for all layers of a pass."""
@@ -32,9 +33,10 @@ Placement = Literal["sharded", "replicated"]
 
 @dataclass(frozen=True)
 class CallSpec:
-    """Everything about the attention to one set of keys that is known before its tensors; the same on every rank.
+    """Everything about the attention to one set of keys that is known before its tensors.
 
-    It describes the group if rows and keys are sharded. Otherwise it describes this rank alone, as a group of one.
+    If rows and keys are sharded, it describes the group, and is the same on every rank. Otherwise it describes this
+    rank alone, as a group of one, with this rank's masks and number of keys.
 
     Attributes:
         mesh_shape: (a, b), the number of Q shards and of KV shards that one rank computes with. (n, 1) sends Q shards,
@@ -190,35 +192,30 @@ def problem_of(
 
 
 def call_spec_for(
-    strategy: str,
-    mesh_shape: tuple[int, int] | None,
+    spec: ParallelSpec,
     masks: BlockMasks,
     problem: Problem,
     accumulate_dtype: torch.dtype,
     overlap: bool = True,
     overlap_ratios: tuple[OverlapRatios, OverlapRatios] | None = None,
-    all_pairs: bool = False,
 ) -> CallSpec:
-    """Return the call spec of a strategy.
+    """Return the call spec of a strategy, which `parallel_spec` resolves.
 
     Args:
-        mesh_shape: for "mesh" and "ulysses"; a mesh without one takes the shape that sends the fewest bytes.
+        spec: the strategy, with its mesh shape and head-sharding degree.
+        masks: the mask rectangles.
         problem: as `problem_of` returns it; it also says in how many bytes results are sent.
+        accumulate_dtype, overlap: see `CallSpec`.
         overlap_ratios: forward and backward, for the order of a mesh's steps; None: by the bytes of its transfers.
-        all_pairs: for "lv-xattn", see `CallSpec`.
-
-    Raises:
-        ConfigError: the mesh shape does not fit the number of ranks.
     """
-    shape, head_degree = resolve_tile(strategy, mesh_shape, problem.ranks)
-    if shape is None:
-        shape = least_bytes_mesh_shape(problem)
+    shape = spec.mesh_shape
     if overlap_ratios is None and 1 not in shape:
         forward, backward = (overlap_ratios_by_bytes(problem, backward=b) for b in (False, True))
         overlap_ratios = forward, backward
     ratios = overlap_ratios or (OverlapRatios(), OverlapRatios())
     rounded = problem.direct_element is not None and problem.direct_element < accumulate_dtype.itemsize
-    return CallSpec(shape, masks, problem.keys, accumulate_dtype, overlap, head_degree, ratios, rounded, all_pairs)
+    degree, all_pairs = spec.head_degree, spec.all_pairs
+    return CallSpec(shape, masks, problem.keys, accumulate_dtype, overlap, degree, ratios, rounded, all_pairs)
 
 
 class PreparedRectangle(NamedTuple):

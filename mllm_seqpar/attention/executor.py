@@ -183,13 +183,13 @@ Bundle = dict[str, Tensor]
 """Named contiguous tensors that are sent together."""
 
 
-class _Pass(Protocol):
-    """Interface of the forward and the backward pass, which `_run` calls at each step."""
+class _Direction(Protocol):
+    """Interface of the forward and the backward computation of a schedule, which `_run` calls at each step."""
 
     local: dict[Axis, Bundle]
     """This rank's Q shard and KV shard."""
 
-    def compute(self, block: AttentionBlock, rows: Bundle, columns: Bundle) -> None:
+    def compute(self, block: AttentionBlock, rows: Bundle, keys: Bundle) -> None:
         """Compute a block and add it to the results for its Q shard and its KV shard."""
 
     def result(self, axis: Axis, owner: int) -> Bundle:
@@ -207,11 +207,11 @@ class _Forward:
         self._spec, self._math = spec, block_math
         self.partials: dict[int, PartialResult] = {}
 
-    def compute(self, block: AttentionBlock, rows: Bundle, columns: Bundle) -> None:
+    def compute(self, block: AttentionBlock, rows: Bundle, keys: Bundle) -> None:
         partial = self.partials.get(block.q_shard)
         if partial is None:
             partial = self.partials[block.q_shard] = PartialResult(rows["q"], self._spec.accumulate_dtype)
-        self._math.forward(rows["q"], columns["k"], columns["v"], block.rectangles, partial)
+        self._math.forward(rows["q"], keys["k"], keys["v"], block.rectangles, partial)
 
     def result(self, axis: Axis, owner: int) -> Bundle:
         o, lse = self.partials.pop(owner).value
@@ -239,8 +239,8 @@ class _Backward:
             self._grads[name, owner] = GradientAccumulator(like, self._spec.accumulate_dtype)
         return self._grads[name, owner]
 
-    def compute(self, block: AttentionBlock, rows: Bundle, columns: Bundle) -> None:
-        q, k, v = rows["q"], columns["k"], columns["v"]
+    def compute(self, block: AttentionBlock, rows: Bundle, keys: Bundle) -> None:
+        q, k, v = rows["q"], keys["k"], keys["v"]
         dq, dk, dv = (
             self.grad("dq", block.q_shard, q),
             self.grad("dk", block.kv_shard, k),
@@ -310,24 +310,24 @@ def distributed_backward(
     return dq, dk, dv
 
 
-def _run(steps: Schedule, comm: Communicator, this: _Pass, overlap: bool) -> None:
+def _run(steps: Schedule, comm: Communicator, direction: _Direction, overlap: bool) -> None:
     """Run the steps of this rank. `overlap=False` waits for the transfers before computing, only to measure."""
-    local, rank = this.local, comm.rank
+    local, rank = direction.local, comm.rank
     held: dict[tuple[Axis, int], Bundle] = {("q", rank): local["q"], ("kv", rank): local["kv"]}
     with BufferLease(comm.kept.buffers) as lease:
         for step in steps:
-            pending, incoming = _post(step, comm, this, held, lease) if step.transfers else (None, ())
+            pending, incoming = _post(step, comm, direction, held, lease) if step.transfers else (None, ())
             if pending is not None and not overlap:
                 pending.wait()
             for block in step.blocks:
-                this.compute(block, held["q", block.q_shard], held["kv", block.kv_shard])
+                direction.compute(block, held["q", block.q_shard], held["kv", block.kv_shard])
             if pending is not None and overlap:
                 pending.wait()
             for transfer, buffers in incoming:
                 if transfer.kind == "input":
                     held[transfer.axis, transfer.recv_shard] = buffers
                 else:
-                    this.receive(transfer, buffers)
+                    direction.receive(transfer, buffers)
                     lease.give(buffers.values())
             for shard in step.released:
                 lease.give(held.pop(shard).values())
@@ -336,7 +336,7 @@ def _run(steps: Schedule, comm: Communicator, this: _Pass, overlap: bool) -> Non
 def _post(
     step: Step,
     comm: Communicator,
-    this: _Pass,
+    direction: _Direction,
     held: dict[tuple[Axis, int], Bundle],
     lease: BufferLease,
 ) -> tuple[Pending, Sequence[tuple[Transfer, Bundle]]]:
@@ -346,7 +346,7 @@ def _post(
     incoming: list[tuple[Transfer, Bundle]] = []
     for transfer in step.transfers:
         axis, owner, rows, is_input = transfer.axis, transfer.send_shard, transfer.send_rows, transfer.kind == "input"
-        outgoing = held[axis, owner] if is_input else this.result(axis, owner)
+        outgoing = held[axis, owner] if is_input else direction.result(axis, owner)
         buffers: Bundle = {}
         for name, tensor in outgoing.items():
             if isinstance(rows, slice):

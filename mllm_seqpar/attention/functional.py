@@ -24,7 +24,7 @@ from mllm_seqpar.errors import AgreementError, ConfigError, MaskError, ShapeErro
 from mllm_seqpar.kernels import choose_kernel
 from mllm_seqpar.masks import BlockMasks, CausalBlockMasks, FrameBlockMasks, FrameMask, FullBlockMasks
 from mllm_seqpar.schedules.head_sharding import HeadShards
-from mllm_seqpar.schedules.mesh_shapes import check_tile, resolve_tile
+from mllm_seqpar.schedules.mesh_shapes import check_tile, parallel_spec, resolve_tile
 from mllm_seqpar.sharding import LAYOUTS, Spans, describe_spans, frame_spans, sequence_positions, span_length
 
 from .attend import attend
@@ -285,7 +285,7 @@ def _attend_once(
         masks = mask.blocks(comm, frames, refresh=0 in known or len(known) > 1)
     problem = problem_of(q.shape, k.shape[:2], key_lengths, q.dtype, accumulate_dtype)
     dtype = accumulation(accumulate_dtype, q.dtype)
-    spec = call_spec_for(strategy, mesh_shape, masks, problem, dtype, overlap)
+    spec = call_spec_for(parallel_spec(strategy, mesh_shape, problem), masks, problem, dtype, overlap)
     keys = GivenKeys(spec, k, v)
     (result,) = attend(q, [[keys]], rows="sharded", comm=comm, scale=float(factor), kernel=kernel)
     return result if return_lse else result[0]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 NOTHING = torch.empty(0)
 
 InputGrads = Callable[[Tensor, Tensor], Sequence[Tensor | None]]
-"""dk, dv in float32 -> the gradients of the inputs that k and v are computed from; None where not needed."""
+"""dk, dv in the spec's `accumulate_dtype` -> the gradients of the inputs of k and v; None where not needed."""
 
 
 class Keys(ABC):
@@ -122,14 +122,14 @@ def attend_unmasked(k: Tensor, v: Tensor, q: Tensor, scale: float) -> Tensor:
     return unfold_batch(o, q.shape[0]) if shared else o
 
 
-def attended_dtype(x: Tensor) -> torch.dtype:
+def attention_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype that attention computes in: autocast's if it is enabled, else that of x."""
     device = x.device.type
     casts = torch.is_autocast_enabled(device) and x.dtype is not torch.float64
     return torch.get_autocast_dtype(device) if casts else x.dtype
 
 
-def as_attended(*tensors: Tensor) -> tuple[Tensor, ...]:
+def cast_for_attention(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast tensors to autocast's dtype if it is enabled, as autocast does for torch's own attention.
 
     Under autocast, q and k leave the rotary embedding in float32, while v has the dtype of the projection.
@@ -137,4 +137,4 @@ def as_attended(*tensors: Tensor) -> tuple[Tensor, ...]:
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
-    return tuple(x.to(attended_dtype(x)) for x in tensors)
+    return tuple(x.to(attention_dtype(x)) for x in tensors)

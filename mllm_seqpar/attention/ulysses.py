@@ -350,7 +350,7 @@ def head_sharded(q: Tensor, keys: Sequence[Keys], comm: Communicator) -> tuple[l
 
     Args:
         q: (B, H, s, D), the row-sharded queries; for their shape.
-        keys: row-sharded; keys that arrive in chunks stay so.
+        keys: row-sharded; keys that arrive in chunks stay row-sharded.
         comm: the group.
 
     Returns:

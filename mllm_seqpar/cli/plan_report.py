@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.planner.call_cost import MARGIN, AttentionCall, ParallelSpec, duration
+from mllm_seqpar.planner.call_cost import MARGIN, AttentionCall, duration
 from mllm_seqpar.planner.cluster import Passes
 from mllm_seqpar.planner.memory import USABLE
 from mllm_seqpar.planner.plan import Plan, StrategyPlan, simulated_cluster
 from mllm_seqpar.planner.workload import Workload
-from mllm_seqpar.schedules.mesh_shapes import TILE_STRATEGIES
+from mllm_seqpar.schedules.mesh_shapes import TILE_STRATEGIES, ParallelSpec
 
 _NAMES = {"lv-xattn": "LV-XAttn", "ring": "Ring Attention"}
 

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.errors import ConfigError, DataError
-from mllm_seqpar.families import built_in_families
 from mllm_seqpar.models.messages import Span, target_mask
 from mllm_seqpar.patching.registry import adapters
 from mllm_seqpar.sharding import FrameShard
@@ -42,14 +41,21 @@ VIDEO_MARK = "<|video|>"
 def chat_family(processor: Any) -> ChatFamily:
     """Return the chat format of a processor, of the family that names its class or one of its base classes.
 
-    A processor of an unknown class gets the chat format of the first family of this package, whose methods raise if it
-    lacks what they need.
+    Raises:
+        ConfigError: no family names one of them.
     """
-    names = [c.__name__ for c in type(processor).__mro__]
-    named = (family for name in names for family in _chatting_families() if name in family.chat.processors)
-    family = next(named, None) or built_in_families()[0]
-    found: ChatFamily = family.chat(processor, family)
-    return found
+    families = _chatting_families()
+    for name in (c.__name__ for c in type(processor).__mro__):
+        for family in families:
+            if name in family.chat.processors:
+                found: ChatFamily = family.chat(processor, family)
+                return found
+    raise ConfigError(
+        f"no model family has a chat format for a {type(processor).__name__}; expected one of "
+        f"{', '.join(known_processors())}. Copy the processor files of the model (processor_config.json or "
+        "preprocessor_config.json, and the tokenizer) into its directory, or register a family whose chat format names "
+        "this class in `processors` (mllm_seqpar.register_adapter)"
+    )
 
 
 def _chatting_families() -> list[Any]:

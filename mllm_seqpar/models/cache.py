@@ -125,7 +125,7 @@ class SequenceParallelCacheState(getattr(cache_utils, "DummyLayer", object)):  #
         self.drop_frames()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Do nothing: frames do not belong to single tokens, and the layers of a sharded text crop `text`."""
+        """Do nothing: frames do not belong to single tokens, and the layers of a sharded text crop `text_kv`."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the layer has no K and V to allocate."""

@@ -116,7 +116,7 @@ def patch_model(
     object.__setattr__(inner, _ATTRIBUTE, patch)
     used = patch.context.config
     first = comm.rank == 0 and (not dist.is_initialized() or dist.get_rank() == 0)
-    _log.log(  # WARNING, as Python shows nothing below it by default; one rank changes nothing that a user must know of
+    _log.log(  # WARNING on several ranks, as Python shows nothing below it by default
         logging.WARNING if first and comm.size > 1 else logging.INFO,
         "%s is sequence-parallel over %s: %sself-attention by %s (%s text)",
         type(inner).__name__,

@@ -6,11 +6,11 @@ call for a parallel spec and takes the fastest, and `plan` estimates a whole ste
 """
 
 from mllm_seqpar.runtime.strategy_selector import VisualProjection
+from mllm_seqpar.schedules.mesh_shapes import ParallelSpec
 
 from .call_cost import (
     AttentionCall,
     Candidate,
-    ParallelSpec,
     Selection,
     select_strategy,
 )

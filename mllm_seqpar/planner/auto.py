@@ -16,7 +16,6 @@ from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.masks import BlockMasks, FrameBlockMasks
 from mllm_seqpar.runtime.strategy_selector import CandidateStrategies, SelectedStrategy, VisualProjection
 from mllm_seqpar.schedules.bytes_sent import Problem
-from mllm_seqpar.schedules.mesh_shapes import TILE_STRATEGIES
 
 from . import calibrate
 from .calibrate import AttentionShape
@@ -99,8 +98,7 @@ class ClusterSelector:
                     for b in (False, True)
                 )
                 ratios = forward, backward
-            shape = spec.mesh_shape if spec.strategy in TILE_STRATEGIES else None
-            self._selections[key] = SelectedStrategy(spec.strategy, shape, ratios, spec.all_pairs), selection
+            self._selections[key] = SelectedStrategy(spec, ratios), selection
             if (candidates.option, spec) not in self._logged:
                 self._logged.add((candidates.option, spec))
                 _log.info("%s on %s: %s", candidates.option, cluster.name, selection.reason)

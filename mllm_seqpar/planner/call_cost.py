@@ -23,7 +23,7 @@ from mllm_seqpar.schedules.bytes_sent import (
 )
 from mllm_seqpar.schedules.head_sharding import HeadShards
 from mllm_seqpar.schedules.mesh import mesh_ranks
-from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
+from mllm_seqpar.schedules.mesh_shapes import STRATEGIES, ParallelSpec
 
 from .cluster import Cluster, Cost, Passes, all_gather, all_to_all
 from .simulation import Phase, RankTimeline, simulate
@@ -33,31 +33,6 @@ MARGIN = 0.02
 
 VisibleFraction = float | Sequence[Sequence[float]]
 """Fraction of visible entries: one number for all blocks, or [i][j] for block (i, j)."""
-
-
-@dataclass(frozen=True)
-class ParallelSpec:
-    """The strategy, mesh shape and head-sharding degree of one attention call.
-
-    Attributes:
-        strategy: one of STRATEGIES, or "local" for text that every rank computes.
-        mesh_shape: (a, b), Q shards by KV shards; of the ranks, or of the groups of `head_degree` ranks.
-        head_degree: the number of consecutive ranks that shard the heads by all-to-all (Ulysses); 1 for none.
-        all_pairs: whether LV-XAttn sends Q shards point to point, from their owner to each rank and back.
-    """
-
-    strategy: str
-    mesh_shape: tuple[int, int]
-    head_degree: int = 1
-    all_pairs: bool = False
-
-    def __str__(self) -> str:
-        a, b = self.mesh_shape
-        if self.strategy == "mesh":
-            return f"mesh {a}x{b}"
-        if self.strategy == "ulysses" and self.mesh_shape != (1, 1):
-            return f"ulysses {self.head_degree} x tile {a}x{b}"
-        return f"{self.strategy} among all pairs" if self.all_pairs else self.strategy
 
 
 def candidate_specs(

@@ -27,9 +27,8 @@ from itertools import product, zip_longest
 
 from mllm_seqpar.schedules import Axis, MeshShape, TransferKind
 from mllm_seqpar.schedules.bytes_sent import LSE_BYTES, Problem, problem_between_groups, sent_tensors, transfer_bytes
-from mllm_seqpar.schedules.mesh_shapes import least_bytes_mesh_shape, resolve_tile
+from mllm_seqpar.schedules.mesh_shapes import ParallelSpec, parallel_spec
 
-from .call_cost import ParallelSpec
 from .model_sizes import LayerSizes
 from .workload import FLOAT32, Workload
 
@@ -348,8 +347,7 @@ def _calls(
     calls = [(workload.problem(workload.compared), spec)]
     if text != "local" and not workload.model.decoder_only:
         if text_spec is None:
-            shape, degree = resolve_tile("ring" if text == "auto" else text, None, problem.ranks)
-            text_spec = ParallelSpec(text, shape or least_bytes_mesh_shape(problem), degree)
+            text_spec = parallel_spec("ring" if text == "auto" else text, None, problem)
         calls.append((problem, text_spec))
     return calls
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.schedules.mesh_shapes import STRATEGIES, TEXT_STRATEGIES
+from mllm_seqpar.schedules.mesh_shapes import STRATEGIES, TEXT_STRATEGIES, ParallelSpec
 
-from .call_cost import MARGIN, AttentionCall, Candidate, ParallelSpec, Selection, select_strategy
+from .call_cost import MARGIN, AttentionCall, Candidate, Selection, select_strategy
 from .cluster import Cluster, Cost, Passes, all_gather, all_to_all
 from .memory import USABLE, peak_memory
 from .workload import FLOAT32, Workload
@@ -254,7 +254,7 @@ def _vision(workload: Workload, cluster: Cluster) -> Passes:
     """Return the cost of tower, resampler and projector on a rank's frames; a frozen tower has no backward pass.
 
     In a decoder-only model, the embeddings are then sent to the ranks that have their tokens by one all-to-all, or with
-    local text by one all-gather; in backward, the gradients travel the other way.
+    local text by one all-gather; in backward, the gradients are sent the other way.
     """
     model, vision, frames = workload.model, workload.model.vision, workload.local_frames
     attended = vision.layers * vision.tokens

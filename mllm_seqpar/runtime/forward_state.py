@@ -1,8 +1,9 @@
 """The state of one forward pass, which all layers of a patched model share; it reaches them as a keyword argument.
 
 Rows of text are sharded over ranks in training, in any pass without a cache, and while a long prompt is prefilled. In
-the other passes with a cache every rank has all rows. Frames are on the ranks that encoded them, in every pass. A layer
-does not distinguish these cases: it asks for its keys and attends to them,
+the other passes with a cache, and with `self_attention="local"`, every rank has all rows. Frames are on the ranks that
+encoded them, or on every rank if the strategy is "replicate". A layer does not distinguish these cases: it makes its
+sets of keys and attends to them,
 
     keys = [state.text_keys(q, k, v), state.frame_keys(q, layer, project)]
     o = state.attend(q, keys, scale)
@@ -26,9 +27,10 @@ from torch import Tensor
 from mllm_seqpar._compat import eager
 from mllm_seqpar.attention.attend import attend
 from mllm_seqpar.attention.call_spec import CallSpec, Placement, accumulation, call_spec_for, problem_of
-from mllm_seqpar.attention.keys import GivenKeys, Keys, as_attended, attend_unmasked, attended_dtype
+from mllm_seqpar.attention.keys import GivenKeys, Keys, attend_unmasked, attention_dtype, cast_for_attention
 from mllm_seqpar.masks import BlockMasks, GivenBlockMask, Rectangle
 from mllm_seqpar.masks.block_masks import decoder_rectangles
+from mllm_seqpar.schedules.mesh_shapes import parallel_spec
 
 from .attention_record import AnyRecorder
 from .context import SeqParContext
@@ -65,9 +67,9 @@ class ForwardState:
         row_facts: further facts about the rows of this pass, (B, s) each, by name.
         cached_text: (batch, window) -> the mask rectangles of all rows against the tokens that this rank's cache has,
             in a pass with a cache whose text is sharded.
-        visual_tokens: the embeddings of the visual tokens among this rank's rows, of a decoder-only model: those that
-            replace rows of the text (`embedded`), and then those that layers add. Taking an entry out of the list frees
-            its memory.
+        visual_tokens: the embeddings of the visual tokens among this rank's rows, of a decoder-only model. The first
+            replace rows of the text (`embedded`), and layers add the others. Taking an entry out of the list frees its
+            memory.
         text_length: the number of text tokens so far, this pass included, in a pass with a cache. A static cache is
             longer.
         recorder: receives a row of each layer that attends to frames, in a pass whose attention to them is recorded.
@@ -127,7 +129,7 @@ class ForwardState:
     @eager
     def attend_each(self, q: Tensor, softmaxes: Sequence[Sequence[Keys]], scale: float) -> list[Tensor]:
         """Compute `attend` for each list of keys. Partial results that must be merged over ranks share one exchange."""
-        (q,) = as_attended(q)
+        (q,) = cast_for_attention(q)
         comm, config = self.context.comm, self.context.config
         results: list[tuple[Tensor, Tensor | None] | None] = []  # no log-sum-exp from torch's own operators
         by_kernels: list[Sequence[Keys]] = []
@@ -178,7 +180,7 @@ class ForwardState:
             mask: the decoder's attention mask; used if `text_mask` is "decoder".
             model_attention: the model's own attention, for text that one rank has. None: the block kernels.
         """
-        k, v = as_attended(k, v)
+        k, v = cast_for_attention(k, v)
         torch_attend = None
         if model_attention is not None and self.model_attends(window):
             torch_attend = functools.partial(model_attention, k, v, mask if self.text_mask == "decoder" else None)
@@ -200,7 +202,7 @@ class ForwardState:
         """
         frames = self.frames
         assert frames is not None, "this pass has no frames"
-        dtype = attended_dtype(q)
+        dtype = attention_dtype(q)
         key = q.shape, dtype, q.device, torch.is_grad_enabled()
         spec = frames.specs.get(key)
         if spec is None:
@@ -239,7 +241,7 @@ class ForwardState:
         candidates, kv_heads = {"auto": CROSS, "mesh": CROSS_MESH}.get(config.strategy), q.shape[1]
         if candidates is not None:
             with torch.no_grad():  # projecting zero frames gives the number of KV heads
-                empty = frames.source.no_frames
+                empty = frames.source.empty_features
                 kv_heads = project(empty.features, empty.index)[0].shape[1]
         # "replicate" without gathered features: a prompt whose K and V stay where they are.
         name = "lv-xattn" if config.strategy in ("auto", "replicate") else config.strategy
@@ -258,13 +260,13 @@ class ForwardState:
         selection: SelectedStrategy | None = None,
     ) -> CallSpec:
         """Return the spec of the selection among `candidates` if there is a selector; else that of `strategy`."""
-        config, selector, ratios, all_pairs = self.context.config, self.context.selector, None, False
+        config, selector = self.context.config, self.context.selector
         problem = problem_of(q_shape, k_shape, key_lengths, like.dtype, config.accumulate_dtype)
-        mesh_shape = config.tile_for(strategy)
-        if candidates is not None and selector is not None and problem.ranks > 1:
-            selection = selection or selector.select(
-                problem, masks, candidates, like, training=torch.is_grad_enabled(), mesh_shape=mesh_shape
-            )
-            strategy, mesh_shape, ratios, all_pairs = selection
-        accumulate = accumulation(config.accumulate_dtype, like.dtype)
-        return call_spec_for(strategy, mesh_shape, masks, problem, accumulate, config.overlap, ratios, all_pairs)
+        tile, accumulate = config.tile_for(strategy), accumulation(config.accumulate_dtype, like.dtype)
+        if candidates is None or selector is None or problem.ranks == 1:
+            selection = SelectedStrategy(parallel_spec(strategy, tile, problem))
+        elif selection is None:
+            training = torch.is_grad_enabled()
+            selection = selector.select(problem, masks, candidates, like, training=training, mesh_shape=tile)
+        spec, ratios = selection
+        return call_spec_for(spec, masks, problem, accumulate, config.overlap, ratios)

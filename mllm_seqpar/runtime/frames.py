@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.attention.call_spec import CallSpec, Placement, problem_of
-from mllm_seqpar.attention.keys import GivenKeys, Keys, as_attended
+from mllm_seqpar.attention.keys import GivenKeys, Keys, cast_for_attention
 from mllm_seqpar.attention.streamed import KeyChunk, StreamedKeys
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.autograd import gather_shards
@@ -37,11 +37,18 @@ if TYPE_CHECKING:
     from .context import SeqParContext
 
 
+KVSource: TypeAlias = "VisualFeatures | VisualKVCache"
+"""Where the K and V of frames come from: features of the pass, which layers project, or the cache of an earlier one.
+
+Both have `keys`, which returns those of a layer, `units`, `tokens_per_unit`, `layout` and `empty_features`.
+"""
+
+
 class Frames:
     """The frames of one pass.
 
     Attributes:
-        source: where K and V come from: the features of the frames, or a cache.
+        source: where K and V come from.
         masks: the mask rectangles of every block; with replicated rows, or replicated frames, those of this rank alone.
         key_lengths: the number of visual keys on every rank that `masks` has.
         placement: whether each rank has its own frames, or all of them.
@@ -51,7 +58,7 @@ class Frames:
 
     def __init__(
         self,
-        source: VisualFeatures | VisualKVCache,
+        source: KVSource,
         masks: FrameBlockMasks,
         tokens: int,
         placement: Placement = "sharded",
@@ -62,9 +69,7 @@ class Frames:
         self.specs: dict[Hashable, CallSpec] = {}
 
     @classmethod
-    def of_shards(
-        cls, source: VisualFeatures | VisualKVCache, mask: FrameMask, text: TextShards, units_per_frame: int = 1
-    ) -> Frames:
+    def of_shards(cls, source: KVSource, mask: FrameMask, text: TextShards, units_per_frame: int = 1) -> Frames:
         """Return the frames of a pass with sharded rows, given the mask of ALL rows (B, L) in order.
 
         Args:
@@ -85,9 +90,7 @@ class Frames:
         return cls(source, FrameBlockMasks(by_rank, units), mask.tokens_per_frame)
 
     @classmethod
-    def of_rows(
-        cls, source: VisualFeatures | VisualKVCache, mask: FrameMask, comm: Communicator, units_per_frame: int = 1
-    ) -> Frames:
+    def of_rows(cls, source: KVSource, mask: FrameMask, comm: Communicator, units_per_frame: int = 1) -> Frames:
         """Return the frames of a pass with rows that every rank has."""
         own = unit_spans(mask.total_frames, units_per_frame, comm, source.layout)[comm.rank]
         return cls(source, FrameBlockMasks([mask], [own]), mask.tokens_per_frame)
@@ -132,7 +135,7 @@ def select_strategy(
         return frames
     if config.strategy == "auto" and shape is not None:
         assert context.selector is not None
-        (probe,) = as_attended(visual.features[:0])
+        (probe,) = cast_for_attention(visual.features[:0])
         q_shape, k_shape = (text.batch, shape.heads, text.local, shape.dim), (1, shape.kv_heads)
         training = torch.is_grad_enabled()
         projection = VisualProjection(
@@ -149,7 +152,7 @@ def select_strategy(
             training=training,
             visual=projection,
         )
-    if config.strategy == "replicate" or (frames.selection and frames.selection.strategy == "replicate"):
+    if config.strategy == "replicate" or (frames.selection and frames.selection.spec.strategy == "replicate"):
         frames = frames.gathered(visual, context.comm, index())
     return frames
 
@@ -165,7 +168,8 @@ def unit_spans(units: int, units_per_frame: int, comm: Communicator, layout: str
 class VisualKVCache:
     """K and V of a prompt's frames for decoding: each layer projects the frames of this rank once.
 
-    Copies of a transformers cache share it (`__deepcopy__`), because it never changes after the first pass.
+    Copies of a transformers cache share it (`__deepcopy__`), because K and V never change after the first pass. Besides
+    them it keeps the frames of the last pass, which a pass with another mask replaces.
 
     Attributes:
         total_frames: the number of frames on all ranks; 0 if the only frame is the empty one of a pass without frames.
@@ -195,10 +199,10 @@ class VisualKVCache:
         return self._last[1]
 
     @property
-    def no_frames(self) -> VisualFeatures:
-        """See `VisualFeatures.no_frames`; in the first pass."""
+    def empty_features(self) -> VisualFeatures:
+        """See `VisualFeatures.empty_features`; in the first pass."""
         assert self._visual is not None
-        return self._visual.no_frames
+        return self._visual.empty_features
 
     def keys(self, layer: Hashable, spec: CallSpec, project: Projection, dtype: torch.dtype) -> Keys:
         """Return the keys of a layer; its first call projects them, with gradients if they are on the device.

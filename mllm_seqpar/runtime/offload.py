@@ -183,7 +183,7 @@ class HostGradient:
 
         A sum that another backward pass left behind is dropped: it failed, or asked for no gradient of the features.
         """
-        task = graph_task()  # as torch's activation checkpointing tells passes apart
+        task = graph_task()  # by which torch's activation checkpointing distinguishes passes too
         first = self._sum is None or self._task != task
         if self._sum is None or first:
             self._task, self._sum = task, self._copies.host_empty(self._shape, self._dtype)
@@ -240,13 +240,13 @@ class HostFeatures(VisualFeatures):
         return cls(features.detach(), index, units, layout=layout, **host)
 
     @property
-    def no_frames(self) -> VisualFeatures:
+    def empty_features(self) -> VisualFeatures:
         empty = torch.empty((0, *self.features.shape[1:]), dtype=self.dtype, device=self.index.device)
         return VisualFeatures(empty, self.index[:0], self.units)
 
     def keys(self, layer: Hashable, spec: CallSpec, project: Projection, dtype: torch.dtype) -> Keys:
         """Return the keys of a layer, which are projected chunk by chunk."""
-        return OffloadedKeys(spec, self, RecomputedKeys(spec, self.no_frames, project, dtype))
+        return OffloadedKeys(spec, self, RecomputedKeys(spec, self.empty_features, project, dtype))
 
     def keys_values(self, project: Projection, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return k and v (1, G, frames * tokens, D) of all frames, views of host memory; without gradients.
@@ -373,7 +373,7 @@ class _StoredFeatures(torch.autograd.Function):
 class _HostStore:
     """The features of all runs in host memory, until the last has written them; and in backward their gradient.
 
-    It is alive as long as the graph, and lets go of both as soon as nothing needs them.
+    It is alive as long as the graph, and frees each of them after its last use.
     """
 
     def __init__(self) -> None:

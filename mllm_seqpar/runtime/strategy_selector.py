@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from mllm_seqpar.schedules import OverlapRatios
 from mllm_seqpar.schedules.bytes_sent import Problem
-from mllm_seqpar.schedules.mesh_shapes import STRATEGIES, TEXT_STRATEGIES
+from mllm_seqpar.schedules.mesh_shapes import STRATEGIES, TEXT_STRATEGIES, ParallelSpec
 
 if TYPE_CHECKING:  # the planner's cost model, which imports this module, runs without torch
     import torch
@@ -74,16 +74,12 @@ class SelectedStrategy(NamedTuple):
     """A selection: arguments of `call_spec_for`.
 
     Attributes:
-        strategy: the name of the strategy.
-        mesh_shape: (a, b), for "mesh" and "ulysses"; None for any other strategy.
+        spec: the strategy, with its mesh shape and head-sharding degree.
         overlap_ratios: the ratios that a mesh orders its steps by, forward and backward; None for any other shape.
-        all_pairs: whether all pairs of ranks exchange (`CallSpec.all_pairs`).
     """
 
-    strategy: str
-    mesh_shape: tuple[int, int] | None
-    overlap_ratios: tuple[OverlapRatios, OverlapRatios] | None
-    all_pairs: bool
+    spec: ParallelSpec
+    overlap_ratios: tuple[OverlapRatios, OverlapRatios] | None = None
 
 
 class StrategySelector(Protocol):

@@ -15,6 +15,7 @@ Shape legend: B samples, L tokens of the caller, P tokens after padding to what 
 from __future__ import annotations
 
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -135,6 +136,19 @@ class TextShards:
 
     def _blocks_of(self, first: Tensor | None, valid: Tensor | None) -> CausalBlockMasks:
         return CausalBlockMasks(self.batch, self.padded, self.comm.size, self.layout, first, valid)
+
+
+class Rows(NamedTuple):
+    """The rows of text that a part of a pass computes.
+
+    Attributes:
+        start, stop: the tokens of the pass.
+        text: how they are sharded; None: every rank computes all of them, over the K and V in a cache.
+    """
+
+    start: int
+    stop: int
+    text: TextShards | None = None
 
 
 def select_logit_rows(x: Tensor, wanted: int | Tensor) -> Tensor:

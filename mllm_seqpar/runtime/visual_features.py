@@ -75,7 +75,7 @@ class VisualFeatures:
         return self.features.shape[1]
 
     @property
-    def no_frames(self) -> VisualFeatures:
+    def empty_features(self) -> VisualFeatures:
         """Features of no frames, on the device that computes."""
         return replace(self, features=self.features[:0], index=self.index[:0])
 
@@ -217,7 +217,8 @@ class RecomputedKeys(WholeKeys):
         Only saved tensors hold the features while the graph is alive. Parameters belong to their modules, and FSDP
         gathers them again in backward, which checks that they are the same.
         """
-        keys = self.of_chunk(self.visual.without_features, 0)
+        keys = copy.copy(self)
+        keys.visual = self.visual.without_features
         keys._parameters = ParameterCheck(self.modules)
         return keys, inputs[:1]
 

@@ -1,8 +1,8 @@
-"""The strategies by name, and the mesh shape and the head-sharding degree of each."""
+"""The strategies by name, and how each distributes a call: its mesh shape and head-sharding degree."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from mllm_seqpar.errors import ConfigError
@@ -22,6 +22,31 @@ Attention).
 
 TILE_STRATEGIES = ("mesh", "ulysses")
 """The strategies that take a mesh shape, the option `tile`."""
+
+
+@dataclass(frozen=True)
+class ParallelSpec:
+    """The strategy, mesh shape and head-sharding degree of one attention call.
+
+    Attributes:
+        strategy: one of STRATEGIES, or "local" for text that every rank computes.
+        mesh_shape: (a, b), Q shards by KV shards; of the ranks, or of the groups of `head_degree` ranks.
+        head_degree: the number of consecutive ranks that shard the heads by all-to-all (Ulysses); 1 for none.
+        all_pairs: whether LV-XAttn sends Q shards point to point, from their owner to each rank and back.
+    """
+
+    strategy: str
+    mesh_shape: tuple[int, int]
+    head_degree: int = 1
+    all_pairs: bool = False
+
+    def __str__(self) -> str:
+        a, b = self.mesh_shape
+        if self.strategy == "mesh":
+            return f"mesh {a}x{b}"
+        if self.strategy == "ulysses" and self.mesh_shape != (1, 1):
+            return f"ulysses {self.head_degree} x tile {a}x{b}"
+        return f"{self.strategy} among all pairs" if self.all_pairs else self.strategy
 
 
 def mesh_shapes_of(size: int) -> list[MeshShape]:
@@ -73,6 +98,15 @@ def resolve_tile(strategy: str, tile: MeshShape | None, size: int) -> tuple[Mesh
         allowed = ", ".join(map(str, mesh_shapes_of(size)))
         raise ConfigError(f"tile: {tile} is for {tile[0] * tile[1]} ranks, but the group has {size}; choose {allowed}")
     return tile, 1
+
+
+def parallel_spec(strategy: str, tile: MeshShape | None, problem: Problem) -> ParallelSpec:
+    """Return how a strategy distributes a call; a mesh without a tile has the shape that sends the fewest bytes.
+
+    `strategy` and `tile` are those of `resolve_tile`, which raises ConfigError if they do not fit the number of ranks.
+    """
+    shape, head_degree = resolve_tile(strategy, tile, problem.ranks)
+    return ParallelSpec(strategy, shape or least_bytes_mesh_shape(problem), head_degree)
 
 
 @lru_cache(maxsize=256)

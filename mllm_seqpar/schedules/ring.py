@@ -38,7 +38,7 @@ def ring_schedule(ranks: Sequence[int], rank: int, axis: Axis, *, return_results
 
 
 def direct_schedule(ranks: Sequence[int], rank: int) -> Schedule:
-    """Return the schedule of `rank` when Q shards, and the results for them, travel point to point.
+    """Return the schedule of `rank` when Q shards, and the results for them, are sent point to point.
 
     At step t the rank computes with the Q shard of the rank that is t positions before it, as in the ring. Its own Q
     shard is sent to the rank t positions after it one step earlier, and the result of that rank comes back one step

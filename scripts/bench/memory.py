@@ -39,7 +39,7 @@ from torch import Tensor
 
 from mllm_seqpar import FrameShard, frame_range, patch_model, unpatch_model
 from mllm_seqpar.comm import Communicator, as_communicator
-from mllm_seqpar.planner.call_cost import ParallelSpec
+from mllm_seqpar.planner import ParallelSpec
 from mllm_seqpar.planner.descriptions import CONFIGS
 from mllm_seqpar.planner.memory import memory_after_tower
 from mllm_seqpar.planner.model_sizes import read_model

@@ -40,7 +40,7 @@ from mllm_seqpar.kernels import registry
 from mllm_seqpar.masks import FullBlockMasks
 from mllm_seqpar.planner import AttentionCall, Cluster, ParallelSpec
 from mllm_seqpar.schedules.bytes_sent import Problem, expanded, mesh_bytes, ulysses_bytes
-from mllm_seqpar.schedules.mesh_shapes import TILE_STRATEGIES, mesh_shapes_of
+from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of
 from namespaces import Network
 
 Speed = tuple[float, float]
@@ -153,16 +153,15 @@ class Mode:
     def run(self, q: Tensor, k: Tensor, v: Tensor, comm: Communicator, kernel: str, network: Cluster | None) -> Tensor:
         """Return this rank's o (B, H, s, D). The steps of a mesh are ordered for `network`, as strategy "auto" does."""
         assert self.spec is not None
-        strategy, shape = self.spec.strategy, self.spec.mesh_shape
         keys, dtype = (k.shape[2],) * comm.size, accumulation(self.accumulate_dtype, q.dtype)
         problem = problem_of(q.shape, k.shape, keys, q.dtype, self.accumulate_dtype)
         ratios = None
-        if network is not None and strategy == "mesh":
+        if network is not None and self.spec.strategy == "mesh":
             calls = (AttentionCall(problem, self.spec, network, backward=b) for b in (False, True))
             forward, backward = (call.overlap_ratios for call in calls)
             ratios = forward, backward
-        tile, blocks = shape if strategy in TILE_STRATEGIES else None, FullBlockMasks(q.shape[0], q.shape[2], keys)
-        call = call_spec_for(strategy, tile, blocks, problem, dtype, self.overlap, ratios)
+        blocks = FullBlockMasks(q.shape[0], q.shape[2], keys)
+        call = call_spec_for(self.spec, blocks, problem, dtype, self.overlap, ratios)
         comm = comm if self.transfers else without_transfers(comm)
         keys = [GivenKeys(call, k, v)]
         return attend(q, [keys], rows="sharded", comm=comm, scale=q.shape[-1] ** -0.5, kernel=kernel)[0][0]

@@ -27,6 +27,7 @@ from mllm_seqpar.errors import AgreementError, ShapeError
 from mllm_seqpar.masks import FrameBlockMasks, FrameMask
 from mllm_seqpar.runtime.frames import Frames
 from mllm_seqpar.schedules.bytes_sent import Problem, lv_xattn_bytes
+from mllm_seqpar.schedules.mesh_shapes import parallel_spec
 from mllm_seqpar.sharding import FRAME_LAYOUTS, FrameShard, frame_spans, padded_length, sequence_positions, span_length
 from tiny_models.mplug_owl3 import Case as Owl
 
@@ -96,7 +97,7 @@ def run_video(
     q = torch.randn(1, 2, masks.masks[0].shape[1], 2, requires_grad=True)
     k, v = (torch.randn(1, 1, lengths[comm.rank], 2, requires_grad=True) for _ in range(2))
     problem = problem_of(q.shape, k.shape, lengths, q.dtype, "auto")
-    spec = call_spec_for(strategy, None, masks, problem, accumulation("auto", q.dtype), True)
+    spec = call_spec_for(parallel_spec(strategy, None, problem), masks, problem, accumulation("auto", q.dtype))
     comm.bytes.reset()
     ((o, _),) = attend(q, [[GivenKeys(spec, k, v)]], rows="sharded", comm=comm, scale=1.0)
     found: dict[str, Any] = {"forward bytes": dict(comm.bytes.sent)}

@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from family_cases import FUSED, QWENS
-from family_harness import TOLERANCE, inputs_of, model_of, on_ranks, settings, slow_unless
+from family_harness import TOLERANCE, check_exact, inputs_of, model_of, on_ranks, settings, slow_unless
 from generation_cases import SHARDED
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.comm import run_loopback
-from mllm_seqpar.errors import AgreementError, ConfigError, ShapeError
+from mllm_seqpar.errors import AgreementError, ConfigError, MaskError, ShapeError
 from mllm_seqpar.integrations.transformers import tower
 from model_copies import tiny_model
 from outcomes import error, worst_gradient
@@ -184,6 +184,18 @@ def test_prompt_with_positions_of_the_caller_follows_a_larger_batch(family: str)
             input_ids=ids[:, 3:], position_ids=torch.full((3, 1, 1), 3), **cache_argument(cache_of(first))
         )
     assert error(torch.cat([first.logits, last.logits], 1), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", slow_unless(lambda family: family == "qwen2_5_vl", QWENS))
+def test_pass_with_a_cache_and_no_sharded_keys_has_exact_gradients(family: str) -> None:
+    case = QWENS[family]
+    check_exact(family, 2, replace(case, arguments={**case.arguments, "use_cache": True}))
+
+
+def test_gradients_of_a_pass_with_a_cache_are_refused_over_sharded_frames() -> None:
+    case = Idefics(arguments={"use_cache": True})
+    with pytest.raises(ConfigError, match="use_cache: a pass with a cache has no backward pass"):
+        on_ranks(2, "idefics", case, lambda model, inputs, comm: model(**inputs))
 
 
 @torch.no_grad()
@@ -527,3 +539,19 @@ def test_ranks_with_different_caches_or_cached_features_raise_together() -> None
         assert (
             "class of the cache supports sharded text" in of_cache and "with a cache that holds 3 others" in of_features
         )
+
+
+@pytest.mark.parametrize("masked", [lambda mask: mask[:, None, None], lambda mask: {"full_attention": mask}])
+def test_decoding_over_sharded_text_refuses_prepared_masks(masked: Any) -> None:
+    @torch.no_grad()
+    def run(comm: Any) -> Tensor:
+        model = patch_model(tiny_model("per_head"), group=comm, shard_prompt_from=1)
+        ids, longer = NEW.view(1, 6), torch.ones(1, 9, dtype=torch.bool)
+        cache = cache_argument(cache_of(model(ids, use_cache=True)))
+        with pytest.raises(MaskError, match=r"a padding mask of shape \(1, 7\), got (\(1, 1, 1, 7\)|dict)"):
+            model(NEW[:1, :1], attention_mask=masked(longer[:, :7]), use_cache=True, **cache)
+        return model(NEW[:1, :1], attention_mask=longer, use_cache=True, **cache).logits
+
+    expected = tiny_model("per_head")(torch.cat([NEW.view(1, 6), NEW[:1, :1]], 1)).logits[:, -1:]
+    for found in run_loopback(2, run):
+        torch.testing.assert_close(found, expected)

@@ -253,7 +253,7 @@ def check_text(inputs: ForwardInputs) -> None:
 
 
 def check_tokens(inputs: ForwardInputs, embedding: nn.Module) -> None:
-    """Raise ShapeError unless `embedding` has all token ids, as far as it has tables.
+    """Raise ShapeError for token ids beyond the tables in `embedding`; without any table, check nothing.
 
     All ranks have the same ids, so all raise. The embedding of sharded text would raise on the rank of the token alone.
     """

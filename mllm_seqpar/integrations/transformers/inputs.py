@@ -100,7 +100,7 @@ class ForwardInputs:
 
     @property
     def units_per_frame(self) -> int:
-        """The units of a frame that a mask can show by themselves, such as image tiles; a rank holds whole frames."""
+        """The number of mask units, such as image tiles, that a frame consists of; a rank holds whole frames."""
         return 1
 
     @property

@@ -19,6 +19,7 @@ from mllm_seqpar.comm.autograd import group_sum
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.text import (
     IGNORE,
+    Rows,
     TextShards,
     mean_over_targets,
     require_tokens,
@@ -81,7 +82,7 @@ Ranks that choose tokens from logits with different last bits would generate dif
 def cached_outputs(
     family: Family,
     inputs: ForwardInputs,
-    parts: Sequence[TextShards | range],
+    parts: Sequence[Rows],
     decoded: Sequence[Any],
     logits_to_keep: int | Tensor,
     kwargs: Mapping[str, Any],
@@ -89,7 +90,8 @@ def cached_outputs(
 ) -> CausalLMOutputWithPast:
     """Return loss and logits of a pass with a cache, given the decoder's output for each part of its rows."""
     hidden, states = decoded[0].last_hidden_state, decoded[0].hidden_states
-    if isinstance(text := parts[0], TextShards):
+    text = parts[0].text
+    if text is not None:
         states = _gather_hidden_states(text, states)
         query = None
         if len(decoded) > 1:
@@ -100,7 +102,7 @@ def cached_outputs(
         hidden = _requested_rows(inputs, logits_to_keep, text, hidden, query)
     else:
         hidden = select_logit_rows(hidden, logits_to_keep)
-    if isinstance(parts[-1], range) and hidden.shape[-2] <= BROADCAST_ROWS and not hidden.requires_grad:
+    if parts[-1].text is None and hidden.shape[-2] <= BROADCAST_ROWS and not hidden.requires_grad:
         hidden = family.context.comm.broadcast(hidden, "hidden")  # so that all ranks have the same bits
     outputs = _without_logits if leaves_out_logits(family, inputs, logits_to_keep) else _of_whole_text
     return outputs(family, inputs, hidden, states, kwargs, cache=cache)

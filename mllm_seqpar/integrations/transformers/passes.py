@@ -1,7 +1,7 @@
 """The forward pass of a patched transformers model, the same for all families: `run_pass`.
 
-A pass computes its rows of text in one part or two. The rows of a part are sharded (`TextShards`), or every rank
-computes all of them (a `range`). The frames are sharded in every pass.
+A pass computes its rows of text in one part or two (`Rows`). The rows of a part are sharded, or every rank computes all
+of them. The frames are sharded when they are encoded.
 
     training, evaluation        all rows, sharded
     a long prompt               all rows, sharded; K and V of text and frames stay on the ranks that computed them
@@ -38,9 +38,9 @@ from mllm_seqpar.models.cache import (
 from mllm_seqpar.runtime.attention_record import AnyRecorder
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
-from mllm_seqpar.runtime.frames import Frames, VisualKVCache, select_strategy
+from mllm_seqpar.runtime.frames import Frames, KVSource, VisualKVCache, select_strategy
 from mllm_seqpar.runtime.star import StarText, block_length
-from mllm_seqpar.runtime.text import TextShards, packed_starts
+from mllm_seqpar.runtime.text import Rows, TextShards, packed_starts
 from mllm_seqpar.runtime.visual_features import VisualFeatures, fingerprint_of
 from mllm_seqpar.runtime.visual_tokens import FrameTokens, VisualTokens
 from mllm_seqpar.sharding import span_length
@@ -53,9 +53,6 @@ from .tower import frames_by_rank, local_embeddings, local_features, visual_feat
 
 if TYPE_CHECKING:
     from .family import Family
-
-Rows = TextShards | range
-"""The rows of a part of a pass: a sharding of them, or the rows of the pass that every rank computes."""
 
 
 def run_pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: Mapping[str, Any]) -> Any:
@@ -71,7 +68,7 @@ def _pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, k
     Frames reach the rows in one of these forms:
 
     - layers attend to them (`attended`): to features of this pass, or to K and V of an earlier pass, in the cache;
-    - their embeddings are among the rows (`embedded`), and later tokens find them in the text;
+    - their embeddings are among the rows (`embedded`), to which later tokens attend as to text;
     - not at all: the pass is one of text only.
     """
     cache, cache_state = inputs.cache, None
@@ -93,15 +90,15 @@ def _pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, k
             attended = _attended_frames(family, inputs, cache, cache_state)
         else:
             embedded = _embedded_frames(family, inputs, parts, cache_state)
-        if cache_state is not None and isinstance(parts[0], TextShards):
+        if cache_state is not None and parts[0].text is not None:
             # Only now: a cache whose frames could not be encoded is still an ordinary one.
-            shard_cached_text(cache, cache_state, parts[0], family.text_config.num_hidden_layers)
-        decoded = []
+            shard_cached_text(cache, cache_state, parts[0].text, family.text_config.num_hidden_layers)
+        states, decoded = list[ForwardState](), []
         for rows, tokens in zip(parts, embedded, strict=True):
-            state = _state_of_rows(family, inputs, rows, attended, tokens, cache_state)
-            decoded.append(_run_rows(family, inputs, rows, state, cache, kwargs))
+            states.append(_state_of_rows(family, inputs, rows, attended, tokens, cache_state))
+            decoded.append(_run_rows(family, inputs, rows, states[-1], cache, kwargs))
         if cache is None:
-            out = uncached_outputs(family, inputs, state, decoded[0], logits_to_keep, kwargs)
+            out = uncached_outputs(family, inputs, states[0], decoded[0], logits_to_keep, kwargs)
         else:
             out = cached_outputs(family, inputs, parts, decoded, logits_to_keep, kwargs, cache)
     finally:
@@ -135,16 +132,15 @@ def _cache_state_of_pass(family: Family, inputs: ForwardInputs, cache: Any) -> S
 
 def _parts(
     family: Family, inputs: ForwardInputs, cache: Any, cache_state: SequenceParallelCacheState | None
-) -> list[Any]:
-    """Return the `Rows` of each part of a pass, in the order in which they are computed; the same on all ranks."""
-    context = family.context
-    if cache_state is None:
-        return [_text_shards(context, inputs)]
-    if not _shards_prompt(family, inputs, cache):
-        return [range(inputs.length)]
-    star = context.config.self_attention == "star"
-    text = (_star_text_shards if star else _text_shards)(context, inputs)
-    return [text, range(text.length, inputs.length)] if star else [text]
+) -> list[Rows]:
+    """Return the rows of each part of a pass, in the order in which they are computed; the same on all ranks."""
+    context, length = family.context, inputs.length
+    if cache_state is not None and not _shards_prompt(family, inputs, cache):
+        return [Rows(0, length)]
+    if cache_state is not None and context.config.self_attention == "star":
+        star = _star_text_shards(context, inputs)
+        return [Rows(0, star.length, star), Rows(star.length, length)]
+    return [Rows(0, length, _text_shards(context, inputs))]
 
 
 def _shards_prompt(family: Family, inputs: ForwardInputs, cache: Any) -> bool:
@@ -191,12 +187,26 @@ def _star_text_shards(context: SeqParContext, inputs: ForwardInputs) -> StarText
 
 def _padding_and_packing(inputs: ForwardInputs) -> tuple[Tensor | None, Tensor | None]:
     """Return `valid` and `first` of `TextShards`."""
-    mask, shape = inputs.attention_mask, (inputs.batch, inputs.length)
-    if mask is not None and (not isinstance(mask, Tensor) or tuple(mask.shape) != shape):
-        found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+    valid = _padding_mask(inputs)
+    positions = inputs.on_host("position_ids") if valid is None and inputs.detects_packing else None
+    return valid, None if positions is None else packed_starts(positions)
+
+
+def _padding_mask(inputs: ForwardInputs) -> Tensor | None:
+    """Return the attention mask, or None without one; raise MaskError unless it is (B, tokens so far).
+
+    With a cache it may be longer, as in the unpatched model, which reads its first entries.
+    """
+    mask, tokens = inputs.attention_mask, inputs.past_length + inputs.length
+    if mask is None:
+        return None
+    found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+    longer = bool(inputs.past_length) and isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > tokens
+    if found != (inputs.batch, mask.shape[1] if longer else tokens):
+        shape = inputs.batch, tokens
         raise MaskError(f"attention_mask: sequence-parallel text takes a padding mask of shape {shape}, got {found}")
-    positions = inputs.on_host("position_ids") if mask is None and inputs.detects_packing else None
-    return inputs.on_host("attention_mask"), None if positions is None else packed_starts(positions)
+    on_host = inputs.on_host("attention_mask")
+    return mask if on_host is None else on_host
 
 
 # The frames.
@@ -206,13 +216,13 @@ class AttendedFrames(NamedTuple):
     """The frames that the rows of a pass attend to by cross-attention.
 
     Attributes:
-        source: where their K and V come from: features of this pass, or the cache.
+        source: where their K and V come from.
         mask: which of them each row (B, L) attends to.
         facts: what `Family.row_facts` returned for all rows.
         features: the features that this rank has encoded in this pass; None if the frames are those of the cache.
     """
 
-    source: VisualFeatures | VisualKVCache
+    source: KVSource
     mask: FrameMask
     facts: Mapping[str, Tensor]
     features: Tensor | None
@@ -225,7 +235,7 @@ def _attended_frames(
 
     All ranks call it together. K and V of frames that are encoded in a pass with a cache are stored in the cache.
     """
-    source: VisualFeatures | VisualKVCache | None = None
+    source: KVSource | None = None
     features, total_frames = None, inputs.total_frames
     if cache_state is None or _brings_frames(family, inputs, cache_state):
         family.check_new_frames(inputs)
@@ -287,10 +297,11 @@ def _fingerprint(inputs: ForwardInputs) -> tuple[int, ...]:
 def _embedded_frames(
     family: Any, inputs: ForwardInputs, parts: Sequence[Rows], cache_state: SequenceParallelCacheState | None
 ) -> list[list[VisualTokens] | None]:
-    """Return, for each part of the rows, the embeddings of frames that this rank's rows of it have; None without any.
+    """Return the embeddings of frames among this rank's rows, for each part of the rows; None if a pass has no frames.
 
     Each rank encodes its frames, and sends their embeddings to the ranks of their rows: all of them here, so that the
-    layers begin without those of other rows. All ranks call it together. Frames of an earlier pass are text by now.
+    layers begin without those of other rows. All ranks call it together. Frames of an earlier pass are in the cache, as
+    tokens of the text.
     """
     comm, past = family.context.comm, inputs.past_length
     if cache_state is not None and past and not inputs.total_frames:
@@ -306,13 +317,10 @@ def _embedded_frames(
         return [None] * len(parts)
     found: list[list[VisualTokens] | None] = []
     for rows in parts:
-        if isinstance(rows, TextShards) and family.context.config.self_attention != "local":
-            start, stop = 0, rows.length
-            by_rank = [rows.positions(rank) for rank in range(comm.size)]
-        else:
-            start, stop = (rows.start, rows.stop) if isinstance(rows, range) else (0, rows.length)
-            by_rank = [torch.arange(stop - start)] * comm.size
-        routes = layout.between(start, stop).routes(by_rank, comm.rank)
+        by_rank = [torch.arange(rows.stop - rows.start)] * comm.size
+        if rows.text is not None and family.context.config.self_attention != "local":
+            by_rank = [rows.text.positions(rank) for rank in range(comm.size)]
+        routes = layout.between(rows.start, rows.stop).routes(by_rank, comm.rank)
         found.append(routes.exchange(embeddings, comm, embeddings.shape[1] // family.text_config.hidden_size))
     return found
 
@@ -329,24 +337,23 @@ def _state_of_rows(
     cache_state: SequenceParallelCacheState | None,
 ) -> ForwardState:
     """Return the state that the layers share while they compute a part of the rows."""
-    context, frames = family.context, None
+    context, text, frames = family.context, rows.text, None
     facts: Mapping[str, Tensor] = {}
-    if isinstance(rows, TextShards):
+    if text is not None:
         if attended is not None:
-            frames, facts = _frames_of_shards(family, inputs, rows, attended)
+            frames, facts = _frames_of_shards(family, inputs, text, attended)
         recorder = None
-        if cache_state is not None and not isinstance(rows, StarText):
+        if cache_state is not None and not isinstance(text, StarText):
             recorder = _recorder(family, inputs, rows, attended, cache_state)
         return ForwardState(
-            context, text=rows, frames=frames, row_facts=facts, visual_tokens=embedded, recorder=recorder
+            context, text=text, frames=frames, row_facts=facts, visual_tokens=embedded, recorder=recorder
         )
     assert cache_state is not None
     cached_text = None
     if cache_state.text_kv is not None:
-        cache_state.text_kv.extend(len(rows))
-        on_host = inputs.on_host("attention_mask")
-        valid = inputs.attention_mask if on_host is None else on_host
-        cached_text = functools.partial(cache_state.text_kv.rectangles, len(rows), valid)
+        valid = _padding_mask(inputs)
+        cache_state.text_kv.extend(rows.stop - rows.start)
+        cached_text = functools.partial(cache_state.text_kv.rectangles, rows.stop - rows.start, valid)
     if attended is not None:
         mask, facts = attended.mask, attended.facts
         if rows.start:
@@ -390,7 +397,7 @@ def _recorder(
     if not family.context.records:
         return None
     record = family.context.records[-1]
-    positions = rows.positions(rows.comm.rank) if isinstance(rows, TextShards) else None
+    positions = None if rows.text is None else rows.text.positions(family.context.comm.rank)
     if attended is not None:
         assert isinstance(attended.source, VisualKVCache)
         return record.begin_pass(attended.source, attended.mask, inputs.length, positions)
@@ -422,15 +429,15 @@ def _run_rows(
 ) -> Any:
     """Run the decoder on a part of the rows, this rank's or all of them; return its output."""
     tokens, mask, positions, comm = inputs.tokens, inputs.attention_mask, inputs.positions, family.context.comm
-    has_frames = state.frames is not None or bool(state.visual_tokens)
-    if isinstance(rows, TextShards):
-        _count_shards(family, inputs, rows.local if state.shards_text else inputs.length)
+    text, has_frames = rows.text, state.frames is not None or bool(state.visual_tokens)
+    if text is not None:
+        _count_shards(family, inputs, text.local if state.shards_text else inputs.length)
         # Without sharding, every rank computes all tokens, with the same dropout masks. The vision tower may have drawn
         # other random numbers on each rank.
         if not state.shards_text and family.model.training:
             share_random_state(comm, tokens.device)
         if state.text_mask != "decoder":
-            tokens, positions = rows.shard(tokens, 1), rows.shard(positions, -1)
+            tokens, positions = text.shard(tokens, 1), text.shard(positions, -1)
         elif mask is None and not inputs.detects_packing:
             # A mask of ones keeps transformers from looking at positions.
             mask = torch.ones(inputs.batch, inputs.length, dtype=torch.long, device=tokens.device)
@@ -442,12 +449,12 @@ def _run_rows(
     else:  # the mask is in the state, and transformers passes on a mask of four dimensions
         mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=embeds.device)
     embeds = state.embedded(embeds)  # the embeddings of the text alone are freed
-    if isinstance(rows, TextShards) and not has_frames:
+    if text is not None and not has_frames:
         embeds = with_accumulated_gradients(embeds, family.model)
     return family.run_decoder(embeds, positions, mask, cache, state, **kwargs)
 
 
 def _count_shards(family: Family, inputs: ForwardInputs, local_tokens: int) -> None:
-    """Tell the context how many text tokens and frames this rank holds in this pass."""
+    """Record in the context how many text tokens and frames this rank holds in this pass."""
     local = span_length(frames_by_rank(family, inputs)[family.context.comm.rank]) if inputs.total_frames else 0
     family.context.count_shards((local_tokens, inputs.length), (local, inputs.total_frames))

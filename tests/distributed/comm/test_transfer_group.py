@@ -31,9 +31,10 @@ from mllm_seqpar.comm import transfer_group as module
 from mllm_seqpar.errors import ConfigError, TransferError
 from mllm_seqpar.inference import encode_video
 from mllm_seqpar.inference.engine import divide_ranks
+from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.patching.patch import patch_of
 from ranks import ranks
-from tiny_models.mplug_owl3 import tiny_model
+from tiny_models.mplug_owl3 import IMAGE_SIZE, tiny_model, tiny_tokenizer
 
 
 def number_of_groups() -> int:
@@ -215,7 +216,8 @@ def groups_of_inference(rank: int, world: int) -> list[bool]:
     public.destroy()
     before = number_of_groups()
     with pytest.raises(ConfigError, match="batch: 0"):
-        encode_video(tiny_model(), None, [[None]], batch=0)  # type: ignore[arg-type]
+        processor = MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=IMAGE_SIZE), tiny_tokenizer())
+        encode_video(tiny_model(), processor, [[None]], batch=0)  # type: ignore[arg-type]
     return [*(x.transfers is not x.group for x in (comm, pair)), number_of_groups() == before + 1]
 
 

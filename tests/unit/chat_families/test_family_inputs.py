@@ -21,7 +21,7 @@ from mllm_seqpar.data import ChatDataset, chat_family, load_local_images
 from mllm_seqpar.data.chat_family import tokenize
 from mllm_seqpar.data.formats import media_parts
 from mllm_seqpar.data.sources import ImageTensorSource
-from mllm_seqpar.errors import DataError
+from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.inference.evidence import frame_times
 from mllm_seqpar.models.loading import load_processor
 from mllm_seqpar.patches.idefics import prompt_items
@@ -168,6 +168,13 @@ def test_token_that_only_ends_in_an_answer_is_a_target_as_in_transformers() -> N
     ids, _, labels = tokenize(tokenizer, ['Answer:"yes".'], [[(7, 12)]], padding_side=None, add_special_tokens=True)
     assert labels is not None and own["assistant_masks"] == [0, 1, 1, 1, 0]
     assert (ids[0].tolist(), (labels[0] != -100).long().tolist()) == (own["input_ids"], own["assistant_masks"])
+
+
+def test_processor_of_no_family_is_refused() -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
+    expected = f"for a {type(tokenizer).__name__}; expected one of .*IdeficsProcessor.* Copy the processor files"
+    with pytest.raises(ConfigError, match=expected):
+        chat_family(tokenizer)
 
 
 class Timed(ImageTensorSource):

@@ -58,13 +58,16 @@ def encoded_at_once(source: RandomPictures) -> Tensor:
         return tiny_model().encode_frames(tiny_processor().image_processor(pictures)["pixel_values"])
 
 
-class CountingProcessor:
+class CountingProcessor(MPlugOwl3Processor):
     """A processor that counts how many preprocessed frames exist at one time."""
 
     def __init__(self) -> None:
-        self.process, self.alive, self.most = tiny_processor().image_processor, 0, 0
+        tiny = tiny_processor()
+        super().__init__(tiny.image_processor, tiny.tokenizer)
+        self.process, self.alive, self.most = tiny.image_processor, 0, 0
+        self.image_processor = self.count
 
-    def image_processor(self, frames: Tensor) -> dict[str, Tensor]:
+    def count(self, frames: Tensor) -> dict[str, Tensor]:
         pixels = self.process(frames)["pixel_values"]
         self.alive += len(pixels)
         self.most = max(self.most, self.alive)

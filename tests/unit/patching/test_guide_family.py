@@ -19,7 +19,7 @@ from torch import nn
 from transformers import IdeficsConfig, PreTrainedConfig
 
 from family_directories import make_idefics
-from family_harness import check_exact, check_tokens, model_of, traces
+from family_harness import build, check_exact, check_tokens, model_of, traces
 from mllm_seqpar import patch_model, register_adapter
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.config import SeqParConfig
@@ -58,6 +58,28 @@ def test_family_of_the_guide_equals_unpatched(family: Any, options: str, monkeyp
     for size in (1, 2, 3):
         check_exact("idefics", size, case)
     assert len(installed) == 6, "another family patched the model"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_family_of_the_guide_without_norms_of_heads_equals_unpatched(family: Any, size: int) -> None:
+    case = Case(frames=(2, 3), mask="before", model={"qk_layer_norms": False})
+    check_exact("idefics", size, case)
+
+
+def test_family_of_the_guide_refuses_dropout_of_its_attention_to_frames(family: Any) -> None:
+    case = Case(train=True)
+    model, inputs = build("idefics", case)
+    for block in model.model.gated_cross_attn_layers:
+        block.cross_attn.dropout = 0.1
+    patched = patch_model(model)
+    with pytest.raises(ConfigError, match="attention_dropout=0.1: dropout on attention weights is not supported"):
+        patched(**inputs)
+    assert torch.isfinite(patched.eval()(**inputs).loss)
+
+
+def test_family_of_the_guide_refuses_a_resampler(family: Any) -> None:
+    with pytest.raises(ConfigError, match="use_resampler=True: this family has no resampler"):
+        patch_model(model_of("idefics", Case(model={"use_resampler": True})))
 
 
 def test_family_of_the_guide_generates_the_tokens_of_unpatched(family: Any) -> None:
@@ -145,8 +167,9 @@ def test_questions_to_the_family_of_the_guide_are_answered_as_by_unpatched(famil
     assert run_loopback(2, answer) == [tokens] * 2
 
 
-def test_planner_takes_the_sizes_of_an_external_family(family: Any, tmp_path: Path) -> None:
-    config = IdeficsConfig(qk_layer_norms=True, use_resampler=False, vision_config={"embed_dim": 96}).to_dict()
+@pytest.mark.parametrize("norms", [True, False])
+def test_planner_takes_the_sizes_of_an_external_family(family: Any, tmp_path: Path, norms: bool) -> None:
+    config = IdeficsConfig(qk_layer_norms=norms, use_resampler=False, vision_config={"embed_dim": 96}).to_dict()
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
     expected = read_model(tmp_path)

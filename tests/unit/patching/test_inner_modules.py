@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from family_cases import named_case
-from family_harness import model_of, slow_unless, traces
+from family_harness import build, family_module, model_of, slow_unless, traces
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.errors import AdapterError
+from mllm_seqpar.models.mplug_owl3.hyper_attention import HyperDecoderLayer
 from model_copies import tiny_model
 from tiny_models.mplug_owl3 import tiny_frames, tiny_text
 
@@ -25,6 +26,17 @@ REFUSED = {
     "mpt": ("lang_encoder.transformer", "lang_encoder.transformer.blocks.0.decoder_layer"),
     "gpt_neox": ("lang_encoder.gpt_neox", "lang_encoder.gpt_neox.layers.1.decoder_layer.attention"),
 }
+
+
+@pytest.mark.parametrize("is_patched", [False, True])
+def test_hyper_attention_requires_the_norm_of_its_frames(is_patched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer of another class, which does not pass the norm, must not attend to frames without it."""
+    model, inputs = build("mplug_owl3", family_module("mplug_owl3").Case())
+    if is_patched:
+        patch_model(model)
+    monkeypatch.setattr(HyperDecoderLayer, "forward", HyperDecoderLayer.__mro__[1].forward)
+    with pytest.raises(TypeError, match="visual_norm"):
+        model(**inputs)
 
 
 TILES = torch.ones(1, 1, 3, dtype=torch.long)

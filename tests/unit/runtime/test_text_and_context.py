@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mllm_seqpar.attention.keys import as_attended
+from mllm_seqpar.attention.keys import cast_for_attention
 from mllm_seqpar.checkpointing import AutocastState
 from mllm_seqpar.comm import Communicator, LoopbackCommunicator, LoopbackWorld, run_loopback
 from mllm_seqpar.config import SeqParConfig
@@ -112,7 +112,7 @@ def test_small_functions_of_a_pass() -> None:
     labels = torch.tensor([[7, 8, 9]])
     assert shifted(labels).tolist() == [[8, 9, -100]] and shifted(labels, 0).tolist() == [[8, 9, 0]]
     with torch.autocast("cpu", torch.bfloat16):
-        wide, narrow = as_attended(torch.zeros(1).double(), torch.zeros(1))
+        wide, narrow = cast_for_attention(torch.zeros(1).double(), torch.zeros(1))
     assert (wide.dtype, narrow.dtype) == (torch.float64, torch.bfloat16)
     state = AutocastState("cpu", True, torch.bfloat16)
     with state.again():
