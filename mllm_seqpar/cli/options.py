@@ -8,7 +8,6 @@ import dataclasses
 import difflib
 import math
 import os
-import sys
 import types
 from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
@@ -51,9 +50,13 @@ class CommandOptions:
         """Raise ConfigError if the option `name` differs from its default, for options that would have no effect."""
         default = next(item.default for item in dataclasses.fields(self) if item.name == name)  # type: ignore[arg-type]
         value = getattr(self, name)
-        if value != default:
-            shown = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
-            raise ConfigError(f"--{name} {shown} would have no effect: {reason}")
+        if value == default:
+            return
+        if isinstance(value, bool):
+            given = f"--{name}" if value else f"--no_{name}"
+        else:
+            given = f"--{name} {' '.join(map(str, value)) if isinstance(value, (list, tuple)) else value}"
+        raise ConfigError(f"{given} would have no effect: {reason}")
 
 
 def parse_tile(text: str | None) -> tuple[int, int] | None:
@@ -180,19 +183,26 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(canonical_arguments(self, args), namespace)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        try:
+            found, unknown = self.parse_known_args(args, copy.copy(namespace))
+        except ConfigError:
+            unknown = self._unknown(args, namespace)  # a misspelled option and a missing one may be the same
+            if not unknown:
+                raise
+        if unknown:
+            self.error(unrecognized(self, unknown))
+        return found
+
+    def _unknown(self, args: Any, namespace: Any) -> list[str]:
+        """Return the arguments that the parser does not have, whether or not others are missing."""
         required = [action for action in self._actions if action.required]
         try:
-            for action in required:  # report a misspelled option before a missing one, because they may be the same
+            for action in required:
                 action.required = False
-            # the help, which shows what is required, is printed below
-            options = [x for x in (sys.argv[1:] if args is None else args) if x not in ("-h", "--help", "--help_all")]
-            _, unknown = self.parse_known_args(options, copy.copy(namespace))
+            return self.parse_known_args(args, copy.copy(namespace))[1]
         finally:
             for action in required:
                 action.required = True
-        if unknown:
-            self.error(unrecognized(self, unknown))
-        return self.parse_known_args(args, namespace)[0]
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Exit after --help. The exception refers to the parser, whose options `completion` completes."""

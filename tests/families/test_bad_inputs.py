@@ -303,18 +303,21 @@ def test_rank_without_frames_may_pass_features_of_any_dtype(strategy: str) -> No
     assert found == expected == expected[:1] * 3
 
 
-@pytest.mark.parametrize("strategy", ["replicate", "ring"])
-def test_rank_without_frames_takes_part_in_the_backward_pass_of_features(strategy: str) -> None:
-    """Rank 2 has no frames, and its empty tensor requires no gradient."""
+@pytest.mark.parametrize(("strategy", "trained"), [("replicate", 2), ("ring", 2), ("replicate", 1)])
+def test_rank_whose_features_have_no_gradient_takes_part_in_their_backward_pass(strategy: str, trained: int) -> None:
+    """The features of the first ranks require gradients. Rank 2 has no frames, and rank 1 has one."""
 
     def gradient(model: Any, inputs: Inputs, requires_grad: bool) -> torch.Tensor | None:
         features = inputs["image_embeds"].detach().requires_grad_(requires_grad)
         model(**inputs | {"image_embeds": features}).loss.backward()
         return features.grad
 
-    found = on_ranks(3, "mplug_owl3", features_case(strategy), lambda *given: gradient(*given[:2], given[2].rank < 2))
-    expected = on_ranks(3, "mplug_owl3", features_case(strategy), lambda *given: gradient(*given[:2], True))
-    assert all(torch.equal(x, y) for x, y in zip(found[:2], expected, strict=False)) and found[2] is None
+    def run(requires: range) -> list[torch.Tensor | None]:
+        return on_ranks(3, "mplug_owl3", features_case(strategy), lambda *x: gradient(*x[:2], x[2].rank in requires))
+
+    found, expected = run(range(trained)), run(range(3))
+    assert all(torch.equal(x, y) for x, y in zip(found[:trained], expected, strict=False))
+    assert found[trained:] == [None] * (3 - trained)
 
 
 def test_ranks_with_features_of_different_dtypes_are_refused() -> None:

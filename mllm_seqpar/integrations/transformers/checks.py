@@ -136,7 +136,7 @@ def _share_kind_of_frames(inputs: ForwardInputs, rows: Sequence[Sequence[int]]) 
         if not frames.shape[0]:
             frames = frames.to(_DTYPES[found.pop()])
         if frames.requires_grad != requires_grad:
-            frames = frames.detach().requires_grad_(requires_grad)
+            frames = frames.detach().requires_grad_(requires_grad)  # the caller's tensor stays as it is
         object.__setattr__(inputs, "frames", frames)
 
 

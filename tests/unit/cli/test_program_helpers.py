@@ -86,7 +86,7 @@ def test_hyphens_in_names_are_accepted_and_values_are_left_alone(capsys: pytest.
         "b-c",
     ]
     with pytest.raises(SystemExit):
-        parse("--help")
+        parse("--nam", "a", "--help")
     shown = capsys.readouterr().out
     assert "--kv_heads KV_HEADS" in shown and "--loud, --no_loud" in shown
     assert "--name NAME" in shown and "[--name NAME]" not in shown  # required
@@ -101,6 +101,7 @@ def test_hyphens_in_names_are_accepted_and_values_are_left_alone(capsys: pytest.
         (("--name", "a", "--count", "0"), "--count: 0 is not allowed; give more than 0"),
         (("--name", "a", "--coun", "1"), r"unrecognized arguments: --coun 1 \(did you mean --count\?\)"),
         (("--nam", "a"), r"unrecognized arguments: --nam a \(did you mean --name\?\)"),
+        (("--name", "a", "--help_all"), "unrecognized arguments: --help_all"),  # an option of finetune only
         (("--name", "a", "--name", "a"), "--name is given twice; give it once"),
         (("--name=a", "--loud", "--no-loud"), "--no_loud is given twice"),
     ],

@@ -154,7 +154,7 @@ Q = "--model qwen2_5_vl_7b "
             "--text 4095",
             "--text 4095: 4096 frames need the same number of placeholders in the text; give at least",
         ),
-        ("--trained none --keep-visual", "--keep_visual True would have no effect: with --trained none"),
+        ("--trained none --keep-visual", "--keep_visual would have no effect: with --trained none"),
         ("--trained none --gradient-checkpointing", "would have no effect"),
         ("--recompute-attention", "would have no effect: it belongs to --gradient_checkpointing"),
         ("--trained none --optimizer 4", "would have no effect"),
