@@ -78,8 +78,8 @@ def parse_options(
 ) -> Arguments:
     """Return the options in `argv` (without the program's name) as an instance of `kind`.
 
-    A bool has a second form --no_NAME. An option with a tuple type takes several values, after one name or after
-    several; without a default, they are given without its name. See `Parser`.
+    A bool has a second form --no_NAME. An option with a tuple type may be repeated, and takes several values after one
+    name if they are numbers or have choices; without a default, they are given without its name. See `Parser`.
 
     Args:
         kind: a dataclass whose fields are made by `option`.
@@ -251,6 +251,8 @@ def _add_option(parser: argparse.ArgumentParser, item: dataclasses.Field, hint: 
     options = {"type": value_type, "help": text, "metavar": metavar}
     if is_tuple and required:
         parser.add_argument(item.name, nargs="+", **options)
+    elif is_tuple and value_type is str and not choices:  # words of a question without quotes are not several questions
+        parser.add_argument(f"--{item.name}", action="append", **options)
     elif is_tuple:
         parser.add_argument(f"--{item.name}", action="extend", nargs="+", **options)
     else:
