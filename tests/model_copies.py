@@ -63,12 +63,12 @@ class _Unpickler(pickle.Unpickler):
 
 _building = threading.Lock()
 """Held while a model is built: two ranks that are threads would draw from one random state."""
-_built: dict[str, ModelCopies] = {}
+_built: dict[tuple[Callable[..., nn.Module], str], ModelCopies] = {}
 
 
 def copy_of(build: Callable[..., nn.Module], *args: Any, **overrides: Any) -> Any:
     """Return a copy of `build(*args, **overrides)`, which is built once; torch's random state does not change."""
-    key = repr((build, args, sorted(overrides.items())))
+    key = build, repr((args, sorted(overrides.items())))
     with _building:
         if key not in _built:
             with torch.random.fork_rng(devices=[]):
