@@ -1,7 +1,6 @@
 """Shared set-up of all tests."""
 
 import fcntl
-import functools
 import gc
 import json
 import os
@@ -34,24 +33,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
 
     items.sort(key=layer_of, reverse=hasattr(config, "workerinput"))
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Distribute tests by file, but all files that use the pool of `ranks.py` together, so that there is one pool."""
-    if config.getoption("dist") != "loadfile":
-        return None
-    from xdist.scheduler import LoadFileScheduling
-
-    @functools.cache
-    def scope_of(file: str) -> str:
-        return "ranks" if "\nfrom ranks import " in (config.rootpath / file).read_text() else file
-
-    class OnePool(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return scope_of(super()._split_scope(nodeid))
-
-    return OnePool(config, log)
 
 
 def layer_of(item: pytest.Item) -> int:
