@@ -233,8 +233,10 @@ class BatchReader:
                 decode = True  # some rank computes features, so all do
 
     def _usable(self, samples: Sequence[int], batch: MicroBatch | None, decode: bool) -> MicroBatch:
-        """Return `batch` if it has these samples, with replacements for those that are known to be bad; else load
-        them. With `decode`, stored features are not used."""
+        """Return `batch` if it has these samples, with replacements for known bad ones; otherwise load them.
+
+        With `decode`, stored features are not used.
+        """
         chosen = self._chosen(samples)
         if batch is None or batch.samples != chosen or (decode and batch.has_features):
             batch = MicroBatch(chosen)

@@ -190,7 +190,7 @@ def test_cache_under_autocast_is_as_near_to_float32_as_unpatched(kind: str) -> N
 
 @pytest.mark.parametrize(("frames", "asking"), [(1, 1), (2, 0), (2, 1)])
 def test_frames_may_require_gradients_on_one_rank(frames: int, asking: int) -> None:
-    """All ranks take part in backward, or none: rank 1 of 2 has no frame of one, and asks in vain."""
+    """All ranks take part in backward, or none: a rank without frames that asks alone gets no gradient."""
     case = Case(frames=(frames,), local_frames=True)
 
     def frozen(model: Any) -> Any:
