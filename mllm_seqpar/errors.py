@@ -29,6 +29,10 @@ class DataError(SeqParError):
     """A training file, feature store or checkpoint that is malformed or does not match the model."""
 
 
+class NonFiniteLogitsError(SeqParError):
+    """A model whose numbers are NaN or infinite, so that they are no token, choice, likelihood or loss."""
+
+
 class VideoError(SeqParError):
     """A video that cannot be read or has no frames."""
 

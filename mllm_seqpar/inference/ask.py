@@ -33,7 +33,7 @@ from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES
 from mllm_seqpar.data.media_files import VIDEO_SUFFIXES
 from mllm_seqpar.data.sources import VideoSource
 from mllm_seqpar.data.video import source_meta
-from mllm_seqpar.errors import ConfigError, VideoError
+from mllm_seqpar.errors import ConfigError, NonFiniteLogitsError, VideoError
 from mllm_seqpar.patching import patch_of
 
 from .arguments import AskOptions, parse
@@ -100,10 +100,11 @@ def ask_videos(args: AskOptions, comm: Communicator, device: torch.device) -> in
     """Answer each question about each video on the ranks of `comm`: open, load, encode, answer, report.
 
     Returns:
-        The number of videos that cannot be used, while others are answered; the same on every rank.
+        The number of videos and questions without an answer, while others have one; the same on every rank.
 
     Raises:
         VideoError: on all ranks, if no video can be used.
+        NonFiniteLogitsError: on all ranks, if no question has an answer.
     """
     questions = VideoRun(args, comm, device)
     videos = questions.open()
@@ -122,7 +123,7 @@ class VideoRun:
     def __init__(self, args: AskOptions, comm: Communicator, device: torch.device) -> None:
         self._args, self._comm, self._device = args, comm, device
         self._times = Clock(device, synchronize=True)
-        self._answers: list[tuple[str, str, Answer]] = []  # the name of the video, and the question
+        self._answers: list[tuple[str, str, Answer | NonFiniteLogitsError]] = []  # name of the video, question
         self._faults: list[str] = []
         self._pages: list[dict[str, Any]] = []
         self._frames = self._visual_tokens = 0  # tokens of this rank
@@ -201,7 +202,13 @@ class VideoRun:
             say(f"> {question}\n")
         moments = self._args.evidence or (0 if self._args.evidence_html is None else MOMENTS)
         options: dict[str, Any] = {"on_text": say if shown else None, "evidence": moments}
-        answer = conversation.ask(question, self._args.sampling(), **options)
+        try:
+            answer = conversation.ask(question, self._args.sampling(), **options)
+        except NonFiniteLogitsError as error:  # on all ranks
+            self._answers.append((name, question, error))
+            if shown and (self._several or len(self._args.question) > 1):
+                note(f"error: {error}")
+            return None
         self._answers.append((name, question, answer))
         if shown:
             say("\n")
@@ -245,19 +252,27 @@ class VideoRun:
             "device": self._device.type,
             "encoding_seconds": parts if any(self._parts.values()) else [],  # of each of `PARTS`, which overlap
         }
-        note(_summary(values, [answer for *_, answer in self._answers]))
+        note(_summary(values, [answer for *_, answer in self._answers if isinstance(answer, Answer)]))
         if self._args.report:
-            write_text(self._args.report, json.dumps(values | _answer_values(self._answers, values), indent=1) + "\n")
+            values |= _answer_values(self._answers, values)
+            write_text(self._args.report, json.dumps(values, indent=1, allow_nan=False) + "\n")
 
     def report_faults(self) -> int:
-        """Report the videos that cannot be used, and return their number; raise VideoError if there are no others."""
+        """Report the videos and questions without an answer; return their number, or raise if no other has one."""
         if self._faults:
             text = f"{len(self._faults)} of {len(self._videos)} videos cannot be used; the first: {self._faults[0]}"
             if len(self._faults) == len(self._videos):
                 agree(self._comm, "videos", error=VideoError(text))
             if self._comm.rank == 0:
                 note(f"error: {text}")
-        return len(self._faults)
+        failed = [answer for *_, answer in self._answers if not isinstance(answer, Answer)]
+        if failed:
+            text = f"{len(failed)} of {len(self._answers)} questions have no answer; the first: {failed[0]}"
+            if len(failed) == len(self._answers):
+                agree(self._comm, "answers", error=NonFiniteLogitsError(text))
+            if self._comm.rank == 0:
+                note(f"error: {text}")
+        return len(self._faults) + len(failed)
 
     def _tried(self, step: Any) -> Any:
         if not self._several:
@@ -363,16 +378,19 @@ def _summary(values: Mapping[str, Any], answers: Sequence[Answer]) -> str:
     )
 
 
-def _answer_values(answered: Sequence[tuple[str, str, Answer]], values: Mapping[str, Any]) -> dict[str, Any]:
+def _answer_values(
+    answered: Sequence[tuple[str, str, Answer | NonFiniteLogitsError]], values: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return what the report says of the answers: each of them, without the attention of each token, and their time."""
-    rows = []
+    rows, times = [], Counter({"prefill": 0.0, "generate": 0.0})
     for video, question, answer in answered:
+        if not isinstance(answer, Answer):
+            rows.append({"video": video, "question": question, "error": str(answer)})
+            continue
+        times.update({"prefill": answer.prefill_seconds, "generate": answer.decode_seconds})
         found = answer.evidence
         evidence: dict[str, Any] = {"evidence": [] if found is None else [asdict(moment) for moment in found.moments]}
         evidence["evidence_note"] = "" if found is None else found.note
         rows.append({"video": video, "question": question, **asdict(replace(answer, evidence=None)), **evidence})
-    times = {
-        "prefill": round(sum(answer.prefill_seconds for *_, answer in answered), 4),
-        "generate": round(sum(answer.decode_seconds for *_, answer in answered), 4),
-    }
-    return {"answers": rows, "seconds": values["seconds"] | times}
+    seconds = {name: round(time, 4) for name, time in times.items()}
+    return {"answers": rows, "seconds": values["seconds"] | seconds}

@@ -11,6 +11,7 @@ already, and multiple choice compares the log-likelihoods of letters after a pro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 from mllm_seqpar._compat import cache_name, cache_of
 from mllm_seqpar._logging import get_logger
@@ -31,7 +32,16 @@ from mllm_seqpar.sharding import FrameShard
 
 from .encoding import EncodedVideo, Progress, encode_video, encoder_of
 from .evidence import evidence_of, record_attention
-from .generation import Answer, ForcedTokens, GeneratedText, OnText, Sampling, longest_text
+from .generation import (
+    Answer,
+    FiniteLogits,
+    ForcedTokens,
+    GeneratedText,
+    OnText,
+    Sampling,
+    longest_text,
+    require_finite,
+)
 
 _log = get_logger(__name__)
 
@@ -86,6 +96,10 @@ class Conversation:
         self._encoded = encoded
         self._cache: Any = None
         self._cached_ids: list[int] = []
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(self._model.parameters()).dtype
 
     @property
     def frames(self) -> int:
@@ -173,6 +187,9 @@ class Conversation:
             on_text: called with each piece of the answer.
             interrupted: given on all ranks, or on none; the answer ends on all ranks when it returns True on rank 0.
             evidence: the number of moments to return that the answer attends to most.
+
+        Raises:
+            NonFiniteLogitsError: on all ranks, if logits or attention are NaN or infinite.
         """
         self.encode()
         length = text.input_ids.shape[1]
@@ -187,6 +204,8 @@ class Conversation:
             attention = None if recorded is None else recorded.result()
         tokens = output.sequences[0, length:].tolist()
         if attention is not None:
+            finite = all(bool(x.isfinite().all()) for x in (attention.frames, attention.text))
+            require_finite(finite, "attention weights", self._dtype, self._comm)
             sizes = [size for source in self.sources for size in self._chat_format.unit_sizes(source)]
             found = evidence_of(attention.split(sizes), tokens, tokenizer, self.sources, evidence)
         return Answer(
@@ -231,6 +250,9 @@ class Conversation:
         Args:
             text: from `prompt`.
             continuations: token ids; none is empty.
+
+        Raises:
+            NonFiniteLogitsError: on all ranks, if logits or a log-likelihood are NaN or infinite.
         """
         known: dict[tuple[int, ...], Tensor] = {}
         for tokens in continuations:
@@ -241,6 +263,8 @@ class Conversation:
             rows = [(known[tuple(tokens[:number])], token) for number, token in enumerate(tokens)]
             total = sum(float(row[token]) for row, token in rows)
             scores.append(Score(total, all(int(row.argmax()) == token for row, token in rows)))
+        finite = all(math.isfinite(score.log_likelihood) for score in scores)
+        require_finite(finite, "log-likelihoods", self._dtype, self._comm)
         return scores
 
     def _next_log_probabilities(self, text: ChatText, tokens: Sequence[int]) -> dict[tuple[int, ...], Tensor]:
@@ -249,25 +273,35 @@ class Conversation:
         self._keep_prefix(text)
         sampling = Sampling(max_new_tokens=len(tokens) + 1)
         options = {**self._chat_format.generation(self._model), **sampling.generate_arguments(), "output_logits": True}
-        output = self._generate(
-            text, logits_processor=LogitsProcessorList([ForcedTokens(text.input_ids.shape[1], tokens)]), **options
-        )
+        output = self._generate(text, ForcedTokens(text.input_ids.shape[1], tokens), **options)
         return {
             tuple(tokens[:number]): row[0].double().log_softmax(-1).cpu() for number, row in enumerate(output.logits)
         }
 
-    def _generate(self, text: ChatText, **options: Any) -> Any:
-        """Generate after the tokens of `text` that the cache does not have, and keep the cache of the result."""
+    def _generate(self, text: ChatText, *processors: LogitsProcessor, **options: Any) -> Any:
+        """Generate after the tokens of `text` that the cache does not have, and keep the cache of the result.
+
+        Raises:
+            NonFiniteLogitsError: on all ranks, if logits are not finite.
+        """
         device = next(self._model.parameters()).device
         arguments = {name: value.to(device) for name, value in self._chat_format.arguments(text).items()}
         arguments |= self._feature_arguments(text, device)
         if self._cache is not None:
             options[cache_name()] = self._cache
         self._cache = None  # a pass that fails may leave the cache with only some of its layers filled
+        finite = FiniteLogits(self._end_token(options))
+        options["logits_processor"] = LogitsProcessorList([finite, *processors])
         output = self._model.generate(**arguments, use_cache=True, return_dict_in_generate=True, **options)
+        finite.require(self._dtype, self._comm)
         self._cache = cache = cache_of(output)
         self._cached_ids = output.sequences[0, : cache.get_seq_length()].tolist()
         return output
+
+    def _end_token(self, options: Mapping[str, Any]) -> int:
+        """Return a token that ends an answer; token 0 if none does."""
+        ends = options.get("eos_token_id", self._model.generation_config.eos_token_id)
+        return next(iter(ends), 0) if isinstance(ends, (list, tuple)) else ends or 0
 
     def _feature_arguments(self, text: ChatText, device: torch.device) -> dict[str, Any]:
         """Return the arguments that pass this rank's features; those of a blank image if the chat format needs one."""

@@ -49,7 +49,7 @@ from mllm_seqpar.data.formats import (
 )
 from mllm_seqpar.data.sources import FrameSource
 from mllm_seqpar.data.store_files import require_made_with
-from mllm_seqpar.errors import ConfigError, DataError, SeqParError
+from mllm_seqpar.errors import ConfigError, DataError, NonFiniteLogitsError, SeqParError
 
 from .arguments import AskOptions
 from .choices import accuracy_table, letter_log_likelihoods
@@ -130,7 +130,10 @@ class Answerer:
             prompt, fault = tried(self._engine.comm, "prompt", lambda: conversation.prompt(question.messages, limit))
         if conversation is None or prompt is None:
             return {**line, "place": question.place, "error": fault}
-        return line | (self._chosen if self._args.choices else self._generated)(conversation, prompt, question)
+        try:
+            return line | (self._chosen if self._args.choices else self._generated)(conversation, prompt, question)
+        except NonFiniteLogitsError as error:  # on all ranks of the group
+            return {**line, "place": question.place, "error": str(error)}
 
     def _generated(self, conversation: Conversation, prompt: Any, question: Question) -> Line:
         reply = conversation.answer(prompt, self._args.sampling())
@@ -344,13 +347,13 @@ class AnswerFile:
             file = self._locked = self._settings.open("a+", encoding="utf-8")
             self._lock(file)
             done = self._collect()
-            if done or (self.path.exists() and self.path.stat().st_size):
+            answered = {index: line for index, line in done.items() if "error" not in line}
+            if answered or (not done and self.path.exists() and self.path.stat().st_size):
                 self._require_same(file, settings)
             else:
                 file.truncate(0)
                 file.write(json.dumps(dict(settings), indent=1) + "\n")
                 file.flush()
-            answered = {index: line for index, line in done.items() if "error" not in line}
             self._write_all(answered.values())
         return answered
 
@@ -466,7 +469,11 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _encoded(line: Line) -> str:
-    return json.dumps(line, ensure_ascii=False) + "\n"
+    return json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
 
 
 def _read(path: Path) -> list[Line]:
@@ -475,7 +482,7 @@ def _read(path: Path) -> list[Line]:
     lines: list[Line] = []
     for number, row in enumerate(rows[:-1], 1):  # what follows the last line break is incomplete, or empty
         try:
-            line = json.loads(row)
+            line = json.loads(row, parse_constant=_refuse_constant)
             if not isinstance(line, dict) or not isinstance(line.get("index"), int):
                 raise ValueError('expected an object with "index"')
         except ValueError as error:

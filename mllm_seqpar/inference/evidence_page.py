@@ -63,7 +63,7 @@ def write_evidence_page(
 
 def write_page(path: Path, template: Path, data: Any) -> None:
     """Write a page from a template and the data of its script; raise ConfigError if it cannot be written."""
-    text = json.dumps(data, ensure_ascii=True, separators=(",", ":"))
+    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     for character in "<>&":  # so that the data cannot close the element that contains it
         text = text.replace(character, f"\\u{ord(character):04x}")
     before, after = template.read_text(encoding="utf-8").split(_PLACE)

@@ -14,7 +14,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.errors import ConfigError, NonFiniteLogitsError
 
 from .evidence import Evidence
 
@@ -203,6 +203,48 @@ class GeneratedText(BaseStreamer, StoppingCriteria):
         if self._on_text is not None and stop > self._passed:
             self._on_text(self.text[self._passed : stop])
         self._passed = max(self._passed, stop)
+
+
+class FiniteLogits(LogitsProcessor):
+    """Ends an answer at the first logits that are not finite, without waiting for the device.
+
+    The only possible next token is then the end token: sampling from NaN would fail, on a GPU for the whole process.
+    Logits of minus infinity are allowed unless all of them are, because other processors exclude tokens by them.
+    """
+
+    def __init__(self, end_token: int) -> None:
+        self._end_token = end_token
+        self._failed: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        failed = ~scores.logsumexp(-1, keepdim=True).isfinite()
+        self._failed = failed if self._failed is None else self._failed | failed
+        end = torch.full_like(scores, -torch.inf)
+        end[:, self._end_token] = 0.0
+        return torch.where(failed, end, scores)
+
+    def require(self, dtype: torch.dtype, comm: Communicator) -> None:
+        """Raise NonFiniteLogitsError on all ranks if some logits were not finite on any. Call this after the answer."""
+        require_finite(self._failed is None or not bool(self._failed.any()), "logits", dtype, comm)
+
+
+def require_finite(finite: bool, what: str, dtype: torch.dtype, comm: Communicator) -> None:
+    """Raise NonFiniteLogitsError on all ranks unless `finite` is True on all. Every rank of the group calls this.
+
+    Args:
+        finite: whether the numbers of this rank are finite.
+        what: the numbers, for the message.
+        dtype: what the model computed them in, for the message.
+    """
+    if comm.size > 1:
+        finite = all(row[0] for row in comm.gather_ints([finite]))
+    if not finite:
+        name = str(dtype).removeprefix("torch.")
+        if torch.finfo(dtype).max < torch.finfo(torch.bfloat16).max:
+            why = f"probably because they exceed the range of {name}; use --dtype bfloat16 or float32"
+        else:
+            why = f"and {name} has the range of float32, so its weights are probably damaged; copy them again"
+        raise NonFiniteLogitsError(f"the {what} of the model are not finite (NaN or infinite), {why}")
 
 
 class ForcedTokens(LogitsProcessor):

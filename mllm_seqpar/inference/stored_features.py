@@ -27,6 +27,7 @@ from mllm_seqpar.errors import DataError
 from mllm_seqpar.sharding import FrameShard, frame_spans
 
 from .encoding import EncodedVideo
+from .generation import require_finite
 
 
 def save_video(directory: str, video: EncodedVideo, comm: Communicator, meta: Mapping[str, Any]) -> None:
@@ -41,9 +42,11 @@ def save_video(directory: str, video: EncodedVideo, comm: Communicator, meta: Ma
     Raises:
         DataError: if this rank cannot write, or the directory has the features of another video. AgreementError: if
             another rank cannot.
+        NonFiniteLogitsError: on all ranks, if features are NaN or infinite.
     """
     rank_0_meta = json.loads(comm.gather_texts(json.dumps(dict(meta)))[0])
     agree(comm, "saving the features", lambda: require_replaceable(directory, rank_0_meta))
+    require_finite(bool(video.features.isfinite().all()), "visual features", video.features.dtype, comm)
     shard = video.shard
 
     def write() -> None:
