@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
@@ -34,6 +35,8 @@ PAGE = Path(__file__).parent / "page"
 FORM = 1024
 """The largest number of bytes of an upload that belong to the form around the file."""
 
+MEDIA_THREADS = 16
+
 _LONGEST_VIDEO = 1e8
 """Seconds; later times are those of the last frame."""
 
@@ -51,6 +54,7 @@ class Service:
         sampling: the defaults of an answer.
         frames: of a video, as far as a request states nothing else.
         log: is called with a line for each request.
+        fetching: limits the threads that fetch media, so that slow hosts leave threads for other requests.
     """
 
     model: str
@@ -63,6 +67,7 @@ class Service:
     frames: FrameChoice
     log: Callable[[str], object] = lambda line: None
     created: int = field(default_factory=lambda: int(time.time()))
+    fetching: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(MEDIA_THREADS))
 
 
 def make_app(service: Service) -> FastAPI:
@@ -151,9 +156,10 @@ async def _complete(service: Service, request: Request) -> Response:
 
 async def _answer(service: Service, asked: ChatRequest, sampling: Sampling, pending: PendingRequest) -> Answer:
     """Return the answer to a request, whose media may have to be downloaded first."""
-    with service.queue.place(), ExitStack() as stack:
-        media = service.store.files(asked.media(), asked.frames().over(service.frames))
-        files = await run_in_threadpool(stack.enter_context, media)
+    with service.queue.place(pending), ExitStack() as stack:
+        frames = asked.frames().over(service.frames)
+        media = service.store.files(asked.media(), frames, abandoned=pending.cancelled.is_set)
+        files = await to_thread.run_sync(stack.enter_context, media, limiter=service.fetching)
         messages = asked.conversation(file.kind for file in files)
         job = Job(messages=messages, media=files, sampling=sampling, stop=tuple(asked.stop), evidence=asked.evidence)
         return await service.queue.answer(job, pending)

@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from starlette.requests import ClientDisconnect
+
 from mllm_seqpar.data.downloads import NotAllowed, blocks, data_blocks, open_url
 from mllm_seqpar.data.frame_choice import FrameChoice
 from mllm_seqpar.data.images import is_image_file, jpeg_of
@@ -172,21 +174,32 @@ class MediaStore:
             self._remove_unused(upload.path)
 
     @contextmanager
-    def files(self, media: Mapping[str, MediaPart], frames: FrameChoice) -> Iterator[tuple[MediaFile, ...]]:
+    def files(
+        self,
+        media: Mapping[str, MediaPart],
+        frames: FrameChoice,
+        abandoned: Callable[[], bool] = lambda: False,
+    ) -> Iterator[tuple[MediaFile, ...]]:
         """Yield the files of a request's media. Files that exist only for this request are removed at the end.
 
         Args:
             media: the parts of the request that name them, by their places in it, for messages.
             frames: of a video, as far as its part states nothing else.
+            abandoned: a download ends when it returns True.
 
         Raises:
             ApiError: a file that is not allowed, or that cannot be read.
+            ClientDisconnect: `abandoned` returned True.
         """
         with ExitStack() as used:
             found = []
             for where, part in media.items():
                 try:
-                    path, name = self._upload(used, part) if isinstance(part, FilePart) else self._named(used, part.url)
+                    path, name = (
+                        self._upload(used, part)
+                        if isinstance(part, FilePart)
+                        else self._named(used, part.url, abandoned)
+                    )
                     found.append(_media_file(str(path), name, part, frames))
                 except ApiError as error:
                     raise error.at(where) from error
@@ -218,14 +231,14 @@ class MediaStore:
             used.enter_context(self._using(upload.path))
         return upload.path, upload.filename
 
-    def _named(self, used: ExitStack, url: str) -> tuple[Path, str]:
+    def _named(self, used: ExitStack, url: str, abandoned: Callable[[], bool]) -> tuple[Path, str]:
         """Return the file of a URL or path, which stays until `used` closes, and its name for messages."""
         scheme, colon, _ = url[:20].partition(":")  # a data: URL may be long
         scheme = scheme.lower() if colon and scheme.isalnum() else ""
         if scheme == "data":
             return self._inline(used, url), "the data: URL"
         if scheme in ("http", "https"):
-            return self._download(used, url), url
+            return self._download(used, url, abandoned), url
         if scheme == "file" or not scheme:
             return self._local(url), url
         raise ApiError(400, f"the scheme {scheme}: is not supported; expected data:, http:, https: or a path")
@@ -251,14 +264,15 @@ class MediaStore:
         except ValueError as error:
             raise ApiError(400, f"not a data: URL with a file ({error})") from error
 
-    def _download(self, used: ExitStack, url: str) -> Path:
+    def _download(self, used: ExitStack, url: str, abandoned: Callable[[], bool]) -> Path:
         try:
             with open_url(url, self._hosts) as answer:
                 length = answer.headers.get("Content-Length") or ""
                 expected = int(length) if length.isdecimal() else 0
                 version = answer.headers.get("ETag") or os.urandom(8).hex()
                 name = hashlib.sha256(f"{url} {version}".encode()).hexdigest()
-                return self._keep(used, blocks(answer, LONGEST), name=name, expected=expected)
+                content = _until(abandoned, blocks(answer, LONGEST))
+                return self._keep(used, content, name=name, expected=expected)
         except NotAllowed as error:
             raise ApiError(400, str(error)) from error
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -317,6 +331,13 @@ class MediaStore:
             yield Path(name)
         finally:
             Path(name).unlink(missing_ok=True)
+
+
+def _until(abandoned: Callable[[], bool], blocks: Iterable[bytes]) -> Iterator[bytes]:
+    for block in blocks:
+        if abandoned():
+            raise ClientDisconnect
+        yield block
 
 
 def _media_file(path: str, name: str, part: MediaPart, frames: FrameChoice) -> MediaFile:

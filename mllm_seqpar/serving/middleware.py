@@ -189,7 +189,7 @@ def error_response(scope: Any, error: Exception) -> JSONResponse:
         error = ApiError(500, "the server failed; its log says why", kind="server_error")
     if not record_of(scope).reason:
         record_of(scope).fail(error.status, str(error))
-    return JSONResponse(error.body(), error.status)
+    return JSONResponse(error.body(), error.status, error.headers)
 
 
 class Guard:

@@ -59,7 +59,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class ApiError(Exception):
-    """A response with an HTTP status of 400 or more, in OpenAI's format."""
+    """A response with an HTTP status of 400 or more, in OpenAI's format; `headers` are added to it."""
 
     def __init__(
         self,
@@ -69,9 +69,10 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         kind: str = "invalid_request_error",
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.param, self.code, self.kind = status, param, code, kind
+        self.status, self.param, self.code, self.kind, self.headers = status, param, code, kind, headers
 
     def at(self, where: str) -> ApiError:
         """Return the error with the part of the request that it belongs to."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import sys
 import threading
+import time
 import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
@@ -22,6 +24,9 @@ from .jobs import JobError, Outcome, Worker
 from .middleware import CLIENT_GONE, RequestRecord
 from .protocol import ApiError
 
+LONGEST_RETRY = 60.0
+"""The most seconds that a refused client is asked to wait; OpenAI's client waits for no longer."""
+
 SHUTTING_DOWN = ApiError(503, "the server is shutting down", code="shutting_down", kind="server_error")
 
 
@@ -30,10 +35,14 @@ class PendingRequest:
 
     Attributes:
         cancelled: set at the end of `events`, after which the answer is not needed.
+        job: what the model is asked; None before it is known, and after the end of `events`.
+        turn: the answer. It is cancelled at the end of `events`, unless the model has started to answer.
     """
 
     def __init__(self, record: RequestRecord) -> None:
         self.record, self.cancelled = record, threading.Event()
+        self.job: Job | None = None
+        self.turn: Future[Answer] = Future()
         self._events: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
 
@@ -78,6 +87,8 @@ class PendingRequest:
             if not ended:
                 record.fail(CLIENT_GONE.status, str(CLIENT_GONE))
             self.cancelled.set()
+            self.turn.cancel()  # what the request keeps is freed now, not when its turn would have come
+            self.job = None
             gone.cancel()
 
     async def _run(self, answer: Awaitable[Answer]) -> None:
@@ -93,49 +104,69 @@ async def _disconnect(receive: Callable[[], Awaitable[Any]]) -> None:
 
 
 class RequestQueue:
-    """At most `limit` requests wait while one is answered.
+    """At most `limit` requests wait while one is answered. The place of a request ends with its connection.
 
     `answer_all` runs in the main thread, `place` and `answer` in the event loop of the HTTP interface.
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit, self._entered = limit, 0
-        self._turns: queue.SimpleQueue[tuple[Job, PendingRequest, Future[Answer]] | None] = queue.SimpleQueue()
-        self.running = self.stopping = self._ended = False
+        self._limit, self._places = limit, set[PendingRequest]()
+        self._turns: queue.SimpleQueue[PendingRequest | None] = queue.SimpleQueue()
+        self._current: PendingRequest | None = None
+        self._seconds, self._promised = 1.0, 0.0  # of an answer, on average; the last time that a 429 has named
+        self.stopping = self._ended = False
+
+    @property
+    def running(self) -> bool:
+        """Whether the model answers a request now, also one whose client has just left."""
+        return self._current is not None
 
     @property
     def waiting(self) -> int:
-        return self._entered - self.running
+        current = self._current
+        return sum(request is not current and not request.turn.done() for request in self._places)
 
     @contextmanager
-    def place(self) -> Iterator[None]:
-        """Count a request as waiting or running, from before its media are fetched until its end.
+    def place(self, request: PendingRequest) -> Iterator[None]:
+        """Count a request as waiting or running, from before its media are fetched until its end or its client's.
 
         Raises:
             ApiError: 429 if too many wait, 503 if the server is shutting down.
         """
         if self.stopping:
             raise SHUTTING_DOWN
-        if self._entered > self._limit:
+        if (waiting := self.waiting) + self.running > self._limit:
+            seconds = self._next_chance()
             raise ApiError(
                 429,
-                f"{self.waiting} requests are waiting, and {self._limit} may wait (--max_queue); try again later",
+                f"{waiting} requests are waiting, and {self._limit} may wait (--max_queue) while one is answered; try "
+                f"again in {seconds} s",
                 code="rate_limit_exceeded",
                 kind="rate_limit_error",
+                headers={"Retry-After": str(seconds)},
             )
-        self._entered += 1
+        self._places.add(request)
         try:
             yield
         finally:
-            self._entered -= 1
+            self._places.discard(request)
+
+    def _next_chance(self) -> int:
+        """Return the seconds after which a refused client may try again, for each client one answer later.
+
+        If all were given the same time, all but the first would be refused once more.
+        """
+        now = time.monotonic()
+        self._promised = min(max(now, self._promised) + self._seconds, now + LONGEST_RETRY)
+        return max(1, math.ceil(self._promised - now))
 
     async def answer(self, job: Job, request: PendingRequest) -> Answer:
         """Return the answer to a job after those before it; raise ApiError if there is none."""
-        turn: Future[Answer] = Future()
-        self._turns.put((job, request, turn))
+        request.job = job
+        self._turns.put(request)
         if self._ended:  # only now, because `answer_all` may have ended between a check and the addition
             self._refuse_rest()
-        return await asyncio.wrap_future(turn)
+        return await asyncio.wrap_future(request.turn)
 
     def stop(self) -> None:
         """Refuse further requests, and end `answer_all`. A signal handler may call this, so it takes no lock."""
@@ -146,25 +177,25 @@ class RequestQueue:
         """Answer requests one after another until `stop`; rank 0's main thread calls this."""
         while not self.stopping:
             try:
-                found = self._turns.get(timeout=worker.channel.heartbeat)
+                request = self._turns.get(timeout=worker.channel.heartbeat)
             except queue.Empty:
                 worker.channel.require_alive()
                 continue
-            if found is not None:
-                self.running = True
-                self._take_turn(worker, *found)
-                self.running = False
+            if request is not None and (job := request.job) is not None:
+                self._current, began = request, time.monotonic()
+                self._take_turn(worker, job, request)
+                self._current = None
+                self._seconds += 0.2 * (time.monotonic() - began - self._seconds)
         self._ended = True
         self._refuse_rest()
 
     def _refuse_rest(self) -> None:
         while not self._turns.empty():
-            if (found := self._turns.get()) is not None and found[-1].set_running_or_notify_cancel():
-                found[-1].set_exception(SHUTTING_DOWN)
+            if (request := self._turns.get()) is not None and request.turn.set_running_or_notify_cancel():
+                request.turn.set_exception(SHUTTING_DOWN)
 
-    def _take_turn(self, worker: Worker, job: Job, request: PendingRequest, turn: Future[Answer]) -> None:
-        if request.cancelled.is_set():
-            turn.cancel()
+    def _take_turn(self, worker: Worker, job: Job, request: PendingRequest) -> None:
+        turn = request.turn
         if not turn.set_running_or_notify_cancel():
             return
         request.record.queue = request.record.seconds

@@ -32,6 +32,9 @@ from .jobs import Worker, joined_worker
 API_KEY = "MLLM_SEQPAR_API_KEY"
 MB = 1_000_000
 
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+"""A machine that has vanished does not close its connections; without an answer for these seconds, the server does."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(ServingOptions):
@@ -152,6 +155,10 @@ def _bound_socket(args: ServeOptions) -> Iterator[socket.socket]:
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # of its connections too
+        for name, seconds in _KEEPALIVE.items():
+            if hasattr(socket, name):
+                listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
         try:
             listener.bind((args.host, args.port))
         except OSError as error:

@@ -8,7 +8,9 @@ import socket
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +26,13 @@ from mllm_seqpar.data import FrameChoice
 from mllm_seqpar.serving import app, middleware
 from mllm_seqpar.serving.media import MediaStore
 from mllm_seqpar.serving.protocol import ApiError
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def upload(service: SimpleNamespace, content: bytes, name: str = "clip.mp4") -> Any:
@@ -205,6 +214,60 @@ def test_full_queue_refuses_and_a_client_that_leaves_ends_its_answer(service: Si
         worker.go.set()
         assert second.result(10).choices[0].message.content == "One two three"
     assert len(worker.jobs) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_place_of_a_waiting_client_that_leaves_is_free(service: SimpleNamespace, openai: Any, stream: bool) -> None:
+    service.worker.go.clear()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(ask, service)
+        assert service.worker.began.wait(30)
+        part = {"type": "video_url", "video_url": "data:,video"}
+        with pytest.raises(openai.APITimeoutError):
+            list(ask(service, "Second", part, stream=stream, timeout=0.5))
+        wait_until(lambda: service.queue.waiting == 0)
+        wait_until(lambda: "stored_bytes 0.0" in service.http("GET", "metrics").text)
+        assert service.http("GET", "health").json()["waiting"] == 0
+        third = pool.submit(ask, service, "Third")
+        wait_until(lambda: service.queue.waiting == 1)
+        refused = service.http("POST", "v1/chat/completions", json={"messages": [{"role": "user", "content": "?"}]})
+        assert refused.status_code == 429 and int(refused.headers["Retry-After"]) >= 1
+        assert refused.json()["error"]["message"].startswith("1 requests are waiting, and 1 may wait")
+        service.worker.go.set()
+        assert first.result(30).choices and third.result(30).choices
+    assert ["Second" in str(job.messages) for job in service.worker.jobs] == [False, False]
+
+
+def test_download_for_a_client_that_leaves_ends(
+    service: SimpleNamespace, openai: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+
+    @contextmanager
+    def opened(*_: Any) -> Any:
+        try:
+            yield SimpleNamespace(headers={})
+        finally:
+            ended.set()
+
+    def slow(*_: Any) -> Any:
+        while True:
+            yield b"x"
+            time.sleep(0.05)
+
+    monkeypatch.setattr("mllm_seqpar.serving.media.open_url", opened)
+    monkeypatch.setattr("mllm_seqpar.serving.media.blocks", slow)
+    with pytest.raises(openai.APITimeoutError):
+        ask(service, "?", {"type": "video_url", "video_url": "http://localhost/a.mp4"}, timeout=0.5)
+    assert ended.wait(30)
+    wait_until(lambda: service.queue.waiting == 0 and "stored_bytes 0.0" in service.http("GET", "metrics").text)
+
+
+def test_clients_that_repeat_their_requests_are_all_answered(service: SimpleNamespace, openai: Any) -> None:
+    client = service.client.with_options(max_retries=20)
+    patient = SimpleNamespace(client=client)
+    with ThreadPoolExecutor(8) as pool:
+        assert all(answer.choices for answer in pool.map(lambda number: ask(patient, str(number)), range(8)))
 
 
 def test_client_that_leaves_early_is_logged_as_such(service: SimpleNamespace, openai: Any) -> None:

@@ -12,7 +12,7 @@ pytest.importorskip("fastapi", reason="fastapi is not installed (extra serve)")
 
 from mllm_seqpar.serving.middleware import RequestRecord
 from mllm_seqpar.serving.protocol import ApiError
-from mllm_seqpar.serving.request_queue import PendingRequest, RequestQueue
+from mllm_seqpar.serving.request_queue import LONGEST_RETRY, PendingRequest, RequestQueue
 
 
 class HeldQueue(queue.SimpleQueue[Any]):
@@ -34,7 +34,7 @@ def test_request_that_is_added_while_the_server_stops_is_answered(added: str) ->
     requests._turns = held
 
     async def answer(pending: PendingRequest) -> Any:
-        with requests.place():
+        with requests.place(pending):
             return await requests.answer(None, pending)  # type: ignore[arg-type]
 
     async def ask() -> None:
@@ -58,5 +58,23 @@ def test_request_that_is_added_while_the_server_stops_is_answered(added: str) ->
     ending.join()
     assert error.value.status == 503
     assert requests.waiting == 0
-    with pytest.raises(ApiError, match="shutting down"), requests.place():
+    with pytest.raises(ApiError, match="shutting down"), requests.place(None):  # type: ignore[arg-type]
         pass
+
+
+def test_refused_clients_are_asked_to_come_back_one_after_another() -> None:
+    async def refused() -> list[int]:
+        requests, times = RequestQueue(0), []
+        requests._seconds = 10.0
+        record = RequestRecord(id="1", method="POST", path="/")
+        with requests.place(PendingRequest(record)):
+            for _ in range(8):
+                with pytest.raises(ApiError) as error, requests.place(PendingRequest(record)):
+                    pass
+                assert error.value.headers is not None
+                times.append(int(error.value.headers["Retry-After"]))
+        return times
+
+    found = asyncio.run(refused())
+    assert found == sorted(found) and found[0] in (9, 10) and found[2] in (29, 30)
+    assert found[-1] == LONGEST_RETRY  # OpenAI's client does not wait for longer
