@@ -38,7 +38,9 @@ from .generation import (
     ForcedTokens,
     GeneratedText,
     OnText,
+    PrefillInterrupted,
     Sampling,
+    interruptible_prefill,
     longest_text,
     require_finite,
 )
@@ -185,7 +187,8 @@ class Conversation:
             sampling: how to choose the tokens.
             stop: the answer ends before the first of these strings.
             on_text: called with each piece of the answer.
-            interrupted: given on all ranks, or on none; the answer ends on all ranks when it returns True on rank 0.
+            interrupted: given on all ranks, or on none; the answer ends on all ranks when it returns True on rank 0,
+                before the next token, or before the next attention module of the prompt's pass.
             evidence: the number of moments to return that the answer attends to most.
 
         Raises:
@@ -199,8 +202,13 @@ class Conversation:
         options = {**self._chat_format.generation(self._model), **sampling.generate_arguments()}
         criteria = StoppingCriteriaList([written] if stop or interrupted is not None else [])
         torch.manual_seed(sampling.seed)
-        with record_attention(self._model) if evidence and self.sources else nullcontext() as recorded:
-            output = self._generate(text, streamer=written, stopping_criteria=criteria, **options)
+        polling = nullcontext() if interrupted is None else interruptible_prefill(self._model, written)
+        with record_attention(self._model) if evidence and self.sources else nullcontext() as recorded, polling:
+            try:
+                output = self._generate(text, streamer=written, stopping_criteria=criteria, **options)
+            except PrefillInterrupted:
+                times = {"prefill_seconds": 0.0, "decode_seconds": 0.0}
+                return Answer(text="", tokens=[], prompt_tokens=length, finish_reason="interrupted", **times)
             attention = None if recorded is None else recorded.result()
         tokens = output.sequences[0, length:].tolist()
         if attention is not None:

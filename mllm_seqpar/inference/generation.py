@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.errors import ConfigError, NonFiniteLogitsError
+from mllm_seqpar.patching import patch_of
 
 from .evidence import Evidence
 
@@ -170,6 +173,13 @@ class GeneratedText(BaseStreamer, StoppingCriteria):
             self.is_interrupted = bool(self._comm.gather_ints([self.is_interrupted])[0][0])
         self._pass_on(len(self.text))
 
+    def require_wanted(self) -> None:
+        """Raise PrefillInterrupted on all ranks if `interrupted` returns True on rank 0. All ranks call this."""
+        wanted = self._comm.rank > 0 or self._interrupted is None or not self._interrupted()
+        self.is_interrupted = not self._comm.gather_ints([wanted])[0][0]
+        if self.is_interrupted:
+            raise PrefillInterrupted
+
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         if self._comm.rank == 0 and self._interrupted is not None and self._interrupted():
             self.is_interrupted = True
@@ -203,6 +213,45 @@ class GeneratedText(BaseStreamer, StoppingCriteria):
         if self._on_text is not None and stop > self._passed:
             self._on_text(self.text[self._passed : stop])
         self._passed = max(self._passed, stop)
+
+
+class PrefillInterrupted(Exception):
+    """`interrupted` has ended an answer before its first token."""
+
+
+_RUN_AHEAD = 4
+"""Attention modules that the host may be ahead of a GPU in a prefill: enough that the GPU never waits for the host."""
+
+
+@contextmanager
+def interruptible_prefill(model: nn.Module, written: GeneratedText) -> Iterator[None]:
+    """Let `interrupted` end the first pass of the model inside the block, before any module that attends.
+
+    All ranks agree before each of these modules, in host memory, and raise PrefillInterrupted before the same one. The
+    host would otherwise launch a whole pass on a GPU long before the GPU has computed it. It therefore waits until the
+    GPU has reached an earlier module, which leaves the GPU with work.
+    """
+    device, handles, reached = next(model.parameters()).device, list[Any](), deque[torch.cuda.Event]()
+
+    def poll(*_: Any) -> None:
+        if device.type == "cuda":
+            reached.append(torch.cuda.Event())
+            reached[-1].record(torch.cuda.current_stream(device))
+            if len(reached) > _RUN_AHEAD:
+                reached.popleft().synchronize()
+        written.require_wanted()
+
+    def remove(*_: Any) -> None:
+        while handles:
+            handles.pop().remove()
+
+    patch = patch_of(model)
+    handles += [module.register_forward_pre_hook(poll) for module in (patch.sites if patch is not None else ())]
+    handles.append(model.register_forward_hook(remove))
+    try:
+        yield
+    finally:
+        remove()
 
 
 class FiniteLogits(LogitsProcessor):

@@ -95,6 +95,11 @@ class Patch:
         """
         self._guards.append((model, set(sites)))
 
+    @property
+    def sites(self) -> list[nn.Module]:
+        """The modules that attend to tokens of several ranks, in the order of the model's modules."""
+        return [module for root, sites in self._guards for module in root.modules() if module in sites]
+
     def finish(self, model: nn.Module) -> None:
         """Install the guards around all forwards that were set, and make copying or pickling `model` an error.
 

@@ -22,6 +22,7 @@ from mllm_seqpar.inference.encoding import Interrupted
 from mllm_seqpar.inference.engine import Engine, Job, MediaFile
 from mllm_seqpar.inference.generation import Answer
 from mllm_seqpar.models.loading import load_model, load_processor
+from mllm_seqpar.patching import patch_of
 from mllm_seqpar.serving.chat import ChatOptions
 from mllm_seqpar.serving.jobs import JobError, Outcome, Worker
 
@@ -295,3 +296,39 @@ def test_ranks_of_an_engine_need_the_same_model(inference_files: Path) -> None:
 
     with pytest.raises(SeqParError, match="the ranks differ in model"):
         run_loopback(2, body)
+
+
+@pytest.mark.parametrize(("world", "shard_prompt_from"), [(1, None), (2, None), (2, 1)])
+@pytest.mark.parametrize("name", [*MAKERS, "gated"])
+def test_prefill_ends_on_all_ranks_and_the_next_answer_is_right(
+    name: str, world: int, shard_prompt_from: int | None, inference_files: Path
+) -> None:
+    folder = inference_files if name == "gated" else family_folder()
+    clip = MediaFile.of("video", str(folder / "clip.mp4"), FrameChoice(num_frames=3))
+
+    def body(engine: Engine) -> tuple[list[int], list[Answer]]:
+        worker, calls, patch = Worker(engine), [0], patch_of(engine.model)
+        assert patch is not None
+        patch.context.config = replace(patch.context.config, shard_prompt_from=shard_prompt_from)
+        sites = patch.sites
+        for site in sites:
+            site.register_forward_pre_hook(lambda *_: calls.append(calls.pop() + 1))
+
+        def interrupted() -> bool:
+            return calls[0] >= 1
+
+        def ask(**more: Any) -> Answer:
+            calls[0] = 0
+            return run(worker, replace(job(clip), evidence=2), **(more if engine.comm.rank == 0 else {}))
+
+        before = ask()
+        engine.forget()
+        stopped = ask(interrupted=interrupted)
+        computed = calls[0]
+        return [computed, len(sites)], [before, stopped, ask(), ask()]
+
+    for (computed, sites), answers in on_ranks(world, folder / name, body):
+        before, stopped, after, again = answers
+        assert (stopped.finish_reason, stopped.text, stopped.tokens) == ("interrupted", "", [])
+        assert computed in (1, 2) and computed < sites  # a module begins before or after it is counted
+        assert before.tokens == after.tokens == again.tokens and after.cached_tokens == 0 < again.cached_tokens
