@@ -327,14 +327,17 @@ class Conversation:
     def _keep_prefix(self, text: ChatText) -> int:
         """Crop the cache to the tokens that the prompt begins with, but not to all of it; return their number.
 
-        A prompt whose media are in another place is prefilled from the start.
+        A prompt whose media are in another place is prefilled from the start, and so is a text of which little is
+        cached: often that is only the beginning of the chat format, of another user's text.
         """
         if self._cache is None:
             return 0
         ids = text.input_ids[0].tolist()
         limit = min(len(self._cached_ids), len(ids) - 1)
         kept = next((i for i in range(limit) if self._cached_ids[i] != ids[i]), limit)
-        if kept == 0 or kept < self._media_end(text):
+        # To continue, attention needs a mask of all pairs, which takes several times longer than the causal order.
+        short = not self.sources and kept < len(ids) // 8
+        if kept == 0 or short or kept < self._media_end(text):
             self._cache, kept = None, 0
         elif remove := len(self._cached_ids) - kept:
             self._cache.crop(-remove)

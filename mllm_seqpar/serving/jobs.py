@@ -7,7 +7,8 @@ that has ended or does not answer, and a rank whose connection to rank 0 breaks 
 An error of one job must not end the program, and afterwards all ranks must keep the same conversations. All ranks
 therefore agree on the outcome of `Engine.prepare`, and on an error that `Conversation.answer` raises before its first
 forward pass (an option that `generate` refuses, for example). An error within a pass ends the program if there are
-other ranks, because they wait for this one in a collective.
+other ranks, because they wait for this one in a collective. Logits that are not finite are an error of the job, because
+they are found after the answer, on all ranks together.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from mllm_seqpar.cli.launch import launched_ranks
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree, attempt
-from mllm_seqpar.errors import DivergedError, TransferError
+from mllm_seqpar.errors import DivergedError, NonFiniteLogitsError, TransferError
 from mllm_seqpar.inference.arguments import ServingOptions
 from mllm_seqpar.inference.encoding import Progress
 from mllm_seqpar.inference.engine import Engine, Job
@@ -201,7 +202,8 @@ class Worker:
         try:
             return conversation.answer(text, job.sampling, interrupted=interrupted or (lambda: False), **options)
         except Exception as raised:
-            if self._computing and self.engine.comm.size > 1:
+            on_all_ranks = isinstance(raised, NonFiniteLogitsError)
+            if self._computing and self.engine.comm.size > 1 and not on_all_ranks:
                 raise
             error = raised
         del prepared, conversation

@@ -16,6 +16,7 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect
 
+from mllm_seqpar.errors import NonFiniteLogitsError
 from mllm_seqpar.inference.conversation import LengthError
 from mllm_seqpar.inference.engine import Job
 from mllm_seqpar.inference.generation import Answer
@@ -225,6 +226,8 @@ def _as_api_error(error: JobError, job: Job) -> ApiError:
         sys.stderr.write("".join(traceback.format_exception(error.cause)))
     if failed and error.outcome is not Outcome.OUT_OF_MEMORY:
         return ApiError(500, "the server failed to answer; its log says why", kind="server_error")
+    if isinstance(error.cause, NonFiniteLogitsError):  # the fault of the model, not of the request
+        return ApiError(500, str(error), code="non_finite_logits", kind="server_error")
     status, kind = (500, "server_error") if failed else (400, "invalid_request_error")
     text = str(error)
     for file in job.media:  # clients must not learn where files are

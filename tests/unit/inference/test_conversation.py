@@ -158,17 +158,23 @@ def test_interrupted_and_stopped_answers_end_on_all_ranks_and_go_on(gated: Case)
         prompt, pieces = conversation.prompt([user("What is it?", "video")]), []
         whole = conversation.answer(prompt, Sampling(max_new_tokens=12), on_text=pieces.append)
         assert "".join(pieces) == whole.text
-        rank_0 = conversation._comm.rank == 0
-        stop = whole.text[2:5]
+        rank_0, begun, stop = conversation._comm.rank == 0, list[str](), whole.text[2:5]
+        ended = {"on_text": begun.append, "interrupted": lambda: rank_0 and bool(begun)}
         return [
             whole,
             conversation.answer(prompt, Sampling(max_new_tokens=12), interrupted=lambda: rank_0),
+            conversation.answer(prompt, Sampling(max_new_tokens=12), **ended),
             conversation.answer(prompt, Sampling(max_new_tokens=12), stop=[stop]),
             conversation.answer(prompt, Sampling(max_new_tokens=12)),
         ]
 
-    for whole, interrupted, stopped, again in converse(gated, 2, body):
-        assert (interrupted.tokens, interrupted.finish_reason) == (whole.tokens[:1], "interrupted")
+    for whole, at_once, interrupted, stopped, again in converse(gated, 2, body):
+        assert (at_once.tokens, at_once.text, at_once.finish_reason) == ([], "", "interrupted")
+        assert (interrupted.tokens, interrupted.finish_reason) == (
+            whole.tokens[: len(interrupted.tokens)],
+            "interrupted",
+        )
+        assert 0 < len(interrupted.tokens) < len(whole.tokens)
         assert stopped.finish_reason == "stop" and len(stopped.tokens) < len(whole.tokens)
         assert stopped.text == whole.text[: whole.text.index(whole.text[2:5])]
         assert (again.tokens, whole.finish_reason) == (whole.tokens, "length")

@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 
 from mllm_seqpar.data import FrameChoice
-from mllm_seqpar.errors import VideoError
+from mllm_seqpar.errors import NonFiniteLogitsError, VideoError
 from mllm_seqpar.inference import Sampling
 from mllm_seqpar.inference.evidence import Evidence, Moment
 from mllm_seqpar.inference.generation import Answer
@@ -39,6 +39,8 @@ class FakeWorker:
             raise JobError(VideoError(f"{job.media[0].path if job.media else 'the video'} is damaged"))
         if "bug" in str(job.messages):
             raise JobError(KeyError("/inner/path"), Outcome.FAILED)
+        if "overflow" in str(job.messages):
+            raise JobError(NonFiniteLogitsError("the logits are not finite; use --dtype bfloat16"))
         progress(1, 2)
         on_start()
         on_text(PIECES[0])

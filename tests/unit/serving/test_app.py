@@ -77,6 +77,7 @@ def test_errors_have_the_status_and_format_of_openai(service: SimpleNamespace) -
         ((400, None), lambda: ask(service, "broken", stream=True)),
         ((400, None), lambda: ask(service, n=2)),
         ((400, None), lambda: client.chat.completions.create(model="gpt", messages=[])),
+        ((500, "non_finite_logits"), ask, service, "overflow"),
         ((401, "invalid_api_key"), client.with_options(api_key="x").models.list),
         ((403, "origin"), lambda: ask(service, extra_headers={"Origin": "http://evil.example"})),
         ((404, "model_not_found"), client.models.retrieve, "gpt"),
@@ -89,6 +90,13 @@ def test_errors_have_the_status_and_format_of_openai(service: SimpleNamespace) -
     ask(service, extra_headers={"Origin": service.base})
     health = service.http("GET", "health", headers={}).json()
     assert health == {"status": "ok", "ranks": 1, "running": 0, "waiting": 0}
+
+
+def test_error_of_a_model_that_overflows_says_what_to_do(service: SimpleNamespace, openai: Any) -> None:
+    for stream in (False, True):
+        with pytest.raises(openai.APIError, match="not finite; use --dtype bfloat16"):
+            list(ask(service, "overflow", stream=stream))
+    assert ask(service).choices
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from mllm_seqpar.cli.options import parse_options
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.data import FrameChoice, chat_family
-from mllm_seqpar.errors import SeqParError, VideoError
+from mllm_seqpar.errors import NonFiniteLogitsError, SeqParError, VideoError
 from mllm_seqpar.inference import Sampling
 from mllm_seqpar.inference.conversation import Conversation, LengthError
 from mllm_seqpar.inference.encoding import Interrupted
@@ -332,3 +332,20 @@ def test_prefill_ends_on_all_ranks_and_the_next_answer_is_right(
         assert (stopped.finish_reason, stopped.text, stopped.tokens) == ("interrupted", "", [])
         assert computed in (1, 2) and computed < sites  # a module begins before or after it is counted
         assert before.tokens == after.tokens == again.tokens and after.cached_tokens == 0 < again.cached_tokens
+
+
+@pytest.mark.parametrize(("world", "temperature"), [(1, 1.0), (2, 0.0), (2, 1.0)])
+def test_logits_that_are_not_finite_are_an_error_of_the_job(
+    inference_files: Path, video: MediaFile, world: int, temperature: float
+) -> None:
+    def body(engine: Engine) -> None:
+        worker, head = Worker(engine), engine.model.get_output_embeddings()  # type: ignore[operator]
+        expected = run(worker, job(video)).tokens
+        hook = head.register_forward_hook(lambda *call: call[-1] * torch.nan)
+        with pytest.raises(JobError, match="not finite") as raised:
+            run(worker, job(video, sampling=Sampling(max_new_tokens=5, temperature=temperature)))
+        hook.remove()
+        assert isinstance(raised.value.cause, NonFiniteLogitsError)
+        assert run(worker, job(video)).tokens == expected
+
+    on_ranks(world, inference_files / "gated", body)
