@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +11,14 @@ from typing import Any
 import pytest
 
 from lmms_eval_names import lmms_eval_model
+from mllm_seqpar.cli.options import parse_options
+from mllm_seqpar.data import FrameChoice
 from mllm_seqpar.errors import AgreementError, ConfigError
+from mllm_seqpar.inference import Answer, Sampling
 from mllm_seqpar.inference.ask import ask
+from mllm_seqpar.inference.engine import Job, MediaFile
+from mllm_seqpar.serving.chat import ChatOptions
+from mllm_seqpar.serving.jobs import joined_worker
 from ranks import ranks
 
 pytestmark = pytest.mark.slow
@@ -43,6 +50,30 @@ def test_sampled_answers_depend_on_the_seed_only(inference_files: Path) -> None:
 
 def test_sharded_weights_do_not_change_the_answer(inference_files: Path) -> None:
     assert answer_tokens(3, inference_files, "--shard_weights") == answer_tokens(1, inference_files)
+
+
+def answers_around_an_interruption(rank: int, world: int, argv: list[str], video: str) -> list[tuple[str, list[int]]]:
+    with joined_worker(parse_options(ChatOptions, argv, prog="chat", description=""), keep=1) as worker:
+        found: list[tuple[str, list[int]]] = []
+        while rank and (followed := worker.follow_one()) is not None:
+            assert isinstance(followed, Answer)
+            found.append((followed.finish_reason, followed.tokens))
+        content = [{"type": "video"}, {"type": "text", "text": "What is it?"}]
+        media, sampling = (MediaFile.of("video", video, FrameChoice(num_frames=5)),), Sampling(max_new_tokens=6)
+        asked = Job(messages=[{"role": "user", "content": content}], media=media, sampling=sampling)
+        for stops in () if rank else (False, True, False):
+            polls = itertools.count()  # the second one ends the prefill
+            answer = worker.run(asked, interrupted=lambda stops=stops, polls=polls: stops and next(polls) > 0)
+            found.append((answer.finish_reason, answer.tokens))
+        return found
+
+
+@pytest.mark.parametrize("options", [[], ["--shard_weights"]])
+def test_answer_after_an_interrupted_prefill_is_right(inference_files: Path, options: list[str]) -> None:
+    argv = ["--model", str(inference_files / "gated"), *options]
+    found = ranks(2).run(answers_around_an_interruption, argv, str(inference_files / "clip.mp4"))
+    (whole, stopped, again), other = found
+    assert other == [whole, stopped, again] and stopped == ("interrupted", []) and whole == again and whole[1]
 
 
 def test_an_invalid_option_on_one_rank_stops_all(inference_files: Path) -> None:
