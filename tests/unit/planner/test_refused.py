@@ -24,7 +24,7 @@ OWL, QWEN, LLAMA = (
 @pytest.mark.parametrize(
     ("workload", "changes", "message"),
     [
-        (OWL, {"frames": 0}, "frames is 0; expected a number of frames, 1 or more"),
+        (OWL, {"frames": 0}, "--frames: 0 is not allowed; give 1 or more, 1 or more"),
         (OWL, {"gpus": True}, "gpus is True; expected a whole number"),
         (OWL, {"trained": "half"}, "trained is 'half'; expected one of all, no-vision"),
         (OWL, {"self_attention": "star"}, "self_attention is 'star'; expected one of ring"),
@@ -33,7 +33,7 @@ OWL, QWEN, LLAMA = (
         (OWL, {"mlp_chunk_size": 0}, "mlp_chunk_size is 0; expected a number of tokens, 1 or more"),
         (OWL, {"visual_offload": "disk"}, "visual_offload is 'disk'; expected one of None, cpu"),
         (OWL, {"visual_offload": "cpu", "recompute": False}, "projects K and V again"),
-        (OWL, {"lora_r": 0}, "lora_r is 0; expected a rank of adapters, 1 or more"),
+        (OWL, {"lora_r": 0}, "--lora_r: 0 is not allowed, 1 or more"),
         (
             OWL,
             {"lora_r": 8, "lora_target": ("q_proj",)},
@@ -149,7 +149,7 @@ Q = "--model qwen2_5_vl_7b "
     ("options", "message"),
     [
         ("--cluster nowhere", "cluster: 'nowhere' is neither a file nor a known name"),
-        ("--frames 0", "frames is 0; expected a number of frames"),
+        ("--frames 0", "--frames: 0 is not allowed; give 1 or more"),
         (
             "--text 4095",
             "--text 4095: 4096 frames need the same number of placeholders in the text; give at least",
@@ -158,13 +158,13 @@ Q = "--model qwen2_5_vl_7b "
         ("--trained none --gradient-checkpointing", "would have no effect"),
         ("--recompute-attention", "would have no effect: it belongs to --gradient_checkpointing"),
         ("--trained none --optimizer 4", "would have no effect"),
-        ("--element 3", "element is 3; expected one of 1, 2, 4, 8"),
+        ("--element 3", "--element: 3 is not allowed; give one of 1, 2, 4, 8"),
         ("--epochs 2", "--epochs 2.0 would have no effect: it belongs to --samples"),
-        ("--samples 0", "samples is 0; expected a number of samples, 1 or more"),
-        ("--samples 9 --epochs nan", "epochs is nan; expected a number of epochs, above 0"),
-        ("--lora_r 0", "lora_r is 0; expected a rank of adapters"),
+        ("--samples 0", "--samples: 0 is not allowed; give 1 or more"),
+        ("--samples 9 --epochs nan", "--epochs: nan is not allowed; give more than 0"),
+        ("--lora_r 0", "--lora_r: 0 is not allowed"),
         ("--lora_r 8 --trained all", "trained: 'all' has no effect with lora_r"),
-        ("--decode_per_frame -1", "decode_per_frame is -1.0; expected a number of frames, 0 or more"),
+        ("--decode_per_frame -1", "--decode_per_frame: -1.0 is not allowed; give 0 or more"),
         ("--frame_tokens 9", "a frame of mplug-owl3-7b always has 729 visual tokens"),
         ("--trained none --answer 9", "is planned for decoder-only models"),
         (Q + "--strategy lv-xattn", "--strategy: qwen2_5_vl_7b has no cross-attention, which it is for"),
