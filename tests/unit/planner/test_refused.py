@@ -24,7 +24,7 @@ OWL, QWEN, LLAMA = (
 @pytest.mark.parametrize(
     ("workload", "changes", "message"),
     [
-        (OWL, {"frames": 0}, "--frames: 0 is not allowed; give 1 or more, 1 or more"),
+        (OWL, {"frames": 0}, "frames is 0; expected a number of frames, 1 or more"),
         (OWL, {"gpus": True}, "gpus is True; expected a whole number"),
         (OWL, {"trained": "half"}, "trained is 'half'; expected one of all, no-vision"),
         (OWL, {"self_attention": "star"}, "self_attention is 'star'; expected one of ring"),
@@ -33,7 +33,7 @@ OWL, QWEN, LLAMA = (
         (OWL, {"mlp_chunk_size": 0}, "mlp_chunk_size is 0; expected a number of tokens, 1 or more"),
         (OWL, {"visual_offload": "disk"}, "visual_offload is 'disk'; expected one of None, cpu"),
         (OWL, {"visual_offload": "cpu", "recompute": False}, "projects K and V again"),
-        (OWL, {"lora_r": 0}, "--lora_r: 0 is not allowed, 1 or more"),
+        (OWL, {"lora_r": 0}, "lora_r is 0; expected a rank of adapters, 1 or more"),
         (
             OWL,
             {"lora_r": 8, "lora_target": ("q_proj",)},
