@@ -28,14 +28,13 @@ class CalibrateOptions(CommandOptions):
     dtype: str | None = option(
         "what the model computes in; default: bfloat16 on cuda, float32 on cpu", None, choices=DTYPES[1:]
     )
-    heads: int = option("query heads of the attention to measure", 16)
-    kv_heads: int = option("KV heads of the attention to measure", 4)
-    dim: int = option("head dimension of the attention to measure", 128)
+    heads: int = option("query heads of the attention to measure", 16, least=1)
+    kv_heads: int = option("KV heads of the attention to measure", 4, least=1)
+    dim: int = option("head dimension of the attention to measure", 128, least=1)
     name: str = option("name of the cluster in the file", "measured")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_positive("heads", "kv_heads", "dim")
         if self.heads % self.kv_heads:
             raise ConfigError(f"--kv_heads {self.kv_heads} do not divide --heads {self.heads}; give a divisor")
 

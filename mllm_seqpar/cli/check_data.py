@@ -43,37 +43,38 @@ class CheckDataOptions(StoredFrameOptions):
         "JSONL, JSON, CSV, parquet, arrow, tar shards, a directory of them, or an id on the Hub; may be several"
     )
     model: str | None = option("directory or Hub id of a model, whose processor counts the tokens too", None)
-    num_frames: int | None = option("number of frames per video, instead of --fps", None)
+    num_frames: int | None = option("number of frames per video, instead of --fps", None, least=1)
     decode_threads: int | None = option(
-        "threads that decode one video; default: 1, because --workers files are read at once", None
+        "threads that decode one video; default: 1, because --workers files are read at once", None, least=1
     )
     max_length: int | None = option(
-        "maximum number of text tokens, as in training; longer samples are broken; needs --model", None
+        "maximum number of text tokens, as in training; longer samples are broken; needs --model", None, least=1
     )
     media_root: str | None = option("directory that relative paths start from; default: that of the data", None)
     template: str = option("text of multiple-choice questions, with {question} and {options}", DEFAULT_TEMPLATE)
-    long: float = option("report videos longer than this many seconds", 3600.0)
-    workers: int = option("files opened at once, by default one for each processor", os.cpu_count() or 1)
+    long: float = option("report videos longer than this many seconds", 3600.0, above=0)
+    workers: int = option("files opened at once, by default one for each processor", os.cpu_count() or 1, least=1)
     store: str | None = option(
         "directory to write the frames to that training would use, for --frame_store; a run that stopped is continued",
         None,
     )
-    store_quality: int | None = option("store JPEG images of this quality, 1 to 100; default: lossless", None)
+    store_quality: int | None = option(
+        "store JPEG images of this quality, 1 to 100; default: lossless", None, least=1, most=100
+    )
     store_size: int | None = option(
-        "scale stored frames so that their shorter side has at most this many pixels; default: not scaled", None
+        "scale stored frames so that their shorter side has at most this many pixels; default: not scaled",
+        None,
+        least=1,
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_positive("max_length", "workers", "long", "store_quality", "store_size")
         if self.max_length and not self.model:
             raise ConfigError("--max_length needs --model, whose processor counts the tokens")
         for name in ("store_quality", "store_size") if self.store is None else ():
             self._refuse_unused(name, "it belongs to --store DIR, the directory of the frames")
         if self.store is not None:
             self._refuse_unused("frame_store", "--store writes the frames of the videos; give one of them")
-        if self.store_quality is not None:
-            self._require("store_quality", self.store_quality <= 100, "1 to 100, or leave it out")
 
 
 def check(argv: Sequence[str]) -> int:

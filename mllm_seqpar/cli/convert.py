@@ -47,7 +47,7 @@ class ConvertOptions(CommandOptions):
         None,
     )
     cross_attn_every_n_layers: int | None = option(
-        "for OpenFlamingo: layers per cross-attention block; default: as in the checkpoint", None
+        "for OpenFlamingo: layers per cross-attention block; default: as in the checkpoint", None, least=1
     )
     only_attend_immediate_media: bool = option(
         "for OpenFlamingo: a token attends only to the last image before it", True
@@ -55,7 +55,6 @@ class ConvertOptions(CommandOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_positive("cross_attn_every_n_layers")
         if self.model is not None:
             for name in PARTS:
                 self._refuse_unused(name, "--model names a whole checkpoint; leave it out")

@@ -70,12 +70,9 @@ class DoctorOptions(CommandOptions):
     num_processes: int | None = option(
         "ranks to start on this machine (default: one for each GPU, or 2 without any); leave it out under a launcher",
         None,
+        least=1,
     )
     device: str = option("device of the exactness check", "auto", choices=DEVICES)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require_positive("num_processes")
 
 
 def doctor(argv: Sequence[str]) -> int:

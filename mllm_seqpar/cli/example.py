@@ -47,19 +47,14 @@ class ExampleOptions(CommandOptions):
     output: str = option(
         "directory to write; it must be empty or not exist: model, videos, train.jsonl, eval.jsonl, long.mp4"
     )
-    short: int = option("videos for training with at most --short_frames frames", 192)
-    short_frames: int = option("frames of the longest short video", 16)
+    short: int = option("videos for training with at most --short_frames frames", 192, least=1)
+    short_frames: int = option("frames of the longest short video", 16, least=2)
     longer: int = option(
-        "videos for training with 256 to 1,280 frames, so that the model also works for much longer ones", 0
+        "videos for training with 256 to 1,280 frames, so that the model also works for much longer ones", 0, least=0
     )
-    unseen: int = option("videos for evaluation", 48)
-    long_frames: int = option("frames of long.mp4", 300)
-    seed: int = option("seed of videos and weights", 0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, least in (("short", 1), ("short_frames", 2), ("longer", 0), ("unseen", 1), ("long_frames", 2)):
-            self._require(name, getattr(self, name) >= least, f"{least} or more")
+    unseen: int = option("videos for evaluation", 48, least=1)
+    long_frames: int = option("frames of long.mp4", 300, least=2)
+    seed: int = option("seed of videos and weights", 0, least=0, below=2**63)
 
 
 def example(argv: Sequence[str]) -> None:

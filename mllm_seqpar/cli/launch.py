@@ -41,6 +41,9 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 """What a model may be loaded or written in; auto is that of the checkpoint."""
 
+LONGEST_TIMEOUT = 10**9
+"""The largest number of seconds of a timeout, about 30 years; torch counts milliseconds in 64 bits."""
+
 GRACE = 3.0
 """Seconds for rank 0 to report its own error after another rank has ended."""
 

@@ -18,12 +18,45 @@ from mllm_seqpar.errors import ConfigError
 Arguments = TypeVar("Arguments")
 
 
-def option(text: str, default: Any = dataclasses.MISSING, *, choices: Sequence[Any] = ()) -> Any:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Range:
+    """The numbers that an option may have. A bound that is None does not limit them; no range has NaN or infinity."""
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+
+    def __contains__(self, value: float) -> bool:
+        low = self.least is None or value >= self.least
+        high = self.most is None or value <= self.most
+        inside = (self.above is None or value > self.above) and (self.below is None or value < self.below)
+        return math.isfinite(value) and low and high and inside
+
+    def __str__(self) -> str:
+        low = None if self.above is None else f"more than {self.above:,}"
+        high = None if self.below is None else f"below {self.below:,}"
+        if low is None and high is None and None not in (self.least, self.most):
+            return f"{self.least:,} to {self.most:,}"
+        low = low or (None if self.least is None else f"{self.least:,} or more")
+        high = high or (None if self.most is None else f"at most {self.most:,}")
+        return " and ".join(bound for bound in (low, high) if bound)
+
+    def require(self, name: str, value: float | None) -> None:
+        """Raise ConfigError if the option `name` has a value outside of this range; None is not a number."""
+        if value is not None and value not in self:
+            raise ConfigError(f"--{name}: {value!r} is not allowed; give {self}")
+
+
+def option(
+    text: str, default: Any = dataclasses.MISSING, *, choices: Sequence[Any] = (), **bounds: float | None
+) -> Any:
     """Return a dataclass field with its --help text, default and allowed values, those of each value of a tuple.
 
-    An option without a default is required.
+    An option without a default is required. `bounds` are those of the `Range` of a number.
     """
-    return dataclasses.field(default=default, metadata={"help": text} | ({"choices": choices} if choices else {}))
+    metadata = {"help": text} | ({"choices": choices} if choices else {})
+    return dataclasses.field(default=default, metadata=metadata | ({"range": Range(**bounds)} if bounds else {}))
 
 
 class CommandOptions:
@@ -35,16 +68,12 @@ class CommandOptions:
             if (choices := item.metadata.get("choices")) and value is not None:
                 valid = all(one in choices for one in (value if isinstance(value, tuple) else (value,)))
                 self._require(item.name, valid, f"one of {', '.join(map(str, choices))}")
+            if (bounds := item.metadata.get("range")) is not None:
+                bounds.require(item.name, value)
 
     def _require(self, name: str, valid: bool, allowed: str) -> None:
-        value = getattr(self, name)
-        if not valid or (isinstance(value, float) and not math.isfinite(value)):
-            raise ConfigError(f"--{name}: {value!r} is not allowed; give {allowed}")
-
-    def _require_positive(self, *names: str) -> None:
-        """Raise ConfigError if one of the options is 0 or less; an option may be None."""
-        for name in names:
-            self._require(name, getattr(self, name) is None or getattr(self, name) > 0, "more than 0")
+        if not valid:
+            raise ConfigError(f"--{name}: {getattr(self, name)!r} is not allowed; give {allowed}")
 
     def _refuse_unused(self, name: str, reason: str) -> None:
         """Raise ConfigError if the option `name` differs from its default, for options that would have no effect."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.planner.cluster import read_cluster
+from mllm_seqpar.planner.cluster import Cluster, read_cluster
 from mllm_seqpar.planner.descriptions import find_file, known_files
 from mllm_seqpar.planner.model_sizes import ModelSizes, read_model
 from mllm_seqpar.planner.plan import make_plan
@@ -26,24 +26,27 @@ class PlanOptions(CommandOptions):
 
     model: str = option("a model directory with its config.json, a model file, or one of " + known_files("model"))
     cluster: str = option("a cluster file, or one of " + known_files("cluster"))
-    frames: int = option("frames of one video")
+    frames: int = option("frames of one video", least=1)
     text: int = option(
-        "tokens of one text, one placeholder per frame included; of a decoder-only model without the visual tokens"
+        "tokens of one text, one placeholder per frame included; of a decoder-only model without the visual tokens",
+        least=1,
     )
-    gpus: int = option("GPUs that share one batch")
+    gpus: int = option("GPUs that share one batch, whole nodes if there are several", least=1)
     frame_tokens: str | None = option(
         "visual tokens of a frame of Qwen-VL (two images of a video), or its size, as 1280x720; default: 640x360", None
     )
-    batch: int = option("videos with their texts", Workload.batch)
-    samples: int | None = option("samples of the data set: print the hours and GPU-hours of a run", None)
-    epochs: float = option("with --samples: how often each is used", Workload.epochs)
+    batch: int = option("videos with their texts", Workload.batch, least=1)
+    samples: int | None = option("samples of the data set: print the hours and GPU-hours of a run", None, least=1)
+    epochs: float = option("with --samples: how often each is used", Workload.epochs, above=0)
     trained: str = option(
         "trained parameters: no-vision: all but the vision tower; language: all but the tower and what follows it; "
         "connector: cross-attention and what follows the tower; all; or none: forward only",
         Workload.trained,
         choices=TRAINED,
     )
-    lora_r: int | None = option("train LoRA adapters of this rank only; the weights of the model are frozen", None)
+    lora_r: int | None = option(
+        "train LoRA adapters of this rank only; the weights of the model are frozen", None, least=1
+    )
     lora_target: tuple[str, ...] = option(
         "layers with adapters; connector: what follows the vision tower", Workload.lora_target, choices=TARGETS
     )
@@ -65,12 +68,13 @@ class PlanOptions(CommandOptions):
     recompute_attention: bool = option(
         "with --gradient_checkpointing: compute attention again instead of keeping its results", False
     )
-    mlp_chunk_size: int | None = option("tokens per MLP chunk; default: all", None)
-    vision_chunk_size: int = option("frames that the vision tower encodes at once", Workload.vision_chunk_size)
+    mlp_chunk_size: int | None = option("tokens per MLP chunk; default: all", None, least=1)
+    vision_chunk_size: int = option("frames that the vision tower encodes at once", Workload.vision_chunk_size, least=1)
     content_tiles: int | None = option(
         "image tiles of a frame with content, if the model pads images to several (Llama 3.2: 1 at 224 pixels, "
         "2 at 360p and 480p, 4 from 720p); text does not attend to empty ones; default: all",
         None,
+        least=1,
     )
     visual_offload: str | None = option(
         "cpu: the visual features stay in host memory, with lv-xattn (patch_model's visual_offload)",
@@ -78,19 +82,21 @@ class PlanOptions(CommandOptions):
         choices=("cpu",),
     )
     overlap: bool = option("compute while transfers run", True)
-    element: int = option("bytes per element of an activation; 2: bf16", Workload.element)
+    element: int = option("bytes per element of an activation; 2: bf16", Workload.element, choices=(1, 2, 4, 8))
     parameter: int | None = option(
-        "bytes per stored parameter, and per gradient; default: 4, or as --element if nothing is trained", None
+        "bytes per stored parameter, and per gradient; default: 4, or as --element if nothing is trained", None, least=1
     )
-    optimizer: int = option("bytes of optimizer state per parameter; 8: AdamW", Workload.optimizer)
+    optimizer: int = option("bytes of optimizer state per parameter; 8: AdamW", Workload.optimizer, least=0)
     decode_per_frame: float = option(
         "frames of a video that are decoded for each frame that is used, as check-data prints",
         Workload.decode_per_frame,
+        least=0,
     )
     json: bool = option("print JSON, in seconds and bytes", False)
     answer: int = option(
         "with --trained none, decoder-only models: tokens of an answer that are generated after the prompt",
         Workload.answer,
+        least=0,
     )
     shard_weights: bool = option(
         "with --answer: the GPUs share the weights, as in ask --shard_weights; default: each GPU has all of them", False
@@ -115,6 +121,18 @@ def _frame_tokens(model: ModelSizes, text: str) -> int:
     if len(numbers) > 2 or min(numbers) < 1:
         raise ConfigError(f"--frame_tokens {text}: expected a number of tokens, or a size such as 1280x720")
     return numbers[0] if len(numbers) == 1 else model.tokens_of_image(numbers[1], numbers[0])
+
+
+def _whole_nodes(cluster: Cluster, gpus: int) -> Cluster:
+    """Return the cluster; raise ConfigError if `gpus` are a part of a node besides whole ones."""
+    node = cluster.gpus_per_node
+    if gpus > node and gpus % node:
+        whole = gpus // node * node
+        raise ConfigError(
+            f"--gpus {gpus}: a node of {cluster.name} has {node} GPUs, and ranks are started on whole nodes; give "
+            f"{whole} or {whole + node}, or at most {node} for a part of one node"
+        )
+    return cluster
 
 
 def plan(argv: Sequence[str]) -> int:
@@ -153,7 +171,7 @@ def plan(argv: Sequence[str]) -> int:
     workload = Workload(
         model=model, recompute=not args.keep_visual, checkpointing=args.gradient_checkpointing, **stated
     )
-    result = make_plan(workload, read_cluster(args.cluster), args.strategy or STRATEGIES)
+    result = make_plan(workload, _whole_nodes(read_cluster(args.cluster), args.gpus), args.strategy or STRATEGIES)
     if args.timeline:
         draw_plan(result, args.timeline)
     sys.stdout.write((json.dumps(as_json(result), indent=2) if args.json else as_text(result)) + "\n")

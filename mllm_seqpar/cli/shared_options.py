@@ -20,12 +20,14 @@ class FrameOptions(CommandOptions):
 
     _argument_group_name = "frames of videos"
 
-    fps: float | None = option("frames per second to sample from each video; default: that of the data, else 1", None)
+    fps: float | None = option(
+        "frames per second to sample from each video; default: that of the data, else 1", None, above=0
+    )
     max_frames: int | None = option(
-        "maximum number of frames per video, besides that of the data; default: no limit", None
+        "maximum number of frames per video, besides that of the data; default: no limit", None, least=1
     )
     decode_threads: int | None = option(
-        "decoding threads per rank; default: the cores of its machine divided by the ranks on it", None
+        "decoding threads per rank; default: the cores of its machine divided by the ranks on it", None, least=1
     )
     decoder: str = option("video decoder (torchcodec: pip install 'mllm-seqpar[torchcodec]')", "pyav", choices=DECODERS)
 
@@ -72,7 +74,7 @@ class StrategyOptions(CommandOptions):
     tile: str | None = option(
         "mesh shape AxB of mesh (A * B = ranks) or of hybrid ulysses; default: selected automatically", None
     )
-    mlp_chunk_size: int | None = option("text tokens per MLP chunk; default: all", None)
+    mlp_chunk_size: int | None = option("text tokens per MLP chunk; default: all", None, least=1)
     kernel: str = option("block kernel, which computes attention", "auto", choices=("auto", *kernel_names()))
     shard_weights: bool = option("each rank holds a shard of the weights (FSDP2)", False)
 

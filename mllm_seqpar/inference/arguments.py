@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from mllm_seqpar.cli.launch import DEVICES, DTYPES
+from mllm_seqpar.cli.launch import DEVICES, DTYPES, LONGEST_TIMEOUT
 from mllm_seqpar.cli.options import option, parse_options
 from mllm_seqpar.cli.shared_options import FrameOptions, StoredFrameOptions, StrategyOptions
 from mllm_seqpar.data.formats import DEFAULT_TEMPLATE, check_template
@@ -14,7 +14,8 @@ from mllm_seqpar.errors import ConfigError
 
 from .generation import Sampling
 
-SEED = "seed of the sampling"
+SEED: dict[str, Any] = {"text": "seed of the sampling", "default": 0, "least": 0, "below": 2**63}
+TIMEOUT: dict[str, Any] = {"default": None, "above": 0, "most": LONGEST_TIMEOUT}
 
 _OF_A_DATA_SET = ("output", "choices", "template", "media_root", "sp")
 _OF_VIDEOS = ("video", "start", "end", "question", "features", "save_features", "report", "evidence", "evidence_html")
@@ -25,20 +26,21 @@ class ModelOptions(StrategyOptions, FrameOptions):
     """The options that `ask`, `chat` and `serve` share: the model, the frames of a video, answers, and strategies."""
 
     model: str = option("directory or Hub id of the model, with its processor")
-    num_frames: int | None = option("number of frames, evenly spaced, instead of --fps", None)
-    encode_batch: int = option("frames that a rank reads and encodes at once", 8)
-    max_new_tokens: int = option("maximum length of an answer", 256)
-    temperature: float = option("0 always takes the most likely token; values above 0 sample", 0.0)
-    top_p: float = option("sample from the most likely tokens whose probabilities sum to this value", 1.0)
+    num_frames: int | None = option("number of frames, evenly spaced, instead of --fps", None, least=1)
+    encode_batch: int = option("frames that a rank reads and encodes at once", 8, least=1)
+    max_new_tokens: int = option("maximum length of an answer", 256, least=1)
+    temperature: float = option("0 always takes the most likely token; values above 0 sample", 0.0, least=0)
+    top_p: float = option(
+        "sample from the most likely tokens whose probabilities sum to this value", 1.0, above=0, most=1
+    )
     dtype: str = option("dtype of the model (auto: that of the checkpoint)", "auto", choices=DTYPES)
     device: str = option("auto: cuda if this node has a GPU for each process", "auto", choices=DEVICES)
     timeout: float | None = option(
-        "seconds to wait for a rank in a collective (default: 600 on GPUs, 300 on CPU)", None
+        "seconds to wait for a rank in a collective (default: 600 on GPUs, 300 on CPU)", **TIMEOUT
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_positive("encode_batch", "timeout")
         if self.num_frames is not None:
             self._refuse_unused("max_frames", "--num_frames sets the number; give one of them")
         try:
@@ -65,7 +67,7 @@ class ModelOptions(StrategyOptions, FrameOptions):
 class InferenceOptions(ModelOptions):
     """The options of a run: besides `ModelOptions`, the seed, features in host memory, and groups of ranks."""
 
-    seed: int = option(SEED, 0)
+    seed: int = option(**SEED)
     visual_offload: str | None = option(
         "cpu: keep the encoded video, and K and V of its frames, in host memory; what --features names stays in its "
         "file; default: on the device",
@@ -75,11 +77,8 @@ class InferenceOptions(ModelOptions):
     sp: int | None = option(
         "with --questions: ranks that share each video (default: all); the videos are distributed over the groups",
         None,
+        least=1,
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require_positive("sp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +86,8 @@ class AskOptions(InferenceOptions, StoredFrameOptions):
     """The options of a run. `mllm-seqpar ask --help` prints the same texts."""
 
     video: tuple[str, ...] = option("a video file, or a directory of videos; may be repeated", ())
-    start: float | None = option("use the clip of the video that begins at this time, in seconds", None)
-    end: float | None = option("use the clip of the video that ends before this time, in seconds", None)
+    start: float | None = option("use the clip of the video that begins at this time, in seconds", None, least=0)
+    end: float | None = option("use the clip of the video that ends before this time, in seconds", None, above=0)
     question: tuple[str, ...] = option("the question; may be repeated, a video is encoded once", ())
     save_features: str | None = option(
         "directory to store the encoded video in; of several videos, each gets a directory of its own in it", None
@@ -97,7 +96,7 @@ class AskOptions(InferenceOptions, StoredFrameOptions):
         "directory with encoded videos, written by any number of ranks; then --video is not needed", None
     )
     report: str | None = option("JSON file for answers, tokens, times and memory", None)
-    evidence: int = option("print this many moments of the video that an answer attends to most", 0)
+    evidence: int = option("print this many moments of the video that an answer attends to most", 0, least=0)
     evidence_html: str | None = option(
         "HTML page that shows, token by token, which frames an answer attends to; with several videos, one page for "
         "each",
@@ -148,7 +147,6 @@ class AskOptions(InferenceOptions, StoredFrameOptions):
             )
             for name in unused.split():
                 self._refuse_unused(name, "there is no question; give --question, or leave it out")
-        self._require("evidence", self.evidence >= 0, "0 or more")
         if self.report is not None:
             self._require("report", bool(self.report), "a file")
 
@@ -170,16 +168,13 @@ class ServingOptions(ModelOptions):
     num_processes: int | None = option(
         "ranks to start on this machine (default: one for each GPU, or 1 without any); leave it out under a launcher",
         None,
+        least=1,
     )
-    max_new_tokens: int = option("maximum length of an answer", 512)
+    max_new_tokens: int = option("maximum length of an answer", 512, least=1)
     timeout: float | None = option(
         "seconds to wait for a rank in a collective (default: 600 on GPUs, 300 on CPU); waiting for you has no limit",
-        None,
+        **TIMEOUT,
     )
-
-    def __post_init__(self) -> None:
-        self._require_positive("num_processes")
-        super().__post_init__()
 
 
 def parse(argv: Sequence[str]) -> AskOptions:

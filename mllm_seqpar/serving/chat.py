@@ -50,10 +50,10 @@ _NAMES = tuple(sorted({line.split()[0] for line in COMMANDS.splitlines() if line
 class ChatOptions(ServingOptions):
     """The options of a chat."""
 
-    seed: int = option(SEED, 0)
+    seed: int = option(**SEED)
     video: str | None = option("the video to talk about; /video PATH chooses another", None)
-    start: float | None = option("begin --video at this time, in seconds", None)
-    end: float | None = option("end --video before this time, in seconds", None)
+    start: float | None = option("begin --video at this time, in seconds", None, least=0)
+    end: float | None = option("end --video before this time, in seconds", None, above=0)
     system: str | None = option("a text that precedes the conversation, for models that were trained with one", None)
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import re
 import shutil
 import signal
 import socket
@@ -18,11 +19,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from mllm_seqpar._compat import optional_import
 from mllm_seqpar.cli.launch import own_ranks
 from mllm_seqpar.cli.options import option, parse_options
 from mllm_seqpar.cli.progress import note, quiet_transformers
+from mllm_seqpar.comm.agreement import attempt
 from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.inference.arguments import ServingOptions
@@ -31,6 +34,8 @@ from .jobs import Worker, joined_worker
 
 API_KEY = "MLLM_SEQPAR_API_KEY"
 MB = 1_000_000
+_HOST = re.compile(r"[\w-]+(\.[\w-]+)*|[0-9a-fA-F]*:[0-9a-fA-F:.]*:[0-9a-fA-F.]*")
+"""The name of a host, or an address of version 4 or 6."""
 
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 """A machine that has vanished does not close its connections; without an answer for these seconds, the server does."""
@@ -41,7 +46,7 @@ class ServeOptions(ServingOptions):
     """The options of the server."""
 
     host: str = option("address to listen on; 0.0.0.0 for all", "127.0.0.1")
-    port: int = option("port to listen on; 0 for any free one", 8000)
+    port: int = option("port to listen on; 0 for any free one", 8000, least=0, most=65_535)
     api_key: str | None = option(
         f"key that clients must send; the environment variable {API_KEY} keeps it out of the list of processes", None
     )
@@ -53,16 +58,23 @@ class ServeOptions(ServingOptions):
     upload_dir: str | None = option(
         "directory for uploads, which all machines share (default: a temporary one of this machine)", None
     )
-    max_upload_mb: float = option("largest request, in megabytes", 1000.0)
-    max_stored_mb: float = option("all uploads together, in megabytes", 10_000.0)
-    max_queue: int = option("requests that may wait while one is answered", 16)
-    keep_conversations: int = option("conversations whose features and K and V are kept for their next turn", 1)
+    max_upload_mb: float = option("largest request, in megabytes", 1000.0, above=0)
+    max_stored_mb: float = option("all uploads together, in megabytes", 10_000.0, above=0)
+    max_queue: int = option("requests that may wait while one is answered", 16, least=0)
+    keep_conversations: int = option(
+        "conversations whose features and K and V are kept for their next turn", 1, least=1
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require("port", 0 <= self.port < 65536, "0 to 65535")
-        self._require("max_queue", self.max_queue >= 0, "0 or more")
-        self._require_positive("max_upload_mb", "max_stored_mb", "keep_conversations")
+        for host in self.allow_urls:
+            if host != "*" and not _HOST.fullmatch(host):
+                parts, _ = attempt(functools.partial(urlsplit, host if "//" in host else f"//{host}"))
+                found = "" if parts is None else parts.hostname or ""
+                raise ConfigError(
+                    f"--allow_urls {host}: expected the name of one host, without scheme, port or path"
+                    + (f"; give {found}" if _HOST.fullmatch(found) else ', or "*" for all public hosts')
+                )
         for name in ("media_root", "upload_dir"):
             folder = getattr(self, name)
             if folder is not None and not Path(folder).is_dir():

@@ -8,7 +8,6 @@ can agree on an error. All options are checked before the model and the data are
 import argparse
 import copy
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -21,7 +20,8 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_utils import HubStrategy, SchedulerType
 
 from mllm_seqpar._compat import optional_import, options_of, turns_off
-from mllm_seqpar.cli.options import CommandOptions, Parser, canonical_arguments, option, show_ranks_option
+from mllm_seqpar.cli.launch import LONGEST_TIMEOUT
+from mllm_seqpar.cli.options import CommandOptions, Parser, Range, canonical_arguments, option, show_ranks_option
 from mllm_seqpar.cli.shared_options import StoredFrameOptions, StrategyOptions
 from mllm_seqpar.config import CHOICES, SeqParConfig
 from mllm_seqpar.data.chat import ON_BAD_MEDIA
@@ -41,23 +41,27 @@ class FineTuningArguments(TrainingArguments):
 
     _argument_group_name = "options of transformers.TrainingArguments"
 
-    per_device_train_batch_size: int = option("samples of one forward pass of the ranks that share a sample", 1)
-    per_device_eval_batch_size: int = option("samples of one forward pass of an evaluation", 1)
-    num_train_epochs: float = option("passes over the data, unless --max_steps is given", 1.0)
-    learning_rate: float = option("peak learning rate", 1e-5)
+    per_device_train_batch_size: int = option(
+        "samples of one forward pass of the ranks that share a sample", 1, least=1
+    )
+    per_device_eval_batch_size: int = option("samples of one forward pass of an evaluation", 1, least=1)
+    num_train_epochs: float = option("passes over the data, unless --max_steps is given", 1.0, above=0)
+    learning_rate: float = option("peak learning rate", 1e-5, above=0)
     lr_scheduler_type: SchedulerType | str = option("learning rate after the warmup", "cosine")
-    warmup_steps: float = option("steps of linear warmup, or a fraction of all steps if below 1", 0.03)
-    weight_decay: float = option("weight decay of matrices; vectors (norms, biases, gates) are not decayed", 0.01)
-    adam_beta2: float = option("beta2 of AdamW", 0.95)
-    logging_steps: float = option("steps between rows of the log", 1)
+    warmup_steps: float = option("steps of linear warmup, or a fraction of all steps if below 1", 0.03, least=0)
+    weight_decay: float = option(
+        "weight decay of matrices; vectors (norms, biases, gates) are not decayed", 0.01, least=0
+    )
+    adam_beta2: float = option("beta2 of AdamW", 0.95, least=0, below=1)
+    logging_steps: float = option("steps between rows of the log, or a fraction of all steps if below 1", 1, above=0)
     logging_nan_inf_filter: bool = option("leave losses that are not finite out of the log", False)
     push_to_hub: bool = option("upload the final model to the Hugging Face Hub", False)
     hub_strategy: HubStrategy | str = option("when to upload", "end")
-    save_total_limit: int | None = option("number of checkpoints to keep", 2)
+    save_total_limit: int | None = option("number of checkpoints to keep; 0: all", 2, least=0)
     report_to: list[str] = field(
         default_factory=list, metadata={"help": "trackers of experiments, such as tensorboard wandb trackio"}
     )
-    ddp_timeout: int = option("seconds to wait for a rank in a collective", 600)
+    ddp_timeout: int = option("seconds to wait for a rank in a collective", 600, least=1, most=LONGEST_TIMEOUT)
     resume_from_checkpoint: str | None = option(
         "continue from a checkpoint: its path, or auto for the last complete one in --output_dir, if any", None
     )
@@ -82,22 +86,28 @@ class ModelAndData(CommandOptions):
         "directory for the outputs of the frozen vision tower: written in the first epoch, and read later", None
     )
     read_ahead_gib: float = option(
-        "frames of the following samples that a rank reads ahead, in GiB of host memory", 4.0
+        "frames of the following samples that a rank reads ahead, in GiB of host memory", 4.0, above=0
     )
-    max_length: int | None = option("maximum number of text tokens per sample; longer samples are refused", None)
+    max_length: int | None = option(
+        "maximum number of text tokens per sample; longer samples are refused; default: the model's context",
+        None,
+        least=1,
+    )
     on_bad_media: str = option("skip: replace a sample with broken media by another", "fail", choices=ON_BAD_MEDIA)
     global_batch_size: int | None = option(
-        "samples of one optimizer step over all ranks; sets --gradient_accumulation_steps", None
+        "samples of one optimizer step over all ranks; sets --gradient_accumulation_steps", None, least=1
     )
-    stop_after: int | None = option("save a checkpoint and stop after this step; the schedule is unchanged", None)
-    save_minutes: float = option("save a checkpoint whenever this many minutes have passed; 0: never", 30.0)
+    stop_after: int | None = option(
+        "save a checkpoint and stop after this step; the schedule is unchanged", None, least=1
+    )
+    save_minutes: float = option("save a checkpoint whenever this many minutes have passed; 0: never", 30.0, least=0)
     save_dtype: str = option("dtype of the final model; source: that of --model", "source", choices=SAVE_DTYPES)
     freeze: list[str] | None = option("parts to freeze: vision, projector, language, module paths, or patterns", None)
     train: list[str] | None = option("parts or patterns to train although --freeze matches them", None)
     use_peft: bool = option("train LoRA adapters instead of the weights", False)
-    lora_r: int = option("rank of the adapters", 16)
-    lora_alpha: int = option("the adapters are scaled by lora_alpha / lora_r", 32)
-    lora_dropout: float = option("dropout on the input of the adapters", 0.05)
+    lora_r: int = option("rank of the adapters", 16, least=1)
+    lora_alpha: int = option("the adapters are scaled by lora_alpha / lora_r", 32, least=1)
+    lora_dropout: float = option("dropout on the input of the adapters", 0.05, least=0, below=1)
     lora_target_modules: list[str] | None = option("names of modules that get adapters; default: all-linear", None)
     lora_modules_to_save: list[str] | None = option(
         "names of modules whose weights are trained in addition to the adapters", None
@@ -109,10 +119,7 @@ class ModelAndData(CommandOptions):
         for name in ("model", "data"):
             if not getattr(self, name):
                 raise ConfigError(f"--{name} is missing; --help lists the options")
-        self._require_positive("max_length", "global_batch_size", "stop_after", "lora_r", "read_ahead_gib")
-        self._require("save_minutes", self.save_minutes >= 0, "0 or more")
         check_template(self.template)
-        self._require("lora_dropout", 0 <= self.lora_dropout < 1, "at least 0 and below 1")
         if not self.freeze:
             self._refuse_unused("train", "nothing is frozen; give --freeze, or leave it out")
         if self.use_peft:
@@ -136,7 +143,9 @@ class SequenceParallel(StrategyOptions):
     _argument_group_name = "sequence parallelism"
 
     sp: int | None = option(
-        "ranks that share a sample; default: cp_size of the launch configuration's parallelism, else all ranks", None
+        "ranks that share a sample; default: cp_size of the launch configuration's parallelism, else all ranks",
+        None,
+        least=1,
     )
     self_attention: str = option("self-attention of the text", "ring", choices=SELF_ATTENTION)
     text_layout: str = option("how text tokens are sharded over ranks", "zigzag", choices=CHOICES["text_layout"])
@@ -145,14 +154,10 @@ class SequenceParallel(StrategyOptions):
         "bytes",
         None,
     )
-    vision_chunk_size: int | None = option("frames that the vision tower encodes at once", 32)
+    vision_chunk_size: int | None = option("frames that the vision tower encodes at once", 32, least=1)
     recompute_visual: bool = option("recompute K and V of visual tokens in backward instead of storing them", True)
     recompute_attention: bool = option("with --gradient_checkpointing, recompute attention too", False)
     visual_offload: str | None = option("cpu: keep the visual features in host memory", None, choices=("cpu",))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require_positive("sp")
 
 
 @dataclass(frozen=True)
@@ -168,10 +173,25 @@ class FineTuneOptions:
 
 _KINDS = (ModelAndData, StoredFrameOptions, SequenceParallel, FineTuningArguments)
 
-_POSITIVE = (
-    *("learning_rate", "adam_epsilon", "num_train_epochs", "ddp_timeout", "gradient_accumulation_steps"),
-    *("per_device_train_batch_size", "per_device_eval_batch_size"),
-)
+_SEEDS = Range(least=0, below=2**32)  # of NumPy
+RANGES = {
+    "max_steps": Range(least=-1),
+    "adam_beta1": Range(least=0, below=1),
+    "adam_epsilon": Range(above=0),
+    "gradient_accumulation_steps": Range(least=1),
+    "max_grad_norm": Range(least=0),
+    "neftune_noise_alpha": Range(above=0),
+    "torch_empty_cache_steps": Range(least=1),
+    "eval_steps": Range(above=0),
+    "eval_delay": Range(least=0),
+    "eval_accumulation_steps": Range(least=1),
+    "save_steps": Range(above=0),
+    "seed": _SEEDS,
+    "data_seed": _SEEDS,
+    "ddp_bucket_cap_mb": Range(least=1),
+} | {item.name: item.metadata["range"] for item in fields(FineTuningArguments) if "range" in item.metadata}
+"""The numbers that options of `TrainingArguments` may have; `FineTuningArguments` states those of its own fields."""
+
 REFUSED = {
     "fp16": "float16 is not verified with sequence parallelism; use --bf16",
     "torch_compile": "torch.compile does not compile the forward pass of a patched model",
@@ -215,8 +235,22 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
         return action.help if action.default in (None, []) else super()._get_help_string(action)
 
 
+class _Stored(argparse.Action):
+    """The default action, with an argument for the metadata of a field that transformers passes on."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, range: Range | None = None, **options: Any) -> None:
+        super().__init__(option_strings, dest, **options)
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, values)
+
+
 class _Parser(Parser, HfArgumentParser):
     """transformers' parser for dataclasses, with the rules of all commands."""
+
+    def add_argument_group(self, *args: Any, **kwargs: Any) -> Any:
+        self.register("action", None, _Stored)  # before transformers adds the first field
+        return super().add_argument_group(*args, **kwargs)
 
 
 def read_options(argv: Sequence[str]) -> dict[str, Any]:
@@ -319,13 +353,10 @@ def _check_training(values: Mapping[str, Any], run: ModelAndData) -> None:
     """Raise ConfigError for invalid options of `TrainingArguments`, before it is created."""
     if not values["output_dir"]:
         raise ConfigError("--output_dir is missing; --help lists the options")
-    for name in _POSITIVE:
-        if not (math.isfinite(values[name]) and values[name] > 0):
-            raise ConfigError(f"--{name}: {values[name]} is not allowed; give more than 0")
-    if values["max_steps"] < 1 and values["max_steps"] != -1:
-        raise ConfigError(
-            f"--max_steps: {values['max_steps']} is not allowed; give more than 0, or -1 for --num_train_epochs"
-        )
+    if values["max_steps"] == 0:
+        raise ConfigError("--max_steps: 0 is not allowed; give more than 0, or -1 for --num_train_epochs")
+    for name, allowed in RANGES.items():
+        allowed.require(name, values.get(name))  # some releases of transformers lack an option
     defaults = {item.name: item.default for item in fields(FineTuningArguments)}
     for name, reason in REFUSED.items():
         if name in defaults and values[name] != defaults[name]:

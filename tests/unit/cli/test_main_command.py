@@ -125,7 +125,7 @@ REFUSED = [
     ("example", ["--output", "/dev/null/new"], "--output /dev/null/new: cannot be created (File exists); choose"),
     ("example", ["--output", "llava"], "exists and is not an empty directory; choose another name"),
     ("check-data", ["none.jsonl"], "none.jsonl: cannot be read (No such file or directory)"),
-    ("check-data", ["a.jsonl", "--fps", "inf"], "--fps: inf is not allowed; give a number above 0"),
+    ("check-data", ["a.jsonl", "--fps", "inf"], "--fps: inf is not allowed; give more than 0"),
     ("check-data", ["a.jsonl", "--fps", "nan"], "--fps: nan is not allowed"),
     ("check-data", ["a.jsonl", "--workers", "0"], "--workers: 0 is not allowed"),
     ("check-data", ["a.jsonl", "--fps", "1", "--num-frames", "3"], "--fps: 1, but num_frames is 3; give one of them"),

@@ -79,6 +79,12 @@ def test_plan_of_a_data_set_has_hours_and_gpu_hours(capsys: pytest.CaptureFixtur
     assert "data_set" not in plan_json(capsys)
 
 
+def test_plan_takes_whole_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(gpus="15") == 2
+    assert "--gpus 15: a node of a100-80g-4x4 has 4 GPUs" in (error := capsys.readouterr().err) and "12 or 16" in error
+    assert plan(gpus="3") < 2 and plan(gpus="12") < 2  # a part of one node, and three nodes
+
+
 def test_plan_draws_a_timeline(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     figure = tmp_path / "timeline.svg"

@@ -38,6 +38,11 @@ def test_names_may_have_underscores_or_hyphens() -> None:
         (["--port", "70000"], "--port: 70000"),
         (["--media_root", "nowhere"], "nowhere: no such directory"),
         (["--max_upload_mb", "0"], "--max_upload_mb: 0.0"),
+        (["--allow_urls", "https://a.example/v/"], "--allow_urls https://a.example/v/: .*; give a.example$"),
+        (["--allow_urls", "a.example:80"], "give a.example$"),
+        (["--allow_urls", "[::1]:80"], "give ::1$"),
+        (["--allow_urls", "*.example"], r'or "\*" for all public hosts$'),
+        (["--allow_urls", "[1"], r'or "\*" for all public hosts$'),
         (["--kernel", "none"], "--kernel: 'none' is not allowed"),
     ],
 )
