@@ -19,6 +19,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from mllm_seqpar.data.frame_choice import FrameChoice
@@ -53,6 +54,7 @@ class Service:
         max_bytes: of the body of a request with media.
         sampling: the defaults of an answer.
         frames: of a video, as far as a request states nothing else.
+        origins: of pages elsewhere that may use the server; "*" stands for all.
         log: is called with a line for each request.
         fetching: limits the threads that fetch media, so that slow hosts leave threads for other requests.
     """
@@ -65,6 +67,7 @@ class Service:
     max_bytes: int
     sampling: Sampling
     frames: FrameChoice
+    origins: frozenset[str] = frozenset()
     log: Callable[[str], object] = lambda line: None
     created: int = field(default_factory=lambda: int(time.time()))
     fetching: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(MEDIA_THREADS))
@@ -74,7 +77,16 @@ def make_app(service: Service) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     metrics = Metrics(_gauges(service))
     public = {"/health", "/metrics", *_page_files()}
-    app.add_middleware(Guard, api_key=service.api_key, public=public, max_bytes=service.max_bytes)
+    rules = {"api_key": service.api_key, "public": public, "max_bytes": service.max_bytes, "origins": service.origins}
+    app.add_middleware(Guard, **rules)
+    if service.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=[*service.origins],
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "Retry-After", "Warning"],
+        )
     app.add_middleware(Monitor, metrics=metrics, log=service.log)  # the last one is the outermost
     for kind in (ApiError, HTTPException, SeqParError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _as_response)

@@ -200,10 +200,14 @@ class Guard:
         api_key: required by all requests except GET of the public paths, if it is not None.
         public: paths of the page and of the state of the server.
         max_bytes: of a body with media.
+        origins: of pages elsewhere that are allowed; "*" stands for all.
     """
 
-    def __init__(self, app: Any, *, api_key: str | None, public: Set[str], max_bytes: int) -> None:
+    def __init__(
+        self, app: Any, *, api_key: str | None, public: Set[str], max_bytes: int, origins: Set[str] = frozenset()
+    ) -> None:
         self._app, self._key, self._public, self._max_bytes = app, api_key, public, max_bytes
+        self._origins = origins
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -230,8 +234,9 @@ class Guard:
                 f"requests for the host {host[:80]} are refused; this server is 127.0.0.1 or localhost",
                 code="host",
             )
-        if origin is not None and _netloc(origin) != host:
-            raise ApiError(403, f"requests from pages of {origin[:80]} are refused", code="origin")
+        if origin is not None and _netloc(origin) != host and not self._origins & {origin, "*"}:
+            text = f"requests from pages of {origin[:80]} are refused; the server's --allowed_origins allows origins"
+            raise ApiError(403, text, code="origin")
         if self._key is not None and not (scope["method"] == "GET" and scope["path"] in self._public):
             given = headers.get("authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(given.encode(), self._key.encode()):

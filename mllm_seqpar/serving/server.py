@@ -40,6 +40,9 @@ _HOST = re.compile(r"[\w-]+(\.[\w-]+)*|[0-9a-fA-F]*:[0-9a-fA-F:.]*:[0-9a-fA-F.]*
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 """A machine that has vanished does not close its connections; without an answer for these seconds, the server does."""
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s@?#]+")
+"""An origin as browsers send it; extensions of browsers have schemes of their own."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(ServingOptions):
@@ -50,10 +53,17 @@ class ServeOptions(ServingOptions):
     api_key: str | None = option(
         f"key that clients must send; the environment variable {API_KEY} keeps it out of the list of processes", None
     )
-    served_model_name: str | None = option("name of the model for clients (default: the directory's)", None)
+    served_model_name: str | None = option(
+        "name of the model for clients (default: that of the directory, or of the run that wrote its model there)", None
+    )
     media_root: str | None = option("directory below which requests may name files by path (default: none)", None)
     allow_urls: tuple[str, ...] = option(
         'host whose http(s) URLs requests may name; may be repeated; "*" for all public ones (default: none)', ()
+    )
+    allowed_origins: tuple[str, ...] = option(
+        'origin of pages elsewhere that may use the server, such as https://example.org; may be repeated; "*" for all '
+        "(default: only the server's own page)",
+        (),
     )
     upload_dir: str | None = option(
         "directory for uploads, which all machines share (default: a temporary one of this machine)", None
@@ -80,9 +90,19 @@ class ServeOptions(ServingOptions):
             if folder is not None and not Path(folder).is_dir():
                 raise ConfigError(f"--{name} {folder}: no such directory; give one that exists")
 
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"--allowed_origins {origin}: expected a scheme, a host and perhaps a port, without a path, such as "
+                    "https://example.org or http://localhost:3000"
+                )
+
     @property
     def name(self) -> str:
-        return self.served_model_name or Path(self.model).resolve().name
+        """The name of the model for clients. Every run of `finetune` writes to a directory called model."""
+        folder = Path(self.model).resolve()
+        run = folder.parent.name if folder.name == "model" else ""
+        return self.served_model_name or run or folder.name
 
 
 def serve(argv: Sequence[str]) -> None:
@@ -139,6 +159,7 @@ def _serve(args: ServeOptions, worker: Worker, listener: socket.socket, folder: 
         max_bytes=limit,
         sampling=args.sampling(),
         frames=args.frame_choice().over(DEFAULT_FRAMES),
+        origins=frozenset(args.allowed_origins),
         log=note,
     )
     server = uvicorn.Server(uvicorn.Config(make_app(service), log_level="warning", lifespan="off"))
@@ -149,6 +170,8 @@ def _serve(args: ServeOptions, worker: Worker, listener: socket.socket, folder: 
     note(f"{args.name} on {service.ranks} rank{'s' * (service.ranks > 1)}: http://{host}:{port} (page), /v1 (API)")
     if key is None and not host.startswith("127.") and host != "::1":
         note(f"warning: everyone who can reach {host} can use this server; --api_key restricts it")
+    if key is None and "*" in args.allowed_origins:
+        note("warning: every page that someone opens on this machine can use this server; --api_key restricts it")
     signals = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, lambda *_: requests.stop()) for number in signals]
     try:

@@ -74,6 +74,7 @@ def running_service(tmp_path: Path) -> Iterator[SimpleNamespace]:
         max_bytes=5000,
         sampling=Sampling(),
         frames=FrameChoice(fps=1.0),
+        origins=frozenset({"http://app.example"}),
         log=log.append,
     )
     server = uvicorn.Server(uvicorn.Config(make_app(made), log_level="error", lifespan="off"))

@@ -110,6 +110,24 @@ def test_name_of_another_machine_is_refused_at_a_loopback_address(service: Simpl
         assert status_of(ask, service, extra_headers=headers) == (403, "host")
 
 
+def test_page_of_an_allowed_origin_can_read_answers_and_errors(service: SimpleNamespace) -> None:
+    mine, body = {"Origin": "http://app.example"}, {"messages": [{"role": "user", "content": "Hello"}]}
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    preflight = service.http("OPTIONS", "v1/chat/completions", headers=mine | asks)
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] == mine["Origin"]
+    assert preflight.headers["access-control-allow-headers"] == asks["Access-Control-Request-Headers"]
+    key = {"Authorization": "Bearer secret", "Content-Type": "application/json"}
+    for headers, status in ((mine | key, 200), (mine, 401)):
+        answer = service.http("POST", "v1/chat/completions", headers=headers, json=body)
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, mine["Origin"])
+        assert "Retry-After" in answer.headers["access-control-expose-headers"]
+    for other in ("http://app.example.org", "http://app.example:81", "https://app.example", "null"):
+        assert service.http("OPTIONS", "v1/files", headers={"Origin": other} | asks).status_code == 400
+        refused = service.http("POST", "v1/chat/completions", headers=key | {"Origin": other}, json=body)
+        assert refused.status_code == 403 and "access-control-allow-origin" not in refused.headers
+
+
 @pytest.mark.parametrize("origin", ["http://[", "null", "http://a/ b", "[", "\xe9"])
 def test_malformed_origin_is_refused(service: SimpleNamespace, origin: str) -> None:
     for path in ("health", "v1/models"):

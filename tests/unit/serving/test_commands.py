@@ -43,6 +43,8 @@ def test_names_may_have_underscores_or_hyphens() -> None:
         (["--allow_urls", "[::1]:80"], "give ::1$"),
         (["--allow_urls", "*.example"], r'or "\*" for all public hosts$'),
         (["--allow_urls", "[1"], r'or "\*" for all public hosts$'),
+        (["--allowed_origins", "example.org"], "--allowed_origins example.org: expected a scheme"),
+        (["--allowed_origins", "https://example.org/"], "without a path"),
         (["--kernel", "none"], "--kernel: 'none' is not allowed"),
     ],
 )
@@ -56,6 +58,15 @@ def test_chat_refuses_options_of_sampling_without_sampling(argv: list[str]) -> N
     with pytest.raises(ConfigError, match=r"would have no effect: without --temperature above 0 no token is sampled"):
         parse_options(ChatOptions, [*MODEL, *argv], prog="chat", description="")
     assert options("--top_p", "0.5").top_p == 0.5  # a default for the requests of a server, which may sample
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), [("runs/first/model", "first"), ("runs/first", "first"), ("/model", "model"), ("a/b", "b")]
+)
+def test_fine_tuned_model_has_the_name_of_its_run(model: str, name: str) -> None:
+    assert parse_options(ServeOptions, ["--model", model], prog="serve", description="").name == name
+    given = ["--model", model, "--served_model_name", "mine"]
+    assert parse_options(ServeOptions, given, prog="serve", description="").name == "mine"
 
 
 def test_chat_refuses_a_launcher_and_a_file_that_is_no_video(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
