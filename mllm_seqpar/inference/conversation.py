@@ -207,8 +207,14 @@ class Conversation:
             try:
                 output = self._generate(text, streamer=written, stopping_criteria=criteria, **options)
             except PrefillInterrupted:
-                times = {"prefill_seconds": 0.0, "decode_seconds": 0.0}
-                return Answer(text="", tokens=[], prompt_tokens=length, finish_reason="interrupted", **times)
+                return Answer(
+                    text="",
+                    tokens=[],
+                    prompt_tokens=length,
+                    prefill_seconds=0.0,
+                    decode_seconds=0.0,
+                    finish_reason="interrupted",
+                )
             attention = None if recorded is None else recorded.result()
         tokens = output.sequences[0, length:].tolist()
         if attention is not None:

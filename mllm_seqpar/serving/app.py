@@ -17,7 +17,7 @@ from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
-from starlette.datastructures import UploadFile
+from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -27,7 +27,7 @@ from mllm_seqpar.errors import SeqParError
 from mllm_seqpar.inference.engine import Job
 from mllm_seqpar.inference.generation import Answer, Sampling
 
-from .media import MediaStore, Previews
+from .media import Expiry, MediaStore, Previews
 from .middleware import CONTENT_TYPE, Guard, Metrics, Monitor, error_response, record_of
 from .protocol import ApiError, ChatRequest, Completion, parse, read_request, server_sent
 from .request_queue import PendingRequest, RequestQueue
@@ -216,7 +216,8 @@ def _add_files(app: FastAPI, store: MediaStore) -> None:
             file, purpose = form.get("file"), form.get("purpose")
             if not isinstance(file, UploadFile) or not isinstance(purpose, str):
                 raise ApiError(400, "expected a file and its purpose, such as user_data", param="file")
-            upload = await run_in_threadpool(store.add, file.file, file.filename or "upload", purpose)
+            name, expiry = file.filename or "upload", _expiry(form)
+            upload = await run_in_threadpool(store.add, file.file, name, purpose, expiry)
         return JSONResponse(upload.describe())
 
     @app.get("/v1/files")
@@ -232,6 +233,15 @@ def _add_files(app: FastAPI, store: MediaStore) -> None:
     async def delete(file_id: str) -> Response:
         store.delete(file_id)
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+
+
+def _expiry(form: FormData) -> Expiry | None:
+    """Return when an upload expires, as OpenAI's client states it: in the fields expires_after[...] of the form."""
+    given = {name: form.get(f"expires_after[{name}]") for name in ("anchor", "seconds")}
+    if given == {"anchor": None, "seconds": None}:
+        return None
+    seconds = str(given["seconds"])
+    return Expiry(anchor=str(given["anchor"]), seconds=int(seconds) if seconds.isdecimal() and len(seconds) < 9 else 0)
 
 
 def _add_previews(app: FastAPI, previews: Previews) -> None:

@@ -79,8 +79,30 @@ def _remove_if_dead(folder: Path) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Expiry:
+    """When an upload is deleted: OpenAI's `expires_after`, with a second anchor.
+
+    Attributes:
+        anchor: what the seconds are counted from: "created_at", or "last_active_at", the last request that named it.
+        seconds: 60 to 30 days.
+    """
+
+    anchor: str
+    seconds: int
+
+    def __post_init__(self) -> None:
+        for name, valid, allowed in (
+            ("anchor", self.anchor in ("created_at", "last_active_at"), "created_at or last_active_at"),
+            ("seconds", 60 <= self.seconds <= 2_592_000, "60 to 2592000"),
+        ):
+            if not valid:
+                text = f"expires_after[{name}]: {str(getattr(self, name))[:80]!r} is not allowed; give {allowed}"
+                raise ApiError(400, text, param="expires_after")
+
+
+@dataclass(kw_only=True)
 class Upload:
-    """An uploaded file, with the names of OpenAI's file object."""
+    """An uploaded file, with the names of OpenAI's file object; times are seconds since 1970."""
 
     path: Path
     id: str
@@ -88,6 +110,7 @@ class Upload:
     purpose: str
     bytes: int
     created_at: int
+    expires_at: int | None = None
 
     def describe(self) -> dict[str, Any]:
         """Return OpenAI's file object."""
@@ -118,6 +141,7 @@ class MediaStore:
         self._folder, self._root = folder, None if media_root is None else Path(media_root).resolve()
         self._hosts, self.max_bytes, self._max_total = {host.lower() for host in allowed_hosts}, max_bytes, max_total
         self._uploads: dict[str, Upload] = {}
+        self._expiries: dict[str, Expiry] = {}
         self._used: Counter[Path] = Counter()
         self._removed: set[Path] = set()
         self._reserved = 0
@@ -127,7 +151,7 @@ class MediaStore:
     def stored(self) -> int:
         """The bytes that count against `max_total`."""
         with self._lock:
-            return self._reserved + sum(upload.bytes for upload in self._uploads.values())
+            return self._reserved + sum(upload.bytes for upload in self.uploads())
 
     def require_room(self, size: int) -> None:
         """Raise ApiError 413 if `size` further bytes do not fit."""
@@ -138,7 +162,7 @@ class MediaStore:
                 "first (DELETE /v1/files/ID), or try again when other requests have ended",
             )
 
-    def add(self, file: Any, filename: str, purpose: str) -> Upload:
+    def add(self, file: Any, filename: str, purpose: str, expiry: Expiry | None = None) -> Upload:
         """Store an upload from a binary file; raise ApiError 413 if it does not fit."""
         suffix, upload_id = Path(filename).suffix.lower(), f"file-{os.urandom(12).hex()}"
         path = self._folder / (upload_id + (suffix if suffix[1:].isalnum() and len(suffix) <= 8 else ""))
@@ -151,27 +175,43 @@ class MediaStore:
                 self.require_room(upload.bytes)
                 temporary.rename(path)
                 self._uploads[upload_id] = upload
+                if expiry is not None:
+                    self._expiries[upload_id] = expiry
+                    upload.expires_at = upload.created_at + expiry.seconds
         return upload
 
     def uploads(self) -> list[Upload]:
+        """Return the uploads, after those that have expired are deleted."""
         with self._lock:
+            for upload in [*self._uploads.values()]:
+                if upload.expires_at is not None and upload.expires_at <= time.time():
+                    self._forget(upload)
             return [*self._uploads.values()]
 
     def upload(self, file_id: str) -> Upload:
-        """Return an upload; raise ApiError 404."""
+        """Return an upload, which is then in use; raise ApiError 404."""
         with self._lock:
-            found = self._uploads.get(file_id)
-        if found is None:
-            raise ApiError(404, f"No such File object: {file_id}", param="id")
+            if (found := self._find(file_id)) is None:
+                raise ApiError(404, f"No such File object: {file_id}", param="id")
+            return found
+
+    def _find(self, file_id: str) -> Upload | None:
+        self.uploads()
+        found, expiry = self._uploads.get(file_id), self._expiries.get(file_id)
+        if found is not None and expiry is not None and expiry.anchor == "last_active_at":
+            found.expires_at = int(time.time()) + expiry.seconds
         return found
 
     def delete(self, file_id: str) -> None:
         """Forget an upload. Its file is removed when no request uses it."""
-        upload = self.upload(file_id)
         with self._lock:
-            del self._uploads[file_id]
-            self._removed.add(upload.path)
-            self._remove_unused(upload.path)
+            self._forget(self.upload(file_id))
+
+    def _forget(self, upload: Upload) -> None:
+        del self._uploads[upload.id]
+        self._expiries.pop(upload.id, None)
+        self._removed.add(upload.path)
+        self._remove_unused(upload.path)
 
     @contextmanager
     def files(
@@ -226,7 +266,7 @@ class MediaStore:
 
     def _upload(self, used: ExitStack, part: FilePart) -> tuple[Path, str]:
         with self._lock:
-            if (upload := self._uploads.get(part.file_id)) is None:
+            if (upload := self._find(part.file_id)) is None:
                 raise ApiError(400, f"no uploaded file has the id {part.file_id}")
             used.enter_context(self._using(upload.path))
         return upload.path, upload.filename

@@ -93,7 +93,7 @@ class ServeOptions(ServingOptions):
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(
-                    f"--allowed_origins {origin}: expected a scheme, a host and perhaps a port, without a path, such as "
+                    f"--allowed_origins {origin}: expected a scheme and a host, without a path, such as "
                     "https://example.org or http://localhost:3000"
                 )
 

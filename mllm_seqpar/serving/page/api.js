@@ -2,12 +2,16 @@
 
 const UNREACHABLE = "the server cannot be reached; is it still running?";
 
+const KEPT = 3600; // seconds for which the server keeps an upload after its last use: the page does not know if it is reloaded
+
 const LAST_BYTES = 4e6; // more than a browser sends between two reports of its progress
 
 export class ApiError extends Error {
-  constructor(message, status) {
+  // `retryAfter`: seconds after which the server asks to try again; 0: it does not.
+  constructor(message, status, retryAfter = 0) {
     super(message);
     this.status = status;
+    this.retryAfter = retryAfter;
   }
 }
 
@@ -16,12 +20,12 @@ function authorization() {
   return key ? { Authorization: `Bearer ${key}` } : {};
 }
 
-function failure(status, text) {
+function failure(status, text, retryAfter = 0) {
   let message = null;
   try {
     message = JSON.parse(text).error.message;
   } catch { /* not this server's JSON: a proxy's page, for example */ }
-  return new ApiError(message ?? `the server answered with status ${status}`, status);
+  return new ApiError(message ?? `the server answered with status ${status}`, status, retryAfter);
 }
 
 export async function call(path, options = {}) {
@@ -31,7 +35,9 @@ export async function call(path, options = {}) {
   } catch (error) {
     throw error.name === "AbortError" ? error : new ApiError(UNREACHABLE, 0);
   }
-  if (!response.ok) throw failure(response.status, await response.text());
+  if (!response.ok) {
+    throw failure(response.status, await response.text(), Number(response.headers.get("Retry-After")) || 0);
+  }
   return response;
 }
 
@@ -41,6 +47,8 @@ export function upload(file, progress, signal) {
   return new Promise((resolve, reject) => {
     const form = new FormData();
     form.append("purpose", "user_data");
+    form.append("expires_after[anchor]", "last_active_at");
+    form.append("expires_after[seconds]", KEPT);
     form.append("file", file);
     const request = new XMLHttpRequest();
     request.open("POST", "v1/files");

@@ -1,9 +1,13 @@
 // The video or image of the conversation: chosen or dropped, uploaded, shown.
 //
 // While a file is uploaded, or after its upload was refused, no question may be sent: the answer would be about nothing.
-// The user waits, tries again, or removes the file.
+// The user waits, tries again, or removes the file. A reload keeps the file, and its upload as long as the server has it.
 import { call, upload } from "./api.js";
 import { clock } from "./evidence.js";
+import { keepFile, keptFile, save, saved } from "./storage.js";
+
+const FORGOTTEN = "the server does not have it any more (it was restarted, or the upload has expired)";
+const USED = 10 * 60 * 1000; // milliseconds after which an open page tells the server that the upload is still used
 
 const $ = (id) => document.getElementById(id);
 const size = (bytes) => (bytes < 1e6 ? `${Math.max(1, Math.round(bytes / 1e3))} kB` : `${(bytes / 1e6).toFixed(bytes < 1e7 ? 1 : 0)} MB`);
@@ -12,39 +16,74 @@ export class Media {
   // `changed` is called when the state changes, with true if this is another file.
   constructor(changed) {
     this._changed = changed;
-    this.file = null; // {name, id, kind, seconds, fps}
+    this.file = null; // {name, size, id, kind, seconds, fps}, and `chosen`, the file itself if this browser has it
     this.state = "none"; // none, uploading, ready, refused
     this.reason = "";
+    setInterval(() => this.confirm(), USED);
   }
 
   // Why no question can be asked now; empty if one can.
   get obstacle() {
     if (this.state === "uploading") return `${this.file.name} is being uploaded. You can ask when it is complete.`;
-    if (this.state === "refused") return `${this.file.name}: ${this.reason} Try again, or remove it to ask without it.`;
+    if (this.state === "refused") {
+      const remedy = this.file.chosen ? "Try again" : "Choose it again";
+      return `${this.file.name}: ${this.reason} ${remedy}, or remove it to ask without it.`;
+    }
     return "";
   }
 
   choose(chosen) {
     this._forget();
-    this.file = { name: chosen.name, chosen, id: null, kind: chosen.type.startsWith("image/") ? "image" : "video", seconds: NaN, fps: NaN };
+    const kind = chosen.type.startsWith("image/") ? "image" : "video";
+    this.file = { name: chosen.name, size: chosen.size, chosen, id: null, kind, seconds: NaN, fps: NaN };
+    keepFile(chosen);
     this._show();
-    return this.start();
+    return this.start(true);
   }
 
   remove() {
     this._forget();
     this.file = null;
+    keepFile(null);
     this._show();
     this._to("none", true);
   }
 
-  // The upload of the current file, from the beginning.
-  async start() {
+  // Shows the file of before a reload; `confirm` then asks the server for its upload.
+  async restore() {
+    const kept = saved("file"), chosen = kept && (await keptFile());
+    if (!kept || this.file) return; // without a file, or another one was chosen meanwhile
+    this.file = { ...kept, chosen };
+    this._show();
+    if (kept.id) this._to("ready");
+    else if (chosen) this.start();
+    else this.refuse("the page was left before its upload was complete");
+  }
+
+  // Asks the server whether it still has the upload.
+  async confirm() {
+    const id = this.file?.id;
+    if (!id || this.state === "uploading") return;
+    try {
+      await call(`v1/files/${id}`);
+      if (this.file?.id === id) this._to("ready");
+    } catch (error) {
+      if (this.file?.id === id && error.status === 404) this.forgotten();
+    }
+  }
+
+  // Notes that the server has refused a request about the file because it does not have it.
+  forgotten() {
+    this.refuse(FORGOTTEN);
+  }
+
+  // The upload of the current file, from the beginning. `other`: it is another file than before.
+  async start(other = false) {
     const file = this.file, controller = new AbortController();
     this._delete();
     this._controller = controller;
     this._progress(0);
-    this._to("uploading", true);
+    this._to("uploading", other);
     try {
       const uploaded = await upload(file.chosen, (part) => this._progress(part), controller.signal);
       if (this.file !== file) return this._discard(uploaded.id); // cancelled while the server stored it
@@ -67,21 +106,14 @@ export class Media {
     this._to("refused");
   }
 
-  // The part of a message that shows the file; null without one.
-  part(fps) {
+  // The part of a message that shows the file, of a video with these frames; null without a file.
+  part(frames) {
     if (!this.file) return null;
-    const file = { file_id: this.file.id };
-    if (this.file.kind === "video" && fps) file.fps = fps;
-    return { type: "file", file };
+    return { type: "file", file: { file_id: this.file.id, ...(this.file.kind === "video" ? frames : {}) } };
   }
 
-  // Deletes the upload when the page is left.
-  leave() {
-    if (this.file?.id) this._discard(this.file.id, true);
-  }
-
-  _discard(id, keepalive = false) {
-    call(`v1/files/${id}`, { method: "DELETE", keepalive }).catch(() => {});
+  _discard(id) {
+    call(`v1/files/${id}`, { method: "DELETE" }).catch(() => {});
   }
 
   _delete() {
@@ -98,9 +130,13 @@ export class Media {
 
   _to(state, other = false) {
     this.state = state;
+    const { chosen, ...kept } = this.file ?? {};
+    save("file", this.file && kept);
     $("upload").hidden = state !== "uploading";
-    $("again").hidden = state !== "refused";
-    $("unplayable").textContent = "This browser cannot play this video." + (state === "ready" ? " The model can read it." : "");
+    $("again").hidden = state !== "refused" || !this.file.chosen;
+    const missing = this.file && !this.file.chosen;
+    $("unplayable").textContent = (missing ? "This browser does not have this file any more." : "This browser cannot play this video.")
+      + (state === "ready" ? " The model can read it." : "");
     $("remove").textContent = state === "uploading" ? "Cancel" : "Remove";
     $("remove").setAttribute("aria-label", state === "uploading" ? "Cancel the upload" : "Remove the file");
     this._changed(other);
@@ -108,7 +144,7 @@ export class Media {
 
   _progress(part) {
     $("uploaded").value = part;
-    $("percent").textContent = part < 1 ? `${Math.floor(100 * part)}% of ${size(this.file.chosen.size)}` : "reading";
+    $("percent").textContent = part < 1 ? `${Math.floor(100 * part)}% of ${size(this.file.size)}` : "reading";
   }
 
   _show() {
@@ -121,15 +157,16 @@ export class Media {
       $("file").value = "";
       return;
     }
-    if (!this._url) this._url = URL.createObjectURL(file.chosen);
+    if (!this._url && file.chosen) this._url = URL.createObjectURL(file.chosen);
     const image = file.kind === "image", view = $(image ? "picture" : "player");
-    for (const id of ["player", "picture"]) $(id).hidden = $(id) !== view;
-    if (view.src !== this._url) {
+    for (const id of ["player", "picture"]) $(id).hidden = $(id) !== view || !file.chosen;
+    if (!file.chosen) $("unplayable").hidden = false;
+    else if (view.src !== this._url) {
       $("unplayable").hidden = true;
       view.src = this._url;
     } else if (!$("unplayable").hidden) view.hidden = true;
     $("name").textContent = $("name").title = file.name;
-    const facts = [size(file.chosen.size)];
+    const facts = [size(file.size)];
     if (file.seconds > 0) facts.unshift(clock(Math.round(file.seconds)));
     $("details").textContent = facts.join(", ");
   }

@@ -3,15 +3,22 @@ import { call, events } from "./api.js";
 import { momentList, showTimeline } from "./evidence.js";
 import { render } from "./markdown.js";
 import { Media } from "./media.js";
+import { save, saved } from "./storage.js";
 
 const $ = (id) => document.getElementById(id);
-const SETTINGS = ["fps", "temperature", "tokens", "key"];
+const NUMBERS = ["fps", "frames", "start", "end", "temperature", "tokens"];
+const SETTINGS = [...NUMBERS, "system", "key"];
 const IDEAS = ["Describe the video.", "What happens first, and what last?", "List the people and things that appear."];
 const MOMENTS = 5;
+const LEFT = "The page was left before the answer was complete.";
 
 let model = "";
-let turns = []; // {question, answer} of the conversation
+let turns = []; // of the conversation: the items on the page, each with its question and what became of it
 let answering = null; // the AbortController of the current answer
+let editing = null; // the turn whose question is being changed
+let connectedWith = null; // the API key of the last attempt to connect
+let restored = false; // whether what a reload has kept is shown; until then, nothing else is kept
+let leaving = 0; // until when nothing is kept because the page is being left, which makes its requests fail
 
 function say(text, error = false) {
   if ($("status").textContent !== text) $("status").textContent = text;
@@ -26,6 +33,14 @@ function add(parent, name, className, text) {
   return made;
 }
 
+function button(parent, text, act, label = text) {
+  const made = add(parent, "button", "", text);
+  made.type = "button";
+  made.setAttribute("aria-label", label);
+  made.addEventListener("click", act);
+  return made;
+}
+
 // Runs a change of the conversation, and stays at its end if the user was there.
 function following(change) {
   const box = $("scroll"), atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 80;
@@ -35,18 +50,33 @@ function following(change) {
 }
 
 function refresh() {
-  const obstacle = media.obstacle;
-  $("ask").disabled = Boolean(obstacle) || Boolean(answering);
-  $("ask").hidden = Boolean(answering);
-  $("stop").hidden = !answering;
+  const obstacle = media.obstacle, busy = Boolean(answering);
+  enable();
+  $("ask").hidden = busy;
+  $("stop").hidden = !busy;
+  $("editing").hidden = !editing;
+  for (const turn of turns) turn.asked.classList.toggle("edited", turn === editing);
+  for (const made of $("messages").querySelectorAll("button.change")) made.disabled = busy;
   $("welcome").hidden = $("messages").childElementCount > 0;
   $("reset").disabled = $("messages").childElementCount === 0;
-  say(obstacle, media.state === "refused");
+  if (obstacle || restored) say(obstacle, media.state === "refused");
+  persist();
+}
+
+function enable() {
+  $("ask").disabled = Boolean(media.obstacle) || Boolean(answering) || !$("question").value.trim();
+}
+
+function persist() {
+  if (!restored || performance.now() < leaving) return;
+  save("turns", turns.length ? turns.map((turn) => turn.kept()) : null);
+  save("draft", $("question").value || null);
 }
 
 function reset() {
   answering?.abort();
   turns = [];
+  editing = null;
   $("messages").replaceChildren();
   showTimeline([]);
   refresh();
@@ -59,25 +89,38 @@ function number(id) {
   return input.value && input.validity.valid ? Number(input.value) : null;
 }
 
-// The request for the answer to a question after the turns so far; the first message shows the file.
+// The frames of the video that the settings ask for, with the names of the server's interface.
+function frames() {
+  const chosen = { num_frames: number("frames"), start: number("start"), end: number("end") };
+  chosen.fps = chosen.num_frames === null ? number("fps") : null;
+  return Object.fromEntries(Object.entries(chosen).filter(([, value]) => value !== null));
+}
+
 function request(question) {
-  const messages = turns.flatMap((turn) => [
-    { role: "user", content: [{ type: "text", text: turn.question }] },
-    { role: "assistant", content: turn.answer },
-  ]);
+  const messages = [];
+  for (const turn of turns.filter((turn) => turn.complete)) {
+    messages.push({ role: "user", content: [{ type: "text", text: turn.question }] });
+    messages.push({ role: "assistant", content: turn.text });
+  }
   messages.push({ role: "user", content: [{ type: "text", text: question }] });
-  const part = media.part(number("fps"));
+  const part = media.part(frames());
   if (part) messages[0].content.unshift(part);
+  if ($("system").value.trim()) messages.unshift({ role: "system", content: $("system").value.trim() });
   const body = { model, messages, stream: true, stream_options: { include_usage: true }, evidence: MOMENTS };
   if (number("temperature") !== null) body.temperature = number("temperature");
   if (number("tokens") !== null) body.max_tokens = number("tokens");
   return body;
 }
 
-// One answer on the page: waiting, encoding, writing, complete.
-class AnswerItem {
+// A question and its answer on the page: waiting, encoding, writing, and then complete or failed.
+class Turn {
   constructor(question) {
-    this.asked = add($("messages"), "li", "user", question);
+    this.question = question;
+    this.complete = false;
+    this.replaced = []; // turns that come back if this one has no answer
+    this.asked = add($("messages"), "li", "user");
+    add(this.asked, "p", "", question);
+    button(this.asked, "Edit", () => edit(this), "Edit the question and ask again").classList.add("change");
     this.item = add($("messages"), "li", "assistant");
     this.item.setAttribute("aria-busy", "true");
     this._wait = add(this.item, "p", "wait");
@@ -86,6 +129,26 @@ class AnswerItem {
     this.text = "";
     this._began = performance.now();
     this._drawing = 0;
+  }
+
+  // What a reload keeps.
+  kept() {
+    const { question, text, complete, end, reason } = this;
+    return { question, text, complete, end, reason };
+  }
+
+  // Shows a turn as it was before a reload.
+  static restored({ question, text, complete, end, reason }) {
+    const turn = new Turn(question);
+    turn.text = text;
+    if (complete) turn.finish(end);
+    else if (text && !reason) turn.finish({ moments: [], note: `Stopped. ${LEFT}` });
+    else turn.fail(reason ?? LEFT);
+    return turn;
+  }
+
+  wait(text) {
+    this._waiting.textContent = text;
   }
 
   // Shows the progress that the server reports in comments: "frames encoded: 8 of 300".
@@ -98,7 +161,7 @@ class AnswerItem {
       this._bar.setAttribute("aria-label", "Frames encoded");
       this._bar.max = all;
       this._bar.value = done;
-      this._waiting.textContent = done < all ? `Frames encoded: ${done} of ${all}` : `${all} frames encoded; answering`;
+      this.wait(done < all ? `Frames encoded: ${done} of ${all}` : `${all} frames encoded; answering`);
     });
   }
 
@@ -109,8 +172,11 @@ class AnswerItem {
     this._drawing ||= requestAnimationFrame(() => this._draw());
   }
 
-  complete({ usage, moments, note }) {
-    const seconds = (performance.now() - this._began) / 1000;
+  // `end`: {moments, note, usage, seconds}
+  finish(end) {
+    this.complete = true;
+    this.end = { seconds: (performance.now() - this._began) / 1000, ...end };
+    const { moments, note, usage, seconds } = this.end;
     following(() => {
       this._end();
       if (note) add(this.item, "p", "note", note);
@@ -121,25 +187,30 @@ class AnswerItem {
       }
       const foot = add(this.item, "p", "foot");
       if (navigator.clipboard) {
-        const copy = add(foot, "button", "", "Copy");
-        copy.type = "button";
-        copy.setAttribute("aria-label", "Copy the answer");
-        copy.addEventListener("click", () => navigator.clipboard.writeText(this.text).then(() => say("The answer is copied."), () => {}));
+        const copy = () => navigator.clipboard.writeText(this.text).then(() => say("The answer is copied."), () => {});
+        button(foot, "Copy", copy, "Copy the answer");
       }
+      const again = button(foot, "Regenerate", () => regenerate(this), "Ask this question again");
+      again.classList.add("change");
+      again.title = "With temperature 0 the answer stays the same";
       if (usage) add(foot, "span", "", `${usage.completion_tokens} tokens in ${seconds.toFixed(1)} s`);
     });
   }
 
-  fail(reason, again) {
+  fail(reason) {
+    this.reason = reason;
     following(() => {
       this._end();
       const box = add(this.item, "div", "failed");
       box.setAttribute("role", "alert");
       add(box, "div", "", reason);
-      const button = add(box, "button", "", "Try again");
-      button.type = "button";
-      button.addEventListener("click", again);
+      button(box, "Try again", () => retry(this));
+      if (this.replaced.length) button(box, "Bring back the earlier answer", () => bringBack(this));
     });
+  }
+
+  show() {
+    $("messages").append(this.asked, this.item);
   }
 
   remove() {
@@ -161,14 +232,34 @@ class AnswerItem {
   }
 }
 
-// Receives an answer into its item; returns what its last chunks state.
-async function receive(body, item, signal) {
+function pause(seconds, signal) {
+  return new Promise((resolve, reject) => {
+    const timer = setTimeout(resolve, 1000 * seconds);
+    signal.addEventListener("abort", () => { clearTimeout(timer); reject(new DOMException("stopped", "AbortError")); });
+  });
+}
+
+// Sends a request, again while the server asks to try again later.
+async function send(body, turn, signal) {
   const headers = { "Content-Type": "application/json" };
-  const response = await call("v1/chat/completions", { method: "POST", headers, body: JSON.stringify(body), signal });
+  for (;;) {
+    try {
+      return await call("v1/chat/completions", { method: "POST", headers, body: JSON.stringify(body), signal });
+    } catch (error) {
+      if (error.status !== 429 || !error.retryAfter) throw error;
+      turn.wait(`The server is busy. The next attempt is in ${error.retryAfter} s`);
+      await pause(error.retryAfter, signal);
+      turn.wait("Waiting for the model");
+    }
+  }
+}
+
+// Receives an answer into its turn; returns what its last chunks state.
+async function receive(body, turn, signal) {
   const end = { usage: null, moments: [], note: "" };
-  for await (const chunk of events(response, (comment) => item.progress(comment))) {
+  for await (const chunk of events(await send(body, turn, signal), (comment) => turn.progress(comment))) {
     const choice = chunk.choices[0];
-    if (choice?.delta?.content) item.write(choice.delta.content);
+    if (choice?.delta?.content) turn.write(choice.delta.content);
     if (choice?.finish_reason === "length") end.note = "The answer was cut at its longest length (Settings).";
     end.usage = chunk.usage ?? end.usage;
     end.moments = (chunk.evidence ?? []).filter((moment) => moment.start !== null).concat(end.moments);
@@ -177,19 +268,20 @@ async function receive(body, item, signal) {
   return end;
 }
 
-async function ask(question) {
+// Asks a question in place of the turns from `from` on.
+async function ask(question, from = turns.length, replaced = turns.slice(from)) {
   const controller = (answering = new AbortController());
-  const item = new AnswerItem(question);
+  for (const turn of turns.splice(from)) turn.remove();
+  const body = request(question), turn = new Turn(question);
+  turn.replaced = replaced;
+  turns.push(turn);
   refresh();
   $("scroll").scrollTop = $("scroll").scrollHeight;
   try {
-    const end = await receive(request(question), item, controller.signal);
-    if (item.item.isConnected) {
-      item.complete(end);
-      turns.push({ question, answer: item.text });
-    }
+    const end = await receive(body, turn, controller.signal);
+    if (turns.includes(turn)) turn.finish(end);
   } catch (error) {
-    if (item.item.isConnected) fail(error, question, item);
+    if (turns.includes(turn)) fail(error, turn);
   } finally {
     if (answering === controller) answering = null;
     refresh();
@@ -197,24 +289,70 @@ async function ask(question) {
   }
 }
 
-function fail(error, question, item) {
-  const retry = () => { if (submit(question)) item.remove(); };
+function fail(error, turn) {
   if (error.name !== "AbortError") {
-    if (media.file?.id && error.message.includes(media.file.id)) media.refuse("the server does not have it any more");
-    item.fail(error.message, retry);
-  } else if (item.text) {
-    item.complete({ moments: [], note: "Stopped." });
-    turns.push({ question, answer: item.text });
+    const forgotten = media.file?.id && error.message.includes(media.file.id);
+    if (forgotten) media.forgotten();
+    if ([401, 404].includes(error.status)) connect(); // the server may have been started again, with other options
+    turn.fail(forgotten ? `The server does not have ${media.file.name} any more. Upload it again first.` : error.message);
+  } else if (turn.text) {
+    turn.finish({ moments: [], note: "Stopped." });
   } else {
-    item.remove();
-    if (!$("question").value) $("question").value = question;
+    if (!turn.replaced.length && !$("question").value) $("question").value = turn.question;
+    bringBack(turn);
   }
+}
+
+// Removes a turn, and shows those that it had replaced.
+function bringBack(turn) {
+  turn.remove();
+  turns.splice(turns.indexOf(turn), 1);
+  for (const earlier of turn.replaced) {
+    earlier.show();
+    turns.push(earlier);
+  }
+  refresh();
+}
+
+function possible() {
+  return !answering && !media.obstacle;
+}
+
+function retry(turn) {
+  if (!possible()) return;
+  turn.remove();
+  turns.splice(turns.indexOf(turn), 1);
+  ask(turn.question, turns.length, turn.replaced);
+}
+
+function regenerate(turn) {
+  if (possible()) ask(turn.question, turns.indexOf(turn));
+}
+
+function edit(turn) {
+  if (answering) return;
+  editing = turn;
+  $("question").value = turn.question;
+  grow();
+  refresh();
+  $("question").focus();
+}
+
+function stopEditing() {
+  if (!editing) return;
+  editing = null;
+  $("question").value = "";
+  grow();
+  refresh();
 }
 
 // Asks a question if one can be asked now; returns whether it was sent.
 function submit(question) {
-  if (!question || answering || media.obstacle) return false;
-  ask(question);
+  if (!question || !possible()) return false;
+  const from = editing ? turns.indexOf(editing) : turns.length;
+  editing = null;
+  $("question").value = "";
+  ask(question, from);
   return true;
 }
 
@@ -225,32 +363,38 @@ function grow() {
 
 $("form").addEventListener("submit", (submitted) => {
   submitted.preventDefault();
-  if (submit($("question").value.trim())) $("question").value = "";
+  submit($("question").value.trim());
   grow();
   $("question").focus();
 });
-$("question").addEventListener("input", grow);
+$("question").addEventListener("input", () => { grow(); enable(); save("draft", $("question").value || null); });
 $("question").addEventListener("keydown", (pressed) => {
   if (pressed.key !== "Enter" || pressed.shiftKey || pressed.isComposing) return;
   pressed.preventDefault();
   $("form").requestSubmit();
 });
 document.addEventListener("keydown", (pressed) => {
-  if (pressed.key === "Escape" && !$("settings").open) answering?.abort();
+  if (pressed.key !== "Escape" || $("settings").open) return;
+  if (answering) answering.abort();
+  else stopEditing();
 });
+$("keep").addEventListener("click", stopEditing);
 $("stop").addEventListener("click", () => answering?.abort());
 $("reset").addEventListener("click", () => { reset(); $("question").focus(); });
 
 for (const idea of IDEAS) {
-  const button = add($("ideas"), "button", "", idea);
-  button.type = "button";
-  button.addEventListener("click", () => { $("question").value = idea; grow(); $("question").focus(); });
+  button($("ideas"), idea, () => { $("question").value = idea; grow(); enable(); $("question").focus(); });
 }
 
 $("file").addEventListener("change", () => { if ($("file").files[0]) media.choose($("file").files[0]); });
 $("again").addEventListener("click", () => media.start());
 $("remove").addEventListener("click", () => media.remove());
-addEventListener("pagehide", (left) => { if (!left.persisted) media.leave(); });
+addEventListener("beforeunload", (unloading) => {
+  if (answering || media.state === "uploading") unloading.preventDefault(); // what is not complete is lost
+  persist();
+  leaving = performance.now() + 3000;
+  setTimeout(persist, 3100); // if the page was not left after all
+});
 
 let dragged = 0; // elements that the pointer has entered with files, and not left
 const hasFiles = (drag) => drag.dataTransfer?.types.includes("Files");
@@ -267,34 +411,88 @@ addEventListener("drop", (drag) => {
   else if (file) say(`${file.name} is not a video or an image (${file.type}).`, true);
 });
 
-$("configure").addEventListener("click", () => $("settings").showModal());
-$("defaults").addEventListener("click", () => {
-  for (const id of ["fps", "temperature", "tokens"]) $(id).value = "";
-  keep();
-});
+// The settings are kept while they are typed, so that no way to close the dialog drops them.
 
-function keep() {
-  for (const id of SETTINGS) sessionStorage.setItem(id, $(id).value);
+function check() {
+  const both = $("fps").value && $("frames").value;
+  $("frames").setCustomValidity(both ? "Give the frames per second or their number, not both." : "");
+  const clip = number("start") !== null && $("end").value && Number($("end").value) <= number("start");
+  $("end").setCustomValidity(clip ? "The end must be after the start." : "");
 }
 
+function keep() {
+  check();
+  for (const id of SETTINGS) if ($(id).validity.valid) save(`setting-${id}`, $(id).value || null);
+}
+
+function showSettings() {
+  if (!$("settings").open) $("settings").showModal();
+}
+
+$("configure").addEventListener("click", showSettings);
+$("defaults").addEventListener("click", () => {
+  for (const id of SETTINGS) if (id !== "key") $(id).value = "";
+  keep();
+});
+$("settings").addEventListener("cancel", (closing) => {
+  if (!$("settings").querySelector("form").reportValidity()) closing.preventDefault();
+});
+$("settings").addEventListener("close", () => {
+  const refused = NUMBERS.filter((id) => !$(id).validity.valid);
+  for (const id of refused) {
+    const label = $(id).closest("label").firstChild.textContent.trim();
+    say(`Settings: ${label}: ${$(id).value || "this"} is not used; ${$(id).validationMessage}`, true);
+    $(id).value = saved(`setting-${id}`) ?? "";
+  }
+  check();
+  if ($("key").value !== connectedWith) connect();
+});
+
 for (const id of SETTINGS) {
-  $(id).value = sessionStorage.getItem(id) ?? "";
-  $(id).addEventListener("change", keep);
+  $(id).value = saved(`setting-${id}`) ?? "";
+  for (const kind of ["input", "change"]) $(id).addEventListener(kind, keep);
+}
+
+function keyFault(text) {
+  $("key-fault").textContent = text;
+  $("key").setAttribute("aria-invalid", String(Boolean(text)));
 }
 
 async function connect() {
+  const key = (connectedWith = $("key").value);
   try {
-    model = (await (await call("v1/models")).json()).data[0].id;
+    const { data } = await (await call("v1/models")).json();
+    if (key !== connectedWith) return; // another key was given meanwhile
+    model = data[0].id;
     $("model").textContent = model;
+    keyFault("");
     refresh();
+    await media.confirm();
   } catch (error) {
+    if (key !== connectedWith) return;
     $("model").textContent = "not connected";
-    say(error.status === 401 ? "This server needs its API key; enter it in the settings." : error.message, true);
-    if (error.status === 401 && !$("settings").open) {
-      $("settings").showModal();
-      $("key").focus();
+    const fault = key ? "This is not the key of this server." : "This server needs its API key.";
+    say(error.status === 401 ? `${fault} Enter it in the settings.` : error.message, true);
+    if (error.status === 401) {
+      keyFault(fault);
+      showSettings();
+      $("key").select();
     }
   }
 }
 $("key").addEventListener("change", connect);
-connect();
+
+// Shows what a reload has kept.
+async function restore() {
+  const kept = saved("turns") ?? [], draft = saved("draft") ?? "";
+  await media.restore();
+  await connect();
+  turns = [...kept.map(Turn.restored), ...turns];
+  for (const turn of turns) turn.show();
+  if (!$("question").value) $("question").value = draft;
+  grow();
+  restored = true;
+  refresh();
+  $("scroll").scrollTop = $("scroll").scrollHeight;
+}
+restore();

@@ -335,6 +335,31 @@ def test_uploads_are_listed_used_and_deleted(service: SimpleNamespace) -> None:
     assert files.delete(stored.id).deleted and not list(files.list())
 
 
+def test_uploads_expire_after_the_seconds_that_they_state(
+    service: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, now = service.client.files, [1e9]
+    monkeypatch.setattr("mllm_seqpar.serving.media.time", SimpleNamespace(time=lambda: now[0]))
+
+    def add(name: str, **expiry: Any) -> Any:
+        return files.create(file=(name, b"video"), purpose="user_data", **{"expires_after": expiry} if expiry else {})
+
+    kept, fixed = add("kept"), add("fixed", anchor="created_at", seconds=3600)
+    used = add("used", anchor="last_active_at", seconds=3600)
+    assert (kept.expires_at, fixed.expires_at, used.expires_at) == (None, 1e9 + 3600, 1e9 + 3600)
+    now[0] += 3000
+    ask(service, "?", part_of(used.id))
+    assert files.retrieve(fixed.id).expires_at == 1e9 + 3600
+    now[0] += 3000
+    assert status_of(files.retrieve, fixed.id) == (404, None)
+    assert [file.id for file in files.list()] == [kept.id, used.id]
+    now[0] += 3600
+    assert status_of(ask, service, "?", part_of(used.id)) == (400, None)
+    assert "stored_bytes 5.0" in service.http("GET", "metrics").text
+    for anchor, seconds in (("never", 3600), ("created_at", 5), ("created_at", 10**12)):
+        assert status_of(lambda a=anchor, s=seconds: add("x", anchor=a, seconds=s)) == (400, None)
+
+
 def test_limit_of_a_request_holds_for_each_of_its_videos(service: SimpleNamespace) -> None:
     stored = upload(service, b"not an image").id
     limits = {"mm_processor_kwargs": {"max_frames": 3}, "media_io_kwargs": {"video": {"num_frames": 7}}}

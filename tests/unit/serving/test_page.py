@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,10 @@ import pytest
 pytest.importorskip("fastapi", reason="fastapi is not installed (extra serve)")
 pytest.importorskip("av", reason="PyAV is not installed (extra video)")
 
+from live_app import ask
+
 from browser import CHROMIUM, Chromium, Page
+from mllm_seqpar.data import FrameChoice
 from mllm_seqpar.serving.media import MediaStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")]
@@ -54,6 +58,12 @@ def large(tmp_path: Path) -> Path:
 
 def submit(page: Page, text: str) -> None:
     page.value(f"question.value = {text!r}; form.requestSubmit(); null")
+
+
+def reload(page: Page) -> None:
+    page.value("window.left = true; null")
+    page.call("Page.reload")
+    page.wait("!window.left && document.getElementById('model')?.textContent === 'tiny'", 30)
 
 
 def status_is(page: Page, text: str) -> None:
@@ -102,7 +112,7 @@ def test_cancelled_upload_leaves_no_file(
     page.choose_file("#file", clip)
     page.wait("!upload.hidden")
     page.value("document.getElementById('remove').click(); null")
-    page.wait("document.getElementById('view').hidden && !document.getElementById('ask').disabled", 20)
+    page.wait("document.getElementById('view').hidden && !document.getElementById('status').textContent", 20)
     arrive.set()
     deadline = time.monotonic() + 20
     while not any("DELETE" in line for line in service.log) and time.monotonic() < deadline:
@@ -157,8 +167,7 @@ def test_dropped_file_is_uploaded_and_others_are_refused(
 
 def test_settings_are_in_the_request_and_stay_after_a_reload(service: SimpleNamespace, page: Page) -> None:
     page.value("temperature.value = '0.5'; tokens.value = '7'; tokens.dispatchEvent(new Event('change')); null")
-    page.call("Page.reload")
-    page.wait("document.getElementById('model')?.textContent === 'tiny'", 30)
+    reload(page)
     submit(page, "What is it?")
     assert service.worker.began.wait(20)
     (job,) = service.worker.jobs
@@ -172,6 +181,176 @@ def test_failed_answer_can_be_asked_again(service: SimpleNamespace, page: Page) 
     page.wait("document.querySelectorAll('.foot').length === 1", 20)
     sent = service.worker.jobs[1].messages
     assert [message["role"] for message in sent] == ["user"]  # the question that failed is not in the conversation
+
+
+def asked_and_answered(page: Page) -> list[str]:
+    """Return the questions and answers on the page; a failure is its message."""
+    texts = "[...document.querySelectorAll('#messages .user p, #messages .text, #messages .failed div')]"
+    return page.value(f"{texts}.map(item => item.textContent).filter(text => text)")
+
+
+def answered(page: Page, count: int) -> None:
+    page.wait(f"document.querySelectorAll('.foot').length === {count}", 20)
+
+
+def choose(page: Page, clip: Path) -> None:
+    page.choose_file("#file", clip)
+    page.wait("document.getElementById('details').textContent.startsWith('0:04')", 30)
+
+
+def click(page: Page, text: str, number: int = -1) -> None:
+    """Click the last visible button with this text, or another one of them."""
+    found = f"[...document.querySelectorAll('button')].filter(b => b.textContent === {text!r} && b.checkVisibility())"
+    page.value(f"{found}.at({number}).click(); null")
+
+
+def texts_of(job: Any) -> list[str]:
+    return [part["text"] for message in job.messages for part in message["content"] if part["type"] == "text"]
+
+
+def test_conversation_video_and_draft_stay_after_a_reload(service: SimpleNamespace, page: Page, clip: Path) -> None:
+    choose(page, clip)
+    submit(page, "What is it?")
+    answered(page, 1)
+    submit(page, "broken")
+    page.wait("!!document.querySelector('.failed')", 20)
+    page.value("question.value = 'half a quest'; question.dispatchEvent(new Event('input')); null")
+    reload(page)
+    answered(page, 1)
+    assert asked_and_answered(page) == ["What is it?", "One two three", "broken", "clip.mp4 is damaged"]
+    page.wait("document.querySelector('.moments img')?.naturalWidth > 0", 30)
+    assert page.value("document.getElementById('name').textContent + player.src.slice(0, 5)") == "clip.mp4blob:"
+    assert page.value("question.value") == "half a quest"
+    submit(page, "And now?")
+    answered(page, 2)
+    job = service.worker.jobs[-1]
+    assert texts_of(job) == ["What is it?", "One two three", "And now?"] and job.media == service.worker.jobs[0].media
+    page.value("document.getElementById('reset').click(); null")
+    reload(page)
+    assert page.value("messages.childElementCount") == 0
+
+
+def test_question_that_a_reload_interrupts_can_be_asked_again(service: SimpleNamespace, page: Page) -> None:
+    service.worker.go.clear()
+    submit(page, "What is it?")
+    page.wait("document.querySelector('.text').textContent === 'One'", 20)
+    assert page.value("!dispatchEvent(new Event('beforeunload', {cancelable: true}))")  # the browser asks
+    reload(page)
+    page.wait("document.querySelector('.note')?.textContent.startsWith('Stopped. The page was left')", 20)
+    assert asked_and_answered(page) == ["What is it?", "One"]
+    service.worker.go.set()
+    assert page.value("dispatchEvent(new Event('beforeunload', {cancelable: true}))")
+    click(page, "Regenerate")
+    page.wait("document.querySelector('.text').textContent === 'One two three'", 20)
+
+
+@pytest.mark.parametrize("after_reload", [False, True])
+def test_video_that_the_server_has_forgotten_is_uploaded_again_and_the_conversation_stays(
+    service: SimpleNamespace, page: Page, clip: Path, after_reload: bool
+) -> None:
+    choose(page, clip)
+    submit(page, "What is it?")
+    answered(page, 1)
+    (upload,) = service.client.files.list()
+    service.client.files.delete(upload.id)  # as if it was started again
+    if after_reload:
+        reload(page)
+    else:
+        submit(page, "And now?")
+        page.wait("document.querySelector('.failed')?.textContent.includes('does not have clip.mp4 any more')", 20)
+    status_is(page, "clip.mp4: the server does not have it any more")
+    assert page.value("document.getElementById('ask').disabled")
+    page.value("document.getElementById('again').click(); null")
+    page.wait("!document.getElementById('status').textContent", 20)
+    if after_reload:
+        submit(page, "And now?")
+    else:
+        click(page, "Try again")
+    answered(page, 2)
+    assert asked_and_answered(page) == ["What is it?", "One two three", "And now?", "One two three"]
+    assert texts_of(service.worker.jobs[-1]) == ["What is it?", "One two three", "And now?"]
+    assert len(service.client.files.list().data) == 1
+
+
+def test_edited_question_replaces_what_follows_it(service: SimpleNamespace, page: Page) -> None:
+    for number, text in enumerate(("first", "second", "third"), 1):
+        submit(page, text)
+        answered(page, number)
+    click(page, "Edit", 1)
+    assert page.value("question.value") == "second" and page.value("!editing.hidden")
+    click(page, "Cancel")
+    assert page.value("question.value") == "" and len(asked_and_answered(page)) == 6
+    click(page, "Edit", 1)
+    submit(page, "broken")
+    page.wait("!!document.querySelector('.failed')", 20)
+    assert asked_and_answered(page) == ["first", "One two three", "broken", "the video is damaged"]
+    click(page, "Bring back the earlier answer")
+    assert asked_and_answered(page)[::2] == ["first", "second", "third"]
+    click(page, "Edit", 1)
+    submit(page, "changed")
+    page.wait("document.querySelectorAll('.user').length === 2 && document.querySelectorAll('.foot').length === 2", 20)
+    assert texts_of(service.worker.jobs[-1]) == ["first", "One two three", "changed"]
+    click(page, "Regenerate", 0)
+    page.wait("document.querySelectorAll('.user').length === 1 && document.querySelectorAll('.foot').length === 1", 20)
+    assert texts_of(service.worker.jobs[-1]) == ["first"]
+
+
+def test_settings_are_used_however_the_dialog_is_closed(service: SimpleNamespace, page: Page, clip: Path) -> None:
+    choose(page, clip)
+    page.value("configure.click(); null")
+    for name, value in {"frames": "3", "start": "1", "end": "2.5", "system": "Be brief.", "temperature": "5"}.items():
+        field = f"document.getElementById({name!r})"
+        page.value(f"{field}.value = {value!r}; {field}.dispatchEvent(new Event('input')); null")
+    page.value("document.getElementById('temperature').focus(); null")
+    for _ in range(2):  # the first one shows what is wrong
+        for kind in ("rawKeyDown", "keyUp"):
+            page.call("Input.dispatchKeyEvent", type=kind, key="Escape", code="Escape", windowsVirtualKeyCode=27)
+    page.wait("!settings.open || (settings.close(), true)", 10)
+    status_is(page, "Temperature: 5 is not used")
+    assert page.value("temperature.value") == ""
+    submit(page, "What is it?")
+    answered(page, 1)
+    (job,) = service.worker.jobs
+    assert job.media[0].frames == FrameChoice(num_frames=3, start=1.0, end=2.5)
+    assert [message["role"] for message in job.messages] == ["system", "user"] and "Be brief." in texts_of(job)
+    page.value("fps.value = '2'; fps.dispatchEvent(new Event('input')); null")
+    assert "not both" in page.value("document.getElementById('frames').validationMessage")
+    page.value("end.value = '0.5'; end.dispatchEvent(new Event('input')); null")
+    assert "after the start" in page.value("document.getElementById('end').validationMessage")
+
+
+def test_wrong_key_is_named_in_the_dialog(service: SimpleNamespace, chromium: Chromium) -> None:
+    with chromium.page(service.base) as page:
+        fault = "settings.open && document.getElementById('key-fault').textContent"
+        page.wait(f"({fault}) === 'This server needs its API key.'", 30)
+        page.value("key.value = 'wrong'; key.dispatchEvent(new Event('change')); null")
+        page.wait(f"({fault}) === 'This is not the key of this server.'", 30)
+        page.value("key.value = 'secret'; key.dispatchEvent(new Event('input')); settings.close(); null")
+        page.wait("document.getElementById('model').textContent === 'tiny'", 30)
+        assert page.value("document.getElementById('key-fault').textContent") == ""
+
+
+def test_ask_is_disabled_without_a_question(page: Page) -> None:
+    def disabled(text: str) -> bool:
+        page.value(f"question.value = {text!r}; question.dispatchEvent(new Event('input')); null")
+        return page.value("document.getElementById('ask').disabled")
+
+    assert [disabled(text) for text in ("", "a", "  ", "a b")] == [True, False, True, False]
+    page.value("question.value = ''; question.dispatchEvent(new Event('input')); null")
+    page.value("document.querySelector('#ideas button').click(); null")
+    assert not page.value("document.getElementById('ask').disabled")
+
+
+def test_busy_server_is_asked_again(service: SimpleNamespace, page: Page) -> None:
+    service.worker.go.clear()
+    with ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(ask, service, str(number)) for number in range(2)]
+        page.wait("fetch('health').then(r => r.json()).then(state => state.waiting === 1)", 20)
+        submit(page, "What is it?")
+        page.wait("document.querySelector('.wait')?.textContent.includes('The server is busy')", 20)
+        service.worker.go.set()
+        answered(page, 1)
+        assert all(other.result().choices for other in others)
 
 
 MARKDOWN = """# Title
