@@ -43,7 +43,16 @@ THIRD_PARTY = {
     "cli": {"matplotlib", "safetensors", "tqdm", "transformers", "yaml"},
     "inference": {"lmms_eval", "transformers"},
     "serving": {
-        *("fastapi", "prometheus_client", "pydantic", "pydantic_core", "python_multipart", "starlette", "transformers"),
+        *(
+            "anyio",
+            "fastapi",
+            "prometheus_client",
+            "pydantic",
+            "pydantic_core",
+            "python_multipart",
+            "starlette",
+            "transformers",
+        ),
         "uvicorn",
     },
     "training": {"accelerate", "huggingface_hub", "matplotlib", "peft", "transformers", "yaml"},

@@ -26,7 +26,7 @@ export class Media {
   get obstacle() {
     if (this.state === "uploading") return `${this.file.name} is being uploaded. You can ask when it is complete.`;
     if (this.state === "refused") {
-      const remedy = this.file.chosen ? "Try again" : "Choose it again";
+      const remedy = this.file.chosen ? "Upload it again" : "Choose it again";
       return `${this.file.name}: ${this.reason} ${remedy}, or remove it to ask without it.`;
     }
     return "";
