@@ -237,11 +237,8 @@ def _add_files(app: FastAPI, store: MediaStore) -> None:
 
 def _expiry(form: FormData) -> Expiry | None:
     """Return when an upload expires, as OpenAI's client states it: in the fields expires_after[...] of the form."""
-    given = {name: form.get(f"expires_after[{name}]") for name in ("anchor", "seconds")}
-    if given == {"anchor": None, "seconds": None}:
-        return None
-    seconds = str(given["seconds"])
-    return Expiry(anchor=str(given["anchor"]), seconds=int(seconds) if seconds.isdecimal() and len(seconds) < 9 else 0)
+    anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
+    return None if anchor is seconds is None else Expiry.of(anchor, seconds)
 
 
 def _add_previews(app: FastAPI, previews: Previews) -> None:

@@ -90,14 +90,18 @@ class Expiry:
     anchor: str
     seconds: int
 
-    def __post_init__(self) -> None:
-        for name, valid, allowed in (
-            ("anchor", self.anchor in ("created_at", "last_active_at"), "created_at or last_active_at"),
-            ("seconds", 60 <= self.seconds <= 2_592_000, "60 to 2592000"),
+    @classmethod
+    def of(cls, anchor: Any, seconds: Any) -> Expiry:
+        """Return the expiry that the fields of a form state; raise ApiError 400."""
+        number = int(seconds) if str(seconds).isdecimal() and len(seconds) < 9 else 0
+        for name, value, valid, allowed in (
+            ("anchor", anchor, anchor in ("created_at", "last_active_at"), "created_at or last_active_at"),
+            ("seconds", seconds, 60 <= number <= 2_592_000, "60 to 2592000"),
         ):
             if not valid:
-                text = f"expires_after[{name}]: {str(getattr(self, name))[:80]!r} is not allowed; give {allowed}"
+                text = f"expires_after[{name}]: {str(value)[:80]!r} is not allowed; give {allowed}"
                 raise ApiError(400, text, param="expires_after")
+        return cls(anchor=anchor, seconds=number)
 
 
 @dataclass(kw_only=True)
