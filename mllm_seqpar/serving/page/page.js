@@ -118,8 +118,8 @@ class Turn {
     this.question = question;
     this.complete = false;
     this.replaced = []; // turns that come back if this one has no answer
-    this.asked = add($("messages"), "li", "user");
-    add(this.asked, "p", "", question);
+    this.asked = add($("messages"), "li", "asked");
+    add(this.asked, "div", "user", question);
     button(this.asked, "Edit", () => edit(this), "Edit the question and ask again").classList.add("change");
     this.item = add($("messages"), "li", "assistant");
     this.item.setAttribute("aria-busy", "true");

@@ -185,7 +185,7 @@ def test_failed_answer_can_be_asked_again(service: SimpleNamespace, page: Page) 
 
 def asked_and_answered(page: Page) -> list[str]:
     """Return the questions and answers on the page; a failure is its message."""
-    texts = "[...document.querySelectorAll('#messages .user p, #messages .text, #messages .failed div')]"
+    texts = "[...document.querySelectorAll('#messages .user, #messages .text, #messages .failed div')]"
     return page.value(f"{texts}.map(item => item.textContent).filter(text => text)")
 
 
