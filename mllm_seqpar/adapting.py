@@ -13,6 +13,6 @@ its processor, and `ModelSizes` are the sizes for the planner. `mllm_seqpar.patc
 model needs no transformers, and a family imports chat formats only if it has one.
 """
 
-from ._lazy_names import lazy_names, names_of_stub
+from ._lazy_names import lazy_names
 
-lazy_names(__name__, names_of_stub(__file__))
+__all__ = lazy_names(__name__, __file__)
