@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import mllm_seqpar
+from import_graph import MODULES, files_in, imports_of, module_of, parsed
 from launch import PYTHON
 from mllm_seqpar._compat import INTERNALS, MINIMUM
 
@@ -71,22 +72,10 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def files_in(*folders: str) -> list[Path]:
-    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-
-
 @functools.cache
 def package() -> dict[Path, ast.Module]:
     """Return the modules of the package, parsed."""
-    return {path: ast.parse(path.read_text()) for path in files_in("mllm_seqpar", "patches")}
-
-
-def module_of(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(("mllm_seqpar", *parts) if parts[0] == "patches" else parts).removesuffix(".__init__")
-
-
-MODULES = {module_of(path): path for path in files_in("mllm_seqpar", "patches")}
+    return {path: parsed(path) for path in MODULES.values()}
 
 
 def part_of(module: str) -> str:
@@ -106,23 +95,6 @@ def type_checking_only(tree: ast.Module) -> set[ast.AST]:
         node for node in ast.walk(tree) if isinstance(node, ast.If) and vars(node.test).get("id") == "TYPE_CHECKING"
     ]
     return {inner for block in blocks for inner in ast.walk(block)}
-
-
-def imports_of(path: Path, nodes: Iterator[ast.AST]) -> Iterator[tuple[int, str]]:
-    """Yield the line and the full name of each module that is imported."""
-    module = module_of(path)
-    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                above = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*above, base]).rstrip(".")
-            for alias in node.names:
-                inner = f"{base}.{alias.name}"
-                yield node.lineno, inner if inner in MODULES else base
 
 
 def test_imports_point_one_way() -> None:
@@ -257,6 +229,8 @@ def test_modules_have_no_global_statement() -> None:
 
 def test_scripts_use_nothing_of_the_tests() -> None:
     for path in files_in("scripts"):
+        if path.stem == "import_graph":  # lists the tests, and imports none
+            continue
         assert '"tests"' not in path.read_text(), f"{name_of(path)}: move what scripts and tests share to scripts/lib"
 
 
