@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from mllm_seqpar.comm.agreement import is_reported_by_rank_0
 from mllm_seqpar.comm.backends import release_gloo_at_exit
+from mllm_seqpar.data.store_files import write_fault
 from mllm_seqpar.errors import AgreementError, SeqParError, TransferError, first_line
 
 from .commands import BAD_INPUT
@@ -47,7 +48,11 @@ def run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int
         status = main(argv)
     except KeyboardInterrupt:
         _exit_now("interrupted", 130)
-    except Exception as error:
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001 - some errors of torch are no Exception
+        if _rank() and isinstance(error, SeqParError):
+            time.sleep(1.0)  # rank 0 may raise the same error, and then ends this rank before it repeats the line
         _exit_now(*describe(error))
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -68,11 +73,11 @@ def end_with_launcher() -> None:
         _exit_now("the launcher ended", FAILED)
 
 
-def describe(error: Exception) -> tuple[str, int]:
+def describe(error: BaseException) -> tuple[str, int]:
     """Return (text for stderr, exit status) for an exception.
 
-    Errors of `mllm_seqpar.errors`, and collectives that broke because another rank ended, take one line; any other
-    exception has its traceback. The text is empty if rank 0 reports the same error.
+    Errors of `mllm_seqpar.errors`, files that could not be written, and collectives that broke because another rank
+    ended, take one line; any other exception has its traceback. The text is empty if rank 0 reports the same error.
     """
     if isinstance(error, SeqParError):
         reported_elsewhere = isinstance(error, AgreementError) or is_reported_by_rank_0(error)
@@ -82,6 +87,9 @@ def describe(error: Exception) -> tuple[str, int]:
     lost = lost or ("gloo" in text and any(phrase in text for phrase in _LOST))
     if isinstance(error, TransferError) or (isinstance(error, RuntimeError) and lost):
         return f"{_STOPPED} another rank ended or does not answer ({first_line(error)})", FAILED
+    if (fault := write_fault(error)) is not None:
+        name = getattr(error, "filename", None) or "a file"
+        return f"error: {name} cannot be written ({fault}); free some space, or give another directory", FAILED
     return "".join(traceback.format_exception(error)).rstrip(), FAILED
 
 

@@ -20,12 +20,14 @@ from transformers import TrainingArguments
 
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.cli.launch import require_rendezvous, use_cuda
+from mllm_seqpar.cli.outputs import require_writable_directory
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.comm.backends import order_launches
 from mllm_seqpar.data.chat import ChatDataset
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.feature_store import model_fingerprint
+from mllm_seqpar.data.store_files import writing
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.integrations.accelerate import reshard, send_buffers, shard_weights_by_fsdp2
 from mllm_seqpar.models.hub import local_directory
@@ -39,7 +41,7 @@ from .export import create_repository, export_dtype, export_model, model_card, r
 from .finetune_trainer import FineTuneData, FineTuneTrainer
 from .model import load_for_training
 from .run_log import write_figure
-from .stored_tower import TowerStore
+from .stored_tower import TOWER_INDEX, TowerStore
 from .trainer_arguments import find_parallelism
 
 _LAUNCH_SETTINGS = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_", "FSDP_", "PARALLELISM_CONFIG_")
@@ -109,9 +111,10 @@ def _fine_tune(trainer: FineTuneTrainer, checkpoint: Path | None) -> int:
 
 def _save_log(trainer: FineTuneTrainer) -> None:
     """Write trainer_state.json, with the log of all steps, and its figure."""
-    trainer.save_state()
-    if trainer.is_world_process_zero():
-        write_figure(trainer.state.log_history, Path(str(trainer.args.output_dir)))
+    with writing(trainer.args.output_dir, "the log", "free some space; the checkpoints are complete"):
+        trainer.save_state()
+        if trainer.is_world_process_zero():
+            write_figure(trainer.state.log_history, Path(str(trainer.args.output_dir)))
 
 
 def prepare(values: dict[str, Any] | None, problem: Exception | None) -> tuple[FineTuneTrainer, Path | None]:
@@ -212,6 +215,8 @@ def _features(options: FineTuneOptions, processor: Any) -> TowerStore | None:
     run = options.run
     if run.features is None:
         return None
+    if not (Path(run.features) / TOWER_INDEX).exists():  # a store that is complete is only read
+        require_writable_directory("features", run.features)
     bf16 = options.training.bf16 or os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
     settings = {
         "model": model_fingerprint(str(run.model), chat_family(processor).tower_weights),

@@ -33,6 +33,7 @@ from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.data.chat import ChatDataset
 from mllm_seqpar.data.chat_family import chat_family
+from mllm_seqpar.data.store_files import writing
 from mllm_seqpar.errors import DataError, TransferError
 from mllm_seqpar.integrations.accelerate import reshard
 from mllm_seqpar.patching import patch_of
@@ -202,6 +203,11 @@ class FineTuneTrainer(SeqParTrainer):
             self._save_checkpoint(self.model, trial=None)
             _log.warning("saved checkpoint-%d before stopping at an error", self.state.global_step)
         raise error
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        remedy = "free some space, and continue the last complete one with --resume_from_checkpoint auto"
+        with writing(self.args.output_dir, f"checkpoint-{self.state.global_step}", remedy):
+            super()._save_checkpoint(model, trial)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Return the names of the parameters with weight decay: matrices, but not norms, biases and gates."""
