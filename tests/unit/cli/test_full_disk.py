@@ -104,7 +104,7 @@ def test_directory_without_permission_is_refused(tmp_path: Path) -> None:
 def test_outputs_of_ask_are_checked_before_the_work(option: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     argv = ["--model", "m", "--video", "v", "--question", "q", f"--{option}", str(tmp_path / "file" / "x")]
-    with pytest.raises(ConfigError, match=rf"^--{option} .*: .* cannot be written \((Not a directory|File exists)\)"):
+    with pytest.raises(ConfigError, match=rf"^--{option} .*: .*cannot be written \((Not a directory|File exists)\)"):
         _create_outputs(parse(argv))
     argv[-1] = str(tmp_path / "new" / "x")
     _create_outputs(parse(argv))
