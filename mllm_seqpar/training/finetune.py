@@ -21,6 +21,7 @@ from transformers import TrainingArguments
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.cli.launch import require_rendezvous, use_cuda
 from mllm_seqpar.cli.outputs import require_writable_directory
+from mllm_seqpar.cli.program_exit import library_errors
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.comm.backends import order_launches
@@ -74,13 +75,16 @@ def fine_tune(argv: Sequence[str]) -> int:
     """
     values, problem = attempt(lambda: read_options(argv))
     with shard_weights_by_fsdp2((values or {}).get("shard_weights", False)):
-        return _fine_tune(*prepare(values, problem))
+        with library_errors("the training cannot be prepared"):
+            trainer, checkpoint = prepare(values, problem)
+        return _fine_tune(trainer, checkpoint)
 
 
 def _fine_tune(trainer: FineTuneTrainer, checkpoint: Path | None) -> int:
     options = trainer.options
     try:
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        with library_errors("the training cannot begin", lambda: trainer.has_begun):
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     finally:
         trainer.clock.restore_signals()
     trainer.clock.raise_late_signal()

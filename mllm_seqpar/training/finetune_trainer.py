@@ -70,6 +70,9 @@ class FineTuneTrainer(SeqParTrainer):
     """The trainer that the module describes. All ranks must create it at the same point, because it creates process
     groups."""
 
+    has_begun = False
+    """Whether the first step has begun."""
+
     def __init__(self, model: nn.Module, data: FineTuneData, options: FineTuneOptions) -> None:
         self.data, self.options = data, options
         super().__init__(
@@ -156,6 +159,10 @@ class FineTuneTrainer(SeqParTrainer):
         """Return the number of target tokens of a step over all groups."""
         targets = torch.stack([_targets(batch) for batch in batch_samples]).sum()
         return self.accelerator.reduce(targets.to(device), "sum") // self.sequence_parallel_size
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.has_begun = True
+        return super().training_step(*args, **kwargs)
 
     def compute_loss(
         self,

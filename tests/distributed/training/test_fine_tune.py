@@ -255,7 +255,7 @@ def test_a_run_that_stops_keeps_its_checkpoint_beside_the_best(
     # Saving replaces checkpoint-2, and until that is complete, checkpoint-1 is the last one.
     full = mock.patch.object(Trainer, "_save_checkpoint", side_effect=OSError("the disk is full"))
     evaluation = mock.patch.object(finetune_trainer.FineTuneTrainer, "evaluation_loop", worse_and_worse)
-    with full, evaluation, pytest.raises(OSError, match="the disk is full"):
+    with full, evaluation, pytest.raises(DataError, match="checkpoint-2 cannot be written .the disk is full.; free"):
         fine_tune([*argv, "--resume_from_checkpoint", str(tmp_path / "checkpoint-1")])
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
 
