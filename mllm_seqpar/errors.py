@@ -36,6 +36,10 @@ class NonFiniteLogitsError(SeqParError):
     """A model whose numbers are NaN or infinite, so that they are no token, choice, likelihood or loss."""
 
 
+class LengthError(DataError):
+    """A text that is longer than the model's context."""
+
+
 class VideoError(SeqParError):
     """A video that cannot be read or has no frames."""
 

@@ -188,6 +188,7 @@ class VideoRun:
             with self._times.measure("read features"):
                 return agree(comm, "features", partial(load_video, video.store, engine.chat_format, comm, **place))
         assert video.source is not None  # AskOptions requires --video or --features
+        agree(comm, "question", partial(self._check_questions, video.source))
         with self._times.measure(ENCODE_STAGE), FramesBar(args.progress and comm.rank == 0) as bar:
             encoded = encode_video(
                 engine.model, engine.processor, video.source, group=comm, progress=bar, **args.encoding()
@@ -196,6 +197,12 @@ class VideoRun:
             with self._times.measure("save"):
                 save_video(video.save_to, encoded, comm, video.feature_meta)
         return encoded
+
+    def _check_questions(self, source: VideoSource) -> None:
+        """Raise LengthError if a question about a video does not fit into the context, before the video is encoded."""
+        conversation = Conversation(self._engine.model, self._engine.processor, [source])
+        for question in self._args.question:
+            conversation.question(question, self._args.max_new_tokens)
 
     def _answer(self, conversation: Conversation, name: str, question: str, shown: bool) -> Evidence | None:
         """Answer a question, print the answer if this rank does so, and return the evidence if it was asked for."""

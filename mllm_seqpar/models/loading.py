@@ -80,6 +80,17 @@ def load_model(
         raise unreadable(folder, error) from error
 
 
+def context_length(config: Any) -> int | None:
+    """Return the context length of a model in tokens, by its config; None if that does not state it.
+
+    Every placeholder of a frame or visual token counts.
+    """
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is None and config is not None:
+        longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return longest
+
+
 def _stored_elements(folder: Path) -> int | None:
     """Return the number of elements of all tensors in the safetensors files of a directory; None without such files."""
     from safetensors import safe_open
@@ -120,6 +131,11 @@ def model_class(folder: Path) -> tuple[Any, Any]:
     if cls is None:
         raise ConfigError(f"--model {path}: no model class is registered for {type(config).__name__}")
     return config, cls
+
+
+def load_config(path: str) -> Any:
+    """Return the config of a model directory, or of an adapter's base model; ConfigError as in `model_class`."""
+    return model_class(model_directories(path)[-1])[0]
 
 
 def load_processor(path: str) -> Any:

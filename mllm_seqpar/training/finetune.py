@@ -32,7 +32,7 @@ from mllm_seqpar.data.store_files import writing
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.integrations.accelerate import reshard, send_buffers, shard_weights_by_fsdp2
 from mllm_seqpar.models.hub import local_directory
-from mllm_seqpar.models.loading import load_processor, model_digest, refuse_adapter
+from mllm_seqpar.models.loading import context_length, load_config, load_processor, model_digest, refuse_adapter
 from mllm_seqpar.patching.registry import find_adapter
 
 from .arguments import FineTuneOptions, make_options, read_options
@@ -183,7 +183,8 @@ def _open_data(options: FineTuneOptions) -> tuple[FineTuneData, Path | None, dic
     run, args = options.run, options.training
     refuse_adapter(Path(local_directory(str(run.model))), "training starts from a whole model")
     processor = load_processor(str(run.model))
-    sampling = {name: getattr(run, name) for name in ("max_length", "media_root", "template")}
+    sampling: dict[str, Any] = {name: getattr(run, name) for name in ("max_length", "media_root", "template")}
+    sampling["context"] = context_length(load_config(str(run.model)))
     sampling |= {"fps": options.frames.fps, "max_frames": options.frames.max_frames, **options.frames.decoding()}
     training = ChatDataset(str(run.data), processor, on_bad_media=run.on_bad_media, **sampling)
     evaluation = ChatDataset(run.eval_data, processor, **sampling) if run.eval_data else None

@@ -1,5 +1,7 @@
 """Layer: one process, real files. `mllm-seqpar check-data` reports what is broken or long, and what the data have."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,24 @@ def test_every_fault_has_its_line(folder: Path, capsys: pytest.CaptureFixture[st
             f"{path}: 9 samples, 6 broken, 2 long videos; the good samples have 2 videos and 1 images with 17 frames",
             f"most frames: {path}:1 (8), {path}:8 (8), {path}:4 (1)",
         ]
+
+
+def test_sample_longer_than_the_context_of_the_model_is_broken(
+    folder: Path, inference_files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(inference_files / "gated", tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 45}))
+    path = write_rows(folder / "train.jsonl", [chat(video("a.mp4", num_frames=n), "?") for n in (2, 18)])
+    status, lines = check(capsys, path, "--model", model)
+    assert status == 1 and lines[0].startswith(f"{path}:2: broken: ")
+    assert "(18 of them are placeholders of frames), more than the 45 of the model's context" in lines[0]
+    assert main(["finetune", "--model", str(model), "--data", str(path), "--output_dir", str(tmp_path / "run")]) == 2
+    assert "more than the 45 of the model's context; use fewer frames" in capsys.readouterr().err
+    argv = ["--model", str(model), "--video", str(folder / "a.mp4"), "--fps", "10", "--question", "?", "--no_progress"]
+    assert main(["ask", *argv]) == 2
+    shown = capsys.readouterr().err
+    assert "the context of this model is 45 tokens" in shown and "frames/s" not in shown
 
 
 def test_model_adds_tokens_and_limits(folder: Path, inference_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
