@@ -29,7 +29,7 @@ from mllm_seqpar.data.chat import ChatDataset
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.feature_store import model_fingerprint
 from mllm_seqpar.data.store_files import writing
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.errors import ConfigError, NonFiniteLogitsError
 from mllm_seqpar.integrations.accelerate import reshard, send_buffers, shard_weights_by_fsdp2
 from mllm_seqpar.models.hub import local_directory
 from mllm_seqpar.models.loading import context_length, load_config, load_processor, model_digest, refuse_adapter
@@ -97,8 +97,12 @@ def _fine_tune(trainer: FineTuneTrainer, checkpoint: Path | None) -> int:
             state.max_steps,
         )
         return 128 + trainer.clock.signal if trainer.clock.signal else 0
+    problem = None
     if options.run.eval_data and str(options.training.eval_strategy.value) == "no":
-        trainer.evaluate()
+        try:
+            trainer.evaluate()
+        except NonFiniteLogitsError as error:  # on all ranks; the model is written all the same
+            problem = error
         _save_log(trainer)
     output = Path(options.training.output_dir) / "model"
     reshard(trainer.model)
@@ -110,6 +114,8 @@ def _fine_tune(trainer: FineTuneTrainer, checkpoint: Path | None) -> int:
     _log.info("the final %s in %s", "adapters are" if options.run.use_peft else "model is", output)
     if options.training.push_to_hub:
         run_on_rank_0(as_communicator(), lambda: _log.info("uploaded: %s", upload(options.training, output)))
+    if problem is not None:
+        raise problem
     return 0
 
 

@@ -34,7 +34,7 @@ from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.data.chat import ChatDataset
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.store_files import writing
-from mllm_seqpar.errors import DataError, TransferError
+from mllm_seqpar.errors import DataError, NonFiniteLogitsError, TransferError
 from mllm_seqpar.integrations.accelerate import reshard
 from mllm_seqpar.patching import patch_of
 
@@ -246,6 +246,13 @@ class FineTuneTrainer(SeqParTrainer):
         self.model.train()
         reshard(self.model)
         loss_sum, targets, count = self.accelerator.reduce(total, "sum").tolist()
+        if not math.isfinite(loss_sum):
+            self._save_and_raise(
+                NonFiniteLogitsError(
+                    f"the loss of the evaluation after step {self.state.global_step} is {loss_sum}, because logits of "
+                    "the model are not finite; look at the evaluation data, or evaluate without --bf16_full_eval"
+                )
+            )
         metrics = {f"{metric_key_prefix}_loss": loss_sum / max(1.0, targets)}
         # Every rank of a group counts its samples.
         count = round(count) // self.sequence_parallel_size
