@@ -23,7 +23,7 @@ import json
 import os
 import sys
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -48,7 +48,7 @@ from mllm_seqpar.data.formats import (
     to_chat,
 )
 from mllm_seqpar.data.sources import FrameSource
-from mllm_seqpar.data.store_files import require_made_with
+from mllm_seqpar.data.store_files import require_made_with, writing
 from mllm_seqpar.errors import ConfigError, DataError, NonFiniteLogitsError, SeqParError
 
 from .arguments import AskOptions
@@ -342,7 +342,7 @@ class AnswerFile:
             raise ConfigError(
                 f"--output {self.path}: not a regular file, so a run could not be resumed from it; give a regular file"
             )
-        with _writing(self.path):
+        with self._writing():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = self._locked = self._settings.open("a+", encoding="utf-8")
             self._lock(file)
@@ -360,7 +360,7 @@ class AnswerFile:
     def open(self, group: int) -> Path:
         """Open this group's part for appending, and return its path."""
         path = self._part(group)
-        with _writing(path):
+        with self._writing(path):
             self._file = path.open("a", encoding="utf-8")
         return path
 
@@ -376,7 +376,7 @@ class AnswerFile:
     def write(self, line: Line) -> None:
         """Append an answer to this group's part in one write; raise ConfigError if that fails."""
         assert self._file is not None  # `open` precedes
-        with _writing(self.path):
+        with self._writing():
             self._file.write(_encoded(line))
             self._file.flush()
 
@@ -384,7 +384,7 @@ class AnswerFile:
         """Close this group's part, if it is open; raise ConfigError if it could not be written."""
         file, self._file = self._file, None
         if file is not None:
-            with _writing(self.path):
+            with self._writing():
                 file.close()
 
     def close(self) -> None:
@@ -392,17 +392,22 @@ class AnswerFile:
         with suppress(ConfigError):
             self.close_part()
         if self._locked is not None:
-            self._locked.close()
+            with suppress(OSError):  # what could not be written is written again
+                self._locked.close()
 
     def finish(self) -> list[Line]:
         """Write the answers of all parts in the order of the questions, delete the parts, and return the answers.
 
         Call this on one process only, after `close_part` on all.
         """
-        with _writing(self.path):
+        with self._writing():
             lines = [line for _, line in sorted(self._collect().items())]
             self._write_all(lines)
         return lines
+
+    def _writing(self, path: Path | None = None) -> AbstractContextManager[None]:
+        remedy = "answers that it has are kept; make it writable and start again, or give another --output"
+        return writing(path or self.path, "", remedy, ConfigError)
 
     def _part(self, group: int) -> Path:
         return self.path.with_name(f"{self.path.name}.part-{group}") if group else self.path
@@ -454,18 +459,6 @@ class AnswerFile:
                 f"cannot be read; {remedy}"
             ) from error
         require_made_with(f"{self.path}: its answers", earlier, settings, remedy, ConfigError)
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Raise ConfigError if a file cannot be written within this context."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"{error.filename or path}: cannot be written ({error.strerror}); answers that it has are kept; make it "
-            "writable and start again, or give another --output"
-        ) from error
 
 
 def _encoded(line: Line) -> str:

@@ -26,7 +26,7 @@ from mllm_seqpar.cli.shared_options import StoredFrameOptions, StrategyOptions
 from mllm_seqpar.config import CHOICES, SeqParConfig
 from mllm_seqpar.data.chat import ON_BAD_MEDIA
 from mllm_seqpar.data.formats import DEFAULT_TEMPLATE, check_template
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.errors import ConfigError, library_fault
 
 Kind = TypeVar("Kind")
 
@@ -337,7 +337,8 @@ def make_options(values: Mapping[str, Any]) -> FineTuneOptions:
     try:
         training = FineTuningArguments(**given)
     except (ValueError, TypeError, OSError, ImportError) as error:
-        raise ConfigError(f"options of TrainingArguments: {' '.join(str(error).split())}") from error
+        fault = library_fault(error) or str(error)
+        raise ConfigError(f"options of TrainingArguments: {' '.join(fault.split())}") from error
     reporters = {"flyte", *get_available_reporting_integrations()}  # transformers does not check flyte
     if missing := [name for name in training.report_to if name not in reporters]:
         raise ConfigError(
