@@ -1,6 +1,8 @@
 """Errors that a caller can act on. Each message says what was found, what is allowed and what to do."""
 
+import difflib
 import re
+from collections import abc
 from traceback import walk_tb
 
 
@@ -50,6 +52,12 @@ class TransferError(RuntimeError):
 
 class DivergedError(RuntimeError):
     """An error of one rank while the other ranks wait for it in a collective; the ranks cannot agree on it."""
+
+
+def did_you_mean(name: str, known: abc.Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: the most similar known one, or nothing."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 _LIBRARIES = ("transformers", "accelerate", "peft", "tokenizers", "huggingface_hub")

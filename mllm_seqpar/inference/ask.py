@@ -42,7 +42,7 @@ from .conversation import Conversation
 from .data_set import answer_data_set
 from .encoding import PARTS, EncodedVideo, encode_video
 from .engine import Engine, tried
-from .evidence import MOMENTS, Evidence
+from .evidence import MOMENTS, Evidence, evidence_values
 from .evidence_page import index_entry, write_evidence_index, write_evidence_page
 from .generation import Answer
 from .stored_features import feature_meta, load_video, open_store, require_replaceable, save_video
@@ -394,9 +394,7 @@ def _answer_values(
             rows.append({"video": video, "question": question, "error": str(answer)})
             continue
         times.update({"prefill": answer.prefill_seconds, "generate": answer.decode_seconds})
-        found = answer.evidence
-        evidence: dict[str, Any] = {"evidence": [] if found is None else [asdict(moment) for moment in found.moments]}
-        evidence["evidence_note"] = "" if found is None else found.note
-        rows.append({"video": video, "question": question, **asdict(replace(answer, evidence=None)), **evidence})
+        values_of_answer = asdict(replace(answer, evidence=None)) | evidence_values(answer.evidence)
+        rows.append({"video": video, "question": question, **values_of_answer})
     seconds = {name: round(time, 4) for name, time in times.items()}
     return {"answers": rows, "seconds": values["seconds"] | seconds}

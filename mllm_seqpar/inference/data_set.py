@@ -55,6 +55,7 @@ from .arguments import AskOptions
 from .choices import accuracy_table, letter_log_likelihoods
 from .conversation import Conversation
 from .engine import Engine, RankGroups, tried
+from .evidence import evidence_values
 
 _ID_KEYS = ("id", "question_id", "qid")
 _GROUPING_KEYS = ("duration", "duration_group", *CATEGORY_KEYS, "sub_category")
@@ -136,9 +137,10 @@ class Answerer:
             return {**line, "place": question.place, "error": str(error)}
 
     def _generated(self, conversation: Conversation, prompt: Any, question: Question) -> Line:
-        reply = conversation.answer(prompt, self._args.sampling())
+        reply = conversation.answer(prompt, self._args.sampling(), evidence=self._args.evidence)
         lengths = {"prompt_tokens": reply.prompt_tokens, "answer_tokens": len(reply.tokens)}
         line = {"answer": reply.text, "finish_reason": reply.finish_reason, "frames": conversation.frames, **lengths}
+        line |= evidence_values(reply.evidence) if self._args.evidence else {}
         return line if question.reference is None else {**line, "reference": question.reference}
 
     def _chosen(self, conversation: Conversation, prompt: Any, question: Question) -> Line:
@@ -157,7 +159,7 @@ def _open(args: AskOptions, engine: Engine) -> tuple[QuestionSet, dict[str, Any]
     """Return the questions, and what the answers depend on."""
     questions = QuestionSet(args, engine.processor)
     settings = {"model": engine.digest, "questions": questions.digest}
-    settings |= {name: getattr(args, name) for name in _SETTINGS}
+    settings |= {name: getattr(args, name) for name in _SETTINGS} | {"evidence": args.evidence or None}
     return questions, {**settings, "star": args.self_attention == "star"}
 
 

@@ -21,7 +21,15 @@ from transformers.trainer_utils import HubStrategy, SchedulerType
 
 from mllm_seqpar._compat import optional_import, options_of, turns_off
 from mllm_seqpar.cli.launch import LONGEST_TIMEOUT
-from mllm_seqpar.cli.options import CommandOptions, Parser, Range, canonical_arguments, option, show_ranks_option
+from mllm_seqpar.cli.options import (
+    CommandOptions,
+    Parser,
+    Range,
+    canonical_arguments,
+    option,
+    show_ranks_option,
+    suggestion,
+)
 from mllm_seqpar.cli.shared_options import StoredFrameOptions, StrategyOptions
 from mllm_seqpar.config import CHOICES, SeqParConfig
 from mllm_seqpar.data.chat import ON_BAD_MEDIA
@@ -305,7 +313,8 @@ def _options_of(path: str, known: Mapping[str, Any]) -> list[str]:
         raise ConfigError(f"--config {path}: expected options as 'name: value', found {type(found).__name__}")
     unknown = [str(name) for name in found if f"--{name}" not in known or name in ("config", "help", "help_all")]
     if unknown:
-        raise ConfigError(f"--config {path}: unknown options {', '.join(unknown)}; --help lists the options")
+        listed = ", ".join(name + suggestion(name, known).replace("--", "") for name in unknown)
+        raise ConfigError(f"--config {path}: unknown options {listed}; --help lists the options")
     argv = []
     for name, value in found.items():
         if value is not None and value != []:

@@ -57,8 +57,11 @@ def test_command_line_wins_over_the_configuration_file(tmp_path: Path) -> None:
     assert found.training.run_name == "-first"
     assert options("--config", str(config), "--freeze", "language").run.freeze == ["language"]
     (tmp_path / "run.json").write_text(json.dumps({"lr": 1, "sp": 2}))
-    with pytest.raises(ConfigError, match=r"run.json: unknown options lr; --help"):
+    with pytest.raises(ConfigError, match=r"run.json: unknown options lr \(did you mean learning_rate\?\); --help"):
         options("--config", str(tmp_path / "run.json"))
+    config.write_text("max_stepz: 3\nzzz: 1\n")
+    with pytest.raises(ConfigError, match=r"unknown options max_stepz \(did you mean max_steps\?\), zzz; --help"):
+        options("--config", str(config))
     config.write_text("- a\n")
     with pytest.raises(ConfigError, match="expected options as 'name: value', found list"):
         options("--config", str(config))
