@@ -41,6 +41,11 @@ class DivergedError(RuntimeError):
     """An error of one rank while the other ranks wait for it in a collective; the ranks cannot agree on it."""
 
 
+PASSED = (SeqParError, MemoryError)
+"""Exceptions that are not about a file. Any other one that a library raises while it reads a file becomes our own error
+with the name of the file, because no list of the exceptions of other libraries is complete."""
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, or its `repr` if the message is empty."""
     return next(iter(str(error).strip().splitlines()), repr(error))
