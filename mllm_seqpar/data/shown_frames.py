@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Generator, Iterator, Sequence
-from itertools import chain, islice, pairwise
+from contextlib import suppress
+from itertools import accumulate, chain, islice, pairwise
 from typing import Any, NamedTuple
-
-from mllm_seqpar.errors import PASSED
 
 from .container import demuxed, open_video, reason, require_av, warn_once
 from .images import animation_frames, is_animated_webp
@@ -80,9 +79,12 @@ def _reasons(path: str, container: Any, stream: Any, packets: Sequence[Packet]) 
         yield "its clock was set to another time"
     if not packets[0].is_keyframe:
         yield "it begins inside a group of pictures"
-    if min(times) < times[0]:
+    if shown and min(shown) < times[0]:
         yield "it begins with frames that refer to earlier ones"
-    if hidden and (not shown or min(shown) < max(hidden)):
+    latest = accumulate(times, max, initial=times[0] - 1)
+    if any(packet.is_keyframe and time <= before for packet, time, before in zip(packets, times, latest, strict=False)):
+        yield "a keyframe is shown before frames that are decoded before it"
+    if not shown or any(min(shown) < time < max(shown) for time in hidden):
         yield "its edit list hides frames between others"
     if any(packet.hidden for packet in packets):
         yield "some of its packets may have no frame that is shown"
@@ -152,7 +154,7 @@ def shown_frames(path: str, threads: int) -> Generator[Any, None, None]:
     """Yield the frames of a video that a decoder shows, from its start, in its order.
 
     Packets that cannot be decoded are skipped, as by FFmpeg's programs. Which frames a decoder with several threads
-    returns beside an error depends on their number, so one thread decodes a file again in which there is one.
+    returns beside an error depends on their number, so one thread decodes such a file again.
 
     Args:
         path: of the file.
@@ -164,25 +166,29 @@ def shown_frames(path: str, threads: int) -> Generator[Any, None, None]:
             frame.pts, frame.duration = start, duration
             yield frame
         return
-    done = 0
+    done, errors = 0, list[Exception]()
     if threads != 1:
-        try:
-            for frame in _decoded(path, threads, []):
+        with suppress(_Incomplete):
+            for frame in _decoded(path, threads, errors):
                 yield frame
                 done += 1
             return
-        except PASSED:
-            raise
-        except Exception:  # noqa: BLE001 - one thread finds it again
-            pass
-    errors: list[Exception] = []
     yield from islice(_decoded(path, 1, errors), done, None)
     if errors:
         warn_once("%s: %d of its packets cannot be decoded (%s)", path, len(errors), reason(errors[0]))
 
 
+class _Incomplete(Exception):
+    """A decoder with several threads may not have returned all frames."""
+
+
 def _decoded(path: str, threads: int, errors: list[Exception]) -> Iterator[Any]:
-    """Yield all frames of a file. One thread skips what cannot be decoded, and appends the error to `errors`."""
+    """Yield all frames of a file. One thread skips what cannot be decoded, and appends the error to `errors`.
+
+    Several threads stop there. PyAV does not show an error at the end of a file, and loses the frames after it, so they
+    raise _Incomplete too if there are fewer frames than packets.
+    """
+    missing = 0
     with open_video(path) as (container, stream):
         codec = stream.codec_context
         codec.thread_count, codec.thread_type = threads, "SLICE" if threads == 1 else "AUTO"
@@ -191,12 +197,15 @@ def _decoded(path: str, threads: int, errors: list[Exception]) -> Iterator[Any]:
                 frames = codec.decode(packet)
             except MemoryError:
                 raise
-            except Exception as error:  # noqa: BLE001 - the packet is skipped
+            except Exception as error:
                 if threads != 1:
-                    raise
+                    raise _Incomplete from error
                 errors.append(error)
                 frames = []
+            missing += (packet is not None and not packet.is_discard) - len(frames)
             yield from frames
+        if threads != 1 and missing > 0:
+            raise _Incomplete
 
 
 class BestEffort:
