@@ -28,8 +28,8 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from itertools import accumulate, chain, groupby
 from math import inf
 from operator import itemgetter
@@ -44,7 +44,7 @@ from torch.nn import functional as F
 
 from mllm_seqpar._compat import REFORMAT_THREADS, optional_import
 from mllm_seqpar._logging import get_logger
-from mllm_seqpar.errors import PASSED, ConfigError, VideoError
+from mllm_seqpar.errors import PASSED, ConfigError, VideoError, first_line
 
 from .container import index_of, open_video, reason, require_av
 from .images import image_size, is_animated_webp
@@ -101,8 +101,9 @@ def read_frames(
         batch: frames per tensor, which bounds the memory used.
         threads: number of decoding threads; None: `decode_threads()`. The frames do not depend on it.
         decoder: one of `DECODERS`. Frames of torchcodec equal those of PyAV, except that they are scaled by PyTorch's
-            antialiased bicubic filter, and that NVDEC uses its own colour conversion. torchcodec reads mp4, mov, mkv
-            and webm; in other containers it would select other frames, so PyAV reads those.
+            antialiased bicubic filter, and that NVDEC uses its own colour conversion. PyAV reads the videos of which
+            torchcodec would give other frames: all but mp4, mov, mkv and webm, those whose frames are counted, and
+            those with edit lists, intra refresh, mirrors, or more than 8 bits.
         device: where torchcodec decodes: "cpu", or "cuda" for NVDEC (not run on a GPU yet). The frames stay there.
         ranges: several ranges of entries in ascending order, instead of `start` and `stop`. The same decoders
             decode all of them.
@@ -153,11 +154,9 @@ def _read_with_torchcodec(
 ) -> Iterator[Tensor]:
     """`read_frames` with torchcodec."""
     decoders = import_torchcodec("decoder='torchcodec'")
-    container_format = ""
-    if plan.numbers is None:
-        with open_video(plan.path) as (container, stream):
-            index, container_format = stream.index, container.format.name
-    if container_format not in _TORCHCODEC_CONTAINERS:
+    version = os.stat(plan.path).st_mtime_ns
+    index = None if plan.numbers else _stream_for_torchcodec(plan.only(len(plan) - 1), version)
+    if index is None:
         for frames in read_frames(plan, size=size, batch=batch, threads=threads, ranges=ranges):
             yield frames.to(device)
         return
@@ -172,18 +171,50 @@ def _read_with_torchcodec(
             # Presentation times are whole ticks, so half a tick later the same frame is shown, however floats round.
             times = [max(float((2 * tick + 1) * plan.time_base / 2), begin) for tick in ticks]
             inside = [time for time in times if time < end]
-            images = torch.cat(
-                [
-                    *([video.get_frames_played_at(inside).data] if inside else []),
-                    *[video.get_frame_at(last).data[None]] * (len(times) - len(inside)),
-                ]
-            )
-            if size is not None and images.shape[2:] != size:
-                images = F.interpolate(images.float(), size, mode="bicubic", antialias=True)
-                images = images.round().clamp(0, 255).to(torch.uint8)
-            yield images
-    except (RuntimeError, IndexError, ValueError) as error:
-        raise _undecodable(plan, first, str(error).splitlines()[0]) from error
+            images = [video.get_frame_at(last).data[None]] * (len(times) - len(inside))
+            if inside:
+                found = video.get_frames_played_at(inside)
+                if any(shown > time for shown, time in zip(found.pts_seconds.tolist(), inside, strict=True)):
+                    raise _Damaged("torchcodec finds a later frame; use the decoder pyav")
+                images.insert(0, found.data)
+            batch_images = torch.cat(images)
+            if size is not None and batch_images.shape[2:] != size:
+                scaled = F.interpolate(batch_images.float(), size, mode="bicubic", antialias=True)
+                batch_images = scaled.round().clamp(0, 255).to(torch.uint8)
+            yield batch_images
+    except PASSED:
+        raise
+    except Exception as error:
+        raise _undecodable(plan, first, first_line(error)) from error
+
+
+@lru_cache(maxsize=4096)
+def _stream_for_torchcodec(last: FramePlan, _version: int) -> int | None:
+    """Return the number of the stream of which torchcodec gives the frames of PyAV; None if PyAV must read the video.
+
+    torchcodec 0.13 finds other frames in other containers, after edit lists, and after keyframes at which decoding
+    cannot begin (the last one is tried). It ignores mirrors, and converts colours of more than 8 bits in another way.
+
+    Args:
+        last: the last entry of a plan.
+    """
+    with open_video(last.path) as (container, stream):
+        entries: Any = getattr(stream, "index_entries", ())
+        if container.format.name not in _TORCHCODEC_CONTAINERS or any(entry.is_discard for entry in entries):
+            return None
+        number, keys = int(stream.index), [entry.timestamp for entry in index_of(stream) if entry.is_keyframe]
+        tick = keys[-1] + last.start - entries[0].timestamp if keys else last.ticks[0]
+    try:
+        with ExitStack() as resources:
+            cursor = _Cursor(replace(last, ticks=(tick,)), resources.enter_context(ExitStack()))
+            cursor.threads = 1
+            _, frame = cursor.frame(0, None)
+    except VideoError:  # PyAV reads what is readable, and says what is not
+        return None
+    a, b, c, d = display_matrix(frame)
+    deep = any(component.bits > 8 for component in frame.format.components)
+    tilted = getattr(frame, "rotation", 0) % 90 != 0
+    return None if deep or tilted or a * d - b * c < 0 or not cursor.index.seekable else number
 
 
 def check_range(start: int, stop: int, total: int, batch: int) -> None:
@@ -325,7 +356,7 @@ class _Converter:
         """Return a frame as an image (height, width, 3)."""
         matrix = display_matrix(frame)
         height, width = self._size or self._coded_size
-        if self._size and matrix[0] == 0:
+        if self._size and not matrix[0]:
             height, width = width, height
         image = self._reformatter.reformat(frame, width, height, "rgb24", **self._options).to_ndarray()
         return upright(image, matrix)
@@ -436,6 +467,7 @@ class _Cursor:
             self._last = tick if following is None or self._is_jump(tick, self._plan.ticks[following]) else None
             self._advance(tick)
             if not self._from_start and (self._current is None or self._current[0] > tick):
+                self.index.seekable = False
                 self._reopen()  # the decoder returned no frame for the keyframe that the seek found
                 self._advance(tick)
             if self._skips and not self._is_shown_at(tick):
@@ -668,10 +700,11 @@ def import_torchcodec(wanted: str) -> Any:
     """Return the module torchcodec.decoders; ConfigError if it is not installed or cannot be loaded."""
     try:
         return optional_import("torchcodec.decoders", extra="torchcodec", needed_for=wanted)
-    except RuntimeError as error:  # torchcodec is installed, but does not find FFmpeg or the libraries of CUDA
-        lines = str(error).strip().splitlines()
+    except PASSED:
+        raise
+    except Exception as error:  # torchcodec is installed, but does not find FFmpeg or the libraries of CUDA
         raise ConfigError(
-            f"torchcodec cannot be loaded ({lines[0]}); install FFmpeg, or use the decoder pyav"
+            f"torchcodec cannot be loaded ({first_line(error)}); install FFmpeg, or use the decoder pyav"
         ) from error
 
 

@@ -104,8 +104,8 @@ class FramePlan:
 
     def only(self, entry: int) -> "FramePlan":
         """Return a plan of one entry."""
-        numbers = None if self.numbers is None else (self.numbers[entry],)
-        return replace(self, ticks=(self.ticks[entry],), numbers=numbers)
+        numbers = None if self.numbers is None else self.numbers[entry : entry + 1]
+        return replace(self, ticks=self.ticks[entry : entry + 1], numbers=numbers)
 
     def seconds(self, index: int) -> float:
         return self.time(self.ticks[index])
