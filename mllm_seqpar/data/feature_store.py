@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mllm_seqpar.errors import ConfigError, DataError
+from mllm_seqpar.errors import PASSED, ConfigError, DataError
 from mllm_seqpar.models.hub import local_directory
 from mllm_seqpar.sharding import Spans, describe_spans, frame_spans, join_spans, part_of_spans, span_length
 
@@ -152,7 +152,7 @@ class FeatureStore:
 
     def _fault(self, spans: Spans, path: Path) -> str | None:
         """Return why a file cannot be used."""
-        from safetensors import SafetensorError, safe_open
+        from safetensors import safe_open
 
         try:
             with safe_open(path, "pt") as file:
@@ -160,7 +160,9 @@ class FeatureStore:
                 found = (file.metadata() or {}).get("identity")
         except FileNotFoundError:
             return "missing"
-        except (SafetensorError, OSError) as error:
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - of safetensors, or of the file system
             return f"damaged: {error}"
         if found != self._identity:
             return "from another run"
@@ -240,7 +242,7 @@ def read_rows(out: Tensor, files: Iterable[tuple[Spans, Path]], frames: Spans, i
     Raises:
         DataError: a file is damaged, or of another run; ends with `remedy`.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     files, done = list(files), 0
     for start, stop in frames:
@@ -256,7 +258,9 @@ def read_rows(out: Tensor, files: Iterable[tuple[Spans, Path]], frames: Spans, i
                                 raise DataError(f"{path}: from another run; {remedy}")
                             (name,) = file.keys()  # a tower's in version 0.2 was `states`
                             out[done + low - start : done + high - start] = file.get_slice(name)[rows]
-                    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+                    except PASSED:
+                        raise
+                    except Exception as error:
                         raise DataError(f"{path}: damaged ({error}); {remedy}") from error
                 first += end - begin
         done += stop - start
