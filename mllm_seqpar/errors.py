@@ -54,6 +54,11 @@ class DivergedError(RuntimeError):
     """An error of one rank while the other ranks wait for it in a collective; the ranks cannot agree on it."""
 
 
+PASSED = (SeqParError, MemoryError)
+"""Exceptions that are not about a file. Any other one that a library raises while it reads a file becomes our own error
+with the name of the file, because no list of the exceptions of other libraries is complete."""
+
+
 def did_you_mean(name: str, known: abc.Iterable[str]) -> str:
     """Return the end of a message about an unknown name: the most similar known one, or nothing."""
     near = difflib.get_close_matches(name, list(known), 1)

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -293,7 +293,7 @@ def _check_medium(dataset: ChatDataset, index: int, part: Mapping[str, Any], sto
     if plan is None:
         return _Medium(source, 0.0)
     decoded = frames_to_decode(plan)
-    here = sum(frames_to_decode(replace(plan, ticks=(plan.ticks[number],))) for number in numbers)
+    here = sum(frames_to_decode(plan.only(number)) for number in numbers)
     return _Medium(source, probe(plan.path).duration, decoded, core_seconds * decoded / max(1, here))
 
 

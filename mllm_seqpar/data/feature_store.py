@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mllm_seqpar.errors import ConfigError, DataError
+from mllm_seqpar.errors import PASSED, ConfigError, DataError
 from mllm_seqpar.models.hub import local_directory
 from mllm_seqpar.sharding import FrameSizes, Spans, describe_spans, join_spans, part_of_spans, span_length
 
@@ -164,7 +164,7 @@ class FeatureStore:
 
     def _fault(self, spans: Spans, path: Path) -> str | None:
         """Return why a file cannot be used."""
-        from safetensors import SafetensorError, safe_open
+        from safetensors import safe_open
 
         try:
             with safe_open(path, "pt") as file:
@@ -172,7 +172,9 @@ class FeatureStore:
                 found = (file.metadata() or {}).get("identity")
         except FileNotFoundError:
             return "missing"
-        except (SafetensorError, OSError) as error:
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - of safetensors, or of the file system
             return f"damaged: {error}"
         if found != self._identity:
             return "from another run"
@@ -258,7 +260,7 @@ def read_rows(out: Tensor, files: Iterable[tuple[Spans, Path]], frames: Spans, i
     Raises:
         DataError: a file is damaged, or of another run; ends with `remedy`.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     files, done = list(files), 0
     for start, stop in frames:
@@ -274,7 +276,9 @@ def read_rows(out: Tensor, files: Iterable[tuple[Spans, Path]], frames: Spans, i
                                 raise DataError(f"{path}: from another run; {remedy}")
                             (name,) = file.keys()  # a tower's in version 0.2 was `states`
                             out[done + low - start : done + high - start] = file.get_slice(name)[rows]
-                    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+                    except PASSED:
+                        raise
+                    except Exception as error:
                         raise DataError(f"{path}: damaged ({error}); {remedy}") from error
                 first += end - begin
         done += stop - start

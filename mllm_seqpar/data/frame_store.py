@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from mllm_seqpar.errors import DataError, VideoError
+from mllm_seqpar.errors import PASSED, DataError, VideoError, first_line
 
 from .images import jpeg_of
 from .prefetch import FrameBatches, read_ahead
@@ -88,8 +88,13 @@ class FrameFile:
             return np.frombuffer(content, np.uint8).reshape(*self.size, 3)
         from PIL import Image
 
-        with Image.open(io.BytesIO(content), formats=["JPEG"]) as image:
-            return np.array(image)
+        try:
+            with Image.open(io.BytesIO(content), formats=["JPEG"]) as image:
+                return np.array(image)
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise self._damaged(first_line(error)) from error
 
     def _damaged(self, found: str) -> DataError:
         return DataError(f"{self.path}: damaged ({found}); delete the file, and {_AGAIN}")
@@ -197,9 +202,9 @@ class FrameStore:
             )
             if len(found.ends) != len(plan) or found.path.stat().st_size != found.ends[-1]:
                 raise ValueError(f"{found.path.name} does not have the bytes of {len(plan)} frames")
-        except VideoError:
+        except PASSED:
             raise
-        except (OSError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except Exception as error:
             raise DataError(f"{path}: damaged ({error}); delete the file, and {_AGAIN}") from error
         return found
 

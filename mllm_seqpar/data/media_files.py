@@ -6,7 +6,6 @@ a table contains it, is stored in the media cache.
 
 from __future__ import annotations
 
-import http.client
 import os
 import re
 import urllib.error
@@ -15,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from mllm_seqpar.errors import VideoError
+from mllm_seqpar.errors import PASSED, VideoError, first_line
 
 from .downloads import blocks, data_blocks, open_url
 from .store_files import atomic_write, digest_of
@@ -185,8 +184,10 @@ class MediaCache:
                 yield from blocks(answer)
         except urllib.error.HTTPError as error:
             raise VideoError(f"{url}: the server answered {error.code} ({error.reason}); check the URL") from error
-        except (OSError, http.client.HTTPException) as error:
-            why = getattr(error, "reason", None) or error
+        except PASSED:
+            raise
+        except Exception as error:
+            why = getattr(error, "reason", None) or first_line(error)
             raise VideoError(
                 f"{url}: cannot be downloaded ({why}); without a network, download it elsewhere and give its path"
             ) from error

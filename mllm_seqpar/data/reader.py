@@ -1,11 +1,15 @@
 """Decode exactly the planned frames of a video: seek to a keyframe before the frame, then decode forward.
 
+If the plan has the numbers of the frames (`FramePlan.numbers`), the file is decoded from its start and frames are
+counted, because the times of its packets cannot be trusted. The rest of this text is about plans without them.
+
 The frame of a tick is the one with the greatest presentation time not after it. This depends on the file only, so a
 rank that reads a part of a plan gets the same pixels as a rank that reads all of it. A seek may land after its target
 (mp4 seeks by decoding time, which B-frames run ahead of; MPEG-TS lands on any packet). A seek is therefore accepted
 only if the keyframe it finds is not after the wanted tick. Otherwise the target moves further back, in the end to the
 start of the file. Frames that the decoder emits before that keyframe (leading pictures of an open GOP) are dropped
-because their reference frames are missing.
+because their reference frames are missing. If the decoder does not begin with a frame of that keyframe which refers to
+no other (an intra refresh, or a container that calls every frame a keyframe), the file is read without seeking.
 
 Three things make this fast, and none changes a pixel. First, packets are read before they are decoded, so it is known
 which frames are wanted. A frame that no other frame refers to is decoded only if it is wanted, and nothing is decoded
@@ -16,6 +20,7 @@ that is returned.
 """
 
 import os
+import struct
 import tempfile
 import threading
 import time
@@ -23,8 +28,8 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from itertools import accumulate, chain, groupby
 from math import inf
 from operator import itemgetter
@@ -39,10 +44,13 @@ from torch.nn import functional as F
 
 from mllm_seqpar._compat import REFORMAT_THREADS, optional_import
 from mllm_seqpar._logging import get_logger
-from mllm_seqpar.errors import ConfigError, VideoError
+from mllm_seqpar.errors import PASSED, ConfigError, VideoError, first_line
 
+from .container import index_of, open_video, reason, require_av
+from .images import image_size, is_animated_webp
 from .prefetch import FrameBatches, read_ahead
-from .video import FramePlan, index_of, open_video, plan_frames, probe, reason, require_av, write_video
+from .shown_frames import shown_frames
+from .video import FramePlan, plan_frames, probe, write_video
 
 DECODERS = ("pyav", "torchcodec")
 """The decoders of videos: PyAV, or torchcodec (the extra "torchcodec"), which can also decode on a GPU."""
@@ -59,6 +67,12 @@ _AHEAD_BYTES = 256 << 20
 
 _TORCHCODEC_CONTAINERS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 """FFmpeg's names of the containers in which torchcodec 0.13 finds every frame by its time."""
+
+_P, _B = 2, 3
+"""FFmpeg's numbers of the types of pictures that refer to others."""
+
+_MATRICES = {(a, 0, 0, d) for a in (1, -1) for d in (1, -1)} | {(0, b, c, 0) for b in (1, -1) for c in (1, -1)}
+"""The display matrices that turn by quarters or mirror."""
 
 _HEIGHT, _WIDTH, _FRAMES, _RATE = 720, 1280, 90, 30
 """The video that `decode_rate` measures."""
@@ -87,8 +101,9 @@ def read_frames(
         batch: frames per tensor, which bounds the memory used.
         threads: number of decoding threads; None: `decode_threads()`. The frames do not depend on it.
         decoder: one of `DECODERS`. Frames of torchcodec equal those of PyAV, except that they are scaled by PyTorch's
-            antialiased bicubic filter, and that NVDEC uses its own colour conversion. torchcodec reads mp4, mov, mkv
-            and webm; in other containers it would select other frames, so PyAV reads those.
+            antialiased bicubic filter, and that NVDEC uses its own colour conversion. PyAV reads the videos of which
+            torchcodec would give other frames: all but mp4, mov, mkv and webm, those whose frames are counted, and
+            those with edit lists, intra refresh, mirrors, or more than 8 bits.
         device: where torchcodec decodes: "cpu", or "cuda" for NVDEC (not run on a GPU yet). The frames stay there.
         ranges: several ranges of entries in ascending order, instead of `start` and `stop`. The same decoders
             decode all of them.
@@ -118,10 +133,15 @@ def read_frames(
     if decoder == "torchcodec":
         yield from _read_with_torchcodec(plan, ranges, size, batch, threads, device)
         return
-    with ExitStack() as resources:
-        reader = _Reader(plan, size, resources)
-        with closing(reader.batches(ranges, threads, batch)) as batches:
-            yield from batches
+    try:
+        with ExitStack() as resources:
+            reader = _Reader(plan, size, resources)
+            with closing(reader.batches(ranges, threads, batch)) as batches:
+                yield from batches
+    except PASSED:
+        raise
+    except Exception as error:
+        raise VideoError(f"{plan.path}: cannot be decoded ({reason(error)}); replace or convert it") from error
 
 
 def _read_with_torchcodec(
@@ -134,9 +154,9 @@ def _read_with_torchcodec(
 ) -> Iterator[Tensor]:
     """`read_frames` with torchcodec."""
     decoders = import_torchcodec("decoder='torchcodec'")
-    with open_video(plan.path) as (container, stream):
-        index, container_format = stream.index, container.format.name
-    if container_format not in _TORCHCODEC_CONTAINERS:
+    version = os.stat(plan.path).st_mtime_ns
+    index = None if plan.numbers else _stream_for_torchcodec(plan.only(len(plan) - 1), version)
+    if index is None:
         for frames in read_frames(plan, size=size, batch=batch, threads=threads, ranges=ranges):
             yield frames.to(device)
         return
@@ -151,18 +171,50 @@ def _read_with_torchcodec(
             # Presentation times are whole ticks, so half a tick later the same frame is shown, however floats round.
             times = [max(float((2 * tick + 1) * plan.time_base / 2), begin) for tick in ticks]
             inside = [time for time in times if time < end]
-            images = torch.cat(
-                [
-                    *([video.get_frames_played_at(inside).data] if inside else []),
-                    *[video.get_frame_at(last).data[None]] * (len(times) - len(inside)),
-                ]
-            )
-            if size is not None and images.shape[2:] != size:
-                images = F.interpolate(images.float(), size, mode="bicubic", antialias=True)
-                images = images.round().clamp(0, 255).to(torch.uint8)
-            yield images
-    except (RuntimeError, IndexError, ValueError) as error:
-        raise _undecodable(plan, first, str(error).splitlines()[0]) from error
+            images = [video.get_frame_at(last).data[None]] * (len(times) - len(inside))
+            if inside:
+                found = video.get_frames_played_at(inside)
+                if any(shown > time for shown, time in zip(found.pts_seconds.tolist(), inside, strict=True)):
+                    raise _Damaged("torchcodec finds a later frame; use the decoder pyav")
+                images.insert(0, found.data)
+            batch_images = torch.cat(images)
+            if size is not None and batch_images.shape[2:] != size:
+                scaled = F.interpolate(batch_images.float(), size, mode="bicubic", antialias=True)
+                batch_images = scaled.round().clamp(0, 255).to(torch.uint8)
+            yield batch_images
+    except PASSED:
+        raise
+    except Exception as error:
+        raise _undecodable(plan, first, first_line(error)) from error
+
+
+@lru_cache(maxsize=4096)
+def _stream_for_torchcodec(last: FramePlan, _version: int) -> int | None:
+    """Return the number of the stream of which torchcodec gives the frames of PyAV; None if PyAV must read the video.
+
+    torchcodec 0.13 finds other frames in other containers, after edit lists, and after keyframes at which decoding
+    cannot begin (the last one is tried). It ignores mirrors, and converts colours of more than 8 bits in another way.
+
+    Args:
+        last: the last entry of a plan.
+    """
+    with open_video(last.path) as (container, stream):
+        entries: Any = getattr(stream, "index_entries", ())
+        if container.format.name not in _TORCHCODEC_CONTAINERS or any(entry.is_discard for entry in entries):
+            return None
+        number, keys = int(stream.index), [entry.timestamp for entry in index_of(stream) if entry.is_keyframe]
+        tick = keys[-1] + last.start - entries[0].timestamp if keys else last.ticks[0]
+    try:
+        with ExitStack() as resources:
+            cursor = _Cursor(replace(last, ticks=(tick,)), resources.enter_context(ExitStack()))
+            cursor.threads = 1
+            _, frame = cursor.frame(0, None)
+    except VideoError:  # PyAV reads what is readable, and says what is not
+        return None
+    a, b, c, d = display_matrix(frame)
+    deep = any(component.bits > 8 for component in frame.format.components)
+    tilted = getattr(frame, "rotation", 0) % 90 != 0
+    return None if deep or tilted or a * d - b * c < 0 or not cursor.index.seekable else number
 
 
 def check_range(start: int, stop: int, total: int, batch: int) -> None:
@@ -179,12 +231,11 @@ class _Reader:
 
     def __init__(self, plan: FramePlan, size: tuple[int, int] | None, resources: ExitStack) -> None:
         self._plan, self._size, self._resources = plan, size, resources
-        first = _Cursor(plan, resources.enter_context(ExitStack()))
-        self._index = first.index
-        self._coded_size = first.stream.codec_context.height, first.stream.codec_context.width
+        first = _cursor(plan, resources)
+        self._index, self._coded_size = first.index, first.coded_size
         height, width = size or self._coded_size
         self._frame_bytes = max(1, 3 * height * width)
-        self._idle: SimpleQueue[_Cursor] = SimpleQueue()
+        self._idle: SimpleQueue[_Cursor | _Counter] = SimpleQueue()
         self._idle.put(first)
         self._converters = threading.local()
 
@@ -215,7 +266,7 @@ class _Reader:
         try:
             cursor = self._idle.get_nowait()
         except Empty:
-            cursor = _Cursor(self._plan, self._resources.enter_context(ExitStack()), self._index)
+            cursor = _cursor(self._plan, self._resources, self._index)
         try:
             cursor.threads = threads
             frames = map(cursor.frame, entries, [*entries[1:], None])
@@ -268,19 +319,21 @@ class _Reader:
         return bisect_left(ticks, index.keys[following] + index.delay, entry + 1, stop)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Index:
-    """The contents of the container's index; empty without an index.
+    """The contents of the container's index, which the cursors of a file share; empty without an index.
 
     Attributes:
         keys: the decoding times of the keyframes, ascending.
         end: the decoding time of the last frame.
         delay: the presentation time of the first keyframe minus its decoding time.
+        seekable: False after a decoder that was given a keyframe did not begin with it.
     """
 
-    keys: Sequence[int]
-    end: int | None
-    delay: int
+    keys: Sequence[int] = ()
+    end: int | None = None
+    delay: int = 0
+    seekable: bool = True
 
     @classmethod
     def of(cls, stream: Any, delay: int) -> "_Index":
@@ -301,12 +354,76 @@ class _Converter:
 
     def image(self, frame: Any) -> np.ndarray:
         """Return a frame as an image (height, width, 3)."""
-        turns = round(getattr(frame, "rotation", 0) / 90) % 4  # counter-clockwise quarter turns, set by phones
+        matrix = display_matrix(frame)
         height, width = self._size or self._coded_size
-        if self._size and turns % 2:
+        if self._size and not matrix[0]:
             height, width = width, height
         image = self._reformatter.reformat(frame, width, height, "rgb24", **self._options).to_ndarray()
-        return np.rot90(image, turns)
+        return upright(image, matrix)
+
+
+def display_matrix(frame: Any) -> tuple[int, int, int, int]:
+    """Return the signs of a frame's display matrix (a, b, c, d): (x, y) of the file is shown at (ax + cy, bx + dy).
+
+    Phones set it instead of turning the pixels. Only quarter turns and mirrors are known, of which two signs are 0; any
+    other matrix counts as upright.
+    """
+    data = frame.side_data.get("DISPLAYMATRIX")
+    if data is None:
+        return 1, 0, 0, 1
+    a, b, _, c, d = struct.unpack("=5i", bytes(data)[:20])
+    least = 0.98 * max(map(abs, (a, b, c, d)))
+    signs = tuple((value > 0) - (value < 0) if abs(value) >= least else 0 for value in (a, b, c, d))
+    return signs if signs in _MATRICES else (1, 0, 0, 1)
+
+
+def upright(image: np.ndarray, matrix: tuple[int, int, int, int]) -> np.ndarray:
+    """Return an image (height, width, 3) as its display matrix says that it is shown, as FFmpeg's programs do."""
+    a, b, c, d = matrix
+    image = image if a else image.transpose(1, 0, 2)
+    return image[:: b or d, :: a or c]
+
+
+def _cursor(plan: FramePlan, resources: ExitStack, index: _Index | None = None) -> "_Cursor | _Counter":
+    """Return a position in a video, which `resources` closes; `index` is that of other cursors of the file."""
+    if plan.numbers is not None:
+        return _Counter(plan, resources)
+    return _Cursor(plan, resources.enter_context(ExitStack()), index)
+
+
+class _Counter:
+    """A position in a video whose frames are counted from its start."""
+
+    threads: int  # of the decoder, set before the first frame
+
+    def __init__(self, plan: FramePlan, resources: ExitStack) -> None:
+        self._plan, self._resources = plan, resources
+        self.index = _Index()
+        if is_animated_webp(plan.path):
+            self.coded_size = image_size(plan.path)
+        else:
+            with open_video(plan.path) as (_, stream):
+                self.coded_size = stream.codec_context.height, stream.codec_context.width
+        self._frames: Iterator[Any] = iter(())
+        self._number = inf  # of the frame at the position
+        self._current: Any = None
+
+    def frame(self, entry: int, following: int | None) -> tuple[int, Any]:
+        """Return (number, frame) of an entry of the plan."""
+        number = (self._plan.numbers or ())[entry]
+        if number < self._number:
+            frames = shown_frames(self._plan.path, self.threads)
+            self._frames = self._resources.enter_context(closing(frames))
+            self._number = -1
+        while self._number < number:
+            self._current = next(self._frames, None)
+            self._number += 1
+            if self._current is None:
+                self._number = inf
+                raise _undecodable(self._plan, entry, "the file has fewer frames than when they were counted")
+        if self._current.is_corrupt:
+            raise _undecodable(self._plan, entry, "the image is damaged")
+        return number, self._current
 
 
 class _Cursor:
@@ -317,6 +434,7 @@ class _Cursor:
 
     stream: Any
     index: _Index
+    coded_size: tuple[int, int]  # (height, width)
     threads: int  # of the decoder, set before the first frame
     _packets: Iterator[Any]  # of the file, from its position on
     _horizon: float  # packets that have not been read have at least this presentation time
@@ -330,7 +448,6 @@ class _Cursor:
 
     def __init__(self, plan: FramePlan, resources: ExitStack, index: _Index | None = None) -> None:
         self._plan, self._resources = plan, resources
-        self._errors = require_av().error.FFmpegError
         self._queue: deque[Any] = deque()  # packets that have been read and not decoded
         self._skips = True  # frames that are neither wanted nor referred to
         self._last: int | None = None  # the tick after whose frame nothing needs to be decoded before the next seek
@@ -338,6 +455,7 @@ class _Cursor:
         self._delay = 0  # the greatest difference of presentation and decoding time of a keyframe so far
         self._newest_key: int | None = None
         self._reopen()
+        self.coded_size = self.stream.codec_context.height, self.stream.codec_context.width
         self.index = index or _Index.of(self.stream, self._delay)
 
     def frame(self, entry: int, following: int | None) -> tuple[int, Any]:
@@ -349,6 +467,7 @@ class _Cursor:
             self._last = tick if following is None or self._is_jump(tick, self._plan.ticks[following]) else None
             self._advance(tick)
             if not self._from_start and (self._current is None or self._current[0] > tick):
+                self.index.seekable = False
                 self._reopen()  # the decoder returned no frame for the keyframe that the seek found
                 self._advance(tick)
             if self._skips and not self._is_shown_at(tick):
@@ -356,7 +475,9 @@ class _Cursor:
                 self._seek(tick)
                 self._advance(tick)
             ended = self._following(self._current[0]) == inf if self._skips and self._current else self._ended
-        except (self._errors, _Damaged) as error:
+        except PASSED:
+            raise
+        except Exception as error:
             raise _undecodable(self._plan, entry, reason(error)) from error
         if self._current is None:
             raise _undecodable(self._plan, entry, "the file ends before its first decodable frame")
@@ -393,6 +514,8 @@ class _Cursor:
                 return self._times[found] if known else inf
 
     def _should_seek(self, tick: int) -> bool:
+        if not self.index.seekable:
+            return self._drained
         position = self._plan.start if self._current is None else self._current[0]
         if tick <= position or (self._skips and self._is_shown_at(tick)):
             return False
@@ -400,6 +523,8 @@ class _Cursor:
 
     def _is_jump(self, position: int, tick: int) -> bool:
         """Return whether less is decoded if a seek leads from a time to a later one."""
+        if not self.index.seekable:
+            return False
         if self.index.keys:
             key = bisect_right(self.index.keys, tick - self._delay)
             return key > 0 and self.index.keys[key - 1] > position
@@ -407,11 +532,13 @@ class _Cursor:
 
     def _seek(self, tick: int) -> None:
         back = 0
-        while tick - back > self._plan.start:
+        while self.index.seekable and tick - back > self._plan.start:
             try:
                 self._container.seek(tick - back, stream=self.stream, backward=True)
-            except self._errors:
-                break  # A file that cannot seek is read from its start.
+            except PASSED:
+                raise
+            except Exception:  # noqa: BLE001 - a file that cannot seek is read from its start
+                break
             if self._find_keyframe(from_start=False) and self._key <= tick:
                 self._longest_gop = max(self._longest_gop, tick - self._key)
                 return
@@ -433,6 +560,7 @@ class _Cursor:
         for packet in self._packets:
             if packet.is_keyframe and packet.size:
                 self._key = self._latest = _time(packet)
+                self._begins_with_key = from_start or packet.is_discard  # otherwise, the decoder has yet to show it
                 self._frames = self._decode()
                 self._record(packet)
                 return True
@@ -447,21 +575,31 @@ class _Cursor:
                 codec.thread_type = "AUTO"
             codec.thread_count = self.threads
             codec.open()  # before `skip_frame` is set, which dav1d reads only here
+        latest = self._key - 1
         while self._queue or self._read():
             packet = self._queue.popleft()
-            skip = self._skips and packet.size and not self._is_wanted(packet.pts)
+            hidden = packet.is_discard
+            skip = self._skips and packet.size and (hidden or not self._is_wanted(packet.pts))
             codec.skip_frame = "NONREF" if skip else "DEFAULT"
             frames = packet.decode()
-            if self._skips and packet.size and self._last is not None:
+            if self._skips and packet.size and self._last is not None and not hidden:
                 self._drained = packet.pts <= self._last < self._following(packet.pts)
             if self._drained:
                 frames += codec.decode(None)
             for frame in frames:
                 pts = frame.pts if frame.pts is not None else frame.dts
-                if pts is not None and pts >= self._key:
-                    if frame.is_corrupt:
-                        raise _Damaged(f"the image at {self._plan.time(pts):.3f} s is damaged")
-                    yield pts, frame
+                if pts is None or pts < self._key:
+                    continue
+                if not self._begins_with_key:
+                    self.index.seekable = self._begins_with_key = pts == self._key and not _refers(frame)
+                    if not self.index.seekable:
+                        return
+                if pts <= latest:
+                    raise _Damaged(f"the frame at {self._plan.time(latest):.3f} s is followed by an earlier one")
+                latest = pts
+                if frame.is_corrupt:
+                    raise _Damaged(f"the image at {self._plan.time(pts):.3f} s is damaged")
+                yield pts, frame
             if self._drained:
                 return
 
@@ -482,7 +620,7 @@ class _Cursor:
         self._latest = max(self._latest, time)
         if packet.pts is None:
             self._skips = False  # it is not known when its frame is shown
-        elif packet.pts >= self._key:
+        elif packet.pts >= self._key and not packet.is_discard:
             insort(self._times, packet.pts)
         if packet.dts is not None:
             self._horizon = packet.dts
@@ -492,6 +630,11 @@ class _Cursor:
             if self._newest_key is not None:
                 self._longest_gop = max(self._longest_gop, time - self._newest_key)
             self._newest_key = time
+
+
+def _refers(frame: Any) -> bool:
+    """Return whether the decoder says that a frame refers to others."""
+    return not frame.key_frame and int(frame.pict_type) in (_P, _B)
 
 
 class _Damaged(Exception):
@@ -557,10 +700,11 @@ def import_torchcodec(wanted: str) -> Any:
     """Return the module torchcodec.decoders; ConfigError if it is not installed or cannot be loaded."""
     try:
         return optional_import("torchcodec.decoders", extra="torchcodec", needed_for=wanted)
-    except RuntimeError as error:  # torchcodec is installed, but does not find FFmpeg or the libraries of CUDA
-        lines = str(error).strip().splitlines()
+    except PASSED:
+        raise
+    except Exception as error:  # torchcodec is installed, but does not find FFmpeg or the libraries of CUDA
         raise ConfigError(
-            f"torchcodec cannot be loaded ({lines[0]}); install FFmpeg, or use the decoder pyav"
+            f"torchcodec cannot be loaded ({first_line(error)}); install FFmpeg, or use the decoder pyav"
         ) from error
 
 
@@ -571,6 +715,8 @@ def frames_to_decode(plan: FramePlan) -> int:
     are counted, although they are decoded only if they are used. Nothing is decoded here; a file without an index is
     read.
     """
+    if plan.numbers is not None:
+        return plan.numbers[-1] + 1
     with open_video(plan.path) as (container, stream):
         found = [(entry.timestamp, entry.is_keyframe) for entry in index_of(stream)]
         delay = 0

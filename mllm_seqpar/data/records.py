@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from mllm_seqpar._compat import optional_import
-from mllm_seqpar.errors import DataError, VideoError, first_line
+from mllm_seqpar.errors import PASSED, DataError, VideoError, first_line
 from mllm_seqpar.models.hub import local_directory
 
 from .media_files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, is_remote, local_media, media_cache
@@ -190,7 +190,12 @@ class Records(ABC):
         Raises:
             DataError: it cannot be parsed; does not name its place.
         """
-        row = self._row(index)
+        try:
+            row = self._row(index)
+        except PASSED:
+            raise
+        except Exception as error:
+            raise DataError(f"cannot be read ({first_line(error)}); check that the download is complete") from error
         return {name: value for name, value in row.items() if value is not None} if isinstance(row, dict) else row
 
     def place(self, index: int) -> str:
@@ -323,6 +328,8 @@ class TableRecords(Records):
             self.digest = digest_of("\n".join(f"{path.name} {file_digest(path)}" for path in files))
             # The digest is of samples of large files, and the media cache must not have the content of an earlier file.
             self._version = digest_of("\n".join([self.digest, *(str(path.stat().st_mtime_ns) for path in files)]))
+        except PASSED:
+            raise
         except Exception as error:  # of pyarrow, tarfile, the file system, or `datasets` itself
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
             others = f" or another of these {len(files)} files" if len(files) > 1 else ""
@@ -392,12 +399,19 @@ class TableRecords(Records):
 
     def locate(self, index: int, name: str) -> str:
         """Return the file of the cache with an image or video of the row; other names as elsewhere."""
+        try:
+            found = self._embedded(index, name)
+            path = None if found is None else self._written(index, *found)
+        except PASSED:
+            raise
+        except Exception as error:
+            raise VideoError(f"{name}: cannot be read from the table ({first_line(error)})") from error
+        return path or super().locate(index, name)
+
+    def _written(self, index: int, column: str, number: int) -> str:
+        """Return the file of the cache with a file of a row; it is written if it is not there."""
         from pyarrow import types
 
-        found = self._embedded(index, name)
-        if found is None:
-            return super().locate(index, name)
-        column, number = found
         cell = self._cells(index)[column][number]
         fields = {field.name for field in cell.type} if types.is_struct(cell.type) else set()
         content = cell["bytes"] if "bytes" in fields else cell

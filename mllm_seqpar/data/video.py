@@ -1,61 +1,64 @@
 """Video metadata, and the plan of the frames to read.
 
-Every rank computes the same plan from the same file without decoding: from the container's metadata if it states the
-number of frames, otherwise from a scan of the packets (demultiplexing only). Times are integer ticks of the stream's
-time base, so ranks cannot round differently. A planned tick stands for the frame with the greatest presentation time
-not after it, or for the first frame if there is none. `reader.read_frames` decodes the plan.
+The frames of a video are those that a decoder shows if it reads the file from its start, in its order, each once.
+There are three ways to their number and times, and `probe` takes the first that is known to give them:
+
+1. the container's index, if it lists every frame;
+2. a scan of the packets (demultiplexing only), unless `distrust` finds a reason why packets are not the frames;
+3. counting: all frames are decoded in order. Their times are FFmpeg's best-effort times, made ascending.
+
+Every rank computes the same plan from the same file. Times are integer ticks of the stream's time base, so ranks cannot
+round differently. A planned tick stands for the frame with the greatest presentation time not after it, or for the
+first frame if there is none. `reader.read_frames` decodes the plan: by time, or by number if the frames were counted.
 """
 
-import errno
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import lru_cache
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
-from mllm_seqpar._compat import optional_import
-from mllm_seqpar._logging import get_logger
 from mllm_seqpar.errors import ConfigError, VideoError
 
+from .container import demuxed, has_fragments, index_of, open_video, require_av, warn_once
 from .frame_choice import FrameChoice
+from .images import is_animated_webp
 from .media_files import media_size
+from .shown_frames import (
+    READ_TO_KNOW,
+    SMALLEST_FRAME,
+    BestEffort,
+    Packet,
+    ascending,
+    distrust,
+    longest_gap,
+    packet_facts,
+    shown_frames,
+    usual_step,
+)
 from .store_files import digest_of, file_digest
 
-_CONTAINERS = (
-    "mov,mp4,m4a,3gp,3g2,mj2 matroska,webm avi mpegts mpeg flv ogg asf mxf nut ivf dv rm gif apng wav mp3 aac flac"
-)
-_STREAMS = "h264 hevc av1 obu m4v mpegvideo h263 yuv4mpegpipe"
-_PICTURES = "png_pipe jpeg_pipe webp_pipe bmp_pipe tiff_pipe"
-
-VIDEO_OPTIONS = {
-    "format_whitelist": ",".join(f"{_CONTAINERS} {_STREAMS} {_PICTURES}".split()),
-    "protocol_whitelist": "file",
-}
-"""Options with which FFmpeg opens self-contained files only, by their content, never by the name of the file.
-
-A file may come from anyone, and FFmpeg also reads playlists (HLS, DASH, concat, SDP) that name other files and hosts.
-"""
-
-_log = get_logger(__name__)
-
-
-def require_av() -> Any:
-    return optional_import("av", extra="video", needed_for="reading videos")
+_PREFIX = 64
+"""Packets at the start of a file whose index is complete, whose times are compared with the codec's order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VideoInfo:
-    """Metadata of a video, read without decoding.
+    """Metadata of a video: the number, times and size of the frames that a decoder shows.
 
     Attributes:
         fps: average frames per second.
         duration: seconds from the start of the first frame to the end of the last.
         width, height: pixels of a coded frame, before a phone's rotation is applied.
         start, length: presentation time of the first frame, and `duration`, in ticks of `time_base` seconds.
-        ticks: presentation time of every frame, ascending, if the packets were scanned; otherwise None.
+        ticks: presentation time of every frame, ascending; None if they were not needed to know the other facts.
+        distrust: why packets do not tell which frames are shown when, so that frames were decoded and counted, and are
+            read in order from the start; None if frames are found by their times.
     """
 
     path: str
@@ -68,9 +71,13 @@ class VideoInfo:
     length: int
     time_base: Fraction
     ticks: tuple[int, ...] | None = field(default=None, repr=False)
+    distrust: str | None = None
 
     def plan(self, ticks: Iterable[int]) -> "FramePlan":
-        return FramePlan(self.path, tuple(ticks), self.time_base, self.start)
+        ticks, numbers, times = tuple(ticks), None, self.ticks
+        if self.distrust is not None and times is not None:
+            numbers = tuple(max(0, bisect_right(times, tick) - 1) for tick in ticks)
+        return FramePlan(self.path, ticks, self.time_base, self.start, numbers)
 
 
 @dataclass(frozen=True)
@@ -78,12 +85,15 @@ class FramePlan:
     """The frames to use of one video: entry i is the frame shown at `ticks[i]`.
 
     `ticks` are in units of `time_base` seconds on the stream's own clock, on which the first frame has time `start`.
+    `numbers` counts the frame of each entry among all that are shown, from 0, if the times of packets cannot find it
+    (`VideoInfo.distrust`); otherwise it is None.
     """
 
     path: str
     ticks: tuple[int, ...] = field(repr=False)
     time_base: Fraction
     start: int
+    numbers: tuple[int, ...] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not self.ticks or any(b < a for a, b in zip(self.ticks, self.ticks[1:], strict=False)):
@@ -91,6 +101,11 @@ class FramePlan:
 
     def __len__(self) -> int:
         return len(self.ticks)
+
+    def only(self, entry: int) -> "FramePlan":
+        """Return a plan of one entry."""
+        numbers = None if self.numbers is None else self.numbers[entry : entry + 1]
+        return replace(self, ticks=self.ticks[entry : entry + 1], numbers=numbers)
 
     def seconds(self, index: int) -> float:
         return self.time(self.ticks[index])
@@ -113,52 +128,124 @@ def source_meta(plan: FramePlan) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def open_video(path: str | os.PathLike[str]) -> Iterator[tuple[Any, Any]]:
-    """Open a file and yield (container, video stream); raise VideoError if it has no readable video stream."""
-    av = require_av()
-    name = os.fspath(path)
-    if media_size(name) < 0:
-        found = "a directory" if os.path.isdir(name) else "no such file"
-        raise VideoError(f"{name}: {found}; give the path of a video file")
-    if media_size(name) == 0:
-        raise VideoError(f"{name}: the file is empty (0 bytes); was the download interrupted?")
-    try:
-        # "file:" keeps a name such as concat:a.mp4 from being read as a protocol
-        container = av.open(f"file:{name}", options=VIDEO_OPTIONS)
-    except (av.error.FFmpegError, OSError) as error:
-        if getattr(error, "errno", None) == errno.EINVAL:  # the format is not in the whitelist
-            raise VideoError(
-                f"{name}: not in a supported container format (mp4, mov, mkv, webm, avi, mpegts and others "
-                "that are self-contained); playlists and descriptions that name other files or hosts (HLS, DASH, "
-                "concat, SDP) are refused; convert it, e.g. ffmpeg -i IN -c copy OUT.mp4"
-            ) from error
-        raise VideoError(f"{name}: not a readable video ({reason(error)}); is it a complete video file?") from error
-    with container:
-        streams = [s for s in container.streams.video if "attached_pic" not in str(getattr(s, "disposition", None))]
-        if not streams:
-            kinds = ", ".join(sorted({str(s.type) for s in container.streams})) or "nothing"
-            raise VideoError(f"{name}: contains no video stream (found: {kinds}); give a file with moving images")
-        yield container, streams[0]
-
-
 def probe(path: str | os.PathLike[str]) -> VideoInfo:
-    """Return the metadata of a video, from the container if it is complete, otherwise from a scan of the packets.
+    """Return the metadata of a video, by the cheapest of the three ways of this module that is right for the file.
 
-    A VideoError says that the file is missing, corrupt, empty, without video, or without presentation times.
+    A VideoError says that the file is missing, corrupt, empty or without video.
     """
-    with open_video(path) as (container, stream):
-        # A fragmented mp4 that was not read to its end counts only the frames of the fragments read so far.
-        index_agrees = not hasattr(stream, "index_entries") or len(index_of(stream)) > 0
-        if stream.frames > 0 and stream.duration and stream.start_time is not None and index_agrees:
-            return _info(path, stream, stream.frames, stream.start_time, stream.duration, None)
-        return _scan(path, container, stream)
+    if not is_animated_webp(path):
+        with open_video(path) as (container, stream):
+            if _is_indexed(path, container, stream):
+                length = stream.duration
+                return _info(path, stream.codec_context, stream.time_base, stream.start_time, length, stream.frames)
+    return scan(path)
 
 
 def scan(path: str | os.PathLike[str]) -> VideoInfo:
-    """Return the metadata of a video from a scan of all packets, so that `ticks` is set; otherwise like `probe`."""
+    """Return the metadata of a video with the times of all frames, `ticks`; otherwise like `probe`."""
+    if is_animated_webp(path):
+        return _count(path, "it is an animated WebP")
     with open_video(path) as (container, stream):
-        return _scan(path, container, stream)
+        codec = stream.codec_context.name
+        packets = [packet_facts(codec, packet) for packet in demuxed(container, stream)]
+        if not packets:
+            raise VideoError(f"{path}: its video stream has no frames; was the recording interrupted?")
+        why = distrust(os.fspath(path), container, stream, packets)
+        if why is None:
+            found = sorted((packet.pts or 0, packet.duration) for packet in packets if packet.shown)
+            ticks = [time for time, _ in found]
+            return _scanned(path, container, stream, ticks, found[-1][1])
+    return _count(path, why)
+
+
+def _is_indexed(path: Any, container: Any, stream: Any) -> bool:
+    """Return whether the index and the header of a file state the number and the times of the frames that are shown."""
+    entries, codec = index_of(stream), stream.codec_context
+    if not entries or not stream.duration or stream.start_time is None or codec.name in READ_TO_KNOW:
+        return False
+    smallest, times = SMALLEST_FRAME if codec.name == "mpeg4" else 1, []
+    for entry in entries:
+        if entry.is_discard or entry.size < smallest:
+            return False
+        times.append(entry.timestamp)
+    if any(b <= a for a, b in pairwise(times)) or stream.duration <= times[-1] - times[0] or has_fragments(path):
+        return False
+    packets: list[Packet] = []  # an index has decoding times only
+    for packet in demuxed(container, stream):
+        if packet.is_corrupt:  # an index that lists more than the file has is an error where that is read
+            break
+        packets.append(packet_facts(codec.name, packet))
+        may_reorder = codec.codec.reorder and codec.has_b_frames
+        if not may_reorder or packet.pts is None or packet.pts < (packets[-2:][0].pts or 0) or len(packets) == _PREFIX:
+            break
+    complete = bool(packets) and packets[0].pts == stream.start_time
+    return complete and distrust(os.fspath(path), container, stream, packets) is None
+
+
+def _count(path: str | os.PathLike[str], why: str) -> VideoInfo:
+    """Return the metadata of a video from decoding it. A file that has not changed is counted once."""
+    facts = os.stat(path)
+    return _counted(os.fspath(path), why, (facts.st_mtime_ns, facts.st_size, facts.st_ino))
+
+
+@lru_cache(maxsize=64)
+def _counted(path: str, why: str, _version: tuple[int, ...]) -> VideoInfo:
+    if is_animated_webp(path):
+        frames = list(shown_frames(path, threads=1))
+        last = frames[-1]
+        ticks = tuple(frame.pts for frame in frames)
+        return _info(path, last, Fraction(1, 1000), 0, last.pts + last.duration, len(ticks), ticks, why)
+    best_effort, times = BestEffort(), list[int | None]()
+    for frame in shown_frames(path, threads=0):
+        times.append(best_effort(frame.pts, frame.dts))
+    if not times:
+        raise VideoError(f"{path}: none of its frames can be decoded; replace the file")
+    with open_video(path) as (container, stream):
+        ticks = ascending(times, usual_step(stream), longest_gap(container, stream))
+        return _scanned(path, container, stream, ticks, usual_step(stream), why)
+
+
+def _scanned(
+    path: Any, container: Any, stream: Any, ticks: Sequence[int], tail: int, why: str | None = None
+) -> VideoInfo:
+    """Return the metadata of a video with frames at these times, the last of which is shown for `tail` ticks.
+
+    If the container does not state how long the last frame is shown, it is an average frame.
+    """
+    if not tail:
+        tail = (ticks[-1] - ticks[0]) // (len(ticks) - 1) if len(ticks) > 1 else usual_step(stream)
+    length = ticks[-1] + max(tail, 1) - ticks[0]
+    info = _info(path, stream.codec_context, stream.time_base, ticks[0], length, len(ticks), tuple(ticks), why)
+    stated = (container.duration or 0) / require_av().time_base
+    if info.duration < 0.9 * stated:
+        warn_once("%s: its video ends at %.1f s of the %.1f s that the file states", path, info.duration, stated)
+    return info
+
+
+def _info(
+    path: Any,
+    size: Any,
+    time_base: Fraction,
+    start: int,
+    length: int,
+    frames: int,
+    ticks: tuple[int, ...] | None = None,
+    why: str | None = None,
+) -> VideoInfo:
+    duration = length * time_base
+    return VideoInfo(
+        path=os.fspath(path),
+        frames=frames,
+        fps=float(frames / duration),
+        duration=float(duration),
+        width=size.width,
+        height=size.height,
+        start=start,
+        length=length,
+        time_base=time_base,
+        ticks=ticks,
+        distrust=why,
+    )
 
 
 def plan_frames(
@@ -216,51 +303,6 @@ def _clip(info: VideoInfo, start: float | None, end: float | None) -> tuple[Frac
     return info.start + begin, min(Fraction(info.length), Fraction(stop)) - begin
 
 
-def _scan(path: str | os.PathLike[str], container: Any, stream: Any) -> VideoInfo:
-    av = require_av()
-    found: list[tuple[int, int]] = []
-    try:
-        for packet in container.demux(stream):
-            if packet.size == 0 or packet.is_discard:
-                continue
-            time = packet.pts if packet.pts is not None else packet.dts
-            if time is None:
-                raise VideoError(
-                    f"{path}: its packets have no presentation times, so frames cannot be found by time; "
-                    "put it in a container that has them, e.g. ffmpeg -i IN -c copy OUT.mp4"
-                )
-            found.append((time, packet.duration or 0))
-    except av.error.FFmpegError as error:
-        raise VideoError(f"{path}: cannot be read after packet {len(found)} ({reason(error)})") from error
-    if not found:
-        raise VideoError(f"{path}: its video stream has no frames; was the recording interrupted?")
-    found.sort()
-    start, (last, tail) = found[0][0], found[-1]
-    if not tail:  # Some containers do not state the duration of a frame; use the average.
-        tail = (last - start) // (len(found) - 1) if len(found) > 1 else round(1 / (25 * stream.time_base))
-    info = _info(path, stream, len(found), start, last + max(tail, 1) - start, tuple(t for t, _ in found))
-    stated = (container.duration or 0) / av.time_base
-    if info.duration < 0.9 * stated:
-        _log.warning("%s: its video ends at %.1f s of the %.1f s that the file states", path, info.duration, stated)
-    return info
-
-
-def _info(path: Any, stream: Any, frames: int, start: int, length: int, ticks: tuple[int, ...] | None) -> VideoInfo:
-    duration = length * stream.time_base
-    return VideoInfo(
-        path=os.fspath(path),
-        frames=frames,
-        fps=float(frames / duration),
-        duration=float(duration),
-        width=stream.codec_context.width,
-        height=stream.codec_context.height,
-        start=start,
-        length=length,
-        time_base=stream.time_base,
-        ticks=ticks,
-    )
-
-
 def write_video(
     path: str | os.PathLike[str],
     frames: Iterable[Any],
@@ -290,14 +332,3 @@ def write_video(
                 stream.height, stream.width = image.shape[:2]
             file.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
         file.mux(stream.encode())
-
-
-def index_of(stream: Any) -> Any:
-    """Return the container's index of a stream if it lists every frame, otherwise an empty tuple."""
-    entries = getattr(stream, "index_entries", ())  # Newer PyAV only; without it, packets are scanned.
-    return entries if stream.frames and len(entries) == stream.frames else ()
-
-
-def reason(error: Exception) -> str:
-    """Return the text of an FFmpeg error without errno and path."""
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
