@@ -23,6 +23,8 @@ from .evidence import Evidence
 
 OnText = Callable[[str], object]
 
+LEAST_TEMPERATURE = 1e-6
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -54,7 +56,7 @@ class Sampling:
         penalty = 1.0 if self.repetition_penalty is None else self.repetition_penalty
         for name, valid, allowed in (
             ("max_new_tokens", self.max_new_tokens > 0, "1 or more"),
-            ("temperature", self.temperature == 0 or 1e-6 <= self.temperature < inf, "0, or 1e-6 or more"),
+            ("temperature", self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature < inf, "0, or 1e-6 or more"),
             ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1"),
             ("seed", 0 <= self.seed < 2**63, "0 or more, below 2**63"),
             ("top_k", self.top_k >= 0, "0 or more"),
@@ -257,7 +259,8 @@ class FiniteLogits(LogitsProcessor):
         self._failed: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        failed = ~scores.logsumexp(-1, keepdim=True).isfinite()
+        # Divided by a temperature, they must be finite too.
+        failed = ~(scores.logsumexp(-1, keepdim=True) / LEAST_TEMPERATURE).isfinite()
         self._failed = failed if self._failed is None else self._failed | failed
         end = torch.full_like(scores, -torch.inf)
         end[:, self._end_token] = 0.0

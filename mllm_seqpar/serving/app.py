@@ -211,13 +211,16 @@ def _add_files(app: FastAPI, store: MediaStore) -> None:
         if not request.headers.get("content-type", "").startswith("multipart/form-data"):
             raise ApiError(400, "expected multipart/form-data with a file and its purpose", param="file")
         length = int(request.headers.get("content-length", "0"))
-        store.require_room(max(0, length - FORM))  # before the file is received
-        async with request.form(max_files=1, max_fields=8) as form:
+        with store.room(max(0, length - FORM)):  # reserved before the file is received
+            form = await request.form(max_files=1, max_fields=8)
+        try:
             file, purpose = form.get("file"), form.get("purpose")
             if not isinstance(file, UploadFile) or not isinstance(purpose, str):
                 raise ApiError(400, "expected a file and its purpose, such as user_data", param="file")
             name, expiry = file.filename or "upload", _expiry(form)
             upload = await run_in_threadpool(store.add, file.file, name, purpose, expiry)
+        finally:
+            await form.close()
         return JSONResponse(upload.describe())
 
     @app.get("/v1/files")

@@ -157,7 +157,7 @@ class MediaStore:
         with self._lock:
             return self._reserved + sum(upload.bytes for upload in self.uploads())
 
-    def require_room(self, size: int) -> None:
+    def _require_room(self, size: int) -> None:
         """Raise ApiError 413 if `size` further bytes do not fit."""
         if (stored := self.stored) + size > self._max_total:
             raise ApiError(
@@ -165,6 +165,13 @@ class MediaStore:
                 f"{size} bytes do not fit: {stored} of {self._max_total} are in use (--max_stored_mb); delete files "
                 "first (DELETE /v1/files/ID), or try again when other requests have ended",
             )
+
+    @contextmanager
+    def room(self, size: int) -> Iterator[None]:
+        """Count bytes that are being received until the end of the block; raise ApiError 413 if they do not fit."""
+        with self._reservation() as reserve:
+            reserve(size)
+            yield
 
     def add(self, file: Any, filename: str, purpose: str, expiry: Expiry | None = None) -> Upload:
         """Store an upload from a binary file; raise ApiError 413 if it does not fit."""
@@ -176,7 +183,7 @@ class MediaStore:
             facts = {"bytes": temporary.stat().st_size, "created_at": int(time.time())}
             upload = Upload(path=path, id=upload_id, filename=filename, purpose=purpose, **facts)
             with self._lock:
-                self.require_room(upload.bytes)
+                self._require_room(upload.bytes)
                 temporary.rename(path)
                 self._uploads[upload_id] = upload
                 if expiry is not None:
@@ -357,7 +364,7 @@ class MediaStore:
         def reserve(size: int) -> None:
             nonlocal reserved
             with self._lock:
-                self.require_room(size - reserved)
+                self._require_room(size - reserved)
                 self._reserved, reserved = self._reserved + size - reserved, size
 
         try:

@@ -10,12 +10,14 @@ machine.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
 import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -43,6 +45,9 @@ LARGE = ("/v1/chat/completions", "/v1/files")
 
 SMALL = 100_000
 """The largest number of bytes of another body."""
+
+PATIENCE = 60.0
+"""Seconds without any bytes of a body that has not ended, after which the request has failed."""
 
 
 @dataclass(kw_only=True)
@@ -275,6 +280,7 @@ class _Limited:
 
     def __init__(self, receive: Any, limit: int, option: str) -> None:
         self._receive, self._limit, self._option, self._received = receive, limit, option, 0
+        self._complete = False
 
     def require(self, size: int) -> None:
         """Raise ApiError 413 if a body of this size is too large."""
@@ -283,17 +289,26 @@ class _Limited:
             raise ApiError(413, text, code="too_large")
 
     async def __call__(self) -> Any:
-        message = await self._receive()
-        self._received += len(message.get("body", b""))
+        message = await self._next()
         if self._received > self._limit:
             await self.drain()
         self.require(self._received)
         return message
 
+    async def _next(self) -> Any:
+        """Return the next message; raise ApiError 408 if the body stops arriving."""
+        try:
+            message = await asyncio.wait_for(self._receive(), None if self._complete else PATIENCE)
+        except TimeoutError as error:
+            self._complete = True
+            text = f"no bytes of the request have arrived for {PATIENCE:g} s; send it again"
+            raise ApiError(408, text, code="timeout", headers={"Connection": "close"}) from error
+        self._received += len(message.get("body", b""))
+        self._complete = not message.get("more_body")
+        return message
+
     async def drain(self) -> None:
         """Read the rest of a refused body, up to twice the limit: a client may read the response only then."""
-        while self._received <= 2 * self._limit:
-            message = await self._receive()
-            self._received += len(message.get("body", b""))
-            if message["type"] != "http.request" or not message.get("more_body"):
-                return
+        with suppress(ApiError):  # the client is told of its first fault
+            while self._received <= 2 * self._limit and not self._complete:
+                await self._next()

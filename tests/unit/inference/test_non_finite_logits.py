@@ -125,6 +125,8 @@ def test_failure_of_one_rank_is_raised_on_all(overflowing: Path, inference_files
         ([0.0, 1.0, -torch.inf], True),
         ([-torch.inf] * 3, False),
         ([0.0, torch.inf, 0.0], False),
+        ([1e30, 0.0, 1e31], True),
+        ([1e34, 0.0, 0.0], False),  # infinite after the division by a small temperature
         ([0.0, 0.0, torch.nan], False),
     ],
 )

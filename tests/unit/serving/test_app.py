@@ -377,6 +377,44 @@ def test_upload_without_room_is_refused_before_it_is_received(
     assert status_of(upload, service, b"x" * 2400) == (413, None)
 
 
+def begun_upload(service: SimpleNamespace, size: int, key: str = "secret") -> socket.socket:
+    """Return a connection that has sent the beginning of an upload of this size."""
+    host, port = service.base.removeprefix("http://").split(":")
+    head = f"POST /v1/files HTTP/1.1\r\nHost: {host}:{port}\r\nAuthorization: Bearer {key}\r\n"
+    connection = socket.create_connection((host, int(port)))
+    connection.sendall(
+        f"{head}Content-Type: multipart/form-data; boundary=x\r\nContent-Length: {size}\r\n\r\n".encode()
+    )
+    return connection
+
+
+def test_upload_that_is_received_has_its_room_until_its_client_leaves(service: SimpleNamespace) -> None:
+    with begun_upload(service, 4900):
+        wait_until(lambda: "stored_bytes 3876.0" in service.http("GET", "metrics").text)
+        assert status_of(upload, service, b"x" * 2400) == (413, None)
+    wait_until(lambda: "stored_bytes 0.0" in service.http("GET", "metrics").text)
+    assert upload(service, b"x" * 2400).bytes == 2400
+
+
+def test_body_that_stops_arriving_is_a_failed_request(
+    service: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(middleware, "PATIENCE", 0.3)
+    for key, status, text in (("secret", 408, "no bytes of the request have arrived for 0.3 s"), ("x", 401, "key")):
+        with begun_upload(service, 4900, key) as connection:
+            connection.settimeout(30)
+            answer = connection.recv(4096).decode()
+            answer += "" if text in answer else connection.recv(4096).decode()
+        assert answer.startswith(f"HTTP/1.1 {status} ") and text in answer
+    assert "stored_bytes 0.0" in service.http("GET", "metrics").text
+    service.worker.go.clear()  # a request whose body is complete may take as long as it needs
+    with ThreadPoolExecutor(1) as pool:
+        answered = pool.submit(ask, service)
+        time.sleep(1)
+        service.worker.go.set()
+        assert answered.result(30).choices
+
+
 def test_log_has_a_line_for_each_request(service: SimpleNamespace) -> None:
     answer, failed = ask(service), status_of(ask, service, "bug")
     assert status_of(ask, service, n=2) == (400, None) and failed == (500, None)
