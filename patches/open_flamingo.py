@@ -61,6 +61,7 @@ from mllm_seqpar.adapting import (
     merge_heads,
     patch_generate,
     require_same_inputs,
+    rotate_by_whole_text,
     run_pass,
     takes_cache,
     tensor_of,
@@ -249,6 +250,7 @@ class OpenFlamingoFamily(Family[MediaInputs]):
     def install(cls, model: Any, context: SeqParContext, patch: Patch) -> None:
         language_model, family = model.lang_encoder, cls(model, context)
         family.language_model.install(patch)
+        rotate_by_whole_text(family, patch)
         for index, attention in cross_attentions(language_model):
             patch.guard(language_model, [attention])
             patch.set(attention, "forward", cross_attention_forward(attention, index))

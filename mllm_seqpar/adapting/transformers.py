@@ -21,6 +21,7 @@ from mllm_seqpar.integrations.transformers.family import (
 from mllm_seqpar.integrations.transformers.generation import patch_generate
 from mllm_seqpar.integrations.transformers.inputs import ForwardInputs, as_compared_tensors
 from mllm_seqpar.integrations.transformers.passes import run_pass
+from mllm_seqpar.integrations.transformers.rotary import rotate_by_whole_text
 from mllm_seqpar.integrations.transformers.tower import local_features
 from mllm_seqpar.models.cache import SequenceParallelCacheState, cache_state_of, mark_visual_layers
 
@@ -47,6 +48,7 @@ __all__ = [
     "patch_generate",
     "refuse_dropout",
     "require_same_inputs",
+    "rotate_by_whole_text",
     "run_pass",
     "split_heads",
     "takes_cache",

@@ -41,6 +41,7 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.integrations.accelerate import (
     disable_context_parallelism,
     enable_fsdp2_on_cpu,
+    forget_preparation,
     launched_with_fsdp2,
     require_sharded,
     reshard,
@@ -179,6 +180,9 @@ class SeqParMixin(_Base):
         return recursively_apply(select, self.accelerator.gather(data))
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Wrap the model, also if it has been evaluated before, or trained by another trainer."""
+        if self.model_wrapped is self.model and not self.is_fsdp_enabled:
+            forget_preparation(self.accelerator, self.model)
         prepared = super()._prepare_for_training(*args, **kwargs)
         if self.accelerator.is_fsdp2:
             require_sharded(self.model)

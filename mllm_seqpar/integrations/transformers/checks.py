@@ -61,7 +61,7 @@ def require_same_pass(
     The modes of the model are compared too, and in the first passes a sample of its weights and which are trained.
     """
     comm, kwargs = family.context.comm, {**kwargs, "logits_to_keep": logits_to_keep}
-    weights = [*family.model.parameters()] if family.context.compares_weights() else []
+    weights = [*family.model.parameters()] if family.context.compares_weights(torch.is_grad_enabled()) else []
 
     def check() -> None:
         if weights:

@@ -377,10 +377,11 @@ def _frames_of_shards(
 ) -> tuple[Frames, Mapping[str, Tensor]]:
     """Return the frames of a pass with a sharding of the text, and the facts about this rank's rows."""
     source, context = attended.source, family.context
-    frames = Frames.of_shards(source, attended.mask, text, inputs.units_per_frame)
+    frames, shape = Frames.of_shards(source, attended.mask, text, inputs.units_per_frame), family.cross_attention_shape()
     if isinstance(source, VisualFeatures):
         index = functools.partial(family.unit_index, inputs, source.units)
-        frames = select_strategy(context, frames, source, text, index, family.cross_attention_shape())
+        frames = select_strategy(context, frames, source, text, index, shape)
+    frames.kv_heads = None if shape is None else shape.kv_heads
     if context.config.self_attention == "local":
         return frames, attended.facts
     return frames, {name: text.shard(x, 1) for name, x in attended.facts.items()}
@@ -451,6 +452,7 @@ def _run_rows(
     embeds = state.embedded(embeds)  # the embeddings of the text alone are freed
     if text is not None and not has_frames:
         embeds = with_accumulated_gradients(embeds, family.model)
+    family.whole_positions = inputs.positions
     return family.run_decoder(embeds, positions, mask, cache, state, **kwargs)
 
 
