@@ -37,7 +37,6 @@ from mllm_seqpar.errors import TransferError
 
 from .backends import backends_of, release_gloo_at_exit
 
-
 _groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 """The transfer group of each group."""
 

@@ -26,7 +26,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mllm_seqpar._compat import CP_HOOKS, FLATTENED_MESH, FSDP_ON_CPU, PARALLELISM_ON_CPU, keep_attention, prepared_models
+from mllm_seqpar._compat import (
+    CP_HOOKS,
+    FLATTENED_MESH,
+    FSDP_ON_CPU,
+    PARALLELISM_ON_CPU,
+    keep_attention,
+    prepared_models,
+)
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.models.loading import layer_classes
 

@@ -24,7 +24,7 @@ from mllm_seqpar.comm.backends import require_transferable
 from mllm_seqpar.comm.base import fingerprint
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import AgreementError, ConfigError, ShapeError
-from mllm_seqpar.fsdp_units import refuse_fsdp1
+from mllm_seqpar.fsdp_units import refuse_other_sharding
 from mllm_seqpar.models.cache import supports_sharded_text
 from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
 from mllm_seqpar.sharding import FrameShard, describe_spans, frame_spans
@@ -65,7 +65,8 @@ def require_same_pass(
 
     def check() -> None:
         if weights:
-            refuse_fsdp1(family.model)
+            alone = comm.size == 1 and not family.has_cross_attention
+            refuse_other_sharding(family.model, tensor_parallel=alone)
             pixels = inputs.frames is not None and not inputs.frames_are_features
             # Without pixels, the vision tower may stay elsewhere.
             require_transferable(comm, family.model, weights if pixels else [family.embedding_weight()])

@@ -377,7 +377,10 @@ def _frames_of_shards(
 ) -> tuple[Frames, Mapping[str, Tensor]]:
     """Return the frames of a pass with a sharding of the text, and the facts about this rank's rows."""
     source, context = attended.source, family.context
-    frames, shape = Frames.of_shards(source, attended.mask, text, inputs.units_per_frame), family.cross_attention_shape()
+    frames, shape = (
+        Frames.of_shards(source, attended.mask, text, inputs.units_per_frame),
+        family.cross_attention_shape(),
+    )
     if isinstance(source, VisualFeatures):
         index = functools.partial(family.unit_index, inputs, source.units)
         frames = select_strategy(context, frames, source, text, index, shape)
