@@ -115,8 +115,8 @@ def refuse_other_sharding(model: nn.Module, *, tensor_parallel: bool = False) ->
     _refuse_fsdp1(model)
     if zero3 := next((name for name, p in model.named_parameters() if hasattr(p, "ds_id")), None):
         raise ConfigError(
-            f"parameter {zero3} of {type(model).__name__} is sharded by DeepSpeed (ZeRO-3), which gathers parameters for "
-            "calls of their module only; shard the model by FSDP2: torch.distributed.fsdp.fully_shard"
+            f"parameter {zero3} of {type(model).__name__} is sharded by DeepSpeed (ZeRO-3), which gathers parameters "
+            "for calls of their module only; shard the model by FSDP2: torch.distributed.fsdp.fully_shard"
         )
     if tensor_parallel:
         return
@@ -133,7 +133,8 @@ def refuse_other_sharding(model: nn.Module, *, tensor_parallel: bool = False) ->
     size = max(vars(module).get("_tp_size") or 1 for module in model.modules())
     if sharded or size > 1:
         raise ConfigError(
-            f"{type(model).__name__} is sharded by tensor parallelism (tp_plan): {sharded or f'tp_size={size}'}. Its "
+            f"{type(model).__name__} is sharded by other means than FSDP2, such as tensor parallelism (tp_plan): "
+            f"{sharded or f'tp_size={size}'}. Its "
             "ranks compute parts of the same tokens together, and those of a sequence-parallel group different tokens; "
             "load the model without tp_plan and tp_size, and shard its parameters by FSDP2: "
             "torch.distributed.fsdp.fully_shard"

@@ -272,6 +272,11 @@ class OpenFlamingoFamily(Family[MediaInputs]):
     def called_modules(self) -> Iterable[nn.Module]:
         return [*super().called_modules, *self.language_model.called_modules()]
 
+    @property
+    def frame_modules(self) -> Iterable[nn.Module]:
+        attentions = [attention for _, attention in cross_attentions(self.model)]
+        return [self.flamingo.vision_encoder, self.flamingo.perceiver, *attentions]
+
     def cross_attention_shape(self) -> CrossAttentionShape:
         attentions = [attention for _, attention in cross_attentions(self.model)]
         heads = attentions[0].heads

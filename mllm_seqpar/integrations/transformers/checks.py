@@ -25,6 +25,7 @@ from mllm_seqpar.comm.base import fingerprint
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import AgreementError, ConfigError, ShapeError
 from mllm_seqpar.fsdp_units import refuse_other_sharding
+from mllm_seqpar.models.adapters import refuse_arguments_of_samples
 from mllm_seqpar.models.cache import supports_sharded_text
 from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
 from mllm_seqpar.sharding import FrameShard, describe_spans, frame_spans
@@ -70,6 +71,7 @@ def require_same_pass(
             pixels = inputs.frames is not None and not inputs.frames_are_features
             # Without pixels, the vision tower may stay elsewhere.
             require_transferable(comm, family.model, weights if pixels else [family.embedding_weight()])
+        refuse_arguments_of_samples(family.model, family.frame_modules, comm.size)
         check_text(inputs)
         check_arguments(family, inputs, kwargs)
         check_star(family.context.config, inputs)

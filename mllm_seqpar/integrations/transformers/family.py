@@ -180,6 +180,13 @@ class Family(ABC, Generic[InputsT]):
         own = (self.model.get_input_embeddings(), self.model.get_output_embeddings(), self.decoder)
         return [module for module in own if module is not None]
 
+    @property
+    def frame_modules(self) -> Iterable[nn.Module]:
+        """The modules that compute with frames: those that `encode` calls, and attention to frames."""
+        text = {self.model.get_input_embeddings(), self.model.get_output_embeddings(), self.decoder}
+        encoders = [module for module in self.called_modules if module not in text]
+        return [*encoders, *(module for module, _ in self.visual_attention())]
+
     # The arguments of a pass.
 
     def inputs(self, *args: Any, **kwargs: Any) -> InputsT:
