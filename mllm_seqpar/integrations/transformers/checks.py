@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.cache_utils import Cache
-from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import TransformersKwargs
 
 from mllm_seqpar.comm import Communicator
@@ -31,7 +30,7 @@ from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
 from mllm_seqpar.sharding import FrameShard, describe_spans, frame_spans
 
 from .inputs import ForwardInputs
-from .outputs import leaves_out_logits
+from .outputs import custom_loss, leaves_out_logits
 
 if TYPE_CHECKING:
     from .family import Family
@@ -315,6 +314,8 @@ def refuse_unsupported_attention(config: Any, kwargs: Mapping[str, Any]) -> None
 def _check_training(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor) -> None:
     """Raise ConfigError or ShapeError for training that would be wrong: its checkpointing, its loss, or its labels."""
     context, model = family.context, family.model
+    if inputs.past_length and context.comm.size > 1 and family.has_cross_attention and torch.is_grad_enabled():
+        _refuse_trained_cache(inputs.cache)
     if model.training and torch.is_grad_enabled() and list(family.visual_attention()):
         _refuse_reentrant_checkpointing(family.checkpointed_modules)
     if inputs.has_labels:
@@ -324,18 +325,23 @@ def _check_training(family: Family, inputs: ForwardInputs, logits_to_keep: int |
             check_labels(inputs)
 
 
+def _refuse_trained_cache(cache: Any) -> None:
+    """Raise ConfigError if K and V of a cache require gradients, as those of PEFT's prefix tuning do."""
+    stored = [getattr(layer, "keys", None) for layer in getattr(cache, "layers", ())]
+    if any(isinstance(keys, Tensor) and keys.requires_grad for keys in stored):
+        raise ConfigError(
+            "prefix tuning: keys and values that require gradients were passed as a cache, and a pass that continues a "
+            "cache has no backward pass through frames that are sharded over ranks. Train other adapters (LoRA, prompt "
+            "tuning), or let one process compute each sample (sequence_parallel_size=1)"
+        )
+
+
 def check_labels(inputs: ForwardInputs) -> None:
     """Raise ShapeError unless the labels have the shape of the text, as the loss that is computed here requires."""
     name = "labels" if inputs.shift_labels is None else "shift_labels"
     labels, shape = getattr(inputs, name), (inputs.batch, inputs.length)
     if labels is not None and tuple(labels.shape) != shape:
         raise ShapeError(f"{name}: has shape {tuple(labels.shape)}; expected {shape}, one for each token of this call")
-
-
-def custom_loss(model: Any) -> Any:
-    """Return the model's loss function if it is not the cross-entropy of tokens; None if it is."""
-    function = getattr(model, "loss_function", ForCausalLMLoss)
-    return None if function is ForCausalLMLoss else function
 
 
 def refuse_custom_loss(model: Any) -> None:
