@@ -256,7 +256,8 @@ def sharded_causal_lm_loss(
         ignore_index: the label of tokens without a target; None: -100.
 
     Returns:
-        float32 scalar, or float64 of float64 logits. Its gradient, averaged over the group, is the gradient of the unpatched model's loss.
+        float32 scalar, or float64 of float64 logits. Its gradient, averaged over the group, is the gradient of the
+        unpatched model's loss.
 
     Raises:
         ShapeError: on all ranks, if the labels do not have the shape of the text, or are no tokens.

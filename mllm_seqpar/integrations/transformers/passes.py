@@ -449,7 +449,11 @@ def _run_rows(
         tokens, positions = tokens[:, rows.start :], positions[..., rows.start :]
     embeds = family.model.get_input_embeddings()(tokens) if inputs.inputs_embeds is None else tokens
     if state.text_mask == "decoder":
-        mask = family.text_mask(embeds, mask, positions, cache)
+        found = family.text_mask(embeds, mask, positions, cache)
+        if found is None and mask is not None and cache is None and _begins_again(inputs.text_position_ids):
+            # Without a mask, the decoder would separate sequences by their positions.
+            found = torch.ones(inputs.length, inputs.length, dtype=torch.bool, device=embeds.device).tril()[None, None]
+        mask = found
     else:  # the mask is in the state, and transformers passes on a mask of four dimensions
         mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=embeds.device)
     embeds = state.embedded(embeds)  # the embeddings of the text alone are freed
@@ -457,6 +461,10 @@ def _run_rows(
         embeds = with_accumulated_gradients(embeds, family.model)
     family.whole_positions = inputs.positions
     return family.run_decoder(embeds, positions, mask, cache, state, **kwargs)
+
+
+def _begins_again(positions: Tensor | None) -> bool:
+    return positions is not None and packed_starts(positions) is not None
 
 
 def _count_shards(family: Family, inputs: ForwardInputs, local_tokens: int) -> None:
