@@ -216,7 +216,11 @@ def takes_cache(function: Callable[..., Any]) -> Callable[..., Any]:
         if "past_key_values" in kwargs:
             former = kwargs.pop("past_key_values")
             if former is not None and kwargs.get("cache") is not None:
-                raise ConfigError("cache and past_key_values are two names of one argument; pass one of them")
+                raise ConfigError(
+                    "cache and past_key_values are two names of one argument, and both were given. If they come from "
+                    "PEFT's prefix tuning: it cannot generate with this version of transformers, which would ignore "
+                    "the prefix; otherwise pass only cache"
+                )
             kwargs["cache"] = former if kwargs.get("cache") is None else kwargs["cache"]
         return function(*args, **kwargs)
 

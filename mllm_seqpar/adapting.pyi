@@ -51,6 +51,7 @@ from mllm_seqpar.integrations.transformers.generation import patch_generate as p
 from mllm_seqpar.integrations.transformers.inputs import ForwardInputs as ForwardInputs
 from mllm_seqpar.integrations.transformers.inputs import as_compared_tensors as as_compared_tensors
 from mllm_seqpar.integrations.transformers.passes import run_pass as run_pass
+from mllm_seqpar.integrations.transformers.rotary import rotate_by_whole_text as rotate_by_whole_text
 from mllm_seqpar.integrations.transformers.tower import local_features as local_features
 from mllm_seqpar.masks import FrameMask as FrameMask
 from mllm_seqpar.models.cache import SequenceParallelCacheState as SequenceParallelCacheState

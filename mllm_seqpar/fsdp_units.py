@@ -12,8 +12,8 @@ kinds of computation here are not a single call of the unit:
 are gathered once before it and once before its backward pass, whatever it calls in between, so that ranks with
 different numbers of chunks stay in step. Gradients reach the same leaf tensors as in a plain call.
 
-It uses three names that are internal to torch, the same from 2.11 to 2.15: `FSDPState._pre_forward`, `_post_forward`
-and `_training_state`. In the state PRE_BACKWARD the hooks of a unit cast its inputs and outputs and do nothing else,
+It uses names that are internal to torch, the same from 2.11 to 2.15: `FSDPState._pre_forward`, `_post_forward` and
+`_training_state`. In the state PRE_BACKWARD the hooks of a unit cast its inputs and outputs and do nothing else,
 because recomputation under activation checkpointing calls the unit while its parameters are gathered for backward.
 """
 
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor
 
 from mllm_seqpar.errors import ConfigError
 
@@ -104,7 +105,58 @@ class _Tie(torch.autograd.Function):
         return dx, ctx.token
 
 
-def refuse_fsdp1(model: nn.Module) -> None:
+def refuse_other_sharding(model: nn.Module, *, tensor_parallel: bool = False) -> None:
+    """Raise ConfigError if parameters of the model are sharded by anything but FSDP2.
+
+    Args:
+        model: the model.
+        tensor_parallel: whether tensor parallelism is allowed.
+    """
+    _refuse_fsdp1(model)
+    if zero3 := next((name for name, p in model.named_parameters() if hasattr(p, "ds_id")), None):
+        raise ConfigError(
+            f"parameter {zero3} of {type(model).__name__} is sharded by DeepSpeed (ZeRO-3), which gathers parameters "
+            "for calls of their module only; shard the model by FSDP2: torch.distributed.fsdp.fully_shard"
+        )
+    if tensor_parallel:
+        return
+    of_fsdp2 = _names_in_fsdp2(fsdp_units_among([model]))
+    sharded = next(
+        (
+            f"parameter {at}.{name} is a DTensor over {p.device_mesh}"
+            for at, module in model.named_modules()
+            for name, p in module._parameters.items()
+            if isinstance(p, DTensor) and (id(module), name) not in of_fsdp2
+        ),
+        None,
+    )
+    size = max(vars(module).get("_tp_size") or 1 for module in model.modules())
+    if sharded or size > 1:
+        raise ConfigError(
+            f"{type(model).__name__} is sharded by other means than FSDP2, such as tensor parallelism (tp_plan): "
+            f"{sharded or f'tp_size={size}'}. Its "
+            "ranks compute parts of the same tokens together, and those of a sequence-parallel group different tokens; "
+            "load the model without tp_plan and tp_size, and shard its parameters by FSDP2: "
+            "torch.distributed.fsdp.fully_shard"
+        )
+
+
+def _names_in_fsdp2(units: Iterable[FSDPModule]) -> set[tuple[int, str]]:
+    """Return the id of the module and the name there of each parameter that FSDP2 shards and nothing else does."""
+    found = set[tuple[int, str]]()
+    for unit in units:
+        state: Any = unit._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        for group in [state._fsdp_param_group] if groups is None else groups:
+            for param in [] if group is None else group.fsdp_params:
+                if not param.is_dtensor:  # before FSDP2 sharded it
+                    info = param._module_info
+                    found.add((id(info.module), info.param_name))
+                    found.update(zip(map(id, info.shared_modules), info.shared_param_names, strict=True))
+    return found
+
+
+def _refuse_fsdp1(model: nn.Module) -> None:
     """Raise ConfigError if the model, or a part of it, is sharded by FSDP1 (`FullyShardedDataParallel`).
 
     FSDP1 replaces parameters by views of one flat parameter, which exist only while its unit is called.

@@ -136,6 +136,12 @@ class MPlugOwl3Family(Family[Any]):
         parts = [] if tower is None else [tower.embeddings, *tower.encoder.layers]
         return [*super().called_modules, *parts, self.model.vision2text_model]
 
+    @property
+    def frame_modules(self) -> Iterable[nn.Module]:
+        """Hyper attention also computes with text."""
+        found: list[nn.Module] = self.model.frame_modules
+        return found
+
     def encode(self, frames: Tensor, *extras: Tensor) -> Tensor:
         """Encode (f, 3, height, width) to (f, tokens, hidden)."""
         return self.model.encode_frames(frames)

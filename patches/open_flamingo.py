@@ -59,6 +59,7 @@ from mllm_seqpar.adapting import (
     merge_heads,
     patch_generate,
     require_same_inputs,
+    rotate_by_whole_text,
     run_pass,
     takes_cache,
     tensor_of,
@@ -199,6 +200,7 @@ class OpenFlamingoFamily(Family[MediaInputs]):
     def install(cls, model: Any, context: SeqParContext, patch: Patch) -> None:
         language_model, family = model.lang_encoder, cls(model, context)
         family.language_model.install(patch)
+        rotate_by_whole_text(family, patch)
         for index, attention in cross_attentions(language_model):
             patch.guard(language_model, [attention])
             patch.set(attention, "forward", cross_attention_forward(attention, index))
@@ -219,6 +221,11 @@ class OpenFlamingoFamily(Family[MediaInputs]):
     @property
     def called_modules(self) -> Iterable[nn.Module]:
         return [*super().called_modules, *self.language_model.called_modules()]
+
+    @property
+    def frame_modules(self) -> Iterable[nn.Module]:
+        attentions = [attention for _, attention in cross_attentions(self.model)]
+        return [self.flamingo.vision_encoder, self.flamingo.perceiver, *attentions]
 
     def cross_attention_shape(self) -> CrossAttentionShape:
         attentions = [attention for _, attention in cross_attentions(self.model)]

@@ -206,6 +206,11 @@ class Communicator(ABC):
         """
 
     @property
+    def is_open(self) -> bool:
+        """Whether the group can still transfer."""
+        return True
+
+    @property
     def device(self) -> torch.device:
         """The device whose tensors the group's backend transfers; the CPU if it transfers from several devices."""
         return torch.device("cpu")

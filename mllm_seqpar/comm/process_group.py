@@ -131,6 +131,10 @@ class ProcessGroupCommunicator(Communicator):
         return self.group
 
     @property
+    def is_open(self) -> bool:
+        return is_open(self.transfers)
+
+    @property
     def device(self) -> torch.device:
         nccl_only = dist.get_backend(self.group) in ("nccl", "cuda:nccl")
         return torch.device("cuda", torch.cuda.current_device()) if nccl_only else torch.device("cpu")
@@ -190,7 +194,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def _guard(self, what: str, call: Callable[[], T]) -> T:
         """Run `call`; turn an error of the backend into one that names the transfer and the likely cause."""
-        if not is_open(self.transfers):
+        if not self.is_open:
             raise TransferError(
                 f"rank {self.rank} of {self.size}: {what}: the process group is destroyed; call unpatch_model and "
                 "patch_model again, or destroy the group later"

@@ -18,13 +18,14 @@ listening socket, and about 15 ms for its creation.
   and finds its addresses in the store.
 - If the default group is bound to a device, NCCL splits the new group from it, in which all ranks take part.
 
-Here the name is the name of the given group with a number, and nothing is split. Verified with the sources of torch
+Here the name has the given group's name, its ranks and a number, and nothing is split. The store counts the groups of a
+name and its ranks. It can outlive the process group (`destroy_process_group`, then `init_process_group` again), and
+a group that took the name of an earlier one would find the addresses of that one. Verified with the sources of torch
 2.13.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -36,14 +37,8 @@ from mllm_seqpar.errors import TransferError
 
 from .backends import backends_of, release_gloo_at_exit
 
-
-@dataclass
-class _Entry:
-    count: int = 0  # the number of groups so far, so that no two have the same name
-    group: dist.ProcessGroup | None = None
-
-
-_entries: WeakKeyDictionary[dist.ProcessGroup, _Entry] = WeakKeyDictionary()
+_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+"""The transfer group of each group."""
 
 
 def transfer_group(given: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -56,27 +51,24 @@ def transfer_group(given: dist.ProcessGroup) -> dist.ProcessGroup:
     Raises:
         TransferError: a rank of the group did not call this function within the group's timeout, or it cannot connect.
     """
-    entry = _entries.setdefault(given, _Entry())
-    if entry.group is None or not is_open(entry.group):
-        entry.count += 1
-        entry.group = _make(given, f"{given.group_name}/mllm_seqpar/{entry.count}")
-    return entry.group
+    group = _groups.get(given)
+    if group is None or not is_open(group):
+        group = _groups[given] = _make(given)
+    return group
 
 
 def destroy_transfer_group(given: dist.ProcessGroup) -> None:
     """Close the group that `transfer_group` made for `given`, if there is one; all its ranks call this function."""
-    entry = _entries.get(given)
-    if entry is not None and entry.group is not None:
-        if entry.group is not given and is_open(entry.group):
-            dist.destroy_process_group(entry.group)
-        entry.group = None
+    group = _groups.pop(given, None)
+    if group is not None and group is not given and is_open(group):
+        dist.destroy_process_group(group)
 
 
 def is_open(group: dist.ProcessGroup) -> bool:
     return group in distributed_c10d._world.pg_map
 
 
-def _make(given: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
+def _make(given: dist.ProcessGroup) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(given)
     backends = backends_of(given)
     if len(ranks) == 1 or not set(backends.values()) <= {"gloo", "nccl"}:
@@ -84,7 +76,7 @@ def _make(given: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
     nccl = "nccl" in backends.values()
     timeout = _timeout_of(given, "cuda" if nccl else "cpu")
     try:
-        gloo = _all_have_gloo(name, dist.get_rank(given), len(ranks), timeout)
+        name, gloo = _meet(f"{given.group_name}/mllm_seqpar/{ranks}", dist.get_rank(given), len(ranks), timeout)
         config = {(True, True): "cpu:gloo,cuda:nccl", (True, False): "cuda:nccl"}.get((nccl, gloo), "gloo")
         group = _connect(name, ranks, dist.get_rank(given), config, timeout)
     except RuntimeError as error:
@@ -127,13 +119,23 @@ def _connect(name: str, ranks: list[int], rank: int, config: str, timeout: timed
     return group
 
 
-def _all_have_gloo(name: str, rank: int, size: int, timeout: timedelta) -> bool:
-    """Wait for all ranks without using the device; return whether each of them can use gloo."""
-    store = dist.PrefixStore(f"{name}/members", distributed_c10d._get_default_store())
-    store.set(str(rank), str(int(_has_gloo())))
-    members = [str(member) for member in range(size)]
-    store.wait(members, timeout)
-    return all(store.get(member) == b"1" for member in members)
+def _meet(prefix: str, rank: int, size: int, timeout: timedelta) -> tuple[str, bool]:
+    """Wait for all ranks without using the device; return a name for their group, and whether each can use gloo.
+
+    Each rank counts its groups with this prefix in the store. If a rank does not come, the others take back what they
+    have stored, so that the ranks can meet later.
+    """
+    store = distributed_c10d._get_default_store()
+    name = f"{prefix}/{store.add(f'{prefix}/groups of {rank}', 1)}"
+    members, keys = dist.PrefixStore(f"{name}/members", store), [str(member) for member in range(size)]
+    members.set(str(rank), str(int(_has_gloo())))
+    try:
+        members.wait(keys, timeout)
+    except RuntimeError:
+        members.delete_key(str(rank))
+        store.add(f"{prefix}/groups of {rank}", -1)
+        raise
+    return name, all(members.get(key) == b"1" for key in keys)
 
 
 def _has_gloo() -> bool:

@@ -26,7 +26,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mllm_seqpar._compat import CP_HOOKS, FLATTENED_MESH, FSDP_ON_CPU, PARALLELISM_ON_CPU, keep_attention
+from mllm_seqpar._compat import (
+    CP_HOOKS,
+    FLATTENED_MESH,
+    FSDP_ON_CPU,
+    PARALLELISM_ON_CPU,
+    keep_attention,
+    prepared_models,
+)
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.models.loading import layer_classes
 
@@ -279,6 +286,24 @@ def require_sharded(model: nn.Module) -> None:
         raise _unsupported_version(
             f"{len(whole)} parameters are not sharded after prepare, among them {', '.join(whole[:3])}"
         )
+
+
+def forget_preparation(accelerator, model: nn.Module) -> None:
+    """Let `accelerator.prepare` wrap a model by DDP that it has prepared for evaluation only.
+
+    accelerate marks a model at its first preparation and returns it unchanged at the next ones. The ranks would then
+    train without averaging their gradients. A model that an accelerator of another trainer has marked is no different.
+    """
+    state = vars(model)
+    state.pop("_is_accelerate_prepared", None)
+    original = state.pop("_original_forward", None)  # of mixed precision, which the next preparation adds again
+    if original is not None:
+        if getattr(original, "__func__", None) is type(model).forward:
+            del model.forward
+        else:
+            model.forward = original
+    models = prepared_models(accelerator)
+    models[:] = [each for each in models if each is not model]
 
 
 def reshard(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ from mllm_seqpar.comm.backends import release_gloo_at_exit, require_transferable
 from mllm_seqpar.comm.base import fingerprint
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import AdapterError, ConfigError
-from mllm_seqpar.fsdp_units import refuse_fsdp1
+from mllm_seqpar.fsdp_units import refuse_other_sharding
 from mllm_seqpar.kernels.registry import kernel_by_name
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.strategy_selector import StrategySelector
@@ -89,7 +89,8 @@ def patch_model(
         context = SeqParContext(comm, _resolve_config(strategy, config, options), assumed_alone=assumed_alone)
         context.config.check_ranks(comm.size)
         adapter, inner = find_adapter(model)
-        refuse_fsdp1(model)
+        mixes_ranks = comm.size > 1 or getattr(adapter, "has_cross_attention", True)
+        refuse_other_sharding(model, tensor_parallel=not mixes_ranks)
         if (patched := vars(inner).get(_ATTRIBUTE)) is not None:
             raise AdapterError(
                 f"patch_model: this {type(inner).__name__} is patched already; to change its options, call "

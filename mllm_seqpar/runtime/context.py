@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -36,28 +37,30 @@ class SeqParContext:
     assumed_alone: bool = False
     records: list[AttentionRecord] = field(default_factory=list, repr=False)
     frames_seen: int = field(default=0, init=False, repr=False)
-    _passes: int = field(default=0, init=False, repr=False)
+    _passes: Counter[bool] = field(default_factory=Counter, init=False, repr=False)
     _reported: set[str] = field(default_factory=set, init=False, repr=False)
 
     def require_same_world(self) -> None:
         """Raise ConfigError if a process group of several ranks was created after patching for a single process."""
-        if self.assumed_alone and dist.is_initialized() and dist.get_world_size() > 1:
+        alone = self.assumed_alone or (self.comm.size == 1 and not self.comm.is_open)
+        if alone and dist.is_initialized() and dist.get_world_size() > 1:
             raise ConfigError(
                 f"this model was patched for one process, before the process group of {dist.get_world_size()} ranks "
                 "existed. Call torch.distributed.init_process_group(...) before patch_model(model), or pass "
                 'group="self" if this process is to run without communication'
             )
 
-    def compares_weights(self) -> bool:
+    def compares_weights(self, trains: bool = False) -> bool:
         """Return whether this pass checks the model, and compares the weights of the ranks: the 1st, 2nd, 4th, 8th ...
-        pass do.
+        pass do. Passes with gradients (`trains`) are counted by themselves, so that an evaluation before training does
+        not delay the checks of its first steps.
 
         Ranks with different weights compute a result that belongs to no model, and nothing else would reveal it.
         Weights differ from the start (another checkpoint, adapters initialised without a seed), or drift apart in
         training when gradients are not averaged.
         """
-        self._passes += 1
-        return self._passes.bit_count() == 1
+        self._passes[trains] += 1
+        return self._passes[trains].bit_count() == 1
 
     def count_shards(self, tokens: tuple[int, int], frames: tuple[int, int]) -> None:
         """Add the frames of a pass to `frames_seen`, and log this rank's part of the first pass.

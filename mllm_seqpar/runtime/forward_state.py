@@ -237,9 +237,11 @@ class ForwardState:
             accumulate = accumulation("auto" if self.text is None else config.accumulate_dtype, dtype)
             return CallSpec((1, 1), masks, lengths, accumulate, config.overlap, placement=frames.placement)
         rows = q.shape[2] if self.shards_text else self.text.local
-        candidates, kv_heads = {"auto": CROSS, "mesh": CROSS_MESH}.get(config.strategy), q.shape[1]
-        if candidates is not None:
-            with torch.no_grad():  # projecting zero frames gives the number of KV heads
+        candidates, kv_heads = {"auto": CROSS, "mesh": CROSS_MESH}.get(config.strategy), frames.kv_heads or q.shape[1]
+        if candidates is not None and frames.kv_heads is None:
+            # Projecting zero frames gives the number. Under FSDP2 the call gathers the parameters over all groups, of
+            # which one may have selected "replicate": models state the number in their `cross_attention_shape`.
+            with torch.no_grad():
                 empty = frames.source.empty_features
                 kv_heads = project(empty.features, empty.index)[0].shape[1]
         # "replicate" without gathered features: a prompt whose K and V stay where they are.

@@ -56,6 +56,7 @@ class Frames:
         key_lengths: the number of visual keys on every rank that `masks` has.
         placement: whether each rank has its own frames, or all of them.
         selection: the strategy that "auto" selected for the whole pass, if it did.
+        kv_heads: the number of KV heads of the layers that attend to frames, if the model states it.
         specs: the call specs, by the shapes that they are for.
     """
 
@@ -71,6 +72,7 @@ class Frames:
         self._by_rank, self.masks = masks, frame_masks(masks, spans)
         self.key_lengths = tuple([keys.count for keys in self.masks.keys])
         self.selection: SelectedStrategy | None = None
+        self.kv_heads: int | None = None
         self.specs: dict[Hashable, CallSpec] = {}
 
     @classmethod

@@ -248,7 +248,8 @@ def sharded_causal_lm_loss(
         ignore_index: the label of tokens without a target; None: -100.
 
     Returns:
-        float32 scalar. Its gradient, averaged over the group, is the gradient of the unpatched model's loss.
+        float32 scalar, or float64 of float64 logits. Its gradient, averaged over the group, is the gradient of the
+        unpatched model's loss.
 
     Raises:
         ShapeError: on all ranks, if the labels do not have the shape of the text, or are no tokens.
@@ -261,8 +262,13 @@ def sharded_causal_lm_loss(
     if shift_labels.device.type == "cpu":
         require_tokens(shift_labels, logits.shape[-1], ignore)
     local = copy_to_device(text.shard(shift_labels, 1, ignore), logits.device)
-    total = F.cross_entropy(logits.float().flatten(0, 1), local.flatten(), ignore_index=ignore, reduction="sum")
+    total = F.cross_entropy(for_loss(logits).flatten(0, 1), local.flatten(), ignore_index=ignore, reduction="sum")
     return mean_over_targets(group_sum(total, text.comm), shift_labels, num_items_in_batch, ignore)
+
+
+def for_loss(logits: Tensor) -> Tensor:
+    """Return logits in the dtype in which losses are computed and summed: float32, or their own if that is wider."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def mean_over_targets(total: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None, ignore: int) -> Tensor:

@@ -28,9 +28,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
 from mllm_seqpar._compat import PARALLELISM_ON_CPU, prepared_models
@@ -41,6 +42,7 @@ from mllm_seqpar.errors import ConfigError, LengthError
 from mllm_seqpar.integrations.accelerate import (
     disable_context_parallelism,
     enable_fsdp2_on_cpu,
+    forget_preparation,
     launched_with_fsdp2,
     require_sharded,
     reshard,
@@ -48,8 +50,8 @@ from mllm_seqpar.integrations.accelerate import (
     set_parallelism_on_cpu,
     without_launched_parallelism,
 )
-from mllm_seqpar.integrations.transformers.checks import custom_loss
-from mllm_seqpar.models.loading import context_length
+from mllm_seqpar.integrations.transformers.outputs import custom_loss
+from mllm_seqpar.models.loading import context_length, load_clean
 from mllm_seqpar.patching import patch_model, patch_of
 from mllm_seqpar.patching.changes import Patch
 from mllm_seqpar.patching.registry import find_adapter
@@ -181,6 +183,9 @@ class SeqParMixin(_Base):
         return recursively_apply(select, self.accelerator.gather(data))
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Wrap the model, also if it has been evaluated before, or trained by another trainer."""
+        if self.model_wrapped is self.model and not self.is_fsdp_enabled:
+            forget_preparation(self.accelerator, self.model)
         prepared = super()._prepare_for_training(*args, **kwargs)
         if self.accelerator.is_fsdp2:
             require_sharded(self.model)
@@ -254,6 +259,34 @@ class SeqParMixin(_Base):
     def _require_resumable(self, checkpoint: Path) -> None:
         checkpoint_step(checkpoint)
         self._layout().require_resumable(checkpoint)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not self._load_renamed(Path(resume_from_checkpoint)):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if not self._load_renamed(Path(str(self.state.best_model_checkpoint))):
+            super()._load_best_model()
+
+    def _load_renamed(self, checkpoint: Path) -> bool:
+        """Load the weights of a checkpoint in which they have other names than in the model; return whether they do.
+
+        transformers saves Llama 3.2 Vision and Qwen2.5-VL under the names of their published checkpoints. `Trainer`
+        would find none of the model's weights there, and continue with those that the model has.
+        """
+        model, files = self.model, sorted(checkpoint.glob("model*.safetensors"))
+        if self.is_fsdp_enabled or not isinstance(model, PreTrainedModel) or not files:
+            return False
+        names = set[str]()
+        for file in files:
+            with safe_open(file, framework="pt") as tensors:
+                names.update(tensors.keys())
+        if names <= model.state_dict().keys():
+            return False
+        dtype = functools.reduce(torch.promote_types, {p.dtype for p in model.parameters()})
+        loaded, _ = load_clean(type(model).from_pretrained, checkpoint, str(checkpoint), dtype=dtype)
+        model.load_state_dict(loaded.state_dict())
+        return True
 
     def _layout(self) -> RunLayout:
         groups = self.args.world_size // self.sequence_parallel_size

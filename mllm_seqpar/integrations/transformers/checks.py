@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.cache_utils import Cache
-from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import TransformersKwargs
 
 from mllm_seqpar.comm import Communicator
@@ -24,13 +23,14 @@ from mllm_seqpar.comm.backends import require_transferable
 from mllm_seqpar.comm.base import fingerprint
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import AgreementError, ConfigError, ShapeError
-from mllm_seqpar.fsdp_units import refuse_fsdp1
+from mllm_seqpar.fsdp_units import refuse_other_sharding
+from mllm_seqpar.models.adapters import refuse_arguments_of_samples
 from mllm_seqpar.models.cache import supports_sharded_text
 from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
 from mllm_seqpar.sharding import FrameShard, describe_spans
 
 from .inputs import ForwardInputs
-from .outputs import leaves_out_logits
+from .outputs import custom_loss, leaves_out_logits
 
 if TYPE_CHECKING:
     from .family import Family
@@ -61,14 +61,16 @@ def require_same_pass(
     The modes of the model are compared too, and in the first passes a sample of its weights and which are trained.
     """
     comm, kwargs = family.context.comm, {**kwargs, "logits_to_keep": logits_to_keep}
-    weights = [*family.model.parameters()] if family.context.compares_weights() else []
+    weights = [*family.model.parameters()] if family.context.compares_weights(torch.is_grad_enabled()) else []
 
     def check() -> None:
         if weights:
-            refuse_fsdp1(family.model)
+            alone = comm.size == 1 and not family.has_cross_attention
+            refuse_other_sharding(family.model, tensor_parallel=alone)
             pixels = inputs.frames is not None and not inputs.frames_are_features
             # Without pixels, the vision tower may stay elsewhere.
             require_transferable(comm, family.model, weights if pixels else [family.embedding_weight()])
+        refuse_arguments_of_samples(family.model, family.frame_modules, comm.size)
         check_text(inputs)
         check_arguments(family, inputs, kwargs)
         check_star(family.context.config, inputs)
@@ -313,6 +315,8 @@ def refuse_unsupported_attention(config: Any, kwargs: Mapping[str, Any]) -> None
 def _check_training(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor) -> None:
     """Raise ConfigError or ShapeError for training that would be wrong: its checkpointing, its loss, or its labels."""
     context, model = family.context, family.model
+    if inputs.past_length and context.comm.size > 1 and family.has_cross_attention and torch.is_grad_enabled():
+        _refuse_trained_cache(inputs.cache)
     if model.training and torch.is_grad_enabled() and list(family.visual_attention()):
         _refuse_reentrant_checkpointing(family.checkpointed_modules)
     if inputs.has_labels:
@@ -322,18 +326,23 @@ def _check_training(family: Family, inputs: ForwardInputs, logits_to_keep: int |
             check_labels(inputs)
 
 
+def _refuse_trained_cache(cache: Any) -> None:
+    """Raise ConfigError if K and V of a cache require gradients, as those of PEFT's prefix tuning do."""
+    stored = [getattr(layer, "keys", None) for layer in getattr(cache, "layers", ())]
+    if any(isinstance(keys, Tensor) and keys.requires_grad for keys in stored):
+        raise ConfigError(
+            "prefix tuning: keys and values that require gradients were passed as a cache, and a pass that continues a "
+            "cache has no backward pass through frames that are sharded over ranks. Train other adapters (LoRA, prompt "
+            "tuning), or let one process compute each sample (sequence_parallel_size=1)"
+        )
+
+
 def check_labels(inputs: ForwardInputs) -> None:
     """Raise ShapeError unless the labels have the shape of the text, as the loss that is computed here requires."""
     name = "labels" if inputs.shift_labels is None else "shift_labels"
     labels, shape = getattr(inputs, name), (inputs.batch, inputs.length)
     if labels is not None and tuple(labels.shape) != shape:
         raise ShapeError(f"{name}: has shape {tuple(labels.shape)}; expected {shape}, one for each token of this call")
-
-
-def custom_loss(model: Any) -> Any:
-    """Return the model's loss function if it is not the cross-entropy of tokens; None if it is."""
-    function = getattr(model, "loss_function", ForCausalLMLoss)
-    return None if function is ForCausalLMLoss else function
 
 
 def refuse_custom_loss(model: Any) -> None:

@@ -41,6 +41,7 @@ from .attention import causal_masks, use_seqpar_attention
 from .generation import patch_generate
 from .inputs import TEXT_ARGUMENTS, ForwardInputs, text_arguments
 from .passes import run_pass
+from .rotary import rotate_by_whole_text
 
 InputsT = TypeVar("InputsT", bound=ForwardInputs)
 
@@ -82,6 +83,7 @@ class Family(ABC, Generic[InputsT]):
         frame_layout: how frames map to ranks if the caller passes all of them: "zigzag" where rows attend to earlier
             frames only, which balances the load.
         model, context: of an instance: the model, its group and its options.
+        whole_positions: of an instance: the positions (..., L) of the whole text of the pass whose layers run.
     """
 
     name: str
@@ -101,6 +103,7 @@ class Family(ABC, Generic[InputsT]):
 """
     has_cross_attention = True
     frame_layout = "contiguous"
+    whole_positions: Tensor
 
     def __init__(self, model: Any, context: SeqParContext) -> None:
         self.model, self.context = model, context
@@ -126,6 +129,7 @@ class Family(ABC, Generic[InputsT]):
             patch.set_forward(module, forward)
         patch.chunk_forwards(family.mlps())
         patch.guard(model, [*text, *visual])
+        rotate_by_whole_text(family, patch)
         family.install_more(patch)
         patch.set(model, "forward", _model_forward(family))
         patch_generate(model, patch, family.visual_arguments, family.repeats_frames)
@@ -155,6 +159,11 @@ class Family(ABC, Generic[InputsT]):
         """Return the modules that `mlp_chunk_size` applies to (`Patch.chunk_forwards`)."""
         return [layer.mlp for layer in self.decoder.layers if hasattr(layer, "mlp")]
 
+    def rotary_embeddings(self) -> Iterable[nn.Module]:
+        """Return the modules that compute the rotations of the text, which are called with `position_ids` (..., s)."""
+        found = getattr(self.decoder, "rotary_emb", None)
+        return [] if found is None else [found]
+
     def install_more(self, patch: Patch) -> None:
         """Replace what this family needs beyond the sites."""
 
@@ -166,6 +175,13 @@ class Family(ABC, Generic[InputsT]):
         """
         own = (self.model.get_input_embeddings(), self.model.get_output_embeddings(), self.decoder)
         return [module for module in own if module is not None]
+
+    @property
+    def frame_modules(self) -> Iterable[nn.Module]:
+        """The modules that compute with frames: those that `encode` calls, and attention to frames."""
+        text = {self.model.get_input_embeddings(), self.model.get_output_embeddings(), self.decoder}
+        encoders = [module for module in self.called_modules if module not in text]
+        return [*encoders, *(module for module, _ in self.visual_attention())]
 
     # The arguments of a pass.
 

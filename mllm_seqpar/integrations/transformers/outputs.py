@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mllm_seqpar._compat import cache_argument
@@ -21,6 +22,7 @@ from mllm_seqpar.runtime.text import (
     IGNORE,
     Rows,
     TextShards,
+    for_loss,
     mean_over_targets,
     require_tokens,
     select_logit_rows,
@@ -108,6 +110,12 @@ def cached_outputs(
     return outputs(family, inputs, hidden, states, kwargs, cache=cache)
 
 
+def custom_loss(model: Any) -> Any:
+    """Return the model's loss function if it is not the cross-entropy of tokens; None if it is."""
+    function = getattr(model, "loss_function", ForCausalLMLoss)
+    return None if function is ForCausalLMLoss else function
+
+
 def leaves_out_logits(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor) -> bool:
     """Return whether a pass returns a loss and no logits; the head then computes only the rows with a target."""
     wanted = family.context.config.logits != "none" or inputs.is_decoding_step
@@ -161,6 +169,9 @@ def _of_whole_text(
     if inputs.has_labels:
         if inputs.shift_labels is not None:
             kwargs = {**kwargs, "shift_labels": inputs.shift_labels.contiguous()}  # the loss takes a view of it
+        if custom_loss(family.model) is None and not inputs.is_decoding_step:
+            ignore = IGNORE if kwargs.get("ignore_index") is None else kwargs["ignore_index"]
+            require_tokens(inputs.target_labels(ignore), logits.shape[-1], ignore)
         # Labels are passed unchanged, because a loss function of the user may take unshifted ones only. Logits may have
         # more columns than `config.vocab_size` (IDEFICS' `additional_vocab_size`).
         loss = family.model.loss_function(logits=logits, labels=inputs.labels, vocab_size=logits.shape[-1], **kwargs)
@@ -182,7 +193,7 @@ def _loss_of_targets(
     rows, labels = copy_to_device(torch.stack([rows, local[rows].long()]), hidden.device)
     logits = family.model.get_output_embeddings()(hidden.flatten(0, 1).index_select(0, rows)[None])[0]
     require_tokens(targets, logits.shape[-1], ignore)
-    total = F.cross_entropy(logits.float(), labels, reduction="sum")
+    total = F.cross_entropy(for_loss(logits), labels, reduction="sum")
     total = total if text is None else group_sum(total, text.comm)
     return mean_over_targets(total, targets, kwargs.get("num_items_in_batch"), ignore)
 

@@ -378,9 +378,11 @@ def _frames_of_shards(
     """Return the frames of a pass with a sharding of the text, and the facts about this rank's rows."""
     source, context = attended.source, family.context
     frames = Frames.of_shards(source, attended.mask, text, _sizes(inputs, source))
+    shape = family.cross_attention_shape()
     if isinstance(source, VisualFeatures):
         index = functools.partial(family.unit_index, inputs, source.units)
-        frames = select_strategy(context, frames, source, text, index, family.cross_attention_shape())
+        frames = select_strategy(context, frames, source, text, index, shape)
+    frames.kv_heads = None if shape is None else shape.kv_heads
     if context.config.self_attention == "local":
         return frames, attended.facts
     return frames, {name: text.shard(x, 1) for name, x in attended.facts.items()}
@@ -450,13 +452,22 @@ def _run_rows(
         tokens, positions = tokens[:, rows.start :], positions[..., rows.start :]
     embeds = family.model.get_input_embeddings()(tokens) if inputs.inputs_embeds is None else tokens
     if state.text_mask == "decoder":
-        mask = family.text_mask(embeds, mask, positions, cache)
+        found = family.text_mask(embeds, mask, positions, cache)
+        if found is None and mask is not None and cache is None and _begins_again(inputs.text_position_ids):
+            # Without a mask, the decoder would separate sequences by their positions.
+            found = torch.ones(inputs.length, inputs.length, dtype=torch.bool, device=embeds.device).tril()[None, None]
+        mask = found
     else:  # the mask is in the state, and transformers passes on a mask of four dimensions
         mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=embeds.device)
     embeds = state.embedded(embeds)  # the embeddings of the text alone are freed
     if text is not None and not has_frames:
         embeds = with_accumulated_gradients(embeds, family.model)
+    family.whole_positions = inputs.positions
     return family.run_decoder(embeds, positions, mask, cache, state, **kwargs)
+
+
+def _begins_again(positions: Tensor | None) -> bool:
+    return positions is not None and packed_starts(positions) is not None
 
 
 def _count_shards(family: Family, inputs: ForwardInputs, local_tokens: int) -> None:

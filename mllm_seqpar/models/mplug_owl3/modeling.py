@@ -20,6 +20,7 @@ from transformers.utils import can_return_tuple
 
 from mllm_seqpar._compat import cache_argument, cache_name, drops_cache, takes_cache
 from mllm_seqpar.errors import ConfigError, ShapeError
+from mllm_seqpar.models.adapters import refuse_arguments_of_samples
 from mllm_seqpar.models.auto_classes import LocalCode
 from mllm_seqpar.models.cache import ONE_PROCESS, SequenceParallelCacheState, attach, cache_state_of
 from mllm_seqpar.models.loading import load_clean
@@ -216,6 +217,13 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         token = self.config.image_token_id
         return media_layout(self.config.gate, total_frames=total_frames, image_token_id=token, **placement)
 
+    @property
+    def frame_modules(self) -> list[nn.Module]:
+        """The modules that compute with frames: the tower, the projector, and the projections to visual K and V."""
+        layers = [layer for layer in self.language_model.model.layers if isinstance(layer, HyperDecoderLayer)]
+        projections = [part for layer in layers for name, part in layer.named_modules() if name.endswith("v_kv_proj")]
+        return [*([] if self.vision_model is None else [self.vision_model]), self.vision2text_model, *projections]
+
     def _frame_features(self, pixel_values: Tensor | None, image_embeds: Tensor | None) -> Tensor | None:
         if pixel_values is not None and image_embeds is not None:
             raise ShapeError("pass either pixel_values or image_embeds, not both")
@@ -298,6 +306,8 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         if position_ids is None:
             end = past_length + inputs_embeds.shape[1]
             position_ids = torch.arange(past_length, end, device=inputs_embeds.device)[None]
+        if pixel_values is not None or image_embeds is not None:
+            refuse_arguments_of_samples(self, self.frame_modules)
         embeds = self._frame_features(pixel_values, image_embeds)
         visual = self._inputs_of_cache(cache, past_length, inputs_embeds, embeds)
         if visual is None and (embeds is not None or past_length == 0):
