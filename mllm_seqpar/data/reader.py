@@ -175,7 +175,7 @@ def _read_with_torchcodec(
             if inside:
                 found = video.get_frames_played_at(inside)
                 if any(shown > time for shown, time in zip(found.pts_seconds.tolist(), inside, strict=True)):
-                    raise _Damaged("torchcodec finds a later frame; use the decoder pyav")
+                    raise VideoError(f"{plan.path}: torchcodec finds other frames than PyAV; use the decoder pyav")
                 images.insert(0, found.data)
             batch_images = torch.cat(images)
             if size is not None and batch_images.shape[2:] != size:
@@ -656,7 +656,7 @@ class _Damaged(Exception):
 def _undecodable(plan: FramePlan, number: int, why: str) -> VideoError:
     return VideoError(
         f"{plan.path}: frame {number} of {len(plan)} planned (at {plan.seconds(number):.3f} s) cannot be decoded: "
-        f"{why}; replace the file, or re-encode its readable part"
+        f"{why}; replace the file"
     )
 
 
