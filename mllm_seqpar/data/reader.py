@@ -103,7 +103,7 @@ def read_frames(
         decoder: one of `DECODERS`. Frames of torchcodec equal those of PyAV, except that they are scaled by PyTorch's
             antialiased bicubic filter, and that NVDEC uses its own colour conversion. PyAV reads the videos of which
             torchcodec would give other frames: all but mp4, mov, mkv and webm, those whose frames are counted, and
-            those with edit lists, intra refresh, mirrors, or more than 8 bits.
+            those with several video streams, edit lists, intra refresh, mirrors, or more than 8 bits.
         device: where torchcodec decodes: "cpu", or "cuda" for NVDEC (not run on a GPU yet). The frames stay there.
         ranges: several ranges of entries in ascending order, instead of `start` and `stop`. The same decoders
             decode all of them.
@@ -175,7 +175,7 @@ def _read_with_torchcodec(
             if inside:
                 found = video.get_frames_played_at(inside)
                 if any(shown > time for shown, time in zip(found.pts_seconds.tolist(), inside, strict=True)):
-                    raise _Damaged("torchcodec finds a later frame; use the decoder pyav")
+                    raise VideoError(f"{plan.path}: torchcodec finds other frames than PyAV; use the decoder pyav")
                 images.insert(0, found.data)
             batch_images = torch.cat(images)
             if size is not None and batch_images.shape[2:] != size:
@@ -193,28 +193,33 @@ def _stream_for_torchcodec(last: FramePlan, _version: int) -> int | None:
     """Return the number of the stream of which torchcodec gives the frames of PyAV; None if PyAV must read the video.
 
     torchcodec 0.13 finds other frames in other containers, after edit lists, and after keyframes at which decoding
-    cannot begin (the last one is tried). It ignores mirrors, and converts colours of more than 8 bits in another way.
+    cannot begin (the last one is tried). It does not open some files with several streams, ignores mirrors, and
+    converts colours of more than 8 bits in another way.
 
     Args:
         last: the last entry of a plan.
     """
     with open_video(last.path) as (container, stream):
         entries: Any = getattr(stream, "index_entries", ())
-        if container.format.name not in _TORCHCODEC_CONTAINERS or any(entry.is_discard for entry in entries):
+        hidden = any(entry.is_discard for entry in entries)
+        if hidden or container.format.name not in _TORCHCODEC_CONTAINERS or len(container.streams.video) > 1:
             return None
         number, keys = int(stream.index), [entry.timestamp for entry in index_of(stream) if entry.is_keyframe]
         tick = keys[-1] + last.start - entries[0].timestamp if keys else last.ticks[0]
     try:
         with ExitStack() as resources:
             cursor = _Cursor(replace(last, ticks=(tick,)), resources.enter_context(ExitStack()))
-            cursor.threads = 1
-            _, frame = cursor.frame(0, None)
-    except VideoError:  # PyAV reads what is readable, and says what is not
+            frame = cursor.first_after_seek(tick)
+    except PASSED:
+        raise
+    except Exception:  # noqa: BLE001 - PyAV reads what is readable, and says what is not
+        return None
+    if frame is None:
         return None
     a, b, c, d = display_matrix(frame)
     deep = any(component.bits > 8 for component in frame.format.components)
     tilted = getattr(frame, "rotation", 0) % 90 != 0
-    return None if deep or tilted or a * d - b * c < 0 or not cursor.index.seekable else number
+    return None if deep or tilted or a * d - b * c < 0 else number
 
 
 def check_range(start: int, stop: int, total: int, batch: int) -> None:
@@ -487,6 +492,13 @@ class _Cursor:
         del self._times[: bisect_left(self._times, self._current[0])]
         return self._current
 
+    def first_after_seek(self, tick: int) -> Any:
+        """Return the frame of the keyframe before a tick; None if decoding cannot begin there."""
+        self.threads, self._skips = 1, False
+        self._seek(tick)
+        first = next(self._frames, None)
+        return None if first is None else first[1]
+
     def _advance(self, tick: int) -> None:
         while not self._ended and not (self._skips and self._is_shown_at(tick)):
             self._next = self._next or next(self._frames, None)
@@ -644,7 +656,7 @@ class _Damaged(Exception):
 def _undecodable(plan: FramePlan, number: int, why: str) -> VideoError:
     return VideoError(
         f"{plan.path}: frame {number} of {len(plan)} planned (at {plan.seconds(number):.3f} s) cannot be decoded: "
-        f"{why}; replace the file, or re-encode its readable part"
+        f"{why}; replace the file"
     )
 
 

@@ -283,7 +283,9 @@ class JsonRecords(Records):
         except OSError as error:
             raise DataError(f"{file}: cannot be read ({error.strerror}); expected {KNOWN}") from error
         if content.startswith(b"\x1f\x8b"):
-            raise DataError(f"{file}: is compressed by gzip; decompress it, e.g. gunzip {file.name}")
+            raise DataError(
+                f"{file}: is compressed by gzip; decompress it, e.g. gunzip < {file.name} > OUT{file.suffix}"
+            )
         return content
 
     def _numbered(self, file: Path, content: bytes) -> Iterator[tuple[int, Any]]:

@@ -398,7 +398,10 @@ def test_data_urls_are_files_of_the_cache(tmp_path: Path, media: Path, processor
     [
         (b'{"question": "What?", "answer": ' + b"[" * 100_000, "a.jsonl:1: not JSON .maximum recursion depth exceeded"),
         (b"[" * 100_000, "a.jsonl: not JSON .maximum recursion depth exceeded"),
-        (gzip.compress(b"{}", mtime=0), "a.jsonl: is compressed by gzip; decompress it, e.g. gunzip a.jsonl"),
+        (
+            gzip.compress(b"{}", mtime=0),
+            "a.jsonl: is compressed by gzip; decompress it, e.g. gunzip < a.jsonl > OUT.jsonl",
+        ),
         (b'{"conversations": [{"from": ["human"], "value": "What?"}]}', r"a.jsonl:1: turn 0 .* is from \['human'\]"),
         (
             b'{"messages": [{"role": "user", "content": [{"type": ["text"]}]}]}',
