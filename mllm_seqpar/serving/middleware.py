@@ -184,7 +184,7 @@ class Metrics:
 def error_response(scope: Any, error: Exception) -> JSONResponse:
     """Return the response to an error, in OpenAI's format, and record it."""
     if isinstance(error, HTTPException):
-        error = ApiError(error.status_code, str(error.detail))
+        error = ApiError(error.status_code, str(error.detail), headers=error.headers)
     elif isinstance(error, ClientDisconnect):
         error = CLIENT_GONE
     elif isinstance(error, SeqParError):

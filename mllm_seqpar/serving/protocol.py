@@ -76,7 +76,8 @@ class ApiError(Exception):
 
     def at(self, where: str) -> ApiError:
         """Return the error with the part of the request that it belongs to."""
-        return ApiError(self.status, f"{where}: {self}", param=where, code=self.code, kind=self.kind)
+        text = f"{where}: {self}"
+        return ApiError(self.status, text, param=where, code=self.code, kind=self.kind, headers=self.headers)
 
     def body(self) -> dict[str, Any]:
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}

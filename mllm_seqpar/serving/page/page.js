@@ -16,6 +16,7 @@ let model = "";
 let turns = []; // of the conversation: the items on the page, each with its question and what became of it
 let answering = null; // the AbortController of the current answer
 let editing = null; // the turn whose question is being changed
+let draft = ""; // what was typed before that
 let connectedWith = null; // the API key of the last attempt to connect
 let restored = false; // whether what a reload has kept is shown; until then, nothing else is kept
 let leaving = 0; // until when nothing is kept because the page is being left, which makes its requests fail
@@ -331,6 +332,7 @@ function regenerate(turn) {
 
 function edit(turn) {
   if (answering) return;
+  if (!editing) draft = $("question").value;
   editing = turn;
   $("question").value = turn.question;
   grow();
@@ -341,7 +343,7 @@ function edit(turn) {
 function stopEditing() {
   if (!editing) return;
   editing = null;
-  $("question").value = "";
+  $("question").value = draft;
   grow();
   refresh();
 }
@@ -484,12 +486,12 @@ $("key").addEventListener("change", connect);
 
 // Shows what a reload has kept.
 async function restore() {
-  const kept = saved("turns") ?? [], draft = saved("draft") ?? "";
+  const kept = saved("turns") ?? [], typed = saved("draft") ?? "";
   await media.restore();
   await connect();
   turns = [...kept.map(Turn.restored), ...turns];
   for (const turn of turns) turn.show();
-  if (!$("question").value) $("question").value = draft;
+  if (!$("question").value) $("question").value = typed;
   grow();
   restored = true;
   refresh();

@@ -180,6 +180,21 @@ def test_interrupted_and_stopped_answers_end_on_all_ranks_and_go_on(gated: Case)
         assert (again.tokens, whole.finish_reason) == (whole.tokens, "length")
 
 
+def test_text_that_shares_little_with_the_cache_is_computed_from_the_start(gated: Case) -> None:
+    def body(shown: Conversation) -> list[Answer]:
+        conversation = Conversation(shown._model, shown._processor)
+        few, long = Sampling(max_new_tokens=3), "a b c d e f g h i j k l m n o p q r s t u v w x y z " * 3
+        turns = [[user("Hello")], [user(long)]]
+        turns.append([*turns[1], says("yes"), user("And now?")])
+        answers = [conversation.answer(conversation.prompt(messages), few) for messages in turns]
+        conversation._cache = None
+        return [*answers, conversation.answer(conversation.prompt(turns[2]), few)]
+
+    for _, long, following, alone in converse(gated, 2, body):
+        assert long.cached_tokens == 0 < long.prompt_tokens <= following.cached_tokens
+        assert following.tokens == alone.tokens
+
+
 def test_pieces_never_contain_the_beginning_of_a_stop_string() -> None:
     pieces: list[str] = []
     tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "".join(map(words.__getitem__, tokens)))

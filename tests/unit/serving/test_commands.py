@@ -11,7 +11,7 @@ from mllm_seqpar.data import FrameChoice
 from mllm_seqpar.errors import ConfigError, VideoError
 from mllm_seqpar.inference import Sampling
 from mllm_seqpar.serving.chat import ChatOptions, chat
-from mllm_seqpar.serving.server import ServeOptions, serve
+from mllm_seqpar.serving.server import ServeOptions, _bound_socket, serve
 
 MODEL = ["--model", "none"]
 
@@ -88,6 +88,15 @@ def test_address_that_cannot_be_used_is_reported_before_the_model_is_loaded() ->
             serve([*MODEL, "--port", str(taken.getsockname()[1])])
     with pytest.raises(ConfigError, match="give an address of this machine as --host"):
         serve([*MODEL, "--host", "192.0.2.1"])  # an address of no machine (RFC 5737)
+
+
+def test_connections_to_machines_that_vanish_are_closed() -> None:
+    with _bound_socket(options("--port", "0")) as listener:
+        listener.listen()
+        with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            if hasattr(socket, "TCP_KEEPIDLE"):
+                assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
 
 
 @pytest.mark.skipif(importlib.util.find_spec("fastapi") is not None, reason="fastapi is installed")
