@@ -18,20 +18,20 @@ _OF_SAMPLES = {"adapter_names": "the adapter of each sample", "task_ids": "the t
 _OF_TOKENS = {"alora_offsets": "the tokens with aLoRA's adapter", "scalings": "X-LoRA's weights of each token"}
 
 
-def refuse_arguments_of_samples(model: nn.Module, frame_modules: Iterable[nn.Module], ranks: int = 1) -> None:
+def refuse_arguments_of_samples(model: nn.Module, frame_modules: Iterable[nn.Module | None], ranks: int = 1) -> None:
     """Raise ConfigError if adapters take an argument of samples or tokens, and their layer computes with others.
 
     PEFT's hooks are removed before: PEFT itself removes them only after calls that succeed.
 
     Args:
         model: the model, while it is called.
-        frame_modules: the modules within it, or beside it, that compute with frames.
+        frame_modules: the modules within it, or beside it, that compute with frames; None for one that it lacks.
         ranks: the number of ranks that share the tokens of the text.
     """
-    frame_modules = list(frame_modules)
-    message = _reason(model, frame_modules, ranks)
+    of_frames = [module for module in frame_modules if module is not None]
+    message = _reason(model, of_frames, ranks)
     if message is not None:
-        for root in (model, *frame_modules):
+        for root in (model, *of_frames):
             for module in root.modules():
                 for key, _ in list(_hooks(module)):
                     module._forward_pre_hooks.pop(key)

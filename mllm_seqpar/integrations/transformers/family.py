@@ -181,8 +181,9 @@ class Family(ABC, Generic[InputsT]):
         return [module for module in own if module is not None]
 
     @property
-    def frame_modules(self) -> Iterable[nn.Module]:
-        """The modules that compute with frames: those that `encode` calls, and attention to frames."""
+    def frame_modules(self) -> Iterable[nn.Module | None]:
+        """The modules that compute with frames: those that `encode` calls, and attention to frames; None for one that
+        the model lacks."""
         text = {self.model.get_input_embeddings(), self.model.get_output_embeddings(), self.decoder}
         encoders = [module for module in self.called_modules if module not in text]
         return [*encoders, *(module for module, _ in self.visual_attention())]
