@@ -18,8 +18,10 @@ _OF_SAMPLES = {"adapter_names": "the adapter of each sample", "task_ids": "the t
 _OF_TOKENS = {"alora_offsets": "the tokens with aLoRA's adapter", "scalings": "X-LoRA's weights of each token"}
 
 
-def refuse_arguments_of_samples(model: nn.Module, frame_modules: Iterable[nn.Module | None], ranks: int = 1) -> None:
+def refuse_arguments_of_samples(model: nn.Module, frame_modules: Iterable[nn.Module | None], ranks: int = 1) -> bool:
     """Raise ConfigError if adapters take an argument of samples or tokens, and their layer computes with others.
+
+    Return whether there are any adapters.
 
     PEFT's hooks are removed before: PEFT itself removes them only after calls that succeed.
 
@@ -37,6 +39,7 @@ def refuse_arguments_of_samples(model: nn.Module, frame_modules: Iterable[nn.Mod
                     module._forward_pre_hooks.pop(key)
                     module._forward_pre_hooks_with_kwargs.pop(key, None)
         raise ConfigError(message)
+    return any(_is_adapted(module) for root in (model, *of_frames) for module in root.modules())
 
 
 def _reason(model: nn.Module, frame_modules: Iterable[nn.Module], ranks: int) -> str | None:
@@ -56,9 +59,13 @@ def _reason(model: nn.Module, frame_modules: Iterable[nn.Module], ranks: int) ->
     return None
 
 
+def _is_adapted(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("peft.")
+
+
 def _hooks(module: nn.Module) -> Iterator[tuple[int, str]]:
     """Yield the key and the argument of each hook by which PEFT adds such an argument to calls of an adapted layer."""
-    if module._forward_pre_hooks and type(module).__module__.startswith("peft."):
+    if module._forward_pre_hooks and _is_adapted(module):
         for key, hook in module._forward_pre_hooks.items():
             closure = getattr(getattr(hook, "__code__", None), "co_freevars", ())
             for name in hook.keywords if isinstance(hook, functools.partial) else closure:

@@ -87,6 +87,7 @@ class Family(ABC, Generic[InputsT]):
         frame_layout: how frames map to ranks if the caller passes all of them: "zigzag" where rows attend to earlier
             frames only, which balances the load.
         model, context: of an instance: the model, its group and its options.
+        has_adapters: of an instance: whether the last pass that compared weights found adapters of PEFT.
         whole_positions: of an instance: the positions (..., L) of the whole text of the pass whose layers run.
     """
 
@@ -108,6 +109,7 @@ class Family(ABC, Generic[InputsT]):
     has_cross_attention = True
     frame_layout = "contiguous"
     whole_positions: Tensor
+    has_adapters = False
 
     def __init__(self, model: Any, context: SeqParContext) -> None:
         self.model, self.context = model, context
