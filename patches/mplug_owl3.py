@@ -137,9 +137,9 @@ class MPlugOwl3Family(Family[Any]):
         return [*super().called_modules, *parts, self.model.vision2text_model]
 
     @property
-    def frame_modules(self) -> Iterable[nn.Module]:
+    def frame_modules(self) -> Iterable[nn.Module | None]:
         """Hyper attention also computes with text."""
-        found: list[nn.Module] = self.model.frame_modules
+        found: list[nn.Module | None] = self.model.frame_modules
         return found
 
     def encode(self, frames: Tensor, *extras: Tensor) -> Tensor:

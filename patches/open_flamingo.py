@@ -223,7 +223,7 @@ class OpenFlamingoFamily(Family[MediaInputs]):
         return [*super().called_modules, *self.language_model.called_modules()]
 
     @property
-    def frame_modules(self) -> Iterable[nn.Module]:
+    def frame_modules(self) -> Iterable[nn.Module | None]:
         attentions = [attention for _, attention in cross_attentions(self.model)]
         return [self.flamingo.vision_encoder, self.flamingo.perceiver, *attentions]
 

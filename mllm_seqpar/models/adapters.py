@@ -18,25 +18,28 @@ _OF_SAMPLES = {"adapter_names": "the adapter of each sample", "task_ids": "the t
 _OF_TOKENS = {"alora_offsets": "the tokens with aLoRA's adapter", "scalings": "X-LoRA's weights of each token"}
 
 
-def refuse_arguments_of_samples(model: nn.Module, frame_modules: Iterable[nn.Module], ranks: int = 1) -> None:
+def refuse_arguments_of_samples(model: nn.Module, frame_modules: Iterable[nn.Module | None], ranks: int = 1) -> bool:
     """Raise ConfigError if adapters take an argument of samples or tokens, and their layer computes with others.
+
+    Return whether there are any adapters.
 
     PEFT's hooks are removed before: PEFT itself removes them only after calls that succeed.
 
     Args:
         model: the model, while it is called.
-        frame_modules: the modules within it, or beside it, that compute with frames.
+        frame_modules: the modules within it, or beside it, that compute with frames; None for one that it lacks.
         ranks: the number of ranks that share the tokens of the text.
     """
-    frame_modules = list(frame_modules)
-    message = _reason(model, frame_modules, ranks)
+    of_frames = [module for module in frame_modules if module is not None]
+    message = _reason(model, of_frames, ranks)
     if message is not None:
-        for root in (model, *frame_modules):
+        for root in (model, *of_frames):
             for module in root.modules():
                 for key, _ in list(_hooks(module)):
                     module._forward_pre_hooks.pop(key)
                     module._forward_pre_hooks_with_kwargs.pop(key, None)
         raise ConfigError(message)
+    return any(_is_adapted(module) for root in (model, *of_frames) for module in root.modules())
 
 
 def _reason(model: nn.Module, frame_modules: Iterable[nn.Module], ranks: int) -> str | None:
@@ -56,9 +59,13 @@ def _reason(model: nn.Module, frame_modules: Iterable[nn.Module], ranks: int) ->
     return None
 
 
+def _is_adapted(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("peft.")
+
+
 def _hooks(module: nn.Module) -> Iterator[tuple[int, str]]:
     """Yield the key and the argument of each hook by which PEFT adds such an argument to calls of an adapted layer."""
-    if module._forward_pre_hooks and type(module).__module__.startswith("peft."):
+    if module._forward_pre_hooks and _is_adapted(module):
         for key, hook in module._forward_pre_hooks.items():
             closure = getattr(getattr(hook, "__code__", None), "co_freevars", ())
             for name in hook.keywords if isinstance(hook, functools.partial) else closure:

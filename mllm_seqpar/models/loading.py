@@ -12,7 +12,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +179,17 @@ def load_clean(
     unexpected = [name for name in report.get("unexpected_keys") or () if not re.search(ignored, name)]
     require_clean({**report, "unexpected_keys": unexpected}, what, expected=expected or type(model).__name__)
     return model, report
+
+
+def tensor_names(files: Iterable[Path]) -> set[str]:
+    """Return the names of the tensors in safetensors files."""
+    from safetensors import safe_open
+
+    names = set[str]()
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            names.update(tensors.keys())
+    return names
 
 
 def require_clean(report: Mapping[str, Any], what: str, *, expected: str = "") -> None:

@@ -262,13 +262,19 @@ def sharded_causal_lm_loss(
     if shift_labels.device.type == "cpu":
         require_tokens(shift_labels, logits.shape[-1], ignore)
     local = copy_to_device(text.shard(shift_labels, 1, ignore), logits.device)
-    total = F.cross_entropy(for_loss(logits).flatten(0, 1), local.flatten(), ignore_index=ignore, reduction="sum")
+    total = summed_cross_entropy(logits, local, ignore)
     return mean_over_targets(group_sum(total, text.comm), shift_labels, num_items_in_batch, ignore)
 
 
-def for_loss(logits: Tensor) -> Tensor:
-    """Return logits in the dtype in which losses are computed and summed: float32, or their own if that is wider."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+def summed_cross_entropy(logits: Tensor, targets: Tensor, ignore: int = IGNORE) -> Tensor:
+    """Return the sum of the cross-entropy of logits (..., V) and targets (...), in float32, or float64 for float64.
+
+    The terms are computed in float32 for every dtype, as transformers does.
+    """
+    logits, targets, dtype = logits.float().flatten(0, -2), targets.flatten(), logits.dtype
+    if dtype is not torch.float64:
+        return F.cross_entropy(logits, targets, ignore_index=ignore, reduction="sum")
+    return F.cross_entropy(logits, targets, ignore_index=ignore, reduction="none").to(dtype).sum()
 
 
 def mean_over_targets(total: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None, ignore: int) -> Tensor:

@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, Trainer
@@ -51,7 +50,7 @@ from mllm_seqpar.integrations.accelerate import (
     without_launched_parallelism,
 )
 from mllm_seqpar.integrations.transformers.outputs import custom_loss
-from mllm_seqpar.models.loading import context_length, load_clean
+from mllm_seqpar.models.loading import context_length, load_clean, tensor_names
 from mllm_seqpar.patching import patch_model, patch_of
 from mllm_seqpar.patching.changes import Patch
 from mllm_seqpar.patching.registry import find_adapter
@@ -277,11 +276,7 @@ class SeqParMixin(_Base):
         model, files = self.model, sorted(checkpoint.glob("model*.safetensors"))
         if self.is_fsdp_enabled or not isinstance(model, PreTrainedModel) or not files:
             return False
-        names = set[str]()
-        for file in files:
-            with safe_open(file, framework="pt") as tensors:
-                names.update(tensors.keys())
-        if names <= model.state_dict().keys():
+        if tensor_names(files) <= model.state_dict().keys():
             return False
         dtype = functools.reduce(torch.promote_types, {p.dtype for p in model.parameters()})
         loaded, _ = load_clean(type(model).from_pretrained, checkpoint, str(checkpoint), dtype=dtype)

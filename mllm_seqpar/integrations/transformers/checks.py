@@ -70,7 +70,8 @@ def require_same_pass(
             pixels = inputs.frames is not None and not inputs.frames_are_features
             # Without pixels, the vision tower may stay elsewhere.
             require_transferable(comm, family.model, weights if pixels else [family.embedding_weight()])
-        refuse_arguments_of_samples(family.model, family.frame_modules, comm.size)
+        if weights or family.has_adapters:
+            family.has_adapters = refuse_arguments_of_samples(family.model, family.frame_modules, comm.size)
         check_text(inputs)
         check_arguments(family, inputs, kwargs)
         check_star(family.context.config, inputs)

@@ -83,6 +83,7 @@ class Family(ABC, Generic[InputsT]):
         frame_layout: how frames map to ranks if the caller passes all of them: "zigzag" where rows attend to earlier
             frames only, which balances the load.
         model, context: of an instance: the model, its group and its options.
+        has_adapters: of an instance: whether the last pass that compared weights found adapters of PEFT.
         whole_positions: of an instance: the positions (..., L) of the whole text of the pass whose layers run.
     """
 
@@ -104,6 +105,7 @@ class Family(ABC, Generic[InputsT]):
     has_cross_attention = True
     frame_layout = "contiguous"
     whole_positions: Tensor
+    has_adapters = False
 
     def __init__(self, model: Any, context: SeqParContext) -> None:
         self.model, self.context = model, context
@@ -177,8 +179,9 @@ class Family(ABC, Generic[InputsT]):
         return [module for module in own if module is not None]
 
     @property
-    def frame_modules(self) -> Iterable[nn.Module]:
-        """The modules that compute with frames: those that `encode` calls, and attention to frames."""
+    def frame_modules(self) -> Iterable[nn.Module | None]:
+        """The modules that compute with frames: those that `encode` calls, and attention to frames; None for one that
+        the model lacks."""
         text = {self.model.get_input_embeddings(), self.model.get_output_embeddings(), self.decoder}
         encoders = [module for module in self.called_modules if module not in text]
         return [*encoders, *(module for module, _ in self.visual_attention())]

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -22,11 +21,11 @@ from mllm_seqpar.runtime.text import (
     IGNORE,
     Rows,
     TextShards,
-    for_loss,
     mean_over_targets,
     require_tokens,
     select_logit_rows,
     sharded_causal_lm_loss,
+    summed_cross_entropy,
 )
 
 from .inputs import ForwardInputs
@@ -193,7 +192,7 @@ def _loss_of_targets(
     rows, labels = copy_to_device(torch.stack([rows, local[rows].long()]), hidden.device)
     logits = family.model.get_output_embeddings()(hidden.flatten(0, 1).index_select(0, rows)[None])[0]
     require_tokens(targets, logits.shape[-1], ignore)
-    total = F.cross_entropy(for_loss(logits), labels, reduction="sum")
+    total = summed_cross_entropy(logits, labels)
     total = total if text is None else group_sum(total, text.comm)
     return mean_over_targets(total, targets, kwargs.get("num_items_in_batch"), ignore)
 

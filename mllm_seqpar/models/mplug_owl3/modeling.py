@@ -218,11 +218,11 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         return media_layout(self.config.gate, total_frames=total_frames, image_token_id=token, **placement)
 
     @property
-    def frame_modules(self) -> list[nn.Module]:
+    def frame_modules(self) -> list[nn.Module | None]:
         """The modules that compute with frames: the tower, the projector, and the projections to visual K and V."""
         layers = [layer for layer in self.language_model.model.layers if isinstance(layer, HyperDecoderLayer)]
         projections = [part for layer in layers for name, part in layer.named_modules() if name.endswith("v_kv_proj")]
-        return [*([] if self.vision_model is None else [self.vision_model]), self.vision2text_model, *projections]
+        return [self.vision_model, self.vision2text_model, *projections]
 
     def _frame_features(self, pixel_values: Tensor | None, image_embeds: Tensor | None) -> Tensor | None:
         if pixel_values is not None and image_embeds is not None:

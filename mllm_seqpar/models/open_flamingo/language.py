@@ -70,10 +70,10 @@ class QKNormMptAttention(MptAttention):
     ) -> tuple[Tensor, Tensor]:
         """Return the output (B, s, C) and the weights (B, H, s, t); `attention_mask` is True where a key is hidden."""
         q, k, v = mpt_projections(self, hidden_states, cache)
-        scores = q @ k.mT * self.softmax_scale + position_bias[:, :, -k.shape[2] :]
-        if attention_mask is not None:
-            scores = scores.masked_fill(attention_mask, torch.finfo(q.dtype).min)
-        weights = scores.float().softmax(dim=-1).to(v.dtype)
+        scores = (q @ k.mT * self.softmax_scale + position_bias[:, :, -k.shape[2] :]).float()
+        if attention_mask is not None:  # with a number that is finite in float32, also for rows that see no key
+            scores = scores.masked_fill(attention_mask, torch.finfo(scores.dtype).min)
+        weights = scores.softmax(dim=-1).to(v.dtype)
         weights = nn.functional.dropout(weights, p=self.attn_dropout_p, training=self.training)
         return self.out_proj((weights @ v).transpose(1, 2).flatten(2)), weights
 
