@@ -8,6 +8,7 @@ all-gather sums over ranks. The average of parameter gradients over the group is
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -113,6 +114,50 @@ def tensor_of(value: Any) -> Any:
     return value.tensor if isinstance(value, HostFrames) else value
 
 
+class FrameSizes:
+    """How many units (keys, for example) each of `total` frames has.
+
+    Attributes:
+        total: the number of frames.
+        per_frame: the units of one frame if all have as many, else (total,) int64 on the CPU.
+    """
+
+    def __init__(self, total: int, per_frame: int | Tensor = 1) -> None:
+        if isinstance(per_frame, Tensor):
+            per_frame = per_frame.detach().long().cpu()
+            if total and bool((per_frame == per_frame[0]).all()):
+                per_frame = int(per_frame[0])
+        self.total, self.per_frame = total, per_frame
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, FrameSizes) or self.total != other.total:
+            return False
+        own, others = self.per_frame, other.per_frame
+        if isinstance(own, Tensor) and isinstance(others, Tensor):
+            return torch.equal(own, others)
+        return isinstance(own, int) and isinstance(others, int) and own == others
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def fact(self) -> int | str:
+        """What ranks compare: the units of one frame, or the sum and a checksum."""
+        if not isinstance(self.per_frame, Tensor):
+            return self.per_frame
+        return f"{self.count()} in all, checksum {zlib.crc32(self.per_frame.numpy().tobytes()):08x}"
+
+    def of(self, frames: Tensor) -> int | Tensor:
+        """Return the units of each of the frames with these numbers, or one number for all."""
+        return self.per_frame[frames] if isinstance(self.per_frame, Tensor) else self.per_frame
+
+    def count(self, spans: Spans | None = None) -> int:
+        """Return how many units these frames have together; None: all frames."""
+        spans = ((0, self.total),) if spans is None else spans
+        if not isinstance(self.per_frame, Tensor):
+            return span_length(spans) * self.per_frame
+        return sum(int(self.per_frame[start:stop].sum()) for start, stop in spans)
+
+
 def _is_count(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
@@ -152,6 +197,11 @@ def span_length(spans: Spans) -> int:
     for start, stop in spans:
         length += stop - start
     return length
+
+
+def numbers_of_spans(spans: Spans) -> Tensor:
+    """Return the numbers in ranges, (n,) int64."""
+    return torch.cat([torch.arange(start, stop) for start, stop in spans] or [torch.arange(0)])
 
 
 def describe_spans(spans: Spans) -> str:

@@ -168,7 +168,7 @@ def sharded_call(
             )
 
     facts = {"samples": batch, "text tokens": length, "frames": mask.total_frames}
-    facts |= {"tokens per frame": mask.tokens_per_frame, "grad mode": torch.is_grad_enabled()}
+    facts |= {"tokens per frame": mask.sizes.fact, "grad mode": torch.is_grad_enabled()}
     own, (start, stop) = agree(comm, "forward pass", check, lambda _: facts)
     first, last = start * units_per_frame, stop * units_per_frame
     if encode is not None:  # only now, because an encoder that FSDP shards communicates

@@ -7,21 +7,29 @@ handles, so that a new operator needs two short methods only.
 * Not causal: the R = H / G query heads of a KV head are folded into rows, (B, H, S, D) -> (B, G, R * S, D). No key is
   expanded, and rows are independent, so this is the same attention.
 * Causal with G < H: the operator's own grouping if it has one, otherwise one call for each of the R heads of a group.
-* Masked: the additive bias is built for a bounded number of rows and keys at a time; these parts are merged.
+* Intervals are cut into rectangles (`rectangles`) without a mask, causal squares and masked ones, whose additive bias
+  is built for a bounded number of rows and keys at a time; these pieces are merged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mllm_seqpar.masks.intervals import Intervals
+
 from . import base
 from .base import merge_
-from .blocked_matmul import BlockedMatmulKernel
+from .rectangles import Rectangle, rectangles_of
+
+ALL = slice(None)
+
+KEPT_MASK = 1 << 14
+"""Expanded masks of up to this many entries are kept for all layers of a pass."""
 
 BIAS_ALIGNMENT = 16
 """The distance of the rows of a bias is a multiple of this many entries: the CUDA operators read it in vectors."""
@@ -40,7 +48,6 @@ class FusedKernel:
 
     Attributes:
         grouped_causal: True if the operator itself takes G < H KV heads.
-        min_keys: with fewer keys, the kernel `BlockedMatmulKernel` computes the block.
         mask_entries, mask_keys: entries of a bias, and keys, that are computed at once with a mask.
         operator_dtype: dtype of the operator's inputs; None for that of q.
         converted_keys: the number of keys that are converted to that dtype at once; None: all.
@@ -48,13 +55,12 @@ class FusedKernel:
 
     name = ""
     grouped_causal = True
-    min_keys = 1
     mask_entries = 1 << 20
     mask_keys = 1024
     operator_dtype: torch.dtype | None = None
     converted_keys: int | None = None
 
-    def unsupported_reason(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
+    def unsupported_reason(self, q: Tensor, k: Tensor, intervals: Intervals | None = None) -> str | None:
         raise NotImplementedError
 
     def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor]:
@@ -68,22 +74,28 @@ class FusedKernel:
         raise NotImplementedError
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False, mask: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, intervals: Intervals | None = None
     ) -> tuple[Tensor, Tensor]:
         if not (q.numel() and k.numel()):  # `base.is_empty`, without a call: each block of each layer passes here
             return base.empty_forward(q)
-        if k.shape[2] < self.min_keys:
-            return BlockedMatmulKernel().forward(q, k, v, scale=scale, causal=causal, mask=mask)
-        if causal and q.shape[2] > 1:
-            return self._forward_causal(q, k, v, AttentionArgs(scale, causal=True))
-        small = mask is None and (self.converted_keys is None or k.shape[2] <= self.converted_keys)
-        parts = None if small else self._parts(q, k, mask)
-        if parts is None:
-            return self._forward_part(q, k, v, scale, mask)
+        pieces = self._pieces(q, k, intervals)
+        if pieces is None:
+            return self._forward_piece(q, k, v, scale)
+        if len(pieces) == 1 and _is_whole(pieces[0], q, k):
+            (piece,) = pieces
+            return self._forward_piece(q, k, v, scale, piece.kind == "causal", _mask_of(piece, intervals, q.device))
         o, lse = base.empty_forward(q)
-        for rows, keys in parts:
-            part = self._forward_part(q[:, :, rows], k[:, :, keys], v[:, :, keys], scale, _cut(mask, rows, keys))
-            merge_(o[:, :, rows], lse[:, :, rows], *part)
+        done: dict[int | None, int] = {}  # by first batch item: no row from here on has a result
+        for piece in pieces:
+            batch, rows, keys = piece.batch, piece.rows, piece.keys
+            mask = _mask_of(piece, intervals, q.device)
+            some = q[batch, :, rows], k[batch, :, keys], v[batch, :, keys]
+            part = self._forward_piece(*some, scale, piece.kind == "causal", mask)
+            if rows.start >= done.get(batch.start, 0):
+                o[batch, :, rows], lse[batch, :, rows] = part
+            else:
+                merge_(o[batch, :, rows], lse[batch, :, rows], *part)
+            done[batch.start] = max(rows.stop, done.get(batch.start, 0))
         return o, lse
 
     def backward(
@@ -96,36 +108,60 @@ class FusedKernel:
         lse: Tensor,
         *,
         scale: float,
-        causal: bool = False,
-        mask: Tensor | None = None,
+        intervals: Intervals | None = None,
         delta: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if not (q.numel() and k.numel()):
             return base.empty_backward(q, k, v)
-        if k.shape[2] < self.min_keys:
-            kernel = BlockedMatmulKernel()
-            return kernel.backward(do, q, k, v, o, lse, scale=scale, causal=causal, mask=mask, delta=delta)
         if o is None:
             assert delta is not None
             o = base.output_with_row_sums(do, delta, self.operator_dtype or q.dtype)
         lse = base.safe_lse(lse.float())
-        if causal and q.shape[2] > 1:
-            return self._backward_causal(do, q, k, v, o, lse, AttentionArgs(scale, causal=True))
-        parts = self._parts(q, k, mask)
-        if parts is None:
-            return self._backward_part(do, q, k, v, o, lse, scale, mask)
+        pieces = self._pieces(q, k, intervals)
+        if pieces is None:
+            return self._backward_piece(do, q, k, v, o, lse, scale)
+        if len(pieces) == 1 and _is_whole(pieces[0], q, k):
+            (piece,) = pieces
+            mask = _mask_of(piece, intervals, q.device)
+            return self._backward_piece(do, q, k, v, o, lse, scale, piece.kind == "causal", mask)
         dq, dk, dv = base.empty_backward(q, k, v)
-        for rows, keys in parts:
-            do_, q_, o_, lse_ = (x[:, :, rows] for x in (do, q, o, lse))
-            k_, v_, mask_ = k[:, :, keys], v[:, :, keys], _cut(mask, rows, keys)
-            part = self._backward_part(do_, q_, k_, v_, o_, lse_, scale, mask_)
-            for total, index, grad in zip((dq, dk, dv), (rows, keys, keys), part, strict=True):
-                total[:, :, index] += grad
+        for piece in pieces:
+            at, of_keys = (piece.batch, ALL, piece.rows), (piece.batch, ALL, piece.keys)
+            mask = _mask_of(piece, intervals, q.device)
+            some = do[at], q[at], k[of_keys], v[of_keys], o[at], lse[at]
+            part = self._backward_piece(*some, scale, piece.kind == "causal", mask)
+            for total, index, grad in zip((dq, dk, dv), (at, of_keys, of_keys), part, strict=True):
+                total[index] += grad
         return dq, dk, dv
 
-    def _forward_part(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None
+    def _pieces(self, q: Tensor, k: Tensor, intervals: Intervals | None) -> Sequence[Rectangle] | None:
+        """Return what is computed one after another: the rectangles of the intervals, cut so that each bias and each
+        converted copy is bounded; None if it is the whole block without a mask."""
+        rows, keys = q.shape[2], k.shape[2]
+        converted = self.converted_keys if q.dtype is not self.operator_dtype else None
+        if intervals is None:
+            if converted is None or keys <= converted:
+                return None
+            return list(_cut(Rectangle(ALL, slice(0, rows), slice(0, keys)), rows, converted))
+        repeat = q.shape[1] // k.shape[1]
+        name = "pieces", repeat, self.mask_entries, self.mask_keys, converted
+        if name not in intervals.kept:
+            found: list[Rectangle] = []
+            for rectangle in rectangles_of(intervals):
+                row_step, key_step = rows, converted or keys
+                if rectangle.kind == "masked":
+                    width = min(rectangle.keys.stop - rectangle.keys.start, self.mask_keys)
+                    row_step, key_step = max(1, self.mask_entries // (repeat * width)), self.mask_keys
+                found += _cut(rectangle, row_step, key_step) if rectangle.kind != "causal" else [rectangle]
+            intervals.kept[name] = found
+        pieces: list[Rectangle] = intervals.kept[name]
+        return pieces
+
+    def _forward_piece(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
+        if causal and q.shape[2] > 1:
+            return self._forward_causal(q, k, v, AttentionArgs(scale, causal=True))
         groups = k.shape[1]
         args = AttentionArgs(scale, bias=None if mask is None else self._bias(mask, q, groups))
         rows = (
@@ -141,7 +177,7 @@ class FusedKernel:
         hidden = ~mask.any(dim=-1).unsqueeze(1)
         return o.masked_fill(hidden.unsqueeze(-1), 0.0), lse.masked_fill(hidden, -torch.inf)
 
-    def _backward_part(
+    def _backward_piece(
         self,
         do: Tensor,
         q: Tensor,
@@ -150,8 +186,11 @@ class FusedKernel:
         o: Tensor,
         lse: Tensor,
         scale: float,
-        mask: Tensor | None,
+        causal: bool = False,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if causal and q.shape[2] > 1:
+            return self._backward_causal(do, q, k, v, o, lse, AttentionArgs(scale, causal=True))
         groups, shape = k.shape[1], q.shape
         args = AttentionArgs(scale, bias=None if mask is None else self._bias(mask, q, groups))
         do, q, o, lse = (base.fold_heads(x, groups) for x in (do, q, o, lse))
@@ -179,21 +218,6 @@ class FusedKernel:
             dv += dv_part
         return torch.stack(dqs, dim=2).flatten(1, 2), dk, dv
 
-    def _parts(self, q: Tensor, k: Tensor, mask: Tensor | None) -> list[tuple[slice, slice]] | None:
-        """Return the ranges (rows, keys) to compute one after another, which bound the size of each bias or copy;
-        None if the whole is small enough."""
-        rows, keys = q.shape[2], k.shape[2]
-        row_step, key_step = rows, keys
-        if mask is not None:
-            key_step = self.mask_keys
-            entries_per_row = mask.shape[0] * (q.shape[1] // k.shape[1]) * min(keys, key_step)
-            row_step = max(1, self.mask_entries // entries_per_row)
-        elif self.converted_keys is not None and q.dtype is not self.operator_dtype:
-            key_step = self.converted_keys
-        if rows <= row_step and keys <= key_step:
-            return None
-        return list(product(_ranges(rows, row_step), _ranges(keys, key_step)))
-
     def _bias(self, mask: Tensor, q: Tensor, groups: int) -> Tensor:
         """Bool (B, S, T) -> additive (B, 1, R * S, T) for folded rows: -inf for hidden entries, aligned row strides."""
         batch, rows, keys = mask.shape
@@ -209,12 +233,34 @@ def _by_head_of_group(x: Tensor, k: Tensor) -> list[Tensor]:
     return list(x.unflatten(1, (k.shape[1], -1)).unbind(2))
 
 
-def _cut(mask: Tensor | None, rows: slice, keys: slice) -> Tensor | None:
-    return None if mask is None else mask[:, rows, keys]
+def _cut(rectangle: Rectangle, row_step: int, key_step: int) -> Iterator[Rectangle]:
+    """Yield the parts of a rectangle that have at most so many rows and keys."""
+    for rows in _ranges(rectangle.rows, row_step):
+        for keys in _ranges(rectangle.keys, key_step):
+            yield replace(rectangle, rows=rows, keys=keys)
 
 
-def _ranges(length: int, step: int) -> Iterator[slice]:
-    return (slice(start, min(start + step, length)) for start in range(0, length, step))
+def _ranges(whole: slice, step: int) -> Iterator[slice]:
+    return (slice(start, min(start + step, whole.stop)) for start in range(whole.start, whole.stop, step))
+
+
+def _is_whole(piece: Rectangle, q: Tensor, k: Tensor) -> bool:
+    return piece.batch == ALL and piece.rows == slice(0, q.shape[2]) and piece.keys == slice(0, k.shape[2])
+
+
+def _mask_of(piece: Rectangle, intervals: Intervals | None, device: torch.device) -> Tensor | None:
+    """Return the mask (1, rows, keys) bool of a masked piece; a small one is kept for all layers."""
+    if piece.kind != "masked":
+        return None
+    assert intervals is not None
+    batch, rows, keys = piece.batch, piece.rows, piece.keys
+    if (rows.stop - rows.start) * (keys.stop - keys.start) > KEPT_MASK:
+        return intervals.expand(device, batch, rows, keys)
+    name = "mask", device, batch.start, rows.start, rows.stop, keys.start, keys.stop
+    if name not in intervals.kept:
+        intervals.kept[name] = intervals.expand(device, batch, rows, keys)
+    mask: Tensor = intervals.kept[name]
+    return mask
 
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -238,7 +284,7 @@ class TorchCpuKernel(FusedKernel):
     operator_dtype = torch.float32
     converted_keys = 8192
 
-    def unsupported_reason(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
+    def unsupported_reason(self, q: Tensor, k: Tensor, intervals: Intervals | None = None) -> str | None:
         if q.device.type != "cpu":
             return f"needs CPU tensors, got {q.device.type}"
         if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):

@@ -35,7 +35,7 @@ from mllm_seqpar.attention.keys import GivenKeys, Keys
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.masks import FrameBlockMasks, FrameMask
+from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.sharding import Spans, in_frame_order, span_length, take_spans
 
 from .frames import VisualKVCache, unit_spans
@@ -187,7 +187,7 @@ class RowRecorder:
     def add(self, q: Tensor, keys: Sequence[Keys], lse: Tensor | None, scale: float) -> None:
         """Store the row of a softmax over frames, given q (1, H, s, D) and the final lse (1, H, s) or None."""
         for each in keys:
-            if not isinstance(each.spec.masks, FrameBlockMasks):
+            if each.spec.masks.keys_are_rows:
                 continue
             if self._row is None:
                 row, total = q.new_zeros(q.shape[1], q.shape[3]), None if lse is None else lse.new_zeros(q.shape[1])
@@ -201,10 +201,7 @@ class RowRecorder:
 
     def visible_units(self) -> Tensor:
         """Return a bool for each unit of all ranks: whether the row attends to it."""
-        last = self._mask.take(torch.tensor([self._mask.shape[1] - 1]))
-        visible = last.take_frames(torch.arange(last.total_frames)).visible
-        assert visible is not None
-        return visible[0, 0]
+        return self._mask.take(torch.tensor([self._mask.shape[1] - 1])).table()[0, 0]
 
     def layers(self, comm: Communicator) -> list[LayerRow]:
         """Return the rows of all layers, on every rank."""

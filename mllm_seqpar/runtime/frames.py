@@ -8,6 +8,7 @@ that a chunk of frames is contiguous. Every pass of a layer brings all chunks to
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -23,8 +24,9 @@ from mllm_seqpar.attention.streamed import KeyChunk, StreamedKeys
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.autograd import gather_shards
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.masks import FrameBlockMasks, FrameMask
-from mllm_seqpar.masks.rectangles import Span
+from mllm_seqpar.masks import FrameMask
+from mllm_seqpar.masks.frame_mask import frame_masks
+from mllm_seqpar.masks.intervals import Span
 from mllm_seqpar.sharding import Spans, frame_spans, in_frame_order, span_length
 
 from .offload import HostCopies, HostFeatures
@@ -49,7 +51,8 @@ class Frames:
 
     Attributes:
         source: where K and V come from.
-        masks: the mask rectangles of every block; with replicated rows, or replicated frames, those of this rank alone.
+        spans: the units of every rank that `masks` has.
+        masks: the mask of every block; with replicated rows, or replicated frames, that of this rank alone.
         key_lengths: the number of visual keys on every rank that `masks` has.
         placement: whether each rank has its own frames, or all of them.
         selection: the strategy that "auto" selected for the whole pass, if it did.
@@ -59,12 +62,14 @@ class Frames:
     def __init__(
         self,
         source: KVSource,
-        masks: FrameBlockMasks,
-        tokens: int,
+        masks: Sequence[FrameMask],
+        spans: Sequence[Spans],
         placement: Placement = "sharded",
     ) -> None:
-        self.source, self.masks, self.placement = source, masks, placement
-        self.key_lengths = tuple(span_length(frames) * tokens for frames in masks.frames)
+        self.source, self.placement = source, placement
+        self._by_rank, self.spans = masks, spans
+        self.masks = frame_masks(masks, spans)
+        self.key_lengths = tuple(keys.count for keys in self.masks.keys)
         self.selection: SelectedStrategy | None = None
         self.specs: dict[Hashable, CallSpec] = {}
 
@@ -79,21 +84,24 @@ class Frames:
             text: the sharding of the rows.
             units_per_frame: the number of image tiles of an image, for example.
         """
-        padded = FrameMask(
-            None if mask.bounds is None else (text.pad(mask.bounds[0], 1), text.pad(mask.bounds[1], 1)),
-            None if mask.visible is None else text.pad(mask.visible, 1),
-            mask.tokens_per_frame,
-            mask.total_frames,
-        )
+        padded = FrameMask(text.pad(mask.bounds, -1), mask.sizes)
         by_rank = [padded.take(text.positions(rank)) for rank in range(text.comm.size)]
         units = unit_spans(mask.total_frames, units_per_frame, text.comm, source.layout)
-        return cls(source, FrameBlockMasks(by_rank, units), mask.tokens_per_frame)
+        return cls(source, by_rank, units)
 
     @classmethod
     def of_rows(cls, source: KVSource, mask: FrameMask, comm: Communicator, units_per_frame: int = 1) -> Frames:
         """Return the frames of a pass with rows that every rank has."""
         own = unit_spans(mask.total_frames, units_per_frame, comm, source.layout)[comm.rank]
-        return cls(source, FrameBlockMasks([mask], [own]), mask.tokens_per_frame)
+        return cls(source, [mask], [own])
+
+    @functools.cached_property
+    def common_keys(self) -> slice | None:
+        """The keys that every row of a group of one attends to, if no row attends to others; None otherwise."""
+        mask = self.masks.folded().block(0, 0)
+        if mask is None:
+            return slice(0, self.key_lengths[0])
+        return mask[0].common if len(mask) == 1 else None
 
     def gathered(self, visual: VisualFeatures, comm: Communicator, index: Tensor) -> Frames:
         """Return the frames with all ranks' features on every rank ("replicate").
@@ -105,13 +113,12 @@ class Frames:
             comm: the group.
             index: (units,), the index of all units.
         """
-        counts = [span_length(spans) for spans in self.masks.frames]
+        counts = [span_length(spans) for spans in self.spans]
         local, total = visual.features, visual.units
         parts = gather_shards(F.pad(local, (0, 0, 0, 0, 0, max(counts) - local.shape[0])), comm)
-        features = in_frame_order(parts, self.masks.frames)
+        features = in_frame_order(parts, self.spans)
         every = replace(visual, features=features, index=copy_to_device(index, features.device))
-        own = FrameBlockMasks([self.masks.masks[comm.rank]], [((0, total),)])
-        return Frames(every, own, features.shape[1], "replicated")
+        return Frames(every, [self._by_rank[comm.rank]], [((0, total),)], "replicated")
 
 
 def select_strategy(
@@ -221,7 +228,7 @@ class VisualKVCache:
         k, v = self.states[layer]
         if self._copies is None:
             return GivenKeys(spec, k, v)
-        return StreamedKeys(spec, k, lambda: (KeyChunk(units, x, y) for units, (x, y) in self.chunks(k, v)))
+        return StreamedKeys(spec, k, lambda: (KeyChunk(x, y) for _, (x, y) in self.chunks(k, v)))
 
     def chunks(self, *states: Tensor) -> Iterator[tuple[Span, Sequence[Tensor]]]:
         """Yield (start, stop) of units of this rank, and their part of tensors (1, G, keys of this rank, D).

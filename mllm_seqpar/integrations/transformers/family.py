@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import modeling_outputs
@@ -36,7 +35,7 @@ from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
 from mllm_seqpar.runtime.visual_tokens import VisualTokenLayout
-from mllm_seqpar.sharding import tensor_of
+from mllm_seqpar.sharding import FrameSizes, tensor_of
 
 from .attention import causal_masks, use_seqpar_attention
 from .generation import patch_generate
@@ -404,16 +403,8 @@ def mask_over_samples(
         )
     offset = torch.arange(prompt_batch) // max(1, prompt_batch // samples) * per_sample
     offset = offset if rows is None else offset[rows]
-    table = visible.numpy()  # the equivalent operation of torch would convert every entry to a wider type
-    count = np.count_nonzero(table, axis=-1)
-    runs = np.count_nonzero(table[..., :1]) + np.count_nonzero(table[..., 1:] > table[..., :-1])
-    if runs == np.count_nonzero(count):  # no gaps: an interval per row is enough
-        first = offset[:, None] + torch.from_numpy(table.argmax(-1) if per_sample else count)
-        return FrameMask.from_intervals(first, first + torch.from_numpy(count), tokens, units)
-    of_all_samples = torch.zeros(batch, length, units, dtype=torch.bool)
-    for sample in range(batch):
-        of_all_samples[sample, :, int(offset[sample]) : int(offset[sample]) + per_sample] = visible[sample]
-    return FrameMask.from_dense(of_all_samples, tokens)
+    own = FrameMask.from_dense(visible, tokens).bounds
+    return FrameMask(torch.where(own[:, 1:] > own[:, :1], own + offset[:, None], 0), FrameSizes(units, tokens))
 
 
 # The forward of a patched model.

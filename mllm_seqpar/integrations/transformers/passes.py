@@ -353,7 +353,7 @@ def _state_of_rows(
     if cache_state.text_kv is not None:
         valid = _padding_mask(inputs)
         cache_state.text_kv.extend(rows.stop - rows.start)
-        cached_text = functools.partial(cache_state.text_kv.rectangles, rows.stop - rows.start, valid)
+        cached_text = functools.partial(cache_state.text_kv.mask, rows.stop - rows.start, valid)
     if attended is not None:
         mask, facts = attended.mask, attended.facts
         if rows.start:
