@@ -19,6 +19,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mllm_seqpar.masks.intervals import Intervals
+
 from .fused import AttentionArgs
 from .torch_cuda import CudaKernel, vectors
 
@@ -37,8 +39,12 @@ class CudaCudnnKernel(CudaKernel):
 
     name = "cuda_cudnn"
     oldest = (9, 0)
-    min_keys = 2
-    """cuDNN rejects a single key."""
+
+    def unsupported_reason(self, q: Tensor, k: Tensor, intervals: Intervals | None = None) -> str | None:
+        common = None if intervals is None else intervals.common
+        if (k.shape[2] if common is None else common.stop - common.start) == 1:
+            return "needs more than one key"
+        return super().unsupported_reason(q, k, intervals)
 
     def _unsupported_shape(self, dim: int, masked: bool, capability: tuple[int, int]) -> str | None:
         if masked:

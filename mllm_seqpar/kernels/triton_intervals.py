@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from mllm_seqpar.masks.intervals import Intervals
 
 from .base import delta_of, empty_backward, empty_forward
 
@@ -81,29 +83,59 @@ def padded(dim: int) -> int:
 
 
 class TritonKernel:
-    """Attention over intervals of keys, for NVIDIA GPUs from compute capability 8.0. See `BlockKernel`."""
+    """Attention over intervals of keys for NVIDIA GPUs from compute capability 8.0. See `BlockKernel`."""
 
     name = "triton"
 
+    def unsupported_reason(self, q: Tensor, k: Tensor, intervals: Intervals | None = None) -> str | None:
+        if q.device.type != "cuda" or torch.version.hip is not None:
+            return f"needs CUDA tensors on an NVIDIA GPU, got {'an AMD GPU' if q.is_cuda else q.device.type}"
+        if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return f"computes in float32, which is less precise than {q.dtype}"
+        capability = torch.cuda.get_device_capability(q.device)
+        if capability < (8, 0):
+            return f"needs compute capability 8.0, got {capability[0]}.{capability[1]}"
+        if q.shape[-1] > 256:
+            return f"takes head dims up to 256, got {q.shape[-1]}"
+        return triton_unavailable()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, low: Tensor | None, high: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, intervals: Intervals | None = None
+    ) -> tuple[Tensor, Tensor]:
         if not (q.numel() and k.numel()):
             return empty_forward(q)
+        low, high = (None, None) if intervals is None else intervals.on(q.device)
         return torch.ops.mllm_seqpar.interval_attention(q, k, v, low, high, scale)
 
-    def backward(self, do, q, k, v, o, lse, *, scale, low, high, delta=None):
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor | None,
+        lse: Tensor,
+        *,
+        scale: float,
+        intervals: Intervals | None = None,
+        delta: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if not (q.numel() and k.numel()):
             return empty_backward(q, k, v)
-        delta = delta_of(do, o, delta).contiguous()
-        return torch.ops.mllm_seqpar.interval_attention_backward(do, q, k, v, low, high, lse.contiguous(), delta, scale)
+        low, high = (None, None) if intervals is None else intervals.on(q.device)
+        rows = lse.contiguous(), delta_of(do, o, delta).contiguous()
+        return torch.ops.mllm_seqpar.interval_attention_backward(do, q, k, v, low, high, *rows, scale)
 
 
 @functools.cache
 def triton_unavailable() -> str | None:
+    """Return why Triton cannot be imported, or None."""
     return None if importlib.util.find_spec("triton") else "needs Triton, which is not installed (pip install triton)"
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, low: Tensor | None, high: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, low: Tensor | None, high: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
     from . import triton_kernels
 
     if scale < 0:  # the program takes the largest score before the factor
@@ -131,7 +163,15 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, low: Tensor | None, high: Tensor |
 
 
 def _backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, low: Tensor | None, high: Tensor | None, lse: Tensor, delta: Tensor, scale: float
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    low: Tensor | None,
+    high: Tensor | None,
+    lse: Tensor,
+    delta: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from . import triton_kernels
 
@@ -174,18 +214,24 @@ def _stride(low: Tensor | None) -> int:
     return 0 if low is None or low.shape[0] == 1 else low.stride(0)
 
 
-def _constants(q: Tensor, k: Tensor, low: Tensor | None, tiles: Tiles) -> dict[str, int | str | bool]:
+def constants(repeat: int, dim: int, dtype: torch.dtype, tiles: Tiles, *, masked: bool) -> dict[str, Any]:
+    """Return what a program is compiled for: heads of a group, head dim, tiles, and whether there are intervals."""
     return {
-        "REPEAT": q.shape[1] // k.shape[1],
-        "D": q.shape[3],
-        "BLOCK_D": padded(q.shape[3]),
+        "REPEAT": repeat,
+        "D": dim,
+        "BLOCK_D": padded(dim),
         "BLOCK_M": tiles.rows,
         "BLOCK_N": tiles.keys,
-        "MASKED": low is not None,
-        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
+        "MASKED": masked,
+        "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
+        "enable_fp_fusion": True,
     }
+
+
+def _constants(q: Tensor, k: Tensor, low: Tensor | None, tiles: Tiles) -> dict[str, Any]:
+    return constants(q.shape[1] // k.shape[1], q.shape[3], q.dtype, tiles, masked=low is not None)
 
 
 def _fake_forward(q, k, v, low, high, scale):
@@ -197,7 +243,9 @@ def _fake_backward(do, q, k, v, low, high, lse, delta, scale):
 
 
 _library = torch.library.Library("mllm_seqpar", "DEF")
-_library.define("interval_attention(Tensor q, Tensor k, Tensor v, Tensor? low, Tensor? high, float scale) -> (Tensor, Tensor)")
+_library.define(
+    "interval_attention(Tensor q, Tensor k, Tensor v, Tensor? low, Tensor? high, float scale) -> (Tensor, Tensor)"
+)
 _library.define(
     "interval_attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor? low, Tensor? high, Tensor lse, "
     "Tensor delta, float scale) -> (Tensor, Tensor, Tensor)"

@@ -101,7 +101,7 @@ def _attend(
 
 @triton.jit(do_not_specialize=["S", "T", "stride_interval", "PARTS"])
 def forward(
-    Q, K, V, LOW, HIGH, O, LSE, scale,
+    Q, K, V, LOW, HIGH, OUT, LSE, scale,
     stride_qb, stride_qh, stride_qs, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd, stride_interval, B, G, S, T,
     PARTS, REPEAT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -144,15 +144,15 @@ def forward(
     o = tl.where(some[:, None], acc / tl.where(some, total, 1.0)[:, None], 0.0)
     lse = tl.where(some, (peak + tl.log2(tl.where(some, total, 1.0))) * LN_2, -float("inf"))
     out = ((part * B + item).to(tl.int64) * (G * REPEAT) + head) * S + row
-    tl.store(O + out[:, None] * D + dims[None, :], o, mask=valid[:, None] & (dims < D)[None, :])
+    tl.store(OUT + out[:, None] * D + dims[None, :], o, mask=valid[:, None] & (dims < D)[None, :])
     tl.store(LSE + out, lse, mask=valid)
 
 
 @triton.jit(do_not_specialize=["rows", "PARTS"])
 def merge_parts(
-    PARTS_O, PARTS_LSE, O, LSE, rows, PARTS, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    PARTS_OUT, PARTS_LSE, OUT, LSE, rows, PARTS, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Merge PARTS_O (PARTS, rows, D) and PARTS_LSE (PARTS, rows) by their log-sum-exp. Grid: (tiles of rows,)."""
+    """Merge PARTS_OUT (PARTS, rows, D) and PARTS_LSE (PARTS, rows) by their log-sum-exp. Grid: (tiles of rows,)."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     valid, dims = row < rows, tl.arange(0, BLOCK_D)
     inside = valid[:, None] & (dims < D)[None, :]
@@ -167,9 +167,9 @@ def merge_parts(
         there = at + part * rows.to(tl.int64)
         weight = tl.exp(tl.load(PARTS_LSE + there, mask=valid, other=-float("inf")) - base)
         total += weight
-        acc += weight[:, None] * tl.load(PARTS_O + there[:, None] * D + dims[None, :], mask=inside, other=0.0)
+        acc += weight[:, None] * tl.load(PARTS_OUT + there[:, None] * D + dims[None, :], mask=inside, other=0.0)
     divisor = tl.where(total == 0.0, 1.0, total)
-    tl.store(O + at[:, None] * D + dims[None, :], acc / divisor[:, None], mask=inside)
+    tl.store(OUT + at[:, None] * D + dims[None, :], acc / divisor[:, None], mask=inside)
     tl.store(LSE + at, tl.where(total == 0.0, -float("inf"), base + tl.log(divisor)), mask=valid)
 
 
