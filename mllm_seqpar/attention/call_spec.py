@@ -121,8 +121,8 @@ class CallSpec:
         """Return the schedule with the rows of its transfers and the masks of its blocks."""
         rows, steps = q.shape[2], []
         for step in schedule:
-            transfers = tuple(self._with_rows(transfer, rank, rows, q.device) for transfer in step.transfers)
-            blocks = tuple(replace(b, layers=self._layers(b, q, k, kernel)) for b in step.blocks)
+            transfers = tuple([self._with_rows(transfer, rank, rows, q.device) for transfer in step.transfers])
+            blocks = tuple([replace(b, layers=self._layers(b, q, k, kernel)) for b in step.blocks])
             steps.append(Step(transfers, blocks, step.released))
         return tuple(steps)
 
@@ -239,4 +239,4 @@ def with_kernels(
         rows: the query rows that the mask is for; None: all.
     """
     layers: Sequence[Intervals | None] = (None,) if mask is None else mask
-    return tuple(MaskLayer(choose_kernel(kernel, q, k, layer)[0], layer, rows) for layer in layers)
+    return tuple([MaskLayer(choose_kernel(kernel, q, k, layer)[0], layer, rows) for layer in layers])

@@ -130,7 +130,7 @@ def is_empty(q: Tensor, k: Tensor) -> bool:
 
 def empty_forward(q: Tensor) -> tuple[Tensor, Tensor]:
     """Return (o, lse) of rows that attend to nothing: zeros (B, H, S, D) and -inf (B, H, S)."""
-    dtype = accumulator(q.dtype)
+    dtype = torch.promote_types(q.dtype, torch.float32)  # `accumulator`, without a call
     return q.new_zeros(q.shape, dtype=dtype), q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
 
 

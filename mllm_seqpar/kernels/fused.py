@@ -14,7 +14,6 @@ handles, so that a new operator needs two short methods only.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -41,6 +40,33 @@ class AttentionArgs(NamedTuple):
     scale: float
     causal: bool = False
     bias: Tensor | None = None
+
+
+class Piece:
+    """A part of a block that the operator computes at once.
+
+    Attributes:
+        batch, rows, keys: its batch items, query rows and keys.
+        causal: whether it is a causal square.
+        is_whole: whether it is the whole block.
+        intervals: those of the block if the piece has a mask; else None.
+    """
+
+    def __init__(self, rectangle: Rectangle, shape: tuple[int, int], intervals: Intervals | None) -> None:
+        self.batch, self.rows, self.keys, kind = rectangle
+        self.causal, self.intervals = kind == "causal", intervals if kind == "masked" else None
+        self.is_whole = rectangle[:3] == (ALL, slice(0, shape[0]), slice(0, shape[1]))
+        self._masks: dict[torch.device, Tensor] = {}
+
+    def mask(self, device: torch.device) -> Tensor:
+        """Return the mask (1, rows, keys) bool of a masked piece; a small one is kept for all layers."""
+        assert self.intervals is not None
+        if device in self._masks:
+            return self._masks[device]
+        mask = self.intervals.expand(device, self.batch, self.rows, self.keys)
+        if mask.numel() <= KEPT_MASK:
+            self._masks[device] = mask
+        return mask
 
 
 class FusedKernel:
@@ -78,19 +104,21 @@ class FusedKernel:
     ) -> tuple[Tensor, Tensor]:
         if not (q.numel() and k.numel()):  # `base.is_empty`, without a call: each block of each layer passes here
             return base.empty_forward(q)
-        pieces = self._pieces(q, k, intervals)
-        if pieces is None:
+        if intervals is None and (self.converted_keys is None or k.shape[2] <= self.converted_keys):
             return self._forward_piece(q, k, v, scale)
-        if len(pieces) == 1 and _is_whole(pieces[0], q, k):
+        kept = intervals and intervals.kept.get(("pieces", self.name, q.dtype, q.shape[1] // k.shape[1]))
+        pieces = kept or self._pieces(q, k, intervals)
+        if len(pieces) == 1 and pieces[0].is_whole:
             (piece,) = pieces
-            return self._forward_piece(q, k, v, scale, piece.kind == "causal", _mask_of(piece, intervals, q.device))
+            mask = None if piece.intervals is None else piece.mask(q.device)
+            return self._forward_piece(q, k, v, scale, piece.causal, mask)
         o, lse = base.empty_forward(q)
         done: dict[int | None, int] = {}  # by first batch item: no row from here on has a result
         for piece in pieces:
             batch, rows, keys = piece.batch, piece.rows, piece.keys
-            mask = _mask_of(piece, intervals, q.device)
+            mask = None if piece.intervals is None else piece.mask(q.device)
             some = q[batch, :, rows], k[batch, :, keys], v[batch, :, keys]
-            part = self._forward_piece(*some, scale, piece.kind == "causal", mask)
+            part = self._forward_piece(*some, scale, piece.causal, mask)
             if rows.start >= done.get(batch.start, 0):
                 o[batch, :, rows], lse[batch, :, rows] = part
             else:
@@ -117,44 +145,42 @@ class FusedKernel:
             assert delta is not None
             o = base.output_with_row_sums(do, delta, self.operator_dtype or q.dtype)
         lse = base.safe_lse(lse.float())
-        pieces = self._pieces(q, k, intervals)
-        if pieces is None:
-            return self._backward_piece(do, q, k, v, o, lse, scale)
-        if len(pieces) == 1 and _is_whole(pieces[0], q, k):
+        kept = intervals and intervals.kept.get(("pieces", self.name, q.dtype, q.shape[1] // k.shape[1]))
+        pieces = kept or self._pieces(q, k, intervals)
+        if len(pieces) == 1 and pieces[0].is_whole:
             (piece,) = pieces
-            mask = _mask_of(piece, intervals, q.device)
-            return self._backward_piece(do, q, k, v, o, lse, scale, piece.kind == "causal", mask)
+            mask = None if piece.intervals is None else piece.mask(q.device)
+            return self._backward_piece(do, q, k, v, o, lse, scale, piece.causal, mask)
         dq, dk, dv = base.empty_backward(q, k, v)
         for piece in pieces:
             at, of_keys = (piece.batch, ALL, piece.rows), (piece.batch, ALL, piece.keys)
-            mask = _mask_of(piece, intervals, q.device)
+            mask = None if piece.intervals is None else piece.mask(q.device)
             some = do[at], q[at], k[of_keys], v[of_keys], o[at], lse[at]
-            part = self._backward_piece(*some, scale, piece.kind == "causal", mask)
+            part = self._backward_piece(*some, scale, piece.causal, mask)
             for total, index, grad in zip((dq, dk, dv), (at, of_keys, of_keys), part, strict=True):
                 total[index] += grad
         return dq, dk, dv
 
-    def _pieces(self, q: Tensor, k: Tensor, intervals: Intervals | None) -> Sequence[Rectangle] | None:
+    def _pieces(self, q: Tensor, k: Tensor, intervals: Intervals | None) -> Sequence[Piece]:
         """Return what is computed one after another: the rectangles of the intervals, cut so that each bias and each
-        converted copy is bounded; None if it is the whole block without a mask."""
-        rows, keys = q.shape[2], k.shape[2]
-        converted = self.converted_keys if q.dtype is not self.operator_dtype else None
+        converted copy is bounded."""
+        shape = q.shape[2], k.shape[2]
+        converted = k.shape[2] if self.converted_keys is None or q.dtype is self.operator_dtype else self.converted_keys
         if intervals is None:
-            if converted is None or keys <= converted:
-                return None
-            return list(_cut(Rectangle(ALL, slice(0, rows), slice(0, keys)), rows, converted))
-        repeat = q.shape[1] // k.shape[1]
-        name = "pieces", repeat, self.mask_entries, self.mask_keys, converted
-        if name not in intervals.kept:
-            found: list[Rectangle] = []
-            for rectangle in rectangles_of(intervals):
-                row_step, key_step = rows, converted or keys
-                if rectangle.kind == "masked":
-                    width = min(rectangle.keys.stop - rectangle.keys.start, self.mask_keys)
-                    row_step, key_step = max(1, self.mask_entries // (repeat * width)), self.mask_keys
-                found += _cut(rectangle, row_step, key_step) if rectangle.kind != "causal" else [rectangle]
-            intervals.kept[name] = found
-        pieces: list[Rectangle] = intervals.kept[name]
+            whole = Rectangle(ALL, slice(0, shape[0]), slice(0, shape[1]))
+            return [Piece(part, shape, None) for part in _cut(whole, shape[0], converted)]
+        repeat, pieces = q.shape[1] // k.shape[1], list[Piece]()
+        for rectangle in rectangles_of(intervals):
+            row_step, key_step, width = shape[0], converted, rectangle.keys.stop - rectangle.keys.start
+            if rectangle.kind == "masked":
+                key_step = self.mask_keys
+                row_step = max(1, self.mask_entries // (repeat * min(width, key_step)))
+            rows = rectangle.rows.stop - rectangle.rows.start
+            if rectangle.kind == "causal" or (rows <= row_step and width <= key_step):
+                pieces.append(Piece(rectangle, shape, intervals))
+            else:
+                pieces += [Piece(part, shape, intervals) for part in _cut(rectangle, row_step, key_step)]
+        intervals.kept["pieces", self.name, q.dtype, repeat] = pieces  # for all layers
         return pieces
 
     def _forward_piece(
@@ -235,32 +261,11 @@ def _by_head_of_group(x: Tensor, k: Tensor) -> list[Tensor]:
 
 def _cut(rectangle: Rectangle, row_step: int, key_step: int) -> Iterator[Rectangle]:
     """Yield the parts of a rectangle that have at most so many rows and keys."""
-    for rows in _ranges(rectangle.rows, row_step):
-        for keys in _ranges(rectangle.keys, key_step):
-            yield replace(rectangle, rows=rows, keys=keys)
-
-
-def _ranges(whole: slice, step: int) -> Iterator[slice]:
-    return (slice(start, min(start + step, whole.stop)) for start in range(whole.start, whole.stop, step))
-
-
-def _is_whole(piece: Rectangle, q: Tensor, k: Tensor) -> bool:
-    return piece.batch == ALL and piece.rows == slice(0, q.shape[2]) and piece.keys == slice(0, k.shape[2])
-
-
-def _mask_of(piece: Rectangle, intervals: Intervals | None, device: torch.device) -> Tensor | None:
-    """Return the mask (1, rows, keys) bool of a masked piece; a small one is kept for all layers."""
-    if piece.kind != "masked":
-        return None
-    assert intervals is not None
-    batch, rows, keys = piece.batch, piece.rows, piece.keys
-    if (rows.stop - rows.start) * (keys.stop - keys.start) > KEPT_MASK:
-        return intervals.expand(device, batch, rows, keys)
-    name = "mask", device, batch.start, rows.start, rows.stop, keys.start, keys.stop
-    if name not in intervals.kept:
-        intervals.kept[name] = intervals.expand(device, batch, rows, keys)
-    mask: Tensor = intervals.kept[name]
-    return mask
+    rows, keys = rectangle.rows, rectangle.keys
+    for top in range(rows.start, rows.stop, row_step):
+        for left in range(keys.start, keys.stop, key_step):
+            some = slice(top, min(top + row_step, rows.stop)), slice(left, min(left + key_step, keys.stop))
+            yield Rectangle(rectangle.batch, *some, rectangle.kind)
 
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

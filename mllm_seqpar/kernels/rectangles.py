@@ -8,7 +8,6 @@ visible, so a mask that hides most of the work saves that work.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -20,8 +19,7 @@ MAX_WASTE = 1.25
 """Rows are merged into one rectangle while computed / visible entries stays below this."""
 
 
-@dataclass(frozen=True)
-class Rectangle:
+class Rectangle(NamedTuple):
     """Batch items, query rows and keys of one part of a block.
 
     Kind "full": every row attends to every key. "causal": as many rows as keys, row i attends to keys up to i.
@@ -143,11 +141,13 @@ def _runs(low: Tensor, high: Tensor) -> Iterator[_Run]:
         top, bottom = max(first, done), last + 1
         if step == 2 and bottom - top < 2:
             continue
-        yield from _single_rows(done, top, lows, highs)
+        if done < top:
+            yield from _single_rows(done, top, lows, highs)
         if highs[top] > lows[top]:
             yield _Run(top, bottom, lows[top], highs[top], stair=step == 2)
         done = bottom
-    yield from _single_rows(done, rows, lows, highs)
+    if done < rows:
+        yield from _single_rows(done, rows, lows, highs)
 
 
 def _single_rows(start: int, stop: int, lows: list[int], highs: list[int]) -> Iterator[_Run]:

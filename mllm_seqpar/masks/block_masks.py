@@ -14,6 +14,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.errors import MaskError
@@ -65,25 +66,35 @@ class HeldKeys:
     """
 
     def __init__(self, numbers: Tensor, sizes: int | Tensor = 1) -> None:
-        self.numbers = numbers
-        self.sizes = sizes if isinstance(sizes, Tensor) else torch.full_like(numbers, sizes)
-        self._before = torch.nn.functional.pad(self.sizes.cumsum(0), (1, 0))  # (u + 1,), the keys before each
+        self.numbers, self.sizes = numbers, sizes
+        each = sizes.cumsum(0) if isinstance(sizes, Tensor) else torch.arange(1, numbers.numel() + 1) * sizes
+        self._before = F.pad(each, (1, 0))  # (u + 1,), the keys before each
         self.count = int(self._before[-1])
-        breaks = (numbers.diff() < 0).nonzero().flatten().add(1).tolist()
+        breaks = (numbers[1:] < numbers[:-1]).nonzero().flatten().add(1).tolist()
         self._ascending = list(itertools.pairwise([0, *breaks, numbers.numel()]))
 
     def local(self, bounds: Tensor) -> Tensor:
         """Return global bounds (K, 2, B or 1, rows) as bounds of these keys, with K layers for each ascending part."""
-        parts = []
-        for start, stop in self._ascending:
-            place = torch.searchsorted(self.numbers[start:stop], bounds.contiguous())
-            parts.append(self._before[place + start])
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        if self.numbers.numel() and bounds.numel() > 4 * int(self.numbers.max()):  # a table is faster than searching
+            found = [table[bounds.clamp(max=table.numel() - 1)] for table in self._tables]
+        else:
+            found = [self._search(bounds.contiguous(), *part) for part in self._ascending]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _search(self, bounds: Tensor, start: int, stop: int) -> Tensor:
+        return self._before[torch.searchsorted(self.numbers[start:stop], bounds) + start]
+
+    @cached_property
+    def _tables(self) -> list[Tensor]:
+        """The local bound of every global number, for each ascending part."""
+        numbers = torch.arange(int(self.numbers.max()) + 2)
+        return [self._search(numbers, *part) for part in self._ascending]
 
     @staticmethod
     def cat(parts: Sequence[HeldKeys], *, ordered: bool) -> HeldKeys:
         """Return the keys of several ranks, one rank after another or, `ordered`, by their numbers."""
-        numbers, sizes = (torch.cat(x) for x in zip(*((part.numbers, part.sizes) for part in parts), strict=True))
+        numbers = torch.cat([part.numbers for part in parts])
+        sizes = torch.cat([torch.as_tensor(part.sizes).expand_as(part.numbers) for part in parts])
         if ordered:
             numbers, order = numbers.sort()
             sizes = sizes[order]
@@ -219,12 +230,16 @@ class BlockMasks:
 
 def _block(bounds: Tensor, keys: int) -> BlockMask:
     """Return the mask of a block, given bounds (K, 2, B or 1, rows) of its keys."""
-    if bounds.shape[0] > 1:  # every row's intervals before its empty layers
-        empty = bounds[:, 1] <= bounds[:, 0]
-        order = empty.to(torch.uint8).sort(dim=0, stable=True).indices.unsqueeze(1).expand_as(bounds)
-        bounds = bounds.gather(0, order)
-        if int((bounds[:, 1] - bounds[:, 0]).clamp(min=0).sum()) == bounds[0, 0].numel() * keys:
-            return None if keys else ()
+    if bounds.shape[0] > 1:
+        some = bounds[:, 1] > bounds[:, 0]
+        bounds, some = (x[some.flatten(1).any(1)] for x in (bounds, some))
+        counts = some.sum(0)
+        most = int(counts.max()) if len(some) else 0
+        if most < len(some):  # every row has few of the layers: its first interval goes to the first layer, and so on
+            place = torch.where(some, some.cumsum(0) - 1, most).unsqueeze(1).expand_as(bounds)
+            bounds = bounds.new_zeros(most + 1, *bounds.shape[1:]).scatter_(0, place, bounds)[:most]
+        if keys and most and int((bounds[:, 1] - bounds[:, 0]).sum()) == counts.numel() * keys:
+            return None
     return block_mask([Intervals(low, high, keys) for low, high in bounds])
 
 
@@ -260,6 +275,14 @@ def text_masks(positions: Sequence[Tensor], first: Tensor | None = None, valid: 
     """
     bounds = [text_bounds(rows, None if first is None else first[:, rows], valid) for rows in positions]
     return BlockMasks(bounds, [HeldKeys(rows) for rows in positions], keys_are_rows=True)
+
+
+def text_mask(rows: Tensor, keys: Tensor, first: Tensor | None = None, valid: Tensor | None = None) -> BlockMask:
+    """Return the causal mask of rows at some positions against keys at some positions (k,), ascending.
+
+    The other arguments are those of `text_bounds`.
+    """
+    return _block(HeldKeys(keys).local(text_bounds(rows, first, valid)), keys.numel())
 
 
 def decoder_mask(mask: Tensor | None, rows: int, keys: int) -> BlockMask:

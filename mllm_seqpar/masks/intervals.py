@@ -34,17 +34,20 @@ class Intervals:
     Attributes:
         low, high: int32, contiguous, in 0 to `keys`; both are 0 for a row that attends to nothing. They have one item
             if all items are equal.
+        visible: the number of visible entries (row, key) of the items that `low` has, for one head.
+        is_full: whether every row attends to every key.
         kept: what kernels have derived from the intervals, for all layers, by keys of their own.
     """
 
     def __init__(self, low: Tensor, high: Tensor, keys: int) -> None:
-        low, high = low.clamp(0, keys), high.clamp(0, keys)
-        empty = high <= low
-        both = torch.stack([low.masked_fill(empty, 0), high.masked_fill(empty, 0)]).to(torch.int32)
+        both = torch.stack([low, high]).clamp_(0, keys).to(torch.int32)
+        both *= both[1] > both[0]
         if both.shape[1] > 1 and bool((both == both[:, :1]).all()):
             both = both[:, :1].contiguous()
         self.low, self.high = both.unbind()
         self.keys = keys
+        self.visible = int((self.high - self.low).sum())
+        self.is_full = self.visible == self.low.numel() * keys
         self.kept: dict[Hashable, Any] = {}
         self._both = both
 
@@ -57,16 +60,6 @@ class Intervals:
     def __repr__(self) -> str:
         items, rows = self.low.shape
         return f"Intervals({items} x {rows} rows, {self.keys} keys, {self.visible} visible)"
-
-    @cached_property
-    def visible(self) -> int:
-        """The number of visible entries (row, key) of the items that `low` has, for one head."""
-        return int(self.high.sum(dtype=torch.int64) - self.low.sum(dtype=torch.int64))
-
-    @cached_property
-    def is_full(self) -> bool:
-        """Whether every row attends to every key."""
-        return self.visible == self.low.numel() * self.keys
 
     @cached_property
     def is_causal(self) -> bool:
@@ -115,7 +108,7 @@ BlockMask = tuple[Intervals, ...] | None
 
 def block_mask(layers: Iterator[Intervals] | list[Intervals]) -> BlockMask:
     """Return the mask of a block that consists of disjoint layers: without empty ones, and None if all is visible."""
-    some = tuple(layer for layer in layers if layer.visible)
+    some = tuple([layer for layer in layers if layer.visible])
     return None if len(some) == 1 and some[0].is_full else some
 
 
@@ -127,10 +120,17 @@ def part_of_mask(mask: BlockMask, rows: slice = slice(None), keys: Span | None =
 def runs_of(visible: Tensor) -> Tensor:
     """Return the runs of True in the last dim of a table (..., n) as bounds (K, 2, ...): the k-th run is ``first <= i <
     stop``; both are 0 in rows with fewer runs. K is at least 1."""
-    flat = visible.flatten(0, -2).to(torch.int8) if visible.dim() > 1 else visible[None].to(torch.int8)
-    edges = torch.nn.functional.pad(flat, (1, 1)).diff(dim=1)
-    row, first = (edges > 0).nonzero().unbind(1)
-    stop = (edges < 0).nonzero()[:, 1]
+    flat = visible.flatten(0, -2) if visible.dim() > 1 else visible[None]
+    # Whether entry i differs from entry i - 1, where those before the first and after the last are False. Whole words
+    # are looked through first, since few of them are not 0.
+    length = flat.shape[1]
+    change = torch.zeros(flat.shape[0], (length + 8) // 8 * 8, dtype=torch.bool)
+    change[:, :length] = flat
+    change[:, 1 : length + 1] ^= flat
+    words = change.view(torch.int64).flatten().nonzero().flatten()
+    word, byte = change.view(-1, 8)[words].nonzero().unbind(1)
+    edges = words[word] * 8 + byte  # of every row first, stop, first, stop ...
+    row, first, stop = edges[::2] // change.shape[1], edges[::2] % change.shape[1], edges[1::2] % change.shape[1]
     counts = torch.bincount(row, minlength=flat.shape[0])
     number = torch.arange(row.numel()) - (counts.cumsum(0) - counts)[row]
     bounds = torch.zeros(max(1, int(counts.max()) if counts.numel() else 0), 2, flat.shape[0], dtype=torch.int64)

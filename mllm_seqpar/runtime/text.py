@@ -25,8 +25,8 @@ from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.autograd import group_sum
 from mllm_seqpar.errors import ShapeError
-from mllm_seqpar.masks import BlockMask, BlockMasks, HeldKeys
-from mllm_seqpar.masks.block_masks import text_bounds, text_masks
+from mllm_seqpar.masks import BlockMask, BlockMasks
+from mllm_seqpar.masks.block_masks import text_mask, text_masks
 from mllm_seqpar.sharding import gather_sequence, padded_length, sequence_positions, shard_sequence
 
 
@@ -122,8 +122,8 @@ class TextShards:
     def local_mask(self, window: int | None = None) -> BlockMask:
         """Return the causal mask of this rank's rows against all tokens, which every rank has."""
         first, rows = self._first_keys(window), self._local_positions
-        bounds = text_bounds(rows, None if first is None else first[:, rows], self.valid)
-        return BlockMasks([bounds], [HeldKeys(torch.arange(self.length))]).block(0, 0)
+        first = None if first is None else first[:, rows]
+        return text_mask(rows, torch.arange(self.length), first, self.valid)
 
     def _first_keys(self, window: int | None) -> Tensor | None:
         """Return the first key that each row attends to, (B or 1, P)."""
@@ -219,8 +219,7 @@ class TextKVCache:
         """
         positions = torch.arange(self.total - rows, self.total)
         first = None if window is None else (positions - window + 1)[None]
-        bounds = text_bounds(positions, first, None if valid is None else valid.detach().bool().cpu())
-        return BlockMasks([bounds], [HeldKeys(self.positions)]).block(0, 0)
+        return text_mask(positions, self.positions, first, None if valid is None else valid.detach().bool().cpu())
 
 
 IGNORE = -100

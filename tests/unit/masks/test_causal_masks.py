@@ -11,8 +11,8 @@ from torch import Tensor
 
 from attention_cases import computed_entries, visible_text
 from mllm_seqpar.errors import MaskError
-from mllm_seqpar.masks import BlockMasks, HeldKeys
-from mllm_seqpar.masks.block_masks import decoder_mask, text_bounds, text_masks
+from mllm_seqpar.masks import BlockMasks
+from mllm_seqpar.masks.block_masks import decoder_mask, text_mask, text_masks
 from mllm_seqpar.masks.intervals import part_of_mask
 from mllm_seqpar.sharding import LAYOUTS, sequence_positions
 
@@ -99,7 +99,7 @@ def test_part_of_a_mask_neither_loses_nor_repeats_an_entry() -> None:
 def test_rows_against_the_keys_of_a_cache() -> None:
     held, valid = torch.tensor([0, 3, 4, 7]), torch.rand(2, 9) < 0.7
     rows = torch.arange(6, 9)
-    mask = BlockMasks([text_bounds(rows, (rows - 4)[None], valid)], [HeldKeys(held)]).block(0, 0)
+    mask = text_mask(rows, held, (rows - 4)[None], valid)
     expected = (held <= rows[:, None]) & (held >= rows[:, None] - 4) & valid[:, None, held]
     assert_shows(mask, expected)
 
