@@ -27,6 +27,7 @@ ORDER = (
 """Parts of the package. A part imports only parts before it; see CONTRIBUTING.md."""
 
 THIRD_PARTY = {
+    "kernels": {"triton"},
     "integrations": {"accelerate", "numpy", "transformers"},
     "models": {
         "numpy",
