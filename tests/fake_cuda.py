@@ -36,7 +36,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mllm_seqpar.kernels import triton_intervals
+from mllm_seqpar.kernels import triton_launches
 
 CUDA, LAZY, DEVICE_TYPES = 1, 17, 21
 """Values of `c10::DeviceType`."""
@@ -120,7 +120,7 @@ def fake_cuda(
             (torch.cuda, "get_device_properties", SimpleNamespace(multi_processor_count=132)),
             (torch.backends.cuda, "is_flash_attention_available", True),
             (torch.backends.cudnn, "version", 91900),
-            (triton_intervals, "triton_unavailable", None),  # a launch on fake tensors needs no Triton
+            (triton_launches, "triton_unavailable", None),  # a launch on fake tensors needs no Triton
         ):
             stack.enter_context(mock.patch.object(owner, name, mock.Mock(return_value=value)))
         stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", _address, create=True))

@@ -41,8 +41,7 @@ class CudaCudnnKernel(CudaKernel):
     oldest = (9, 0)
 
     def unsupported_reason(self, q: Tensor, k: Tensor, intervals: Intervals | None = None) -> str | None:
-        common = None if intervals is None else intervals.common
-        if (k.shape[2] if common is None else common.stop - common.start) == 1:
+        if k.shape[2] == 1:
             return "needs more than one key"
         return super().unsupported_reason(q, k, intervals)
 
@@ -69,8 +68,8 @@ class CudaCudnnKernel(CudaKernel):
         lse = lse.view(lse.shape[:3])
         if parts == 1:
             return o, lse
-        total = torch.logsumexp(lse, dim=0, keepdim=True)
-        return torch.einsum("phs,phsd->hsd", torch.exp(lse - total), o.float()).unsqueeze(0), total
+        total = torch.logsumexp(lse, dim=0)
+        return (torch.exp(lse - total).unsqueeze(-1) * o).sum(0, keepdim=True), total.unsqueeze(0)
 
     def _run_backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, args: AttentionArgs

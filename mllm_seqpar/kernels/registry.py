@@ -23,7 +23,7 @@ from .blocked_matmul import BlockedMatmulKernel
 from .cudnn import CudaCudnnKernel
 from .flash_attn import FlashAttn3Kernel, FlashAttn4Kernel, FlashAttnKernel
 from .fused import TorchCpuKernel
-from .torch_cuda import CudaEfficientKernel, CudaFlashKernel, activated_flash, is_plain
+from .torch_cuda import CudaEfficientKernel, CudaFlashKernel, activated_flash
 from .triton_intervals import TritonKernel
 
 _KERNELS: dict[str, Callable[[], BlockKernel]] = {
@@ -119,7 +119,7 @@ def choose_kernel(name: str, q: Tensor, k: Tensor, intervals: Intervals | None =
 def _order(q: Tensor, k: Tensor, intervals: Intervals | None) -> Sequence[str]:
     if q.device.type == "cpu":
         return _AUTO_ON_CPU
-    if not is_plain(intervals):
+    if intervals is not None and not intervals.is_causal:
         return _AUTO_WITH_MASK
     names = list(_AUTO)
     if q.shape[1] * q.shape[2] < ROWS_OF_CUDNN * k.shape[1]:

@@ -69,10 +69,10 @@ class CudaKernel(FusedKernel):
         vector = 8 if q.element_size() == 2 else 4
         if q.shape[-1] % vector:
             return f"needs a head dim that is a multiple of {vector} in {q.dtype}, got {q.shape[-1]}"
-        return self._unsupported_shape(q.shape[-1], not is_plain(intervals), capability)
+        return self._unsupported_shape(q.shape[-1], intervals is not None and not intervals.is_causal, capability)
 
     def _unsupported_shape(self, dim: int, masked: bool, capability: tuple[int, int]) -> str | None:
-        """Return why the operator does not take this head dim, or a mask (`masked`) that is not plain (`is_plain`)."""
+        """Return why the operator does not take this head dim, or a mask other than a causal square (`masked`)."""
         return None
 
 
@@ -138,12 +138,6 @@ class CudaEfficientKernel(CudaKernel):
             do, q, k, v, _spread(args.bias, q), o, lse, state, state, 0.0, needs_grad, args.causal, scale=args.scale
         )
         return dq, dk, dv
-
-
-def is_plain(intervals: Intervals | None) -> bool:
-    """Return whether an operator without masks computes a block: of all keys, a causal square, or keys that all rows
-    attend to."""
-    return intervals is None or intervals.is_causal or intervals.common is not None
 
 
 def vectors(x: Tensor) -> Tensor:

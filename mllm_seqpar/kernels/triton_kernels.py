@@ -1,4 +1,4 @@
-"""Triton programs of attention over intervals of keys; `triton_intervals` launches them. Importing needs Triton.
+"""Triton programs of attention over intervals of keys; `triton_launches` launches them. Importing needs Triton.
 
 Row s of item b attends to the keys low[b, s] <= j < high[b, s]. The query heads that share a KV head are folded into
 rows, heads innermost: folded row i is row i // REPEAT of head i % REPEAT of the group. A tile of BLOCK_M folded rows
@@ -171,6 +171,70 @@ def merge_parts(
     divisor = tl.where(total == 0.0, 1.0, total)
     tl.store(OUT + at[:, None] * D + dims[None, :], acc / divisor[:, None], mask=inside)
     tl.store(LSE + at, tl.where(total == 0.0, -float("inf"), base + tl.log(divisor)), mask=valid)
+
+
+@triton.jit
+def _at(index, heads, rows, stride_b, stride_h, stride_s):
+    """Return the offset of each row, counted over items, heads and rows."""
+    row, head = (index % rows).to(tl.int64), (index // rows % heads).to(tl.int64)
+    return (index // (heads * rows)).to(tl.int64) * stride_b + head * stride_h + row * stride_s
+
+
+@triton.jit(do_not_specialize=["count", "rows"])
+def merge(
+    OUT, LSE, NEW, NEW_LSE, stride_ob, stride_oh, stride_os, stride_od, stride_lb, stride_lh, stride_ls,
+    stride_nb, stride_nh, stride_ns, stride_nd, stride_mb, stride_mh, stride_ms, count, heads, rows,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Merge a partial result (NEW, NEW_LSE) into (OUT, LSE) as `base.merge_`. Grid: (tiles of rows,)."""
+    index = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    valid, dims = index < count, tl.arange(0, BLOCK_D)
+    inside = valid[:, None] & (dims < D)[None, :]
+    lse_at = LSE + _at(index, heads, rows, stride_lb, stride_lh, stride_ls)
+    lse = tl.load(lse_at, mask=valid, other=0.0)
+    new = tl.load(NEW_LSE + _at(index, heads, rows, stride_mb, stride_mh, stride_ms), mask=valid, other=0.0)
+    peak = tl.maximum(lse, new)
+    base = tl.where(peak == -float("inf"), 0.0, peak)
+    total = peak + tl.log(tl.exp(lse - base) + tl.exp(new - base))
+    weight = tl.exp(new - tl.where(total == -float("inf"), 0.0, total))
+    o_at = _at(index, heads, rows, stride_ob, stride_oh, stride_os)[:, None] + dims[None, :] * stride_od
+    n_at = _at(index, heads, rows, stride_nb, stride_nh, stride_ns)[:, None] + dims[None, :] * stride_nd
+    o = tl.load(OUT + o_at, mask=inside, other=0.0).to(tl.float32)
+    o_new = tl.load(NEW + n_at, mask=inside, other=0.0).to(tl.float32)
+    # Exact for weights of 0 and of 1, as torch's lerp.
+    weight = weight[:, None]
+    merged = tl.where(weight < 0.5, o + weight * (o_new - o), o_new - (1.0 - weight) * (o_new - o))
+    tl.store(OUT + o_at, merged, mask=inside)
+    tl.store(lse_at, total, mask=valid)
+
+
+@triton.jit(do_not_specialize=["count", "rows"])
+def output_with_row_sums(
+    DO, DELTA, OUT, stride_ob, stride_oh, stride_os, stride_od, count, heads, rows, limit,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Write an output (count, D) whose row sums of products with DO are DELTA (count,); see `base`."""
+    index = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    valid, dims = index < count, tl.arange(0, BLOCK_D)[None, :]
+    inside = valid[:, None] & (dims < D)
+    do_at = _at(index, heads, rows, stride_ob, stride_oh, stride_os)[:, None] + dims * stride_od
+    do = tl.load(DO + do_at, mask=inside, other=0.0).to(OUT.dtype.element_ty).to(tl.float32)
+    delta = tl.load(DELTA + index, mask=valid, other=0.0)
+    # The largest element of each half of a row, and the first dim that has it.
+    half: tl.constexpr = (D + 1) // 2
+    left, right = tl.where(dims < half, tl.abs(do), -1.0), tl.where((dims >= half) & (dims < D), tl.abs(do), -1.0)
+    left_at = tl.min(tl.where(left == tl.max(left, 1)[:, None], dims, BLOCK_D), 1)
+    right_at = tl.min(tl.where(right == tl.max(right, 1)[:, None], dims, BLOCK_D), 1)
+    is_left = tl.max(left, 1) >= tl.max(right, 1)
+    first_at, second_at = tl.where(is_left, left_at, right_at), tl.where(is_left, right_at, left_at)
+    first = tl.sum(tl.where(dims == first_at[:, None], do, 0.0), 1)
+    second = tl.sum(tl.where(dims == second_at[:, None], do, 0.0), 1)
+    o_first = (delta / tl.where(first == 0.0, 1.0, first)).to(OUT.dtype.element_ty)
+    rest = (delta - first * o_first.to(tl.float32)) / tl.where(second == 0.0, 1.0, second)
+    o_second = tl.minimum(tl.maximum(rest, -limit), limit)
+    o = tl.where(dims == first_at[:, None], o_first.to(tl.float32)[:, None], 0.0)
+    o += tl.where(dims == second_at[:, None], o_second[:, None], 0.0)
+    tl.store(OUT + index.to(tl.int64)[:, None] * D + dims, o, mask=inside)
 
 
 @triton.jit

@@ -6,7 +6,7 @@
 On a GPU, every row has the TFLOP/s of visible work of one candidate under a mask in which rows see earlier frames: 4 D
 FLOP for each visible entry and head in forward, 10 D in backward. A candidate replaces the tiles of one program, and
 the others keep theirs, so dq and (dk, dv) are compared by the time of a whole backward pass. The best of each belong in
-`LAUNCHES` of `mllm_seqpar/kernels/triton_intervals.py`. Two rows for comparison: cuDNN on the same sizes without a mask
+`LAUNCHES` of `mllm_seqpar/kernels/triton_launches.py`. Two rows for comparison: cuDNN on the same sizes without a mask
 (of which all work is visible), and the kernel without a mask.
 
 With --compile, the compiler of Triton's package compiles for a compute capability without a GPU. The rows have the
@@ -28,8 +28,8 @@ import report
 import torch
 from harness import Row
 
-from mllm_seqpar.kernels import kernel_by_name, triton_intervals
-from mllm_seqpar.kernels.triton_intervals import ROWS_AT_ONCE, SHARED_MEMORY, Launch, Tiles, launch_of, padded
+from mllm_seqpar.kernels import kernel_by_name, triton_launches
+from mllm_seqpar.kernels.triton_launches import ROWS_AT_ONCE, SHARED_MEMORY, Launch, Tiles, launch_of, padded
 from mllm_seqpar.masks import Intervals
 
 CANDIDATES = {
@@ -109,17 +109,17 @@ def timed(args: argparse.Namespace, dim: int) -> Iterator[Row]:
         except RuntimeError as error:
             yield {"dim": dim, "program": name, "tiles": mask, "problem": str(error)[:80]}
     default = launch_of(dtype, dim, torch.cuda.get_device_capability())
-    (key,) = (key for key, launch in triton_intervals.LAUNCHES.items() if launch is default)
+    (key,) = (key for key, launch in triton_launches.LAUNCHES.items() if launch is default)
     for program in PROGRAMS:
         for tiles in getattr(CANDIDATES[max(64, padded(dim))], program):
-            triton_intervals.LAUNCHES[key] = default._replace(**{program: tiles})
+            triton_launches.LAUNCHES[key] = default._replace(**{program: tiles})
             row_of = {"dim": dim, "program": program, "tiles": tuple(tiles)}
             try:
                 yield row_of | rates("triton", stairs)
             except Exception as error:  # noqa: BLE001 - too much shared memory, among others
                 yield row_of | {"problem": str(error)[:80]}
             finally:
-                triton_intervals.LAUNCHES[key] = default
+                triton_launches.LAUNCHES[key] = default
 
 
 def compiled(args: argparse.Namespace, dim: int) -> Iterator[Row]:
@@ -155,7 +155,7 @@ def compile_program(program: str, tiles: Tiles, dim: int, dtype: torch.dtype, ca
     number = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
     types: dict[str, Any] = dict.fromkeys(("LOW", "HIGH"), "*i32") | dict.fromkeys(("Q", "K", "V", "DO"), f"*{number}")
     types |= dict.fromkeys(("OUT", "LSE", "DELTA", "DQ", "DK", "DV"), "*fp32") | {"scale": "fp32"}
-    constants = triton_intervals.constants(HEADS // GROUPS, dim, dtype, tiles, masked=True)
+    constants = triton_launches.constants(HEADS // GROUPS, dim, dtype, tiles, masked=True)
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
     constants |= {"ROWS_AT_ONCE": ROWS_AT_ONCE} | dict.fromkeys(("stride_qd", "stride_kd", "stride_vd", "stride_od"), 1)
     names = function.arg_names

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from dense_attention import dense_attention, squared_terms
-from mllm_seqpar.kernels import triton_intervals
-from mllm_seqpar.kernels.base import merge_, row_sums
-from mllm_seqpar.kernels.triton_intervals import ROWS_AT_ONCE, TritonKernel
+from mllm_seqpar.kernels import triton_launches
+from mllm_seqpar.kernels.base import merge_, output_with_row_sums, row_sums
+from mllm_seqpar.kernels.triton_intervals import TritonKernel
+from mllm_seqpar.kernels.triton_launches import ROWS_AT_ONCE
 from mllm_seqpar.masks import Intervals
 from tolerances import EXACT, relative_error
 
@@ -132,7 +133,7 @@ def test_rows_are_looked_at_in_several_chunks():
 @pytest.mark.parametrize("family", ["stairs", "holes", None])
 def test_keys_are_divided_for_few_rows(family, monkeypatch):
     """Empty parts, parts that a row does not see, and a last part that is shorter."""
-    monkeypatch.setattr(triton_intervals, "_parts", lambda programs, keys, q: 5)
+    monkeypatch.setattr(triton_launches, "_parts", lambda programs, keys, q: 5)
     torch.manual_seed(0)
     for rows, keys in ((3, 330), (20, 100)):
         check(family, heads=4, groups=2, rows=rows, keys=keys)
@@ -203,6 +204,33 @@ def test_keys_before_and_after_all_intervals_are_not_read():
     for a, b in zip(found[3:], expected[3:], strict=True):
         assert torch.equal(a[:, :, first:stop], b[:, :, first:stop])
         assert not b[:, :, :first].any() and not b[:, :, stop:].any()
+
+
+def test_merge_equals_that_of_torch():
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = torch.randn(2, 3, 40, 24).to(dtype)
+        lse, new_lse = torch.randn(2, 3, 50)[..., 5:45], torch.randn(2, 3, 40)
+        new_lse = torch.where(torch.rand(2, 3, 40) < 0.3, -torch.inf, new_lse)
+        lse[0, 0, :9], lse[1, 0, :5], new_lse[:, :, 3] = -torch.inf, 200.0, -torch.inf
+        new = torch.randn(2, 40, 3, 24).transpose(1, 2)
+        expected = whole.clone(), lse.clone()
+        merge_(*expected, new, new_lse)
+        torch.ops.mllm_seqpar.merge_(whole, lse, new, new_lse)
+        torch.testing.assert_close((whole, lse), expected, rtol=1e-2 if dtype is torch.bfloat16 else 1e-6, atol=1e-6)
+        assert torch.equal(whole[:, :, 3], expected[0][:, :, 3]), "nothing is added"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_output_with_row_sums_equals_that_of_torch(dtype):
+    torch.manual_seed(0)
+    for dim in (64, 72, 33):
+        do, delta = torch.randn(2, 3, 20, dim).to(dtype), torch.randn(2, 3, 20)
+        do[0, 0, :3], do[0, 1] = 0.0, 1.0
+        o = torch.ops.mllm_seqpar.output_with_row_sums(do, delta, dtype)
+        expected = output_with_row_sums(do, delta, dtype)
+        assert o.dtype is dtype and torch.equal(o != 0, expected != 0)
+        torch.testing.assert_close(row_sums(do, o), row_sums(do, expected), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow
