@@ -23,6 +23,7 @@ from mllm_seqpar.masks.intervals import Intervals
 
 from .fused import AttentionArgs
 from .torch_cuda import CudaKernel, vectors
+from .triton_launches import unsupported_device
 
 _aten = torch.ops.aten
 
@@ -68,8 +69,8 @@ class CudaCudnnKernel(CudaKernel):
         lse = lse.view(lse.shape[:3])
         if parts == 1:
             return o, lse
-        total = torch.logsumexp(lse, dim=0)
-        return (torch.exp(lse - total).unsqueeze(-1) * o).sum(0, keepdim=True), total.unsqueeze(0)
+        o, lse = torch.ops.mllm_seqpar.merge_parts(o, lse)
+        return o.unsqueeze(0), lse.unsqueeze(0)
 
     def _run_backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, args: AttentionArgs
@@ -97,6 +98,8 @@ def parts_of_keys(q: Tensor, k: Tensor) -> int:
     It is the smallest divisor of their number with which the tiles of rows occupy all multiprocessors, or 1 if there is
     none up to `PARTS`, and for a batch, whose parts would not be views.
     """
+    if unsupported_device(q.device) is not None:  # to merge the results
+        return 1
     tiles = q.shape[1] * -(-q.shape[2] // ROWS_OF_A_TILE)
     wanted = multiprocessors(q) // tiles
     if q.shape[0] > 1 or wanted < 2:

@@ -7,6 +7,7 @@ them runs. It comes with PyTorch's builds for CUDA.
 |---|---|
 | interval_attention | 1; with divided keys 2 |
 | interval_attention_backward | 2: dq, and dk with dv; with divided keys, the parts of dq are added |
+| merge_parts | 1: contiguous partial results (P, ..., D) and (P, ...) of the same rows |
 | merge_ | 1 instead of the 7 operators of `base.merge_` |
 | output_with_row_sums | 1 instead of the 20 operators of `base.output_with_row_sums` |
 """
@@ -120,12 +121,18 @@ def _forward(
             q, k, v, *_bounds(low, high, q), o, lse, scale, *q.stride(), *k.stride(), *v.stride(),
             _stride(low), batch, groups, rows, keys, parts, **_constants(q, k, low, tiles),
         )  # fmt: skip
-        if parts == 1:
-            return o[0], lse[0]
-        merged = torch.empty_like(o[0]), torch.empty_like(lse[0])
-        count = batch * heads * rows
-        triton_kernels.merge_parts[(-(-count // ROWS_OF_MERGE),)](
-            o, lse, *merged, count, parts, D=dim, BLOCK_D=padded(dim), BLOCK_M=ROWS_OF_MERGE
+    return (o[0], lse[0]) if parts == 1 else _merge_parts(o, lse)
+
+
+def _merge_parts(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    from . import triton_kernels
+
+    parts, dim = o.shape[0], o.shape[-1]
+    merged = o.new_empty(o.shape[1:], dtype=torch.float32), lse.new_empty(lse.shape[1:])
+    rows = merged[1].numel()
+    with torch.cuda.device_of(o):
+        triton_kernels.merge_parts[(-(-rows // ROWS_OF_MERGE),)](
+            o, lse, *merged, rows, parts, D=dim, BLOCK_D=padded(dim), BLOCK_M=ROWS_OF_MERGE
         )
     return merged
 
@@ -246,6 +253,11 @@ _define(
     "-> (Tensor, Tensor, Tensor)",
     _backward,
     lambda do, q, k, v, *_: tuple(x.new_empty(x.shape, dtype=torch.float32) for x in (q, k, v)),
+)
+_define(
+    "merge_parts(Tensor o, Tensor lse) -> (Tensor, Tensor)",
+    _merge_parts,
+    lambda o, lse: (o.new_empty(o.shape[1:], dtype=torch.float32), lse.new_empty(lse.shape[1:])),
 )
 _define("merge_(Tensor(a!) o, Tensor(b!) lse, Tensor o_new, Tensor lse_new) -> ()", _merge_, lambda *_: None)
 _define(

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import pytest
 
-triton = pytest.importorskip("triton")
-
 
 def with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let matrix products of the interpreter take bf16.
 
     numpy has no bf16, so the interpreter keeps such numbers as 16-bit integers, and multiplies the integers.
     """
+    triton = pytest.importorskip("triton")
     import numpy
     import triton.language as tl
     from triton.runtime import interpreter

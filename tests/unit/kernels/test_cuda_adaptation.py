@@ -8,6 +8,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import emulated_cuda
+import interpreted_triton
 import pytest
 import torch
 from kernel_cases import KINDS, Results, block, dense, sizes_of_terms
@@ -80,6 +81,8 @@ def test_cudnn_divides_the_keys_for_few_rows(keys, monkeypatch):
     """Equal parts are items of a batch; a prime number of keys is computed as a whole."""
     monkeypatch.setattr(cudnn, "_aten", emulated_cuda.aten)
     monkeypatch.setattr(cudnn, "multiprocessors", lambda x: 6)
+    monkeypatch.setattr(cudnn, "unsupported_device", lambda device: None)
+    interpreted_triton.with_bfloat16(monkeypatch)
     b, kernel = block(batch=1, groups=2, keys=keys, dtype=torch.bfloat16), cudnn.CudaCudnnKernel()
     assert cudnn.parts_of_keys(b.q[:, :2], b.k) == {60: 3, 63: 3, 67: 1}[keys]
     o, lse = kernel.forward(b.q, b.k, b.v, **b.options)
