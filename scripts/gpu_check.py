@@ -49,7 +49,7 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "kernels": Part("kernels.check_kernel", 75.0),  # runs once for each of KERNELS
+    "kernels": Part("kernels.check_kernel", 110.0),  # runs once for each of KERNELS
     "one_gpu": Part("kernels.check_one_gpu", 75.0),
     "ring": Part("attention.check_in_one_process", 75.0),
     "memory": Part("training.check_memory", 75.0),
