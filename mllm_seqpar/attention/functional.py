@@ -27,7 +27,7 @@ from mllm_seqpar.masks.block_masks import text_masks
 from mllm_seqpar.masks.frame_mask import frame_masks
 from mllm_seqpar.schedules.head_sharding import HeadShards
 from mllm_seqpar.schedules.mesh_shapes import check_tile, parallel_spec, resolve_tile
-from mllm_seqpar.sharding import LAYOUTS, Spans, describe_spans, frame_spans, sequence_positions
+from mllm_seqpar.sharding import LAYOUTS, Spans, describe_spans, sequence_positions
 
 from .attend import attend
 from .call_spec import AccumulateDtype, CallSpec, accumulation, call_spec_for, problem_of
@@ -85,7 +85,8 @@ def lv_xattn(
     that attend to any of its keys, directly from their owner.
 
     Args:
-        q, k, v: this rank's shards, see above; k and v hold the frames of `frame_range(total, group)`.
+        q, k, v: this rank's shards, see above; k and v hold the frames of `frame_range(total, group)`, or, if the mask
+            has frames of unequal size, of `frame_range(total, group, tokens_per_frame)`.
         group: ProcessGroup, one-dimensional DeviceMesh, or None for the whole world (one process: a group of one).
         mask: the frames that this rank's rows attend to; None: all keys.
         scale: factor of q k^T; None: D ** -0.5.
@@ -244,7 +245,7 @@ def _attend_once(
     comm = transfer_communicator(group)
     mesh_shape = tuple(tile) if isinstance(tile, list) else tile
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    frames = frame_spans(mask.total_frames, comm.size) if isinstance(mask, FrameMask) else []
+    frames = mask.sizes.spans(comm.size) if isinstance(mask, FrameMask) else ()
 
     def check() -> dict[str, object]:
         check_qkv(q, k, v)
@@ -343,8 +344,8 @@ def decode_attention(
         _check_units(units_per_frame, mask)
         if mask is None:
             return BlockMasks.full(q.shape[0], q.shape[2], [k.shape[2]])
-        frames = frame_spans(mask.total_frames // units_per_frame, comm.size)[comm.rank]
-        own = tuple((start * units_per_frame, stop * units_per_frame) for start, stop in frames)
+        own = mask.sizes.joined(units_per_frame).spans(comm.size)[comm.rank]
+        own = tuple((start * units_per_frame, stop * units_per_frame) for start, stop in own)
         check_mask(mask, q, k, own)
         return frame_masks([mask], [own])
 

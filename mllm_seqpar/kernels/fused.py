@@ -42,7 +42,7 @@ class AttentionArgs(NamedTuple):
     bias: Tensor | None = None
 
 
-class Piece:
+class BlockPart:
     """A part of a block that the operator computes at once.
 
     Attributes:
@@ -161,15 +161,15 @@ class FusedKernel:
                 total[index] += grad
         return dq, dk, dv
 
-    def _pieces(self, q: Tensor, k: Tensor, intervals: Intervals | None) -> Sequence[Piece]:
+    def _pieces(self, q: Tensor, k: Tensor, intervals: Intervals | None) -> Sequence[BlockPart]:
         """Return what is computed one after another: the rectangles of the intervals, cut so that each bias and each
         converted copy is bounded."""
         shape = q.shape[2], k.shape[2]
         converted = k.shape[2] if self.converted_keys is None or q.dtype is self.operator_dtype else self.converted_keys
         if intervals is None:
             whole = Rectangle(ALL, slice(0, shape[0]), slice(0, shape[1]))
-            return [Piece(part, shape, None) for part in _cut(whole, shape[0], converted)]
-        repeat, pieces = q.shape[1] // k.shape[1], list[Piece]()
+            return [BlockPart(part, shape, None) for part in _cut(whole, shape[0], converted)]
+        repeat, pieces = q.shape[1] // k.shape[1], list[BlockPart]()
         for rectangle in rectangles_of(intervals):
             row_step, key_step, width = shape[0], converted, rectangle.keys.stop - rectangle.keys.start
             if rectangle.kind == "masked":
@@ -177,9 +177,9 @@ class FusedKernel:
                 row_step = max(1, self.mask_entries // (repeat * min(width, key_step)))
             rows = rectangle.rows.stop - rectangle.rows.start
             if rectangle.kind == "causal" or (rows <= row_step and width <= key_step):
-                pieces.append(Piece(rectangle, shape, intervals))
+                pieces.append(BlockPart(rectangle, shape, intervals))
             else:
-                pieces += [Piece(part, shape, intervals) for part in _cut(rectangle, row_step, key_step)]
+                pieces += [BlockPart(part, shape, intervals) for part in _cut(rectangle, row_step, key_step)]
         intervals.kept["pieces", self.name, q.dtype, repeat] = pieces  # for all layers
         return pieces
 

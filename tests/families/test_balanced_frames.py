@@ -157,7 +157,7 @@ def test_a_model_that_gets_all_frames_balances_them(family: str, monkeypatch: py
     total = made[0].source.units
     for frames in made:
         expected = frame_spans(total // units, 4, "zigzag")
-        assert list(frames.spans) == [tuple((a * units, b * units) for a, b in spans) for spans in expected]
+        assert list(frames.units) == [tuple((a * units, b * units) for a, b in spans) for spans in expected]
     if family == "mplug_owl3":
         assert max(over_the_mean(planned_entries(made[0].masks))) < 1.15  # 40 frames
 
