@@ -151,10 +151,12 @@ class FrameSizes:
         per_frame: the units of one frame if all have as many, else (total,) int64 on the CPU.
     """
 
-    def __init__(self, total: int, per_frame: int | Tensor = 1) -> None:
+    def __init__(self, total: int, per_frame: int | Tensor | Sequence[int] | None = None) -> None:
+        """`per_frame` is one number or one for each frame; None: 1."""
         self._by_rank: dict[tuple[int, str], tuple[Spans, ...]] = {}
-        if isinstance(per_frame, Tensor):
-            per_frame = per_frame.detach().long().cpu()
+        per_frame = 1 if per_frame is None else per_frame
+        if not isinstance(per_frame, int):
+            per_frame = torch.as_tensor(per_frame).detach().long().cpu()
             if not total or bool((per_frame == per_frame[0]).all()):
                 per_frame = int(per_frame[0]) if total else 1
         self.total, self.per_frame = total, per_frame

@@ -248,6 +248,14 @@ class ChatFamily(ABC):
         seconds = [source.seconds(number) for number in range(len(source))]
         return {} if None in seconds else {"frame_seconds": seconds}
 
+    def frame_sizes(self, sources: Sequence[FrameSource]) -> Sequence[int] | None:
+        """Return the tokens of each frame of all sources, by which ranks share whole frames; None: by their number.
+
+        A format of a model with cross-attention whose frames differ in size overrides it; the model states the same
+        sizes (`ForwardInputs.units_per_frame`).
+        """
+        return None
+
     def stored_frames(self, count: int, metadata: Mapping[str, Any]) -> FrameSource:
         """Return a source that stands for the frames whose `count` units a feature store has, with this metadata."""
         return FeatureFrames(count, times=metadata.get("frame_seconds"))
