@@ -3,10 +3,12 @@
     python scripts/bench/host_path.py [--ranks 8] [--repeats 50] [--out rows.jsonl]
 
 One rank of a group runs on the CPU with tiny tensors, over PyTorch's fake process group: the transfers of the other
-ranks are posted, and complete at once without data. A GPU is idle whenever a block takes the host longer than it. Rows
-have the median time of a block in microseconds, and the function calls of Python and C for a block, which do not depend
-on the machine. The kernel is that of the CPU (its own share is in the column "kernel"); on a GPU, a block has about as
-many launches.
+ranks are posted, and complete at once without data. A GPU is idle whenever a block takes the host longer than it.
+
+"call" is a call of the function, which checks its arguments and plans the masks; "layer" is an attention layer of a
+patched model, which plans once per pass. Rows have the median time of a block in microseconds of the processor, and the
+function calls of Python and C for a block, which do not depend on the machine. The kernel is that of the CPU, whose own
+share is in the column "kernel".
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import harness
 import report
@@ -25,10 +28,12 @@ import torch.distributed as dist
 from harness import Row
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mllm_seqpar.attention import lv_xattn, ring_attention
+from mllm_seqpar.attention import attend, executor, lv_xattn, ring_attention
 from mllm_seqpar.kernels import choose_kernel
 
 HEADS, GROUPS, ROWS, KEYS, DIM = 4, 2, 8, 16, 16
+Run = tuple[Callable[[], Any] | None, Callable[[Any], Any]]
+"""What is prepared before each repetition, and what is timed, given that."""
 METHODS: dict[str, Callable[..., torch.Tensor]] = {"lv_xattn": lv_xattn, "ring_attention": ring_attention}
 
 
@@ -49,39 +54,57 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
     dist.init_process_group("fake", store=FakeStore(), rank=args.ranks // 2, world_size=args.ranks)
     try:
         for name in METHODS:
-            for direction in ("forward", "backward"):
-                yield measure(name, direction, args)
+            yield from measure(name, args)
     finally:
         dist.destroy_process_group()
 
 
-def measure(name: str, direction: str, args: argparse.Namespace) -> Row:
+def measure(name: str, args: argparse.Namespace) -> Iterator[Row]:
     g = torch.Generator().manual_seed(0)
     q = torch.randn(1, HEADS, ROWS, DIM, generator=g, requires_grad=True)
     k, v = (torch.randn(1, GROUPS, KEYS, DIM, generator=g, requires_grad=True) for _ in range(2))
-    kernel, _ = choose_kernel("auto", q, k)
-    o, lse = kernel.forward(q.detach(), k.detach(), v.detach(), scale=0.25)
-    do = torch.ones_like(o)
+    with mock.patch.object(attend, "distributed_forward", wraps=executor.distributed_forward) as spied:
+        o = METHODS[name](q, k, v, group=dist.group.WORLD)
+    comm, spec, block_math, *local = spied.call_args.args
+    with torch.no_grad():
+        o, lse = executor.distributed_forward(comm, spec, block_math, *local)
+    do, kernel = torch.ones_like(o), choose_kernel("auto", q, k)[0]
+    rows = executor.FinalRows(local[0], o, lse, do)
+    # With lv_xattn, rows of other ranks have delta and no o.
+    given = (None, lse, torch.zeros_like(lse)) if name == "lv_xattn" else (o, lse, None)
 
-    def forward() -> torch.Tensor:
+    def call() -> torch.Tensor:
         return METHODS[name](q, k, v, group=dist.group.WORLD)
 
-    if direction == "forward":
-        with torch.no_grad():
-            whole, calls = timed(lambda: None, lambda _: forward(), args.repeats)
-            alone, _ = timed(lambda: None, lambda _: kernel.forward(q, k, v, scale=0.25), args.repeats)
-    else:
-        whole, calls = timed(forward, lambda o: o.backward(do), args.repeats)
-        given = (None, lse) if name == "lv_xattn" else (o, lse)  # rows of other ranks have no o
-        options: dict[str, Any] = {"scale": 0.25, "delta": torch.zeros_like(lse)}
-        with torch.no_grad():
-            alone, _ = timed(lambda: None, lambda _: kernel.backward(do, q, k, v, *given, **options), args.repeats)
-    row = {"method": name, "ranks": args.ranks, "direction": direction}
-    return row | {"block_us": whole / args.ranks, "kernel_us": alone, "calls": calls // args.ranks}
+    runs: dict[tuple[str, str], Run] = {
+        ("call", "forward"): (None, lambda _: call()),
+        ("call", "backward"): (call, lambda o: o.backward(do)),
+        ("layer", "forward"): (None, lambda _: executor.distributed_forward(comm, spec, block_math, *local)),
+        ("layer", "backward"): (
+            None,
+            lambda _: executor.distributed_backward(comm, spec, block_math, rows, *local[1:]),
+        ),
+        ("kernel", "forward"): (None, lambda _: kernel.forward(*local, scale=0.25)),
+        ("kernel", "backward"): (
+            None,
+            lambda _: kernel.backward(do, *local, *given[:2], scale=0.25, delta=given[2]),
+        ),
+    }
+    found = {}
+    for key, (prepare, run) in runs.items():
+        with torch.set_grad_enabled(key == ("call", "backward")):
+            found[key] = timed(prepare, run, args.repeats)
+    for what in ("call", "layer"):
+        for direction in ("forward", "backward"):
+            micros, calls = found[what, direction]
+            row = {"method": name, "ranks": args.ranks, "what": what, "direction": direction}
+            row |= {"block_us": micros / args.ranks, "kernel_us": found["kernel", direction][0]}
+            yield row | {"calls": calls // args.ranks}
 
 
-def timed(prepare: Callable[[], Any], run: Callable[[Any], Any], repeats: int) -> tuple[float, int]:
+def timed(prepare: Callable[[], Any] | None, run: Callable[[Any], Any], repeats: int) -> tuple[float, int]:
     """Return the median time of `run(prepare())` in microseconds of this process, and its function calls."""
+    prepare = prepare or (lambda: None)
     times = []
     for _ in range(3 + repeats):
         made = prepare()
@@ -102,7 +125,13 @@ def timed(prepare: Callable[[], Any], run: Callable[[Any], Any], repeats: int) -
 
 
 def table(rows: Sequence[Row]) -> str:
-    columns = {"method": "method", "ranks": "ranks", "direction": "direction", "µs per block": "block_us .0f"}
+    columns = {
+        "method": "method",
+        "ranks": "ranks",
+        "of": "what",
+        "direction": "direction",
+        "µs per block": "block_us .0f",
+    }
     return report.table(rows, columns | {"of these, kernel": "kernel_us .0f", "calls per block": "calls"})
 
 
