@@ -99,7 +99,7 @@ def _attend(
     return acc, total, peak
 
 
-@triton.jit(do_not_specialize=["S", "T", "stride_interval", "PARTS"])
+@triton.jit(do_not_specialize_on_alignment=["LOW", "HIGH"], do_not_specialize=["S", "T", "stride_interval", "PARTS"])
 def forward(
     Q, K, V, LOW, HIGH, OUT, LSE, scale,
     stride_qb, stride_qh, stride_qs, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd,
@@ -264,7 +264,7 @@ def _add_to_dq(
     return dq
 
 
-@triton.jit(do_not_specialize=["S", "T", "stride_interval", "PARTS"])
+@triton.jit(do_not_specialize_on_alignment=["LOW", "HIGH"], do_not_specialize=["S", "T", "stride_interval", "PARTS"])
 def backward_dq(
     DO, Q, K, V, LOW, HIGH, LSE, DELTA, DQ, scale,
     stride_ob, stride_oh, stride_os, stride_od, stride_qb, stride_qh, stride_qs, stride_qd,
@@ -347,7 +347,7 @@ def _add_to_dk_dv(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["S", "T", "stride_interval"])
+@triton.jit(do_not_specialize_on_alignment=["LOW", "HIGH"], do_not_specialize=["S", "T", "stride_interval"])
 def backward_dk_dv(
     DO, Q, K, V, LOW, HIGH, LSE, DELTA, DK, DV, scale,
     stride_ob, stride_oh, stride_os, stride_od, stride_qb, stride_qh, stride_qs, stride_qd,
