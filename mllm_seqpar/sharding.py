@@ -196,13 +196,18 @@ class FrameSizes:
 
     def count(self, frames: Spans | None = None) -> int:
         """Return how many units these frames have together; None: all frames."""
-        return span_length(self.units(((0, self.total),) if frames is None else frames))
+        frames = ((0, self.total),) if frames is None else frames
+        if isinstance(self.per_frame, Tensor):
+            frames = self.units(frames)
+        return span_length(frames) * (self.per_frame if isinstance(self.per_frame, int) else 1)
 
     def units(self, frames: Spans) -> Spans:
         """Return the numbers of the units of these frames."""
         if isinstance(self.per_frame, Tensor):
             return tuple((self._offsets[start], self._offsets[stop]) for start, stop in frames)
-        return tuple((start * self.per_frame, stop * self.per_frame) for start, stop in frames)
+        if self.per_frame == 1:
+            return frames
+        return tuple([(start * self.per_frame, stop * self.per_frame) for start, stop in frames])
 
     def spans(self, size: int, layout: str = "contiguous") -> tuple[Spans, ...]:
         """Return the frames of every rank in a layout, as `frame_spans`, balanced by units."""

@@ -130,7 +130,7 @@ class Reference:
 
     def shard(self, comm: Communicator) -> tuple[Tensor, Tensor]:
         """Return the positions of this rank's rows and keys."""
-        causal = self.problem.intervals is not None and self.frames is None
+        causal = self.frames is None and self.problem.intervals is not None
         layout = "zigzag" if causal else "contiguous"
         rows = sequence_positions(self.problem.q.shape[2], comm.rank, comm.size, layout)
         own = frame_range(self.total, comm)

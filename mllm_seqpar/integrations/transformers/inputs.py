@@ -119,7 +119,7 @@ class ForwardInputs:
         frames differ in size, overrides it, and `check_shard`, `total_frames` and `blank_frames`.
         """
         assert self.frames is not None
-        return tuple(take_spans(x, frames) for x in (self.frames, *self.extras))
+        return tuple([take_spans(x, frames) for x in (self.frames, *self.extras)])
 
     def blank_frames(self) -> tuple[Tensor, ...]:
         """Return tensors of one frame as those of `take`, for a rank that was passed none; it has zero gradients."""
