@@ -24,7 +24,7 @@ from .cudnn import CudaCudnnKernel
 from .flash_attn import FlashAttn3Kernel, FlashAttn4Kernel, FlashAttnKernel
 from .fused import TorchCpuKernel
 from .torch_cuda import CudaEfficientKernel, CudaFlashKernel, activated_flash
-from .triton_intervals import TritonKernel
+from .triton_intervals import TritonIntervalsKernel
 
 _KERNELS: dict[str, Callable[[], BlockKernel]] = {
     "flash_attn_3": FlashAttn3Kernel,
@@ -32,7 +32,7 @@ _KERNELS: dict[str, Callable[[], BlockKernel]] = {
     "flash_attn": FlashAttnKernel,
     "cuda_cudnn": CudaCudnnKernel,
     "cuda_flash": CudaFlashKernel,
-    "triton": TritonKernel,
+    "triton_intervals": TritonIntervalsKernel,
     "cuda_efficient": CudaEfficientKernel,
     "torch_cpu": TorchCpuKernel,
     "blocked_matmul": BlockedMatmulKernel,
@@ -40,11 +40,11 @@ _KERNELS: dict[str, Callable[[], BlockKernel]] = {
 
 _AUTO = (
     *("flash_attn_3", "flash_attn_4", "cuda_cudnn", "flash_attn", "cuda_flash"),
-    *("cuda_efficient", "triton", "blocked_matmul"),
+    *("cuda_efficient", "triton_intervals", "blocked_matmul"),
 )
 """Order of preference of "auto" on a GPU (see `_order`); the last one computes every block."""
 
-_AUTO_WITH_MASK = ("triton", "cuda_efficient", "blocked_matmul")
+_AUTO_WITH_MASK = ("triton_intervals", "cuda_efficient", "blocked_matmul")
 """The same for masks other than causal squares."""
 
 RATES = {

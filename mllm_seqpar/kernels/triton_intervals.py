@@ -16,10 +16,10 @@ from .base import delta_of, empty_backward, empty_forward
 from .triton_launches import unsupported_device
 
 
-class TritonKernel:
+class TritonIntervalsKernel:
     """Attention over intervals of keys for NVIDIA GPUs from compute capability 8.0. See `BlockKernel`."""
 
-    name = "triton"
+    name = "triton_intervals"
 
     def unsupported_reason(self, q: Tensor, k: Tensor, intervals: Intervals | None = None) -> str | None:
         problem = unsupported_device(q.device)

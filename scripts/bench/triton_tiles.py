@@ -102,7 +102,7 @@ def timed(args: argparse.Namespace, dim: int) -> Iterator[Row]:
         backward = do_bench(lambda: kernel.backward(do, q, k, v, o, lse, scale=scale, intervals=intervals, delta=delta))
         return {"forward": 4 * work / forward, "backward": 10 * work / backward}
 
-    for name, intervals in (("triton", stairs), ("triton", None), ("cuda_cudnn", None)):
+    for name, intervals in (("triton_intervals", stairs), ("triton_intervals", None), ("cuda_cudnn", None)):
         mask = "no mask" if intervals is None else "default"
         try:
             yield {"dim": dim, "program": name, "tiles": mask, **rates(name, intervals)}
@@ -115,7 +115,7 @@ def timed(args: argparse.Namespace, dim: int) -> Iterator[Row]:
             triton_launches.LAUNCHES[key] = default._replace(**{program: tiles})
             row_of = {"dim": dim, "program": program, "tiles": tuple(tiles)}
             try:
-                yield row_of | rates("triton", stairs)
+                yield row_of | rates("triton_intervals", stairs)
             except Exception as error:  # noqa: BLE001 - too much shared memory, among others
                 yield row_of | {"problem": str(error)[:80]}
             finally:

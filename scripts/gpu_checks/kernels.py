@@ -20,7 +20,7 @@ from mllm_seqpar.masks import Intervals
 
 KINDS = ("plain", "causal", "masked")
 FEW_ROWS = ("few rows", "few rows, masked")
-DIMS = {"triton": (64, 80, 256), "cuda_cudnn": (64, 96)}
+DIMS = {"triton_intervals": (64, 80, 256), "cuda_cudnn": (64, 96)}
 """Further head dims of kernels, in bf16: of masked blocks, or of plain ones if they take no mask."""
 SIZES = {"cuda": (2, 28, 4, 512, 2048, 128), "cpu": (2, 4, 2, 32, 128, 32)}
 SPEED = {
@@ -78,11 +78,13 @@ def exactness(name: str, dtype: torch.dtype, device: str) -> Row:
     """Return the largest error over the kinds of blocks and further head dims, and over o, dq, dk, dv."""
     subject = f"{name} {dtype_name(dtype)}"
     worst, allowed, refusals, problems = (0.0, ""), 0.0, [], []
-    kernel, further = kernel_by_name(name), "masked" if name == "triton" else "plain"
+    kernel, further = kernel_by_name(name), "masked" if name == "triton_intervals" else "plain"
     cases: list[tuple[str, str, int | None]] = [(kind, kind, None) for kind in KINDS + FEW_ROWS]
     if dtype == torch.bfloat16:
         cases += [(f"{further}, head dim {dim}", further, dim) for dim in DIMS.get(name, ())]
-    elif name == "triton":  # each program takes seconds to compile, and this one differs by the dtype and a mask only
+    elif (
+        name == "triton_intervals"
+    ):  # each program takes seconds to compile, and this one differs by the dtype and a mask only
         cases = [case for case in cases if "masked" in case[0]]
     for title, kind, dim in cases:
         p = make(kind, dtype, device, dim)

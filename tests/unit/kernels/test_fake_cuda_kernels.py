@@ -38,7 +38,7 @@ BLOCKS = {
     "float32 masked": {"dtype": torch.float32, "masked": True},
     "float16, slices": {"dtype": torch.float16, "sliced": True},
 }
-TORCH = ["blocked_matmul", "cuda_flash", "cuda_cudnn", "triton", "cuda_efficient"]
+TORCH = ["blocked_matmul", "cuda_flash", "cuda_cudnn", "triton_intervals", "cuda_efficient"]
 
 
 def run(kernel, *, heads=2, groups=2, rows=20, keys=70, dtype=torch.bfloat16, causal=False, masked=False, sliced=False):
@@ -75,7 +75,7 @@ def test_operators_of_torch_accept_every_supported_block(name, monkeypatch):
     with fake_cuda():
         supported = [kind for kind, options in BLOCKS.items() if run(kernel, **options)]
     missing = {kind for kind in BLOCKS if "masked" in kind or "float32" in kind}
-    if name in ("blocked_matmul", "cuda_efficient", "triton"):
+    if name in ("blocked_matmul", "cuda_efficient", "triton_intervals"):
         missing = set()
     elif name == "cuda_cudnn":
         missing.add("one row, causal")  # with a single key
@@ -155,8 +155,8 @@ def chosen(capability, *releases, active=None, dim=64, **options):
         ("flash_attn", (10, 0), ("2.8", "4.0.0b27"), {"dim": 192}),
         ("flash_attn", (10, 0), ("2.8",), {"active": "FA3"}),
         ("flash_attn", (8, 0), ("2.8", "3, 2.8.3", "4.0.0b27"), {}),
-        ("triton", (9, 0), ("3, 2.8.3", "4.0.0b27"), {"masked": True, "active": "FA3"}),
-        ("triton", (8, 0), (), {"masked": True, "dtype": torch.float32}),
+        ("triton_intervals", (9, 0), ("3, 2.8.3", "4.0.0b27"), {"masked": True, "active": "FA3"}),
+        ("triton_intervals", (8, 0), (), {"masked": True, "dtype": torch.float32}),
         ("cuda_efficient", (7, 5), (), {"masked": True, "dtype": torch.float16}),
         ("cuda_cudnn", (9, 0), ("2.8",), {"rows": 128}),
         ("cuda_cudnn", (9, 0), ("2.8", "4.0.0b27"), {"rows": 128, "dim": 128}),

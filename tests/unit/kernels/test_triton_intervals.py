@@ -16,7 +16,7 @@ from torch import Tensor
 from dense_attention import dense_attention, squared_terms
 from mllm_seqpar.kernels import triton_launches
 from mllm_seqpar.kernels.base import merge_, output_with_row_sums, row_sums
-from mllm_seqpar.kernels.triton_intervals import TritonKernel
+from mllm_seqpar.kernels.triton_intervals import TritonIntervalsKernel
 from mllm_seqpar.kernels.triton_launches import ROWS_AT_ONCE
 from mllm_seqpar.masks import Intervals
 from tolerances import EXACT, relative_error
@@ -63,8 +63,8 @@ def attention(inputs: Inputs, mask: Intervals | None, scale: float) -> tuple[Ten
     """Return o, lse, dq, dk, dv of the kernel."""
     q, k, v, do = inputs
     options = {"scale": scale, "intervals": mask}
-    o, lse = TritonKernel().forward(q, k, v, **options)
-    return o, lse, *TritonKernel().backward(do, q, k, v, o, lse, **options)
+    o, lse = TritonIntervalsKernel().forward(q, k, v, **options)
+    return o, lse, *TritonIntervalsKernel().backward(do, q, k, v, o, lse, **options)
 
 
 def check(family: str | None, *, scale: float | None = None, **sizes) -> None:
@@ -174,7 +174,7 @@ def test_backward_takes_the_merged_output_or_its_row_sums():
     """Rows that see nothing of one of two blocks have the log-sum-exp of the other."""
     torch.manual_seed(0)
     inputs = q, k, v, do = random_inputs(heads=4, groups=2, rows=30, keys=80)
-    mask, kernel = intervals("random", 1, 30, 80), TritonKernel()
+    mask, kernel = intervals("random", 1, 30, 80), TritonIntervalsKernel()
     o, lse = torch.zeros(q.shape), torch.full(q.shape[:3], -torch.inf)
     parts = [
         (k[:, :, a:b], v[:, :, a:b], {"scale": 0.25, "intervals": mask.part(keys=(a, b))})
