@@ -3,9 +3,10 @@
 Frames reach the language model by cross-attention, or as tokens of its text (decoder-only models).
 
 Names load on first use, so that importing the package imports neither torch nor transformers. The native models become
-known to transformers' Auto classes.
+known to transformers' Auto classes. A checkout works without installation, given its folder in PYTHONPATH.
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mllm_seqpar._lazy_names import lazy_names
@@ -65,6 +66,11 @@ _EXPORTED_FROM = {
 
 
 lazy_names(__name__, _EXPORTED_FROM)
+
+_folder = Path(__file__).parent
+if not (_folder / "patches").exists() and (_folder.parent / "patches" / "sizes.py").exists():
+    # In a checkout, the families lie beside the package. An editable install finds the same files.
+    __path__.append(str(_folder.parent))
 
 
 def __dir__() -> list[str]:
