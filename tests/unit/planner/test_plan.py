@@ -218,7 +218,9 @@ def test_memory_of_chunked_mlps() -> None:
 def test_buffers_of_each_strategy() -> None:
     """In addition to one GPU with the same shards: gathered layers, and the shards of other ranks."""
     one_gpu = memory(ONE_GPU, gpus=1, frames=256, text=512)["buffers"]
-    gathered = 151851 * 3584 * 2 * 3  # the embeddings, the largest layer: two, and a gradient
+    layer = 3584 * (2 * 3584 + 2 * 512 + 3 * 18944)
+    # of a layer four times, gradients and copies included; embeddings and head, and the gradient of the head
+    gathered = 2 * (4 * layer + 3 * 151851 * 3584)
     dq, dkv = 512 * 28 * 128 * 4, 2 * KEYS * 4 * 128 * 4
     assert memory(LV)["buffers"] == one_gpu + gathered + 2 * dq
     assert memory(RING)["buffers"] == one_gpu + gathered + 2 * dkv

@@ -81,7 +81,7 @@ def rows_of(rank: int, world: int, part: str) -> list[tuple[str, bool | None, st
 
 
 GROUPS = ["own group", "many messages", "receive buffers", "subgroup alone", "auto"]
-TRAINING = ["FSDP2 steps"] * 4 + ["reserved memory", "streams", "host synchronisations"]
+TRAINING = ["FSDP2 steps"] * 4 + ["allocated memory", "reserved memory", "streams", "host synchronisations"]
 
 
 @pytest.mark.slow
