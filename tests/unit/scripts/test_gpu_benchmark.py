@@ -1,0 +1,70 @@
+"""Layer: one process. The benchmark of one GPU, rehearsed on the CPU with tiny sizes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+
+def measured(script, path: Path, *parts: str) -> list[dict]:
+    script("gpu").main(["--device", "cpu", "--tiny", "--repeats", "1", "--out", str(path), "--parts", *parts])
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_kernels_are_found_by_name_and_compared(script, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = measured(script, tmp_path / "rows.jsonl", "ceilings", "attention", "masks", "ranks")
+    assert not [row for row in rows if "problem" in row]
+    kernels = {
+        measure: {row["kernel"] for row in rows if row["measure"] == measure} for measure in ("attention", "masks")
+    }
+    assert {"sdpa math", "torch_cpu", "blocked_matmul", "auto"} <= kernels["attention"]
+    assert {"torch_cpu", "auto"} <= kernels["masks"]
+    assert all(row["forward_tflops"] > 0 and row["backward_tflops"] > 0 for row in rows if "kernel" in row)
+    assert [row["ranks"] for row in rows if row["measure"] == "ranks in one process"] == [2, 2]
+    assert {"commit", "torch", "hardware"} <= rows[0].keys()
+    printed = capsys.readouterr().out
+    assert "| B,H,G,S,T,D | sdpa math |" in printed and "All ranks of a call in one process" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "modes"), [("mplug-owl3-7b", 3), ("qwen2_5_vl_7b", 2)])
+def test_models_are_measured_in_every_mode(script, tmp_path: Path, model: str, modes: int) -> None:
+    rows = measured(script, tmp_path / "rows.jsonl", model)
+    assert not [row for row in rows if "problem" in row]
+    assert all(row["model"] == model for row in rows)
+    found = [(row["measure"], row.get("run"), row.get("mode")) for row in rows]
+    stored = ["stored"] if modes == 3 else []
+    passes = [("pass", "forward", mode) for mode in ("patched", "unpatched")]
+    passes += [("pass", "step", mode) for mode in ("patched", *stored, "unpatched")]
+    memory = [("memory", None, mode) for mode in ("patched", *stored, "unpatched")]
+    assert found == [("tower", None, None), *passes[:2], ("decoding", None, None), *passes[2:], *memory]
+    (decoding,) = (row for row in rows if row["measure"] == "decoding")
+    assert decoding["same_tokens"] == 1.0
+
+
+def test_wrong_results_and_failed_parts_are_rows(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = script("gpu")
+    monkeypatch.setattr(gpu, "CLOSE", 0.0)
+
+    def broken(args):
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setitem(gpu.PARTS, "ranks", broken)
+    rows = measured(script, tmp_path / "rows.jsonl", "masks", "ranks")
+    assert all("wrong: row" in row["problem"] for row in rows[:-1]) and len(rows) > 1
+    assert rows[-1]["problem"] == "OutOfMemoryError: no memory left"
+    report = script("report").gpu_tables(rows)
+    assert "- ranks: OutOfMemoryError: no memory left" in report and "masks, auto" in report
+
+
+def test_parts_that_do_not_fit_into_the_time_are_left_out(script, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(script("gpu"), "BUDGET_S", -1.0)
+    rows = measured(script, tmp_path / "rows.jsonl", "ceilings", "masks")
+    assert [row["problem"] for row in rows] == ["not run: out of time"] * 2
+
+
+def test_benchmark_needs_a_gpu_or_a_rehearsal(script, monkeypatch) -> None:
+    with pytest.raises(SystemExit, match="no CUDA GPU here; --tiny rehearses"):
+        script("gpu").main(["--device", "cpu"])
+    assert "gpu" not in script("run_all").DEFAULT and "memory" in script("run_all").DEFAULT
