@@ -10,9 +10,10 @@ The parts, in this order:
   backward without a mask.
 - masks: every kernel where each row sees the frames before it, counting visible entries only.
 - ranks: all ranks of a call in threads of this process, over one rank.
-- mplug-owl3-7b, qwen2_5_vl_7b: the vision tower; a forward pass; a training step with a frozen tower and gradient
-  checkpointing; how memory grows with the video, and the longest that fits if it goes on like that; decoding. Patched,
-  unpatched, and, of cross-attention, with K and V stored. Patched and unpatched runs of decoding alternate.
+- mplug-owl3-7b, qwen2_5_vl_7b: the vision tower; a forward pass; decoding; a layer whose time is that of its launches;
+  a training step with a frozen tower and gradient checkpointing; how memory grows with the video, and the longest that
+  fits if it goes on like that. Patched, unpatched, and, of cross-attention, with K and V stored. Patched and unpatched
+  runs of decoding alternate.
 
 Weights and inputs are random and made on the device. Features of frames are given, except for the tower. Results are
 compared in the same run: a row whose results are wrong, or that could not be measured, has a "problem". The whole takes
@@ -265,6 +266,7 @@ def whole_model(args: argparse.Namespace, name: str) -> Iterator[Row]:
     yield from runs_of("forward", made, made.forwards, args)
     yield from decoding(made, args)
     made.train()
+    yield launches(made, args)
     yield from runs_of("step", made, made.steps, args)
     yield from growth(made, args)
 
@@ -302,6 +304,21 @@ def patched(made: Model, mode: str) -> None:
         unpatch_model(made.model)
     if mode != "unpatched":
         patch_model(made.model, **({"recompute_visual": False} if mode == "stored" else {}))
+
+
+def launches(made: Model, args: argparse.Namespace) -> Row:
+    """Return the time of a patched decoder layer with a few tokens and no frame: that of the host's launches.
+
+    These are `layer_forward_s` and `layer_backward_s` of a cluster file.
+    """
+    given = {"input_ids": made.inputs(*made.steps[0])["input_ids"][:, :1].repeat(1, 8)}
+    patched(made, "patched")
+    runs = {"forward": partial(made.forward, given), "step": partial(made.step, given)}
+    ms = medians_ms(runs, args.device, args.repeats)
+    made.model.zero_grad(set_to_none=True)
+    layers = made.model.config.get_text_config().num_hidden_layers
+    row = {"measure": "launches", "model": made.name, "layer_forward_s": ms["forward"] / 1e3 / layers}
+    return row | {"layer_backward_s": (ms["step"] - ms["forward"]) / 1e3 / layers}
 
 
 def growth(made: Model, args: argparse.Namespace) -> Iterator[Row]:

@@ -283,6 +283,10 @@ GPU_TABLES = {
         "Vision tower",
         {"model": "model", "frames": "frames", "frames/s": "frames_per_s .0f", "TFLOP/s": "tflops .0f"},
     ),
+    "launches": (
+        "A decoder layer with 8 tokens: the host's launches",
+        {"model": "model", "forward, ms": "layer_forward_s .2f 1e3", "backward, ms": "layer_backward_s .2f 1e3"},
+    ),
     "memory": (
         "Memory of a training step",
         {"model": "model", "mode": "mode", "text": "text ,.0f"}

@@ -38,7 +38,14 @@ def test_models_are_measured_in_every_mode(script, tmp_path: Path, model: str, m
     passes = [("pass", "forward", mode) for mode in ("patched", "unpatched")]
     passes += [("pass", "step", mode) for mode in ("patched", *stored, "unpatched")]
     memory = [("memory", None, mode) for mode in ("patched", *stored, "unpatched")]
-    assert found == [("tower", None, None), *passes[:2], ("decoding", None, None), *passes[2:], *memory]
+    assert found == [
+        ("tower", None, None),
+        *passes[:2],
+        ("decoding", None, None),
+        ("launches", None, None),
+        *passes[2:],
+        *memory,
+    ]
     (decoding,) = (row for row in rows if row["measure"] == "decoding")
     assert decoding["same_tokens"] == 1.0
 
