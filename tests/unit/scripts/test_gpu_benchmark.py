@@ -65,10 +65,10 @@ def test_wrong_results_and_failed_parts_are_rows(script, tmp_path: Path, monkeyp
     assert "- ranks: OutOfMemoryError: no memory left" in report and "masks, auto" in report
 
 
-def test_parts_that_do_not_fit_into_the_time_are_left_out(script, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(script("gpu"), "BUDGET_S", -1.0)
+def test_benchmark_stops_when_its_time_is_over(script, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(script("gpu"), "BUDGET_S", 0.0)
     rows = measured(script, tmp_path / "rows.jsonl", "ceilings", "masks")
-    assert [row["problem"] for row in rows] == ["not run: out of time"] * 2
+    assert [row.get("problem") for row in rows] == [None, "stopped here: out of time"]
 
 
 def test_benchmark_needs_a_gpu_or_a_rehearsal(script, monkeypatch) -> None:
