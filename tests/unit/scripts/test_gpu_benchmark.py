@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from mllm_seqpar.planner.descriptions import find_file
+from mllm_seqpar.planner.model_sizes import read_model
+
 
 def measured(script, path: Path, *parts: str) -> list[dict]:
     script("gpu").main(["--device", "cpu", "--tiny", "--repeats", "1", "--out", str(path), "--parts", *parts])
@@ -48,6 +51,15 @@ def test_models_are_measured_in_every_mode(script, tmp_path: Path, model: str, m
     ]
     (decoding,) = (row for row in rows if row["measure"] == "decoding")
     assert decoding["same_tokens"] == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mplug-owl3-7b", "qwen2_5_vl_7b"])
+def test_models_have_their_published_sizes(script, name: str) -> None:
+    made = script("gpu_models").MODELS[name]("meta", torch.bfloat16, False)
+    planned = read_model(find_file("model", name)).parameters
+    assert sum(x.numel() for x in made.model.parameters()) == pytest.approx(planned, rel=5e-3)
+    assert {x.dtype for x in made.model.parameters()} == {torch.bfloat16} and torch.get_default_dtype() == torch.float32
 
 
 def test_wrong_results_and_failed_parts_are_rows(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
