@@ -41,6 +41,7 @@ from .backends import backends_of, release_gloo_at_exit
 class _Entry:
     count: int = 0  # the number of groups so far, so that no two have the same name
     group: dist.ProcessGroup | None = None
+    control: dist.ProcessGroup | None = None
 
 
 _entries: WeakKeyDictionary[dist.ProcessGroup, _Entry] = WeakKeyDictionary()
@@ -63,28 +64,48 @@ def transfer_group(given: dist.ProcessGroup) -> dist.ProcessGroup:
     return entry.group
 
 
+def control_group(given: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a process group of the ranks of `given` whose collectives take CPU tensors and do not use the device.
+
+    It is `given` or its transfer group, if that has a backend for the CPU, and otherwise a gloo group, which the first
+    call creates as `transfer_group` does. Without gloo, `given` is returned.
+    """
+    entry = _entries.setdefault(given, _Entry())
+    for known in (given, entry.group, entry.control):
+        if known is not None and is_open(known) and ("cpu" in backends_of(known) or known is entry.control):
+            return known
+    entry.count += 1
+    entry.control = _make(given, f"{given.group_name}/mllm_seqpar/{entry.count}", control=True)
+    return entry.control
+
+
 def destroy_transfer_group(given: dist.ProcessGroup) -> None:
-    """Close the group that `transfer_group` made for `given`, if there is one; all its ranks call this function."""
+    """Close the groups that this module made for `given`; all its ranks call this function."""
     entry = _entries.get(given)
-    if entry is not None and entry.group is not None:
-        if entry.group is not given and is_open(entry.group):
-            dist.destroy_process_group(entry.group)
-        entry.group = None
+    if entry is not None:
+        for group in (entry.group, entry.control):
+            if group is not None and group is not given and is_open(group):
+                dist.destroy_process_group(group)
+        entry.group = entry.control = None
 
 
 def is_open(group: dist.ProcessGroup) -> bool:
     return group in distributed_c10d._world.pg_map
 
 
-def _make(given: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
+def _make(given: dist.ProcessGroup, name: str, *, control: bool = False) -> dist.ProcessGroup:
+    """Connect the ranks of `given` in a new group: for transfers, or with gloo alone (`control`)."""
     ranks = dist.get_process_group_ranks(given)
     backends = backends_of(given)
     if len(ranks) == 1 or not set(backends.values()) <= {"gloo", "nccl"}:
         return given
     nccl = "nccl" in backends.values()
-    timeout = _timeout_of(given, "cuda" if nccl else "cpu")
+    timeout = _timeout_of(given, "cuda" if nccl else next(iter(backends)))
     try:
         gloo = _all_have_gloo(name, dist.get_rank(given), len(ranks), timeout)
+        if control and not gloo:
+            return given
+        nccl = nccl and not control
         config = {(True, True): "cpu:gloo,cuda:nccl", (True, False): "cuda:nccl"}.get((nccl, gloo), "gloo")
         group = _connect(name, ranks, dist.get_rank(given), config, timeout)
     except RuntimeError as error:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from mllm_seqpar import patch_model
 from mllm_seqpar.errors import first_line
-from mllm_seqpar.kernels import BlockKernel, choose_kernel, kernel_by_name
+from mllm_seqpar.kernels import BlockKernel, choose_kernel, kernel_by_name, kernel_names
 from mllm_seqpar.kernels.base import merge
 from mllm_seqpar.masks import Intervals
 
@@ -32,6 +32,8 @@ ROUNDED_PARTIALS, FLOAT32_PARTIALS = 1.5, 1.1
 """Limits in 16-bit dtypes, as multiples of the error of PyTorch's attention, by the dtype of partial results."""
 SYNCHRONISATIONS = 2
 """Host synchronisations that a forward pass may have, all of them outside of layers."""
+IMPLEMENTATIONS = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"}
+"""The packages of the versions that can be activated in torch's flash operators."""
 VERSION_2 = ("flash_attn", "cuda_flash")
 """The kernels that compute with FlashAttention 2; PyTorch's is 3 or 4 where the user has activated that."""
 
@@ -114,14 +116,14 @@ def make(kind: str, dtype: torch.dtype, device: str, dim: int | None = None) -> 
     keys = rows if kind == "causal" else keys
     if kind.startswith("few rows"):  # of one item, for which kernels divide the keys
         batch, rows, keys = 1, rows // 16, 4 * keys
-    g = torch.Generator().manual_seed(0)
+    g, on_host = torch.Generator(device).manual_seed(0), torch.Generator().manual_seed(0)
 
     def draw(h: int, s: int) -> Tensor:
-        return torch.randn(batch, h, s, dim, generator=g).to(device, dtype)
+        return torch.randn(batch, h, s, dim, generator=g, device=device, dtype=dtype)
 
     intervals = Intervals.causal(rows) if kind == "causal" else None
     if kind.endswith("masked"):
-        low, high = torch.randint(0, keys + 1, (2, batch, rows), generator=g).sort(0).values
+        low, high = torch.randint(0, keys + 1, (2, batch, rows), generator=on_host).sort(0).values
         high[:, ::7] = 0
         low[:, 1::7], high[:, 1::7] = keys // 2, keys
         intervals = Intervals(low, high, keys)
@@ -234,10 +236,25 @@ def auto_kernel(device: str, kind: str = "plain") -> Row:
     if device == "cpu" or torch.cuda.get_device_capability() < (9, 0):
         return Row("auto kernel", subject, kernel.name)
     activated = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
-    newer = [name for name in ("flash_attn_interface", "flash_attn.cute") if is_installed(name)]
+    newer = [name for name in IMPLEMENTATIONS.values() if is_installed(name)]
     found = f"{kernel.name}; activated in torch: {activated}; installed: {', '.join(newer) or 'neither 3 nor 4'}"
     version_2 = kernel.name in VERSION_2 and activated is None
     return Row("auto kernel", subject, found, "not FlashAttention 2", not (newer and version_2))
+
+
+def why_not_run(name: str, device: str) -> str | None:
+    """Return why a kernel of KERNELS cannot run here at all, such as a package that is not installed; or None.
+
+    A shape that each kernel computes decides. A kernel that does not exist is left to its part, which fails.
+    """
+    name, _, implementation = name.partition("@")
+    if implementation:
+        package = IMPLEMENTATIONS[implementation]
+        return None if is_installed(package) else f"{package} is not installed"
+    if name not in kernel_names():
+        return None
+    probe = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
+    return kernel_by_name(name).unsupported_reason(probe, probe)
 
 
 def is_installed(module: str) -> bool:
