@@ -21,6 +21,9 @@ gc.disable()  # until the test modules are imported, see pytest_collection_finis
 # Tests use local files and random weights only; a look-up on a hub would make them depend on the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Triton reads this when it is imported: without an NVIDIA driver, its programs run in its interpreter.
+if not Path("/proc/driver/nvidia/version").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 LAYERS = ("pure Python", "one process", "gloo ranks", "real launch", "GPU")
 """The layers that follow "Layer: " at the start of a test module's docstring, from the cheapest to the slowest."""

@@ -25,6 +25,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -34,6 +35,8 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
+
+from mllm_seqpar.kernels import triton_launches
 
 CUDA, LAZY, DEVICE_TYPES = 1, 17, 21
 """Values of `c10::DeviceType`."""
@@ -114,7 +117,10 @@ def fake_cuda(
             (torch.cuda, "get_device_capability", capability),
             (torch.cuda, "is_bf16_supported", True),
             (torch.cuda.amp.common, "amp_definitely_not_available", False),
+            (torch.cuda, "get_device_properties", SimpleNamespace(multi_processor_count=132)),
             (torch.backends.cuda, "is_flash_attention_available", True),
+            (torch.backends.cudnn, "version", 91900),
+            (triton_launches, "triton_unavailable", None),  # a launch on fake tensors needs no Triton
         ):
             stack.enter_context(mock.patch.object(owner, name, mock.Mock(return_value=value)))
         stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", _address, create=True))

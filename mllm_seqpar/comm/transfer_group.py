@@ -40,6 +40,9 @@ from .backends import backends_of, release_gloo_at_exit
 _groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 """The transfer group of each group."""
 
+_control_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+"""The control group of each group that needs one of its own."""
+
 
 def transfer_group(given: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return the process group for the transfers among the ranks of `given`.
@@ -57,26 +60,47 @@ def transfer_group(given: dist.ProcessGroup) -> dist.ProcessGroup:
     return group
 
 
+def control_group(given: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a process group of the ranks of `given` whose collectives take CPU tensors and do not use the device.
+
+    It is `given` or its transfer group, if that has a backend for the CPU, and otherwise a gloo group, which the first
+    call creates as `transfer_group` does. Without gloo, `given` is returned.
+    """
+    for known in (given, _groups.get(given)):
+        if known is not None and is_open(known) and "cpu" in backends_of(known):
+            return known
+    group = _control_groups.get(given)
+    if group is None or not is_open(group):
+        group = _control_groups[given] = _make(given, control=True)
+    return group
+
+
 def destroy_transfer_group(given: dist.ProcessGroup) -> None:
-    """Close the group that `transfer_group` made for `given`, if there is one; all its ranks call this function."""
-    group = _groups.pop(given, None)
-    if group is not None and group is not given and is_open(group):
-        dist.destroy_process_group(group)
+    """Close the groups that this module made for `given`; all its ranks call this function."""
+    for groups in (_groups, _control_groups):
+        group = groups.pop(given, None)
+        if group is not None and group is not given and is_open(group):
+            dist.destroy_process_group(group)
 
 
 def is_open(group: dist.ProcessGroup) -> bool:
     return group in distributed_c10d._world.pg_map
 
 
-def _make(given: dist.ProcessGroup) -> dist.ProcessGroup:
+def _make(given: dist.ProcessGroup, *, control: bool = False) -> dist.ProcessGroup:
+    """Connect the ranks of `given` in a new group: for transfers, or with gloo alone (`control`)."""
     ranks = dist.get_process_group_ranks(given)
     backends = backends_of(given)
     if len(ranks) == 1 or not set(backends.values()) <= {"gloo", "nccl"}:
         return given
     nccl = "nccl" in backends.values()
-    timeout = _timeout_of(given, "cuda" if nccl else "cpu")
+    timeout = _timeout_of(given, "cuda" if nccl else next(iter(backends)))
     try:
-        name, gloo = _meet(f"{given.group_name}/mllm_seqpar/{ranks}", dist.get_rank(given), len(ranks), timeout)
+        prefix = f"{given.group_name}/mllm_seqpar/{ranks}{'/control' * control}"
+        name, gloo = _meet(prefix, dist.get_rank(given), len(ranks), timeout)
+        if control and not gloo:
+            return given
+        nccl = nccl and not control
         config = {(True, True): "cpu:gloo,cuda:nccl", (True, False): "cuda:nccl"}.get((nccl, gloo), "gloo")
         group = _connect(name, ranks, dist.get_rank(given), config, timeout)
     except RuntimeError as error:

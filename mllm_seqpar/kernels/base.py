@@ -23,6 +23,8 @@ from torch.nn import functional as F
 
 from mllm_seqpar.masks.intervals import Intervals
 
+from .triton_launches import unsupported_device
+
 LOWEST = 1e30
 """Replaces the log-sum-exp of a row that attends to nothing: exp(score - LOWEST) is exactly 0 for every finite
 score."""
@@ -104,6 +106,8 @@ def output_with_row_sums(do: Tensor, delta: Tensor, dtype: torch.dtype) -> Tenso
     as delta itself (do * delta / |do|^2 is not, if do is constant or has outliers), and as nothing is squared, rows of
     any magnitude keep theirs. A row of zeros gives zeros.
     """
+    if do.is_cuda and unsupported_device(do.device) is None:
+        return torch.ops.mllm_seqpar.output_with_row_sums(do, delta, dtype)
     width = do.shape[-1]
     do = F.pad(do, (0, 1)) if width % 2 else do
     size, index = do.unflatten(-1, (2, -1)).abs().max(dim=-1)
@@ -180,8 +184,11 @@ def merge_(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> None:
     logit. The merge is associative and commutative. Where both l1 and l2 are -inf (rows that attend to nothing), o = 0
     and l = -inf; the initial value of (o, lse) is therefore zeros and -inf.
 
-    Shapes: o (..., S, D), lse (..., S). o keeps its dtype, and the arithmetic is at least float32.
+    Shapes: o (B, H, S, D), lse (B, H, S). o keeps its dtype, and the arithmetic is at least float32.
     """
+    if o.is_cuda and lse.dtype == torch.float32 and unsupported_device(o.device) is None:
+        torch.ops.mllm_seqpar.merge_(o, lse, o_new, lse_new)
+        return
     total = torch.logaddexp(lse, lse_new)
     # -inf - (-inf) would be NaN. For rows that have attended to nothing subtract 0, which gives the weight exp(-inf) =
     # 0.

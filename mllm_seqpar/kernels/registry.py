@@ -3,8 +3,9 @@
 "auto" takes the first kernel of an order of preference that can compute the block. The reason that it returns lists why
 each kernel before that one cannot. Nothing is cached, so the choice is right for every group and device.
 
-FlashAttention 3 and 4 come before 2, which leaves half of a Hopper GPU idle. Each comes from its own package. An
-implementation that the user has activated in torch's flash operators takes precedence over all packages.
+Of the kernels without a mask, the order is that of their measured rates (`RATES`). An implementation that the user has
+activated in torch's flash operators takes precedence over all of them. Masks go to the Triton kernel for intervals, and
+where Triton is not installed, to `cuda_efficient`.
 """
 
 from __future__ import annotations
@@ -19,22 +20,50 @@ from mllm_seqpar.masks.intervals import Intervals
 
 from .base import BlockKernel
 from .blocked_matmul import BlockedMatmulKernel
+from .cudnn import CudaCudnnKernel
 from .flash_attn import FlashAttn3Kernel, FlashAttn4Kernel, FlashAttnKernel
 from .fused import TorchCpuKernel
 from .torch_cuda import CudaEfficientKernel, CudaFlashKernel, activated_flash
+from .triton_intervals import TritonIntervalsKernel
 
 _KERNELS: dict[str, Callable[[], BlockKernel]] = {
     "flash_attn_3": FlashAttn3Kernel,
     "flash_attn_4": FlashAttn4Kernel,
     "flash_attn": FlashAttnKernel,
+    "cuda_cudnn": CudaCudnnKernel,
     "cuda_flash": CudaFlashKernel,
+    "triton_intervals": TritonIntervalsKernel,
     "cuda_efficient": CudaEfficientKernel,
     "torch_cpu": TorchCpuKernel,
     "blocked_matmul": BlockedMatmulKernel,
 }
 
-_AUTO = ("flash_attn_3", "flash_attn_4", "flash_attn", "cuda_flash", "cuda_efficient", "blocked_matmul")
+_AUTO = (
+    *("flash_attn_3", "flash_attn_4", "cuda_cudnn", "flash_attn", "cuda_flash"),
+    *("cuda_efficient", "triton_intervals", "blocked_matmul"),
+)
 """Order of preference of "auto" on a GPU (see `_order`); the last one computes every block."""
+
+_AUTO_WITH_MASK = ("triton_intervals", "cuda_efficient", "blocked_matmul")
+"""The same for masks other than causal squares."""
+
+RATES = {
+    "flash_attn_3": {64: (497, 474), 128: (648, 561)},
+    "cuda_cudnn": {64: (483, 460), 128: (663, 545)},
+    "flash_attn_4": {64: (303, 279), 128: (349, 318)},  # not measured on Hopper; it is not slower than version 2
+    "flash_attn": {64: (303, 279), 128: (349, 318)},
+    "cuda_flash": {64: (303, 279), 128: (349, 318)},
+}
+"""TFLOP/s forward and backward of blocks without a mask on Hopper, in bf16, by head dims up to this.
+
+8,192 rows of 28 heads (head dim 64: 8) against 65,536 keys, on an H200 with torch 2.11 and cuDNN 9.19; FlashAttention 3
+from its paper (arXiv 2407.08608), on an H100. With 128 rows, FlashAttention 2 reaches 242 and 133, cuDNN 125 and 227
+without a division of the keys.
+"""
+
+ROWS_OF_CUDNN = 128
+"""With fewer folded rows for each KV head, as in decoding, FlashAttention 2 precedes cuDNN: it divides the keys itself,
+and needs no plan for each number of keys."""
 
 _AUTO_ON_CPU = ("torch_cpu", "blocked_matmul")
 
@@ -87,15 +116,30 @@ def choose_kernel(name: str, q: Tensor, k: Tensor, intervals: Intervals | None =
     return kernel, f"{name}: selected by name"
 
 
-def _order(q: Tensor) -> Sequence[str]:
+def _order(q: Tensor, k: Tensor, intervals: Intervals | None) -> Sequence[str]:
     if q.device.type == "cpu":
         return _AUTO_ON_CPU
-    return sorted(_AUTO, key=lambda name: name != "cuda_flash") if activated_flash() else _AUTO
+    if intervals is not None and not intervals.is_causal:
+        return _AUTO_WITH_MASK
+    names = list(_AUTO)
+    if q.shape[1] * q.shape[2] < ROWS_OF_CUDNN * k.shape[1]:
+        names.remove("cuda_cudnn")
+    if q.is_cuda and q.shape[3] <= 128 and torch.cuda.get_device_capability(q.device)[0] == 9:
+        names.sort(key=lambda name: _seconds(name, 64 if q.shape[3] <= 64 else 128))
+    if activated_flash():
+        names.sort(key=lambda name: name != "cuda_flash")
+    return names
+
+
+def _seconds(name: str, dim: int) -> float:
+    """Return the time of a unit of work, forward and backward, of a kernel with measured rates; else infinity."""
+    forward, backward = RATES.get(name, {}).get(dim, (0, 0))
+    return 4 / forward + 10 / backward if forward else float("inf")
 
 
 def _first_supported(q: Tensor, k: Tensor, intervals: Intervals | None) -> tuple[BlockKernel, str]:
     rejected: list[str] = []
-    for name in _order(q):
+    for name in _order(q, k, intervals):
         kernel = _KERNELS[name]()
         reason = kernel.unsupported_reason(q, k, intervals)
         if reason is None:

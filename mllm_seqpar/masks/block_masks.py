@@ -136,7 +136,9 @@ class BlockMasks:
         sent equal the formula."""
         everything = torch.tensor([0, 1]).view(1, 2, 1, 1).expand(-1, -1, batch, rows)
         keys = [HeldKeys(torch.zeros(1, dtype=torch.int64), length) for length in key_lengths]
-        return cls([everything] * len(keys), keys, prunable=False)
+        masks = cls([everything] * len(keys), keys, prunable=False)
+        masks._blocks = dict.fromkeys(itertools.product(range(len(keys)), range(len(keys)), (False,)))
+        return masks
 
     @classmethod
     def of_block(cls, mask: BlockMask) -> BlockMasks:

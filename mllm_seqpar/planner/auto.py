@@ -90,6 +90,7 @@ class ClusterSelector:
                 visible_rows=visible_rows,
                 visible=visible,
                 visual=visual,
+                masked=mean < 1 and not candidates.causal,
             )
             spec, ratios = selection.spec, None
             if 1 not in spec.mesh_shape:  # a mesh orders its steps by them

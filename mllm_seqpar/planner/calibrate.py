@@ -12,14 +12,24 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from mllm_seqpar._logging import get_logger
+from mllm_seqpar.attention import lv_xattn
 from mllm_seqpar.comm import Communicator, Pending, Recv, Send, Subgroup
 from mllm_seqpar.kernels import choose_kernel, kernel_names
+from mllm_seqpar.masks import FrameMask
 
 from .cluster import Cluster
 
 _log = get_logger(__name__)
+
+TOWER = {"width": 1152, "heads": 16, "inner": 4304, "tokens": 729, "frames": 16}
+"""The layer of a vision tower whose rate is measured on a GPU: that of SigLIP-so400m, on frames of 378 pixels."""
+
+MASKED = {"rows": 2048, "frames": 128, "tokens": 512}
+"""The attention under a frame mask that is measured on a GPU: as many rows see one frame more, up to all frames."""
 
 MIN_SECONDS = 0.01
 """The duration that a measurement should have at least."""
@@ -164,7 +174,8 @@ class _Meter:
         a @ a
         copied = torch.zeros(2**28 if self.on_gpu else 2**24, dtype=torch.uint8, device=self.device)
         copy = copied.clone()
-        return {
+        on_gpu = self.masked_rates(**MASKED) | {"tower": self.tower_rate(**TOWER)} if self.on_gpu else {}
+        return on_gpu | {
             "attention_forward": 4 * flops / self.seconds(forward),
             "attention_backward": 10 * flops / self.seconds(backward),
             "block_overhead_s": self.seconds(self.block(1, 1)[0]),
@@ -185,6 +196,44 @@ class _Meter:
         o, lse = kernel.forward(q, k, v, scale=scale)
         o = o.to(q.dtype)
         return (lambda: kernel.forward(q, k, v, scale=scale), lambda: kernel.backward(do, q, k, v, o, lse, scale=scale))
+
+    def masked_rates(self, rows: int, frames: int, tokens: int) -> dict[str, float]:
+        """Return the rates of attention under a mask, in which rows see the frames before them, by visible entries."""
+        shape, before = self.shape, torch.arange(rows)[None] * (frames + 1) // rows
+        mask = FrameMask.from_intervals(torch.zeros_like(before), before, tokens, frames)
+        q, k, v = (
+            torch.randn(1, heads, length, shape.dim, device=self.device, dtype=shape.dtype, requires_grad=True)
+            for heads, length in ((shape.heads, rows), *2 * [(shape.kv_heads, frames * tokens)])
+        )
+
+        def forward() -> Tensor:
+            return lv_xattn(q, k, v, group="self", mask=mask, kernel=shape.kernel)
+
+        with torch.enable_grad():
+            o = forward()
+            do = torch.randn_like(o)
+            torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+            backward = self.seconds(lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True))
+        entries = int(before.sum()) * tokens * shape.heads * shape.dim
+        return {"masked_forward": 4 * entries / self.seconds(forward), "masked_backward": 10 * entries / backward}
+
+    def tower_rate(self, width: int, heads: int, inner: int, tokens: int, frames: int) -> float:
+        """Return the FLOP/s of a layer of a vision tower."""
+        where: dict[str, Any] = {"device": self.device, "dtype": self.shape.dtype}
+        x = torch.full((frames, tokens, width), 0.5, **where)
+        sizes = (3 * width, width), (width, width), (inner, width), (width, inner)
+        qkv, out, up, down = (torch.full(size, 1e-3, **where) for size in sizes)
+
+        def layer() -> Tensor:
+            y = F.linear(F.layer_norm(x, (width,)), qkv).view(frames, tokens, 3 * heads, -1).transpose(1, 2)
+            q, k, v = y.chunk(3, 1)
+            o = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+            z = x + F.linear(o, out)
+            return z + F.linear(F.gelu(F.linear(F.layer_norm(z, (width,)), up), approximate="tanh"), down)
+
+        layer()
+        flops = 2 * sum(a * b for a, b in sizes) + 4 * tokens * width
+        return frames * tokens * flops / self.seconds(layer)
 
     def links(self, per_node: int) -> dict[str, Any]:
         """Measure the links between neighbours, which carry both directions at once, as in a ring.

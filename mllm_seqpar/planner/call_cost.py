@@ -89,6 +89,7 @@ class AttentionCall:
         visible_rows: the argument of `mesh_bytes`, for LV-XAttn only: Q shards are sent among all pairs, and of each
             only the rows that attend to a key of the receiver.
         visual: the projection of K and V from visual features; None if K and V are given.
+        masked: whether blocks have frame masks, which kernels compute at rates of their own.
     """
 
     problem: Problem
@@ -99,6 +100,7 @@ class AttentionCall:
     visible: VisibleFraction = 1.0
     visible_rows: Sequence[Sequence[int]] | None = None
     visual: VisualProjection | None = None
+    masked: bool = False
 
     @property
     def cost(self) -> Cost:
@@ -160,7 +162,11 @@ class AttentionCall:
         entries = inner.batch * inner.rows * keys * visible
         if not entries:
             return 0.0
-        flops, rate = (10, cluster.attention_backward) if self.backward else (4, cluster.attention_forward)
+        if self.backward:
+            flops, rate, masked = 10, cluster.attention_backward, cluster.masked_backward
+        else:
+            flops, rate, masked = 4, cluster.attention_forward, cluster.masked_forward
+        rate = masked if self.masked and masked is not None else rate
         return flops * entries * inner.heads * inner.dim / rate + cluster.block_overhead_s
 
     def _mean_visible(self, rows: Sequence[int], columns: Sequence[int]) -> float:
@@ -322,7 +328,7 @@ def select_strategy(
         strategies: the strategies to compare.
         mesh_shape: the only mesh shape to consider; None for any.
         visible_rows: rows of rank i that attend to any key of rank j, if the mask reduces what LV-XAttn sends.
-        **call: further attributes of `AttentionCall`: visible, visual.
+        **call: further attributes of `AttentionCall`: visible, visual, masked.
 
     Raises:
         ConfigError: no strategy is legal, or one is unknown.

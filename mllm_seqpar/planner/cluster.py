@@ -28,6 +28,10 @@ class Cluster(Description):
         gpus_per_node: ranks r and s share a node if r // gpus_per_node == s // gpus_per_node.
         attention_forward, attention_backward: rate of block attention, counting 4 (backward: 10) FLOPs per query, key,
             head and channel of the head.
+        masked_forward, masked_backward: the same under a frame mask, counting visible entries only; None: as without.
+        tower: FLOP/s of a vision tower; None: its linear layers reach `matmul`, its attention that of other blocks.
+        layer_forward_s, layer_backward_s: time in which the host launches the operators of a decoder layer, in backward
+            with those of its recomputation. Layers take at least this long.
         node_link: link of one GPU to the other GPUs of its node.
         network_link: link of one node to the other nodes, shared by its GPUs.
         node_latency_s, network_latency_s: time from posting a transfer to its first byte, inside and between nodes.
@@ -51,6 +55,11 @@ class Cluster(Description):
     attention_forward: float = number("FLOP/s")
     attention_backward: float = number("FLOP/s")
     matmul: float = number("FLOP/s")
+    masked_forward: float | None = number("FLOP/s", None)
+    masked_backward: float | None = number("FLOP/s", None)
+    tower: float | None = number("FLOP/s", None)
+    layer_forward_s: float = number("seconds", 0.0, least=0)
+    layer_backward_s: float = number("seconds", 0.0, least=0)
     memory_bytes: float = number("bytes")
     node_link: float = number("bytes/s")
     node_latency_s: float = number("seconds", least=0)

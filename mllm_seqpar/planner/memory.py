@@ -3,9 +3,10 @@
 parameters, gradients, optimizer: the shards of FSDP2. features: the visual features of the rank's frames, and their
 gradient where it is needed; in a decoder-only model, the embeddings of the visual tokens of its rows. activations:
 what autograd saves for backward, and the logits. transfers: receive buffers, which stay allocated over calls, and
-NCCL's memory. buffers: temporary memory, which is a gathered layer, and the larger of two: K and V of the current
-cross-attention layer with their gradients in float32 and its partial results, or the inner activations of the current
-MLP. If the vision tower, which runs earlier, needs more with the pixels of its chunk of frames, that counts instead.
+NCCL's memory. buffers: temporary memory, which is what FSDP2 has gathered (`_gathered`), and the larger of two: K and V
+of the current cross-attention layer with their gradients in float32 and its partial results, or the inner activations
+of the current MLP. If the vision tower, which runs earlier, needs more with the pixels of its chunk of frames, that
+counts instead.
 
 A communicator keeps its receive buffers (`comm.receive_buffers`). Tensors reuse one buffer if they belong to the same
 axis, are both inputs or both results, and have the same dtype and number of dimensions. The number of buffers of each
@@ -60,7 +61,7 @@ def peak_memory(workload: Workload, spec: ParallelSpec, text_spec: ParallelSpec 
     `spec` is the spec of cross-attention, or of self-attention in a decoder-only model. `text_spec` is that of
     self-attention beside cross-attention; None for what runs without a `tile` (for "auto", a ring).
     """
-    model, text, training = workload.model, workload.model.text, workload.training
+    model, training = workload.model, workload.training
     n, trained, lora = workload.gpus if workload.weights_sharded else 1, workload.trained_parameters, workload.lora_r
     kinds = memory_after_tower(workload, spec, text_spec)
     if workload.gpus > 1:
@@ -72,14 +73,13 @@ def peak_memory(workload: Workload, spec: ParallelSpec, text_spec: ParallelSpec 
             count = sum(len(one.channels) * (1 if workload.checkpointing else one.layers) for one in adapted)
             kinds["activations"] += count * lora * workload.tokens * workload.element
     if n > 1:
-        # FSDP2 gathers the current and the next layer, or embeddings; in backward, it has one unsharded gradient.
-        layers = model.parameters_of("attention", "mlp") // text.layers, text.vocabulary * text.hidden
-        largest = max(*layers, model.parameters_of("cross") // max(1, model.cross.layers))
-        kinds["buffers"] += largest * workload.element * (3 if training and lora is None else 2)
+        kinds["buffers"] += _gathered(workload)
     tower = frozen_tower_memory(workload) + pixels_on_device(workload, workload.tower_frames)
     if training and workload.trained == "all":  # the first layer of a trained tower saves the pixels
         kinds["activations"] += pixels_on_device(workload, workload.local_frames)
     kinds["buffers"] = max(kinds["buffers"], tower - kinds["features"] - kinds["activations"])
+    if n > 1 and training and workload.language_trained:  # at the end: the outermost unit, its gradients and their copy
+        kinds["buffers"] = max(kinds["buffers"], 3 * model.text.embeddings * workload.element - kinds["activations"])
     stored = model.parameters * workload.parameter
     if lora is not None:
         stored = workload.frozen_bytes + trained * workload.parameter
@@ -90,6 +90,21 @@ def peak_memory(workload: Workload, spec: ParallelSpec, text_spec: ParallelSpec 
         **kinds,
         **({"cache": workload.cache_bytes} if workload.answer else {}),
     }
+
+
+def _gathered(workload: Workload) -> int:
+    """Return the bytes of what FSDP2 has gathered at one time, and of gradients that it has not reduced yet.
+
+    The layers are units. The parameters of one are gathered while those of the next arrive, in a buffer that stays
+    until they are copied out of it. In backward there are also the gradients of a layer, and their copy that is
+    reduced. Embeddings and head belong to the outermost unit, which stays gathered; backward begins with the gradient
+    of the head.
+    """
+    model, text = workload.model, workload.model.text
+    layer = model.parameters_of("attention", "mlp") // text.layers
+    layer = max(layer, model.parameters_of("cross") // max(1, model.cross.layers))
+    gradients = layer + text.vocabulary * text.hidden if workload.training and workload.language_trained else 0
+    return (3 * layer + text.embeddings + gradients) * workload.element
 
 
 def pixels_on_device(workload: Workload, frames: int) -> int:

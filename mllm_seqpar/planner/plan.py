@@ -26,7 +26,7 @@ MAX_FRAMES = 2**27
 DECODE_RATE = 400.0
 """Frames per second that one core decodes where the cluster file does not say: H.264 in 720p, measured."""
 
-PARTS = ("vision tower", "self-attention", "cross-attention", "MLP", "vocabulary", "parameters")
+PARTS = ("vision tower", "self-attention", "cross-attention", "MLP", "vocabulary", "launches", "parameters")
 
 HOST_LINK = 20e9
 """Bytes per second from pinned memory to a GPU: about four fifths of PCIe 4.0 with 16 lanes, 25 GB/s in practice."""
@@ -38,8 +38,9 @@ _ORDER = (*STRATEGIES, "local")
 class StrategyPlan(Passes):
     """The estimate of a step with one strategy.
 
-    `spec` has the fastest mesh shape that fits, `parts` the keys `PARTS` (a decoder-only model has no
-    cross-attention), `memory` the bytes of a rank by kind (`memory.KINDS`). `max_frames` are the most frames that fit.
+    `spec` has the fastest mesh shape that fits, `parts` the keys `PARTS` (a decoder-only model has no cross-attention,
+    and without `Cluster.layer_forward_s` there are no launches), `memory` the bytes of a rank by kind (`memory.KINDS`).
+    `max_frames` are the most frames that fit.
     """
 
     spec: ParallelSpec
@@ -200,6 +201,7 @@ def attention_selection(
             strategies = ("ring",)
     problem, visual = workload.problem(part), workload.visual if part == "cross-attention" else None
     options: dict[str, Any] = {"visible": workload.visible(part), "visual": visual, "strategies": strategies}
+    options["masked"] = part == "cross-attention" and workload.visible(part) < 1
     try:
         return select_strategy(problem, simulated_cluster(workload, cluster), training=workload.training, **options)
     except ConfigError as error:
@@ -214,7 +216,8 @@ def attention_selection(
 def step_parts(workload: Workload, cluster: Cluster, cross: Candidate | None, text: Candidate) -> Mapping[str, Passes]:
     """Return the parts of a step (PARTS) with one candidate for cross-attention and one for self-attention.
 
-    A decoder-only model has no cross-attention. An answer has one more part, "decoding".
+    A decoder-only model has no cross-attention. An answer has one more part, "decoding". "launches" is the time in
+    which the device waits for the host's launches.
     """
     model, chunked, checkpointing = workload.model, workload.chunked, workload.checkpointing
     parts = {"vision tower": _vision(workload, cluster)}
@@ -246,6 +249,8 @@ def step_parts(workload: Workload, cluster: Cluster, cross: Candidate | None, te
             add(part, adapters, visual_tokens if one.visual else workload.tokens, True, checkpointing)
     head = model.text.vocabulary * model.text.hidden
     add("vocabulary", head, workload.scored_tokens, workload.language_trained, 0)
+    if cluster.layer_forward_s or cluster.layer_backward_s:
+        parts["launches"] = _launches(workload, cluster, parts["self-attention"] + parts["MLP"])
     parts["parameters"] = _parameters(workload, cluster, sum(parts.values(), Passes()))
     return parts | ({"decoding": _decoded_token(workload, cluster) * workload.answer} if workload.answer else {})
 
@@ -261,11 +266,12 @@ def _vision(workload: Workload, cluster: Cluster) -> Passes:
     if vision.window:
         in_windows = (vision.layers - vision.full_layers) * min(vision.window, vision.tokens)
         attended = vision.full_layers * vision.tokens + in_windows
-    linear = 2 * frames * vision.tokens * vision.parameters / cluster.matmul
+    linear = 2 * frames * vision.tokens * vision.parameters / (cluster.tower or cluster.matmul)
     entries = frames * vision.tokens * attended * vision.width
-    forward, backward = linear + 4 * entries / cluster.attention_forward, 0.0
+    rates = cluster.tower or cluster.attention_forward, cluster.tower or cluster.attention_backward
+    forward, backward = linear + 4 * entries / rates[0], 0.0
     if workload.trained == "all":
-        backward = 2 * linear + 10 * entries / cluster.attention_backward + forward * workload.checkpointing
+        backward = 2 * linear + 10 * entries / rates[1] + forward * workload.checkpointing
     products, r = vision.keys * model.parameters_of("connector"), model.resampler
     if r:  # K and V are projected from the patches, too
         products += r.layers * 2 * vision.tokens * vision.width * r.heads * r.head_dim
@@ -298,6 +304,8 @@ def _attention_call(workload: Workload, cluster: Cluster, part: str, candidate: 
             q, kv, _ = AttentionCall(problem, candidate.spec, cluster, backward=True).head_shard_bytes
             again = all_to_all(cluster, problem.ranks, degree, q + (0 if crossing and workload.recompute else kv))
     call = Passes(candidate.forward, candidate.backward + again)
+    if crossing:
+        call += _elementwise(workload, cluster, candidate.spec)
     if crossing and workload.visual_offload:
         call = _with_copies(workload, call)
     if crossing and workload.self_attention == "local":
@@ -308,6 +316,30 @@ def _attention_call(workload: Workload, cluster: Cluster, part: str, candidate: 
         backward = gradients + rows * workload.checkpointing if workload.training else Cost()
         call += Passes(rows, backward)
     return call
+
+
+def _elementwise(workload: Workload, cluster: Cluster, spec: ParallelSpec) -> Passes:
+    """Return the cost of the norm of visual features before the projection, and of the rotation of K; memory bounds it.
+
+    Both compute in float32, operator by operator: per channel they read and write 28 bytes, and four times the
+    features' element. Backward of the norm moves twice as many.
+    """
+    cross = workload.model.cross
+    if not cross.features_norm or cluster.memory_rate is None:
+        return Passes()
+    keys = workload.local_frames * workload.model.vision.keys * (workload.gpus if spec.strategy == "replicate" else 1)
+    channels = cross.visual_dim + 2 * cross.kv_heads * cross.head_dim
+    once = keys * channels * (28 + 4 * workload.element) / cluster.memory_rate
+    repeats = workload.recompute + 2 * (workload.language_trained or workload.trains_features)
+    return Passes(Cost(once), Cost(once * repeats) if workload.training else Cost())
+
+
+def _launches(workload: Workload, cluster: Cluster, computed: Passes) -> Passes:
+    """Return the time in which the device waits for the launches of decoder layers, which compute for `computed`."""
+    layers = workload.model.text.layers
+    forward = max(0.0, layers * cluster.layer_forward_s - computed.forward.seconds)
+    backward = max(0.0, layers * cluster.layer_backward_s - computed.backward.seconds) if workload.training else 0.0
+    return Passes(Cost(forward), Cost(backward))
 
 
 def _with_copies(workload: Workload, call: Passes) -> Passes:

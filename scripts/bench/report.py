@@ -258,6 +258,77 @@ def questions_table(rows: Sequence[Row]) -> str:
     return table(lines, columns | {"first, s": "first_s .1f", "next ": "next_s .3f"})
 
 
+def gpu_tables(rows: Sequence[Row]) -> str:
+    """Return the tables of `gpu.py`, and a line for each row that could not be measured."""
+    by_measure = {name: found for (name,), found in groups([r for r in rows if "problem" not in r], "measure").items()}
+    ceilings = ", ".join(f"{row['name']} {row['value']:.3g} {row['unit']}" for row in by_measure.get("ceiling", ()))
+    parts = [f"Ceilings: {ceilings}." if ceilings else ""]
+    for name, title in (("attention", "Attention without a mask"), ("masks", "Rows that see the frames before them")):
+        if name in by_measure:
+            parts.append(
+                f"**{title}**, TFLOP/s of visible entries, forward / backward:\n\n{_by_kernel(by_measure[name])}"
+            )
+    if "pass" in by_measure:
+        parts.append(f"**Whole passes**, peak memory above weights and inputs:\n\n{_by_mode(by_measure['pass'])}")
+    for name, (title, columns) in GPU_TABLES.items():
+        if name in by_measure:
+            parts.append(f"**{title}**\n\n{table(by_measure[name], columns)}")
+    problems = [row for row in rows if "problem" in row]
+    named = ("measure", "model", "run", "mode", "kernel", "shape", "frames")
+    lines = (f"- {', '.join(str(row[name]) for name in named if name in row)}: {row['problem']}" for row in problems)
+    return "\n\n".join(filter(None, [*parts, "\n".join(lines)]))
+
+
+GPU_TABLES = {
+    "tower": (
+        "Vision tower",
+        {"model": "model", "frames": "frames", "frames/s": "frames_per_s .0f", "TFLOP/s": "tflops .0f"},
+    ),
+    "launches": (
+        "A decoder layer with 8 tokens: the host's launches",
+        {"model": "model", "forward, ms": "layer_forward_s .2f 1e3", "backward, ms": "layer_backward_s .2f 1e3"},
+    ),
+    "memory": (
+        "Memory of a training step",
+        {"model": "model", "mode": "mode", "text": "text ,.0f"}
+        | {"GiB for 1,000 frames": "gib_per_1000_frames .1f", "longest video, frames": "longest ,.0f"},
+    ),
+    "decoding": (
+        "Decoding, patched and unpatched in turn",
+        {"model": "model", "frames": "frames", "patched, ms a token": "patched_ms .1f", "unpatched": "unpatched_ms .1f"}
+        | {"ratio": "ratio .2f"},
+    ),
+    "ranks in one process": (
+        "All ranks of a call in one process, over one rank",
+        {"B,H,G,S,T,D": "shape", "algorithm": "algorithm", "ranks": "ranks", "ratio": "ratio .2f"},
+    ),
+}
+
+
+def _by_kernel(rows: Sequence[Row]) -> str:
+    """Return a table of shapes by kernel."""
+    kernels = list(dict.fromkeys(row["kernel"] for row in rows))
+    lines = []
+    for (shape,), found in groups(rows, "shape").items():
+        cells = {row["kernel"]: f"{row['forward_tflops']:.0f} / {row['backward_tflops']:.0f}" for row in found}
+        lines.append({"shape": shape} | {f"k{i}": cells.get(name) for i, name in enumerate(kernels)})
+    return table(lines, {"B,H,G,S,T,D": "shape"} | {name: f"k{i}" for i, name in enumerate(kernels)})
+
+
+def _by_mode(rows: Sequence[Row]) -> str:
+    """Return a table of passes by mode."""
+    lines = []
+    for found in groups(rows, "model", "run", "frames", "text").values():
+        line = dict(found[0])
+        for row in found:
+            peak = f", {row['peak_gib']:.1f} GiB" if "peak_gib" in row else ""
+            line[f"{row['mode']}_cell"] = f"{row['ms']:,.0f} ms{peak}"
+        lines.append(line)
+    columns = {"model": "model", "pass": "run", "frames": "frames ,.0f", "text tokens": "text ,.0f"}
+    columns |= {"patched": "patched_cell", "K and V stored": "stored_cell", "unpatched": "unpatched_cell"}
+    return table(lines, columns)
+
+
 def table(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
     """Return a Markdown table; columns of numbers are aligned right.
 

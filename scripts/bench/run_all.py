@@ -2,6 +2,7 @@
 
     python scripts/bench/run_all.py [--only network-paper memory ...] [--out docs] [--quick]
     python scripts/bench/run_all.py --only host-path kernels        benchmarks that print a table
+    python scripts/bench/run_all.py --only gpu      on a machine with a GPU
     python scripts/bench/run_all.py --report        update the page from existing rows
 
 Each run replaces its rows in `docs/benchmarks/<run>.jsonl`; benchmarks that are not run, or fail, keep theirs. Figures
@@ -63,12 +64,15 @@ CASES = {
         report.decoding_table,
         report.decoding_figure,
     ),
+    "gpu": Case("gpu.py", "--tiny", report.gpu_tables),
     "kernels": Case("kernels.py"),
     "host-path": Case("one_process.py", "--repeats 2 --tokens 4"),
     "wide": Case("one_process.py --wide --repeats 9", "--repeats 2 --tokens 4"),
     "paper-tables": Case("paper_tables.py"),
     "scale": Case("scale.py --model mplug-owl3-7b --text 8192 --cluster a100-80g-8xN"),
 }
+DEFAULT = [name for name, case in CASES.items() if case.tables is not None and name != "gpu"]
+"""Benchmarks that run unless others are named: those that need no GPU."""
 PARTS = {
     name: partial(report.part, name=name, tables=case.tables, figure=case.figure)
     for name, case in CASES.items()
@@ -79,7 +83,7 @@ PARTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(CASES), default=[*PARTS][:-2])
+    parser.add_argument("--only", nargs="+", choices=list(CASES), default=DEFAULT)
     parser.add_argument("--out", type=Path, default=PAGE.parent, help="folder of the page")
     parser.add_argument("--quick", action="store_true", help="short runs, to check that everything works")
     parser.add_argument("--report", action="store_true", help="run nothing, only update the page")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from gpu_checks.common import Row, dtype_name, hidden_share, kernels_of
+from gpu_checks.common import Row, dtype_name, hidden_share, kernels_of, share_one_gpu
 from gpu_checks.kernels import FLOAT32, ROUNDED_PARTIALS, Problem, reference, sdpa_errors
 from harness import medians_ms
 from torch import Tensor
@@ -116,13 +116,14 @@ class Reference:
         (heads, groups, dim), (half, tokens) = HEADS[device.type], LENGTHS[device.type]
         total, rows = 2 * ranks + 1, 2 * ranks * half
         keys = rows if kind == "causal" else total * tokens
-        g = torch.Generator().manual_seed(2)
+        g, on_host = torch.Generator(device).manual_seed(2), torch.Generator().manual_seed(2)
         sizes = [(heads, rows), (groups, keys), (groups, keys), (heads, rows)]
-        q, k, v, do = (torch.randn(1, h, s, dim, generator=g).to(device, dtype) for h, s in sizes)
+        where: dict[str, Any] = {"generator": g, "device": device, "dtype": dtype}
+        q, k, v, do = (torch.randn(1, h, s, dim, **where) for h, s in sizes)
         frames, intervals = None, Intervals.causal(rows) if kind == "causal" else None
         if kind == "masked":  # rows without frames, of one rank's frames only, and of all frames
-            first = torch.randint(0, total, (1, rows), generator=g)
-            frames = first, (first + torch.randint(0, total, (1, rows), generator=g)).clamp(max=total)
+            first = torch.randint(0, total, (1, rows), generator=on_host)
+            frames = first, (first + torch.randint(0, total, (1, rows), generator=on_host)).clamp(max=total)
             intervals = Intervals(frames[0] * tokens, frames[1] * tokens, keys)
         p = Problem(q, k, v, do, intervals)
         theirs = {} if dtype == torch.float32 else sdpa_errors(p)
@@ -182,6 +183,9 @@ def overlap(name: str, comm: Communicator, device: torch.device) -> Row:
     """Return the times of a forward and backward pass with and without overlap, and how much of it is hidden."""
     attend: Any = {"lv_xattn": lv_xattn, "ring": ring_attention}[name]
     (heads, groups, dim), (rows, keys) = HEADS[device.type], TIMED[device.type]
+    subject = f"{name}, {rows} rows and {keys} keys a rank"
+    if device.type == "cuda" and share_one_gpu(comm):
+        return Row("overlap", subject, "not measured: the ranks share one GPU, and times and overlap mean nothing")
     leaves = [
         torch.randn(1, h, s, dim, device=device, dtype=torch.bfloat16, requires_grad=True)
         for h, s in ((heads, rows), (groups, keys), (groups, keys))
@@ -193,7 +197,6 @@ def overlap(name: str, comm: Communicator, device: torch.device) -> Row:
 
     runs = {"on": functools.partial(step, True), "off": functools.partial(step, False)}
     ms = medians_ms(runs, device.type, repeats=5)
-    subject = f"{name}, {rows} rows and {keys} keys a rank"
     found = f"forward and backward {ms['on']:.2f} ms, without overlap {ms['off']:.2f} ms"
     if device.type == "cpu":
         return Row("overlap", subject, f"{found}; not measurable without CUDA kernels: the part that is hidden")

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from mllm_seqpar.comm import Communicator
 from tiny_models import Sizes, tiny_model
-from tiny_models.mplug_owl3 import Case, inputs_of
+from tiny_models.mplug_owl3 import Case, tiny_text
 
 SIZES = {
     "cuda": Sizes(
@@ -97,10 +98,24 @@ def build(device: str, gate: str | None = None) -> Any:
 
 
 def inputs(model: Any, frames: int, length: int, *, encoded: bool = False) -> dict[str, Tensor]:
-    """Return tokens (1, length) with placeholders of the frames, labels, and pixels or, if `encoded`, features."""
-    made = inputs_of(Case(frames=(frames,), length=length, features="encoded" if encoded else None), model)
-    like = next(model.parameters())
-    return {name: x.to(like.device, like.dtype if x.is_floating_point() else None) for name, x in made.items()}
+    """Return tokens (1, length) with placeholders of the frames, labels, and pixels or, if `encoded`, features.
+
+    They are drawn on the model's device, because a CPU takes a minute for the features of a long video. GPUs of one
+    kind draw the same.
+    """
+    like, config = next(model.parameters()), model.config
+    size, ids = config.vision_config.image_size, tiny_text(frames, length=length)
+    tokens = (size // config.vision_config.patch_size) ** 2
+    name, shape = ("image_embeds", (tokens, config.hidden_size)) if encoded else ("pixel_values", (3, size, size))
+    where: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
+    drawn = torch.randn(frames, *shape, generator=torch.Generator(like.device).manual_seed(3), **where)
+    text = {"input_ids": ids} | Case(frames=(frames,), length=length).targets(ids)
+    return {key: x.to(like.device) for key, x in text.items()} | {name: drawn}
+
+
+def share_one_gpu(comm: Communicator) -> bool:
+    """Return whether the ranks, which are all on this node, have one GPU: their times then mean nothing."""
+    return comm.size > torch.cuda.device_count() == 1
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:

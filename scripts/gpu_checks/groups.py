@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_checks.common import FEW, Row, build, inputs, mib
+from gpu_checks.common import FEW, Row, build, inputs, mib, share_one_gpu
 
 from mllm_seqpar import patch_model
 from mllm_seqpar.attention import ring_attention
@@ -33,7 +33,8 @@ def check(comm: Communicator, device: torch.device) -> Iterator[Row]:
     yield many_messages(own, device, subject)
     if device.type == "cuda":
         used = before - torch.cuda.mem_get_info()[0]
-        yield Row("communicator memory", subject, mib(used), f"planned {mib(COMMUNICATOR_BYTES)}")
+        found = f"{mib(used)} of all ranks, which share one GPU" if share_one_gpu(comm) else mib(used)
+        yield Row("communicator memory", subject, found, f"planned {mib(COMMUNICATOR_BYTES)} a rank")
     yield buffers(own, device, subject)
     yield subgroup(comm, device)
     yield automatic(own, device, subject)

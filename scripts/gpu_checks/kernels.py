@@ -14,11 +14,14 @@ from torch.nn import functional as F
 
 from mllm_seqpar import patch_model
 from mllm_seqpar.errors import first_line
-from mllm_seqpar.kernels import BlockKernel, choose_kernel, kernel_by_name
+from mllm_seqpar.kernels import BlockKernel, choose_kernel, kernel_by_name, kernel_names
 from mllm_seqpar.kernels.base import merge
 from mllm_seqpar.masks import Intervals
 
 KINDS = ("plain", "causal", "masked")
+FEW_ROWS = ("few rows", "few rows, masked")
+DIMS = {"triton_intervals": (64, 80, 256), "cuda_cudnn": (64, 96)}
+"""Further head dims of kernels, in bf16: of masked blocks, or of plain ones if they take no mask."""
 SIZES = {"cuda": (2, 28, 4, 512, 2048, 128), "cpu": (2, 4, 2, 32, 128, 32)}
 SPEED = {
     "cuda": [(1, 14, 2, 1024, 65536, 64), (1, 28, 4, 1024, 65536, 128), (1, 28, 4, 4096, 4096, 128)],
@@ -29,6 +32,8 @@ ROUNDED_PARTIALS, FLOAT32_PARTIALS = 1.5, 1.1
 """Limits in 16-bit dtypes, as multiples of the error of PyTorch's attention, by the dtype of partial results."""
 SYNCHRONISATIONS = 2
 """Host synchronisations that a forward pass may have, all of them outside of layers."""
+IMPLEMENTATIONS = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"}
+"""The packages of the versions that can be activated in torch's flash operators."""
 VERSION_2 = ("flash_attn", "cuda_flash")
 """The kernels that compute with FlashAttention 2; PyTorch's is 3 or 4 where the user has activated that."""
 
@@ -72,22 +77,29 @@ def check_kernel(name: str, device: str) -> Iterator[Row]:
 
 
 def exactness(name: str, dtype: torch.dtype, device: str) -> Row:
-    """Return the largest error over plain, causal and masked blocks, and over o, dq, dk, dv."""
+    """Return the largest error over the kinds of blocks and further head dims, and over o, dq, dk, dv."""
     subject = f"{name} {dtype_name(dtype)}"
     worst, allowed, refusals, problems = (0.0, ""), 0.0, [], []
-    for kind in KINDS:
-        p = make(kind, dtype, device)
-        kernel = kernel_by_name(name)
+    kernel, further = kernel_by_name(name), "masked" if name == "triton_intervals" else "plain"
+    cases: list[tuple[str, str, int | None]] = [(kind, kind, None) for kind in KINDS + FEW_ROWS]
+    if dtype == torch.bfloat16:
+        cases += [(f"{further}, head dim {dim}", further, dim) for dim in DIMS.get(name, ())]
+    elif (
+        name == "triton_intervals"
+    ):  # each program takes seconds to compile, and this one differs by the dtype and a mask only
+        cases = [case for case in cases if "masked" in case[0]]
+    for title, kind, dim in cases:
+        p = make(kind, dtype, device, dim)
         reason = kernel.unsupported_reason(p.q, p.k, p.intervals)
         if reason is not None:
-            refusals.append(f"{kind}: {reason}")
+            refusals.append(f"{title}: {reason}")
             continue
         try:
             found, allowed = errors_of(kernel, p)
         except Exception as error:  # noqa: BLE001 - compilers of kernels have errors of their own
-            problems.append(f"{kind}: {first_line(error)}")
+            problems.append(f"{title}: {first_line(error)}")
             continue
-        worst = max(worst, *((value, f"{tensor}, {kind}") for tensor, value in found.items()))
+        worst = max(worst, *((value, f"{tensor}, {title}") for tensor, value in found.items()))
     if problems:
         return Row("kernel exact", subject, "; ".join(problems), "", False)
     if not worst[1]:
@@ -97,18 +109,21 @@ def exactness(name: str, dtype: torch.dtype, device: str) -> Row:
     return Row("kernel exact", subject, text, f"{allowed:g}{unit}", worst[0] <= allowed)
 
 
-def make(kind: str, dtype: torch.dtype, device: str) -> Problem:
+def make(kind: str, dtype: torch.dtype, device: str, dim: int | None = None) -> Problem:
     """Return a random problem. Of the masked rows, some see no key and others only keys of the second half."""
-    batch, heads, groups, rows, keys, dim = SIZES[device]
+    batch, heads, groups, rows, keys, default_dim = SIZES[device]
+    dim = dim or default_dim
     keys = rows if kind == "causal" else keys
-    g = torch.Generator().manual_seed(0)
+    if kind.startswith("few rows"):  # of one item, for which kernels divide the keys
+        batch, rows, keys = 1, rows // 16, 4 * keys
+    g, on_host = torch.Generator(device).manual_seed(0), torch.Generator().manual_seed(0)
 
     def draw(h: int, s: int) -> Tensor:
-        return torch.randn(batch, h, s, dim, generator=g).to(device, dtype)
+        return torch.randn(batch, h, s, dim, generator=g, device=device, dtype=dtype)
 
     intervals = Intervals.causal(rows) if kind == "causal" else None
-    if kind == "masked":
-        low, high = torch.randint(0, keys + 1, (2, batch, rows), generator=g).sort(0).values
+    if kind.endswith("masked"):
+        low, high = torch.randint(0, keys + 1, (2, batch, rows), generator=on_host).sort(0).values
         high[:, ::7] = 0
         low[:, 1::7], high[:, 1::7] = keys // 2, keys
         intervals = Intervals(low, high, keys)
@@ -122,8 +137,8 @@ def errors_of(kernel: BlockKernel, p: Problem) -> tuple[dict[str, float], float]
         assert x.isfinite().all(), f"{name} is not finite"
     if p.q.dtype == torch.float32:
         return errors(p, found), FLOAT32
-    partials = kernel.forward(p.q[:, :, :1], p.k, p.v, scale=1.0)[0].dtype
-    return errors(p, found), FLOAT32_PARTIALS if partials == torch.float32 else ROUNDED_PARTIALS
+    exact = kernel.name != "cuda_cudnn" and kernel.forward(p.q[:, :, :1], p.k, p.v, scale=1.0)[0].dtype == torch.float32
+    return errors(p, found), FLOAT32_PARTIALS if exact else ROUNDED_PARTIALS
 
 
 def errors(p: Problem, found: dict[str, Tensor]) -> dict[str, float]:
@@ -210,7 +225,7 @@ def check_one_gpu(device: str) -> Iterator[Row]:
     yield synchronisations(lambda: model(**given, use_cache=False), device, "patched model, 1 rank")
 
 
-def auto_kernel(device: str, kind: str) -> Row:
+def auto_kernel(device: str, kind: str = "plain") -> Row:
     """Return the row of the kernel that "auto" takes in bf16; FlashAttention 2 fails on Hopper if 3 or 4 is there."""
     _, heads, groups, _, _, dim = SIZES[device]
     q, k = (torch.zeros(1, h, 64, dim, dtype=torch.bfloat16, device=device) for h in (heads, groups))
@@ -221,10 +236,25 @@ def auto_kernel(device: str, kind: str) -> Row:
     if device == "cpu" or torch.cuda.get_device_capability() < (9, 0):
         return Row("auto kernel", subject, kernel.name)
     activated = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
-    newer = [name for name in ("flash_attn_interface", "flash_attn.cute") if is_installed(name)]
+    newer = [name for name in IMPLEMENTATIONS.values() if is_installed(name)]
     found = f"{kernel.name}; activated in torch: {activated}; installed: {', '.join(newer) or 'neither 3 nor 4'}"
     version_2 = kernel.name in VERSION_2 and activated is None
     return Row("auto kernel", subject, found, "not FlashAttention 2", not (newer and version_2))
+
+
+def why_not_run(name: str, device: str) -> str | None:
+    """Return why a kernel of KERNELS cannot run here at all, such as a package that is not installed; or None.
+
+    A shape that each kernel computes decides. A kernel that does not exist is left to its part, which fails.
+    """
+    name, _, implementation = name.partition("@")
+    if implementation:
+        package = IMPLEMENTATIONS[implementation]
+        return None if is_installed(package) else f"{package} is not installed"
+    if name not in kernel_names():
+        return None
+    probe = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
+    return kernel_by_name(name).unsupported_reason(probe, probe)
 
 
 def is_installed(module: str) -> bool:

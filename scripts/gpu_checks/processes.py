@@ -39,10 +39,13 @@ class Ended:
         return f"rank {self.rank} {how} after {self.seconds:.0f} s: {self.message}"
 
 
-def run_ranks(commands: Sequence[Sequence[str]], *, limit_s: float, grace_s: float) -> list[Ended]:
+def run_ranks(
+    commands: Sequence[Sequence[str]], *, limit_s: float, grace_s: float, one_gpu: bool = False
+) -> list[Ended]:
     """Run the command of each rank, and return how each ended; the ranks meet at the loopback device.
 
-    All processes are killed after `limit_s`, or `grace_s` after one of them has failed.
+    All processes are killed after `limit_s`, or `grace_s` after one of them has failed. With `one_gpu`, all ranks use
+    the first GPU, and each has variables with which NCCL takes it for a rank on another node.
     """
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / str(rank) for rank in range(len(commands))]
@@ -52,7 +55,8 @@ def run_ranks(commands: Sequence[Sequence[str]], *, limit_s: float, grace_s: flo
         ended: dict[int, tuple[int | None, float]] = {}
         try:
             for rank, command in enumerate(commands):
-                processes.append(_start(command, rank, len(commands), common, files[rank]))
+                places = _places(rank, len(commands), one_gpu)
+                processes.append(_start(command, common | places, files[rank]))
             while len(ended) < len(processes) and time.monotonic() < deadline:
                 for rank, process in enumerate(processes):
                     if rank not in ended and process.poll() is not None:
@@ -80,14 +84,26 @@ def _loopback() -> dict[str, str]:
     return found
 
 
-def _start(
-    command: Sequence[str], rank: int, ranks: int, variables: Mapping[str, str], output: Path
-) -> subprocess.Popen[bytes]:
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+def _places(rank: int, ranks: int, one_gpu: bool) -> dict[str, str]:
+    """Return the variables of one rank: torchrun's, and with `one_gpu` those of NCCL.
+
+    NCCL refuses two ranks of one node on one GPU. A different NCCL_HOSTID makes each rank a node, and between nodes
+    without InfiniBand it transfers over sockets.
+    """
+    found: dict[str, int | str] = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
+    if one_gpu:
+        found |= {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "NCCL_HOSTID": f"rank-{rank}"}
+        found |= {f"NCCL_{name}_DISABLE": 1 for name in ("P2P", "SHM", "IB")}
+        if Path("/sys/class/net/lo").exists():
+            found["NCCL_SOCKET_IFNAME"] = "lo"
+    return {name: str(value) for name, value in found.items()}
+
+
+def _start(command: Sequence[str], variables: Mapping[str, str], output: Path) -> subprocess.Popen[bytes]:
     with open(output, "wb") as file:
         return subprocess.Popen(
             command,
-            env={**variables, **{name: str(value) for name, value in places.items()}},
+            env=variables,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,

@@ -31,6 +31,7 @@ PROGRAMS = {"data", "processors", "planner", "cli", "inference", "serving", "tra
 """The parts that know chats, files and users. All others are the library, which knows models, tensors and ranks."""
 
 THIRD_PARTY = {
+    "kernels": {"triton"},
     "integrations": {"accelerate", "numpy", "transformers"},
     "models": {
         "numpy",

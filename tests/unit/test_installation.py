@@ -2,11 +2,17 @@
 
 import inspect
 import logging
+import os
+import subprocess
+import sys
+import sysconfig
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from launch import ROOT
 from mllm_seqpar import _compat, errors
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.errors import ConfigError
@@ -41,6 +47,29 @@ def test_signature_has_the_name_of_the_installed_transformers(
     assert forward(1, past_key_values="old") == (1, "old", {}) and forward(1, cache="new", a=2) == (1, "new", {"a": 2})
     assert forward(1, cache=None, past_key_values="old") == (1, "old", {})
     assert _compat.cache_argument("kept") == {name: "kept"}
+
+
+CHECKOUT = """
+import pathlib, sys
+assert not [finder for finder in sys.meta_path if "editable" in str(finder).lower()]
+import mllm_seqpar.patches.sizes
+assert "torch" not in sys.modules
+from mllm_seqpar.families import built_in_families
+from mllm_seqpar.planner import read_cluster
+from mllm_seqpar.patching import patch_model
+print(len(built_in_families()), read_cluster("h200-141g-8xN").name, pathlib.Path(mllm_seqpar.patches.__file__).parent)
+"""
+
+
+def test_checkout_works_without_installation(tmp_path: Path) -> None:
+    for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():  # all packages but this one
+        if "mllm_seqpar" not in entry.name:
+            (tmp_path / entry.name).symlink_to(entry)
+    paths = os.pathsep.join([str(ROOT), str(tmp_path)])
+    command = [sys.executable, "-S", "-c", CHECKOUT]  # -S: reads no .pth files
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[1:] == ["h200-141g-8xN", str(ROOT / "patches")]
 
 
 def test_missing_package_is_rejected_with_the_command_to_install() -> None:

@@ -25,6 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mllm_seqpar._compat import active_ddp
 from mllm_seqpar._transfers import copy_to_device
+from mllm_seqpar.comm.backends import backends_of
+from mllm_seqpar.comm.transfer_group import control_group
 from mllm_seqpar.errors import AgreementError
 from mllm_seqpar.runtime.offload import HostFeatures, in_host_memory, stored_in_host_memory
 from mllm_seqpar.runtime.visual_features import VisualFeatures
@@ -185,7 +187,7 @@ def agree_on_frames(
 ) -> tuple[int, tuple[int, int] | None]:
     """Return how often the vision tower must run in this pass, and the shape of features; the same for all groups.
 
-    Without FSDP2 and DDP, the arguments are returned.
+    Without FSDP2 and DDP, the arguments are returned. The ranks agree over gloo, so that no host waits for its device.
 
     Args:
         model: the patched model.
@@ -199,8 +201,9 @@ def agree_on_frames(
     groups, device, at_least = _reducing_groups(model)
     if not groups:
         return max(runs, at_least), features
-    numbers = torch.tensor([runs, pixels, features is not None, *(features or (0, 0))], device=device)
-    for group in groups:
+    numbers = torch.tensor([runs, pixels, features is not None, *(features or (0, 0))])
+    for group in map(control_group, groups):
+        numbers = numbers.to("cpu" if "cpu" in backends_of(group) else device)
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
     runs, any_pixels, any_features, tokens, width = numbers.tolist()
     if any_pixels and any_features:

@@ -28,9 +28,11 @@ from mllm_seqpar.comm import (
     transfer_communicator,
 )
 from mllm_seqpar.comm import transfer_group as module
+from mllm_seqpar.comm.transfer_group import control_group
 from mllm_seqpar.errors import ConfigError, TransferError
 from mllm_seqpar.inference import encode_video
 from mllm_seqpar.inference.engine import divide_ranks
+from mllm_seqpar.integrations.transformers import tower
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.patching.patch import patch_of
 from ranks import ranks
@@ -151,7 +153,7 @@ def nccl_arguments(rank: int, world: int, given: str, gloo: bool) -> dict[str, A
         mock.patch.object(distributed_c10d, "_new_process_group_helper", made),
         mock.patch.dict(distributed_c10d._world.pg_group_ranks),
     ):
-        module._make(dist.group.WORLD, f"test/{given}/{gloo}")
+        module._make(dist.group.WORLD)
     named = made.call_args.kwargs
     options = named["backend_options"]
     assert options._timeout == named["timeout"] == timeout
@@ -186,6 +188,33 @@ def integers_of_an_nccl_group(rank: int, world: int) -> tuple[str, str, list[lis
 def test_integers_do_not_use_the_device_of_nccl() -> None:
     found = ranks(2).run(integers_of_an_nccl_group)
     assert found == [(f"cuda:{rank}", "cpu", [[0], [1]], 256) for rank in range(2)]
+
+
+def agreement_without_the_device(rank: int, world: int) -> list[Any]:
+    """Agree over a group without a backend for the CPU, as NCCL's, whose device this machine does not have."""
+    given = dist.new_group(backend="cuda:gloo")
+    before = number_of_groups()
+    assert isinstance(given, dist.ProcessGroup)
+    with mock.patch.object(tower, "_reducing_groups", return_value=([given], "cuda", 0)):
+        found = [tower.agree_on_frames(tiny_model("per_head"), rank, True, None) for _ in range(2)]
+    groups = [control_group(given), control_group(dist.group.WORLD)]
+    new = number_of_groups() - before
+    public.destroy(given)
+    return [found, new, groups[0] is not given, groups[1] is dist.group.WORLD, number_of_groups() - before]
+
+
+def test_ranks_agree_on_frames_without_waiting_for_the_device() -> None:
+    assert ranks(2).run(agreement_without_the_device) == [[[(1, None)] * 2, 1, True, True, 0]] * 2
+
+
+def control_group_without_gloo(rank: int, world: int) -> bool:
+    given = dist.new_group(backend="cuda:gloo")
+    with mock.patch.object(module, "_has_gloo", return_value=rank == 0):
+        return control_group(given) is control_group(given) is given
+
+
+def test_group_itself_has_control_if_a_rank_has_no_gloo() -> None:
+    assert ranks(2).run(control_group_without_gloo) == [True, True]
 
 
 def warnings_of_two_patches(rank: int, world: int, nccl: bool) -> list[str]:

@@ -1,7 +1,7 @@
 """Emulations of the CUDA operators and of the packages of FlashAttention, for machines without a GPU.
 
 Each function takes and returns what the operator does, by its schema and its source (torch 2.13: attention.cu,
-attention_backward.cu, flash_api.cpp; flash-attn 2.6 and 2.8; hopper/flash_api.cpp of 2.8.3 and of August
+attention_backward.cu, flash_api.cpp, cudnn/MHA.cpp; flash-attn 2.6 and 2.8; hopper/flash_api.cpp of 2.8.3 and of August
 2026; flash_attn/cute/interface.py of 4.0.0b10 and b27). It rejects what the operator rejects and returns the same
 layouts: a log-sum-exp padded with +inf or with a fourth dim, and NaN where the operator guarantees nothing. This tests
 how the kernels adapt the operators; the operators themselves need the GPU tests.
@@ -104,7 +104,20 @@ def _efficient_backward(do, q, k, v, bias, o, lse, seed, offset, p, wanted, is_c
     return *_backward(do, q, k, v, o, lse[..., :rows], scale, is_causal, bias), None
 
 
+def _cudnn(q, k, v, bias, compute_log_sumexp, dropout_p, is_causal, return_debug_mask, *, scale) -> tuple:
+    assert bias is None and compute_log_sumexp and q.shape[0] == k.shape[0] and k.shape[2] > 1 and q.is_contiguous()
+    o, lse = _forward(q, k, v, scale, is_causal)
+    return o, lse.unsqueeze(-1), None, None, q.shape[2], k.shape[2], None, None, None
+
+
+def _cudnn_backward(do, q, k, v, o, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, p, causal, *, scale) -> tuple:
+    assert bias is None and q.shape[0] == k.shape[0] and k.shape[2] > 1 and (max_q, max_k) == (q.shape[2], k.shape[2])
+    assert all(x.is_contiguous() for x in (do, q, o, lse)) and lse.shape == (*q.shape[:3], 1)
+    return _backward(do, q, k, v, o, lse.squeeze(-1), scale, causal)
+
+
 _OPERATORS = {"flash": (_flash, _flash_backward), "efficient": (_efficient, _efficient_backward)}
+_OPERATORS["cudnn"] = (_cudnn, _cudnn_backward)
 aten = SimpleNamespace(
     **{f"_scaled_dot_product_{name}_attention": pair[0] for name, pair in _OPERATORS.items()},
     **{f"_scaled_dot_product_{name}_attention_backward": pair[1] for name, pair in _OPERATORS.items()},

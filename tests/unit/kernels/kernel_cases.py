@@ -16,7 +16,7 @@ from mllm_seqpar.masks import Intervals
 
 CPU_KERNELS = ["blocked_matmul", "torch_cpu"]
 CUDA = torch.cuda.is_available()  # without one, the first CUDA kernel shows in the summary that tests were skipped
-CUDA_KERNELS = ["blocked_matmul", "cuda_flash", "cuda_efficient"]
+CUDA_KERNELS = ["blocked_matmul", "cuda_flash", "cuda_cudnn", "triton_intervals", "cuda_efficient"]
 CUDA_KERNELS += ["flash_attn", "flash_attn_3", "flash_attn_4"]
 KINDS = {"plain": {}, "causal": {"causal": True, "keys": 33}, "masked": {"masked": True}}
 

@@ -8,24 +8,27 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import emulated_cuda
+import interpreted_triton
 import pytest
 import torch
 from kernel_cases import KINDS, Results, block, dense, sizes_of_terms
 
-from mllm_seqpar.kernels import flash_attn, kernel_by_name, torch_cuda
+from mllm_seqpar.kernels import cudnn, flash_attn, kernel_by_name, torch_cuda
 from mllm_seqpar.kernels.base import merge_, row_sums
 from tolerances import EXACT, relative_error
 
 pytestmark = pytest.mark.rounding
 
-TORCH_KERNELS = (torch_cuda.CudaFlashKernel, torch_cuda.CudaEfficientKernel)
+TORCH_KERNELS = (torch_cuda.CudaFlashKernel, torch_cuda.CudaEfficientKernel, cudnn.CudaCudnnKernel)
 TORCH = {kernel.name: kernel for kernel in TORCH_KERNELS}
 
 
 @pytest.fixture(params=[*TORCH, *emulated_cuda.PACKAGES])
 def emulated(request, monkeypatch):
     if request.param in TORCH:
-        monkeypatch.setattr(torch_cuda, "_aten", emulated_cuda.aten)
+        for module in (torch_cuda, cudnn):
+            monkeypatch.setattr(module, "_aten", emulated_cuda.aten)
+        monkeypatch.setattr(cudnn, "multiprocessors", lambda x: 1)
         yield TORCH[request.param]()
     else:
         with emulated_cuda.installed(request.param):
@@ -39,7 +42,7 @@ def kinds_of(kernel):
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_one_block_equals_dense_attention(emulated, groups):
     for kind in kinds_of(emulated):
-        for keys in (33, 70, 1, 0):
+        for keys in (33, 70, 2 if emulated.name == "cuda_cudnn" else 1, 0):
             b = block(groups=groups, dtype=torch.bfloat16, **{"keys": keys, **KINDS[kind]})
             o, lse = emulated.forward(b.q, b.k, b.v, **b.options)
             found = Results(o, lse, *emulated.backward(b.do, b.q, b.k, b.v, o, lse, **b.options))
@@ -71,6 +74,21 @@ def test_backward_of_rows_of_another_rank_has_the_error_of_their_o(emulated):
         exact = dense(b)[2:]
         for ours, with_o, right in zip(found, expected, exact, strict=True):
             assert relative_error(ours, right) <= 1.01 * relative_error(with_o, right), kind
+
+
+@pytest.mark.parametrize("keys", [60, 63, 67])
+def test_cudnn_divides_the_keys_for_few_rows(keys, monkeypatch):
+    """Equal parts are items of a batch; a prime number of keys is computed as a whole."""
+    monkeypatch.setattr(cudnn, "_aten", emulated_cuda.aten)
+    monkeypatch.setattr(cudnn, "multiprocessors", lambda x: 6)
+    monkeypatch.setattr(cudnn, "unsupported_device", lambda device: None)
+    interpreted_triton.with_bfloat16(monkeypatch)
+    b, kernel = block(batch=1, groups=2, keys=keys, dtype=torch.bfloat16), cudnn.CudaCudnnKernel()
+    assert cudnn.parts_of_keys(b.q[:, :2], b.k) == {60: 3, 63: 3, 67: 1}[keys]
+    o, lse = kernel.forward(b.q, b.k, b.v, **b.options)
+    found = Results(o, lse, *kernel.backward(b.do, b.q, b.k, b.v, o, lse, **b.options))
+    for name, value, right in zip(Results._fields, found, dense(b), strict=True):
+        assert value.shape == right.shape and relative_error(value, right) <= EXACT[torch.bfloat16], name
 
 
 def test_unaligned_views_are_copied(emulated):

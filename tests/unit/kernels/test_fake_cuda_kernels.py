@@ -38,7 +38,7 @@ BLOCKS = {
     "float32 masked": {"dtype": torch.float32, "masked": True},
     "float16, slices": {"dtype": torch.float16, "sliced": True},
 }
-TORCH = ["blocked_matmul", "cuda_flash", "cuda_efficient"]
+TORCH = ["blocked_matmul", "cuda_flash", "cuda_cudnn", "triton_intervals", "cuda_efficient"]
 
 
 def run(kernel, *, heads=2, groups=2, rows=20, keys=70, dtype=torch.bfloat16, causal=False, masked=False, sliced=False):
@@ -75,7 +75,11 @@ def test_operators_of_torch_accept_every_supported_block(name, monkeypatch):
     with fake_cuda():
         supported = [kind for kind, options in BLOCKS.items() if run(kernel, **options)]
     missing = {kind for kind in BLOCKS if "masked" in kind or "float32" in kind}
-    expected = BLOCKS.keys() if name in ("blocked_matmul", "cuda_efficient") else BLOCKS.keys() - missing
+    if name in ("blocked_matmul", "cuda_efficient", "triton_intervals"):
+        missing = set()
+    elif name == "cuda_cudnn":
+        missing.add("one row, causal")  # with a single key
+    expected = BLOCKS.keys() - missing
     assert set(supported) == set(expected)
 
 
@@ -132,9 +136,9 @@ def chosen(capability, *releases, active=None, dim=64, **options):
     """Return the kernel that "auto" takes on a GPU with these packages, and the reason."""
     with fake_cuda(capability), emulated_cuda.installed(*releases), ExitStack() as stack:
         stack.enter_context(mock.patch.object(_registry, "_FLASH_ATTENTION_ACTIVE", active and (active, None)))
-        x = torch.empty(1, 2, 16, dim, device="cuda", dtype=options.pop("dtype", torch.bfloat16))
-        row = torch.arange(16)[None]
-        intervals = Intervals(row - 2, row, 16) if options.pop("masked", False) else None
+        x = torch.empty(1, 2, options.pop("rows", 16), dim, device="cuda", dtype=options.pop("dtype", torch.bfloat16))
+        row = torch.arange(x.shape[2])[None]
+        intervals = Intervals(row - 2, row, x.shape[2]) if options.pop("masked", False) else None
         kernel, reason = choose_kernel(options.pop("name", "auto"), x, x, intervals)
     return kernel.name, reason
 
@@ -151,11 +155,19 @@ def chosen(capability, *releases, active=None, dim=64, **options):
         ("flash_attn", (10, 0), ("2.8", "4.0.0b27"), {"dim": 192}),
         ("flash_attn", (10, 0), ("2.8",), {"active": "FA3"}),
         ("flash_attn", (8, 0), ("2.8", "3, 2.8.3", "4.0.0b27"), {}),
-        ("cuda_efficient", (9, 0), ("3, 2.8.3", "4.0.0b27"), {"masked": True, "active": "FA3"}),
+        ("triton_intervals", (9, 0), ("3, 2.8.3", "4.0.0b27"), {"masked": True, "active": "FA3"}),
+        ("triton_intervals", (8, 0), (), {"masked": True, "dtype": torch.float32}),
+        ("cuda_efficient", (7, 5), (), {"masked": True, "dtype": torch.float16}),
+        ("cuda_cudnn", (9, 0), ("2.8",), {"rows": 128}),
+        ("cuda_cudnn", (9, 0), ("2.8", "4.0.0b27"), {"rows": 128, "dim": 128}),
+        ("flash_attn_3", (9, 0), ("2.8", "3, 2.8.3"), {"rows": 128, "dim": 128}),
+        ("cuda_cudnn", (10, 0), ("2.8",), {"rows": 128}),
+        ("cuda_flash", (8, 0), (), {"rows": 128}),
+        ("cuda_flash", (9, 0), (), {"rows": 127}),
         ("cuda_efficient", (9, 0), ("3, 2.8.3", "4.0.0b27"), {"dtype": torch.float32}),
     ],
 )
-def test_auto_prefers_flash_attention_3_and_4_where_they_run(name, capability, releases, options):
+def test_auto_takes_the_fastest_kernel_that_can_compute_the_block(name, capability, releases, options):
     assert chosen(capability, *releases, **options)[0] == name
 
 
@@ -178,9 +190,10 @@ def test_errors_name_the_limit():
             chosen(*arguments, name=message.split(".*")[0])
 
 
-def test_deterministic_algorithms_limit_the_head_dim_of_flash_attention_3():
+def test_deterministic_algorithms_exclude_cudnn_and_limit_the_head_dim_of_flash_attention_3():
     torch.use_deterministic_algorithms(True)
     try:
+        assert chosen((9, 0), rows=128)[0] == "cuda_flash"
         assert chosen((9, 0), "3, 2.8.3", dim=256)[0] == "cuda_flash"
     finally:
         torch.use_deterministic_algorithms(False)

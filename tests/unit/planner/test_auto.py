@@ -15,6 +15,7 @@ from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import AgreementError, ConfigError
 from mllm_seqpar.masks import BlockMasks, FrameMask
 from mllm_seqpar.masks.frame_mask import frame_masks
+from mllm_seqpar.planner import calibrate as calibration
 from mllm_seqpar.planner import write_cluster
 from mllm_seqpar.planner.auto import ClusterSelector, selector_for
 from mllm_seqpar.planner.calibrate import AttentionShape, calibrate
@@ -171,6 +172,19 @@ def test_ranks_of_one_or_two_nodes_agree_on_what_they_measured(
         assert cluster.network_link == cluster.node_link and cluster.network_link_per_gpu is None
     else:
         assert 0 < cluster.network_link_per_gpu <= cluster.network_link
+
+
+def test_rates_of_masks_and_towers_are_of_visible_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU measures them; here with small sizes, and a clock by which everything takes a second."""
+    monkeypatch.setattr(calibration._Meter, "seconds", lambda self, work, repeats=3: work() is None or 1.0)
+    meter = calibration._Meter(as_communicator(None), torch.device("cpu"), AttentionShape(heads=4, kv_heads=2, dim=32))
+    with torch.no_grad():
+        found = meter.masked_rates(rows=8, frames=3, tokens=5)
+        tower = meter.tower_rate(width=8, heads=2, inner=16, tokens=5, frames=3)
+    visible = sum(row * 4 // 8 for row in range(8)) * 5  # keys of the frames before each row
+    assert found == {"masked_forward": 4 * visible * 4 * 32, "masked_backward": 10 * visible * 4 * 32}
+    assert tower == 3 * 5 * (2 * (4 * 8 * 8 + 2 * 8 * 16) + 4 * 5 * 8)
+    assert calibrate(as_communicator(None), shape=SHAPE).tower is None
 
 
 def test_one_rank_measures_no_links() -> None:

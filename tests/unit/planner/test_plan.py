@@ -60,7 +60,7 @@ def test_parts_add_up_and_lv_xattn_is_best_for_a_long_video() -> None:
     rows = {row.spec.strategy: row for row in plan.rows}
     assert rows.keys() == {"lv-xattn", "ring", "mesh", "ulysses", "replicate"}
     for row in plan.rows:
-        assert set(row.parts) == set(PARTS) and set(row.memory) == set(KINDS)
+        assert {*row.parts, "launches"} == set(PARTS) and set(row.memory) == set(KINDS)
         assert row.seconds == pytest.approx(sum(part.seconds for part in row.parts.values()))
     lv, ring = rows["lv-xattn"], rows["ring"]
     assert plan.best is lv and lv.fits
@@ -77,8 +77,11 @@ def test_parts_on_one_gpu_are_flops_over_rates() -> None:
     )
     calls = 4 * 4 * (1000 - 50) * 72900 * 28 * 128  # the 100 placeholders attend to half of the frames
     kv = 4 * 4 * 72900 * 3584 * 4 * 128
-    assert parts["cross-attention"].forward.seconds == pytest.approx(calls / A100.attention_forward + kv / A100.matmul)
-    backward = 2.5 * calls / A100.attention_backward + 3 * kv / A100.matmul
+    # 36 bytes per channel of the features in bf16, and of K and V; in backward once more, and twice for its gradients
+    elementwise = 4 * 72900 * (3584 + 2 * 4 * 128) * 36 / A100.memory_rate
+    forward = calls / A100.attention_forward + kv / A100.matmul + elementwise
+    assert parts["cross-attention"].forward.seconds == pytest.approx(forward)
+    backward = 2.5 * calls / A100.attention_backward + 3 * kv / A100.matmul + 3 * elementwise
     assert parts["cross-attention"].backward.seconds == pytest.approx(backward)
     self_attention = 28 * (4 * 1000 * 1000 / 2 * 28 * 128 / A100.attention_forward)
     self_attention += 2 * OWL.parameters_of("attention") * 1000 / A100.matmul
@@ -87,6 +90,28 @@ def test_parts_on_one_gpu_are_flops_over_rates() -> None:
     tower += 2 * 1152 * 3584 * 72900 / A100.matmul
     assert parts["vision tower"].forward.seconds == pytest.approx(tower)
     assert parts["parameters"].seconds == 0 and all(part.exposed == 0 for part in parts.values())
+
+
+def test_measured_rates_of_masks_and_of_the_tower_and_launches_count() -> None:
+    run = {"gpus": 1, "frames": 100, "text": 1000}
+    free = with_(A100, block_overhead_s=0.0, memory_rate=None)
+    rates = {"masked_forward": A100.attention_forward / 2, "masked_backward": A100.attention_backward / 4}
+    measured = with_(free, **rates, tower=A100.matmul / 2, layer_forward_s=1.0, layer_backward_s=3.0)
+    before, after = lv_plan(free, **run).parts, lv_plan(measured, **run).parts
+    calls = 4 * 4 * (1000 - 50) * 72900 * 28 * 128
+    forward, backward = (getattr(after["cross-attention"], name).seconds for name in ("forward", "backward"))
+    assert forward - before["cross-attention"].forward.seconds == pytest.approx(calls / A100.attention_forward)
+    assert backward - before["cross-attention"].backward.seconds == pytest.approx(
+        3 * 2.5 * calls / A100.attention_backward
+    )
+    tower = 2 * OWL.vision.parameters * 72900 + 4 * 72900 * 729 * 1152 * 27
+    connector = 2 * 1152 * 3584 * 72900 / A100.matmul
+    assert after["vision tower"].forward.seconds == pytest.approx(2 * tower / A100.matmul + connector)
+    # a layer takes at least the time of its launches
+    layers = after["self-attention"] + after["MLP"] + after["launches"]
+    assert (layers.forward.seconds, layers.backward.seconds) == pytest.approx((28 * 1.0, 28 * 3.0))
+    short = lv_plan(with_(measured, layer_forward_s=1e-9, layer_backward_s=1e-9), **run).parts
+    assert short["launches"].seconds == 0
 
 
 def test_backward_depends_on_what_is_trained_and_recomputed() -> None:
@@ -219,7 +244,9 @@ def test_memory_of_chunked_mlps() -> None:
 def test_buffers_of_each_strategy() -> None:
     """In addition to one GPU with the same shards: gathered layers, and the shards of other ranks."""
     one_gpu = memory(ONE_GPU, gpus=1, frames=256, text=512)["buffers"]
-    gathered = 151851 * 3584 * 2 * 3  # the embeddings, the largest layer: two, and a gradient
+    layer = 3584 * (2 * 3584 + 2 * 512 + 3 * 18944)
+    # of a layer four times, gradients and copies included; embeddings and head, and the gradient of the head
+    gathered = 2 * (4 * layer + 3 * 151851 * 3584)
     dq, dkv = 512 * 28 * 128 * 4, 2 * KEYS * 4 * 128 * 4
     assert memory(LV)["buffers"] == one_gpu + gathered + 2 * dq
     assert memory(RING)["buffers"] == one_gpu + gathered + 2 * dkv

@@ -81,7 +81,7 @@ def rows_of(rank: int, world: int, part: str) -> list[tuple[str, bool | None, st
 
 
 GROUPS = ["own group", "many messages", "receive buffers", "subgroup alone", "auto"]
-TRAINING = ["FSDP2 steps"] * 4 + ["reserved memory", "streams", "host synchronisations"]
+TRAINING = ["FSDP2 steps"] * 4 + ["allocated memory", "reserved memory", "streams", "host synchronisations"]
 
 
 @pytest.mark.slow
@@ -137,6 +137,58 @@ def test_ranks_without_a_gpu_each_are_refused(script, monkeypatch, capsys) -> No
         with pytest.raises(SystemExit, match="2"):
             gpu_check.main()
         assert expected in capsys.readouterr().err
+
+
+PRINTED = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "NCCL_HOSTID",
+    "NCCL_P2P_DISABLE",
+    "NCCL_SHM_DISABLE",
+)
+
+
+def test_ranks_on_one_gpu_are_nodes_of_their_own_for_nccl(script, monkeypatch, capsys) -> None:
+    """The ranks print their variables; the GPU is imagined."""
+    gpu_check, processes = script("gpu_check"), script("gpu_checks.processes")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(gpu_check, "print_environment", lambda device: None)
+    found = []
+
+    def started(commands, **options):
+        code = f"import os; print([os.environ.get(name) for name in {PRINTED}])"
+        ended = processes.run_ranks([[sys.executable, "-c", code] for _ in commands], **options)
+        found.extend(rank.message for rank in ended)
+        return ended
+
+    monkeypatch.setattr(gpu_check, "run_ranks", started)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--ranks", "2", "--parts", "ranks_groups"])
+    assert gpu_check.main() == 0
+    assert "2 ranks share one GPU: results are checked, but times and overlap mean nothing" in capsys.readouterr().out
+    assert found == [str([str(rank), "2", "0", "1", f"rank-{rank}", "1", "1"]) for rank in range(2)]
+    plain = processes._places(1, 2, one_gpu=False)
+    assert plain == {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+def test_times_of_ranks_that_share_a_gpu_are_not_reported(script, monkeypatch) -> None:
+    attention = script("gpu_checks.attention")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    row = attention.overlap("ring", SimpleNamespace(size=2), torch.device("cuda"))
+    assert row.ok is None and "share one GPU" in row.found and "mean nothing" in row.found
+
+
+def test_kernels_that_are_not_installed_start_no_process(script, monkeypatch) -> None:
+    gpu_check = script("gpu_check")
+    monkeypatch.setitem(gpu_check.KERNELS, "cpu", ["torch_cpu", "flash_attn_3", "cuda_flash@FA3", "cuda_flash@FA4"])
+    started: list[str] = []
+    monkeypatch.setattr(gpu_check, "run_child", lambda part, *_: started.append(part) or [])
+    rows = gpu_check.run_all("cpu", ["kernels"])
+    assert started == ["kernels:torch_cpu"]
+    assert [row.subject for row in rows] == ["flash_attn_3", "cuda_flash@FA3", "cuda_flash@FA4"]
+    assert all(row.ok is None and row.found for row in rows) and "is not installed" in rows[2].found
 
 
 def test_processes_that_hang_are_killed_after_another_one_failed(script) -> None:

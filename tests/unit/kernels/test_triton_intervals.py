@@ -1,0 +1,251 @@
+"""Layer: one process, no GPU. The Triton programs for intervals against float64, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import interpreted_triton
+import pytest
+import torch
+from torch import Tensor
+
+from dense_attention import dense_attention, squared_terms
+from mllm_seqpar.kernels import triton_launches
+from mllm_seqpar.kernels.base import merge_, output_with_row_sums, row_sums
+from mllm_seqpar.kernels.triton_intervals import TritonIntervalsKernel
+from mllm_seqpar.kernels.triton_launches import ROWS_AT_ONCE
+from mllm_seqpar.masks import Intervals
+from tolerances import EXACT, relative_error
+
+pytestmark = [pytest.mark.rounding, pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")]
+
+NAMES = ("o", "lse", "dq", "dk", "dv")
+FAMILIES = ("random", "stairs", "window", "packed", "holes", "few")
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+"""q, k, v, do."""
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch):
+    interpreted_triton.with_bfloat16(monkeypatch)
+
+
+def intervals(family: str, batch: int, rows: int, keys: int) -> Intervals:
+    """Return a mask of one family; some rows see nothing."""
+    low, high = torch.randint(0, keys + 1, (2, batch, rows)).sort(dim=0).values
+    at = (torch.arange(rows) * keys // rows).expand(batch, -1)
+    if family == "stairs":
+        low, high = torch.zeros_like(low), high.sort(dim=1).values
+    elif family == "window":
+        low, high = at - keys // 5, at + 1
+    elif family == "packed":  # three sequences, each in the order of the keys, with rows of padding at the end
+        piece = (torch.arange(rows) * 3 // rows).expand(batch, -1)
+        low, high = piece * keys // 3, torch.minimum((piece + 1) * keys // 3, at + 1)
+        high = torch.where(torch.arange(rows) < rows - rows // 8, high, low)
+    elif family == "holes":
+        high = torch.where(torch.rand(batch, rows) < 0.5, low, high)
+    elif family == "few":
+        high = torch.where(torch.arange(rows) == rows // 2, high, low)
+    return Intervals(low, high, keys)
+
+
+def random_inputs(batch=1, heads=2, groups=1, rows=40, keys=90, dim=16, dtype=torch.float32) -> Inputs:
+    q, do = torch.randn(2, batch, heads, rows, dim).to(dtype)
+    k, v = torch.randn(2, batch, groups, keys, dim).to(dtype)
+    return q, k, v, do
+
+
+def attention(inputs: Inputs, mask: Intervals | None, scale: float) -> tuple[Tensor, ...]:
+    """Return o, lse, dq, dk, dv of the kernel."""
+    q, k, v, do = inputs
+    options = {"scale": scale, "intervals": mask}
+    o, lse = TritonIntervalsKernel().forward(q, k, v, **options)
+    return o, lse, *TritonIntervalsKernel().backward(do, q, k, v, o, lse, **options)
+
+
+def check(family: str | None, *, scale: float | None = None, **sizes) -> None:
+    """Compare one random block with float64."""
+    inputs = q, k, _, _ = random_inputs(**sizes)
+    mask = None if family is None else intervals(family, q.shape[0], q.shape[2], k.shape[2])
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    compare(attention(inputs, mask, scale), inputs, mask, scale)
+
+
+def visible(mask: Intervals | None) -> Tensor | None:
+    return None if mask is None else mask.expand(torch.device("cpu"), slice(None), slice(None), slice(0, mask.keys))
+
+
+def compare(found: tuple[Tensor, ...], inputs: Inputs, mask: Intervals | None, scale: float) -> None:
+    *leaves, do = (x.detach().double().requires_grad_() for x in inputs)
+    o, lse = dense_attention(*leaves, visible(mask), scale)
+    exact = o.detach(), lse.detach(), *torch.autograd.grad(o, leaves, do.detach())
+    terms = squared_terms(*inputs, visible(mask), scale)
+    hidden = exact[1] == -torch.inf
+    assert torch.equal(found[1] == -torch.inf, hidden)
+    assert not found[0][hidden].any() and not found[2][hidden].any()
+    for name, value, right in zip(NAMES, found, exact, strict=True):
+        assert value.dtype == torch.float32 and value.is_contiguous() and value.shape == right.shape
+        size = terms[name].masked_fill(~terms[name].isfinite(), 0.0).sum().sqrt()
+        value, right = (x.masked_fill(x == -torch.inf, 0.0) for x in (value, right))
+        bound = min(EXACT[inputs[0].dtype], 1e-3) if name == "lse" else EXACT[inputs[0].dtype]
+        assert relative_error(value, right, size) <= bound, name
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, None])
+def test_masks_equal_dense_attention(family):
+    torch.manual_seed(0)
+    for sizes in (
+        {"heads": 6, "groups": 2, "batch": 2},
+        {"rows": 1, "heads": 7},
+        {"rows": 33, "keys": 17},
+        {"keys": 1},
+    ):
+        check(family, **sizes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_head_dims_and_dtypes(dtype):
+    torch.manual_seed(0)
+    for dim in (64, 72, 80, 96, 128, 256):
+        check("stairs", dim=dim, dtype=dtype, rows=33, keys=70)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_masks_of_random_sizes(family):
+    torch.manual_seed(0)
+    for _ in range(6):
+        batch, groups, repeat = (int(x) for x in torch.randint(1, 4, (3,)))
+        rows, keys = (int(x) for x in torch.randint(1, 130, (2,)))
+        check(family, batch=batch, heads=groups * repeat, groups=groups, rows=rows, keys=keys, dim=8)
+
+
+def test_rows_are_looked_at_in_several_chunks():
+    torch.manual_seed(0)
+    for family in ("stairs", "packed"):
+        check(family, heads=1, rows=2 * ROWS_AT_ONCE + 3, keys=70)
+
+
+@pytest.mark.parametrize("family", ["stairs", "holes", None])
+def test_keys_are_divided_for_few_rows(family, monkeypatch):
+    """Empty parts, parts that a row does not see, and a last part that is shorter."""
+    monkeypatch.setattr(triton_launches, "_parts", lambda programs, keys, q: 5)
+    torch.manual_seed(0)
+    for rows, keys in ((3, 330), (20, 100)):
+        check(family, heads=4, groups=2, rows=rows, keys=keys)
+
+
+def test_intervals_may_be_shared_by_the_batch_and_scale_negative():
+    torch.manual_seed(0)
+    inputs, mask = random_inputs(batch=3, rows=20, keys=50), intervals("random", 1, 20, 50)
+    compare(attention(inputs, mask, -0.3), inputs, mask, -0.3)
+
+
+def test_logits_of_ten_thousand_do_not_overflow():
+    torch.manual_seed(0)
+    q, k, v, do = random_inputs()
+    mask, q = intervals("random", 1, 40, 90), 4e3 * q
+    found, exact = attention((q, k, v, do), mask, 1.0), dense_attention(q, k, v, visible(mask), 1.0)
+    assert found[1].abs()[found[1] > -torch.inf].max() > 1e4 and all(x.isfinite().all() for x in found[2:])
+    assert relative_error(found[0], exact[0]) <= 1e-2
+
+
+def test_inputs_may_be_views_and_do_float32():
+    torch.manual_seed(0)
+    inputs = random_inputs(batch=2, heads=4, groups=2, rows=20, keys=50, dtype=torch.bfloat16)
+    mask = intervals("random", 2, 20, 50)
+    expected = attention(inputs, mask, 0.25)
+    for view in (
+        lambda x: torch.nn.functional.pad(x, (0, 0, 3, 2))[:, :, 3:-2],
+        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda x: x.mT.contiguous().mT,
+    ):
+        q, k, v, do = (view(x) for x in inputs)
+        assert not any(x.is_contiguous() for x in (q, k, v, do))
+        found = attention((q, k, v, do.float()), mask, 0.25)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_backward_takes_the_merged_output_or_its_row_sums():
+    """Rows that see nothing of one of two blocks have the log-sum-exp of the other."""
+    torch.manual_seed(0)
+    inputs = q, k, v, do = random_inputs(heads=4, groups=2, rows=30, keys=80)
+    mask, kernel = intervals("random", 1, 30, 80), TritonIntervalsKernel()
+    o, lse = torch.zeros(q.shape), torch.full(q.shape[:3], -torch.inf)
+    parts = [
+        (k[:, :, a:b], v[:, :, a:b], {"scale": 0.25, "intervals": mask.part(keys=(a, b))})
+        for a, b in ((0, 35), (35, 80))
+    ]
+    for some_k, some_v, options in parts:
+        merge_(o, lse, *kernel.forward(q, some_k, some_v, **options))
+    grads = [kernel.backward(do, q, some_k, some_v, o, lse, **options) for some_k, some_v, options in parts]
+    found = o, lse, grads[0][0] + grads[1][0], *(torch.cat([grad[i] for grad in grads], 2) for i in (1, 2))
+    compare(found, inputs, mask, 0.25)
+    some_k, some_v, options = parts[0]
+    again = kernel.backward(do, q, some_k, some_v, None, lse, delta=row_sums(do, o), **options)
+    assert all(torch.equal(a, b) for a, b in zip(again, grads[0], strict=True))
+
+
+def test_keys_before_and_after_all_intervals_are_not_read():
+    torch.manual_seed(0)
+    q, k, v, do = random_inputs(keys=300)
+    low, high = torch.randint(150, 211, (2, 1, 40)).sort(dim=0).values
+    mask = Intervals(low, high, 300)
+    first, stop = mask.span
+    expected = attention((q, k, v, do), mask, 0.25)
+    for x in (k, v):
+        x[:, :, :first], x[:, :, stop:] = torch.nan, torch.nan
+    found = attention((q, k, v, do), mask, 0.25)
+    assert all(torch.equal(a, b) for a, b in zip(found[:3], expected[:3], strict=True))
+    for a, b in zip(found[3:], expected[3:], strict=True):
+        assert torch.equal(a[:, :, first:stop], b[:, :, first:stop])
+        assert not b[:, :, :first].any() and not b[:, :, stop:].any()
+
+
+def test_merge_equals_that_of_torch():
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = torch.randn(2, 3, 40, 24).to(dtype)
+        lse, new_lse = torch.randn(2, 3, 50)[..., 5:45], torch.randn(2, 3, 40)
+        new_lse = torch.where(torch.rand(2, 3, 40) < 0.3, -torch.inf, new_lse)
+        lse[0, 0, :9], lse[1, 0, :5], new_lse[:, :, 3] = -torch.inf, 200.0, -torch.inf
+        new = torch.randn(2, 40, 3, 24).transpose(1, 2)
+        expected = whole.clone(), lse.clone()
+        merge_(*expected, new, new_lse)
+        torch.ops.mllm_seqpar.merge_(whole, lse, new, new_lse)
+        torch.testing.assert_close((whole, lse), expected, rtol=1e-2 if dtype is torch.bfloat16 else 1e-6, atol=1e-6)
+        assert torch.equal(whole[:, :, 3], expected[0][:, :, 3]), "nothing is added"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_output_with_row_sums_equals_that_of_torch(dtype):
+    torch.manual_seed(0)
+    for dim in (64, 72, 33):
+        do, delta = torch.randn(2, 3, 20, dim).to(dtype), torch.randn(2, 3, 20)
+        do[0, 0, :3], do[0, 1] = 0.0, 1.0
+        o = torch.ops.mllm_seqpar.output_with_row_sums(do, delta, dtype)
+        expected = output_with_row_sums(do, delta, dtype)
+        assert o.dtype is dtype and torch.equal(o != 0, expected != 0)
+        torch.testing.assert_close(row_sums(do, o), row_sums(do, expected), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_programs_compile_for_a_gpu_and_fit_its_shared_memory(tmp_path):
+    """Triton's package contains the compiler for NVIDIA GPUs, which needs none."""
+    script, out = Path(__file__).parents[3] / "scripts" / "bench" / "triton_tiles.py", tmp_path / "rows.jsonl"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(script), "--compile", "9.0", "--dims", "128", "--out", str(out)]
+    subprocess.run(command, env=environment | {"TRITON_CACHE_DIR": str(tmp_path)}, check=True, capture_output=True)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["program"] for row in rows] == ["forward", "dq", "dk_dv"]
+    for row in rows:
+        assert "problem" not in row and row["shared_kib"] <= row["limit_kib"], row
+
+
+def test_package_does_not_import_triton():
+    code = "import sys, mllm_seqpar, mllm_seqpar.kernels, mllm_seqpar.patching; assert 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
