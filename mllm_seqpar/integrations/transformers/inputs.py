@@ -109,8 +109,9 @@ class ForwardInputs:
 
     @functools.cached_property
     def sizes(self) -> FrameSizes:
-        """The units of each frame of all ranks. Without frames, there is the empty one."""
-        return FrameSizes(max(1, self.total_frames), self.units_per_frame)
+        """The units of each frame of all ranks, also if this rank passed none. Without any, there is the empty one."""
+        total = self.total_frames if self.visual_shard is None else self.visual_shard.total
+        return FrameSizes(max(1, total), self.units_per_frame)
 
     def take(self, frames: Spans) -> tuple[Tensor, ...]:
         """Return the tensors of frames, among those that the caller passed, in the form that `Family.encode` takes.
