@@ -15,6 +15,8 @@ _TIMELESS = ("avi",)
 READ_TO_KNOW = ("vp8", "vp9")
 """Codecs whose packets say in their first bits whether their frame is shown."""
 
+_MAY_HIDE = (*READ_TO_KNOW, "mpeg4")
+
 SMALLEST_FRAME = 20
 """Bytes below which a packet of MPEG-4 may be the place of a frame that was not coded."""
 
@@ -123,11 +125,9 @@ def _has_fields(codec: Any, stream: Any, decoding: Sequence[int]) -> bool:
 
 
 def _is_hidden(codec: str, packet: Any) -> bool:
-    """Return whether a packet may have no frame that is shown."""
+    """Return whether a packet of a codec of `_MAY_HIDE` may have no frame that is shown."""
     if codec == "mpeg4":
         return bool(packet.size < SMALLEST_FRAME)
-    if codec not in READ_TO_KNOW:
-        return False
     content = memoryview(packet)
     first, last = content[0], content[-1]
     if codec == "vp8":
@@ -140,13 +140,13 @@ def _is_hidden(codec: str, packet: Any) -> bool:
 
 def packet_facts(codec: str, packet: Any) -> Packet:
     return Packet(
-        pts=packet.pts,
-        dts=packet.dts,
-        duration=packet.duration or 0,
-        is_keyframe=packet.is_keyframe,
-        shown=not packet.is_discard,
-        hidden=_is_hidden(codec, packet),
-        damaged=packet.is_corrupt,
+        packet.pts,
+        packet.dts,
+        packet.duration or 0,
+        packet.is_keyframe,
+        not packet.is_discard,
+        codec in _MAY_HIDE and _is_hidden(codec, packet),
+        packet.is_corrupt,
     )
 
 

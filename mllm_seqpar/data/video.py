@@ -133,44 +133,50 @@ def probe(path: str | os.PathLike[str]) -> VideoInfo:
 
     A VideoError says that the file is missing, corrupt, empty or without video.
     """
-    if not is_animated_webp(path):
-        with open_video(path) as (container, stream):
-            if _is_indexed(path, container, stream):
-                length = stream.duration
-                return _info(path, stream.codec_context, stream.time_base, stream.start_time, length, stream.frames)
-    return scan(path)
+    return _facts_of(path, by_index=True)
 
 
 def scan(path: str | os.PathLike[str]) -> VideoInfo:
     """Return the metadata of a video with the times of all frames, `ticks`; otherwise like `probe`."""
+    return _facts_of(path, by_index=False)
+
+
+def _facts_of(path: str | os.PathLike[str], *, by_index: bool) -> VideoInfo:
     if is_animated_webp(path):
         return _count(path, "it is an animated WebP")
     with open_video(path) as (container, stream):
-        codec = stream.codec_context.name
-        packets = [packet_facts(codec, packet) for packet in demuxed(container, stream)]
+        codec = stream.codec_context
+        if by_index and _is_indexed(path, stream):
+            if _begins_in_order(path, container, stream):
+                return _info(path, codec, stream.time_base, stream.start_time, stream.duration, stream.frames)
+            return scan(path)
+        packets = [packet_facts(codec.name, packet) for packet in demuxed(container, stream)]
         if not packets:
             raise VideoError(f"{path}: its video stream has no frames; was the recording interrupted?")
         why = distrust(os.fspath(path), container, stream, packets)
         if why is None:
             found = sorted((packet.pts or 0, packet.duration) for packet in packets if packet.shown)
-            ticks = [time for time, _ in found]
-            return _scanned(path, container, stream, ticks, found[-1][1])
+            return _scanned(path, container, stream, [time for time, _ in found], found[-1][1])
     return _count(path, why)
 
 
-def _is_indexed(path: Any, container: Any, stream: Any) -> bool:
-    """Return whether the index and the header of a file state the number and the times of the frames that are shown."""
-    entries, codec = index_of(stream), stream.codec_context
-    if not entries or not stream.duration or stream.start_time is None or codec.name in READ_TO_KNOW:
+def _is_indexed(path: Any, stream: Any) -> bool:
+    """Return whether the index and the header of a file list all frames, and none that is not shown."""
+    entries, codec = index_of(stream), stream.codec_context.name
+    if not entries or not stream.duration or stream.start_time is None or codec in READ_TO_KNOW:
         return False
-    smallest, times = SMALLEST_FRAME if codec.name == "mpeg4" else 1, []
+    smallest, times = SMALLEST_FRAME if codec == "mpeg4" else 1, []
     for entry in entries:
         if entry.is_discard or entry.size < smallest:
             return False
         times.append(entry.timestamp)
-    if any(b <= a for a, b in pairwise(times)) or stream.duration <= times[-1] - times[0] or has_fragments(path):
-        return False
-    packets: list[Packet] = []  # an index has decoding times only
+    ascending = all(earlier < later for earlier, later in pairwise(times))
+    return ascending and stream.duration > times[-1] - times[0] and not has_fragments(path)
+
+
+def _begins_in_order(path: Any, container: Any, stream: Any) -> bool:
+    """Return whether the first packets of a file have trustworthy presentation times; an index has decoding times."""
+    codec, packets = stream.codec_context, list[Packet]()
     for packet in demuxed(container, stream):
         if packet.is_corrupt:  # an index that lists more than the file has is an error where that is read
             break
