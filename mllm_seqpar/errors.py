@@ -1,5 +1,10 @@
 """Errors that a caller can act on. Each message says what was found, what is allowed and what to do."""
 
+import difflib
+import re
+from collections import abc
+from traceback import walk_tb
+
 
 class SeqParError(ValueError):
     """Base of all errors that this package raises about its inputs."""
@@ -33,6 +38,10 @@ class NonFiniteLogitsError(SeqParError):
     """A model whose numbers are NaN or infinite, so that they are no token, choice, likelihood or loss."""
 
 
+class LengthError(DataError):
+    """A text that is longer than the model's context."""
+
+
 class VideoError(SeqParError):
     """A video that cannot be read or has no frames."""
 
@@ -45,6 +54,33 @@ class DivergedError(RuntimeError):
     """An error of one rank while the other ranks wait for it in a collective; the ranks cannot agree on it."""
 
 
-def first_line(error: Exception) -> str:
+def did_you_mean(name: str, known: abc.Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: the most similar known one, or nothing."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+_LIBRARIES = ("transformers", "accelerate", "peft", "tokenizers", "huggingface_hub")
+_LONG = 300
+"""Characters of a message of a library that are quoted; of a longer one, its last sentence."""
+
+
+def library_fault(error: BaseException) -> str | None:
+    """Return in one line what an error says that transformers, or a library like it, raised; None for other errors.
+
+    What such a library calls counts as its own, such as a package that it needs for an option, but not this package.
+    """
+    names = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_tb(error.__traceback__)]
+    ours_or_theirs = [name for name in names if name == __package__ or name in _LIBRARIES]
+    if not ours_or_theirs or ours_or_theirs[-1] == __package__:
+        return None
+    text = " ".join(str(error).split()) or repr(error)
+    sentences = re.split(r"(?<=[.!?])\s+(?=[A-Z`])", text)
+    said = text if len(text) <= _LONG else sentences[-1][-_LONG:]
+    is_sentence = isinstance(error, (ValueError, OSError, ImportError, RuntimeError))
+    return said if is_sentence else f"{type(error).__name__}: {said}"
+
+
+def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its `repr` if the message is empty."""
     return next(iter(str(error).strip().splitlines()), repr(error))

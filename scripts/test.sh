@@ -85,11 +85,17 @@ if [[ "${1:-}" == --quick ]]; then
 elif [[ $# == 0 ]]; then
     selected=("${all_in_parallel[@]}")
 fi
+case "${selected[*]} $#" in
+    *"not slow"*) echo "== the quick tests take 2 to 4 minutes on two CPU cores, and lint and types run beside them" ;;
+    *" 0") echo "== all tests take tens of minutes on two CPU cores: the slow ones start processes and wait for them" ;;
+esac
 echo "== pytest ${selected[*]} $*"
 tests=0 checked=0
 "$venv_python" -m pytest "${selected[@]}" "$@" || tests=$?
 if [[ -n "$checking" ]]; then
+    echo "== waiting for lint and types, if they still run"
     wait "$checking" || checked=1
 fi
+echo "== done after $((SECONDS / 60)) min $((SECONDS % 60)) s"
 [[ "$checked" == 0 ]] || echo "== lint or types failed, see above"
 exit $((tests != 0 ? tests : checked))

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mllm_seqpar.data.chat import ChatDataset, ChatSample, collate
+from mllm_seqpar.data.chat import ChatDataset, ChatSample
 from mllm_seqpar.data.formats import DEFAULT_TEMPLATE, media_parts
 from mllm_seqpar.data.frame_store import FrameStore
 from mllm_seqpar.data.reader import frames_to_decode
@@ -48,7 +48,10 @@ class CheckDataOptions(StoredFrameOptions):
         "threads that decode one video; default: 1, because --workers files are read at once", None, least=1
     )
     max_length: int | None = option(
-        "maximum number of text tokens, as in training; longer samples are broken; needs --model", None, least=1
+        "maximum number of text tokens, as in training; longer samples are broken; needs --model; default: the model's "
+        "context",
+        None,
+        least=1,
     )
     media_root: str | None = option("directory that relative paths start from; default: that of the data", None)
     template: str = option("text of multiple-choice questions, with {question} and {options}", DEFAULT_TEMPLATE)
@@ -87,11 +90,11 @@ def check(argv: Sequence[str]) -> int:
         "The exit status is 1 if a sample is broken.",
         example="mllm-seqpar check-data train.jsonl --model my-model --fps 1",
     )
-    processor = None
+    processor, context = None, None
     if args.model:
-        from mllm_seqpar.models.loading import load_processor
+        from mllm_seqpar.models.loading import context_length, load_config, load_processor
 
-        processor = load_processor(args.model)
+        processor, context = load_processor(args.model), context_length(load_config(args.model))
     broken, store = 0, None
     if args.store is not None:
         store = FrameStore.create(args.store, quality=args.store_quality, shorter_side=args.store_size)
@@ -99,7 +102,7 @@ def check(argv: Sequence[str]) -> int:
         names = ("fps", "num_frames", "max_frames", "max_length", "media_root", "template")
         options = {name: getattr(args, name) for name in names}
         options |= args.decoding() | {"threads": args.decode_threads or 1}
-        dataset = ChatDataset(path, processor, **options, on_bad_media="skip", validate=False)
+        dataset = ChatDataset(path, processor, **options, context=context, on_bad_media="skip", validate=False)
         totals = Totals()
         for line in check_dataset(dataset, totals, long=args.long, workers=args.workers, store=store):
             sys.stdout.write(f"{line}\n")
@@ -257,7 +260,7 @@ def _count(dataset: ChatDataset, sample: ChatSample, totals: Totals, media: Sequ
     """Count a sample with valid media; return what is wrong with its text."""
     if dataset.processor is not None:
         try:
-            batch = collate([sample], dataset.processor, dataset.max_length)
+            batch = dataset.collate([sample])
         except SeqParError as error:
             return [str(error)]
         if batch.targets == 0:

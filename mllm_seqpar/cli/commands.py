@@ -61,6 +61,9 @@ COMMANDS = {
         "mllm_seqpar.cli.example:example",
         "write a tiny model and a data set of short videos, to try the other commands",
     ),
+    "configs": Command(
+        "mllm_seqpar.cli.configs:configs", "list or copy the configurations of accelerate, and the planner's files"
+    ),
     "completion": Command(
         "mllm_seqpar.cli.completion:completion", "print a script that completes commands and options in a shell"
     ),

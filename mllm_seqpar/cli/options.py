@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import difflib
 import math
 import os
 import types
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from mllm_seqpar._compat import may_repeat, options_of
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.errors import ConfigError, did_you_mean
 
 Arguments = TypeVar("Arguments")
 
@@ -168,11 +167,14 @@ def canonical_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) ->
 
 def unrecognized(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> str:
     """Return the error message for arguments that the parser does not have, with the nearest name that it has."""
-    written = "--" + arguments[0].partition("=")[0].lstrip("-").replace("-", "_")
-    known = options_of(parser)
-    near = [name for name in _OTHER_NAMES.get(written, ()) if name in known]
-    near = near[:1] or difflib.get_close_matches(written, known, 1)
-    return f"unrecognized arguments: {' '.join(arguments)}" + "".join(f" (did you mean {name}?)" for name in near)
+    return f"unrecognized arguments: {' '.join(arguments)}{suggestion(arguments[0], options_of(parser))}"
+
+
+def suggestion(argument: str, known: Collection[str]) -> str:
+    """Return the end of a message about an unknown option: the name that was probably meant, or nothing."""
+    written = "--" + argument.partition("=")[0].lstrip("-").replace("-", "_")
+    near = next((name for name in _OTHER_NAMES.get(written, ()) if name in known), None)
+    return did_you_mean(written, known) if near is None else f" (did you mean {near}?)"
 
 
 _OTHER_NAMES = {

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from mllm_seqpar.data.store_files import writing
 from mllm_seqpar.errors import ConfigError
 
 _STREAMS = {"/dev/stdout": 1, "/dev/stderr": 2}
@@ -36,16 +37,21 @@ def require_writable(option: str, path: str | os.PathLike[str]) -> None:
     if stream_descriptor(path) is not None:
         return
     existed = os.path.lexists(path)
-    try:
+    with writing(f"--{option} {path}", "", "give a file in a directory that exists", ConfigError):
         with open(path, "a"):
             pass
-    except OSError as error:
-        raise ConfigError(
-            f"--{option} {path}: cannot be written ({error.strerror}); give a file in a directory that exists"
-        ) from error
     if not existed:
         with suppress(OSError):
             os.unlink(path)
+
+
+def require_writable_directory(option: str, path: str | os.PathLike[str]) -> None:
+    """Create the directory `path` unless it exists; raise ConfigError unless files can be written in it."""
+    remedy = "give a directory that you may write to"
+    with writing(f"--{option} {path}", "files", remedy, ConfigError):
+        os.makedirs(path, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path) as file:
+            file.write(b"0")
 
 
 def write_text(path: str | os.PathLike[str] | None, text: str) -> None:
@@ -58,7 +64,8 @@ def write_text(path: str | os.PathLike[str] | None, text: str) -> None:
         with open(os.dup(descriptor), "w", encoding="utf-8") as stream:
             stream.write(text)
     else:
-        Path(path).write_text(text, encoding="utf-8")
+        with writing(path, "", "free some space, or give another one", ConfigError):
+            Path(path).write_text(text, encoding="utf-8")
 
 
 @contextmanager
@@ -82,7 +89,7 @@ def new_directory(option: str, path: str | os.PathLike[str]) -> Iterator[Path]:
         raise ConfigError(
             f"--{option} {target}: cannot be created ({error.strerror}); choose a directory that you may write to"
         ) from error
-    with temporary as scratch:
+    with temporary as scratch, writing(target, "the directory", "free some space, or give another one", ConfigError):
         draft = Path(scratch) / target.name
         yield draft
         os.replace(draft, target)

@@ -17,6 +17,7 @@ from mllm_seqpar.planner.workload import BASE_BYTES, SELF_ATTENTION, TARGETS, TR
 from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
 
 from .options import CommandOptions, option, parse_options
+from .outputs import require_writable
 from .plan_report import as_json, as_text, draw_plan
 
 
@@ -173,6 +174,7 @@ def plan(argv: Sequence[str]) -> int:
     )
     result = make_plan(workload, _whole_nodes(read_cluster(args.cluster), args.gpus), args.strategy or STRATEGIES)
     if args.timeline:
+        require_writable("timeline", args.timeline)
         draw_plan(result, args.timeline)
     sys.stdout.write((json.dumps(as_json(result), indent=2) if args.json else as_text(result)) + "\n")
     return 0 if result.best.fits else 1

@@ -13,15 +13,16 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch.distributed as dist
 
 from mllm_seqpar.comm.agreement import is_reported_by_rank_0
 from mllm_seqpar.comm.backends import release_gloo_at_exit
-from mllm_seqpar.errors import AgreementError, SeqParError, TransferError, first_line
+from mllm_seqpar.data.store_files import write_fault
+from mllm_seqpar.errors import AgreementError, ConfigError, SeqParError, TransferError, first_line, library_fault
 
 from .commands import BAD_INPUT
 
@@ -47,7 +48,11 @@ def run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int
         status = main(argv)
     except KeyboardInterrupt:
         _exit_now("interrupted", 130)
-    except Exception as error:
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001 - some errors of torch are no Exception
+        if _rank() and isinstance(error, SeqParError):
+            time.sleep(1.0)  # rank 0 may raise the same error, and then ends this rank before it repeats the line
         _exit_now(*describe(error))
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -68,21 +73,44 @@ def end_with_launcher() -> None:
         _exit_now("the launcher ended", FAILED)
 
 
-def describe(error: Exception) -> tuple[str, int]:
+def describe(error: BaseException) -> tuple[str, int]:
     """Return (text for stderr, exit status) for an exception.
 
-    Errors of `mllm_seqpar.errors`, and collectives that broke because another rank ended, take one line; any other
-    exception has its traceback. The text is empty if rank 0 reports the same error.
+    Errors of `mllm_seqpar.errors`, files that could not be written, and collectives that broke because another rank
+    ended, take one line; any other exception has its traceback. The text is empty if rank 0 reports the same error.
     """
     if isinstance(error, SeqParError):
         reported_elsewhere = isinstance(error, AgreementError) or is_reported_by_rank_0(error)
         return ("" if reported_elsewhere and _rank() else f"error: {error}"), BAD_INPUT
+    if _is_lost(error):
+        return f"{_STOPPED} another rank ended or does not answer ({first_line(error)})", FAILED
+    if (fault := write_fault(error)) is not None:
+        name = getattr(error, "filename", None) or "a file"
+        return f"error: {name} cannot be written ({fault}); free some space, or give another directory", FAILED
+    return "".join(traceback.format_exception(error)).rstrip(), FAILED
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Return whether a collective broke because another rank ended or does not answer."""
     text = str(error).lower()
     lost = type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
     lost = lost or ("gloo" in text and any(phrase in text for phrase in _LOST))
-    if isinstance(error, TransferError) or (isinstance(error, RuntimeError) and lost):
-        return f"{_STOPPED} another rank ended or does not answer ({first_line(error)})", FAILED
-    return "".join(traceback.format_exception(error)).rstrip(), FAILED
+    return isinstance(error, TransferError) or (isinstance(error, RuntimeError) and lost)
+
+
+@contextmanager
+def library_errors(what: str, begun: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Raise ConfigError, whose message begins with `what`, for an error that transformers raises inside the context.
+
+    Before the work has begun, such an error is about options, or a package or a login that they need.
+    """
+    try:
+        yield
+    except Exception as error:
+        fault = None if isinstance(error, SeqParError) or _is_lost(error) or begun() else library_fault(error)
+        if fault is None or write_fault(error) is not None:
+            raise
+        raise ConfigError(f"{what}: {fault}") from error
 
 
 def _rank() -> int:

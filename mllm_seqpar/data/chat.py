@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from mllm_seqpar.errors import ConfigError, DataError, VideoError
+from mllm_seqpar.errors import ConfigError, DataError, LengthError, VideoError
 from mllm_seqpar.sharding import join_spans
 
 from .chat_family import ChatFamily, ChatText, chat_family
@@ -117,6 +117,7 @@ class ChatDataset(Dataset[ChatSample]):
             record states; of several `max_frames`, the smallest applies. Images have no times: of a video that is a
             list of images, `num_frames` and `max_frames` choose.
         max_length: the largest number of tokens of a sample; a longer sample is refused.
+        context: the largest number that the model can take; likewise.
         on_bad_media: "fail" checks here that all local files exist; "skip" leaves missing and damaged files to the
             reader of the samples (`training.batches`).
         media_root, template: see `records.open_records` and `formats.to_chat`.
@@ -137,6 +138,7 @@ class ChatDataset(Dataset[ChatSample]):
         num_frames: int | None = None,
         max_frames: int | None = None,
         max_length: int | None = None,
+        context: int | None = None,
         on_bad_media: str = "fail",
         media_root: str | os.PathLike[str] | None = None,
         template: str = DEFAULT_TEMPLATE,
@@ -153,7 +155,7 @@ class ChatDataset(Dataset[ChatSample]):
         self.on_bad_media, self._template, self.threads = on_bad_media, template, threads
         self.processor = processor
         self._chat_format = None if processor is None else chat_family(processor)
-        self.max_length = max_length
+        self.max_length, self.context = max_length, context
         self._frames = FrameChoice(fps=fps, num_frames=num_frames, max_frames=max_frames)
         for index in range(len(self.records) if validate else 0):
             self.messages(index, check_files=on_bad_media == "fail")
@@ -195,7 +197,7 @@ class ChatDataset(Dataset[ChatSample]):
         """Return the samples with these indices as one micro-batch; nothing is decoded.
 
         Raises:
-            DataError: a sample is longer than `max_length`, or none has a target token.
+            DataError: a sample is longer than `max_length` or the context, or none has a target token.
             MediaError: a video cannot be opened.
         """
         samples = []
@@ -204,10 +206,14 @@ class ChatDataset(Dataset[ChatSample]):
                 samples.append(self[index])
             except VideoError as error:
                 raise MediaError(str(error), number) from error
-        batch = collate(samples, self.processor, self.max_length)
+        batch = self.collate(samples)
         if batch.targets == 0:
             raise DataError(f"{', '.join(batch.places)}: no target tokens; add a message of the assistant")
         return batch
+
+    def collate(self, samples: Sequence[ChatSample]) -> ChatBatch:
+        """Return samples of this data set as one micro-batch; see `collate` of this module."""
+        return collate(samples, self.processor, self.max_length, self.context)
 
     def content_digest(self) -> str:
         """Return a hash of the records, and of the names and sizes of the media files that they name."""
@@ -241,11 +247,14 @@ class ChatDataset(Dataset[ChatSample]):
         return self._open_video(locate(part["path"]), **vars(chosen))
 
 
-def collate(samples: Sequence[ChatSample], processor: Any, max_length: int | None = None) -> ChatBatch:
+def collate(
+    samples: Sequence[ChatSample], processor: Any, max_length: int | None = None, context: int | None = None
+) -> ChatBatch:
     """Return the samples, at least one, as one micro-batch, padded on the right.
 
     Raises:
         DataError: a sample has more than `max_length` tokens, or the chat format cannot tokenize it; names its place.
+        LengthError: a sample has more tokens than `context`, the context of the model.
         MediaError: the size of a video is needed and cannot be read.
     """
     try:
@@ -272,6 +281,11 @@ def collate(samples: Sequence[ChatSample], processor: Any, max_length: int | Non
             raise DataError(
                 f"{sample.place}: {length} tokens ({sample.frames} of them are placeholders of frames), more than "
                 f"max_length = {max_length}; raise it, or use fewer frames"
+            )
+        if context is not None and length > context:
+            raise LengthError(
+                f"{sample.place}: {length} tokens ({sample.frames} of them are placeholders of frames), more than the "
+                f"{context} of the model's context; use fewer frames, or shorten the text"
             )
     return ChatBatch(
         text=text,

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mllm_seqpar.data.messages import message_parts
+from mllm_seqpar.data.messages import message_parts, order_fault
 from mllm_seqpar.errors import ConfigError, DataError, VideoError
 
 from .frame_choice import FRAME_FIELDS, FrameChoice
@@ -321,7 +321,7 @@ def check_record(
 
     Args:
         check_file: called with the name of each file; raises VideoError if it does not exist. None: not checked.
-        answered: whether a message of the assistant is required.
+        answered: whether messages of the assistant are required, and the last one is theirs.
 
     Raises:
         DataError: the line is malformed, or a file does not exist; names the message and the problem.
@@ -346,6 +346,8 @@ def check_record(
     answers = {n: message["content"] for n, message in enumerate(messages) if message["role"] == "assistant"}
     if answered and not answers:
         raise DataError("has no message of the assistant, so there are no target tokens")
+    if fault := order_fault([message["role"] for message in messages], answered=answered):
+        raise DataError(fault)
     for number, answer in answers.items() if answered else ():
         texts = [answer] if isinstance(answer, str) else [part["text"] for part in answer]
         if not any(text.strip() for text in texts):

@@ -44,6 +44,28 @@ def message_parts(number: int, message: Any, media: PartKeys) -> list[Mapping[st
     return list(content)
 
 
+def order_fault(roles: Sequence[str], *, answered: bool = True) -> str | None:
+    """Return what is wrong with the order of the messages of a chat, or None.
+
+    Args:
+        roles: of all messages.
+        answered: whether the last message must be an answer.
+    """
+    for number, role in enumerate(roles):
+        before = roles[number - 1] if number else None
+        if role == "system" and before not in (None, "system"):
+            return f"message {number} (system) follows one of the {before}; a system prompt comes first"
+        if role == "assistant" and before != "user":
+            after = "is the first message" if before in (None, "system") else "follows another answer"
+            return f"message {number} (assistant) {after}; expected a message of the user, with the media, before it"
+    if answered and roles[-1] != "assistant":
+        return (
+            f"message {len(roles) - 1} ({roles[-1]}) is the last one and has no answer; add the answer, or leave the "
+            "message out"
+        )
+    return None
+
+
 def _part_fault(part: Any, role: str, media: PartKeys) -> str | None:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind != "text" and (not isinstance(kind, str) or kind not in media):

@@ -18,7 +18,7 @@ SEED: dict[str, Any] = {"text": "seed of the sampling", "default": 0, "least": 0
 TIMEOUT: dict[str, Any] = {"default": None, "above": 0, "most": LONGEST_TIMEOUT}
 
 _OF_A_DATA_SET = ("output", "choices", "template", "media_root", "sp")
-_OF_VIDEOS = ("video", "start", "end", "question", "features", "save_features", "report", "evidence", "evidence_html")
+_OF_VIDEOS = ("video", "start", "end", "question", "features", "save_features", "report", "evidence_html")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,12 @@ class AskOptions(InferenceOptions, StoredFrameOptions):
         "directory with encoded videos, written by any number of ranks; then --video is not needed", None
     )
     report: str | None = option("JSON file for answers, tokens, times and memory", None)
-    evidence: int = option("print this many moments of the video that an answer attends to most", 0, least=0)
+    evidence: int = option(
+        "print this many moments of the video that an answer attends to most; with --questions, write them beside each "
+        "answer",
+        0,
+        least=0,
+    )
     evidence_html: str | None = option(
         "HTML page that shows, token by token, which frames an answer attends to; with several videos, one page for "
         "each",
@@ -157,7 +162,7 @@ class AskOptions(InferenceOptions, StoredFrameOptions):
             raise ConfigError("--questions needs --output FILE, the JSONL file of the answers")
         check_template(self.template)
         if self.choices:
-            for name in ("max_new_tokens", "temperature"):
+            for name in ("max_new_tokens", "temperature", "evidence"):
                 self._refuse_unused(name, "--choices generates no text")
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from mllm_seqpar.cli.launch import ranks_with_options
-from mllm_seqpar.cli.outputs import require_writable, write_text
+from mllm_seqpar.cli.outputs import require_writable, require_writable_directory, write_text
 from mllm_seqpar.cli.program_exit import FAILED
 from mllm_seqpar.cli.progress import Clock, FramesBar, note, peak_memory, quiet_transformers, say
 from mllm_seqpar.comm import Communicator
@@ -32,6 +32,7 @@ from mllm_seqpar.data.feature_store import INDEX, FeatureStore
 from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES
 from mllm_seqpar.data.media_files import VIDEO_SUFFIXES
 from mllm_seqpar.data.sources import VideoSource
+from mllm_seqpar.data.store_files import writing
 from mllm_seqpar.data.video import source_meta
 from mllm_seqpar.errors import ConfigError, NonFiniteLogitsError, VideoError
 from mllm_seqpar.patching import patch_of
@@ -41,7 +42,7 @@ from .conversation import Conversation
 from .data_set import answer_data_set
 from .encoding import PARTS, EncodedVideo, encode_video
 from .engine import Engine, tried
-from .evidence import MOMENTS, Evidence
+from .evidence import MOMENTS, Evidence, evidence_values
 from .evidence_page import index_entry, write_evidence_index, write_evidence_page
 from .generation import Answer
 from .stored_features import feature_meta, load_video, open_store, require_replaceable, save_video
@@ -187,6 +188,7 @@ class VideoRun:
             with self._times.measure("read features"):
                 return agree(comm, "features", partial(load_video, video.store, engine.chat_format, comm, **place))
         assert video.source is not None  # AskOptions requires --video or --features
+        agree(comm, "question", partial(self._check_questions, video.source))
         with self._times.measure(ENCODE_STAGE), FramesBar(args.progress and comm.rank == 0) as bar:
             encoded = encode_video(
                 engine.model, engine.processor, video.source, group=comm, progress=bar, **args.encoding()
@@ -195,6 +197,12 @@ class VideoRun:
             with self._times.measure("save"):
                 save_video(video.save_to, encoded, comm, video.feature_meta)
         return encoded
+
+    def _check_questions(self, source: VideoSource) -> None:
+        """Raise LengthError if a question about a video does not fit into the context, before the video is encoded."""
+        conversation = Conversation(self._engine.model, self._engine.processor, [source])
+        for question in self._args.question:
+            conversation.question(question, self._args.max_new_tokens)
 
     def _answer(self, conversation: Conversation, name: str, question: str, shown: bool) -> Evidence | None:
         """Answer a question, print the answer if this rank does so, and return the evidence if it was asked for."""
@@ -341,16 +349,14 @@ def _video_files(name: str) -> list[str]:
 
 def _create_outputs(args: AskOptions) -> None:
     """Create the output files and directories now, so that errors do not occur after a long encoding."""
-    try:
-        if args.save_features is not None:
-            Path(args.save_features).mkdir(parents=True, exist_ok=True)
-        if args.report is not None:
-            Path(args.report).parent.mkdir(parents=True, exist_ok=True)
-            require_writable("report", args.report)
-        if args.evidence_html is not None:
-            Path(args.evidence_html).parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: cannot be written ({error.strerror}); choose another path") from error
+    if args.save_features is not None:
+        require_writable_directory("save_features", args.save_features)
+    for name in ("report", "evidence_html"):
+        path = getattr(args, name)
+        if path is not None:
+            with writing(f"--{name} {path}", "", "choose another path", ConfigError):
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+            require_writable(name, path)
 
 
 def _summary(values: Mapping[str, Any], answers: Sequence[Answer]) -> str:
@@ -388,9 +394,7 @@ def _answer_values(
             rows.append({"video": video, "question": question, "error": str(answer)})
             continue
         times.update({"prefill": answer.prefill_seconds, "generate": answer.decode_seconds})
-        found = answer.evidence
-        evidence: dict[str, Any] = {"evidence": [] if found is None else [asdict(moment) for moment in found.moments]}
-        evidence["evidence_note"] = "" if found is None else found.note
-        rows.append({"video": video, "question": question, **asdict(replace(answer, evidence=None)), **evidence})
+        values_of_answer = asdict(replace(answer, evidence=None)) | evidence_values(answer.evidence)
+        rows.append({"video": video, "question": question, **values_of_answer})
     seconds = {name: round(time, 4) for name, time in times.items()}
     return {"answers": rows, "seconds": values["seconds"] | seconds}

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 from mllm_seqpar._compat import cache_name, cache_of
-from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.data.chat_family import VIDEO_MARK, ChatText, chat_family
 from mllm_seqpar.data.sources import FeatureFrames, FrameSource
-from mllm_seqpar.errors import ConfigError, DataError
+from mllm_seqpar.errors import ConfigError, DataError, LengthError
+from mllm_seqpar.models.loading import context_length
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.sharding import FrameShard
 
@@ -41,18 +41,11 @@ from .generation import (
     PrefillInterrupted,
     Sampling,
     interruptible_prefill,
-    longest_text,
     require_finite,
 )
 
-_log = get_logger(__name__)
-
 PREFILL_CHUNK = 4096
 """The most tokens of a continued prompt that are computed at once."""
-
-
-class LengthError(DataError):
-    """The prompt and its answer are longer than the model's context."""
 
 
 @dataclass(frozen=True)
@@ -124,12 +117,6 @@ class Conversation:
             DataError: a text contains a mark of the chat format, or the media are not those of the conversation.
             LengthError: the prompt and its answer are longer than the model's context.
         """
-        text = self._text(messages)
-        if problem := self._too_long(text, max_new_tokens):
-            raise LengthError(problem)
-        return text
-
-    def _text(self, messages: Sequence[Mapping[str, Any]]) -> ChatText:
         for message in messages:
             content = message["content"]
             texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
@@ -137,17 +124,31 @@ class Conversation:
                 raise DataError(
                     f"a message contains {found[0]}, which is a mark of this model's chat format; remove it"
                 )
-        return self._chat_format.text([messages], [self.sources], add_generation_prompt=True)
+        text = self._chat_format.text([messages], [self.sources], add_generation_prompt=True)
+        length, longest = text.input_ids.shape[1], context_length(getattr(self._model, "config", None))
+        if longest is not None and length + max_new_tokens > longest:
+            raise LengthError(
+                f"the context of this model is {longest} tokens, and the prompt has {length} ({self.frames} of them "
+                f"stand for frames), with up to {max_new_tokens} of the answer; use fewer frames, ask for a shorter "
+                "answer, or begin a new conversation"
+            )
+        return text
 
-    def _too_long(self, text: ChatText, max_new_tokens: int) -> str | None:
-        length, longest = text.input_ids.shape[1], longest_text(self._model)
-        if longest is None or length + max_new_tokens <= longest:
-            return None
-        return (
-            f"the context of this model is {longest} tokens, and the prompt has {length} ({self.frames} of them "
-            f"stand for frames), with up to {max_new_tokens} of the answer; use fewer frames, ask for a shorter "
-            "answer, or begin a new conversation"
-        )
+    def question(self, question: str, max_new_tokens: int = 0) -> ChatText:
+        """Return the tokens of a question without earlier messages, as `prompt` does.
+
+        Args:
+            question: the user's text. The media precede it, unless the text contains "<|video|>" where each belongs.
+            max_new_tokens: maximum length of the answer.
+        """
+        if VIDEO_MARK not in question:
+            question = VIDEO_MARK * len(self.sources) + question
+        first, *others = question.split(VIDEO_MARK)
+        parts = [{"type": "text", "text": first}]
+        for piece in others:
+            parts += [{"type": "video"}, {"type": "text", "text": piece}]
+        content = [part for part in parts if part.get("text", True)]
+        return self.prompt([{"role": "user", "content": content}], max_new_tokens)
 
     def encode(self, progress: Progress | None = None, interrupted: Callable[[], bool] | None = None) -> None:
         """Read and encode this rank's frames, unless that has been done. `answer` calls this.
@@ -240,25 +241,13 @@ class Conversation:
     def ask(self, question: str, sampling: Sampling | None = None, **options: Any) -> Answer:
         """Answer a question without earlier messages. Every rank of the group calls this with the same question.
 
-        A prompt that is longer than the model's context is answered with a warning.
-
         Args:
-            question: the user's text. The media precede it, unless the text contains "<|video|>" where each belongs.
+            question: as in `question`.
             sampling: the most likely tokens by default.
             **options: those of `answer`.
         """
         sampling = sampling or Sampling()
-        if VIDEO_MARK not in question:
-            question = VIDEO_MARK * len(self.sources) + question
-        first, *others = question.split(VIDEO_MARK)
-        parts = [{"type": "text", "text": first}]
-        for piece in others:
-            parts += [{"type": "video"}, {"type": "text", "text": piece}]
-        content = [part for part in parts if part.get("text", True)]
-        text = self._text([{"role": "user", "content": content}])
-        if problem := self._too_long(text, sampling.max_new_tokens):
-            _log.warning(problem)
-        return self.answer(text, sampling, **options)
+        return self.answer(self.question(question, sampling.max_new_tokens), sampling, **options)
 
     def log_likelihoods(self, text: ChatText, continuations: Sequence[Sequence[int]]) -> list[Score]:
         """Return the score of each continuation of a prompt. Every rank of the group calls this with the same tokens.

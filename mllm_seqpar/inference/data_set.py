@@ -23,7 +23,7 @@ import json
 import os
 import sys
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -48,13 +48,14 @@ from mllm_seqpar.data.formats import (
     to_chat,
 )
 from mllm_seqpar.data.sources import FrameSource
-from mllm_seqpar.data.store_files import require_made_with
+from mllm_seqpar.data.store_files import require_made_with, writing
 from mllm_seqpar.errors import ConfigError, DataError, NonFiniteLogitsError, SeqParError
 
 from .arguments import AskOptions
 from .choices import accuracy_table, letter_log_likelihoods
 from .conversation import Conversation
 from .engine import Engine, RankGroups, tried
+from .evidence import evidence_values
 
 _ID_KEYS = ("id", "question_id", "qid")
 _GROUPING_KEYS = ("duration", "duration_group", *CATEGORY_KEYS, "sub_category")
@@ -136,9 +137,10 @@ class Answerer:
             return {**line, "place": question.place, "error": str(error)}
 
     def _generated(self, conversation: Conversation, prompt: Any, question: Question) -> Line:
-        reply = conversation.answer(prompt, self._args.sampling())
+        reply = conversation.answer(prompt, self._args.sampling(), evidence=self._args.evidence)
         lengths = {"prompt_tokens": reply.prompt_tokens, "answer_tokens": len(reply.tokens)}
         line = {"answer": reply.text, "finish_reason": reply.finish_reason, "frames": conversation.frames, **lengths}
+        line |= evidence_values(reply.evidence) if self._args.evidence else {}
         return line if question.reference is None else {**line, "reference": question.reference}
 
     def _chosen(self, conversation: Conversation, prompt: Any, question: Question) -> Line:
@@ -157,7 +159,7 @@ def _open(args: AskOptions, engine: Engine) -> tuple[QuestionSet, dict[str, Any]
     """Return the questions, and what the answers depend on."""
     questions = QuestionSet(args, engine.processor)
     settings = {"model": engine.digest, "questions": questions.digest}
-    settings |= {name: getattr(args, name) for name in _SETTINGS}
+    settings |= {name: getattr(args, name) for name in _SETTINGS} | {"evidence": args.evidence or None}
     return questions, {**settings, "star": args.self_attention == "star"}
 
 
@@ -342,7 +344,7 @@ class AnswerFile:
             raise ConfigError(
                 f"--output {self.path}: not a regular file, so a run could not be resumed from it; give a regular file"
             )
-        with _writing(self.path):
+        with self._writing():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = self._locked = self._settings.open("a+", encoding="utf-8")
             self._lock(file)
@@ -360,7 +362,7 @@ class AnswerFile:
     def open(self, group: int) -> Path:
         """Open this group's part for appending, and return its path."""
         path = self._part(group)
-        with _writing(path):
+        with self._writing(path):
             self._file = path.open("a", encoding="utf-8")
         return path
 
@@ -376,7 +378,7 @@ class AnswerFile:
     def write(self, line: Line) -> None:
         """Append an answer to this group's part in one write; raise ConfigError if that fails."""
         assert self._file is not None  # `open` precedes
-        with _writing(self.path):
+        with self._writing():
             self._file.write(_encoded(line))
             self._file.flush()
 
@@ -384,7 +386,7 @@ class AnswerFile:
         """Close this group's part, if it is open; raise ConfigError if it could not be written."""
         file, self._file = self._file, None
         if file is not None:
-            with _writing(self.path):
+            with self._writing():
                 file.close()
 
     def close(self) -> None:
@@ -392,17 +394,22 @@ class AnswerFile:
         with suppress(ConfigError):
             self.close_part()
         if self._locked is not None:
-            self._locked.close()
+            with suppress(OSError):  # what could not be written is written again
+                self._locked.close()
 
     def finish(self) -> list[Line]:
         """Write the answers of all parts in the order of the questions, delete the parts, and return the answers.
 
         Call this on one process only, after `close_part` on all.
         """
-        with _writing(self.path):
+        with self._writing():
             lines = [line for _, line in sorted(self._collect().items())]
             self._write_all(lines)
         return lines
+
+    def _writing(self, path: Path | None = None) -> AbstractContextManager[None]:
+        remedy = "answers that it has are kept; make it writable and start again, or give another --output"
+        return writing(path or self.path, "", remedy, ConfigError)
 
     def _part(self, group: int) -> Path:
         return self.path.with_name(f"{self.path.name}.part-{group}") if group else self.path
@@ -454,18 +461,6 @@ class AnswerFile:
                 f"cannot be read; {remedy}"
             ) from error
         require_made_with(f"{self.path}: its answers", earlier, settings, remedy, ConfigError)
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Raise ConfigError if a file cannot be written within this context."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"{error.filename or path}: cannot be written ({error.strerror}); answers that it has are kept; make it "
-            "writable and start again, or give another --output"
-        ) from error
 
 
 def _encoded(line: Line) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
@@ -105,6 +105,15 @@ class Evidence:
         if self.text:
             lines.append(f"     the text: {self.text:.1%}")
         return "\n".join(lines)
+
+
+def evidence_values(evidence: Evidence | None) -> dict[str, Any]:
+    """Return the moments of an answer, and the note that may replace them, as JSON has them."""
+    moments = () if evidence is None else evidence.moments
+    return {
+        "evidence": [asdict(moment) for moment in moments],
+        "evidence_note": "" if evidence is None else evidence.note,
+    }
 
 
 def evidence_of(

@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 from mllm_seqpar.data.images import jpeg_of
 from mllm_seqpar.data.sources import FrameSource
+from mllm_seqpar.data.store_files import writing
 from mllm_seqpar.errors import ConfigError, SeqParError
 
 from .evidence import Evidence, Moment, clock
@@ -67,10 +68,8 @@ def write_page(path: Path, template: Path, data: Any) -> None:
     for character in "<>&":  # so that the data cannot close the element that contains it
         text = text.replace(character, f"\\u{ord(character):04x}")
     before, after = template.read_text(encoding="utf-8").split(_PLACE)
-    try:
+    with writing(path, "", "free some space, or choose another path", ConfigError):
         path.write_text(before + text + after, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror}); choose another path") from error
 
 
 def _facts(

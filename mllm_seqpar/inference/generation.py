@@ -107,15 +107,6 @@ class Answer:
     evidence: Evidence | None = None
 
 
-def longest_text(model: Any) -> int | None:
-    """Return the context length of the model in tokens; None if its config does not state it."""
-    config = getattr(model, "config", None)
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is None and config is not None:
-        longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return longest
-
-
 class GeneratedText(BaseStreamer, StoppingCriteria):
     """The text of an answer during its generation: as a streamer it receives tokens, as a criterion it may end them.
 

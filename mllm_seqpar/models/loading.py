@@ -6,8 +6,10 @@ model that they name.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
+import math
 import re
 import warnings
 from collections.abc import Mapping
@@ -18,11 +20,17 @@ import torch
 from torch import nn
 
 from mllm_seqpar._compat import model_class_of, optional_import
-from mllm_seqpar.errors import ConfigError, DataError, SeqParError, first_line
+from mllm_seqpar.errors import ConfigError, DataError, SeqParError, first_line, library_fault
 
 from .hub import local_directory
 
 ADAPTER_CONFIG = "adapter_config.json"
+_PROCESSOR = ("processor_config.json", "preprocessor_config.json")
+"""Files of which a directory with a processor has one; transformers 5 may write all of it into the first."""
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+"""Files of which a directory has one, by the kinds of tokenizers."""
+
 _SHOWN = 4
 _SAMPLES = 64
 _BYTES = 4096
@@ -55,12 +63,51 @@ def load_model(
     if base is not None:
         return merge_adapter(load_model(str(base), dtype), folder).eval()
     config, cls = model_class(folder)
-    path = str(folder)
     options: dict[str, Any] = more if device_map is None else {"device_map": device_map, **more}
+
+    def load(**options: Any) -> nn.Module:
+        return load_clean(cls.from_pretrained, str(folder), f"--model {folder}", config=config, **options)[0]
+
     try:
-        return load_clean(cls.from_pretrained, path, f"--model {path}", config=config, dtype=dtype, **options)[0]
-    except (OSError, SafetensorError, RuntimeError) as error:
+        if not options and _stored_elements(folder) not in (None, _elements(cls, config)):
+            load(dtype=dtype, device_map="meta")  # compares names and shapes before anything is built or read
+        return load(dtype=dtype, **options)
+    except SeqParError:
+        raise
+    except Exception as error:
+        if not isinstance(error, (OSError, SafetensorError, RuntimeError)) and library_fault(error) is None:
+            raise
         raise unreadable(folder, error) from error
+
+
+def context_length(config: Any) -> int | None:
+    """Return the context length of a model in tokens, by its config; None if that does not state it.
+
+    Every placeholder of a frame or visual token counts.
+    """
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is None and config is not None:
+        longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return longest
+
+
+def _stored_elements(folder: Path) -> int | None:
+    """Return the number of elements of all tensors in the safetensors files of a directory; None without such files."""
+    from safetensors import safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    total = 0
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 (no mapping)
+    return total if files else None
+
+
+def _elements(cls: Any, config: Any) -> int:
+    """Return the number of elements of all parameters and saved buffers of a model."""
+    with torch.device("meta"):
+        model = cls(copy.deepcopy(config))
+    return sum({id(x): x.numel() for x in model.state_dict(keep_vars=True).values()}.values())
 
 
 def model_class(folder: Path) -> tuple[Any, Any]:
@@ -74,14 +121,21 @@ def model_class(folder: Path) -> tuple[Any, Any]:
 
     path = _require_config(folder)
     try:
-        config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, SafetensorError) as error:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:
+        if not isinstance(error, (OSError, ValueError, SafetensorError)) and library_fault(error) is None:
+            raise
         raise unreadable(folder, error) from error
     autos = (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel)
     cls = next((found for auto in autos if (found := model_class_of(auto, config)) is not None), None)
     if cls is None:
         raise ConfigError(f"--model {path}: no model class is registered for {type(config).__name__}")
     return config, cls
+
+
+def load_config(path: str) -> Any:
+    """Return the config of a model directory, or of an adapter's base model; ConfigError as in `model_class`."""
+    return model_class(model_directories(path)[-1])[0]
 
 
 def load_processor(path: str) -> Any:
@@ -91,16 +145,17 @@ def load_processor(path: str) -> Any:
 
     folders = model_directories(path)
     _require_config(folders[-1])
-    files = ("processor_config.json", "preprocessor_config.json")
-    own = [folder for folder in folders if any((folder / file).is_file() for file in files)]
-    path = str((own or folders)[0])
+    folder = next((folder for folder in folders if any((folder / name).is_file() for name in _PROCESSOR)), folders[0])
+    _require_files(folder)
     try:
-        return AutoProcessor.from_pretrained(path)
-    except SafetensorError as error:
-        raise unreadable(Path(path), error) from error
-    except (OSError, ValueError, ImportError) as error:
-        reason = first_line(error) if own else f"it has neither {' nor '.join(files)}, as checkpoints of a training"
-        raise ConfigError(f"--model {path}: no processor can be loaded: {reason}") from error
+        return AutoProcessor.from_pretrained(str(folder), trust_remote_code=False)
+    except SeqParError:
+        raise
+    except Exception as error:
+        if not isinstance(error, (OSError, ValueError, ImportError, SafetensorError)) and library_fault(error) is None:
+            raise
+        reason = library_fault(error) or first_line(error)
+        raise ConfigError(f"--model {folder}: no processor can be loaded: {reason}") from error
 
 
 def load_clean(
@@ -251,7 +306,9 @@ def unreadable(folder: Path, error: Exception) -> ConfigError:
                 f"--model {folder}: {file.name} ({file.stat().st_size:,} bytes) is not a complete safetensors file "
                 f"({first_line(fault)}); download or copy it again"
             )
-    return ConfigError(f"--model {folder}: {first_line(error)}")
+    said = library_fault(error)
+    said = first_line(error) if said is None else f"the model that its config.json describes cannot be loaded: {said}"
+    return ConfigError(f"--model {folder}: {said}")
 
 
 def model_directories(path: str) -> list[Path]:
@@ -279,6 +336,21 @@ def model_digest(path: str) -> str:
                 stream.seek(max(0, size - _BYTES) * sample // (_SAMPLES - 1))
                 digest.update(stream.read(_BYTES))
     return digest.hexdigest()[:16]
+
+
+def _require_files(folder: Path) -> None:
+    """Raise ConfigError if a directory lacks the files of a processor or of a tokenizer."""
+    stated = folder / _PROCESSOR[0]
+    lacks = (
+        [] if any((folder / name).is_file() for name in _TOKENIZERS) else [f"a tokenizer ({', '.join(_TOKENIZERS)})"]
+    )
+    if not (folder / _PROCESSOR[1]).is_file() and not (stated.is_file() and "image_processor" in stated.read_text()):
+        lacks.append(f"the preprocessing of images ({_PROCESSOR[1]}, or image_processor in {_PROCESSOR[0]})")
+    if lacks:
+        raise ConfigError(
+            f"--model {folder}: it has no files of {' and of '.join(lacks)}; copy them from the model that it was "
+            "trained from, because a checkpoint of a training may lack them"
+        )
 
 
 def _require_config(folder: Path) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.errors import ConfigError, did_you_mean
 from mllm_seqpar.models.hub import local_config
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -58,8 +58,9 @@ class Description:
         YAML reads 25e9, without a dot, as text; such values of float fields are converted to numbers.
         """
         known: dict[str, Field[Any]] = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
-        if unknown := ", ".join(sorted(map(str, set(values) - set(known)))):
-            raise ConfigError(f"{origin}: unknown field {unknown}; allowed fields: {', '.join(sorted(known))}")
+        if unknown := sorted(map(str, set(values) - set(known))):
+            listed = ", ".join(name + did_you_mean(name, known) for name in unknown)
+            raise ConfigError(f"{origin}: unknown field {listed}; allowed fields: {', '.join(sorted(known))}")
         missing = [item for item in known.values() if item.default is MISSING and item.name not in values]
         if missing:
             units = [(item.name, item.metadata.get("unit")) for item in missing]
@@ -110,7 +111,8 @@ def find_file(what: str, name: str) -> Path:
         return Path(name) if Path(name).exists() else path
     if what == "model" and (config := local_config(name)) != name:
         return Path(config)
-    raise ConfigError(f"{what}: {name!r} is neither a file nor a known name; known names: {known_files(what)}")
+    near = did_you_mean(name, known_files(what).split(", "))
+    raise ConfigError(f"{what}: {name!r} is neither a file nor a known name{near}; known names: {known_files(what)}")
 
 
 def known_files(what: str) -> str:

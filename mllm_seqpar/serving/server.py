@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 from mllm_seqpar._compat import optional_import
 from mllm_seqpar.cli.launch import own_ranks
 from mllm_seqpar.cli.options import option, parse_options
+from mllm_seqpar.cli.outputs import require_writable_directory
 from mllm_seqpar.cli.progress import note, quiet_transformers
 from mllm_seqpar.comm.agreement import attempt
 from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES
@@ -89,6 +90,8 @@ class ServeOptions(ServingOptions):
             folder = getattr(self, name)
             if folder is not None and not Path(folder).is_dir():
                 raise ConfigError(f"--{name} {folder}: no such directory; give one that exists")
+        if self.upload_dir is not None:
+            require_writable_directory("upload_dir", self.upload_dir)
 
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):

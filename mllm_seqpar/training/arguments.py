@@ -7,6 +7,7 @@ can agree on an error. All options are checked before the model and the data are
 
 import argparse
 import copy
+import inspect
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -15,18 +16,27 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.utils.checkpoint
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_utils import HubStrategy, SchedulerType
 
 from mllm_seqpar._compat import optional_import, options_of, turns_off
 from mllm_seqpar.cli.launch import LONGEST_TIMEOUT
-from mllm_seqpar.cli.options import CommandOptions, Parser, Range, canonical_arguments, option, show_ranks_option
+from mllm_seqpar.cli.options import (
+    CommandOptions,
+    Parser,
+    Range,
+    canonical_arguments,
+    option,
+    show_ranks_option,
+    suggestion,
+)
 from mllm_seqpar.cli.shared_options import StoredFrameOptions, StrategyOptions
 from mllm_seqpar.config import CHOICES, SeqParConfig
 from mllm_seqpar.data.chat import ON_BAD_MEDIA
 from mllm_seqpar.data.formats import DEFAULT_TEMPLATE, check_template
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.errors import ConfigError, library_fault
 
 Kind = TypeVar("Kind")
 
@@ -206,6 +216,7 @@ REFUSED = {
     "deepspeed": "it replaces the averaging of gradients; use --shard_weights, which shards by FSDP2",
     "fsdp": "use --shard_weights, which shards by FSDP2, on CPUs too",
     "fsdp_config": "use --shard_weights, or a configuration of `accelerate launch` for other settings of FSDP2",
+    "debug": "underflow_overflow looks at all tensors of a pass, and ranks may have empty ones",
     "hub_strategy": "--push_to_hub uploads the final model, at the end",
 }
 """Options of `TrainingArguments` that must keep their default, with the reason."""
@@ -305,7 +316,8 @@ def _options_of(path: str, known: Mapping[str, Any]) -> list[str]:
         raise ConfigError(f"--config {path}: expected options as 'name: value', found {type(found).__name__}")
     unknown = [str(name) for name in found if f"--{name}" not in known or name in ("config", "help", "help_all")]
     if unknown:
-        raise ConfigError(f"--config {path}: unknown options {', '.join(unknown)}; --help lists the options")
+        listed = ", ".join(name + suggestion(name, known).replace("--", "") for name in unknown)
+        raise ConfigError(f"--config {path}: unknown options {listed}; --help lists the options")
     argv = []
     for name, value in found.items():
         if value is not None and value != []:
@@ -337,7 +349,15 @@ def make_options(values: Mapping[str, Any]) -> FineTuneOptions:
     try:
         training = FineTuningArguments(**given)
     except (ValueError, TypeError, OSError, ImportError) as error:
-        raise ConfigError(f"options of TrainingArguments: {' '.join(str(error).split())}") from error
+        fault = library_fault(error) or str(error)
+        raise ConfigError(f"options of TrainingArguments: {' '.join(fault.split())}") from error
+    checkpointing = training.gradient_checkpointing_kwargs or getattr(training, "activation_checkpointing_kwargs", None)
+    known = {*inspect.signature(torch.utils.checkpoint.checkpoint).parameters, "preserve_rng_state"}
+    if unknown := sorted(set(checkpointing or {}) - known):
+        raise ConfigError(
+            f"--gradient_checkpointing_kwargs: {unknown[0]} is unknown; torch.utils.checkpoint.checkpoint takes "
+            "use_reentrant, determinism_check, debug, early_stop and preserve_rng_state"
+        )
     reporters = {"flyte", *get_available_reporting_integrations()}  # transformers does not check flyte
     if missing := [name for name in training.report_to if name not in reporters]:
         raise ConfigError(
@@ -359,7 +379,7 @@ def _check_training(values: Mapping[str, Any], run: ModelAndData) -> None:
         allowed.require(name, values.get(name))  # some releases of transformers lack an option
     defaults = {item.name: item.default for item in fields(FineTuningArguments)}
     for name, reason in REFUSED.items():
-        if name in defaults and values[name] != defaults[name]:
+        if name in defaults and values[name] not in (defaults[name], None):
             raise ConfigError(f"--{name} {values[name]} is not supported: {reason}")
     if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
         raise ConfigError(f"mixed_precision: fp16 in the launch configuration: {REFUSED['fp16']}")

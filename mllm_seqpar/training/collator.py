@@ -18,7 +18,7 @@ from mllm_seqpar.data.chat import ChatBatch, ChatSample, collate, load_local_ima
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.formats import media_parts
 from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES, FRAME_FIELDS, FrameChoice
-from mllm_seqpar.data.messages import message_parts
+from mllm_seqpar.data.messages import message_parts, order_fault
 from mllm_seqpar.data.sources import FrameSource, ImageListSource, ImageTensorSource, VideoSource
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.processors.mplug_owl3.image_processing import frame_list, to_tensor
@@ -96,6 +96,8 @@ class SeqParDataCollator:
         samples = []
         for number, messages in enumerate(rows):
             sources = tuple(self._source(part) for part in media_parts(messages))
+            if fault := order_fault([message["role"] for message in messages]):
+                raise DataError(f"conversation {number} of the batch: {fault}")
             samples.append(ChatSample(f"conversation {number} of the batch", messages, sources))
         batch = collate(samples, self.processor, self.max_length)
         text, labels = batch.text, batch.labels

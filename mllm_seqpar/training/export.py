@@ -21,6 +21,7 @@ from transformers import TrainingArguments
 
 from mllm_seqpar import __version__
 from mllm_seqpar.comm import Communicator, as_communicator
+from mllm_seqpar.data.store_files import writing
 from mllm_seqpar.errors import ConfigError, first_line
 from mllm_seqpar.models.hub import local_directory
 
@@ -57,11 +58,12 @@ def export_model(
         model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )
 
+    draft = directory.with_name(directory.name + ".tmp")
+
     def write() -> None:
         weights = {name: x.to(dtype) if dtype and x.is_floating_point() else x for name, x in state.items()}
         # save_pretrained writes a tied weight once if all its names map to the same tensor
         weights |= {alias: weights[name] for alias, name in _tied(model).items()}
-        draft = directory.with_name(directory.name + ".tmp")
         shutil.rmtree(draft, ignore_errors=True)
         model.save_pretrained(draft, state_dict=weights)  # type: ignore[operator]
         if dtype is not None:
@@ -76,7 +78,14 @@ def export_model(
         shutil.rmtree(directory, ignore_errors=True)
         os.replace(draft, directory)
 
-    run_on_rank_0(as_communicator(), write)
+    def write_or_remove() -> None:
+        try:
+            with writing(directory, "the model", "free some space, and export it again"):
+                write()
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+
+    run_on_rank_0(as_communicator(), write_or_remove)
 
 
 def run_on_rank_0(comm: Communicator, work: Callable[[], None], poll_seconds: float = 5.0) -> None:

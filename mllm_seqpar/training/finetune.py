@@ -20,16 +20,19 @@ from transformers import TrainingArguments
 
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.cli.launch import require_rendezvous, use_cuda
+from mllm_seqpar.cli.outputs import require_writable_directory
+from mllm_seqpar.cli.program_exit import library_errors
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.comm.backends import order_launches
 from mllm_seqpar.data.chat import ChatDataset
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.feature_store import model_fingerprint
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.data.store_files import writing
+from mllm_seqpar.errors import ConfigError, NonFiniteLogitsError
 from mllm_seqpar.integrations.accelerate import reshard, send_buffers, shard_weights_by_fsdp2
 from mllm_seqpar.models.hub import local_directory
-from mllm_seqpar.models.loading import load_processor, model_digest, refuse_adapter
+from mllm_seqpar.models.loading import context_length, load_config, load_processor, model_digest, refuse_adapter
 from mllm_seqpar.patching.registry import find_adapter
 
 from .arguments import FineTuneOptions, make_options, read_options
@@ -39,7 +42,7 @@ from .export import create_repository, export_dtype, export_model, model_card, r
 from .finetune_trainer import FineTuneData, FineTuneTrainer
 from .model import load_for_training
 from .run_log import write_figure
-from .stored_tower import TowerStore
+from .stored_tower import TOWER_INDEX, TowerStore
 from .trainer_arguments import find_parallelism
 
 _LAUNCH_SETTINGS = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_", "FSDP_", "PARALLELISM_CONFIG_")
@@ -72,13 +75,16 @@ def fine_tune(argv: Sequence[str]) -> int:
     """
     values, problem = attempt(lambda: read_options(argv))
     with shard_weights_by_fsdp2((values or {}).get("shard_weights", False)):
-        return _fine_tune(*prepare(values, problem))
+        with library_errors("the training cannot be prepared"):
+            trainer, checkpoint = prepare(values, problem)
+        return _fine_tune(trainer, checkpoint)
 
 
 def _fine_tune(trainer: FineTuneTrainer, checkpoint: Path | None) -> int:
     options = trainer.options
     try:
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        with library_errors("the training cannot begin", lambda: trainer.has_begun):
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     finally:
         trainer.clock.restore_signals()
     trainer.clock.raise_late_signal()
@@ -91,8 +97,12 @@ def _fine_tune(trainer: FineTuneTrainer, checkpoint: Path | None) -> int:
             state.max_steps,
         )
         return 128 + trainer.clock.signal if trainer.clock.signal else 0
+    problem = None
     if options.run.eval_data and str(options.training.eval_strategy.value) == "no":
-        trainer.evaluate()
+        try:
+            trainer.evaluate()
+        except NonFiniteLogitsError as error:  # on all ranks; the model is written all the same
+            problem = error
         _save_log(trainer)
     output = Path(options.training.output_dir) / "model"
     reshard(trainer.model)
@@ -104,14 +114,17 @@ def _fine_tune(trainer: FineTuneTrainer, checkpoint: Path | None) -> int:
     _log.info("the final %s in %s", "adapters are" if options.run.use_peft else "model is", output)
     if options.training.push_to_hub:
         run_on_rank_0(as_communicator(), lambda: _log.info("uploaded: %s", upload(options.training, output)))
+    if problem is not None:
+        raise problem
     return 0
 
 
 def _save_log(trainer: FineTuneTrainer) -> None:
     """Write trainer_state.json, with the log of all steps, and its figure."""
-    trainer.save_state()
-    if trainer.is_world_process_zero():
-        write_figure(trainer.state.log_history, Path(str(trainer.args.output_dir)))
+    with writing(trainer.args.output_dir, "the log", "free some space; the checkpoints are complete"):
+        trainer.save_state()
+        if trainer.is_world_process_zero():
+            write_figure(trainer.state.log_history, Path(str(trainer.args.output_dir)))
 
 
 def prepare(values: dict[str, Any] | None, problem: Exception | None) -> tuple[FineTuneTrainer, Path | None]:
@@ -176,7 +189,8 @@ def _open_data(options: FineTuneOptions) -> tuple[FineTuneData, Path | None, dic
     run, args = options.run, options.training
     refuse_adapter(Path(local_directory(str(run.model))), "training starts from a whole model")
     processor = load_processor(str(run.model))
-    sampling = {name: getattr(run, name) for name in ("max_length", "media_root", "template")}
+    sampling: dict[str, Any] = {name: getattr(run, name) for name in ("max_length", "media_root", "template")}
+    sampling["context"] = context_length(load_config(str(run.model)))
     sampling |= {"fps": options.frames.fps, "max_frames": options.frames.max_frames, **options.frames.decoding()}
     training = ChatDataset(str(run.data), processor, on_bad_media=run.on_bad_media, **sampling)
     evaluation = ChatDataset(run.eval_data, processor, **sampling) if run.eval_data else None
@@ -212,6 +226,8 @@ def _features(options: FineTuneOptions, processor: Any) -> TowerStore | None:
     run = options.run
     if run.features is None:
         return None
+    if not (Path(run.features) / TOWER_INDEX).exists():  # a store that is complete is only read
+        require_writable_directory("features", run.features)
     bf16 = options.training.bf16 or os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
     settings = {
         "model": model_fingerprint(str(run.model), chat_family(processor).tower_weights),

@@ -33,7 +33,8 @@ from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.data.chat import ChatDataset
 from mllm_seqpar.data.chat_family import chat_family
-from mllm_seqpar.errors import DataError, TransferError
+from mllm_seqpar.data.store_files import writing
+from mllm_seqpar.errors import DataError, NonFiniteLogitsError, TransferError
 from mllm_seqpar.integrations.accelerate import reshard
 from mllm_seqpar.patching import patch_of
 
@@ -68,6 +69,9 @@ class FineTuneData:
 class FineTuneTrainer(SeqParTrainer):
     """The trainer that the module describes. All ranks must create it at the same point, because it creates process
     groups."""
+
+    has_begun = False
+    """Whether the first step has begun."""
 
     def __init__(self, model: nn.Module, data: FineTuneData, options: FineTuneOptions) -> None:
         self.data, self.options = data, options
@@ -156,6 +160,10 @@ class FineTuneTrainer(SeqParTrainer):
         targets = torch.stack([_targets(batch) for batch in batch_samples]).sum()
         return self.accelerator.reduce(targets.to(device), "sum") // self.sequence_parallel_size
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.has_begun = True
+        return super().training_step(*args, **kwargs)
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -203,6 +211,11 @@ class FineTuneTrainer(SeqParTrainer):
             _log.warning("saved checkpoint-%d before stopping at an error", self.state.global_step)
         raise error
 
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        remedy = "free some space, and continue the last complete one with --resume_from_checkpoint auto"
+        with writing(self.args.output_dir, f"checkpoint-{self.state.global_step}", remedy):
+            super()._save_checkpoint(model, trial)
+
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Return the names of the parameters with weight decay: matrices, but not norms, biases and gates."""
         return [name for name, parameter in model.named_parameters() if parameter.dim() >= 2]
@@ -233,6 +246,13 @@ class FineTuneTrainer(SeqParTrainer):
         self.model.train()
         reshard(self.model)
         loss_sum, targets, count = self.accelerator.reduce(total, "sum").tolist()
+        if not math.isfinite(loss_sum):
+            self._save_and_raise(
+                NonFiniteLogitsError(
+                    f"the loss of the evaluation after step {self.state.global_step} is {loss_sum}, because logits of "
+                    "the model are not finite; look at the evaluation data, or evaluate without --bf16_full_eval"
+                )
+            )
         metrics = {f"{metric_key_prefix}_loss": loss_sum / max(1.0, targets)}
         # Every rank of a group counts its samples.
         count = round(count) // self.sequence_parallel_size

@@ -21,7 +21,18 @@ from mllm_seqpar._logging import get_logger
 from mllm_seqpar.cli.progress import Clock, peak_memory, reset_peak_memory, say
 from mllm_seqpar.patching.changes import Patch
 
-HEADER = f"{'step':>13}{'ETA':>10}{'loss':>9}{'learning rate':>15}{'tokens/s':>10}{'data wait':>11}  peak memory"
+_WIDTHS = 13, 8, 9, 13, 8, 9
+_COLUMNS = "step", "ETA", "loss", "learning rate", "tokens/s", "data wait"
+
+
+def _line(*cells: str) -> str:
+    """Return cells under their columns, with at least two spaces between them, however long they are."""
+    return "  ".join(
+        [*(f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=False)), *cells[len(_WIDTHS) :]]
+    )
+
+
+HEADER = _line(*_COLUMNS, "peak memory")
 _ROWS = 40
 """Rows from header to header."""
 
@@ -132,7 +143,8 @@ class TerminalLog(ProgressCallback):
             self._rows += 1
             say(row(logs, state.global_step, state.max_steps, self._eta(state)) + "\n")
         elif "eval_loss" in logs:
-            say(f"{'evaluation':>13}{'':>10}{logs['eval_loss']:>9.4g}  after step {state.global_step:,}\n")
+            loss = _line("evaluation", "", f"{logs['eval_loss']:.4g}")
+            say(f"{loss}  after step {state.global_step:,}\n")
         elif "train_runtime" in logs:
             duration = timedelta(seconds=round(logs["train_runtime"]))
             say(f"{state.global_step:,} steps, {duration}, mean loss {logs['train_loss']:.4g}\n")
@@ -149,12 +161,10 @@ def row(logs: Mapping[str, float], step: int, steps: int, eta: str) -> str:
     """Return one row of the log, under `HEADER`."""
     peaks = {name.removeprefix(_PEAK): value for name, value in logs.items() if name.startswith(_PEAK)}
     rank = max(peaks, key=lambda name: peaks[name], default=None)
-    peak = "" if rank is None else f"  {_size(peaks[rank])} (rank {rank})"
+    peak = [] if rank is None else [f"{_size(peaks[rank])} (rank {rank})"]
     rate, wait = logs.get("tokens_per_second", 0.0), logs.get("data_wait_seconds", 0.0)
-    return (
-        f"{f'{step}/{steps}':>13}{eta:>10}{logs['loss']:>9.4g}{logs['learning_rate']:>15.3g}{rate:>10,.0f}"
-        f"{f'{wait:.1f} s':>11}{peak}"
-    )
+    numbers = f"{logs['loss']:.4g}", f"{logs['learning_rate']:.3g}", f"{rate:,.0f}", f"{wait:.1f} s"
+    return _line(f"{step}/{steps}", eta, *numbers, *peak)
 
 
 def _size(mib: float) -> str:

@@ -37,7 +37,7 @@ from mllm_seqpar._compat import PARALLELISM_ON_CPU, prepared_models
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.config import SeqParConfig
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.errors import ConfigError, LengthError
 from mllm_seqpar.integrations.accelerate import (
     disable_context_parallelism,
     enable_fsdp2_on_cpu,
@@ -49,6 +49,7 @@ from mllm_seqpar.integrations.accelerate import (
     without_launched_parallelism,
 )
 from mllm_seqpar.integrations.transformers.checks import custom_loss
+from mllm_seqpar.models.loading import context_length
 from mllm_seqpar.patching import patch_model, patch_of
 from mllm_seqpar.patching.changes import Patch
 from mllm_seqpar.patching.registry import find_adapter
@@ -125,7 +126,8 @@ class SeqParMixin(_Base):
         self._throughput = Throughput(_patch_of(self.model), self.args.device)
         if self._trl is None:  # whose trainers change the frames of a batch
             names = frame_arguments_of(self.model)
-            self.data_collator: Any = functools.partial(_collate_on_host, self.data_collator, names)
+            context = context_length(getattr(find_adapter(self.model)[1], "config", None))
+            self.data_collator: Any = functools.partial(_collate_on_host, self.data_collator, names, context)
 
     def _patch(self, model: nn.Module, group: Any, seqpar: SeqParConfig | None, autocast: Any = None) -> None:
         inner = find_adapter(model)[1]
@@ -443,9 +445,30 @@ def frame_arguments_of(model: nn.Module) -> tuple[str, ...]:
     return getattr(find_adapter(model)[0], "frame_arguments", ())
 
 
-def _collate_on_host(collate: Any, names: Sequence[str], samples: Any) -> Any:
-    """Return the batch of a data collator with `HostFrames`, so that `Trainer` does not move all frames."""
-    return with_host_frames(collate(samples), names)
+def _collate_on_host(collate: Any, names: Sequence[str], context: int | None, samples: Any) -> Any:
+    """Return the batch of a data collator with `HostFrames`, so that `Trainer` does not move all frames.
+
+    Raises:
+        LengthError: a sample has more tokens than the model's context.
+    """
+    batch = collate(samples)
+    if context is not None and isinstance(batch, Mapping) and (length := _longest_sample(batch)) > context:
+        raise LengthError(
+            f"a sample of the batch has {length} tokens, placeholders of frames included, more than the {context} of "
+            "the model's context; use fewer frames, or truncate the text"
+        )
+    return with_host_frames(batch, names)
+
+
+def _longest_sample(batch: Mapping[str, Any]) -> int:
+    """Return the number of tokens of the longest sample, without padding; several samples may be packed into a row."""
+    positions, mask = batch.get("position_ids"), batch.get("attention_mask")
+    if isinstance(positions, Tensor) and positions.numel():
+        return int(positions.max()) + 1
+    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.numel():
+        return int(mask.count_nonzero(1).max())
+    text = next((x for name in ("input_ids", "lang_x", "inputs_embeds") if (x := batch.get(name)) is not None), None)
+    return text.shape[1] if isinstance(text, Tensor) and text.dim() > 1 else 0
 
 
 def with_host_frames(batch: Any, names: Sequence[str]) -> Any:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,8 @@ def test_example_takes_the_gpu_of_its_local_rank_before_it_creates_the_group(mon
     calls = mock.Mock()
     calls.init.side_effect = KeyboardInterrupt  # the rest of the example needs the GPU
     monkeypatch.setattr(sys, "argv", ["train.py", "DIR"])
-    monkeypatch.setitem(os.environ, "LOCAL_RANK", "3")
+    for variable in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setitem(os.environ, variable, "3")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", calls.set_device)
     monkeypatch.setattr(dist, "init_process_group", calls.init)
@@ -103,3 +105,12 @@ def test_every_example_that_names_nccl_chooses_a_device() -> None:
 def test_examples_are_valid_python() -> None:
     for name, code in blocks().items():
         compile(code, name, "exec")
+
+
+@pytest.mark.slow
+def test_example_is_a_group_of_one_without_a_launcher(training_files: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(example().replace("16, 384, 384", "5, 28, 28"))
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    command = [sys.executable, "train.py", str(training_files / "model")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and re.fullmatch(r"loss \d+\.\d{4}\n", done.stdout), done.stderr

@@ -23,7 +23,8 @@ from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from launch import ROOT, launch_environment
-from mllm_seqpar.errors import ConfigError, DataError, SeqParError
+from mllm_seqpar.errors import ConfigError, DataError, NonFiniteLogitsError, SeqParError
+from mllm_seqpar.models.loading import load_model, load_processor
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration, MPlugOwl3Processor
 from mllm_seqpar.training import finetune_trainer
 from mllm_seqpar.training.checkpoints import CheckpointClock, last_checkpoint
@@ -164,6 +165,28 @@ def test_gradients_that_are_not_finite_stop_a_run(training_files: Path, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["steps", "no"])
+def test_evaluation_whose_loss_is_not_finite_is_an_error(training_files: Path, tmp_path: Path, strategy: str) -> None:
+    model: Any = load_model(str(training_files / "model"))
+    processor = load_processor(str(training_files / "model"))
+    with torch.no_grad():
+        model.get_input_embeddings().weight[processor.tokenizer.convert_tokens_to_ids("!")] = torch.inf
+    for part in (model, processor):
+        part.save_pretrained(tmp_path / "model")
+    chat = [{"role": "user", "content": "Look!"}, {"role": "assistant", "content": "red"}]
+    (tmp_path / "eval.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    argv = ["--max_steps", 2, "--eval_data", tmp_path / "eval.jsonl", "--eval_strategy", strategy, "--eval_steps", 1]
+    argv = arguments(training_files, tmp_path / "out", "--model", tmp_path / "model", *argv)
+    with pytest.raises(NonFiniteLogitsError, match=f"evaluation after step {1 if strategy == 'steps' else 2} is nan"):
+        fine_tune(argv)
+    # Nothing is lost: the steps until then are saved, and the model of a run that is complete is written.
+    assert (last_checkpoint(tmp_path / "out") == tmp_path / "out" / "checkpoint-1") == (strategy == "steps")
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists() == (strategy == "no")
+    for state in (tmp_path / "out").rglob("trainer_state.json"):
+        assert json.loads(state.read_text(), parse_constant=pytest.fail)["global_step"]
+
+
+@pytest.mark.slow
 def test_adapters_outside_frozen_parts_are_trained_and_saved(training_files: Path, tmp_path: Path) -> None:
     options = ["--use_peft", "--lora_r", 4, "--freeze", "vision", "--max_steps", 2, "--save_strategy", "no"]
     fine_tune(arguments(training_files, tmp_path, *options))
@@ -255,7 +278,7 @@ def test_a_run_that_stops_keeps_its_checkpoint_beside_the_best(
     # Saving replaces checkpoint-2, and until that is complete, checkpoint-1 is the last one.
     full = mock.patch.object(Trainer, "_save_checkpoint", side_effect=OSError("the disk is full"))
     evaluation = mock.patch.object(finetune_trainer.FineTuneTrainer, "evaluation_loop", worse_and_worse)
-    with full, evaluation, pytest.raises(OSError, match="the disk is full"):
+    with full, evaluation, pytest.raises(DataError, match="checkpoint-2 cannot be written .the disk is full.; free"):
         fine_tune([*argv, "--resume_from_checkpoint", str(tmp_path / "checkpoint-1")])
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
 

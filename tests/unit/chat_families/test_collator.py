@@ -120,6 +120,8 @@ def test_completions_are_the_targets(processor: Any, folder: Path) -> None:
         ({"messages": [asks({"type": "image"}) | {"role": "system"}]}, "only a user message shows media"),
         ({"messages": [says("x")], "tools": ["t"]}, "example 0 has tools"),
         ({"messages": [asks({"type": "image", "image": np.zeros((3, 4, 4))}), says("x")]}, "an image is .*float64"),
+        ({"messages": [says("x"), asks("?")]}, "conversation 0 of the batch: message 0 .assistant. is the first"),
+        ({"prompt": [asks("?"), says("x")], "completion": [says("y")]}, "message 2 .assistant. follows another answer"),
         (
             {"messages": [asks("a long question"), says("x")]},
             "conversation 0 of the batch: 47 tokens",

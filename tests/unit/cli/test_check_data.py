@@ -1,5 +1,7 @@
 """Layer: one process, real files. `mllm-seqpar check-data` reports what is broken or long, and what the data have."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,10 @@ from chats import chat, video, write_rows
 from mllm_seqpar.__main__ import main
 from mllm_seqpar.data.chat import ChatDataset
 from mllm_seqpar.data.needle import make_needle_videos
+from mllm_seqpar.errors import LengthError
+from mllm_seqpar.inference.ask import ask
 from mllm_seqpar.models.loading import load_processor
+from mllm_seqpar.training.finetune import fine_tune
 
 
 @pytest.fixture
@@ -62,6 +67,24 @@ def test_every_fault_has_its_line(folder: Path, capsys: pytest.CaptureFixture[st
             f"{path}: 9 samples, 6 broken, 2 long videos; the good samples have 2 videos and 1 images with 17 frames",
             f"most frames: {path}:1 (8), {path}:8 (8), {path}:4 (1)",
         ]
+
+
+def test_sample_longer_than_the_context_of_the_model_is_broken(
+    folder: Path, inference_files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(inference_files / "gated", tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 45}))
+    path = write_rows(folder / "train.jsonl", [chat(video("a.mp4", num_frames=n), "?") for n in (2, 18)])
+    status, lines = check(capsys, path, "--model", model)
+    assert status == 1 and lines[0].startswith(f"{path}:2: broken: ")
+    assert "(18 of them are placeholders of frames), more than the 45 of the model's context" in lines[0]
+    argv = ["--model", model, "--data", path, "--output_dir", tmp_path / "run", "--use_cpu", "--max_steps", 2]
+    with pytest.raises(LengthError, match="more than the 45 of the model's context; use fewer frames"):
+        fine_tune([*map(str, argv)])
+    argv = ["--model", model, "--video", folder / "a.mp4", "--fps", 10, "--question", "?", "--no_progress"]
+    with pytest.raises(LengthError, match="the context of this model is 45 tokens"):
+        ask([*map(str, argv)])
 
 
 def test_model_adds_tokens_and_limits(folder: Path, inference_files: Path, capsys: pytest.CaptureFixture[str]) -> None:

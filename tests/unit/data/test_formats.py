@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from chats import asks, image, says, video
-from mllm_seqpar.data.formats import MultipleChoice, read_choice, to_chat
+from mllm_seqpar.data.formats import MultipleChoice, check_record, read_choice, to_chat
 from mllm_seqpar.data.records import open_records
 from mllm_seqpar.errors import DataError
 
@@ -157,6 +157,21 @@ def test_record_becomes_a_chat(name: str) -> None:
     before = json.dumps(record)
     assert to_chat(record)["messages"] == messages
     assert json.dumps(record) == before
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"video": "a.mp4", "conversations": [{"from": "gpt", "value": "x"}, {"from": "human", "value": "<video>?"}]},
+        {"messages": [{"role": "assistant", "content": "x"}, {"role": "user", "content": "?"}]},
+        {"video": "a.mp4", "messages": [{"role": "assistant", "content": "x"}, {"role": "user", "content": "<video>"}]},
+    ],
+)
+def test_answer_before_its_question_is_refused_in_every_form(record: Any) -> None:
+    with pytest.raises(DataError, match=r"message 0 \(assistant\) is the first message"):
+        check_record(to_chat(record))
+    with pytest.raises(DataError, match=r"message 0 \(assistant\) is the first message"):
+        check_record(to_chat(record, answered=False), answered=False)
 
 
 def test_own_chats_are_unchanged() -> None:

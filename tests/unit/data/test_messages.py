@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mllm_seqpar.data.messages import message_parts
+from mllm_seqpar.data.messages import message_parts, order_fault
 from mllm_seqpar.errors import DataError
 
 MEDIA = {"image": ("path",), "video": None}
@@ -38,3 +38,23 @@ def test_text_is_one_part_and_null_is_an_absent_key() -> None:
 def test_malformed_messages_are_refused(message: Any, fault: str) -> None:
     with pytest.raises(DataError, match=fault):
         message_parts(3, message, MEDIA)
+
+
+@pytest.mark.parametrize(
+    ("roles", "fault"),
+    [
+        ("user assistant", None),
+        ("system user user assistant user assistant", None),
+        ("system system user assistant", None),
+        ("assistant user", "message 0 (assistant) is the first message; expected a message of the user"),
+        ("system assistant user assistant", "message 1 (assistant) is the first message"),
+        ("user assistant assistant", "message 2 (assistant) follows another answer"),
+        ("user system assistant", "message 1 (system) follows one of the user; a system prompt comes first"),
+        ("user assistant user", "message 2 (user) is the last one and has no answer; add the answer"),
+    ],
+)
+def test_order_that_no_chat_has_is_a_fault(roles: str, fault: str | None) -> None:
+    found = order_fault(roles.split())
+    assert found is None if fault is None else (found or "").startswith(fault)
+    asked = order_fault(roles.split(), answered=False)  # a question may be the last message
+    assert asked == (None if roles == "user assistant user" else found)

@@ -229,3 +229,26 @@ def test_a_stream_is_no_answer_file(inference_files: Path, questions: Path) -> N
     for output in ("/dev/fd/1", str(questions.parent)):
         error = attempt(lambda output=output: ask([*map(str, argv), "--output", output]))[1]
         assert f"--output {output}: not a regular file" in str(error)
+
+
+def test_moments_are_written_beside_the_answers(questions: Path, inference_files: Path) -> None:
+    clip = str(inference_files / "clip.mp4")
+    rows: list[Any] = [{"video": clip, "question": text} for text in ("Why?", "How?")] + [{"question": "Say hello."}]
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = ["--model", inference_files / "fused", "--questions", questions, "--evidence", 2]
+    for world in (1, 2):
+        output = questions.with_name(f"out-{world}")
+        assert run(world, *source, "--output", output)[0] is None
+        lines = answers(output)
+        assert [len(line["evidence"]) for line in lines] == [2, 2, 0]
+        report = questions.with_name("report.json")
+        argv = ["--model", inference_files / "fused", "--video", clip, "--question", "Why?", "--question", "How?"]
+        assert ask([*map(str, [*argv, "--evidence", 2, "--report", report, *OPTIONS])]) == 0
+        for line, alone in zip(lines, json.loads(report.read_text())["answers"], strict=False):
+            assert line["answer"] == alone["text"]
+            for found, expected in zip(line["evidence"], alone["evidence"], strict=True):
+                assert found == expected | {"share": pytest.approx(expected["share"], abs=1e-4)}
+    error = str(run(1, *source[:-2], "--output", questions.with_name("out-1"))[0])
+    assert "were made with evidence = 2, and now it is None" in error
+    with pytest.raises(ConfigError, match="--evidence 2 would have no effect: --choices generates no text"):
+        parse([*map(str, [*source, "--output", "o", "--choices"])])

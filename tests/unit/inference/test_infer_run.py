@@ -12,7 +12,7 @@ from mllm_seqpar import patch_model
 from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
 from mllm_seqpar.comm.agreement import attempt
 from mllm_seqpar.data import VideoSource, plan_frames, probe, read_frames
-from mllm_seqpar.errors import AgreementError, ConfigError, DataError, VideoError
+from mllm_seqpar.errors import AgreementError, ConfigError, DataError, LengthError, VideoError
 from mllm_seqpar.inference import Sampling, answer, encode_video, load_for_inference
 from mllm_seqpar.inference.arguments import parse
 from mllm_seqpar.inference.ask import ask as ask_command
@@ -133,8 +133,8 @@ def test_library_functions_answer_as_the_script_does(inference_files: Path, capl
     assert "".join(pieces) == "".join(result.text for result in answers)
     assert not caplog.records
     model.config.max_position_embeddings = 40
-    answer(model, processor, QUESTIONS[0], video, sampling)
-    assert "the context of this model is 40 tokens" in caplog.text
+    with pytest.raises(LengthError, match="the context of this model is 40 tokens"):
+        answer(model, processor, QUESTIONS[0], video, sampling)
 
 
 @pytest.mark.slow

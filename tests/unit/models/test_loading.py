@@ -1,6 +1,10 @@
 """Layer: one process. A checkpoint whose weights are not exactly the model's is refused."""
 
+import json
+import re
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,10 +45,60 @@ def test_differing_weights_are_refused(file: Path, lacking: str | None, added: s
 
 
 def test_incomplete_directories_are_refused(file: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no processor can be loaded"):
+    with pytest.raises(ConfigError, match=r"it has no files of a tokenizer .* and of the preprocessing of images"):
         load_processor(str(tmp_path))
     with pytest.raises(ConfigError, match=r"no config.json there; give a directory"):
         load_model(str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tokenizer.json", "it has no files of a tokenizer (tokenizer.json, "),
+        ("preprocessor_config.json", "it has no files of the preprocessing of images (preprocessor_config.json, or"),
+    ],
+)
+def test_missing_file_of_a_processor_is_named(inference_files: Path, tmp_path: Path, name: str, message: str) -> None:
+    folder = shutil.copytree(inference_files / "gated", tmp_path / "model")
+    load_processor(str(folder))
+    (folder / name).unlink()
+    with pytest.raises(ConfigError, match=f"^--model {folder}: {re.escape(message)}"):
+        load_processor(str(folder))
+
+
+def edited(folder: Path, copy: Path, **fields: Any) -> str:
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | fields))
+    return str(copy)
+
+
+def test_config_of_a_much_larger_model_is_refused_before_anything_is_built(
+    inference_files: Path, tmp_path: Path
+) -> None:
+    large: dict[str, Any] = {"hidden_size": 8192, "intermediate_size": 65536, "num_hidden_layers": 200}
+    large |= {"layer_types": ["full_attention"] * 200, "num_attention_heads": 64, "num_key_value_heads": 64}
+    folder = edited(inference_files / "gated", tmp_path / "model", **large)
+    with pytest.raises(DataError, match="it lacks .* tensors .* other shapes have .*config.json belongs to it$"):
+        load_model(folder)  # 1.8 TB of weights in float32
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_size": "many"}, "expected int, got str"),
+        ({"model_type": "none"}, "custom code|does not recognize this architecture"),
+        ({"rope_parameters": {"rope_type": "none"}}, "the model that its config.json describes cannot be loaded"),
+    ],
+)
+def test_config_that_describes_no_model_is_one_sentence(
+    inference_files: Path, tmp_path: Path, fields: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = edited(inference_files / "gated", tmp_path / "model", **fields)
+    with pytest.raises(ConfigError, match=message) as found:
+        load_model(folder)
+    assert str(found.value).startswith(f"--model {folder}: ") and "\n" not in str(found.value)
+    assert "[y/N]" not in capsys.readouterr().out  # no question to the user of a terminal
 
 
 def test_digest_covers_pickled_weights(tmp_path: Path) -> None:

@@ -57,8 +57,11 @@ def test_command_line_wins_over_the_configuration_file(tmp_path: Path) -> None:
     assert found.training.run_name == "-first"
     assert options("--config", str(config), "--freeze", "language").run.freeze == ["language"]
     (tmp_path / "run.json").write_text(json.dumps({"lr": 1, "sp": 2}))
-    with pytest.raises(ConfigError, match=r"run.json: unknown options lr; --help"):
+    with pytest.raises(ConfigError, match=r"run.json: unknown options lr \(did you mean learning_rate\?\); --help"):
         options("--config", str(tmp_path / "run.json"))
+    config.write_text("max_stepz: 3\nzzz: 1\n")
+    with pytest.raises(ConfigError, match=r"unknown options max_stepz \(did you mean max_steps\?\), zzz; --help"):
+        options("--config", str(config))
     config.write_text("- a\n")
     with pytest.raises(ConfigError, match="expected options as 'name: value', found list"):
         options("--config", str(config))
@@ -100,6 +103,8 @@ def test_command_line_wins_over_the_configuration_file(tmp_path: Path) -> None:
         (["--max_grad_norm", "-1"], "--max_grad_norm: -1.0 is not allowed; give 0 or more"),
         (["--logging_steps", "-5"], "--logging_steps: -5.0 is not allowed; give more than 0"),
         (["--eval_steps", "-1"], "--eval_steps: -1.0 is not allowed; give more than 0"),
+        (["--gradient_checkpointing_kwargs", '{"a": 1}'], "--gradient_checkpointing_kwargs: a is unknown; torch.utils"),
+        (["--debug", "underflow_overflow"], "--debug .* is not supported: underflow_overflow looks at all tensors"),
         (["--on_bad_media", "ignore"], "--on_bad_media.*invalid choice: 'ignore'"),
         (["--fsdp"], "--fsdp True is not supported: use --shard_weights"),
         (["--report_to", "no_tool"], "--report_to no_tool: transformers knows no such tool, or its package is not"),

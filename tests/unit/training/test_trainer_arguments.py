@@ -16,7 +16,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.utils import find_labels
 
 from mllm_seqpar import HostFrames, SeqParConfig, SeqParMixin, SeqParTrainer, patch_model
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.errors import ConfigError, LengthError
 from mllm_seqpar.integrations.accelerate import disable_context_parallelism
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.training.trainer import count_streamed_samples
@@ -141,3 +141,21 @@ def test_ranks_that_share_a_sample_are_taken_from_those_that_share_parameters() 
     assert find_parallelism(args, None, None).cp_size == 1
     with pytest.raises(ConfigError, match="8 ranks per sample, but .* over dp_shard_size=4 ranks"):
         find_parallelism(args, 8, None)
+
+
+def test_batch_longer_than_the_context_of_the_model_is_refused(tmp_path: Path) -> None:
+    model = tiny_model("per_head")
+    model.config.max_position_embeddings = 6
+    collate = trainer(tmp_path, model=model, data_collator=lambda batch: batch).data_collator
+    ids, mask = torch.zeros(2, 8, dtype=torch.long), torch.ones(2, 8, dtype=torch.long)
+    mask[:, 6:] = 0  # padding does not count
+    packed = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])}
+    for batch in ({"input_ids": ids, "attention_mask": mask}, {"input_ids": ids[:, :6]}, packed):
+        assert collate(batch).keys() == batch.keys()
+    for batch in (
+        {"input_ids": ids, "attention_mask": mask | 1},
+        {"input_ids": ids},
+        {"inputs_embeds": mask[..., None]},
+    ):
+        with pytest.raises(LengthError, match="has 8 tokens, .* more than the 6 of the model's context"):
+            collate(batch)
