@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -88,6 +88,19 @@ class ChatText:
     labels: Tensor | None
     slots: Sequence[int]
     extras: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def beginning(self, stop: int) -> ChatText:
+        """Return the first `stop` tokens, among them those of all images."""
+        length = self.input_ids.shape[1]
+
+        def cut(x: Tensor) -> Tensor:
+            return x[:, :stop] if x.dim() > 1 and x.shape[1] == length else x
+
+        extras = {name: cut(x) for name, x in self.extras.items()}
+        labels = None if self.labels is None else cut(self.labels)
+        return replace(
+            self, input_ids=cut(self.input_ids), attention_mask=cut(self.attention_mask), labels=labels, extras=extras
+        )
 
 
 class ChatFamily(ABC):

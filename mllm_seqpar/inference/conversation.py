@@ -44,6 +44,9 @@ from .generation import (
     require_finite,
 )
 
+PREFILL_CHUNK = 4096
+"""The most tokens of a continued prompt that are computed at once."""
+
 
 @dataclass(frozen=True)
 class Score:
@@ -202,21 +205,22 @@ class Conversation:
         written = GeneratedText(tokenizer, self._comm, on_text, stop, interrupted)
         options = {**self._chat_format.generation(self._model), **sampling.generate_arguments()}
         criteria = StoppingCriteriaList([written] if stop or interrupted is not None else [])
-        torch.manual_seed(sampling.seed)
-        polling = nullcontext() if interrupted is None else interruptible_prefill(self._model, written)
-        with record_attention(self._model) if evidence and self.sources else nullcontext() as recorded, polling:
-            try:
-                output = self._generate(text, streamer=written, stopping_criteria=criteria, **options)
-            except PrefillInterrupted:
-                return Answer(
-                    text="",
-                    tokens=[],
-                    prompt_tokens=length,
-                    prefill_seconds=0.0,
-                    decode_seconds=0.0,
-                    finish_reason="interrupted",
-                )
-            attention = None if recorded is None else recorded.result()
+        try:
+            self._prefill_in_chunks(text, kept, written)
+            torch.manual_seed(sampling.seed)
+            with record_attention(self._model) if evidence and self.sources else nullcontext() as recorded:
+                with interruptible_prefill(self._model, written):
+                    output = self._generate(text, streamer=written, stopping_criteria=criteria, **options)
+                attention = None if recorded is None else recorded.result()
+        except PrefillInterrupted:
+            return Answer(
+                text="",
+                tokens=[],
+                prompt_tokens=length,
+                prefill_seconds=0.0,
+                decode_seconds=0.0,
+                finish_reason="interrupted",
+            )
         tokens = output.sequences[0, length:].tolist()
         if attention is not None:
             finite = all(bool(x.isfinite().all()) for x in (attention.frames, attention.text))
@@ -300,6 +304,19 @@ class Conversation:
         self._cache = cache = cache_of(output)
         self._cached_ids = output.sequences[0, : cache.get_seq_length()].tolist()
         return output
+
+    def _prefill_in_chunks(self, text: ChatText, kept: int, written: GeneratedText) -> None:
+        """Compute all but the end of a long continuation of the cache, `PREFILL_CHUNK` tokens at a time.
+
+        Attention to a cache needs a mask with a row for each new token and a column for each token so far.
+
+        Raises:
+            PrefillInterrupted: on all ranks, if `interrupted` ended the answer.
+        """
+        options = {**self._chat_format.generation(self._model), **Sampling(max_new_tokens=1).generate_arguments()}
+        for stop in range(kept + PREFILL_CHUNK, text.input_ids.shape[1], PREFILL_CHUNK) if kept else ():
+            with interruptible_prefill(self._model, written):
+                self._generate(text.beginning(stop), **options)
 
     def _end_token(self, options: Mapping[str, Any]) -> int:
         """Return a token that ends an answer; token 0 if none does."""

@@ -166,6 +166,10 @@ class GeneratedText(BaseStreamer, StoppingCriteria):
             self.is_interrupted = bool(self._comm.gather_ints([self.is_interrupted])[0][0])
         self._pass_on(len(self.text))
 
+    @property
+    def can_be_interrupted(self) -> bool:
+        return self._interrupted is not None
+
     def require_wanted(self) -> None:
         """Raise PrefillInterrupted on all ranks if `interrupted` returns True on rank 0. All ranks call this."""
         wanted = self._comm.rank > 0 or self._interrupted is None or not self._interrupted()
@@ -218,12 +222,15 @@ _RUN_AHEAD = 4
 
 @contextmanager
 def interruptible_prefill(model: nn.Module, written: GeneratedText) -> Iterator[None]:
-    """Let `interrupted` end the first pass of the model inside the block, before any module that attends.
+    """Let `interrupted`, if given, end the first pass of the model inside the block, before any module that attends.
 
     All ranks agree before each of these modules, in host memory, and raise PrefillInterrupted before the same one. The
     host would otherwise launch a whole pass on a GPU long before the GPU has computed it. It therefore waits until the
     GPU has reached an earlier module, which leaves the GPU with work.
     """
+    if not written.can_be_interrupted:
+        yield
+        return
     device, handles, reached = next(model.parameters()).device, list[Any](), deque[torch.cuda.Event]()
 
     def poll(*_: Any) -> None:

@@ -35,6 +35,7 @@ from mllm_seqpar.data.downloads import NotAllowed, blocks, data_blocks, open_url
 from mllm_seqpar.data.frame_choice import FrameChoice
 from mllm_seqpar.data.images import is_image_file, jpeg_of
 from mllm_seqpar.data.reader import read_frames
+from mllm_seqpar.data.store_files import write_fault
 from mllm_seqpar.data.video import probe
 from mllm_seqpar.errors import ConfigError, VideoError
 from mllm_seqpar.inference.engine import MediaFile
@@ -375,13 +376,26 @@ class MediaStore:
 
     @contextmanager
     def _temporary(self) -> Iterator[Path]:
-        """Yield an empty file, which is removed at the end of the block if it still has its name."""
-        handle, name = tempfile.mkstemp(dir=self._folder)
-        os.close(handle)
+        """Yield an empty file, which is removed at the end of the block if it still has its name.
+
+        Raises:
+            ApiError: 507, if the disk is full.
+        """
+        name = None
         try:
+            handle, name = tempfile.mkstemp(dir=self._folder)
+            os.close(handle)
             yield Path(name)
+        except OSError as error:
+            if (fault := write_fault(error)) is None:
+                raise
+            text = (
+                f"the server cannot store the file ({fault}); its operator can free space or give another --upload_dir"
+            )
+            raise ApiError(507, text, kind="server_error") from error
         finally:
-            Path(name).unlink(missing_ok=True)
+            if name is not None:
+                Path(name).unlink(missing_ok=True)
 
 
 def _until(abandoned: Callable[[], bool], blocks: Iterable[bytes]) -> Iterator[bytes]:

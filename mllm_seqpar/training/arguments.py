@@ -7,6 +7,7 @@ can agree on an error. All options are checked before the model and the data are
 
 import argparse
 import copy
+import inspect
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.utils.checkpoint
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_utils import HubStrategy, SchedulerType
@@ -214,6 +216,7 @@ REFUSED = {
     "deepspeed": "it replaces the averaging of gradients; use --shard_weights, which shards by FSDP2",
     "fsdp": "use --shard_weights, which shards by FSDP2, on CPUs too",
     "fsdp_config": "use --shard_weights, or a configuration of `accelerate launch` for other settings of FSDP2",
+    "debug": "underflow_overflow looks at all tensors of a pass, and ranks may have empty ones",
     "hub_strategy": "--push_to_hub uploads the final model, at the end",
 }
 """Options of `TrainingArguments` that must keep their default, with the reason."""
@@ -348,6 +351,13 @@ def make_options(values: Mapping[str, Any]) -> FineTuneOptions:
     except (ValueError, TypeError, OSError, ImportError) as error:
         fault = library_fault(error) or str(error)
         raise ConfigError(f"options of TrainingArguments: {' '.join(fault.split())}") from error
+    checkpointing = training.gradient_checkpointing_kwargs or getattr(training, "activation_checkpointing_kwargs", None)
+    known = {*inspect.signature(torch.utils.checkpoint.checkpoint).parameters, "preserve_rng_state"}
+    if unknown := sorted(set(checkpointing or {}) - known):
+        raise ConfigError(
+            f"--gradient_checkpointing_kwargs: {unknown[0]} is unknown; torch.utils.checkpoint.checkpoint takes "
+            "use_reentrant, determinism_check, debug, early_stop and preserve_rng_state"
+        )
     reporters = {"flyte", *get_available_reporting_integrations()}  # transformers does not check flyte
     if missing := [name for name in training.report_to if name not in reporters]:
         raise ConfigError(
@@ -369,7 +379,7 @@ def _check_training(values: Mapping[str, Any], run: ModelAndData) -> None:
         allowed.require(name, values.get(name))  # some releases of transformers lack an option
     defaults = {item.name: item.default for item in fields(FineTuningArguments)}
     for name, reason in REFUSED.items():
-        if name in defaults and values[name] != defaults[name]:
+        if name in defaults and values[name] not in (defaults[name], None):
             raise ConfigError(f"--{name} {values[name]} is not supported: {reason}")
     if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
         raise ConfigError(f"mixed_precision: fp16 in the launch configuration: {REFUSED['fp16']}")

@@ -54,6 +54,10 @@ def _with_adapters(model: Any, run: ModelAndData, frozen: Sequence[str], seed: i
         exclude_modules=sorted({name.rpartition(".")[0] for name in frozen}) or None,
         modules_to_save=run.lora_modules_to_save,
     )
+    paths = [f".{path}" for path, _ in model.named_modules()]
+    for name in run.lora_modules_to_save or ():
+        if not any(path.endswith(f".{name}") for path in paths):
+            raise ConfigError(f"--lora_modules_to_save {name}: no module of {type(model).__name__} has this name")
     try:
         adapted = add_adapters(model, config)
     except ValueError as error:

@@ -3,6 +3,7 @@
 A limit on the size of files stands for the full disk: the operating system's errors are handled alike.
 """
 
+import io
 import json
 import os
 import resource
@@ -122,3 +123,15 @@ def test_checkpoint_that_cannot_be_written_ends_training_with_one_line(training_
         fine_tune([*argv, "--use_cpu", "--disable_tqdm", "true"])
     assert fine_tune([*argv, "--use_cpu", "--disable_tqdm", "true", "--resume_from_checkpoint", "auto"]) == 0
     assert json.loads((tmp_path / "run" / "trainer_state.json").read_text())["global_step"] == 2
+
+
+def test_upload_that_the_server_cannot_store_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("fastapi", reason="fastapi is not installed (extra serve)")
+    from mllm_seqpar.serving.media import MediaStore
+    from mllm_seqpar.serving.protocol import ApiError
+
+    store = MediaStore(tmp_path, max_bytes=10 * LIMIT, max_total=10 * LIMIT)
+    with small_files(), pytest.raises(ApiError, match="the server cannot store the file .*--upload_dir") as found:
+        store.add(io.BytesIO(bytes(2 * LIMIT)), "a.mp4", "user_data")
+    assert found.value.status == 507 and not list(tmp_path.iterdir()) and not store.uploads()
+    assert store.add(io.BytesIO(b"x"), "a.mp4", "user_data").bytes == 1

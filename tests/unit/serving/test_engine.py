@@ -349,3 +349,42 @@ def test_logits_that_are_not_finite_are_an_error_of_the_job(
         assert run(worker, job(video)).tokens == expected
 
     on_ranks(world, inference_files / "gated", body)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", [*MAKERS, "gated"])
+def test_long_continuation_is_computed_in_chunks(
+    name: str, world: int, inference_files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = inference_files if name == "gated" else family_folder()
+    clip = MediaFile.of("video", str(folder / "clip.mp4"), FrameChoice(num_frames=3))
+    first = replace(job(clip), evidence=3)
+    says = {"role": "assistant", "content": [{"type": "text", "text": "A dot."}]}
+    asks = {"role": "user", "content": [{"type": "text", "text": "Where is it, when does it move, and what is it?"}]}
+    second = replace(first, messages=[*first.messages, says, asks])
+
+    def body(engine: Engine) -> tuple[list[Answer], list[int]]:
+        rows: list[int] = []
+        engine.model.register_forward_pre_hook(
+            lambda model, args, given: rows.append(given["input_ids"].shape[1] if "input_ids" in given else 0),
+            with_kwargs=True,
+        )
+        replies = [answer(engine, asked) for asked in (first, second)]
+        worker = Worker(engine)
+        run(worker, first)
+        polls = iter([False] * 3 + [True] * 99)  # within the second chunk, or the first if a model has more layers
+        wants = {"interrupted": lambda: next(polls)} if engine.comm.rank == 0 else {}
+        return [*replies, run(worker, second, **wants), run(worker, second)], rows
+
+    found = []
+    for chunk in (4096, 9):
+        monkeypatch.setattr("mllm_seqpar.inference.conversation.PREFILL_CHUNK", chunk)
+        found.append(on_ranks(world, folder / name, body))
+    for (whole, _), (chunks, rows) in zip(*found, strict=True):
+        assert [reply.tokens for reply in chunks] == [reply.tokens for reply in whole]
+        assert [reply.cached_tokens for reply in chunks] == [reply.cached_tokens for reply in whole]
+        assert chunks[2].finish_reason == "interrupted" and chunks[3].tokens == whole[1].tokens
+        for mine, expected in zip(chunks[:2], whole[:2], strict=True):
+            shares = [[moment.share for moment in reply.evidence.moments] for reply in (mine, expected)]  # type: ignore
+            assert shares[0] == pytest.approx(shares[1], rel=1e-4)
+        assert rows.count(9) >= 2 or not any(rows)

@@ -61,9 +61,8 @@ def submit(page: Page, text: str) -> None:
 
 
 def reload(page: Page) -> None:
-    page.value("window.left = true; null")
-    page.call("Page.reload")
-    page.wait("!window.left && document.getElementById('model')?.textContent === 'tiny'", 30)
+    page.call("Page.navigate", url=page.value("location.href"))  # unlike Page.reload, it returns after the old page
+    page.wait("document.getElementById('model')?.textContent === 'tiny'", 30)
 
 
 def status_is(page: Page, text: str) -> None:

@@ -103,6 +103,8 @@ def test_command_line_wins_over_the_configuration_file(tmp_path: Path) -> None:
         (["--max_grad_norm", "-1"], "--max_grad_norm: -1.0 is not allowed; give 0 or more"),
         (["--logging_steps", "-5"], "--logging_steps: -5.0 is not allowed; give more than 0"),
         (["--eval_steps", "-1"], "--eval_steps: -1.0 is not allowed; give more than 0"),
+        (["--gradient_checkpointing_kwargs", '{"a": 1}'], "--gradient_checkpointing_kwargs: a is unknown; torch.utils"),
+        (["--debug", "underflow_overflow"], "--debug .* is not supported: underflow_overflow looks at all tensors"),
         (["--on_bad_media", "ignore"], "--on_bad_media.*invalid choice: 'ignore'"),
         (["--fsdp"], "--fsdp True is not supported: use --shard_weights"),
         (["--report_to", "no_tool"], "--report_to no_tool: transformers knows no such tool, or its package is not"),
