@@ -99,7 +99,8 @@ def test_weights_are_compared_in_passes_1_2_4_8_and_reports_are_logged_once(capl
     for rank, size in ((0, 2), (1, 2), (0, 1)):
         caplog.clear()
         context = SeqParContext(LoopbackCommunicator(LoopbackWorld(size), rank), SeqParConfig())
-        assert [context.compares_weights() for _ in range(8)] == [p in (1, 2, 4, 8) for p in range(1, 9)]
+        for trains in (False, True):  # counted apart, so that training that follows an evaluation is checked at once
+            assert [context.compares_weights(trains) for _ in range(8)] == [p in (1, 2, 4, 8) for p in range(1, 9)]
         for _ in range(2):
             context.report_approximation(16, 4)
             context.count_shards((6, 12), (3, 5))
