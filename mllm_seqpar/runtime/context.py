@@ -50,7 +50,7 @@ class SeqParContext:
                 'group="self" if this process is to run without communication'
             )
 
-    def compares_weights(self, trains: bool = False) -> bool:
+    def compares_weights(self, trains: bool) -> bool:
         """Return whether this pass checks the model, and compares the weights of the ranks: the 1st, 2nd, 4th, 8th ...
         pass do. Passes with gradients (`trains`) are counted by themselves, so that an evaluation before training does
         not delay the checks of its first steps.

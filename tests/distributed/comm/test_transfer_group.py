@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -133,6 +134,74 @@ def missing_rank(rank: int, world: int) -> str:
 def test_rank_that_does_not_take_part_is_reported() -> None:
     message = ranks(2).run(missing_rank, timeout=60)[0]
     assert "among the global ranks [0, 1] could not be made" in message and "must call patch_model" in message
+
+
+def late_rank(rank: int, world: int) -> list[int]:
+    """Rank 1 comes after rank 0 has given up; then both come."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    if rank == 0:
+        with pytest.raises(TransferError):
+            transfer_communicator(group)
+    dist.barrier()
+    if rank == 1:
+        with pytest.raises(TransferError):
+            transfer_communicator(group)
+    dist.barrier()
+    return [int(x) for x in transfer_communicator(group).all_gather(torch.tensor(rank))]
+
+
+def test_ranks_that_missed_each_other_meet_later() -> None:
+    assert ranks(2).run(late_rank, timeout=60) == [[0, 1]] * 2
+
+
+def group_again(rank: int, world: int) -> list[str]:
+    """Patch, call, and lose the process group; then make the default group again over the same store."""
+    model = patch_model(tiny_model("per_head"))
+    comm = patch_of(model).context.comm
+    assert isinstance(comm, ProcessGroupCommunicator)
+    names = [comm.transfers.group_name]
+    # What `destroy_process_group` does to the groups; torch's own, which would have to connect again, stays.
+    dist.destroy_process_group(comm.transfers)
+    module._groups.clear()
+    found = []
+    with pytest.raises(TransferError, match="the process group is destroyed; call unpatch_model and patch_model again"):
+        model(input_ids=torch.ones(1, 4, dtype=torch.long), use_cache=False)
+    for _ in range(2):
+        unpatch_model(model)
+        patch_model(model)
+        comm = patch_of(model).context.comm
+        assert isinstance(comm, ProcessGroupCommunicator)
+        names.append(comm.transfers.group_name)
+        found.append(str(comm.gather_ints([rank])))
+        dist.destroy_process_group(comm.transfers)
+        module._groups.clear()
+    return [*found, str(len(set(names)))]
+
+
+def test_group_that_is_made_again_over_the_same_store_has_a_name_of_its_own() -> None:
+    assert ranks(2).run(group_again, timeout=60) == [["[[0], [1]]", "[[0], [1]]", "3"]] * 2
+
+
+def alone_then_together(rank: int, world: int, store: str) -> str:
+    """Patch over a world of one rank, which is destroyed; then there is one of several ranks."""
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(f"{store}-{rank}", 1), rank=0, world_size=1)
+    model = patch_model(tiny_model("per_head"))
+    model(input_ids=torch.ones(1, 4, dtype=torch.long))
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    with pytest.raises(ConfigError, match="patched for one process") as raised:
+        model(input_ids=torch.ones(1, 4, dtype=torch.long))
+    unpatch_model(model)
+    patch_model(model)
+    model(input_ids=torch.ones(1, 4, dtype=torch.long), use_cache=False)
+    return str(raised.value)
+
+
+def test_model_of_a_world_of_one_is_refused_in_a_later_world_of_several(tmp_path: Path) -> None:
+    pool = ranks(2)
+    messages = pool.run(alone_then_together, str(tmp_path / "store"), timeout=60)
+    assert all("2 ranks" in message and "patch_model" in message for message in messages)
 
 
 class Options:

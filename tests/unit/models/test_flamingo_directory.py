@@ -13,7 +13,7 @@ from flamingo_reference import authors_flamingo
 from published_flamingo import EVERY, published_parts
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, MptConfig
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from family_directories import MAKERS, character_tokenizer, make_open_flamingo
@@ -21,7 +21,7 @@ from mllm_seqpar.__main__ import main
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.models.loading import load_model, load_processor
 from mllm_seqpar.models.open_flamingo import OpenFlamingoProcessor, convert
-from mllm_seqpar.models.open_flamingo.language import load_language_model
+from mllm_seqpar.models.open_flamingo.language import QKNormMptForCausalLM, load_language_model
 from outcomes import error
 
 if "open_flamingo" not in MAKERS:
@@ -222,6 +222,15 @@ def test_numbers_of_an_mpt_config_may_be_ints_or_floats(kind: str, tmp_path: Pat
     file.write_text(json.dumps(written | {"max_seq_len": 2048.5}))
     with pytest.raises(ConfigError, match="'max_seq_len' expected int"):
         load_language_model(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_padding_on_the_left_of_mpt_with_norms_gives_finite_logits(dtype: torch.dtype) -> None:
+    """Rows of padding see no key; not-a-number in their values would reach every later row."""
+    config = MptConfig(d_model=32, n_heads=4, n_layers=2, max_seq_len=16, vocab_size=64, attn_config={"qk_ln": True})
+    model = QKNormMptForCausalLM(config).to(dtype).eval()
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    assert bool(model(input_ids=torch.ones_like(mask), attention_mask=mask).logits.isfinite().all())
 
 
 def test_wrong_interval_is_refused(published: Any, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mllm_seqpar.attention.keys import cast_for_attention
@@ -18,7 +19,7 @@ from mllm_seqpar.integrations.transformers.family import mask_over_samples
 from mllm_seqpar.masks import BlockMask
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.star import StarText, block_length
-from mllm_seqpar.runtime.text import TextKVCache, TextShards, packed_starts, shifted
+from mllm_seqpar.runtime.text import TextKVCache, TextShards, packed_starts, sharded_causal_lm_loss, shifted
 from mllm_seqpar.runtime.visual_features import checksum, sampled_bits, sampling_step
 
 
@@ -98,7 +99,8 @@ def test_weights_are_compared_in_passes_1_2_4_8_and_reports_are_logged_once(capl
     for rank, size in ((0, 2), (1, 2), (0, 1)):
         caplog.clear()
         context = SeqParContext(LoopbackCommunicator(LoopbackWorld(size), rank), SeqParConfig())
-        assert [context.compares_weights() for _ in range(8)] == [p in (1, 2, 4, 8) for p in range(1, 9)]
+        for trains in (False, True):  # counted apart, so that training that follows an evaluation is checked at once
+            assert [context.compares_weights(trains) for _ in range(8)] == [p in (1, 2, 4, 8) for p in range(1, 9)]
         for _ in range(2):
             context.report_approximation(16, 4)
             context.count_shards((6, 12), (3, 5))
@@ -116,6 +118,18 @@ def test_small_functions_of_a_pass() -> None:
     state = AutocastState("cpu", True, torch.bfloat16)
     with state.again():
         assert AutocastState.current("cpu") == state and not torch.is_autocast_cache_enabled()
+
+
+def test_loss_of_a_float64_model_is_summed_in_float64() -> None:
+    logits, targets = torch.randn(1, 3000, 7, dtype=torch.float64), torch.randint(7, (1, 3000))
+    exact = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").double().mean().item()
+
+    def run(comm: Communicator) -> torch.Tensor:
+        text = TextShards(1, 3000, comm, "zigzag")
+        return sharded_causal_lm_loss(text.shard(logits, 1), targets, text)
+
+    for loss in run_loopback(2, run):
+        assert loss.dtype == torch.float64 and loss.item() == pytest.approx(exact, rel=1e-12)
 
 
 def test_checksum_depends_on_each_entry_and_their_order() -> None:
