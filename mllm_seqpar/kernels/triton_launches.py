@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-ROWS_AT_ONCE = 256
-"""Rows whose intervals a tile of keys looks at together, in backward."""
+FOLDED_ROWS_AT_ONCE = 4096
+"""Folded rows whose intervals a tile of keys looks at together, in backward. With more, the pipeline of loads is filled
+less often; with fewer, more rows between the items of a batch are skipped."""
 PARTS_PER_MULTIPROCESSOR = 2
 KEYS_PER_PART = 512
 """Keys are split until there are so many programs for each multiprocessor, but not into shorter parts."""
@@ -90,6 +91,11 @@ def padded(dim: int) -> int:
 def triton_unavailable() -> str | None:
     """Return why Triton cannot be imported, or None."""
     return None if importlib.util.find_spec("triton") else "needs Triton, which is not installed (pip install triton)"
+
+
+def rows_at_once(repeat: int) -> int:
+    """Return how many rows a tile of keys looks at together, a power of two."""
+    return max(256, padded(FOLDED_ROWS_AT_ONCE // repeat + 1) // 2)
 
 
 def unsupported_device(device: torch.device) -> str | None:
@@ -164,7 +170,7 @@ def _backward(
             *inputs, dq, *sizes, parts, **_constants(q, k, low, launch.dq)
         )
         triton_kernels.backward_dk_dv[-(-keys // launch.dk_dv.keys), batch * groups](
-            *inputs, dk, dv, *sizes, ROWS_AT_ONCE=ROWS_AT_ONCE, **_constants(q, k, low, launch.dk_dv)
+            *inputs, dk, dv, *sizes, ROWS_AT_ONCE=rows_at_once(heads // groups), **_constants(q, k, low, launch.dk_dv)
         )
     return dq[0] if parts == 1 else dq.sum(0), dk, dv
 

@@ -1,13 +1,14 @@
 """Tiles of the Triton kernel for intervals: time candidates on a GPU, or compile them for one on any machine.
 
-    python scripts/bench/triton_tiles.py [--dims 128 64] [--rows 1280] [--keys 186624]
+    python scripts/bench/triton_tiles.py [--dims 128] [--rows 1280] [--keys 186624]
     python scripts/bench/triton_tiles.py --compile 9.0 [--dims 64 128 256] [--dtype bfloat16] [--all]
 
 On a GPU, every row has the TFLOP/s of visible work of one candidate under a mask in which rows see earlier frames: 4 D
 FLOP for each visible entry and head in forward, 10 D in backward. A candidate replaces the tiles of one program, and
 the others keep theirs, so dq and (dk, dv) are compared by the time of a whole backward pass. The best of each belong in
-`LAUNCHES` of `mllm_seqpar/kernels/triton_launches.py`. Two rows for comparison: cuDNN on the same sizes without a mask
-(of which all work is visible), and the kernel without a mask.
+`LAUNCHES` of `mllm_seqpar/kernels/triton_launches.py`. Rows for comparison: the kernel and cuDNN without a mask (all
+work is visible); the mask in groups of rows, of which cuDNN computes the keys that all rows see and the kernel the rest
+("split"); and FlexAttention, compiled for the same mask, with the gradients of its own output.
 
 With --compile, the compiler of Triton's package compiles for a compute capability without a GPU. The rows have the
 shared memory of a program, its registers, and the bytes that each thread spills; --all compiles the candidates too.
@@ -19,7 +20,7 @@ import argparse
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,11 @@ import harness
 import report
 import torch
 from harness import Row
+from torch import Tensor
 
 from mllm_seqpar.kernels import kernel_by_name, triton_launches
-from mllm_seqpar.kernels.triton_launches import ROWS_AT_ONCE, SHARED_MEMORY, Launch, Tiles, launch_of, padded
+from mllm_seqpar.kernels.base import merge_
+from mllm_seqpar.kernels.triton_launches import SHARED_MEMORY, Launch, Tiles, launch_of, padded, rows_at_once
 from mllm_seqpar.masks import Intervals
 
 CANDIDATES = {
@@ -56,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = harness.options(__doc__)
-    parser.add_argument("--dims", type=int, nargs="+", default=[128, 64], help="head dims")
+    parser.add_argument("--dims", type=int, nargs="+", default=[128], help="head dims")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--rows", type=int, default=1280, help="query rows")
     parser.add_argument("--keys", type=int, default=186624)
@@ -96,18 +99,27 @@ def timed(args: argparse.Namespace, dim: int) -> Iterator[Row]:
         kernel, scale = kernel_by_name(name), dim**-0.5
         o, lse = kernel.forward(q, k, v, scale=scale, intervals=intervals)
         delta = (do.float() * o.float()).sum(-1)
-        visible = args.rows * args.keys if intervals is None else intervals.visible
-        work = visible * HEADS * dim / 1e9
         forward = do_bench(lambda: kernel.forward(q, k, v, scale=scale, intervals=intervals))
         backward = do_bench(lambda: kernel.backward(do, q, k, v, o, lse, scale=scale, intervals=intervals, delta=delta))
-        return {"forward": 4 * work / forward, "backward": 10 * work / backward}
+        units = whole if intervals is None else shown
+        return {"forward": 4 * units / forward, "backward": 10 * units / backward}
 
-    for name, intervals in (("triton_intervals", stairs), ("triton_intervals", None), ("cuda_cudnn", None)):
-        mask = "no mask" if intervals is None else "default"
+    work = HEADS * dim / 1e9
+    shown, whole = stairs.visible * work, args.rows * args.keys * work
+    for title, tiles, run in (
+        ("triton_intervals", "default", lambda: rates("triton_intervals", stairs)),
+        ("triton_intervals", "no mask", lambda: rates("triton_intervals", None)),
+        ("cuda_cudnn", "no mask", lambda: rates("cuda_cudnn", None)),
+        *(
+            ("split", f"{n} groups", lambda n=n: {"forward": 4 * shown / do_bench(split(q, k, v, stairs, n))})
+            for n in (2, 4)
+        ),
+        ("FlexAttention", "its own", lambda: flex_rates(q, k, v, do, stairs)),
+    ):
         try:
-            yield {"dim": dim, "program": name, "tiles": mask, **rates(name, intervals)}
-        except RuntimeError as error:
-            yield {"dim": dim, "program": name, "tiles": mask, "problem": str(error)[:80]}
+            yield {"dim": dim, "program": title, "tiles": tiles, **run()}
+        except Exception as error:  # noqa: BLE001 - whatever a compiler raises
+            yield {"dim": dim, "program": title, "tiles": tiles, "problem": str(error)[:80]}
     default = launch_of(dtype, dim, torch.cuda.get_device_capability())
     (key,) = (key for key, launch in triton_launches.LAUNCHES.items() if launch is default)
     for program in PROGRAMS:
@@ -120,6 +132,45 @@ def timed(args: argparse.Namespace, dim: int) -> Iterator[Row]:
                 yield row_of | {"problem": str(error)[:80]}
             finally:
                 triton_launches.LAUNCHES[key] = default
+
+
+def split(q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, groups: int) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Return a function for the forward pass in groups of rows: the keys that all of its rows see, and the border."""
+    full, border, scale = kernel_by_name("cuda_cudnn"), kernel_by_name("triton_intervals"), q.shape[3] ** -0.5
+    low, high, count = intervals.low.clone(), intervals.high, q.shape[2] // groups
+    parts = [(slice(i * count, (i + 1) * count), int(high[:, i * count])) for i in range(groups)]
+    for rows, stop in parts:  # the intervals start at key 0 and grow
+        low[:, rows] = stop
+    rest = Intervals(low, high, intervals.keys)
+
+    def run() -> tuple[Tensor, Tensor]:
+        o, lse = border.forward(q, k, v, scale=scale, intervals=rest)
+        for rows, stop in parts:
+            part = full.forward(q[:, :, rows], k[:, :, :stop], v[:, :, :stop], scale=scale)
+            merge_(o[:, :, rows], lse[:, :, rows], *part)
+        return o, lse
+
+    return run
+
+
+def flex_rates(q: Tensor, k: Tensor, v: Tensor, do: Tensor, intervals: Intervals) -> Row:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from triton.testing import do_bench
+
+    low, high = intervals.on(q.device)
+
+    def visible(item: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return (key >= low[0, row]) & (key < high[0, row])
+
+    mask = create_block_mask(visible, None, None, q.shape[2], k.shape[2], device=q.device, _compile=True)
+    attend = torch.compile(flex_attention, dynamic=False)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    o = attend(*leaves, block_mask=mask, enable_gqa=True)
+    backward = do_bench(lambda: torch.autograd.grad(o, leaves, do, retain_graph=True))
+    with torch.no_grad():
+        forward = do_bench(lambda: attend(q, k, v, block_mask=mask, enable_gqa=True))
+    work = intervals.visible * q.shape[1] * q.shape[3] / 1e9
+    return {"forward": 4 * work / forward, "backward": 10 * work / backward}
 
 
 def compiled(args: argparse.Namespace, dim: int) -> Iterator[Row]:
@@ -157,7 +208,9 @@ def compile_program(program: str, tiles: Tiles, dim: int, dtype: torch.dtype, ca
     types |= dict.fromkeys(("OUT", "LSE", "DELTA", "DQ", "DK", "DV"), "*fp32") | {"scale": "fp32"}
     constants = triton_launches.constants(HEADS // GROUPS, dim, dtype, tiles, masked=True)
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
-    constants |= {"ROWS_AT_ONCE": ROWS_AT_ONCE} | dict.fromkeys(("stride_qd", "stride_kd", "stride_vd", "stride_od"), 1)
+    constants |= {"ROWS_AT_ONCE": rows_at_once(HEADS // GROUPS)} | dict.fromkeys(
+        ("stride_qd", "stride_kd", "stride_vd", "stride_od"), 1
+    )
     names = function.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     aligned = [n for n in names if signature[n][0] == "*" or (n.startswith("stride") and n not in constants)]

@@ -17,7 +17,6 @@ from dense_attention import dense_attention, squared_terms
 from mllm_seqpar.kernels import triton_launches
 from mllm_seqpar.kernels.base import merge_, output_with_row_sums, row_sums
 from mllm_seqpar.kernels.triton_intervals import TritonIntervalsKernel
-from mllm_seqpar.kernels.triton_launches import ROWS_AT_ONCE
 from mllm_seqpar.masks import Intervals
 from tolerances import EXACT, relative_error
 
@@ -124,10 +123,12 @@ def test_random_masks_of_random_sizes(family):
         check(family, batch=batch, heads=groups * repeat, groups=groups, rows=rows, keys=keys, dim=8)
 
 
-def test_rows_are_looked_at_in_several_chunks():
+def test_rows_are_looked_at_in_several_chunks(monkeypatch):
+    assert [triton_launches.rows_at_once(repeat) for repeat in (1, 2, 7, 8, 71)] == [4096, 2048, 512, 512, 256]
+    monkeypatch.setattr(triton_launches, "rows_at_once", lambda repeat: 64)
     torch.manual_seed(0)
-    for family in ("stairs", "packed"):
-        check(family, heads=1, rows=2 * ROWS_AT_ONCE + 3, keys=70)
+    for family in ("stairs", "packed", "random"):
+        check(family, rows=2 * 64 + 3, keys=70)
 
 
 @pytest.mark.parametrize("family", ["stairs", "holes", None])
