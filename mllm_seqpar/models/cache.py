@@ -13,7 +13,7 @@ A `ShardedLayer` takes the place of one of the model's own layers, if its K and 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +24,6 @@ from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.runtime.frames import VisualKVCache
 from mllm_seqpar.runtime.text import TextKVCache, TextShards
 from mllm_seqpar.runtime.visual_tokens import FrameTokens
-
-if TYPE_CHECKING:
-    from .mplug_owl3.media import MediaLayout
 
 ONE_PROCESS = (0, 1)
 """The group of a model that is not patched: it is rank 0 of 1."""
@@ -65,7 +62,7 @@ class SequenceParallelCacheState(getattr(cache_utils, "DummyLayer", object)):  #
         self.visual_kv: VisualKVCache | None = None
         self.frame_fingerprints: set[tuple[int, ...]] = set()
         self.samples: int | None = None
-        self.media_layout: MediaLayout | None = None
+        self.media_layout: Any = None
         self.frame_tokens: FrameTokens | None = None
         self.position_offsets: Tensor | None = None
         self.text_kv: TextKVCache | None = None

@@ -15,7 +15,8 @@ from frame_attention_reference import PROMPT, expected_shares
 from mllm_seqpar import attention_over_frames, patch_model, record_attention
 from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.errors import AgreementError, ConfigError
-from mllm_seqpar.runtime import attention_record, visual_features
+from mllm_seqpar.inference import attention_record
+from mllm_seqpar.runtime import visual_features
 from tiny_models.qwen2_5_vl import IMAGE, VIDEO
 
 TOLERANCE = 1e-5
