@@ -15,7 +15,7 @@ import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -43,10 +43,6 @@ from .generation import patch_generate
 from .inputs import TEXT_ARGUMENTS, ForwardInputs, text_arguments
 from .passes import run_pass
 
-if TYPE_CHECKING:
-    from mllm_seqpar.data.chat_family import ChatFamily
-    from mllm_seqpar.planner.model_sizes import ModelSizes
-
 InputsT = TypeVar("InputsT", bound=ForwardInputs)
 
 MULTIMODAL_OUTPUT: type = getattr(modeling_outputs, "MultimodalCausalLMOutputWithPast", CausalLMOutputWithPast)
@@ -68,9 +64,10 @@ class Family(ABC, Generic[InputsT]):
     Attributes:
         name: the family's name in messages.
         model_class, package: the name of the class of its models, and how the name of their package begins.
-        chat: the chat format of its processors. With it, programs can also fine-tune and question the model.
-        sizes: by `model_type` of a `config.json`: (config, name) -> the sizes of the model that it describes, for the
-            planner.
+        chat: of a family outside this package, the `ChatFamily` of its processors. With it, programs can also fine-tune
+            and question the model. The index of the families of this package names theirs.
+        sizes: of a family outside this package, by `model_type` of a `config.json`: (config, name) -> the `ModelSizes`
+            of the model that it describes, for the planner.
         parts: the module paths of the parts of a model that fine-tuning can freeze by name: "vision", "projector",
             "language".
         frame_arguments: the arguments of the forward that hold frames or features; they take `HostFrames`.
@@ -91,8 +88,8 @@ class Family(ABC, Generic[InputsT]):
     name: str
     model_class: str
     package = "transformers."
-    chat: type[ChatFamily] | None = None
-    sizes: Mapping[str, Callable[[dict[str, Any], str], ModelSizes]] = {}
+    chat: type[Any] | None = None
+    sizes: Mapping[str, Callable[[dict[str, Any], str], Any]] = {}
     parts: Mapping[str, tuple[str, ...]] = {}
     frame_arguments: tuple[str, ...] = ("pixel_values",)
     visual_arguments: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What every adapter uses: changes of a model, the pass, frames, text, K and V; and the chat format of a family."""
+"""The state of a forward pass with sharded text and frames, for adapters of models that are not of transformers."""
 
 from __future__ import annotations
 
@@ -8,95 +8,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mllm_seqpar._logging import get_logger
-from mllm_seqpar._transfers import copy_to_device, copy_to_host
-from mllm_seqpar.attention.keys import cast_for_attention
-from mllm_seqpar.checkpointing import TokenwiseFunction, run_in_chunks
-from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree, attempt
-from mllm_seqpar.comm.autograd import gather_shards
-from mllm_seqpar.data.chat_family import (
-    VIDEO_MARK,
-    ChatFamily,
-    ChatText,
-    ImageTokenFamily,
-    Messages,
-    answer_spans,
-    image_counts,
-    tokenize,
-)
-from mllm_seqpar.data.formats import media_of, media_parts
-from mllm_seqpar.data.images import to_pil_images
-from mllm_seqpar.data.reader import check_range
-from mllm_seqpar.data.sources import FeatureFrames, FrameSource, ImageListSource, ImageTensorSource
-from mllm_seqpar.errors import AdapterError, ConfigError, DataError, MaskError, ShapeError
+from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.masks import FrameMask
-from mllm_seqpar.patching import Patch
-from mllm_seqpar.patching.registry import Adapter, is_instance_by_name
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.frames import Frames, select_strategy
-from mllm_seqpar.runtime.projections import FunctionProjection, KVProjection
-from mllm_seqpar.runtime.star import StarText
-from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
-from mllm_seqpar.runtime.text import TextShards, sharded_causal_lm_loss, shifted
-from mllm_seqpar.runtime.visual_features import VisualFeatures, sampled_bits
-from mllm_seqpar.runtime.visual_tokens import FrameTokens, VisualTokenLayout
-from mllm_seqpar.sharding import FrameShard, HostFrames, frame_bounds, frame_range, tensor_of
-
-__all__ = [
-    "VIDEO_MARK",
-    "Adapter",
-    "AdapterError",
-    "ChatFamily",
-    "ChatText",
-    "Communicator",
-    "ConfigError",
-    "CrossAttentionShape",
-    "DataError",
-    "FeatureFrames",
-    "ForwardState",
-    "FrameMask",
-    "FrameShard",
-    "FrameSource",
-    "FrameTokens",
-    "FunctionProjection",
-    "HostFrames",
-    "ImageListSource",
-    "ImageTensorSource",
-    "ImageTokenFamily",
-    "KVProjection",
-    "MaskError",
-    "Messages",
-    "Patch",
-    "SeqParContext",
-    "ShapeError",
-    "ShardedState",
-    "StarText",
-    "TokenwiseFunction",
-    "VisualTokenLayout",
-    "answer_spans",
-    "cast_for_attention",
-    "check_range",
-    "copy_to_device",
-    "copy_to_host",
-    "frame_bounds",
-    "frame_range",
-    "gather_shards",
-    "get_logger",
-    "image_counts",
-    "is_instance_by_name",
-    "media_of",
-    "media_parts",
-    "run_in_chunks",
-    "sampled_bits",
-    "sharded_call",
-    "sharded_causal_lm_loss",
-    "shifted",
-    "tensor_of",
-    "to_pil_images",
-    "tokenize",
-]
+from mllm_seqpar.runtime.text import TextShards
+from mllm_seqpar.runtime.visual_features import VisualFeatures
+from mllm_seqpar.sharding import frame_bounds
 
 
 class ShardedState(ForwardState):
