@@ -107,7 +107,7 @@ def test_file_that_holds_no_fields_is_rejected(content: str | None, message: str
     [
         ("layers: 28", "layers: 0", "text: layers is 0; expected a whole number, 1 or more"),
         ("layers: 28, ", "", "text: layers missing"),
-        ("hidden:", "hiden:", "text: unknown field hiden; allowed fields"),
+        ("hidden:", "hiden:", r"text: unknown field hiden \(did you mean hidden\?\); allowed fields"),
         ("kv_heads: 4", "kv_heads: 3", "text: 3 kv_heads do not divide 28 heads"),
         ("projector: [1152, 3584]", "projector: 5", r"projector is 5; expected \[in, out\]"),
         ("cross: {", "crossing: {", "unknown field crossing"),
@@ -116,7 +116,11 @@ def test_file_that_holds_no_fields_is_rejected(content: str | None, message: str
         ("own_queries: false", "own_queries: 0", "own_queries is 0; expected true or false"),
         ("features_norm: true", "key_norm: bfloat16", "key_norm is 'bfloat16'; expected one of none, float32, mixed"),
         ("matmul: 1000000000000.0\n", "", r"c\.yaml: matmul \(FLOP/s\) missing"),
-        ("matmul:", "matmull:", r"unknown field matmull; allowed fields: all_pairs, attention_backward"),
+        (
+            "matmul:",
+            "matmull:",
+            r"unknown field matmull \(did you mean matmul\?\); allowed fields: all_pairs, attention_b",
+        ),
         ("matmul: 1", "matmul: -1", r"matmul is -1000000000000.0; expected FLOP/s, above 0"),
         ("network_latency_s: 0.0", "network_latency_s: -1", r"network_latency_s is -1; expected seconds, 0 or more"),
         ("gpus_per_node: 4", "gpus_per_node: 4.5", r"gpus_per_node is 4.5; expected a whole number of GPUs"),
