@@ -69,7 +69,8 @@ def load_model(
         return load_clean(cls.from_pretrained, str(folder), f"--model {folder}", config=config, **options)[0]
 
     try:
-        if not options and _stored_elements(folder) not in (None, _elements(cls, config)):
+        stored = None if options else _stored_elements(folder)
+        if stored is not None and _elements(cls, config) not in (None, stored):
             load(dtype=dtype, device_map="meta")  # compares names and shapes before anything is built or read
         return load(dtype=dtype, **options)
     except SeqParError:
@@ -103,10 +104,13 @@ def _stored_elements(folder: Path) -> int | None:
     return total if files else None
 
 
-def _elements(cls: Any, config: Any) -> int:
-    """Return the number of elements of all parameters and saved buffers of a model."""
-    with torch.device("meta"):
-        model = cls(copy.deepcopy(config))
+def _elements(cls: Any, config: Any) -> int | None:
+    """Return the number of elements of all parameters and saved buffers of a model; None if that takes its weights."""
+    try:
+        with torch.device("meta"):
+            model = cls(copy.deepcopy(config))
+    except Exception:  # noqa: BLE001 - of a class that computes while it is built; loading reports what is wrong
+        return None
     return sum({id(x): x.numel() for x in model.state_dict(keep_vars=True).values()}.values())
 
 
