@@ -96,7 +96,7 @@ class ParameterCheck:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
+        self._modules = [module for module in modules if not _replaces_weights(module)]
         self._before = self._found()
 
     def require_unchanged(self, option: str) -> None:
@@ -115,10 +115,22 @@ class ParameterCheck:
     def _found(self) -> list[tuple[int, int, bool]]:
         found = []
         for module in self._modules:
-            for p in module.parameters() if module._modules else module._parameters.values():
+            for p in _parameters_as_given(module) if module._modules else module._parameters.values():
                 if p is not None:
                     found.append((id(p), 0 if p.is_inference() else p._version, p.requires_grad))
         return found
+
+
+def _replaces_weights(module: nn.Module) -> bool:
+    """Return whether a layer, such as bitsandbytes' 4-bit ones under FSDP2, replaces its frozen weight in each call, by
+    another object with the same memory."""
+    return type(module).__module__.startswith("bitsandbytes.")
+
+
+def _parameters_as_given(module: nn.Module) -> Iterator[nn.Parameter | None]:
+    for part in module.modules():
+        if not _replaces_weights(part):
+            yield from part._parameters.values()
 
 
 @contextmanager
