@@ -174,15 +174,19 @@ def test_inputs_may_be_views_and_do_float32():
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_backward_takes_the_merged_output_or_its_row_sums():
-    """Rows that see nothing of one of two blocks have the log-sum-exp of the other."""
+@pytest.mark.parametrize("keys", [80, 300])
+def test_backward_takes_the_merged_output_or_its_row_sums(keys):
+    """Rows that see nothing of one of two blocks have the log-sum-exp of the other; also beside rows that see all."""
     torch.manual_seed(0)
-    inputs = q, k, v, do = random_inputs(heads=4, groups=2, rows=30, keys=80)
-    mask, kernel = intervals("random", 1, 30, 80), TritonIntervalsKernel()
+    inputs = q, k, v, do = random_inputs(heads=4, groups=2, rows=30, keys=keys)
+    mask, kernel, cut = intervals("random", 1, 30, keys), TritonIntervalsKernel(), 35
+    if keys == 300:
+        cut, even = 150, torch.arange(30)[None] % 2 == 0
+        mask = Intervals(torch.where(even, cut, 0), torch.full((1, 30), keys), keys)
     o, lse = torch.zeros(q.shape), torch.full(q.shape[:3], -torch.inf)
     parts = [
         (k[:, :, a:b], v[:, :, a:b], {"scale": 0.25, "intervals": mask.part(keys=(a, b))})
-        for a, b in ((0, 35), (35, 80))
+        for a, b in ((0, cut), (cut, keys))
     ]
     for some_k, some_v, options in parts:
         merge_(o, lse, *kernel.forward(q, some_k, some_v, **options))
