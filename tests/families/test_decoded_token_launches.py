@@ -1,4 +1,4 @@
-"""Layer: one process. Operators that reach the device for each decoded token, patched against unpatched."""
+"""Layer: one process. Operators that are launched for each decoded token, patched against unpatched."""
 
 from collections import Counter
 from importlib import import_module
