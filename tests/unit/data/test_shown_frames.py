@@ -177,7 +177,7 @@ def test_encoding_a_counted_file_again_makes_an_ordinary_one(tmp_path: Path, nam
     path = make(name, tmp_path)
     ffmpeg("-i", path, tmp_path / "OUT.mp4")
     assert probe(path).distrust and probe(tmp_path / "OUT.mp4").distrust is None
-    if name not in ("hidden.webm", "copied.mp4"):  # of which ffmpeg repeats frames, for a constant rate
+    if name not in ("hidden.webm", "copied.mp4"):  # of which ffmpeg repeats or drops frames, for a constant rate
         assert_like(tmp_path / "OUT.mp4", path)
 
 
@@ -200,11 +200,13 @@ def test_copies_of_streams_without_times_have_their_frames(tmp_path: Path, name:
 
 
 def assert_like(path: Path, expected: Path) -> None:
-    """Check that a lossy copy has the frames of a video."""
+    """Check that a lossy copy has the frames of a video in their order; ffmpeg repeats some for a constant rate."""
     frames, wanted = (torch.cat([*read_frames(plan_frames(probe(x)))]).float() for x in (path, expected))
-    assert frames.shape == wanted.shape and (frames - wanted).abs().mean() < 12
-    nearest = [int((wanted - frame).abs().mean((1, 2, 3)).argmin()) for frame in frames]
-    assert nearest == list(range(len(frames)))
+    assert frames.shape[1:] == wanted.shape[1:] and len(wanted) <= len(frames) <= len(wanted) + 4
+    differences = torch.stack([(wanted - frame).abs().mean((1, 2, 3)) for frame in frames])
+    nearest = differences.argmin(1).tolist()
+    assert nearest == sorted(nearest) and set(nearest) == set(range(len(wanted)))
+    assert differences.min(1).values.mean() < 12
 
 
 def test_a_seek_that_finds_no_place_to_decode_from_is_the_last_one(tmp_path: Path) -> None:
