@@ -30,7 +30,7 @@ from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.data.chat import ChatBatch, ChatDataset, MediaError, load_local_images
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.reader import decode_threads
-from mllm_seqpar.errors import ConfigError, DataError, SeqParError
+from mllm_seqpar.errors import PASSED, ConfigError, DataError
 from mllm_seqpar.sharding import FrameShard
 
 from .stored_tower import ARGUMENT, StoredTower
@@ -287,9 +287,9 @@ class BatchReader:
         """Raise DataError with the places of the samples for errors of a processor, which depend on their content."""
         try:
             yield
-        except SeqParError:
+        except PASSED:
             raise
-        except (ValueError, TypeError, LookupError, ArithmeticError) as error:
+        except Exception as error:
             places = ", ".join(self._dataset.records.place(sample) for sample in samples)
             raise DataError(f"{places}: {type(error).__name__}: {error}") from error
 
