@@ -40,6 +40,7 @@ class _OnDevice(LoopbackCommunicator):
 @pytest.fixture(autouse=True)
 def _emulated_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device=None: torch.get_rng_state()[:16].clone())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 0))  # older than Triton programs
 
 
 CAUSAL: dict[str, Any] = {"causal": True}
