@@ -15,5 +15,6 @@ FAMILIES = {
     "open_flamingo": "open_flamingo:OpenFlamingoFamily",
     "qwen2_5_vl": "qwen_vl:Qwen2_5_VLFamily",
     "qwen3_vl": "qwen_vl:Qwen3VLFamily",
+    "moss_vl": "moss_vl:MossVLFamily",
 }
 """The module and the class of each family, as an entry point names them, in the order in which adapters are tried."""

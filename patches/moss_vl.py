@@ -1,0 +1,451 @@
+"""MOSS-VL (`mllm_seqpar.models.moss_vl`): its sites, what its rows attend to, its forward and chats.
+
+Sites: the model's forward; the cross-attention of the layers in `cross_attention_layers`, and the self-attention of the
+others. All cross-attention layers project K and V from one sequence of features. A frame is an image or a frame of a
+video, with the separator after it; its keys are rotated by positions (time, height, width), which follow from the whole
+text (`models.moss_vl.layout`).
+
+Shape legend: B samples, L text tokens, s of them on this rank, F frames of all samples and ranks (f on this rank), T
+visual tokens of a frame, P patches of a frame, H heads, D head dim, C channels.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from mllm_seqpar.adapting import (
+    VIDEO_MARK,
+    AdapterError,
+    ChatFamily,
+    ChatText,
+    ConfigError,
+    DataError,
+    Family,
+    FeatureFrames,
+    ForwardInputs,
+    ForwardState,
+    FrameMask,
+    FrameShard,
+    FrameSource,
+    Messages,
+    SeqParContext,
+    SequenceParallelCacheState,
+    ShapeError,
+    answer_spans,
+    as_compared_tensors,
+    copy_to_device,
+    decoder_arguments,
+    media_of,
+    media_parts,
+    merge_heads,
+    refuse_dropout,
+    tokenize,
+)
+from mllm_seqpar.models.moss_vl.layout import MossVLLayout, frame_grids
+from mllm_seqpar.models.moss_vl.modeling import (
+    MASK,
+    crop_layout,
+    earlier_offsets,
+    media_of_samples,
+    store_layout,
+)
+from mllm_seqpar.models.moss_vl.processing import IM_END, IM_START, IMAGE, RESERVED, expand, video_text
+
+from .qwen_vl_chat import StillImage, TemporalPatches, size_of
+
+GRID, MEDIA, PIXELS, FEATURES = "grid_thw", "media_nums_per_sample", "pixel_values", "visual_embeds"
+_ENDS = (IM_END, "<|endoftext|>")
+
+
+def _cross_attention(
+    self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *, seqpar: ForwardState, **kwargs: Any
+) -> Tensor:
+    """Attend from this rank's rows (B, s, C) to the frames of all ranks."""
+    refuse_dropout(self.dropout)
+    q = self.queries(hidden_states, position_embeddings)
+    frames = seqpar.frame_keys(q, self.layer_idx, self.visual_projection())
+    attended: Tensor = self.o_proj(merge_heads(seqpar.attend(q, [frames], self.scaling)))
+    return attended
+
+
+@dataclass(frozen=True, kw_only=True)
+class MossVLInputs(ForwardInputs):
+    """The inputs of one pass. `frames` are the patches or the features of whole frames.
+
+    Attributes:
+        model: computes the layout.
+        samples: number of samples that the frames belong to; ``batch / samples`` rows are beams of one sample.
+    """
+
+    model: Any
+    samples: int
+
+    @property
+    def text_position_ids(self) -> Tensor | None:
+        """None: the positions of this model separate no packed sequences."""
+        return None
+
+    @functools.cached_property
+    def grids(self) -> tuple[Tensor | None, list[int]]:
+        """(F, 2), height and width of each frame in patches, and the number of frames of each sample."""
+        grid = self.on_host(GRID)
+        if grid is None or self.frames is None:
+            return None, []
+        media = self.on_host(MEDIA)
+        return frame_grids(grid.long(), media_of_samples(media, grid, self.samples), self.batch)
+
+    @property
+    def total_frames(self) -> int:
+        grids, _ = self.grids
+        return 0 if grids is None else grids.shape[0]
+
+    @functools.cached_property
+    def layout(self) -> MossVLLayout:
+        """The layout of this pass on the CPU; raises what the unpatched model raises."""
+        grids, frames = self.grids
+        tokens = self.on_host("input_ids")
+        if tokens is None:
+            tokens = torch.empty(self.batch, self.length, 0)
+        state = self.cache_state
+        return self.model.layout(
+            tokens,
+            grids,
+            frames,
+            self.on_host("attention_mask"),
+            None if grids is None else self.on_host(MASK),
+            self.on_host("position_ids"),
+            self.past_length,
+            None if state is None else earlier_offsets(state, self.batch),
+        )
+
+    @functools.cached_property
+    def positions(self) -> Tensor:
+        """(3, B, L), the rotary positions of the text (time, height, width)."""
+        device, shape = self.tokens.device, (3, self.batch, self.length)
+        if self.position_ids is not None:
+            return self.position_ids.expand(shape)
+        if not self.past_length or self.total_frames:
+            return copy_to_device(self.layout.positions, device)
+        state = self.cache_state
+        offsets = None if state is None else earlier_offsets(state, self.batch)
+        begin = self.past_length if offsets is None else self.past_length + copy_to_device(offsets, device)
+        return (torch.arange(self.length, device=device) + begin).expand(shape)
+
+    def read_by_host(self) -> dict[str, Tensor]:
+        """Return further what `layout` is made from, in a pass that makes it."""
+        found = super().read_by_host()
+        if self.position_ids is not None and not (self.past_length and self.frames is None):
+            found["position_ids"] = self.position_ids
+        if self.frames is not None and self.input_ids is not None:
+            found["input_ids"] = self.input_ids  # one token may bring the first frames
+        return found
+
+
+class MossVLChats(ChatFamily):
+    """The chat format of `MossVLProcessor`. A frame has one placeholder; those of videos have their times."""
+
+    processors = ("MossVLProcessor",)
+    marks = (IMAGE, VIDEO_MARK, IM_START, IM_END, *RESERVED, "<|vision_start|>", "<|vision_end|>")
+    frame_names = (PIXELS,)
+    feature_weights = ("model.visual.", "model.separator_token")
+    tower = ("model.visual", "forward")
+    always_sharded = False
+    ragged = True
+
+    @property
+    def _images(self) -> Any:
+        return self.processor.image_processor.options
+
+    @property
+    def _videos(self) -> Any:
+        return self.processor.videos
+
+    def still_frames(self, image: FrameSource) -> FrameSource:
+        return StillImage(image)
+
+    def units(self, source: FrameSource) -> FrameSource:
+        """Return the frames, resized as the processor resizes those of a call with this medium alone."""
+        height, width = size_of(source)
+        if isinstance(source, StillImage):
+            (size,) = self._images.sizes([(height, width)])
+        else:
+            (size,) = self._videos.sizes([(len(source), height, width)])
+        return TemporalPatches(source, 1, size)
+
+    def text(
+        self,
+        conversations: Sequence[Messages],
+        media: Sequence[Sequence[FrameSource]],
+        *,
+        add_generation_prompt: bool = False,
+        labels: bool = False,
+        padding_side: str | None = None,
+    ) -> ChatText:
+        grids: list[list[int]] = []
+        texts, spans = [], []
+        for messages, sources in zip(conversations, media, strict=True):
+            shown = [self._placeholders(source, grids) for _, source in media_of(messages, sources)]
+            chat = [dict(message) for message in messages]
+            written = self._write(chat, add_generation_prompt)
+            answers = answer_spans(chat, self._write) if labels else []
+            ends = [(start, len(written[:stop].rstrip("\n"))) for start, stop in answers]  # without the newline
+            found, moved = expand(written, shown, ends)
+            texts.append(found)
+            spans.append(moved)
+        ids, mask, targets = tokenize(
+            self.tokenizer, texts, spans if labels else None, padding_side=padding_side, add_special_tokens=True
+        )
+        total = sum(grid[0] for grid in grids)
+        visible = (ids == self.processor.image_token_id).long().cumsum(1) * mask
+        if int(visible.amax(1).sum()) != total:
+            raise DataError(
+                f"the media have {total} frames, but the text has {visible.amax(1).tolist()} placeholders "
+                f"{self.processor.image_token}; the tokenizer must have it as one special token, and the chat template "
+                f"must write {IMAGE} or {VIDEO_MARK} once for each medium"
+            )
+        extras: dict[str, Tensor] = {}
+        if grids:
+            counts = [len(sources) for sources in media]
+            extras = {GRID: torch.tensor(grids), MEDIA: torch.tensor(counts), MASK: visible}
+        return ChatText(input_ids=ids, attention_mask=mask, labels=targets, slots=range(total), extras=extras)
+
+    def _placeholders(self, source: FrameSource, grids: list[list[int]]) -> str:
+        """Add the grid of a source, and return what stands for it in the text."""
+        units = self.units(source)
+        assert isinstance(units, TemporalPatches)
+        grids.append([len(units), *self._images.grid(units.size)])
+        if isinstance(source, StillImage):
+            return str(self.processor.image_token)
+        return video_text([self._seconds(source, index) for index in range(len(source))])
+
+    def _seconds(self, source: FrameSource, index: int) -> float:
+        found = source.seconds(index)
+        return index / self._videos.video_fps if found is None else found
+
+    def _write(self, messages: Sequence[Any], open_answer: bool) -> str:
+        """Return the text of messages, with a mark for each medium."""
+        shown = [
+            message
+            if isinstance(message["content"], str)
+            else {**message, "content": [_shown(part) for part in message["content"]]}
+            for message in messages
+        ]
+        text: str = self.processor.apply_chat_template(shown, add_generation_prompt=open_answer, tokenize=False)
+        if (found := text.count(IMAGE) + text.count(VIDEO_MARK)) != (count := len(media_parts(messages))):
+            raise DataError(
+                f"the chat template wrote {found} of {IMAGE} and {VIDEO_MARK} for {count} images and videos; use one "
+                "that writes each once"
+            )
+        return text
+
+    def pixels(self, frames: Tensor) -> tuple[Tensor, ...]:
+        """Return (n, 3, height, width), normalised."""
+        return (self._images.normalised(frames),)
+
+    def joined(self, parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Return the rows of patches of all frames."""
+        empty = torch.empty(0, 3 * self._images.patch_size**2)
+        return (torch.cat([empty, *(self._images.patches(frames).flatten(0, 1) for (frames,) in parts)]),)
+
+    def blank(self) -> tuple[Tensor, ...]:
+        side = self._images.factor
+        return (torch.zeros(1, 3, side, side),)
+
+    def encode(self, model: Any, *frames: Tensor) -> Tensor:
+        """Return the features (n, T, C) of normalised frames."""
+        (given,) = frames
+        grid = torch.tensor(self._images.grid((given.shape[2], given.shape[3]))).expand(len(given), 2)
+        found: Tensor = self.family(model, None).encode(self._images.patches(given), grid)
+        return found
+
+    def generation(self, model: Any) -> dict[str, Any]:
+        vocabulary = self.tokenizer.get_vocab()
+        return {"eos_token_id": [vocabulary[mark] for mark in _ENDS if mark in vocabulary]}
+
+    def feature_arguments(self, model: Any, features: Tensor, shard: FrameShard) -> dict[str, Any]:
+        return {FEATURES: features.flatten(0, -2), "visual_shard": shard}
+
+    def frame_metadata(self, source: FrameSource) -> dict[str, Any]:
+        """Return the size and the times of the frames, which determine the placeholders of a prompt."""
+        seconds = [self._seconds(source, index) for index in range(len(source))]
+        return {"frame_size": list(size_of(source)), "frame_seconds": seconds}
+
+    def stored_frames(self, count: int, metadata: Mapping[str, Any]) -> FrameSource:
+        height, width = metadata["frame_size"]
+        return FeatureFrames(count, (height, width), metadata["frame_seconds"])
+
+
+def _shown(part: Any) -> dict[str, Any]:
+    return {"type": "text", "text": part["text"]} if part["type"] == "text" else {"type": part["type"]}
+
+
+class MossVLFamily(Family[MossVLInputs]):
+    """The native MOSS-VL."""
+
+    name = "MOSS-VL"
+    model_class = "MossVLForConditionalGeneration"
+    package = "mllm_seqpar.models.moss_vl."
+    chat = MossVLChats
+    parts = {
+        "vision": ("model.visual.patch_embed", "model.visual.pos_embed", "model.visual.blocks"),
+        "projector": ("model.visual.merger", "model.separator_token"),
+        "language": ("model.language_model", "lm_head"),
+    }
+    frame_arguments = (PIXELS, FEATURES)
+    visual_arguments = (*frame_arguments, GRID, MEDIA, "vision_chunked_length", "visual_shard")
+    frame_layout = "zigzag"
+    forward_doc = """
+        Sequence-parallel (patched by mllm_seqpar): `visual_shard` says that {frames} hold only the rows of this rank's
+        frames of `visual_shard.total`, those of all images and videos in the order of their placeholders in the text.
+        `grid_thw`, `media_nums_per_sample` and the text are those of all ranks. `visual_samples` is passed by
+        `generate` with beams: the number of samples that the frames belong to.
+"""
+
+    @classmethod
+    def check(cls, model: Any, context: SeqParContext) -> None:
+        layers = set(model.config.text.cross_attention_layers)
+        for index, layer in enumerate(model.model.language_model.layers):
+            if hasattr(layer, "cross_attn") is not (index in layers):
+                raise AdapterError(
+                    f"layer {index} is {type(layer).__name__}, but cross_attention_layers is {sorted(layers)}"
+                )
+
+    @property
+    def decoder(self) -> Any:
+        return self.model.model.language_model
+
+    def visual_attention(self) -> Iterable[tuple[nn.Module, Callable[..., Any]]]:
+        layers = self.decoder.layers
+        return ((layer.cross_attn, _cross_attention) for layer in layers if hasattr(layer, "cross_attn"))
+
+    @property
+    def called_modules(self) -> Iterable[nn.Module]:
+        return [*super().called_modules, self.model.model.visual]
+
+    def encode(self, frames: Tensor, *extras: Tensor) -> Tensor:
+        """Encode (f, P, values), with height and width of each in patches (f, 2), to (f, T, C)."""
+        sizes, counts = extras[0].unique_consecutive(dim=0, return_counts=True)
+        grid = torch.cat([counts[:, None], sizes], 1)
+        features: Tensor = self.model.model.encode_frames(frames.flatten(0, 1), grid)
+        return features.unflatten(0, (len(frames), -1))
+
+    def blank_frame(self) -> tuple[Tensor, ...]:
+        """Return one black visual token."""
+        vision, weight = self.model.config.vision, self.embedding_weight()
+        merge, values = vision.spatial_merge_size, vision.in_channels * vision.patch_size**2
+        grid = torch.tensor([[merge, merge]], device=weight.device)
+        return torch.zeros(1, merge**2, values, device=weight.device, dtype=weight.dtype), grid
+
+    def check_inputs(self, inputs: MossVLInputs) -> None:
+        frames, width = inputs.frames, self.model.config.text.hidden_size
+        if frames is None:
+            return
+        if frames.dim() != 3 or (inputs.frames_are_features and frames.shape[2] != width):
+            rows = "(visual tokens, hidden)" if inputs.frames_are_features else "(patches, values)"
+            raise ShapeError(
+                f"{FEATURES if inputs.frames_are_features else PIXELS}: expected {rows} of {inputs.total_frames} "
+                f"frames, as {GRID} means, got a tensor of shape {tuple(frames.shape)}"
+            )
+
+    def check_new_frames(self, inputs: MossVLInputs) -> None:
+        _ = inputs.layout  # raises if the frames do not fit the text
+
+    def unit_index(self, inputs: MossVLInputs, units: int) -> Tensor:
+        """Return (units, T, 3), the positions of the visual tokens of each frame."""
+        if not inputs.total_frames:
+            return torch.zeros(units, 1, 3, dtype=torch.int32)
+        return inputs.layout.visual_positions().unflatten(0, (units, -1))
+
+    def visibility(self, inputs: MossVLInputs, units: int, tokens: int) -> FrameMask:
+        state = inputs.cache_state
+        layout = inputs.layout if state is None or inputs.total_frames else state.media_layout
+        assert layout is not None
+        rows = layout.rows(inputs.past_length, inputs.length)
+        first, stop = (x[inputs.prompt_rows] for x in rows)
+        return FrameMask.from_intervals(first, torch.maximum(first, stop), tokens, units)
+
+    def row_facts(self, inputs: ForwardInputs, mask: FrameMask) -> dict[str, Tensor]:
+        return {"attends_to_frames": copy_to_device(mask.any_frame_visible(), self.embedding_weight().device)}
+
+    def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
+        return super().text_mask(embeds, mask, None, cache)  # type: ignore[arg-type]  # nothing is packed
+
+    def run_decoder(
+        self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, state: ForwardState, **kwargs: Any
+    ) -> Any:
+        rows = None if state.frames is None else state.row_facts["attends_to_frames"]
+        arguments = decoder_arguments(embeds, positions, mask, cache, state)
+        return self.decoder(**arguments, attends_to_frames=rows, **kwargs)
+
+    def continue_cache(self, inputs: MossVLInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
+        if not inputs.past_length:
+            store_layout(cache_state, inputs.layout)  # later tokens of a padded text need it also without frames
+            return
+        crop_layout(cache_state, inputs.past_length)
+        if cache_state.media_layout is not None:
+            cache_state.media_layout = cache_state.media_layout.to("cpu")  # the native model leaves it on its device
+
+    def complete_cache(self, inputs: MossVLInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
+        if inputs.past_length and inputs.total_frames:
+            store_layout(cache_state, inputs.layout)
+
+    def _by_frames(
+        self, rows: Tensor, grid_thw: Tensor, shard: FrameShard | None, are_features: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return patches or features (f, P or T, width), and height and width of these frames in patches (f, 2)."""
+        grid = grid_thw.cpu().long()
+        sizes = grid[:, 1:].repeat_interleave(grid[:, 0], 0)
+        patches = sizes.prod(1)
+        if bool((patches != patches[:1]).any()):
+            raise ConfigError(
+                f"{GRID} has frames of several sizes, {sorted(set(patches.tolist()))} patches; a patched MOSS-VL takes "
+                "frames with equally many patches: resize the images and videos of a batch to one number of pixels"
+            )
+        if shard is not None:
+            sizes = torch.cat([sizes[:0], *(sizes[part.start : part.stop] for part in shard.ranges)])
+        per_frame = int(patches[:1].sum())
+        if are_features:
+            per_frame = per_frame // self.model.config.vision.spatial_merge_size**2 + 1
+        fits = rows.dim() == 2 and len(rows) == len(sizes) * per_frame
+        return rows.view(len(sizes), per_frame, -1) if fits else rows, (sizes,)
+
+    def inputs(
+        self,
+        text: dict[str, Any],
+        pixel_values: Tensor | None = None,
+        grid_thw: Tensor | None = None,
+        media_nums_per_sample: Any = None,
+        cross_attention_mask: Tensor | None = None,
+        vision_chunked_length: int | None = None,  # `vision_chunk_size` takes its place
+        visual_embeds: Tensor | None = None,
+        visual_samples: int | None = None,
+    ) -> MossVLInputs:
+        frames, shard = visual_embeds if pixel_values is None else pixel_values, text["visual_shard"]
+        if frames is not None and not len(frames) and shard is None:
+            frames = None
+        extras: tuple[Tensor, ...] = ()
+        if frames is not None and grid_thw is None:
+            raise ShapeError(f"frames were passed without {GRID}; pass what the processor returns")
+        if frames is not None:
+            assert grid_thw is not None
+            frames, extras = self._by_frames(frames, grid_thw, shard, visual_embeds is not None)
+        rows = text["inputs_embeds"] if text["input_ids"] is None else text["input_ids"]
+        media = None if media_nums_per_sample is None else torch.as_tensor(media_nums_per_sample)
+        given = {GRID: grid_thw, MEDIA: media, MASK: cross_attention_mask} if frames is not None else {}
+        return MossVLInputs(
+            **text | {"detects_packing": False},
+            frames=frames,
+            frames_are_features=visual_embeds is not None,
+            pixels_and_features=pixel_values is not None and visual_embeds is not None,
+            compared_tensors=as_compared_tensors(**given),
+            extras=extras,
+            model=self.model.model,
+            samples=visual_samples or (1 if rows is None else rows.shape[0]),
+        )
