@@ -165,4 +165,31 @@ def _flamingo(model: Any, inputs: dict[str, Any], answer: Tensor) -> Layers:
     return [(_heads(q[0], heads), _heads(kv.flatten(0, -2).chunk(2, -1)[0], heads), None) for q, kv in _pairs(found)]
 
 
-LAYERS = {"mplug_owl3": _owl, "idefics": _idefics, "mllama": _mllama, "open_flamingo": _flamingo}
+def _moss(model: Any, inputs: dict[str, Any], answer: Tensor) -> Layers:
+    layers: Layers = []
+    attentions = [layer.cross_attn for layer in model.model.language_model.layers if hasattr(layer, "cross_attn")]
+    for attention in attentions:
+        queries, project = attention.queries, attention.visual_projection
+
+        def seen_queries(*args: Any, a: Any = attention, unpatched: Any = queries) -> Any:
+            a.seen = [unpatched(*args)[0]]
+            return a.seen[0][None]
+
+        def seen_keys(a: Any = attention, unpatched: Any = project) -> Any:
+            def projection(*args: Any) -> Any:
+                k, v = unpatched()(*args)
+                a.seen.append(k[0])
+                return k, v
+
+            return projection
+
+        attention.queries, attention.visual_projection = seen_queries, seen_keys
+    with torch.no_grad():
+        model(**inputs | {"input_ids": torch.cat([inputs["input_ids"], answer[None]], 1)}, use_cache=False)
+    for attention in attentions:
+        q, k = attention.seen
+        layers.append((q, k, None))
+    return layers
+
+
+LAYERS = {"mplug_owl3": _owl, "idefics": _idefics, "mllama": _mllama, "moss_vl": _moss, "open_flamingo": _flamingo}

@@ -369,6 +369,9 @@ def with_attention_dropout(family: str, model: Any) -> Any:
     elif family == "mllama":
         for number in CROSS_LAYERS:
             model.model.language_model.layers[number].cross_attn.dropout = 0.1
+    elif family == "moss_vl":
+        for number in CROSS_LAYERS:
+            model.model.language_model.layers[number].cross_attn.attention_dropout = 0.1
     elif family in QWENS:
         for layer in model.model.language_model.layers:
             layer.self_attn.attention_dropout = 0.1

@@ -33,9 +33,16 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
     rotate_half,
 )
 from transformers.utils import can_return_tuple
+from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.output_capturing import capture_outputs
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+)
 
 from mllm_seqpar._compat import cache_argument, cache_name, drops_cache, takes_cache
+from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.models.auto_classes import LocalCode
 from mllm_seqpar.models.cache import ONE_PROCESS, SequenceParallelCacheState, attach, begin_prompt, cache_state_of
@@ -99,9 +106,25 @@ class MossVLVisionModel(Qwen3VLVisionModel):
     def forward(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Tensor:
         """Patches (P, values) and their grids (media, 3) -> visual tokens (P / 4, out_hidden_size).
 
-        The frames of a video do not attend to each other.
+        The frames of a video do not attend to each other. If the grids are on the host, the device is not read.
         """
-        out = super().forward(hidden_states, grid_thw=grid_thw, return_dict=True, **kwargs)
+        grid, merge, device = grid_thw.cpu(), self.spatial_merge_size, hidden_states.device
+        indices, weights = get_vision_interpolation_indices_and_weights(
+            grid,
+            num_grid_per_side=self.num_grid_per_side,
+            mode="bilinear",
+            align_corners=True,
+            spatial_merge_size=merge,
+        )
+        ends = get_vision_cu_seqlens(grid)  # split on the host, except by flash attention
+        made = {
+            "interp_indices": indices,
+            "interp_weights": weights,
+            "position_ids": get_vision_position_ids(grid, merge),
+        }
+        made = {name: copy_to_device(x, device) for name, x in made.items()}
+        made["cu_seqlens"] = copy_to_device(ends, device) if is_flash_attention_requested(self.config) else ends
+        out = super().forward(hidden_states, grid_thw=grid_thw, return_dict=True, **made, **kwargs)
         merged: Tensor = self.merger(out.last_hidden_state, out.deepstack_features)
         return merged
 
@@ -355,7 +378,7 @@ class MossVLModel(MossVLPreTrainedModel):
         for grids in grid_thw.split(media_at_once or max(1, len(grid_thw))):
             patches = grids.prod(1).tolist()
             pixels, pixel_values = pixel_values[: sum(patches)], pixel_values[sum(patches) :]
-            encoded = self.visual(pixels, grids.to(pixels.device)).split([count // merge for count in patches])
+            encoded = self.visual(pixels, grids).split([count // merge for count in patches])
             for tokens, (frames, _, _) in zip(encoded, grids.tolist(), strict=True):
                 separators = self.separator_token.to(tokens.dtype).expand(frames, 1, -1)
                 parts.append(torch.cat([tokens.unflatten(0, (frames, -1)), separators], 1).flatten(0, 1))
