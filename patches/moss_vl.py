@@ -197,7 +197,7 @@ class MossVLChats(ChatFamily):
             answers = answer_spans(chat, self._write) if labels else []
             ends = [(start, len(written[:stop].rstrip("\n"))) for start, stop in answers]  # without the newline
             found, moved = expand(written, shown, ends)
-            texts.append(found)
+            texts.append(found.text)
             spans.append(moved)
         ids, mask, targets = tokenize(
             self.tokenizer, texts, spans if labels else None, padding_side=padding_side, add_special_tokens=True

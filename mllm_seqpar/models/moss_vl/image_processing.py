@@ -28,11 +28,11 @@ class MossVLImageProcessor(SavedWithCode, ImageProcessingMixin):
 
     def __init__(self, **kwargs: Any) -> None:
         self.options = ImageOptions.of(kwargs)
-        super().__init__(processor_class=kwargs.get("processor_class"), auto_map=auto_map(self.model_type))
+        super().__init__(auto_map=auto_map(self.model_type))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options as saved."""
-        names = {"image_processor_type": type(self).__name__, "processor_class": self._processor_class}
+        names = {"image_processor_type": type(self).__name__, "processor_class": "MossVLProcessor"}
         return {**asdict(self.options), **names, "auto_map": self.auto_map}
 
     def __call__(self, images: Any, return_tensors: str | None = "pt", **options: Any) -> BatchFeature:

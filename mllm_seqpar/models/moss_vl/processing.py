@@ -23,6 +23,7 @@ from transformers.utils import IMAGE_PROCESSOR_NAME
 
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.messages import message_parts
+from mllm_seqpar.models.mplug_owl3.chat import Piece
 from mllm_seqpar.models.mplug_owl3.image_processing import frame_list, to_tensor
 from mllm_seqpar.models.processor import Messages, NativeProcessor, flattened
 
@@ -208,6 +209,10 @@ class MossVLProcessor(NativeProcessor):
         path.write_text(json.dumps(asdict(self.videos), indent=2) + "\n", encoding="utf-8")
         return [*files, str(path)]
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the attributes as transformers prints them."""
+        return {**super().to_dict(), "videos": asdict(self.videos)}
+
     @property
     def model_input_names(self) -> list[str]:
         names = ["input_ids", "attention_mask", "pixel_values", "grid_thw", "cross_attention_mask"]
@@ -268,7 +273,7 @@ class MossVLProcessor(NativeProcessor):
 
     def _encoded(
         self,
-        expanded: Sequence[tuple[str, list[tuple[int, int]]]],
+        expanded: Sequence[tuple[Piece, list[tuple[int, int]]]],
         media: Sequence[Sequence[Medium]],
         text_kwargs: Mapping[str, Any],
         ignored: int,
@@ -279,13 +284,15 @@ class MossVLProcessor(NativeProcessor):
         if tensors not in ("pt", "np", None):
             raise DataError(f"return_tensors is {tensors!r}; expected 'pt', 'np' or None")
         arguments["return_offsets_mapping"] = keeps_offsets or with_labels
-        data: dict[str, Any] = dict(self.tokenizer([text for text, _ in expanded], **arguments))
+        data: dict[str, Any] = dict(self.tokenizer([piece.text for piece, _ in expanded], **arguments))
         ids = data["input_ids"]
         if with_labels:
             rows = zip(ids, data["offset_mapping"], (ranges for _, ranges in expanded), strict=True)
             data["labels"] = [self._labels(*row, ignored) for row in rows]
-        if not keeps_offsets:
-            data.pop("offset_mapping", None)
+        offsets = data.pop("offset_mapping", None)
+        if keeps_offsets:  # ranges of the caller's text
+            rows = zip(offsets, expanded, strict=True)
+            data["offset_mapping"] = [[piece.formatted_range(*span) for span in row] for row, (piece, _) in rows]
         if tensors is not None and len(set(map(len, ids))) > 1:
             raise DataError(f"the texts have {list(map(len, ids))} tokens, and padding is off; pass padding=True")
         shown = [list(sample) or [self.blank()] for sample in media]
@@ -476,19 +483,19 @@ def _spans_by_text(spans: Any, texts: int) -> list[list[tuple[int, int]]]:
 
 
 def expand(
-    text: str, replacements: Sequence[str], spans: Sequence[tuple[int, int]]
-) -> tuple[str, list[tuple[int, int]]]:
+    text: str, replacements: Sequence[str], spans: Sequence[tuple[int, int]] = ()
+) -> tuple[Piece, list[tuple[int, int]]]:
     """Return the text with its marks replaced in order, and character ranges of it in the new text."""
-    found = [mark.span() for mark in _MEDIA.finditer(text)]
-    parts, last = [], 0
-    for (start, stop), new in zip(found, replacements, strict=True):
-        parts += [text[last:start], new]
-        last = stop
+    parts, replaced, length, last = [], [], 0, 0
+    for mark, new in zip(_MEDIA.finditer(text), replacements, strict=True):
+        begin = length + mark.start() - last
+        parts += [text[last : mark.start()], new]
+        length, last = begin + len(new), mark.end()
+        replaced.append((begin, length, *mark.span()))
 
     def moved(place: int) -> int:
-        grown = (
-            len(new) - stop + start for (start, stop), new in zip(found, replacements, strict=True) if start < place
-        )
-        return place + sum(grown)
+        return place + sum(stop - begin - end + start for begin, stop, start, end in replaced if start < place)
 
-    return "".join([*parts, text[last:]]), [(moved(start), moved(stop)) for start, stop in spans]
+    return Piece("".join([*parts, text[last:]]), replaced=tuple(replaced)), [
+        (moved(start), moved(stop)) for start, stop in spans
+    ]
