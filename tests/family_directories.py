@@ -157,7 +157,7 @@ def make_qwen(folder: Path, family: str) -> None:
 def make_moss_vl(folder: Path) -> None:
     """Write the tiny model and its processor; every image has one visual token besides the separator."""
     from mllm_seqpar.models.moss_vl import MossVLImageProcessor, MossVLProcessor
-    from mllm_seqpar.models.moss_vl.media import VideoOptions
+    from mllm_seqpar.models.moss_vl.media import VideoPixelOptions
 
     marks = ("<|im_start|>", *(f"<|{name}|>" for name in ("vision_start", "vision_end", "image_pad", "video_pad")))
     tokenizer = character_tokenizer(*marks, "<|time_start|>", "<|time_end|>", bos="<|endoftext|>", eos="<|im_end|>")
@@ -167,7 +167,7 @@ def make_moss_vl(folder: Path) -> None:
         setattr(model.config, f"{name}_token_id", tokenizer.convert_tokens_to_ids(f"<|{mark}|>"))
     model.save_pretrained(folder)
     pixels = {"size": {"shortest_edge": 64, "longest_edge": 64}, "patch_size": 4}
-    MossVLProcessor(MossVLImageProcessor(**pixels), tokenizer, VideoOptions(**pixels)).save_pretrained(folder)
+    MossVLProcessor(MossVLImageProcessor(**pixels), tokenizer, VideoPixelOptions(**pixels)).save_pretrained(folder)
 
 
 def take_samples_without_images(processor: Any) -> None:

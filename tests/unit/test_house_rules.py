@@ -52,7 +52,9 @@ THIRD_PARTY = {
 """What a part may import besides torch and the standard library. Parts that are not listed may import nothing else."""
 
 LAZY = {("patching", "mllm_seqpar.planner.auto"), ("families", "mllm_seqpar.patches"), ("patches", "mllm_seqpar")}
-LAZY |= {("models", "mllm_seqpar.data.sources")}  # processors decode video files as the commands do
+LAZY |= {
+    ("models", f"mllm_seqpar.data.{name}") for name in ("media_files", "sources", "video")
+}  # processors decode video files as the commands do
 LAZY |= {("__main__", "mllm_seqpar"), ("cli", "mllm_seqpar"), ("training", "mllm_seqpar")}  # the version
 """Imports inside functions that connect a part with one above it, and names that the package loads on first use."""
 

@@ -13,21 +13,21 @@ from mllm_seqpar.models.mplug_owl3.image_processing import frame_list, to_tensor
 from mllm_seqpar.models.processor import returned
 
 from .configuration import MossVLConfig
-from .media import ImageOptions, resized_patches
+from .media import ImagePixelOptions, resized_patches
 
 
 class MossVLImageProcessor(SavedWithCode, ImageProcessingMixin):
     """Resize images, each to its part of the pixels of the call, and cut them into patches.
 
     Attributes:
-        options: see `ImageOptions`, whose fields are the arguments.
+        options: see `ImagePixelOptions`, whose fields are the arguments.
     """
 
     model_type = MossVLConfig.model_type
     model_input_names = ["pixel_values", "image_grid_thw"]
 
     def __init__(self, **kwargs: Any) -> None:
-        self.options = ImageOptions.of(kwargs)
+        self.options = ImagePixelOptions.of(kwargs)
         super().__init__(auto_map=auto_map(self.model_type))
 
     def to_dict(self) -> dict[str, Any]:

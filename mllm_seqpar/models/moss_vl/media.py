@@ -106,7 +106,7 @@ class PixelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageOptions(PixelOptions):
+class ImagePixelOptions(PixelOptions):
     """Attributes:
     multi_image_max_pixels: the most pixels of all images of a call; None: the most pixels of one image.
     """
@@ -130,7 +130,7 @@ class ImageOptions(PixelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VideoOptions(PixelOptions):
+class VideoPixelOptions(PixelOptions):
     """Attributes:
     video_max_pixels: the most pixels of all frames of all videos of a call; None: the most pixels of one frame.
     video_fps: frames per second.

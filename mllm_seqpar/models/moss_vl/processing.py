@@ -29,7 +29,7 @@ from mllm_seqpar.models.processor import Messages, NativeProcessor, flattened
 
 from .configuration import MossVLConfig
 from .image_processing import MossVLImageProcessor
-from .media import FPS_OF_FRAMES, ImageOptions, Size, VideoOptions, resized_patches
+from .media import FPS_OF_FRAMES, ImagePixelOptions, Size, VideoPixelOptions, resized_patches
 
 IMAGE, VIDEO, PLACEHOLDER = "<|image|>", "<|video|>", "<|image_pad|>"
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
@@ -161,10 +161,10 @@ class MossVLProcessor(NativeProcessor):
         self,
         image_processor: MossVLImageProcessor,
         tokenizer: Any,
-        videos: VideoOptions | None = None,
+        videos: VideoPixelOptions | None = None,
         chat_template: Any = None,
     ) -> None:
-        self.videos = VideoOptions() if videos is None else videos
+        self.videos = VideoPixelOptions() if videos is None else videos
         marks = (PLACEHOLDER, IM_END, VISION_START, VISION_END)
         vocabulary = tokenizer.get_vocab()
         if missing := [mark for mark in marks if mark not in vocabulary]:
@@ -198,9 +198,9 @@ class MossVLProcessor(NativeProcessor):
         hub = {name: kwargs[name] for name in ("cache_dir", "revision", "token", "local_files_only") if name in kwargs}
         tokenizer = parts["tokenizer"] or AutoTokenizer.from_pretrained(path, **kwargs)
         images = parts["image_processor"] or MossVLImageProcessor(
-            **asdict(ImageOptions.from_file(path, IMAGE_PROCESSOR_NAME, **hub))
+            **asdict(ImagePixelOptions.from_file(path, IMAGE_PROCESSOR_NAME, **hub))
         )
-        videos = parts["videos"] or VideoOptions.from_file(path, VIDEO_FILE, **hub)
+        videos = parts["videos"] or VideoPixelOptions.from_file(path, VIDEO_FILE, **hub)
         return cls(images, tokenizer, videos, parts["chat_template"] or tokenizer.chat_template)
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> list[str]:
@@ -244,7 +244,7 @@ class MossVLProcessor(NativeProcessor):
             labels_spans: the character ranges [start, end) of the answers in the text, or in each of several texts;
                 adds `labels`: the tokens of the answers, `ignore_index` elsewhere, at placeholders, and within videos.
             **kwargs: arguments of transformers' tokenizers, by default without padding and without `return_tensors`;
-                options of images and videos (`ImageOptions`, `VideoOptions`, `min_pixels`, `max_pixels`).
+                options of images and videos (`ImagePixelOptions`, `VideoPixelOptions`, `min_pixels`, `max_pixels`).
 
         Returns:
             `input_ids` and `attention_mask`; `pixel_values` (patches, values) and `grid_thw` (media, 3) of all media in
@@ -350,7 +350,7 @@ class MossVLProcessor(NativeProcessor):
         found = {IMAGE: self._stills(stills, of_images), VIDEO: _videos(clips, of_videos)}
         return [[next(found[mark]) for mark in sample] for sample in marks]
 
-    def _stills(self, images: Sequence[Any], options: ImageOptions) -> Iterator[Medium]:
+    def _stills(self, images: Sequence[Any], options: ImagePixelOptions) -> Iterator[Medium]:
         fetch = self.image_processor.fetch_images
         pixels = [to_tensor(fetch(x) if isinstance(x, str) else x, n) for n, x in enumerate(images)]
         sizes = options.sizes([(int(x.shape[1]), int(x.shape[2])) for x in pixels])
@@ -389,14 +389,14 @@ def hidden_frames(ids: Sequence[Sequence[int]], mask: Any, placeholder: int, fra
     return (shown[..., None] <= torch.arange(max(frames)))[:, None]
 
 
-def _videos(clips: Sequence[Clip], options: VideoOptions) -> Iterator[Medium]:
+def _videos(clips: Sequence[Clip], options: VideoPixelOptions) -> Iterator[Medium]:
     sizes = options.sizes([(len(clip), *clip.size) for clip in clips])
     for clip, size in zip(clips, sizes, strict=True):
         patches = torch.cat([resized_patches(frames, size, options).flatten(0, 1) for frames in clip.frames()])
         yield Medium(patches, [len(clip), *options.grid(size)], video_text(clip.times))
 
 
-def clips_of(videos: Any, counts: Sequence[int], options: VideoOptions, metadata: Any = None) -> list[Clip]:
+def clips_of(videos: Any, counts: Sequence[int], options: VideoPixelOptions, metadata: Any = None) -> list[Clip]:
     """Return the videos of a call; a video with segments gives one clip for each.
 
     Args:
@@ -439,7 +439,7 @@ def _probed(video: Any) -> Any:
     return scan(local_media(video["video_path"] if isinstance(video, Mapping) else video))
 
 
-def _clips_of_file(info: Any, segments: Any, options: VideoOptions, most: int) -> list[Clip]:
+def _clips_of_file(info: Any, segments: Any, options: VideoPixelOptions, most: int) -> list[Clip]:
     from mllm_seqpar.data.sources import VideoSource
 
     ticks = info.ticks

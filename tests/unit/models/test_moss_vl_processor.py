@@ -16,7 +16,7 @@ from mllm_seqpar.data.needle import make_needle_videos
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.loading import load_processor
 from mllm_seqpar.models.moss_vl import MossVLImageProcessor, MossVLProcessor
-from mllm_seqpar.models.moss_vl.media import ImageOptions, VideoOptions
+from mllm_seqpar.models.moss_vl.media import ImagePixelOptions, VideoPixelOptions
 
 MARKS = ("<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|time_start|>", "<|time_end|>")
 CALL: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
@@ -146,34 +146,36 @@ class TestSizes:
     )
     def test_images_have_sides_of_whole_visual_tokens(self, size: tuple[int, int], grid: tuple[int, int]) -> None:
         found = MossVLImageProcessor()([picture(*size)])
-        height, width = ImageOptions().grid(*ImageOptions().sizes([size]))
+        height, width = ImagePixelOptions().grid(*ImagePixelOptions().sizes([size]))
         assert found["image_grid_thw"].tolist() == [[1, height, width]]
         assert found["pixel_values"].shape == (height * width, 768)
         assert height % 2 == width % 2 == 0 and 4096 <= height * width * 256 <= 16777216
         assert size not in ((64, 64), (720, 1280)) or (height, width) == grid
 
     def test_images_of_a_call_share_one_budget_in_proportion_to_their_pixels(self) -> None:
-        options = ImageOptions(multi_image_max_pixels=40000)
+        options = ImagePixelOptions(multi_image_max_pixels=40000)
         alone, together = options.sizes([(160, 160)]), options.sizes([(160, 160), (160, 160), (64, 64)])
         assert alone == [(160, 160)] and together == [(128, 128), (128, 128), (64, 64)]
-        assert ImageOptions(multi_image_max_pixels=4096).sizes([(320, 64)] * 2) == [(128, 32)] * 2  # the least of each
+        assert (
+            ImagePixelOptions(multi_image_max_pixels=4096).sizes([(320, 64)] * 2) == [(128, 32)] * 2
+        )  # the least of each
 
     def test_long_images_and_small_frames_are_refused(self) -> None:
         with pytest.raises(DataError, match="10 x 2010 pixels; one side may be at most 200 times"):
-            ImageOptions().sizes([(10, 2010)])
-        assert ImageOptions().sizes([(10, 2000)])
+            ImagePixelOptions().sizes([(10, 2010)])
+        assert ImagePixelOptions().sizes([(10, 2000)])
         with pytest.raises(DataError, match="frames of 31 x 64 pixels; each side needs at least 32"):
-            VideoOptions().sizes([(2, 31, 64)])
+            VideoPixelOptions().sizes([(2, 31, 64)])
 
     def test_videos_of_a_call_share_one_budget_by_frames_and_pixels(self) -> None:
-        options = VideoOptions(video_max_pixels=10 * 128 * 128)
+        options = VideoPixelOptions(video_max_pixels=10 * 128 * 128)
         assert options.sizes([(10, 128, 128)]) == [(128, 128)]
         assert options.sizes([(40, 128, 128)]) == [(64, 64)]
         assert options.sizes([(10, 128, 128), (10, 128, 128)]) == [(64, 64)] * 2
         assert options.sizes([(1000, 128, 128)]) == [(64, 64)]  # the fewest pixels of a frame
 
     def test_patches_of_a_visual_token_follow_one_another(self) -> None:
-        options = ImageOptions(patch_size=2)
+        options = ImagePixelOptions(patch_size=2)
         frames = torch.arange(3 * 4 * 8, dtype=torch.float).view(1, 3, 4, 8)
         patches = options.patches(frames)
         assert patches.shape == (1, 8, 12)
@@ -186,23 +188,23 @@ class TestSizes:
 
 class TestFrames:
     def test_frames_are_spread_over_the_whole_video(self) -> None:
-        options = VideoOptions(video_max_pixels=201326592)
+        options = VideoPixelOptions(video_max_pixels=201326592)
         assert options.frame_numbers(299, 9.966) == [0, 33, 66, 99, 132, 165, 198, 231, 264, 298]
         assert options.frame_numbers(30, 1.0) == [0] and options.frame_numbers(3, 100.0) == [0, 1, 2]
         assert len(options.frame_numbers(100_000, 3600.0)) == 256
-        assert len(VideoOptions(min_frames=4).frame_numbers(50, 2.0)) == 4
-        assert len(VideoOptions(video_max_pixels=3 * 4096).frame_numbers(500, 20.0)) == 3
+        assert len(VideoPixelOptions(min_frames=4).frame_numbers(50, 2.0)) == 4
+        assert len(VideoPixelOptions(video_max_pixels=3 * 4096).frame_numbers(500, 20.0)) == 3
 
     def test_videos_of_a_call_share_the_frames_by_duration(self) -> None:
-        assert VideoOptions(max_frames=10).frames_of_videos([60.0, 20.0]) == [7, 3]
-        assert VideoOptions(max_frames=11).frames_of_videos([10.0, 10.0, 10.0]) == [4, 4, 3]
-        assert VideoOptions(max_frames=2).frames_of_videos([5.0] * 3) == [1, 1, 1]
-        assert VideoOptions(max_frames=9).frames_of_videos([7.0]) == [9]
+        assert VideoPixelOptions(max_frames=10).frames_of_videos([60.0, 20.0]) == [7, 3]
+        assert VideoPixelOptions(max_frames=11).frames_of_videos([10.0, 10.0, 10.0]) == [4, 4, 3]
+        assert VideoPixelOptions(max_frames=2).frames_of_videos([5.0] * 3) == [1, 1, 1]
+        assert VideoPixelOptions(max_frames=9).frames_of_videos([7.0]) == [9]
 
     def test_segments_share_the_frames_by_duration_and_end_before_their_end(self) -> None:
-        options = VideoOptions(max_frames=4)
+        options = VideoPixelOptions(max_frames=4)
         assert options.segment_times([[0.0, 3.0], [7.5], [10.0, 11.0]]) == [[0.0, 1.0, 2.0], [7.5], [10.0]]
-        assert VideoOptions(max_frames=4).segment_times([[0, 8]]) == [[0.0, 2.0, 4.0, 6.0]]
+        assert VideoPixelOptions(max_frames=4).segment_times([[0, 8]]) == [[0.0, 2.0, 4.0, 6.0]]
 
     def test_file_is_decoded_by_the_rules_of_the_published_processor(
         self, processor: MossVLProcessor, clip: Path
@@ -235,8 +237,8 @@ class TestFiles:
     def test_saved_processor_loads_with_its_options_and_template(
         self, processor: MossVLProcessor, tmp_path: Path
     ) -> None:
-        processor.videos = VideoOptions(max_frames=7, video_max_pixels=99)
-        processor.image_processor.options = ImageOptions(multi_image_max_pixels=12345)
+        processor.videos = VideoPixelOptions(max_frames=7, video_max_pixels=99)
+        processor.image_processor.options = ImagePixelOptions(multi_image_max_pixels=12345)
         processor.save_pretrained(tmp_path)
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "moss_vl"}))
         found = load_processor(str(tmp_path))
