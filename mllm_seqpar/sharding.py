@@ -8,9 +8,11 @@ all-gather sums over ranks. The average of parameter gradients over the group is
 from __future__ import annotations
 
 import itertools
+import zlib
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from numbers import Integral
 from typing import Any
 
@@ -36,7 +38,7 @@ class FrameShard:
     """The frames of `total` that a caller passes, if it passes only this rank's shard: one range, or several.
 
     ``FrameShard(start, stop, total)`` has the frames ``start <= f < stop``, those of `frame_range(total, group)`.
-    ``FrameShard.of(total, group, layout)`` has those of `frame_ranges(total, group, layout)`.
+    ``FrameShard.of(total, group, layout, sizes)`` has those of `frame_ranges(total, group, layout, sizes)`.
 
     Attributes:
         start, stop: the first range.
@@ -59,9 +61,12 @@ class FrameShard:
             raise ShapeError(f"{named}; needs 0 <= start <= stop <= total, and ranges in ascending order")
 
     @classmethod
-    def of(cls, total: int, group: Group = None, layout: str = "contiguous") -> FrameShard:
+    def of(
+        cls, total: int, group: Group = None, layout: str = "contiguous", sizes: Tensor | Sequence[int] | None = None
+    ) -> FrameShard:
         """Return this rank's shard of `total` frames in a layout; see `frame_ranges`."""
-        (start, stop), *more = [(x.start, x.stop) for x in frame_ranges(total, group, layout)] or [(total, total)]
+        found = frame_ranges(total, group, layout, sizes)
+        (start, stop), *more = [(x.start, x.stop) for x in found] or [(total, total)]
         return cls(start, stop, total, tuple(more))
 
     @property
@@ -81,9 +86,10 @@ class FrameShard:
     def __bool__(self) -> bool:
         return True  # also without frames
 
-    def layout(self, rank: int, size: int) -> str | None:
-        """Return the layout in which this is the shard of `rank`; None if there is none."""
-        return next((x for x in FRAME_LAYOUTS if frame_spans(self.total, size, x)[rank] == self.spans), None)
+    def layout(self, rank: int, size: int, sizes: FrameSizes | None = None) -> str | None:
+        """Return the layout in which this is the shard of `rank`; None if there is none. `sizes`: None, all equal."""
+        sizes = FrameSizes(self.total) if sizes is None else sizes
+        return next((x for x in FRAME_LAYOUTS if sizes.spans(size, x)[rank] == self.spans), None)
 
 
 class HostFrames:
@@ -135,6 +141,134 @@ def frame_spans(total: int, size: int, layout: str = "contiguous") -> tuple[Span
     return tuple(join_spans((chunks[rank], chunks[2 * size - 1 - rank])) for rank in range(size))
 
 
+class FrameSizes:
+    """How many units each of `total` frames has, and which frames each rank holds.
+
+    A rank holds whole frames, balanced by their units. Units are what a call counts in: keys, image tiles.
+
+    Attributes:
+        total: the number of frames.
+        per_frame: the units of one frame if all have as many, else (total,) int64 on the CPU.
+    """
+
+    def __init__(self, total: int, per_frame: int | Tensor = 1) -> None:
+        self._by_rank: dict[tuple[int, str], tuple[Spans, ...]] = {}
+        if isinstance(per_frame, Tensor):
+            per_frame = per_frame.detach().long().cpu()
+            if not total or bool((per_frame == per_frame[0]).all()):
+                per_frame = int(per_frame[0]) if total else 1
+        self.total, self.per_frame = total, per_frame
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, FrameSizes) or self.total != other.total:
+            return False
+        own, others = self.per_frame, other.per_frame
+        if isinstance(own, Tensor) and isinstance(others, Tensor):
+            return torch.equal(own, others)
+        return isinstance(own, int) and isinstance(others, int) and own == others
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def fact(self) -> int | str:
+        """What ranks compare: the units of one frame, or the sum and a checksum."""
+        if not isinstance(self.per_frame, Tensor):
+            return self.per_frame
+        return f"{self.count()} in all, checksum {zlib.crc32(self.per_frame.numpy().tobytes()):08x}"
+
+    def joined(self, frames: int) -> FrameSizes:
+        """Return the sizes of frames that consist of so many of these."""
+        own = self.per_frame
+        joined = own.unflatten(0, (-1, frames)).sum(1) if isinstance(own, Tensor) else own * frames
+        return FrameSizes(self.total // frames, joined)
+
+    @cached_property
+    def _offsets(self) -> list[int]:
+        """The units before each frame, and those of all frames."""
+        assert isinstance(self.per_frame, Tensor)
+        return [0, *self.per_frame.cumsum(0).tolist()]
+
+    def of(self, frames: Tensor) -> int | Tensor:
+        """Return the units of each of the frames with these numbers, or one number for all."""
+        return self.per_frame[frames] if isinstance(self.per_frame, Tensor) else self.per_frame
+
+    def count(self, frames: Spans | None = None) -> int:
+        """Return how many units these frames have together; None: all frames."""
+        return span_length(self.units(((0, self.total),) if frames is None else frames))
+
+    def units(self, frames: Spans) -> Spans:
+        """Return the numbers of the units of these frames."""
+        if isinstance(self.per_frame, Tensor):
+            return tuple((self._offsets[start], self._offsets[stop]) for start, stop in frames)
+        return tuple((start * self.per_frame, stop * self.per_frame) for start, stop in frames)
+
+    def spans(self, size: int, layout: str = "contiguous") -> tuple[Spans, ...]:
+        """Return the frames of every rank in a layout, as `frame_spans`, balanced by units."""
+        if not isinstance(self.per_frame, Tensor):
+            return frame_spans(self.total, size, layout)
+        if (size, layout) not in self._by_rank:
+            if layout not in FRAME_LAYOUTS:
+                frame_spans(self.total, size, layout)  # raises
+            self._by_rank[size, layout] = balanced_spans(self._offsets, size, layout == "zigzag")
+        return self._by_rank[size, layout]
+
+
+def balanced_spans(offsets: Sequence[int], size: int, two_ended: bool) -> tuple[Spans, ...]:
+    """Return the frames of every rank: whole frames, so that the rank with the most units has as few as possible.
+
+    Each rank takes frames from the front of those that are left or, `two_ended` (zigzag), half of its units from the
+    front and the others from the back. It takes about an equal share of what is left, or more where the ranks after it
+    could not take the rest within the smallest limit that suffices.
+
+    Args:
+        offsets: the units before each frame, and those of all.
+        size: the number of ranks.
+        two_ended: as above.
+    """
+
+    def taken(first: int, last: int, goal: int, limit: int) -> tuple[int, int]:
+        """Return what is left of the frames first to last when a rank has taken about `goal` units, at most `limit`."""
+        front, back = first, last
+        if two_ended:
+            front = _nearest(offsets, first, last, offsets[first] + goal // 2, offsets[first] + limit)
+            rest = offsets[last] - (goal - (offsets[front] - offsets[first]))
+            least = offsets[last] - (limit - (offsets[front] - offsets[first]))
+            back = max(front, _nearest(offsets, front, last, rest, offsets[last], least))
+        used = offsets[front] - offsets[first] + offsets[last] - offsets[back]
+        front = _nearest(offsets, front, back, offsets[front] + goal - used, offsets[front] + limit - used)
+        return front, back
+
+    def fits(first: int, last: int, ranks: int, limit: int) -> bool:
+        for _ in range(ranks):
+            first, last = taken(first, last, limit, limit)
+        return first == last
+
+    low, high = max(-(-offsets[-1] // size), max(b - a for a, b in itertools.pairwise(offsets))), offsets[-1]
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(0, len(offsets) - 1, size, middle) else (middle + 1, high)
+    found, first, last = [], 0, len(offsets) - 1
+    for ranks in range(size, 0, -1):
+        after = taken(first, last, -(-(offsets[last] - offsets[first]) // ranks), low)
+        if not fits(*after, ranks - 1, low):
+            after = taken(first, last, low, low)
+        found.append(join_spans(((first, after[0]), (after[1], last))))
+        first, last = after
+    return tuple(found)
+
+
+def _nearest(offsets: Sequence[int], first: int, last: int, goal: int, most: int, least: int = 0) -> int:
+    """Return the frame in first to last before which about `goal` units are, at most `most` and at least `least`."""
+    place = min(max(bisect_left(offsets, goal), first), last)
+    if place > first and goal - offsets[place - 1] < offsets[place] - goal:
+        place -= 1
+    while place > first and offsets[place] > most:
+        place -= 1
+    while place < last and offsets[place] < least:
+        place += 1
+    return place
+
+
 def join_spans(spans: Iterable[tuple[int, int]]) -> Spans:
     """Return the same numbers in the same order, in ranges that are not empty and not adjacent."""
     joined: list[tuple[int, int]] = []
@@ -152,6 +286,11 @@ def span_length(spans: Spans) -> int:
     for start, stop in spans:
         length += stop - start
     return length
+
+
+def numbers_of_spans(spans: Spans) -> Tensor:
+    """Return the numbers in ranges, (n,) int64."""
+    return torch.cat([torch.arange(start, stop) for start, stop in spans] or [torch.arange(0)])
 
 
 def describe_spans(spans: Spans) -> str:
@@ -185,24 +324,43 @@ def part_of_spans(spans: Spans, start: int, stop: int) -> Spans:
     return join_spans(span for span in found if span[0] < span[1])
 
 
-def frame_range(total: int, group: Group = None) -> range:
-    """Return the global numbers of this rank's frames out of `total`, in one range, which may be empty."""
-    if not _is_count(total) or total < 0:
-        raise ShapeError(f"frame_range: total={total!r}; expected the number of frames, an int of 0 or more")
+def frame_range(total: int, group: Group = None, sizes: Tensor | Sequence[int] | None = None) -> range:
+    """Return the global numbers of this rank's frames out of `total`, in one range, which may be empty.
+
+    `sizes` (total,) are the tokens of each frame, which whole frames on each rank then balance; None: all are equal.
+    """
+    spans = _spans_of_rank("frame_range", total, group, "contiguous", sizes)
+    if spans:
+        return range(*spans[0])
     comm = as_communicator(group)
-    return range(*frame_bounds(total, comm.size)[comm.rank])
+    return range(0) if sizes is not None else range(*frame_bounds(total, comm.size)[comm.rank])
 
 
-def frame_ranges(total: int, group: Group = None, layout: str = "contiguous") -> tuple[range, ...]:
+def frame_ranges(
+    total: int, group: Group = None, layout: str = "contiguous", sizes: Tensor | Sequence[int] | None = None
+) -> tuple[range, ...]:
     """Return the global numbers of this rank's frames out of `total` in a layout: ascending ranges, none empty.
 
     contiguous: the range of `frame_range`. zigzag: chunks `rank` and ``2 * size - 1 - rank`` of ``2 * size`` chunks,
     the first of which have one frame more if the frames do not divide. The two chunks of the last rank are one range.
+    With `sizes` (total,), the tokens of each frame, frames are balanced by tokens: rank 0 takes the first and the last
+    frames, half of its tokens from each end, rank 1 those next to them, and so on.
     """
+    return tuple(range(*span) for span in _spans_of_rank("frame_ranges", total, group, layout, sizes))
+
+
+def _spans_of_rank(where: str, total: int, group: Group, layout: str, sizes: Tensor | Sequence[int] | None) -> Spans:
     if not _is_count(total) or total < 0:
-        raise ShapeError(f"frame_ranges: total={total!r}; expected the number of frames, an int of 0 or more")
+        raise ShapeError(f"{where}: total={total!r}; expected the number of frames, an int of 0 or more")
     comm = as_communicator(group)
-    return tuple(range(*span) for span in frame_spans(total, comm.size, layout)[comm.rank])
+    if sizes is None:
+        return frame_spans(total, comm.size, layout)[comm.rank]
+    counts = torch.as_tensor(sizes)
+    if counts.shape != (total,) or counts.is_floating_point() or counts.dtype is torch.bool:
+        raise ShapeError(f"{where}: sizes is {tuple(counts.shape)} {counts.dtype}; expected ({total},) integers")
+    if total and int(counts.min()) < 1:
+        raise ShapeError(f"{where}: sizes has a frame of {int(counts.min())} tokens; every frame needs at least 1")
+    return FrameSizes(total, counts).spans(comm.size, layout)[comm.rank]
 
 
 def shard_multiple(size: int, layout: str) -> int:

@@ -1,4 +1,4 @@
-"""MOSS-VL (`mllm_seqpar.models.moss_vl`): its sites, what its rows attend to, its forward and chats.
+"""MOSS-VL (`mllm_seqpar.models.moss_vl`): its sites, what its rows attend to, and its forward.
 
 Sites: the model's forward; the cross-attention of the layers in `cross_attention_layers`, and the self-attention of the
 others. All cross-attention layers project K and V from one sequence of features. A frame is an image or a frame of a
@@ -12,7 +12,7 @@ visual tokens of a frame, P patches of a frame, H heads, D head dim, C channels.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,32 +21,21 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from mllm_seqpar.adapting import (
-    VIDEO_MARK,
     AdapterError,
-    ChatFamily,
-    ChatText,
     ConfigError,
-    DataError,
     Family,
-    FeatureFrames,
     ForwardInputs,
     ForwardState,
     FrameMask,
     FrameShard,
-    FrameSource,
-    Messages,
     SeqParContext,
     SequenceParallelCacheState,
     ShapeError,
-    answer_spans,
     as_compared_tensors,
     copy_to_device,
     decoder_arguments,
-    media_of,
-    media_parts,
     merge_heads,
     refuse_dropout,
-    tokenize,
 )
 from mllm_seqpar.models.moss_vl.layout import MossVLLayout, frame_grids
 from mllm_seqpar.models.moss_vl.modeling import (
@@ -56,12 +45,8 @@ from mllm_seqpar.models.moss_vl.modeling import (
     media_of_samples,
     store_layout,
 )
-from mllm_seqpar.models.moss_vl.processing import IM_END, IM_START, IMAGE, RESERVED, expand, video_text
-
-from .qwen_vl_chat import StillImage, TemporalPatches, size_of
 
 GRID, MEDIA, PIXELS, FEATURES = "grid_thw", "media_nums_per_sample", "pixel_values", "visual_embeds"
-_ENDS = (IM_END, "<|endoftext|>")
 
 
 def _cross_attention(
@@ -148,151 +133,12 @@ class MossVLInputs(ForwardInputs):
         return found
 
 
-class MossVLChats(ChatFamily):
-    """The chat format of `MossVLProcessor`. A frame has one placeholder; those of videos have their times."""
-
-    processors = ("MossVLProcessor",)
-    marks = (IMAGE, VIDEO_MARK, IM_START, IM_END, *RESERVED, "<|vision_start|>", "<|vision_end|>")
-    frame_names = (PIXELS,)
-    feature_weights = ("model.visual.", "model.separator_token")
-    tower = ("model.visual", "forward")
-    always_sharded = False
-    ragged = True
-
-    @property
-    def _images(self) -> Any:
-        return self.processor.image_processor.options
-
-    @property
-    def _videos(self) -> Any:
-        return self.processor.videos
-
-    def still_frames(self, image: FrameSource) -> FrameSource:
-        return StillImage(image)
-
-    def units(self, source: FrameSource) -> FrameSource:
-        """Return the frames, resized as the processor resizes those of a call with this medium alone."""
-        height, width = size_of(source)
-        if isinstance(source, StillImage):
-            (size,) = self._images.sizes([(height, width)])
-        else:
-            (size,) = self._videos.sizes([(len(source), height, width)])
-        return TemporalPatches(source, 1, size)
-
-    def text(
-        self,
-        conversations: Sequence[Messages],
-        media: Sequence[Sequence[FrameSource]],
-        *,
-        add_generation_prompt: bool = False,
-        labels: bool = False,
-        padding_side: str | None = None,
-    ) -> ChatText:
-        grids: list[list[int]] = []
-        texts, spans = [], []
-        for messages, sources in zip(conversations, media, strict=True):
-            shown = [self._placeholders(source, grids) for _, source in media_of(messages, sources)]
-            chat = [dict(message) for message in messages]
-            written = self._write(chat, add_generation_prompt)
-            answers = answer_spans(chat, self._write) if labels else []
-            ends = [(start, len(written[:stop].rstrip("\n"))) for start, stop in answers]  # without the newline
-            found, moved = expand(written, shown, ends)
-            texts.append(found.text)
-            spans.append(moved)
-        ids, mask, targets = tokenize(
-            self.tokenizer, texts, spans if labels else None, padding_side=padding_side, add_special_tokens=True
-        )
-        total = sum(grid[0] for grid in grids)
-        visible = (ids == self.processor.image_token_id).long().cumsum(1) * mask
-        if int(visible.amax(1).sum()) != total:
-            raise DataError(
-                f"the media have {total} frames, but the text has {visible.amax(1).tolist()} placeholders "
-                f"{self.processor.image_token}; the tokenizer must have it as one special token, and the chat template "
-                f"must write {IMAGE} or {VIDEO_MARK} once for each medium"
-            )
-        extras: dict[str, Tensor] = {}
-        if grids:
-            counts = [len(sources) for sources in media]
-            extras = {GRID: torch.tensor(grids), MEDIA: torch.tensor(counts), MASK: visible}
-        return ChatText(input_ids=ids, attention_mask=mask, labels=targets, slots=range(total), extras=extras)
-
-    def _placeholders(self, source: FrameSource, grids: list[list[int]]) -> str:
-        """Add the grid of a source, and return what stands for it in the text."""
-        units = self.units(source)
-        assert isinstance(units, TemporalPatches)
-        grids.append([len(units), *self._images.grid(units.size)])
-        if isinstance(source, StillImage):
-            return str(self.processor.image_token)
-        return video_text([self._seconds(source, index) for index in range(len(source))])
-
-    def _seconds(self, source: FrameSource, index: int) -> float:
-        found = source.seconds(index)
-        return index / self._videos.video_fps if found is None else found
-
-    def _write(self, messages: Sequence[Any], open_answer: bool) -> str:
-        """Return the text of messages, with a mark for each medium."""
-        shown = [
-            message
-            if isinstance(message["content"], str)
-            else {**message, "content": [_shown(part) for part in message["content"]]}
-            for message in messages
-        ]
-        text: str = self.processor.apply_chat_template(shown, add_generation_prompt=open_answer, tokenize=False)
-        if (found := text.count(IMAGE) + text.count(VIDEO_MARK)) != (count := len(media_parts(messages))):
-            raise DataError(
-                f"the chat template wrote {found} of {IMAGE} and {VIDEO_MARK} for {count} images and videos; use one "
-                "that writes each once"
-            )
-        return text
-
-    def pixels(self, frames: Tensor) -> tuple[Tensor, ...]:
-        """Return (n, 3, height, width), normalised."""
-        return (self._images.normalised(frames),)
-
-    def joined(self, parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Return the rows of patches of all frames."""
-        empty = torch.empty(0, 3 * self._images.patch_size**2)
-        return (torch.cat([empty, *(self._images.patches(frames).flatten(0, 1) for (frames,) in parts)]),)
-
-    def blank(self) -> tuple[Tensor, ...]:
-        side = self._images.factor
-        return (torch.zeros(1, 3, side, side),)
-
-    def encode(self, model: Any, *frames: Tensor) -> Tensor:
-        """Return the features (n, T, C) of normalised frames."""
-        (given,) = frames
-        grid = torch.tensor(self._images.grid((given.shape[2], given.shape[3]))).expand(len(given), 2)
-        found: Tensor = self.family(model, None).encode(self._images.patches(given), grid)
-        return found
-
-    def generation(self, model: Any) -> dict[str, Any]:
-        vocabulary = self.tokenizer.get_vocab()
-        return {"eos_token_id": [vocabulary[mark] for mark in _ENDS if mark in vocabulary]}
-
-    def feature_arguments(self, model: Any, features: Tensor, shard: FrameShard) -> dict[str, Any]:
-        return {FEATURES: features.flatten(0, -2), "visual_shard": shard}
-
-    def frame_metadata(self, source: FrameSource) -> dict[str, Any]:
-        """Return the size and the times of the frames, which determine the placeholders of a prompt."""
-        seconds = [self._seconds(source, index) for index in range(len(source))]
-        return {"frame_size": list(size_of(source)), "frame_seconds": seconds}
-
-    def stored_frames(self, count: int, metadata: Mapping[str, Any]) -> FrameSource:
-        height, width = metadata["frame_size"]
-        return FeatureFrames(count, (height, width), metadata["frame_seconds"])
-
-
-def _shown(part: Any) -> dict[str, Any]:
-    return {"type": "text", "text": part["text"]} if part["type"] == "text" else {"type": part["type"]}
-
-
 class MossVLFamily(Family[MossVLInputs]):
     """The native MOSS-VL."""
 
     name = "MOSS-VL"
     model_class = "MossVLForConditionalGeneration"
     package = "mllm_seqpar.models.moss_vl."
-    chat = MossVLChats
     parts = {
         "vision": ("model.visual.patch_embed", "model.visual.pos_embed", "model.visual.blocks"),
         "projector": ("model.visual.merger", "model.separator_token"),

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -34,7 +34,6 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mllm_seqpar.adapting import (
-    VIDEO_MARK,
     AdapterError,
     Communicator,
     CrossAttentionShape,
@@ -44,7 +43,6 @@ from mllm_seqpar.adapting import (
     FrameMask,
     FrameShard,
     HostFrames,
-    ImageTokenFamily,
     KVProjection,
     Patch,
     SeqParContext,
@@ -64,12 +62,9 @@ from mllm_seqpar.adapting import (
     run_pass,
     takes_cache,
     tensor_of,
-    to_pil_images,
 )
 
 from .open_flamingo_language import LANGUAGE_MODELS, language_model_of
-
-_IMAGE, _END_OF_CHUNK = "<image>", "<|endofchunk|>"
 
 
 @dataclass
@@ -165,50 +160,6 @@ def cross_attention_forward(attention: Any, index: int) -> Any:
     return types.MethodType(forward, attention)
 
 
-class OpenFlamingoChats(ImageTokenFamily):
-    """`OpenFlamingoProcessor` and `open_flamingo.Flamingo`."""
-
-    processors = ("OpenFlamingoProcessor",)
-    marks = (_IMAGE, _END_OF_CHUNK, VIDEO_MARK)
-    ids_name = "lang_x"
-    frame_names = ("vision_x",)
-    feature_weights = ("vision_encoder.", "perceiver.")
-    tower = ("vision_encoder", "forward")
-    image_token = _IMAGE
-    min_images = 1
-
-    def needs_special_tokens(self, texts: Sequence[str]) -> bool:
-        """Return True: the published models were trained with the special tokens that their tokenizers add."""
-        return True
-
-    def write(self, messages: Sequence[dict[str, Any]], open_answer: bool) -> str:
-        return self.processor.apply_chat_template(messages, add_generation_prompt=open_answer) if messages else ""
-
-    def pixels(self, frames: Tensor) -> tuple[Tensor, ...]:
-        """Return (n, 1, 3, S, S): media of one frame each."""
-        processed = self.processor.image_processor(to_pil_images(frames), return_tensors="pt")
-        return (processed["pixel_values"][:, None],)
-
-    def blank(self) -> tuple[Tensor, ...]:
-        """Return zeros, as in the published training."""
-        crop = self.processor.image_processor.crop_size
-        return (torch.zeros(1, 1, 3, int(crop["height"]), int(crop["width"])),)
-
-    def tower_states(self, output: tuple[Any, Tensor]) -> Tensor:
-        return output[1]
-
-    def tower_output(self, states: Tensor) -> tuple[None, Tensor]:
-        return None, states
-
-    def feature_arguments(self, model: Any, features: Tensor, shard: FrameShard) -> dict[str, Any]:
-        return {"vision_x": features, "visual_shard": shard}
-
-    def generation(self, model: Any) -> dict[str, Any]:
-        """Generate no image tokens. The model itself ends an answer at the end of the chunk."""
-        image = self.tokenizer.convert_tokens_to_ids(_IMAGE)
-        return {"bad_words_ids": [[image]], "pad_token_id": self.tokenizer.pad_token_id}
-
-
 class OpenFlamingoFamily(Family[MediaInputs]):
     """OpenFlamingo over the language models of `LANGUAGE_MODELS`.
 
@@ -218,7 +169,6 @@ class OpenFlamingoFamily(Family[MediaInputs]):
     name = "OpenFlamingo"
     model_class = "Flamingo"
     package = "open_flamingo."
-    chat = OpenFlamingoChats
     parts = {"vision": ("vision_encoder",), "projector": ("perceiver",), "language": ("lang_encoder",)}
     frame_arguments = ("vision_x", "pixel_values")
 

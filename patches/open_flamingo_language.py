@@ -304,10 +304,10 @@ class MptLM:
         Not with Star Attention, whose prompts have no labels: those rows are zeros there, and nothing reads them.
         """
         assert state.text is not None
-        valid = state.text.blocks().valid
+        valid = state.text.valid
         if valid is None or isinstance(state.text, StarText) or bool(valid[:, 0].all()):
             return None
-        return (valid.cumsum(dim=1) == 0)[:, rows]
+        return (state.text.pad(valid, 1).cumsum(dim=1) == 0)[:, rows]
 
 
 def _attention_forward(attention: Any) -> Any:

@@ -44,8 +44,9 @@ from mllm_seqpar.adapting import (
     sampled_bits,
 )
 
-from .qwen_vl_chat import FEATURES, GRIDS, PIXELS, Qwen2_5_VLChats, Qwen3VLChats
-
+PIXELS = ("pixel_values", "pixel_values_videos")
+FEATURES = "visual_embeds"
+GRIDS = ("image_grid_thw", "video_grid_thw")
 KINDS = ("image", "video")
 TOKENS = "kinds of visual tokens"
 
@@ -500,7 +501,6 @@ class Qwen2_5_VLFamily(QwenVLFamily):
 
     name = "Qwen2.5-VL"
     model_class = "Qwen2_5_VLForConditionalGeneration"
-    chat = Qwen2_5_VLChats
 
     def inputs(
         self,
@@ -524,7 +524,6 @@ class Qwen3VLFamily(QwenVLFamily):
 
     name = "Qwen3-VL (dense)"
     model_class = "Qwen3VLForConditionalGeneration"
-    chat = Qwen3VLChats
     packs_by_positions = True
 
     def inputs(

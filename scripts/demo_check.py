@@ -20,7 +20,7 @@ from mllm_seqpar import patch_model
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.data import ChatDataset, chat_family, load_local_images
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration
-from mllm_seqpar.models.mplug_owl3.processing import MPlugOwl3Processor
+from mllm_seqpar.processors.mplug_owl3.processing import MPlugOwl3Processor
 
 # Labels of the visual attention's transfers; Ring Attention alone sends k, v, dk, dv.
 LABELS = ("q", "o", "do", "delta", "lse", "dq", "k", "v", "dk", "dv")

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Lint, types and tests. Creates .venv on first use. The tests run even if lint or types fail.
 #   bash scripts/test.sh [pytest arguments]            all tests; with arguments in one process: bash scripts/test.sh -k ring
-#   bash scripts/test.sh --quick [pytest arguments]    the tests that are not marked "slow"; a few minutes
+#   bash scripts/test.sh --quick [pytest arguments]    the tests that are not marked "slow": on the branch main all of them, a
+#                                                      few minutes; on another one those that its changes can affect
 #   TEST_VERSIONS=oldest bash scripts/test.sh --quick  the same tests with the oldest supported versions of torch,
 #                                                      transformers and accelerate; newest: with the newest ones
 #   bash scripts/test.sh --levels [pytest arguments]   the tests marked "rounding", once per set of vector instructions in
@@ -58,29 +59,37 @@ if [[ "${1:-}" == --levels ]]; then
     exit 0
 fi
 
-checks=0
-step() {
-    echo "== $*"
-    "$venv_python" -m "$@" || checks=1
+# Lint and types need one core for a few seconds, so they run beside the tests, and their output appears when they end. They
+# do not depend on the versions of other packages.
+checks() {
+    local failed=0 command output=""
+    for command in "ruff check ." "ruff format --check ." mypy; do
+        # shellcheck disable=SC2086
+        output+="== $command"$'\n'"$("$venv_python" -m $command 2>&1)"$'\n' || failed=1
+    done
+    printf '\n%s' "$output"
+    return $failed
 }
-if [[ -z "${TEST_VERSIONS:-}" ]]; then # lint and types do not depend on the versions of other packages
-    step ruff check .
-    step ruff format --check .
-    step mypy
+checking=""
+if [[ -z "${TEST_VERSIONS:-}" ]]; then
+    checks &
+    checking=$!
 fi
 
-if [[ "$checks" != 0 ]]; then
-    echo "== lint or types failed, see above; the tests run nevertheless"
-fi
 # Without arguments, several processes run the tests file by file. With arguments, such as for a single test, one does.
 selected=()
 if [[ "${1:-}" == --quick ]]; then
     shift
-    selected=("${in_parallel[@]}" -m "not slow")
+    mapfile -t affected < <("$venv_python" scripts/lib/import_graph.py)
+    selected=("${in_parallel[@]}" -m "not slow" "${affected[@]}")
 elif [[ $# == 0 ]]; then
     selected=("${all_in_parallel[@]}")
 fi
 echo "== pytest ${selected[*]} $*"
-tests=0
+tests=0 checked=0
 "$venv_python" -m pytest "${selected[@]}" "$@" || tests=$?
-exit $((tests != 0 ? tests : checks))
+if [[ -n "$checking" ]]; then
+    wait "$checking" || checked=1
+fi
+[[ "$checked" == 0 ]] || echo "== lint or types failed, see above"
+exit $((tests != 0 ? tests : checked))

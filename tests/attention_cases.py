@@ -23,7 +23,9 @@ from mllm_seqpar.attention.attend import attend
 from mllm_seqpar.attention.call_spec import AccumulateDtype, accumulation, call_spec_for, problem_of
 from mllm_seqpar.attention.keys import GivenKeys
 from mllm_seqpar.comm import Communicator, as_communicator
-from mllm_seqpar.masks import BlockMasks, CausalBlockMasks, FrameMask, FullBlockMasks
+from mllm_seqpar.kernels.rectangles import rectangles_of
+from mllm_seqpar.masks import BlockMasks, FrameMask, Intervals
+from mllm_seqpar.masks.block_masks import text_masks
 from mllm_seqpar.schedules.bytes_sent import Problem, lv_xattn_bytes, mesh_bytes, ring_bytes, ulysses_bytes
 from mllm_seqpar.schedules.mesh_shapes import ParallelSpec, parallel_spec
 from mllm_seqpar.sharding import (
@@ -148,7 +150,7 @@ def visible_frames(case: Case, total: int) -> Tensor | None:
 
 
 def text_limits(case: Case, total: int) -> tuple[Tensor | None, Tensor | None]:
-    """(first, valid) of CausalBlockMasks by the name in `case.text`; padding is not valid."""
+    """(first, valid) of `text_masks` by the name in `case.text`; padding is not valid."""
     position = torch.arange(total)
     real = position < case.rows
     valid = None if bool(real.all()) else real[None]
@@ -232,12 +234,12 @@ def _call(
     attention: Any = {"rows": "sharded", "comm": comm, "scale": case.dim**-0.5, "kernel": case.kernel}
     if case.op == "direct":
         lengths = tuple(map(span_length, key_spans(case, n)))
-        full = FullBlockMasks(case.batch, total // n, lengths)
+        full = BlockMasks.full(case.batch, total // n, lengths)
         problem = problem_of(x["q"].shape, x["k"].shape, lengths, case.dtype, case.accumulate)
         spec = call_spec_for(ParallelSpec("lv-xattn", (n, 1), all_pairs=True), full, problem, dtype, case.overlap)
         return attend(x["q"], [[GivenKeys(spec, x["k"], x["v"])]], **attention)[0]
     first, valid = text_limits(case, total)
-    text = CausalBlockMasks(case.batch, total, n, case.layout, first, valid)
+    text = text_masks([sequence_positions(total, rank, n, case.layout) for rank in range(n)], first, valid)
 
     def source(strategy: str, blocks: BlockMasks, lengths: tuple[int, ...], k: Tensor, v: Tensor) -> GivenKeys:
         problem = problem_of(x["q"].shape, k.shape, lengths, case.dtype, case.accumulate)
@@ -248,10 +250,23 @@ def _call(
     sources = [source(case.by, text, (total // n,) * n, x["text_k"], x["text_v"])]
     if case.op == "joint":
         lengths = tuple(map(span_length, key_spans(case, n)))
-        full = FullBlockMasks(case.batch, total // n, lengths)
-        blocks = full if mask is None else mask.blocks(comm, frame_spans(case.frames, n, case.frame_layout))
+        full = BlockMasks.full(case.batch, total // n, lengths)
+        spans = frame_spans(case.frames, n, case.frame_layout)
+        blocks = full if mask is None else mask.blocks(comm, spans, layers=case.frames)
         sources.insert(0, source(case.frames_by, blocks, lengths, x["k"], x["v"]))
     return attend(x["q"], [sources], **attention)[0]
+
+
+def computed_entries(q: Tensor, k: Tensor, intervals: Intervals | None) -> int:
+    """Return the score entries that the CPU's kernel computes for a block, for one head."""
+    if intervals is None:
+        return q.shape[0] * q.shape[2] * k.shape[2]
+    entries = 0
+    for rectangle in rectangles_of(intervals):
+        rows, keys = (x.stop - x.start for x in (rectangle.rows, rectangle.keys))
+        items = q.shape[0] if rectangle.batch == slice(None) else 1
+        entries += items * (rows * (rows + 1) // 2 if rectangle.kind == "causal" else rows * keys)
+    return entries
 
 
 def over_gloo(rank: int, world: int, cases: list[Case]) -> list[dict[str, Any]]:

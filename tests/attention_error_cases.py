@@ -26,7 +26,7 @@ def odd_one_out(comm: Communicator, what: str) -> Any:
     odd = comm.rank == comm.size - 1
     x, function, options = qkv(keys=3 if "mask" in what else 6), lv_xattn, {}
     mask = everything(4, comm.size)
-    intervals = FrameMask.from_intervals(*torch.zeros(2, 2, 4).long(), 3, comm.size)
+    unequal = FrameMask.from_intervals(*torch.zeros(2, 2, 4).long(), torch.tensor([2, 4, 3]), comm.size)
     match what:
         case "rows" | "heads" | "batch" if odd:
             x = qkv(**{what: {"rows": 5, "heads": 8, "batch": 3}[what]})
@@ -38,8 +38,8 @@ def odd_one_out(comm: Communicator, what: str) -> Any:
             x = (x[0], x[1], x[2][:, :, :2])
         case "scale" | "kernel" | "accumulate_dtype" if odd:
             options = {what: {"scale": 0.5, "kernel": "none"}.get(what)}
-        case "mask missing" | "mask form" | "mask frames":
-            options["mask"] = {"mask form": intervals, "mask frames": everything(4, 9)}.get(what) if odd else mask
+        case "mask missing" | "mask sizes" | "mask frames":
+            options["mask"] = {"mask sizes": unequal, "mask frames": everything(4, 9)}.get(what) if odd else mask
         case "decoding rows" | "decoding gradients":
             x, function = (qkv(5) if odd and "rows" in what else x), decode_attention
             x[0].requires_grad_(odd and "gradients" in what)

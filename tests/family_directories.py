@@ -157,7 +157,7 @@ def make_qwen(folder: Path, family: str) -> None:
 def make_moss_vl(folder: Path) -> None:
     """Write the tiny model and its processor; every image has one visual token besides the separator."""
     from mllm_seqpar.models.moss_vl import MossVLImageProcessor, MossVLProcessor
-    from mllm_seqpar.models.moss_vl.media import VideoPixelOptions
+    from mllm_seqpar.processors.moss_vl.media import VideoPixelOptions
 
     marks = ("<|im_start|>", *(f"<|{name}|>" for name in ("vision_start", "vision_end", "image_pad", "video_pad")))
     tokenizer = character_tokenizer(*marks, "<|time_start|>", "<|time_end|>", bos="<|endoftext|>", eos="<|im_end|>")

@@ -2,13 +2,13 @@
 
 A `CallSpec` is resolved by all ranks once per forward pass and shape; later passes over a cache keep those of frames
 while their mask stays the same. All layers with that shape share it, and with it everything that is derived from it on
-first use: the schedule, the mask rectangles of each block with the block kernels
-that compute them (`PreparedRectangle`), and the rows of each transfer.
+first use: the schedule, the mask of each block with the block kernels that compute it (`MaskLayer`), and the rows of
+each transfer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -18,14 +18,12 @@ from torch import Tensor
 
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.kernels import BlockKernel, choose_kernel
-from mllm_seqpar.masks import BlockMasks, Rectangle, clip_rows
+from mllm_seqpar.masks import BlockMask, BlockMasks, Intervals
+from mllm_seqpar.masks.intervals import part_of_mask
 from mllm_seqpar.schedules import AttentionBlock, Axis, OverlapRatios, Schedule, Step, Transfer, schedule_for
 from mllm_seqpar.schedules.bytes_sent import Problem, mesh_axis_bytes, overlap_ratios_by_bytes
 from mllm_seqpar.schedules.mesh import mesh_ranks
 from mllm_seqpar.schedules.mesh_shapes import ParallelSpec
-
-KEPT_MASK = 1 << 14
-"""Cache expanded masks of up to this many entries for all layers of a pass."""
 
 Placement = Literal["sharded", "replicated"]
 """Whether each rank has its shard of the keys, or all of them."""
@@ -41,7 +39,7 @@ class CallSpec:
     Attributes:
         mesh_shape: (a, b), the number of Q shards and of KV shards that one rank computes with. (n, 1) sends Q shards,
             (1, n) sends KV shards, other shapes send both. With (1, 1) each rank computes its own block only.
-        masks: the mask rectangles of every block.
+        masks: the mask of every block.
         key_lengths: the number of keys on each rank.
         accumulate_dtype: dtype in which O, dQ, dK and dV are accumulated, and sent unless `round_results`.
         overlap: whether transfers run during computation.
@@ -120,13 +118,11 @@ class CallSpec:
         return found
 
     def _filled_in(self, schedule: Schedule, rank: int, q: Tensor, k: Tensor, kernel: str) -> Schedule:
-        """Return the schedule with the rows of its transfers and the rectangles of its blocks."""
-        rows, kernels, steps = q.shape[2], dict[str, BlockKernel](), []
+        """Return the schedule with the rows of its transfers and the masks of its blocks."""
+        rows, steps = q.shape[2], []
         for step in schedule:
-            transfers = tuple(self._with_rows(transfer, rank, rows, q.device) for transfer in step.transfers)
-            blocks = tuple(
-                replace(b, rectangles=prepare(self._rectangles(b, rows), q, k, kernel, kernels)) for b in step.blocks
-            )
+            transfers = tuple([self._with_rows(transfer, rank, rows, q.device) for transfer in step.transfers])
+            blocks = tuple([replace(b, layers=self._layers(b, q, k, kernel)) for b in step.blocks])
             steps.append(Step(transfers, blocks, step.released))
         return tuple(steps)
 
@@ -146,15 +142,14 @@ class CallSpec:
             recv_length=rows if received is None else received.count,
         )
 
-    def _rectangles(self, block: AttentionBlock, rows: int) -> Sequence[Rectangle]:
-        """Return the rectangles of a block, clipped to the part of its query rows that the schedule asks for."""
-        if self.direct and block.q_shard != block.kv_shard:
-            return self.masks.pruned_rectangles(block.q_shard, block.kv_shard)
-        rectangles = self.masks.rectangles(block.q_shard, block.kv_shard)
+    def _layers(self, block: AttentionBlock, q: Tensor, k: Tensor, kernel: str) -> tuple[MaskLayer, ...]:
+        """Return the mask of the part of a block's query rows that the schedule asks for, with its kernels."""
+        mask = self.masks.block(block.q_shard, block.kv_shard, pruned=self.direct and block.q_shard != block.kv_shard)
         if block.parts == 1:
-            return rectangles
-        start, stop = rows * block.part // block.parts, rows * (block.part + 1) // block.parts
-        return tuple(part for rectangle in rectangles for part in clip_rows(rectangle, start, stop))
+            return with_kernels(mask, q, k, kernel)
+        count = q.shape[2]
+        rows = slice(count * block.part // block.parts, count * (block.part + 1) // block.parts)
+        return with_kernels(part_of_mask(mask, rows), q, k, kernel, rows)
 
 
 AccumulateDtype = torch.dtype | Literal["auto"] | None
@@ -203,7 +198,7 @@ def call_spec_for(
 
     Args:
         spec: the strategy, with its mesh shape and head-sharding degree.
-        masks: the mask rectangles.
+        masks: the mask of every block.
         problem: as `problem_of` returns it; it also says in how many bytes results are sent.
         accumulate_dtype, overlap: see `CallSpec`.
         overlap_ratios: forward and backward, for the order of a mesh's steps; None: by the bytes of its transfers.
@@ -218,53 +213,30 @@ def call_spec_for(
     return CallSpec(shape, masks, problem.keys, accumulate_dtype, overlap, degree, ratios, rounded, all_pairs)
 
 
-class PreparedRectangle(NamedTuple):
-    """A mask rectangle with the kernel that computes it, for tensors of one dtype, device and head dim.
+class MaskLayer(NamedTuple):
+    """A layer of the mask of a block, and the kernel that computes it for tensors of one dtype, device and head dim.
 
     Attributes:
         kernel: the block kernel.
-        size: the numbers of batch items, rows and keys.
-        batch, rows: the batch items and query rows.
-        keys: the keys; None if they are gathered (`Rectangle.gathered`).
-        causal: whether row i attends to keys up to i.
-        mask: the expanded mask of a small rectangle of kind "masked".
-        rectangle: the rectangle itself.
+        intervals: the keys that each row attends to; None: all.
+        rows: the query rows of the layer; None: all.
     """
 
     kernel: BlockKernel
-    size: tuple[int, int, int]
-    batch: slice
-    rows: slice
-    keys: slice | None
-    causal: bool
-    mask: Tensor | None
-    rectangle: Rectangle
+    intervals: Intervals | None
+    rows: slice | None = None
 
 
-def prepare(
-    rectangles: Iterable[Rectangle],
-    q: Tensor,
-    k: Tensor,
-    kernel: str,
-    kernels: dict[str, BlockKernel] | None = None,
-) -> tuple[PreparedRectangle, ...]:
-    """Return the rectangles with their kernels, for blocks with the dtype, device and head dim of q and k.
+def with_kernels(
+    mask: BlockMask, q: Tensor, k: Tensor, kernel: str, rows: slice | None = None
+) -> tuple[MaskLayer, ...]:
+    """Return the layers of a mask with their kernels, for blocks with the dtype, device and head dim of q and k.
 
     Args:
-        rectangles: the mask rectangles.
+        mask: of a block, or of some of its rows.
         q, k: tensors like those of the blocks.
         kernel: name of a block kernel, or "auto".
-        kernels: what was chosen for other blocks of such tensors, by the kind of a rectangle; extended here.
+        rows: the query rows that the mask is for; None: all.
     """
-    chosen: dict[str, BlockKernel] = {} if kernels is None else kernels
-    prepared = []
-    for x in rectangles:
-        causal = x.kind == "causal"
-        if x.kind not in chosen:
-            chosen[x.kind], _ = choose_kernel(kernel, q, k, causal=causal, masked=x.kind == "masked")
-        keys = slice(*x.keys) if x.gathered is None else None
-        mask = x.mask(q.device) if x.kind == "masked" and x.entries <= KEPT_MASK else None
-        count = x.keys[1] - x.keys[0] if x.gathered is None else -1  # gathered keys are never all
-        size = x.batch[1] - x.batch[0], x.rows[1] - x.rows[0], count
-        prepared.append(PreparedRectangle(chosen[x.kind], size, slice(*x.batch), slice(*x.rows), keys, causal, mask, x))
-    return tuple(prepared)
+    layers: Sequence[Intervals | None] = (None,) if mask is None else mask
+    return tuple([MaskLayer(choose_kernel(kernel, q, k, layer)[0], layer, rows) for layer in layers])

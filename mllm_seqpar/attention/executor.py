@@ -3,7 +3,7 @@
 Each step posts its transfers as one grouped exchange, computes its blocks meanwhile, waits, and then stores the shards
 and adds the results that it received. Receive buffers belong to the communicator and are reused over calls. Results of
 a call never alias them: received shards are only read, and received results are added to this rank's. A block is
-computed one mask rectangle at a time.
+computed one layer of its mask at a time.
 
 Shapes: q, o, do (B, H, S, D); k, v (B, G, T, D), G dividing H; lse (B, H, S) float32. The items of a batch that share
 their keys are rows of one item here (`attend`).
@@ -22,12 +22,12 @@ from mllm_seqpar.comm.receive_buffers import BufferLease
 from mllm_seqpar.kernels.base import delta_of, fold_batch, merge_
 from mllm_seqpar.schedules import AttentionBlock, Axis, Schedule, Step, Transfer
 
-from .call_spec import CallSpec, PreparedRectangle
+from .call_spec import CallSpec, MaskLayer
 
 ALL = slice(None)
 
 RowIndex = slice | Tensor
-"""Rows (or keys) of a tensor: a range, or distinct indices in ascending order."""
+"""Rows of a tensor: a range, or distinct indices in ascending order."""
 
 
 class FinalRows(NamedTuple):
@@ -45,9 +45,9 @@ class FinalRows(NamedTuple):
     def with_delta(self) -> FinalRows:
         return self._replace(delta=delta_of(self.do, self.o, self.delta))
 
-    def part(self, batch: slice, rows: slice) -> FinalRows:
+    def part(self, rows: slice) -> FinalRows:
         q, o, lse, do, delta = self
-        at = batch, ALL, rows
+        at = ALL, ALL, rows
         return FinalRows(q[at], None if o is None else o[at], lse[at], do[at], None if delta is None else delta[at])
 
     def folded(self) -> FinalRows:
@@ -78,15 +78,13 @@ class PartialResult:
             self._value = o, torch.full(o.shape[:-1], float("-inf"), dtype=wide, device=o.device)
         return self._value
 
-    def add(
-        self, o: Tensor, lse: Tensor, batch: slice = ALL, rows: RowIndex | None = ALL, *, borrowed: bool = False
-    ) -> None:
-        """Merge the result of some batch items and rows (None: all rows) over further keys.
+    def add(self, o: Tensor, lse: Tensor, rows: RowIndex | None = None, *, borrowed: bool = False) -> None:
+        """Merge the result of some rows (None: all rows) over further keys.
 
         `borrowed` tensors are copied, because the caller reuses their memory; others may become part of this object.
         """
         first = self._value is None  # there is nothing to merge with
-        if isinstance(rows, slice) and rows.start is not None:
+        if isinstance(rows, slice):
             first, self._stop = first or rows.start >= self._stop, max(self._stop, rows.stop)
         else:
             self._stop = self._like.shape[2]
@@ -94,7 +92,6 @@ class PartialResult:
             self._value = o.to(self._dtype).contiguous(), lse.contiguous()
             return
         whole_o, whole_lse = self._value or self.value
-        whole_o, whole_lse = whole_o[batch], whole_lse[batch]
         if isinstance(rows, Tensor):
             if not first:
                 some_o, some_lse = whole_o.index_select(2, rows), whole_lse.index_select(2, rows)
@@ -125,14 +122,14 @@ class GradientAccumulator:
             self._value = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
         return self._value
 
-    def add(self, x: Tensor, batch: slice = ALL, rows: RowIndex | None = ALL, *, borrowed: bool = False) -> None:
-        """Add x to the given batch items and rows or keys (None: all); `borrowed` as in `PartialResult.add`."""
+    def add(self, x: Tensor, rows: RowIndex | None = None, *, borrowed: bool = False) -> None:
+        """Add x to the given rows or keys (None: all); `borrowed` as in `PartialResult.add`."""
         if self._value is None and not borrowed and x.shape == self._shape:
             self._value = x.to(self._dtype)
         elif isinstance(rows, Tensor):  # indices are distinct, so no order of additions can change the result
-            self.value[batch].index_add_(2, rows, x.to(self._dtype))
+            self.value.index_add_(2, rows, x.to(self._dtype))
         else:
-            self.value[batch, :, rows or ALL].add_(x)
+            self.value[:, :, rows or ALL].add_(x)
 
 
 class BlockMath(NamedTuple):
@@ -141,42 +138,21 @@ class BlockMath(NamedTuple):
     kernel: str
     scale: float
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, rectangles: Sequence[PreparedRectangle], out: PartialResult
-    ) -> None:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layers: Sequence[MaskLayer], out: PartialResult) -> None:
         """Merge the attention of q over the visible keys into `out`."""
-        for kernel, size, batch, rows, keys, causal, mask, rectangle in rectangles:
-            index = rectangle.key_index(q.device) if keys is None else keys
-            if mask is None and rectangle.kind == "masked":
-                mask = rectangle.mask(q.device)
-            parts = q, k, v
-            if size != (q.shape[0], q.shape[2], k.shape[2]):
-                parts = q[batch, :, rows], k[batch, :, index], v[batch, :, index]
-            out.add(*kernel.forward(*parts, scale=self.scale, causal=causal, mask=mask), batch, rows)
+        for kernel, intervals, rows in layers:
+            some = q if rows is None else q[:, :, rows]
+            out.add(*kernel.forward(some, k, v, scale=self.scale, intervals=intervals), rows)
 
     def backward(
-        self,
-        grads: Sequence[GradientAccumulator],
-        final: FinalRows,
-        k: Tensor,
-        v: Tensor,
-        rectangles: Sequence[PreparedRectangle],
+        self, grads: Sequence[GradientAccumulator], final: FinalRows, k: Tensor, v: Tensor, layers: Sequence[MaskLayer]
     ) -> None:
         """Add the block's dq, dk and dv to `grads`."""
-        for kernel, size, batch, rows, keys, causal, mask, rectangle in rectangles:
-            index = rectangle.key_index(k.device) if keys is None else keys
-            if mask is None and rectangle.kind == "masked":
-                mask = rectangle.mask(k.device)
-            some, some_k, some_v = final, k, v
-            if size != (k.shape[0], final.q.shape[2], k.shape[2]):
-                some = final.part(batch, rows)
-                some_k, some_v = k[batch, :, index], v[batch, :, index]
-            q, o, lse, do, delta = some
-            parts = kernel.backward(
-                do, q, some_k, some_v, o, lse, scale=self.scale, causal=causal, mask=mask, delta=delta
-            )
-            for total, part, place in zip(grads, parts, (rows, index, index), strict=True):
-                total.add(part, batch, place)
+        for kernel, intervals, rows in layers:
+            q, o, lse, do, delta = final if rows is None else final.part(rows)
+            parts = kernel.backward(do, q, k, v, o, lse, scale=self.scale, intervals=intervals, delta=delta)
+            for total, part, place in zip(grads, parts, (rows, None, None), strict=True):
+                total.add(part, place)
 
 
 Bundle = dict[str, Tensor]
@@ -211,7 +187,7 @@ class _Forward:
         partial = self.partials.get(block.q_shard)
         if partial is None:
             partial = self.partials[block.q_shard] = PartialResult(rows["q"], self._spec.accumulate_dtype)
-        self._math.forward(rows["q"], keys["k"], keys["v"], block.rectangles, partial)
+        self._math.forward(rows["q"], keys["k"], keys["v"], block.layers, partial)
 
     def result(self, axis: Axis, owner: int) -> Bundle:
         o, lse = self.partials.pop(owner).value
@@ -248,7 +224,7 @@ class _Backward:
         )
         o = self._own_o if rows is self.local["q"] else None
         final = FinalRows(q, o, rows["lse"], rows["do"], rows.get("delta"))
-        self._math.backward((dq, dk, dv), final, k, v, block.rectangles)
+        self._math.backward((dq, dk, dv), final, k, v, block.layers)
 
     def result(self, axis: Axis, owner: int) -> Bundle:
         names, dtype = (
@@ -273,7 +249,7 @@ def distributed_forward(
     steps = spec.steps(comm, q, k, block_math.kernel, backward=False)
     if spec.mesh_shape == (1, 1):  # a group of one: one block and no transfers
         result = PartialResult(q, spec.accumulate_dtype)
-        block_math.forward(q, k, v, steps[0].blocks[0].rectangles, result)
+        block_math.forward(q, k, v, steps[0].blocks[0].layers, result)
         return result.value
     forward = _Forward(spec, block_math, q, k, v)
     _run(steps, comm, forward, spec.overlap)
@@ -299,7 +275,7 @@ def distributed_backward(
     steps = spec.steps(comm, q, k, block_math.kernel, backward=True)
     if spec.mesh_shape == (1, 1):
         sums = tuple(GradientAccumulator(x, spec.accumulate_dtype) for x in (q, k, v))
-        block_math.backward(sums, rows, k, v, steps[0].blocks[0].rectangles)
+        block_math.backward(sums, rows, k, v, steps[0].blocks[0].layers)
     else:
         if spec.mesh_shape[0] > 1:
             rows = rows.with_delta()

@@ -22,10 +22,12 @@ from mllm_seqpar.comm import Group, transfer_communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.errors import AgreementError, ConfigError, MaskError, ShapeError
 from mllm_seqpar.kernels import choose_kernel
-from mllm_seqpar.masks import BlockMasks, CausalBlockMasks, FrameBlockMasks, FrameMask, FullBlockMasks
+from mllm_seqpar.masks import BlockMasks, FrameMask
+from mllm_seqpar.masks.block_masks import text_masks
+from mllm_seqpar.masks.frame_mask import frame_masks
 from mllm_seqpar.schedules.head_sharding import HeadShards
 from mllm_seqpar.schedules.mesh_shapes import check_tile, parallel_spec, resolve_tile
-from mllm_seqpar.sharding import LAYOUTS, Spans, describe_spans, frame_spans, sequence_positions, span_length
+from mllm_seqpar.sharding import LAYOUTS, Spans, describe_spans, sequence_positions
 
 from .attend import attend
 from .call_spec import AccumulateDtype, CallSpec, accumulation, call_spec_for, problem_of
@@ -83,7 +85,8 @@ def lv_xattn(
     that attend to any of its keys, directly from their owner.
 
     Args:
-        q, k, v: this rank's shards, see above; k and v hold the frames of `frame_range(total, group)`.
+        q, k, v: this rank's shards, see above; k and v hold the frames of `frame_range(total, group)`, or, if the mask
+            has frames of unequal size, of `frame_range(total, group, tokens_per_frame)`.
         group: ProcessGroup, one-dimensional DeviceMesh, or None for the whole world (one process: a group of one).
         mask: the frames that this rank's rows attend to; None: all keys.
         scale: factor of q k^T; None: D ** -0.5.
@@ -242,7 +245,7 @@ def _attend_once(
     comm = transfer_communicator(group)
     mesh_shape = tuple(tile) if isinstance(tile, list) else tile
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    frames = frame_spans(mask.total_frames, comm.size) if isinstance(mask, FrameMask) else []
+    frames = mask.sizes.spans(comm.size) if isinstance(mask, FrameMask) else ()
 
     def check() -> dict[str, object]:
         check_qkv(q, k, v)
@@ -252,7 +255,7 @@ def _attend_once(
         if layout not in LAYOUTS:
             raise ConfigError(f"layout: {layout!r} is unknown; choose one of {', '.join(LAYOUTS)}")
         check_mask_type(mask)
-        choose_kernel(kernel, q, k, causal=causal, masked=mask is not None)
+        choose_kernel(kernel, q, k)
         shape, head_degree = resolve_tile(strategy, None if tile is None else check_tile(tile), comm.size)
         HeadShards(q.shape[1], k.shape[1], head_degree)
         facts = {"strategy": strategy, "tile": shape, "accumulate_dtype": accumulate_dtype, "layout": causal and layout}
@@ -268,21 +271,23 @@ def _attend_once(
 
     def numbers(_: object) -> list[int]:
         known = 0 if mask is None else mask.gathered_digest(comm, frames)
-        return [k.shape[2], gradient_state(q, k, v), known]
+        return [k.shape[2], gradient_state(q, k, v), known, 0 if mask is None else mask.bounds.shape[0]]
 
     _, by_rank = agree(comm, "attention", check, dict, numbers=numbers)
-    lengths, states, digests = zip(*by_rank, strict=True)
+    lengths, states, digests, layers = zip(*by_rank, strict=True)
     key_lengths, known = tuple(lengths), set(digests)
     backward = has_backward(states)
     # Every rank must take part in the backward pass. With head sharding, resharding q already requires its gradient.
     if backward and not (q.requires_grad or (strategy != "ulysses" and (k.requires_grad or v.requires_grad))):
         q = q.detach().requires_grad_()
-    masks: BlockMasks = FullBlockMasks(q.shape[0], q.shape[2], key_lengths)
     if causal:
         k, v = (x.expand(q.shape[0], -1, -1, -1) for x in (k, v))  # text has keys of its own for each item
-        masks = CausalBlockMasks(q.shape[0], q.shape[2] * comm.size, comm.size, layout)
+        total = q.shape[2] * comm.size
+        masks = text_masks([sequence_positions(total, rank, comm.size, layout) for rank in range(comm.size)])
     elif mask is not None:
-        masks = mask.blocks(comm, frames, refresh=0 in known or len(known) > 1)
+        masks = mask.blocks(comm, frames, layers=max(layers), refresh=0 in known or len(known) > 1)
+    else:
+        masks = BlockMasks.full(q.shape[0], q.shape[2], key_lengths)
     problem = problem_of(q.shape, k.shape[:2], key_lengths, q.dtype, accumulate_dtype)
     dtype = accumulation(accumulate_dtype, q.dtype)
     spec = call_spec_for(parallel_spec(strategy, mesh_shape, problem), masks, problem, dtype, overlap)
@@ -335,14 +340,14 @@ def decode_attention(
         check_mask_type(mask)
         check_scale(scale)
         check_flags(return_lse=return_lse)
-        choose_kernel(kernel, q, k, causal=False, masked=mask is not None)
+        choose_kernel(kernel, q, k)
         _check_units(units_per_frame, mask)
         if mask is None:
-            return FullBlockMasks(q.shape[0], q.shape[2], (k.shape[2],))
-        frames = frame_spans(mask.total_frames // units_per_frame, comm.size)[comm.rank]
-        own = tuple((start * units_per_frame, stop * units_per_frame) for start, stop in frames)
+            return BlockMasks.full(q.shape[0], q.shape[2], [k.shape[2]])
+        own = mask.sizes.joined(units_per_frame).spans(comm.size)[comm.rank]
+        own = tuple((start * units_per_frame, stop * units_per_frame) for start, stop in own)
         check_mask(mask, q, k, own)
-        return FrameBlockMasks([mask], [own])
+        return frame_masks([mask], [own])
 
     def facts(_: object) -> dict[str, object]:
         return _common_facts(q, k, factor, mask) | {"units_per_frame": units_per_frame}
@@ -358,8 +363,7 @@ def _common_facts(q: Tensor, k: Tensor, scale: float, mask: FrameMask | None) ->
     facts: dict[str, object] = dict(zip(("q batch", "q heads", "q rows", "head dim"), q.shape, strict=True))
     facts |= {"k batch": k.shape[0], "k heads": k.shape[1], "dtype": q.dtype, "scale": float(scale)}
     if mask is not None:
-        form = "intervals" if mask.bounds is not None else "table"
-        facts |= {"mask": form, "mask frames": mask.total_frames, "mask tokens per frame": mask.tokens_per_frame}
+        facts |= {"mask": "given", "mask frames": mask.total_frames, "mask tokens per frame": mask.sizes.fact}
     return facts
 
 
@@ -426,10 +430,10 @@ def check_mask(mask: FrameMask, q: Tensor, k: Tensor, frames: Spans) -> None:
     """Raise MaskError unless the mask has q's rows and k holds the keys of these frames."""
     if mask.shape != (q.shape[0], q.shape[2]):
         raise MaskError(f"mask: has (batch, rows) {mask.shape}; this rank's q has {(q.shape[0], q.shape[2])}")
-    keys = span_length(frames) * mask.tokens_per_frame
+    keys = mask.sizes.count(frames)
     if keys != k.shape[2]:
         raise MaskError(
-            f"mask: of its {mask.total_frames} frames of {mask.tokens_per_frame} tokens this rank holds frames "
+            f"mask: of its {mask.total_frames} frames of {mask.sizes.fact} tokens this rank holds frames "
             f"{describe_spans(frames)} (frame_range), which means {keys} keys; k has {k.shape[2]}"
         )
 

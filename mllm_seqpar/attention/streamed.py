@@ -14,9 +14,9 @@ frame they attend to, and receives one result from each. All Q shards are on eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -24,11 +24,10 @@ from torch import Tensor
 
 from mllm_seqpar.comm import Communicator, Recv, Send
 from mllm_seqpar.comm.receive_buffers import BufferLease
-from mllm_seqpar.masks import FrameBlockMasks, FrameMask, Rectangle, RowSubset
-from mllm_seqpar.masks.rectangles import Span
-from mllm_seqpar.sharding import Spans, part_of_spans
+from mllm_seqpar.masks import BlockMasks, RowSubset
+from mllm_seqpar.masks.intervals import part_of_mask
 
-from .call_spec import CallSpec, prepare
+from .call_spec import CallSpec, MaskLayer, with_kernels
 from .executor import BlockMath, Bundle, FinalRows, GradientAccumulator, PartialResult
 from .keys import Keys
 
@@ -37,12 +36,10 @@ class KeyChunk(NamedTuple):
     """A chunk of streamed keys.
 
     Attributes:
-        units: (start, stop), the units of the chunk, counted from this rank's first.
         k, v: (1, G, keys, D).
         add_gradients: takes dk and dv, in backward.
     """
 
-    units: Span
     k: Tensor
     v: Tensor
     add_gradients: Callable[[Tensor, Tensor], None] | None = None
@@ -87,8 +84,10 @@ def streamed_forward(
     plan = _plan(spec, comm)
     every_q = _gather_rows(comm, plan, {"q": q})["q"]
     partial = PartialResult(every_q, spec.accumulate_dtype)
-    for units, k, v, _ in chunks:
-        block_math.forward(every_q, k, v, prepare(plan.rectangles(units), every_q, k, block_math.kernel), partial)
+    done = 0
+    for k, v, _ in chunks:
+        block_math.forward(every_q, k, v, plan.layers(done, every_q, k, block_math.kernel), partial)
+        done += k.shape[2]
     o, lse = partial.value
     total, own = PartialResult(q, spec.accumulate_dtype), plan.spans[comm.rank]
     total.add(o[:, :, own], lse[:, :, own])
@@ -109,10 +108,12 @@ def streamed_backward(
     every = _gather_rows(comm, plan, local)
     gathered = FinalRows(every["q"], every.get("o"), every["lse"], every["do"], every.get("delta"))
     dq = GradientAccumulator(every["q"], spec.accumulate_dtype)
-    for units, k, v, add_gradients in chunks:
+    done = 0
+    for k, v, add_gradients in chunks:
         dk, dv = (GradientAccumulator(x, spec.accumulate_dtype) for x in (k, v))
-        rectangles = prepare(plan.rectangles(units), gathered.q, k, block_math.kernel)
-        block_math.backward((dq, dk, dv), gathered, k, v, rectangles)
+        layers = plan.layers(done, gathered.q, k, block_math.kernel)
+        block_math.backward((dq, dk, dv), gathered, k, v, layers)
+        done += k.shape[2]
         assert add_gradients is not None
         add_gradients(dk.value, dv.value)
     total = GradientAccumulator(local["q"], spec.accumulate_dtype)
@@ -128,20 +129,24 @@ class _RowPlan:
     """Which rows the ranks exchange, and the mask of the rows that this rank computes with.
 
     Attributes:
-        mask: of the gathered rows, in the order of ranks.
-        units: the numbers of this rank's units.
+        masks: of the one block of the gathered rows, in the order of ranks, and this rank's keys.
         spans: where the rows of each rank are among the gathered rows.
         sent: this rank's rows that each rank computes with; None: all.
     """
 
-    mask: FrameMask
-    units: Spans
+    masks: BlockMasks
     spans: tuple[slice, ...]
     sent: tuple[RowSubset | None, ...]
+    _layers: dict[Hashable, tuple[MaskLayer, ...]] = field(default_factory=dict)
 
-    def rectangles(self, units: Span) -> tuple[Rectangle, ...]:
-        """Return the rectangles of a chunk of this rank's units."""
-        return self.mask.rectangles(part_of_spans(self.units, *units))
+    def layers(self, first: int, q: Tensor, k: Tensor, kernel: str) -> tuple[MaskLayer, ...]:
+        """Return the mask of a chunk of keys, `first` of this rank's keys before it, with its kernels."""
+        keys = first, first + k.shape[2]
+        key = keys, q.shape, q.dtype, q.device, kernel
+        if key not in self._layers:
+            mask = part_of_mask(self.masks.block(0, 0), keys=keys) if k.shape[2] else ()
+            self._layers[key] = with_kernels(mask, q, k, kernel)
+        return self._layers[key]
 
 
 def _plan(spec: CallSpec, comm: Communicator) -> _RowPlan:
@@ -149,14 +154,14 @@ def _plan(spec: CallSpec, comm: Communicator) -> _RowPlan:
     key = "streamed", comm.rank, comm.identity
     found: _RowPlan | None = spec.derived.get(key)
     if found is None:
-        blocks, ranks = spec.masks, range(comm.size)
-        assert isinstance(blocks, FrameBlockMasks), "streamed keys have frame masks"
-        received = [None if rank == comm.rank else blocks.visible_rows(rank, comm.rank) for rank in ranks]
-        masks = [m if rows is None else m.take(rows.index) for m, rows in zip(blocks.masks, received, strict=True)]
-        stops = torch.tensor([mask.shape[1] for mask in masks]).cumsum(0).tolist()
+        masks, ranks = spec.masks, range(comm.size)
+        received = [None if rank == comm.rank else masks.visible_rows(rank, comm.rank) for rank in ranks]
+        bounds = [x if rows is None else x[..., rows.index] for x, rows in zip(masks.bounds, received, strict=True)]
+        stops = torch.tensor([x.shape[-1] for x in bounds]).cumsum(0).tolist()
         spans = tuple(slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False))
-        sent = tuple(None if rank == comm.rank else blocks.visible_rows(comm.rank, rank) for rank in ranks)
-        found = spec.derived[key] = _RowPlan(FrameMask.cat(masks), blocks.frames[comm.rank], spans, sent)
+        sent = tuple(None if rank == comm.rank else masks.visible_rows(comm.rank, rank) for rank in ranks)
+        block = BlockMasks([torch.cat(bounds, dim=-1)], [masks.keys[comm.rank]])
+        found = spec.derived[key] = _RowPlan(block, spans, sent)
     return found
 
 

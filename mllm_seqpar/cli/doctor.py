@@ -168,7 +168,7 @@ def machine() -> Iterator[Finding]:
         problems = setting_problems(os.environ) if started_by_launcher() else []
         yield Finding("nccl", "; ".join([version, *problems]), dist.is_nccl_available() and not problems)
     q = torch.zeros(1, 4, 64, 128, dtype=torch.bfloat16, device="cuda" if gpus else "cpu")
-    kernel, reason = choose_kernel("auto", q, q, causal=False, masked=False)
+    kernel, reason = choose_kernel("auto", q, q)
     yield Finding("kernel", f"for bfloat16, {reason if gpus else kernel.name}")
     yield Finding("links", _links(smi) if smi and gpus > 1 else "none between GPUs")
 

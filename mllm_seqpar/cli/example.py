@@ -119,8 +119,8 @@ def save_model(folder: Path, seed: int, gate: str | None = "vector") -> None:
     from transformers import SiglipVisionConfig
 
     from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration
-    from mllm_seqpar.models.mplug_owl3.image_processing import MPlugOwl3ImageProcessor
-    from mllm_seqpar.models.mplug_owl3.processing import MPlugOwl3Processor
+    from mllm_seqpar.processors.mplug_owl3.image_processing import MPlugOwl3ImageProcessor
+    from mllm_seqpar.processors.mplug_owl3.processing import MPlugOwl3Processor
 
     tokenizer = make_tokenizer([_PROMPT])
     tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -1,6 +1,6 @@
 """The chat format of a model family: the interface between its processor and the programs that train and generate.
 
-A family is found by the class of a model directory's processor (`chat_family`). Its chat format (`Family.chat`) turns
+A family is found by the class of a model directory's processor (`chat_family`). Its chat format turns
 conversations into tokens and decoded frames into the arguments that the model's forward takes, exactly as the family's
 own processor does for the same conversation.
 
@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mllm_seqpar.data.messages import Span, target_mask
 from mllm_seqpar.errors import ConfigError, DataError
-from mllm_seqpar.models.messages import Span, target_mask
-from mllm_seqpar.patching.registry import adapters
+from mllm_seqpar.families import built_in_chats, family_index
+from mllm_seqpar.patching.registry import external_adapters
 from mllm_seqpar.sharding import FrameShard
 
 from .formats import media_of
@@ -44,11 +45,11 @@ def chat_family(processor: Any) -> ChatFamily:
     Raises:
         ConfigError: no family names one of them.
     """
-    families = _chatting_families()
-    for name in (c.__name__ for c in type(processor).__mro__):
-        for family in families:
-            if name in family.chat.processors:
-                found: ChatFamily = family.chat(processor, family)
+    names = [c.__name__ for c in type(processor).__mro__]
+    for name in names:
+        for family, chats in [*_external_chats(), *built_in_chats(names)]:
+            if name in chats.processors:
+                found: ChatFamily = chats(processor, family)
                 return found
     raise ConfigError(
         f"no model family has a chat format for a {type(processor).__name__}; expected one of "
@@ -58,13 +59,16 @@ def chat_family(processor: Any) -> ChatFamily:
     )
 
 
-def _chatting_families() -> list[Any]:
-    return [family for family in adapters().values() if getattr(family, "chat", None) is not None]
+def _external_chats() -> list[tuple[Any, Any]]:
+    """Return (family, chat format) of the families from outside this package that have one."""
+    found = [(family, getattr(family, "chat", None)) for family in external_adapters().values()]
+    return [(family, chats) for family, chats in found if chats is not None]
 
 
 def known_processors() -> list[str]:
     """Return the class names of the processors that have a chat format."""
-    return [name for family in _chatting_families() for name in family.chat.processors]
+    external = [name for _, chats in _external_chats() for name in chats.processors]
+    return external + [entry.processor for entry in family_index().values()]
 
 
 @dataclass(frozen=True, kw_only=True)

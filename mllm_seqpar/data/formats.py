@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mllm_seqpar.data.messages import message_parts
 from mllm_seqpar.errors import ConfigError, DataError, VideoError
-from mllm_seqpar.models.messages import message_parts
 
 from .frame_choice import FRAME_FIELDS, FrameChoice
 from .media_files import VIDEO_SUFFIXES

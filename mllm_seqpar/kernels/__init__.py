@@ -1,6 +1,6 @@
 """Block kernels behind one protocol, and the choice among them.
 
-    kernel, reason = choose_kernel("auto", q, k, causal=False, masked=False)
+    kernel, reason = choose_kernel("auto", q, k)
     o, lse = kernel.forward(q, k, v, scale=scale)                       # one block; blocks merge by their lse
     dq, dk, dv = kernel.backward(do, q, k, v, o, lse, scale=scale)      # o, lse of the MERGED rows; gradients add up
 

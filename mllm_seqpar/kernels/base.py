@@ -10,7 +10,7 @@ blocks of a row over all keys, on whichever rank they are. Every kernel follows 
 
 Shapes: B batch, H query heads, G key/value heads (G divides H), R = H / G, S query rows, T keys, D head dim.
     q, do, o  (B, H, S, D)      k, v  (B, G, T, D)      lse, delta  (B, H, S) float32
-    mask  (B or 1, S, T) bool, True = visible, the same for all heads
+    intervals  row s of item b attends to the keys low[b, s] <= j < high[b, s], the same for all heads; (B or 1, S)
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mllm_seqpar.masks.intervals import Intervals
+
 LOWEST = 1e30
 """Replaces the log-sum-exp of a row that attends to nothing: exp(score - LOWEST) is exactly 0 for every finite
 score."""
@@ -30,18 +32,19 @@ score."""
 class BlockKernel(Protocol):
     """Block attention, forward and backward. Implementations are stateless.
 
-    Inputs may be views (slices along S and T, transposed layouts). S and T may be 0. With `causal`, S == T and row i
-    attends to the keys 0..i; it is never combined with `mask`.
+    Inputs may be views (slices along S and T, transposed layouts). S and T may be 0. Without `intervals`, every row
+    attends to every key. Intervals may have rows that attend to nothing. A kernel that needs another form of the mask
+    derives it, and keeps it in `Intervals.kept` for the other layers.
     """
 
     name: str
 
-    def unsupported_reason(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
+    def unsupported_reason(self, q: Tensor, k: Tensor, intervals: Intervals | None = None) -> str | None:
         """Return None if the kernel can compute this block, else the reason as a phrase ("needs CUDA tensors")."""
         ...
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False, mask: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, intervals: Intervals | None = None
     ) -> tuple[Tensor, Tensor]:
         """Compute the attention of one block.
 
@@ -61,8 +64,7 @@ class BlockKernel(Protocol):
         lse: Tensor,
         *,
         scale: float,
-        causal: bool = False,
-        mask: Tensor | None = None,
+        intervals: Intervals | None = None,
         delta: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the part of the gradients that this block contributes, from the final (merged) o and lse.
@@ -128,7 +130,7 @@ def is_empty(q: Tensor, k: Tensor) -> bool:
 
 def empty_forward(q: Tensor) -> tuple[Tensor, Tensor]:
     """Return (o, lse) of rows that attend to nothing: zeros (B, H, S, D) and -inf (B, H, S)."""
-    dtype = accumulator(q.dtype)
+    dtype = torch.promote_types(q.dtype, torch.float32)  # `accumulator`, without a call
     return q.new_zeros(q.shape, dtype=dtype), q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
 
 

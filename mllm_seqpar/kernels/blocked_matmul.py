@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mllm_seqpar.masks.intervals import Intervals, Span
+
 from . import base
 
 KEYS_PER_CHUNK = 512
@@ -30,18 +32,18 @@ class BlockedMatmulKernel:
 
     name = "blocked_matmul"
 
-    def unsupported_reason(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
+    def unsupported_reason(self, q: Tensor, k: Tensor, intervals: Intervals | None = None) -> str | None:
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False, mask: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, intervals: Intervals | None = None
     ) -> tuple[Tensor, Tensor]:
         o, lse = base.empty_forward(q)
         if base.is_empty(q, k):
             return o, lse
         for rows in _row_chunks(q):
-            chunk = _RowChunk.of(q, k, rows, scale)
-            o_rows, lse_rows = _attend_rows(chunk, k, v, causal, mask)
+            chunk = _RowChunk.of(q, k, rows, scale, intervals)
+            o_rows, lse_rows = _attend_rows(chunk, k, v)
             o[:, :, rows] = o_rows.view(o[:, :, rows].shape)
             lse[:, :, rows] = lse_rows.view(lse[:, :, rows].shape)
         return o, lse
@@ -56,8 +58,7 @@ class BlockedMatmulKernel:
         lse: Tensor,
         *,
         scale: float,
-        causal: bool = False,
-        mask: Tensor | None = None,
+        intervals: Intervals | None = None,
         delta: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = base.empty_backward(q, k, v)
@@ -67,12 +68,12 @@ class BlockedMatmulKernel:
         delta = base.delta_of(do, o, delta).unsqueeze(-1).to(dq.dtype)
         lse = base.safe_lse(lse).unsqueeze(-1).to(dq.dtype)
         for rows in _row_chunks(q):
-            chunk = _RowChunk.of(q, k, rows, scale)
+            chunk = _RowChunk.of(q, k, rows, scale, intervals)
             do_rows, lse_rows, delta_rows = (base.fold_heads(x[:, :, rows], groups) for x in (do.to(dtype), lse, delta))
             dq_rows = torch.zeros_like(chunk.q, dtype=dq.dtype)
-            for keys in _key_chunks(k, rows, causal):
+            for keys in chunk.key_chunks():
                 k_chunk, v_chunk = k[:, :, keys].to(dtype), v[:, :, keys].to(dtype)
-                p = chunk.scores(k_chunk, keys, causal, mask).sub_(lse_rows).exp_()
+                p = chunk.scores(k_chunk, keys).sub_(lse_rows).exp_()
                 dv[:, :, keys] += _matmul(p.to(dtype).mT, do_rows)
                 ds = _matmul(do_rows, v_chunk.mT).sub_(delta_rows).mul_(p).mul_(scale).to(dtype)
                 dq_rows += _matmul(ds, k_chunk)
@@ -83,44 +84,54 @@ class BlockedMatmulKernel:
 
 @dataclass(frozen=True, kw_only=True)
 class _RowChunk:
-    """A chunk of query rows: q is (B, G, R * rows, D), the heads of a group one after another."""
+    """A chunk of query rows.
+
+    Attributes:
+        q: (B, G, R * rows, D), the heads of a group one after another.
+        rows, scale, intervals: the rows, and the arguments of the kernel.
+        some, all: the keys (start, stop) that some of the rows attend to, and those that all of them attend to.
+    """
 
     q: Tensor
     rows: slice
     scale: float
+    intervals: Intervals | None
+    some: Span
+    all: Span
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, rows: slice, scale: float) -> _RowChunk:
-        return cls(q=base.fold_heads(q[:, :, rows], k.shape[1]).to(_matmul_dtype(q)), rows=rows, scale=scale)
+    def of(cls, q: Tensor, k: Tensor, rows: slice, scale: float, intervals: Intervals | None) -> _RowChunk:
+        folded = base.fold_heads(q[:, :, rows], k.shape[1]).to(_matmul_dtype(q))
+        some = every = (0, k.shape[2])
+        if intervals is not None:
+            low, high = intervals.low[:, rows], intervals.high[:, rows]
+            some, every = intervals.part(rows).span, (int(low.max()), int(high.min()))
+        return cls(q=folded, rows=rows, scale=scale, intervals=intervals, some=some, all=every)
 
-    def scores(self, k_chunk: Tensor, keys: slice, causal: bool, mask: Tensor | None) -> Tensor:
+    def key_chunks(self) -> Iterator[slice]:
+        """Return ranges of the keys that some of the rows attend to."""
+        start, stop = self.some
+        return (slice(first, min(first + KEYS_PER_CHUNK, stop)) for first in range(start, stop, KEYS_PER_CHUNK))
+
+    def scores(self, k_chunk: Tensor, keys: slice) -> Tensor:
         """Return the scaled scores (B, G, R * rows, keys) in the accumulator dtype, -inf for hidden entries."""
         scores = _matmul(self.q, k_chunk.mT).mul_(self.scale)
-        hidden = self._hidden(keys, causal, mask, scores.device)
-        if hidden is not None:
+        if self.intervals is not None and (keys.start < self.all[0] or keys.stop > self.all[1]):
+            hidden = ~self.intervals.expand(scores.device, slice(None), self.rows, keys)
             # Adding one bias of 0 and -inf is several times faster than filling with a mask broadcast over the heads.
             bias = torch.zeros(hidden.shape, dtype=scores.dtype, device=scores.device).masked_fill_(hidden, -torch.inf)
             scores.unflatten(2, (-1, bias.shape[1])).add_(bias[:, None, None])
         return scores
 
-    def _hidden(self, keys: slice, causal: bool, mask: Tensor | None, device: torch.device) -> Tensor | None:
-        """Return which (batch or 1, rows, keys) of this chunk are hidden, or None if none can be."""
-        if mask is not None:
-            return ~mask[:, self.rows, keys]
-        if causal and keys.stop - 1 > self.rows.start:
-            row = torch.arange(self.rows.start, self.rows.stop, device=device)
-            return (torch.arange(keys.start, keys.stop, device=device) > row[:, None]).unsqueeze(0)
-        return None
 
-
-def _attend_rows(chunk: _RowChunk, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _attend_rows(chunk: _RowChunk, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return (o, lse) of a chunk of rows, folded as its q, with the online softmax over chunks of keys."""
     dtype, acc = chunk.q.dtype, base.accumulator(chunk.q.dtype)
     o = torch.zeros_like(chunk.q, dtype=acc)
     total = o.new_zeros(*o.shape[:3], 1)
     peak = torch.full_like(total, -torch.inf)
-    for keys in _key_chunks(k, chunk.rows, causal):
-        scores = chunk.scores(k[:, :, keys].to(dtype), keys, causal, mask)
+    for keys in chunk.key_chunks():
+        scores = chunk.scores(k[:, :, keys].to(dtype), keys)
         new_peak = torch.maximum(peak, scores.amax(dim=-1, keepdim=True))
         # A row that has attended to nothing has peak -inf; subtracting 0 there keeps exp(-inf - 0) = 0 instead of NaN.
         anchor = new_peak.masked_fill(new_peak == -torch.inf, 0.0)
@@ -138,12 +149,6 @@ def _row_chunks(q: Tensor) -> Iterator[slice]:
     bound = MAX_SCORES_CPU if q.device.type == "cpu" else MAX_SCORES
     step = max(1, bound // (KEYS_PER_CHUNK * q.shape[0] * q.shape[1]))
     return (slice(start, min(start + step, q.shape[2])) for start in range(0, q.shape[2], step))
-
-
-def _key_chunks(k: Tensor, rows: slice, causal: bool) -> Iterator[slice]:
-    """Return key ranges that some of the rows attend to; chunks that are entirely in the future are left out."""
-    stop = rows.stop if causal else k.shape[2]
-    return (slice(start, min(start + KEYS_PER_CHUNK, stop)) for start in range(0, stop, KEYS_PER_CHUNK))
 
 
 def _matmul_dtype(x: Tensor) -> torch.dtype:

@@ -7,21 +7,28 @@ handles, so that a new operator needs two short methods only.
 * Not causal: the R = H / G query heads of a KV head are folded into rows, (B, H, S, D) -> (B, G, R * S, D). No key is
   expanded, and rows are independent, so this is the same attention.
 * Causal with G < H: the operator's own grouping if it has one, otherwise one call for each of the R heads of a group.
-* Masked: the additive bias is built for a bounded number of rows and keys at a time; these parts are merged.
+* Intervals are cut into rectangles (`rectangles`) without a mask, causal squares and masked ones, whose additive bias
+  is built for a bounded number of rows and keys at a time; these pieces are merged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mllm_seqpar.masks.intervals import Intervals
+
 from . import base
 from .base import merge_
-from .blocked_matmul import BlockedMatmulKernel
+from .rectangles import Rectangle, rectangles_of
+
+ALL = slice(None)
+
+KEPT_MASK = 1 << 14
+"""Expanded masks of up to this many entries are kept for all layers of a pass."""
 
 BIAS_ALIGNMENT = 16
 """The distance of the rows of a bias is a multiple of this many entries: the CUDA operators read it in vectors."""
@@ -35,12 +42,38 @@ class AttentionArgs(NamedTuple):
     bias: Tensor | None = None
 
 
+class BlockPart:
+    """A part of a block that the operator computes at once.
+
+    Attributes:
+        batch, rows, keys: its batch items, query rows and keys.
+        causal: whether it is a causal square.
+        is_whole: whether it is the whole block.
+        intervals: those of the block if the piece has a mask; else None.
+    """
+
+    def __init__(self, rectangle: Rectangle, shape: tuple[int, int], intervals: Intervals | None) -> None:
+        self.batch, self.rows, self.keys, kind = rectangle
+        self.causal, self.intervals = kind == "causal", intervals if kind == "masked" else None
+        self.is_whole = rectangle[:3] == (ALL, slice(0, shape[0]), slice(0, shape[1]))
+        self._masks: dict[torch.device, Tensor] = {}
+
+    def mask(self, device: torch.device) -> Tensor:
+        """Return the mask (1, rows, keys) bool of a masked piece; a small one is kept for all layers."""
+        assert self.intervals is not None
+        if device in self._masks:
+            return self._masks[device]
+        mask = self.intervals.expand(device, self.batch, self.rows, self.keys)
+        if mask.numel() <= KEPT_MASK:
+            self._masks[device] = mask
+        return mask
+
+
 class FusedKernel:
     """A `BlockKernel` around a fused operator.
 
     Attributes:
         grouped_causal: True if the operator itself takes G < H KV heads.
-        min_keys: with fewer keys, the kernel `BlockedMatmulKernel` computes the block.
         mask_entries, mask_keys: entries of a bias, and keys, that are computed at once with a mask.
         operator_dtype: dtype of the operator's inputs; None for that of q.
         converted_keys: the number of keys that are converted to that dtype at once; None: all.
@@ -48,13 +81,12 @@ class FusedKernel:
 
     name = ""
     grouped_causal = True
-    min_keys = 1
     mask_entries = 1 << 20
     mask_keys = 1024
     operator_dtype: torch.dtype | None = None
     converted_keys: int | None = None
 
-    def unsupported_reason(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
+    def unsupported_reason(self, q: Tensor, k: Tensor, intervals: Intervals | None = None) -> str | None:
         raise NotImplementedError
 
     def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor]:
@@ -68,22 +100,30 @@ class FusedKernel:
         raise NotImplementedError
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False, mask: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, intervals: Intervals | None = None
     ) -> tuple[Tensor, Tensor]:
         if not (q.numel() and k.numel()):  # `base.is_empty`, without a call: each block of each layer passes here
             return base.empty_forward(q)
-        if k.shape[2] < self.min_keys:
-            return BlockedMatmulKernel().forward(q, k, v, scale=scale, causal=causal, mask=mask)
-        if causal and q.shape[2] > 1:
-            return self._forward_causal(q, k, v, AttentionArgs(scale, causal=True))
-        small = mask is None and (self.converted_keys is None or k.shape[2] <= self.converted_keys)
-        parts = None if small else self._parts(q, k, mask)
-        if parts is None:
-            return self._forward_part(q, k, v, scale, mask)
+        if intervals is None and (self.converted_keys is None or k.shape[2] <= self.converted_keys):
+            return self._forward_piece(q, k, v, scale)
+        kept = intervals and intervals.kept.get(("pieces", self.name, q.dtype, q.shape[1] // k.shape[1]))
+        pieces = kept or self._pieces(q, k, intervals)
+        if len(pieces) == 1 and pieces[0].is_whole:
+            (piece,) = pieces
+            mask = None if piece.intervals is None else piece.mask(q.device)
+            return self._forward_piece(q, k, v, scale, piece.causal, mask)
         o, lse = base.empty_forward(q)
-        for rows, keys in parts:
-            part = self._forward_part(q[:, :, rows], k[:, :, keys], v[:, :, keys], scale, _cut(mask, rows, keys))
-            merge_(o[:, :, rows], lse[:, :, rows], *part)
+        done: dict[int | None, int] = {}  # by first batch item: no row from here on has a result
+        for piece in pieces:
+            batch, rows, keys = piece.batch, piece.rows, piece.keys
+            mask = None if piece.intervals is None else piece.mask(q.device)
+            some = q[batch, :, rows], k[batch, :, keys], v[batch, :, keys]
+            part = self._forward_piece(*some, scale, piece.causal, mask)
+            if rows.start >= done.get(batch.start, 0):
+                o[batch, :, rows], lse[batch, :, rows] = part
+            else:
+                merge_(o[batch, :, rows], lse[batch, :, rows], *part)
+            done[batch.start] = max(rows.stop, done.get(batch.start, 0))
         return o, lse
 
     def backward(
@@ -96,36 +136,58 @@ class FusedKernel:
         lse: Tensor,
         *,
         scale: float,
-        causal: bool = False,
-        mask: Tensor | None = None,
+        intervals: Intervals | None = None,
         delta: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if not (q.numel() and k.numel()):
             return base.empty_backward(q, k, v)
-        if k.shape[2] < self.min_keys:
-            kernel = BlockedMatmulKernel()
-            return kernel.backward(do, q, k, v, o, lse, scale=scale, causal=causal, mask=mask, delta=delta)
         if o is None:
             assert delta is not None
             o = base.output_with_row_sums(do, delta, self.operator_dtype or q.dtype)
         lse = base.safe_lse(lse.float())
-        if causal and q.shape[2] > 1:
-            return self._backward_causal(do, q, k, v, o, lse, AttentionArgs(scale, causal=True))
-        parts = self._parts(q, k, mask)
-        if parts is None:
-            return self._backward_part(do, q, k, v, o, lse, scale, mask)
+        kept = intervals and intervals.kept.get(("pieces", self.name, q.dtype, q.shape[1] // k.shape[1]))
+        pieces = kept or self._pieces(q, k, intervals)
+        if len(pieces) == 1 and pieces[0].is_whole:
+            (piece,) = pieces
+            mask = None if piece.intervals is None else piece.mask(q.device)
+            return self._backward_piece(do, q, k, v, o, lse, scale, piece.causal, mask)
         dq, dk, dv = base.empty_backward(q, k, v)
-        for rows, keys in parts:
-            do_, q_, o_, lse_ = (x[:, :, rows] for x in (do, q, o, lse))
-            k_, v_, mask_ = k[:, :, keys], v[:, :, keys], _cut(mask, rows, keys)
-            part = self._backward_part(do_, q_, k_, v_, o_, lse_, scale, mask_)
-            for total, index, grad in zip((dq, dk, dv), (rows, keys, keys), part, strict=True):
-                total[:, :, index] += grad
+        for piece in pieces:
+            at, of_keys = (piece.batch, ALL, piece.rows), (piece.batch, ALL, piece.keys)
+            mask = None if piece.intervals is None else piece.mask(q.device)
+            some = do[at], q[at], k[of_keys], v[of_keys], o[at], lse[at]
+            part = self._backward_piece(*some, scale, piece.causal, mask)
+            for total, index, grad in zip((dq, dk, dv), (at, of_keys, of_keys), part, strict=True):
+                total[index] += grad
         return dq, dk, dv
 
-    def _forward_part(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None
+    def _pieces(self, q: Tensor, k: Tensor, intervals: Intervals | None) -> Sequence[BlockPart]:
+        """Return what is computed one after another: the rectangles of the intervals, cut so that each bias and each
+        converted copy is bounded."""
+        shape = q.shape[2], k.shape[2]
+        converted = k.shape[2] if self.converted_keys is None or q.dtype is self.operator_dtype else self.converted_keys
+        if intervals is None:
+            whole = Rectangle(ALL, slice(0, shape[0]), slice(0, shape[1]))
+            return [BlockPart(part, shape, None) for part in _cut(whole, shape[0], converted)]
+        repeat, pieces = q.shape[1] // k.shape[1], list[BlockPart]()
+        for rectangle in rectangles_of(intervals):
+            row_step, key_step, width = shape[0], converted, rectangle.keys.stop - rectangle.keys.start
+            if rectangle.kind == "masked":
+                key_step = self.mask_keys
+                row_step = max(1, self.mask_entries // (repeat * min(width, key_step)))
+            rows = rectangle.rows.stop - rectangle.rows.start
+            if rectangle.kind == "causal" or (rows <= row_step and width <= key_step):
+                pieces.append(BlockPart(rectangle, shape, intervals))
+            else:
+                pieces += [BlockPart(part, shape, intervals) for part in _cut(rectangle, row_step, key_step)]
+        intervals.kept["pieces", self.name, q.dtype, repeat] = pieces  # for all layers
+        return pieces
+
+    def _forward_piece(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
+        if causal and q.shape[2] > 1:
+            return self._forward_causal(q, k, v, AttentionArgs(scale, causal=True))
         groups = k.shape[1]
         args = AttentionArgs(scale, bias=None if mask is None else self._bias(mask, q, groups))
         rows = (
@@ -141,7 +203,7 @@ class FusedKernel:
         hidden = ~mask.any(dim=-1).unsqueeze(1)
         return o.masked_fill(hidden.unsqueeze(-1), 0.0), lse.masked_fill(hidden, -torch.inf)
 
-    def _backward_part(
+    def _backward_piece(
         self,
         do: Tensor,
         q: Tensor,
@@ -150,8 +212,11 @@ class FusedKernel:
         o: Tensor,
         lse: Tensor,
         scale: float,
-        mask: Tensor | None,
+        causal: bool = False,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if causal and q.shape[2] > 1:
+            return self._backward_causal(do, q, k, v, o, lse, AttentionArgs(scale, causal=True))
         groups, shape = k.shape[1], q.shape
         args = AttentionArgs(scale, bias=None if mask is None else self._bias(mask, q, groups))
         do, q, o, lse = (base.fold_heads(x, groups) for x in (do, q, o, lse))
@@ -179,21 +244,6 @@ class FusedKernel:
             dv += dv_part
         return torch.stack(dqs, dim=2).flatten(1, 2), dk, dv
 
-    def _parts(self, q: Tensor, k: Tensor, mask: Tensor | None) -> list[tuple[slice, slice]] | None:
-        """Return the ranges (rows, keys) to compute one after another, which bound the size of each bias or copy;
-        None if the whole is small enough."""
-        rows, keys = q.shape[2], k.shape[2]
-        row_step, key_step = rows, keys
-        if mask is not None:
-            key_step = self.mask_keys
-            entries_per_row = mask.shape[0] * (q.shape[1] // k.shape[1]) * min(keys, key_step)
-            row_step = max(1, self.mask_entries // entries_per_row)
-        elif self.converted_keys is not None and q.dtype is not self.operator_dtype:
-            key_step = self.converted_keys
-        if rows <= row_step and keys <= key_step:
-            return None
-        return list(product(_ranges(rows, row_step), _ranges(keys, key_step)))
-
     def _bias(self, mask: Tensor, q: Tensor, groups: int) -> Tensor:
         """Bool (B, S, T) -> additive (B, 1, R * S, T) for folded rows: -inf for hidden entries, aligned row strides."""
         batch, rows, keys = mask.shape
@@ -209,12 +259,13 @@ def _by_head_of_group(x: Tensor, k: Tensor) -> list[Tensor]:
     return list(x.unflatten(1, (k.shape[1], -1)).unbind(2))
 
 
-def _cut(mask: Tensor | None, rows: slice, keys: slice) -> Tensor | None:
-    return None if mask is None else mask[:, rows, keys]
-
-
-def _ranges(length: int, step: int) -> Iterator[slice]:
-    return (slice(start, min(start + step, length)) for start in range(0, length, step))
+def _cut(rectangle: Rectangle, row_step: int, key_step: int) -> Iterator[Rectangle]:
+    """Yield the parts of a rectangle that have at most so many rows and keys."""
+    rows, keys = rectangle.rows, rectangle.keys
+    for top in range(rows.start, rows.stop, row_step):
+        for left in range(keys.start, keys.stop, key_step):
+            some = slice(top, min(top + row_step, rows.stop)), slice(left, min(left + key_step, keys.stop))
+            yield Rectangle(rectangle.batch, *some, rectangle.kind)
 
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -238,7 +289,7 @@ class TorchCpuKernel(FusedKernel):
     operator_dtype = torch.float32
     converted_keys = 8192
 
-    def unsupported_reason(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
+    def unsupported_reason(self, q: Tensor, k: Tensor, intervals: Intervals | None = None) -> str | None:
         if q.device.type != "cpu":
             return f"needs CPU tensors, got {q.device.type}"
         if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.masks.intervals import Intervals
 
 from .base import BlockKernel
 from .blocked_matmul import BlockedMatmulKernel
@@ -47,11 +48,7 @@ def available_kernels() -> list[str]:
     """Return the names of the kernels that can run on this machine for some dtype and shape."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     probes = [torch.empty(1, 1, 8, 64, dtype=torch.bfloat16, device=kind) for kind in {"cpu", device}]
-    return [
-        name
-        for name, build in _KERNELS.items()
-        if any(build().unsupported_reason(x, x, causal=False, masked=False) is None for x in probes)
-    ]
+    return [name for name, build in _KERNELS.items() if any(build().unsupported_reason(x, x) is None for x in probes)]
 
 
 def kernel_by_name(name: str) -> BlockKernel:
@@ -65,25 +62,25 @@ def kernel_by_name(name: str) -> BlockKernel:
     return _KERNELS[name]()
 
 
-def choose_kernel(name: str, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> tuple[BlockKernel, str]:
+def choose_kernel(name: str, q: Tensor, k: Tensor, intervals: Intervals | None = None) -> tuple[BlockKernel, str]:
     """Return the kernel for a block of q (B, H, S, D) against k (B, G, T, D), and why it was chosen.
 
-    Only the device, dtype and shape of q and k matter, and whether the block has a mask (`masked`). If the named kernel
-    takes no mask but computes all other blocks, masked ones go to the kernel that "auto" takes. Which blocks have a
-    mask differs between ranks, so an error here would end the pass on some ranks while the others wait for them.
+    Only the device, dtype and shape of q and k matter, and the mask of the block. If the named kernel does not take the
+    mask but computes blocks without one, the block goes to the kernel that "auto" takes. Which blocks have a mask
+    differs between ranks, so an error here would end the pass on some ranks while the others wait for them.
 
     Raises:
         ConfigError: there is no kernel of that name, or it cannot compute this block.
     """
     if name == "auto":
-        return _first_supported(q, k, causal, masked)
+        return _first_supported(q, k, intervals)
     kernel = kernel_by_name(name)
-    reason = kernel.unsupported_reason(q, k, causal=causal, masked=masked)
-    if reason is not None and masked and kernel.unsupported_reason(q, k, causal=causal, masked=False) is None:
-        fallback, fallback_reason = _first_supported(q, k, causal, masked)
+    reason = kernel.unsupported_reason(q, k, intervals)
+    if reason is not None and intervals is not None and kernel.unsupported_reason(q, k) is None:
+        fallback, fallback_reason = _first_supported(q, k, intervals)
         return fallback, f"{name} {reason}; {fallback_reason}"
     if reason is not None:
-        able = [x for x in _KERNELS if _KERNELS[x]().unsupported_reason(q, k, causal=causal, masked=masked) is None]
+        able = [x for x in _KERNELS if _KERNELS[x]().unsupported_reason(q, k, intervals) is None]
         raise ConfigError(
             f"kernel={name!r} cannot compute this block: it {reason}; choose auto or one of {', '.join(able)}"
         )
@@ -96,11 +93,11 @@ def _order(q: Tensor) -> Sequence[str]:
     return sorted(_AUTO, key=lambda name: name != "cuda_flash") if activated_flash() else _AUTO
 
 
-def _first_supported(q: Tensor, k: Tensor, causal: bool, masked: bool) -> tuple[BlockKernel, str]:
+def _first_supported(q: Tensor, k: Tensor, intervals: Intervals | None) -> tuple[BlockKernel, str]:
     rejected: list[str] = []
     for name in _order(q):
         kernel = _KERNELS[name]()
-        reason = kernel.unsupported_reason(q, k, causal=causal, masked=masked)
+        reason = kernel.unsupported_reason(q, k, intervals)
         if reason is None:
             active = f" ({activated_flash()}, activated in torch)" if name == "cuda_flash" and activated_flash() else ""
             return kernel, f"{name}{active}: " + ("; ".join(rejected) or "first choice")

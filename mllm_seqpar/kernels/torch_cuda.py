@@ -30,6 +30,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mllm_seqpar.masks.intervals import Intervals
+
 from .fused import AttentionArgs, FusedKernel
 
 _aten = torch.ops.aten
@@ -54,7 +56,7 @@ class CudaKernel(FusedKernel):
     oldest = (8, 0)
     nvidia_only = True
 
-    def unsupported_reason(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
+    def unsupported_reason(self, q: Tensor, k: Tensor, intervals: Intervals | None = None) -> str | None:
         if q.device.type != "cuda" or (self.nvidia_only and torch.version.hip is not None):
             nvidia = " on an NVIDIA GPU" if self.nvidia_only else ""
             return f"needs CUDA tensors{nvidia}, got {'an AMD GPU' if q.is_cuda else q.device.type}"
@@ -67,9 +69,10 @@ class CudaKernel(FusedKernel):
         vector = 8 if q.element_size() == 2 else 4
         if q.shape[-1] % vector:
             return f"needs a head dim that is a multiple of {vector} in {q.dtype}, got {q.shape[-1]}"
-        return self._unsupported_shape(q.shape[-1], masked, capability)
+        return self._unsupported_shape(q.shape[-1], intervals is not None and not intervals.is_causal, capability)
 
     def _unsupported_shape(self, dim: int, masked: bool, capability: tuple[int, int]) -> str | None:
+        """Return why the operator does not take this head dim, or a mask other than a causal square (`masked`)."""
         return None
 
 

@@ -1,18 +1,7 @@
-"""Masks over frames and tokens as rules, cut into rectangles; see `mllm_seqpar.masks.rectangles`."""
+"""Masks over frames and tokens, as one interval of keys for each row; see `mllm_seqpar.masks.intervals`."""
 
-from .block_masks import BlockMasks, CausalBlockMasks, FullBlockMasks, GivenBlockMask, RowSubset
-from .frame_mask import FrameBlockMasks, FrameMask
-from .rectangles import Rectangle, clip_rows, full_rectangle
+from .block_masks import BlockMasks, HeldKeys, RowSubset
+from .frame_mask import FrameMask
+from .intervals import BlockMask, Intervals
 
-__all__ = [
-    "BlockMasks",
-    "CausalBlockMasks",
-    "FrameBlockMasks",
-    "FrameMask",
-    "FullBlockMasks",
-    "GivenBlockMask",
-    "Rectangle",
-    "RowSubset",
-    "clip_rows",
-    "full_rectangle",
-]
+__all__ = ["BlockMask", "BlockMasks", "FrameMask", "HeldKeys", "Intervals", "RowSubset"]

@@ -11,6 +11,7 @@ import functools
 import inspect
 import sys
 from abc import abstractmethod
+from collections.abc import Collection
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -132,14 +133,18 @@ def external_adapters() -> dict[str, Adapter]:
     return found
 
 
-def adapters() -> dict[str, Adapter]:
-    """Return all adapters by name, in the order in which they are tried: external ones take precedence.
+def adapters(model_classes: Collection[str] | None = None) -> dict[str, Adapter]:
+    """Return adapters by name, in the order in which they are tried: external ones take precedence.
+
+    Args:
+        model_classes: of the families of this package, import and return only those of models with a class of these
+            names; None: all.
 
     Raises:
         AdapterError: an entry point cannot be loaded, or does not give an adapter.
     """
     found = external_adapters()
-    for family in built_in_families():
+    for family in built_in_families(model_classes):
         found.setdefault(family.name, family)
     return found
 
@@ -152,12 +157,12 @@ def find_adapter(model: nn.Module) -> tuple[Adapter, nn.Module]:
     """
     if not isinstance(model, nn.Module):
         raise AdapterError(f"expected a model, a torch.nn.Module; got {type(model).__name__}")
-    known = adapters()
+    candidates = adapters({c.__name__ for module in model.modules() for c in type(module).__mro__})
     for module in model.modules():
-        for adapter in known.values():
+        for adapter in candidates.values():
             if adapter.matches(module):
                 return adapter, module
     raise AdapterError(
         f"patch_model: no adapter matches {type(model).__module__}.{type(model).__name__}. Supported families: "
-        f"{', '.join(sorted(known))}. To add another family, call mllm_seqpar.register_adapter"
+        f"{', '.join(sorted(adapters()))}. To add another family, call mllm_seqpar.register_adapter"
     )

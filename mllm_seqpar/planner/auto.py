@@ -13,7 +13,7 @@ from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.config import SeqParConfig
-from mllm_seqpar.masks import BlockMasks, FrameBlockMasks
+from mllm_seqpar.masks import BlockMasks
 from mllm_seqpar.runtime.strategy_selector import CandidateStrategies, SelectedStrategy, VisualProjection
 from mllm_seqpar.schedules.bytes_sent import Problem
 
@@ -69,7 +69,7 @@ class ClusterSelector:
             like.device, AttentionShape(**heads, dtype=like.dtype, kernel=self.kernel)
         )
         problem, mean, pruned = _round_lengths(problem), 1.0, None
-        if isinstance(blocks, FrameBlockMasks):  # in percent steps
+        if not blocks.keys_are_rows:  # in percent steps
             mean, pruned = max(round(blocks.visible_fraction, 2), 0.01), blocks if blocks.prunes else None
         if candidates.causal:
             mean /= 2

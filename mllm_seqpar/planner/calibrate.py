@@ -180,7 +180,7 @@ class _Meter:
             torch.randn(1, heads, length, shape.dim, generator=generator, **where)
             for heads, length in 2 * [(shape.heads, rows)] + 2 * [(shape.kv_heads, keys)]
         )
-        kernel, _ = choose_kernel(shape.kernel, q, k, causal=False, masked=False)
+        kernel, _ = choose_kernel(shape.kernel, q, k)
         scale = shape.dim**-0.5
         o, lse = kernel.forward(q, k, v, scale=scale)
         o = o.to(q.dtype)

@@ -35,10 +35,10 @@ from mllm_seqpar.attention.keys import GivenKeys, Keys
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.masks import FrameBlockMasks, FrameMask
-from mllm_seqpar.sharding import Spans, in_frame_order, span_length, take_spans
+from mllm_seqpar.masks import FrameMask
+from mllm_seqpar.sharding import FrameSizes, Spans, in_frame_order, span_length, take_spans
 
-from .frames import VisualKVCache, unit_spans
+from .frames import VisualKVCache
 from .visual_tokens import FrameTokens
 
 SCORES = 1 << 24
@@ -187,7 +187,7 @@ class RowRecorder:
     def add(self, q: Tensor, keys: Sequence[Keys], lse: Tensor | None, scale: float) -> None:
         """Store the row of a softmax over frames, given q (1, H, s, D) and the final lse (1, H, s) or None."""
         for each in keys:
-            if not isinstance(each.spec.masks, FrameBlockMasks):
+            if each.spec.masks.keys_are_rows:
                 continue
             if self._row is None:
                 row, total = q.new_zeros(q.shape[1], q.shape[3]), None if lse is None else lse.new_zeros(q.shape[1])
@@ -201,10 +201,7 @@ class RowRecorder:
 
     def visible_units(self) -> Tensor:
         """Return a bool for each unit of all ranks: whether the row attends to it."""
-        last = self._mask.take(torch.tensor([self._mask.shape[1] - 1]))
-        visible = last.take_frames(torch.arange(last.total_frames)).visible
-        assert visible is not None
-        return visible[0, 0]
+        return self._mask.take(torch.tensor([self._mask.shape[1] - 1])).table()[0, 0]
 
     def layers(self, comm: Communicator) -> list[LayerRow]:
         """Return the rows of all layers, on every rank."""
@@ -374,8 +371,10 @@ class AttentionRecord:
             raise ConfigError(_CHANGED)
         rows = [one.layers(self._comm) for one in passes]
         visible = torch.stack([one.visible_units() for one in passes])
-        per_frame = cache.units // cache.total_frames
-        by_rank = unit_spans(cache.units, per_frame, self._comm, cache.layout)
+        sizes = cache.sizes
+        by_rank = [sizes.units(spans) for spans in sizes.spans(self._comm.size, cache.layout)]
+        if visible.shape[1] != cache.units:  # the mask is over frames
+            visible = visible.repeat_interleave(torch.as_tensor(sizes.per_frame), dim=1)
         own = take_spans(visible, by_rank[self._comm.rank], dim=1)
         if not all(rows):
             raise ConfigError(
@@ -383,9 +382,9 @@ class AttentionRecord:
             )
         layers = [_unit_shares(list(layer), cache, own) for layer in zip(*rows, strict=True)]
         units = torch.stack(layers).mean(0)
-        frames = self._gather(units, by_rank).unflatten(1, (cache.total_frames, per_frame)).sum(-1)
+        frames = _sum_units(self._gather(units, by_rank), sizes)
         text = (1 - frames.sum(1)).clamp(min=0) if rows[0][0].jointly else frames.new_zeros(len(passes))
-        return FrameAttention(frames=frames, text=text, visible=visible.unflatten(1, (-1, per_frame)).any(-1))
+        return FrameAttention(frames=frames, text=text, visible=_sum_units(visible.float(), sizes) > 0)
 
     def _gather(self, local: Tensor, by_rank: Sequence[Spans]) -> Tensor:
         """(T, units of this rank) -> (T, units) of all ranks, in order, on the CPU."""
@@ -393,6 +392,14 @@ class AttentionRecord:
         padded = torch.nn.functional.pad(local, (0, most - local.shape[1]))
         parts = [padded] if self._comm.size == 1 else self._comm.all_gather(padded, "evidence")
         return in_frame_order([part.cpu() for part in parts], by_rank, dim=1)
+
+
+def _sum_units(x: Tensor, sizes: FrameSizes) -> Tensor:
+    """(T, units) -> (T, frames), summed over the units of each frame."""
+    if not isinstance(sizes.per_frame, Tensor):
+        return x.unflatten(1, (sizes.total, sizes.per_frame)).sum(-1)
+    frame = torch.arange(sizes.total).repeat_interleave(sizes.per_frame)
+    return x.new_zeros(x.shape[0], sizes.total).index_add_(1, frame, x)
 
 
 def _unit_shares(rows: Sequence[LayerRow], cache: VisualKVCache, visible: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ module, so that recomputation in backward uses the state of its own forward pass
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -28,8 +28,8 @@ from mllm_seqpar._compat import eager
 from mllm_seqpar.attention.attend import attend
 from mllm_seqpar.attention.call_spec import CallSpec, Placement, accumulation, call_spec_for, problem_of
 from mllm_seqpar.attention.keys import GivenKeys, Keys, attend_unmasked, attention_dtype, cast_for_attention
-from mllm_seqpar.masks import BlockMasks, GivenBlockMask, Rectangle
-from mllm_seqpar.masks.block_masks import decoder_rectangles
+from mllm_seqpar.masks import BlockMask, BlockMasks
+from mllm_seqpar.masks.block_masks import decoder_mask
 from mllm_seqpar.schedules.mesh_shapes import parallel_spec
 
 from .attention_record import AnyRecorder
@@ -47,13 +47,13 @@ MAX_TEXT_MASK = 1 << 24
 ModelAttention = Callable[[Tensor, Tensor, Tensor | None, Tensor, float], Tensor]
 """The unpatched model's attention to text: k, v (B, G, t, D), the decoder's mask, q (B, H, s, D), scale -> o."""
 
-TextMask = Literal["decoder", "causal", "rectangles"]
+TextMask = Literal["decoder", "causal", "intervals"]
 """What says which tokens a row of a pass attends to, and thereby what computes the attention to text.
 
 "decoder": the decoder's mask. The model's own attention computes text that this rank has whole.
 "causal": the order of the tokens alone. The model's own attention computes it without a mask, except in layers with a
     window that is shorter than the text.
-"rectangles": mask rectangles. The block kernels compute it.
+"intervals": the interval of keys of each row. The block kernels compute it.
 """
 
 
@@ -65,8 +65,8 @@ class ForwardState:
         text: the sharding of the text; None if every rank has all rows.
         frames: the frames that rows attend to; None without any.
         row_facts: further facts about the rows of this pass, (B, s) each, by name.
-        cached_text: (batch, window) -> the mask rectangles of all rows against the tokens that this rank's cache has,
-            in a pass with a cache whose text is sharded.
+        cached_text: window -> the mask of all rows against the tokens that this rank's cache has, in a pass with a
+            cache whose text is sharded.
         visual_tokens: the embeddings of the visual tokens among this rank's rows, of a decoder-only model. The first
             replace rows of the text (`embedded`), and layers add the others. Taking an entry out of the list frees its
             memory.
@@ -88,7 +88,7 @@ class ForwardState:
         text: TextShards | None = None,
         frames: Frames | None = None,
         row_facts: Mapping[str, Tensor] | None = None,
-        cached_text: Callable[[int, int | None], Iterable[Rectangle]] | None = None,
+        cached_text: Callable[[int | None], BlockMask] | None = None,
         visual_tokens: list[VisualTokens] | None = None,
         text_length: int | None = None,
         recorder: AnyRecorder | None = None,
@@ -105,12 +105,12 @@ class ForwardState:
     def _text_mask(self) -> TextMask:
         text = self.text
         if text is None or not self.shards_text:
-            return "decoder" if self.cached_text is None else "rectangles"
+            return "decoder" if self.cached_text is None else "intervals"
         if not self.torch_attends:
-            return "rectangles"
+            return "intervals"
         if text.is_plain:
             return "causal"
-        return "decoder" if text.batch * text.length**2 <= MAX_TEXT_MASK else "rectangles"
+        return "decoder" if text.batch * text.length**2 <= MAX_TEXT_MASK else "intervals"
 
     def model_attends(self, window: int | None = None) -> bool:
         """Return whether the model's own attention computes the text in a layer with this window, or None without."""
@@ -208,27 +208,26 @@ class ForwardState:
         if spec is None:
             spec = frames.specs[key] = self._frame_spec(q, dtype, frames, project)
         keys = frames.source.keys(layer, spec, project, dtype)
-        if self.torch_attends and isinstance(keys, GivenKeys) and (common := frames.masks.common_keys) is not None:
+        if self.torch_attends and isinstance(keys, GivenKeys) and (common := frames.common_keys) is not None:
             torch_attend = functools.partial(attend_unmasked, keys.k[:, :, common], keys.v[:, :, common])
             return GivenKeys(spec, keys.k, keys.v, torch_attend)
         return keys
 
     def _text_spec(self, q: Tensor, k: Tensor, window: int | None, mask: Tensor | None) -> CallSpec:
-        text, batch = self.text, q.shape[0]
+        text = self.text
         if text is not None and self.shards_text:
             name = self.context.config.self_attention
             candidates = {"auto": SELF, "mesh": SELF_MESH}.get(name)
             blocks, lengths = text.blocks(window), (text.local,) * self.context.comm.size
             return self._spec("ring" if name == "auto" else name, candidates, blocks, lengths, q.shape, k.shape, k)
-        rectangles: Callable[[], Iterable[Rectangle]]  # of what this rank has
         if self.cached_text is not None:
-            rectangles = functools.partial(self.cached_text, batch, window)
+            found = self.cached_text(window)
         elif text is None:
-            rectangles = functools.partial(decoder_rectangles, mask, batch, q.shape[2], k.shape[2])
+            found = decoder_mask(mask, q.shape[2], k.shape[2])
         else:
-            rectangles = functools.partial(text.local_rectangles, batch, window)
+            found = text.local_mask(window)
         placement: Placement = "replicated" if self.cached_text is None else "sharded"
-        masks, dtype = GivenBlockMask(rectangles), accumulation("auto", k.dtype)
+        masks, dtype = BlockMasks.of_block(found), accumulation("auto", k.dtype)
         return CallSpec((1, 1), masks, (k.shape[2],), dtype, placement=placement)
 
     def _frame_spec(self, q: Tensor, dtype: torch.dtype, frames: Frames, project: Projection) -> CallSpec:

@@ -8,6 +8,7 @@ that a chunk of frames is contiguous. Every pass of a layer brings all chunks to
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -23,9 +24,10 @@ from mllm_seqpar.attention.streamed import KeyChunk, StreamedKeys
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.autograd import gather_shards
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.masks import FrameBlockMasks, FrameMask
-from mllm_seqpar.masks.rectangles import Span
-from mllm_seqpar.sharding import Spans, frame_spans, in_frame_order, span_length
+from mllm_seqpar.masks import FrameMask
+from mllm_seqpar.masks.frame_mask import frame_masks
+from mllm_seqpar.masks.intervals import Span
+from mllm_seqpar.sharding import FrameSizes, Spans, in_frame_order, span_length
 
 from .offload import HostCopies, HostFeatures
 from .projections import Projection
@@ -49,7 +51,8 @@ class Frames:
 
     Attributes:
         source: where K and V come from.
-        masks: the mask rectangles of every block; with replicated rows, or replicated frames, those of this rank alone.
+        units: the features' units of every rank that `masks` has.
+        masks: the mask of every block; with replicated rows, or replicated frames, that of this rank alone.
         key_lengths: the number of visual keys on every rank that `masks` has.
         placement: whether each rank has its own frames, or all of them.
         selection: the strategy that "auto" selected for the whole pass, if it did.
@@ -59,41 +62,45 @@ class Frames:
     def __init__(
         self,
         source: KVSource,
-        masks: FrameBlockMasks,
-        tokens: int,
+        masks: Sequence[FrameMask],
+        spans: Sequence[Spans],
+        units: Sequence[Spans],
         placement: Placement = "sharded",
     ) -> None:
-        self.source, self.masks, self.placement = source, masks, placement
-        self.key_lengths = tuple(span_length(frames) * tokens for frames in masks.frames)
+        self.source, self.units, self.placement = source, units, placement
+        self._by_rank, self.masks = masks, frame_masks(masks, spans)
+        self.key_lengths = tuple([keys.count for keys in self.masks.keys])
         self.selection: SelectedStrategy | None = None
         self.specs: dict[Hashable, CallSpec] = {}
 
     @classmethod
-    def of_shards(cls, source: KVSource, mask: FrameMask, text: TextShards, units_per_frame: int = 1) -> Frames:
+    def of_shards(cls, source: KVSource, mask: FrameMask, text: TextShards, sizes: FrameSizes | None = None) -> Frames:
         """Return the frames of a pass with sharded rows, given the mask of ALL rows (B, L) in order.
 
         Args:
             source: where K and V come from.
-            mask: the mask over units, `units_per_frame` of which make a frame; a frame is never split over ranks.
-                Padding rows attend to nothing.
+            mask: the mask over frames, or over their units. Padding rows attend to nothing.
             text: the sharding of the rows.
-            units_per_frame: the number of image tiles of an image, for example.
+            sizes: how many units of `source` each frame has; a frame is never split over ranks. None: the mask is over
+                frames, which have its sizes in keys.
         """
-        padded = FrameMask(
-            None if mask.bounds is None else (text.pad(mask.bounds[0], 1), text.pad(mask.bounds[1], 1)),
-            None if mask.visible is None else text.pad(mask.visible, 1),
-            mask.tokens_per_frame,
-            mask.total_frames,
-        )
+        padded = FrameMask(text.pad(mask.bounds, -1), mask.sizes)
         by_rank = [padded.take(text.positions(rank)) for rank in range(text.comm.size)]
-        units = unit_spans(mask.total_frames, units_per_frame, text.comm, source.layout)
-        return cls(source, FrameBlockMasks(by_rank, units), mask.tokens_per_frame)
+        return cls(source, by_rank, *_spans(source, mask, sizes, text.comm.size))
 
     @classmethod
-    def of_rows(cls, source: KVSource, mask: FrameMask, comm: Communicator, units_per_frame: int = 1) -> Frames:
-        """Return the frames of a pass with rows that every rank has."""
-        own = unit_spans(mask.total_frames, units_per_frame, comm, source.layout)[comm.rank]
-        return cls(source, FrameBlockMasks([mask], [own]), mask.tokens_per_frame)
+    def of_rows(cls, source: KVSource, mask: FrameMask, comm: Communicator, sizes: FrameSizes | None = None) -> Frames:
+        """Return the frames of a pass with rows that every rank has; the arguments are those of `of_shards`."""
+        spans, units = _spans(source, mask, sizes, comm.size)
+        return cls(source, [mask], [spans[comm.rank]], [units[comm.rank]])
+
+    @functools.cached_property
+    def common_keys(self) -> slice | None:
+        """The keys that every row of a group of one attends to, if no row attends to others; None otherwise."""
+        mask = self.masks.folded().block(0, 0)
+        if mask is None:
+            return slice(0, self.key_lengths[0])
+        return mask[0].common if len(mask) == 1 else None
 
     def gathered(self, visual: VisualFeatures, comm: Communicator, index: Tensor) -> Frames:
         """Return the frames with all ranks' features on every rank ("replicate").
@@ -105,13 +112,13 @@ class Frames:
             comm: the group.
             index: (units,), the index of all units.
         """
-        counts = [span_length(spans) for spans in self.masks.frames]
+        counts = [span_length(spans) for spans in self.units]
         local, total = visual.features, visual.units
         parts = gather_shards(F.pad(local, (0, 0, 0, 0, 0, max(counts) - local.shape[0])), comm)
-        features = in_frame_order(parts, self.masks.frames)
+        features = in_frame_order(parts, self.units)
         every = replace(visual, features=features, index=copy_to_device(index, features.device))
-        own = FrameBlockMasks([self.masks.masks[comm.rank]], [((0, total),)])
-        return Frames(every, own, features.shape[1], "replicated")
+        own = self._by_rank[comm.rank]
+        return Frames(every, [own], [((0, own.total_frames),)], [((0, total),)], "replicated")
 
 
 def select_strategy(
@@ -157,12 +164,16 @@ def select_strategy(
     return frames
 
 
-def unit_spans(units: int, units_per_frame: int, comm: Communicator, layout: str) -> Sequence[Spans]:
-    """Return the ranges of units of each rank, which holds whole frames in a layout."""
-    by_rank = frame_spans(units // units_per_frame, comm.size, layout)
-    if units_per_frame == 1:
-        return by_rank
-    return [tuple((start * units_per_frame, stop * units_per_frame) for start, stop in spans) for spans in by_rank]
+def _spans(
+    source: KVSource, mask: FrameMask, sizes: FrameSizes | None, ranks: int
+) -> tuple[Sequence[Spans], Sequence[Spans]]:
+    """Return what every rank holds, in the numbers of the mask and in units of `source`."""
+    if sizes is None:
+        sizes = FrameSizes(mask.total_frames, source.units // max(1, mask.total_frames))
+        sizes = mask.sizes if isinstance(mask.tokens_per_frame, Tensor) else sizes
+    frames = sizes.spans(ranks, source.layout)
+    units = [sizes.units(spans) for spans in frames]
+    return frames if mask.total_frames == sizes.total else units, units
 
 
 class VisualKVCache:
@@ -173,17 +184,19 @@ class VisualKVCache:
 
     Attributes:
         total_frames: the number of frames on all ranks; 0 if the only frame is the empty one of a pass without frames.
-        units: the number of mask units on all ranks (frames, or image tiles of frames).
+        sizes: the number of units (frames, image tiles or single tokens) of each frame, the empty one included.
+        units: the number of units on all ranks.
         tokens_per_unit: keys of one unit.
         layout: how the frames map to ranks.
         states: by layer, k and v (1, G, keys of this rank, D), in the memory that the features were in.
     """
 
     def __init__(
-        self, total_frames: int, units: int, tokens_per_unit: int, visual: VisualFeatures | None = None
+        self, total_frames: int, sizes: FrameSizes, tokens_per_unit: int, visual: VisualFeatures | None = None
     ) -> None:
         """Make a cache for K and V that are projected from `visual`, or that the caller stores in `states`."""
-        self.total_frames, self.units, self.tokens_per_unit = total_frames, units, tokens_per_unit
+        self.total_frames, self.sizes, self.tokens_per_unit = total_frames, sizes, tokens_per_unit
+        self.units = sizes.count()
         self.layout = "contiguous" if visual is None else visual.layout
         self.states: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self._visual = visual
@@ -195,7 +208,7 @@ class VisualKVCache:
     def frames_of(self, mask: FrameMask, comm: Communicator) -> Frames:
         """Return the frames of a pass whose rows every rank has; those of the last pass if its mask was equal."""
         if self._last is None or not mask.equals(self._last[0]):
-            self._last = mask, Frames.of_rows(self, mask, comm, self.units // max(1, self.total_frames))
+            self._last = mask, Frames.of_rows(self, mask, comm, self.sizes)
         return self._last[1]
 
     @property
@@ -221,7 +234,7 @@ class VisualKVCache:
         k, v = self.states[layer]
         if self._copies is None:
             return GivenKeys(spec, k, v)
-        return StreamedKeys(spec, k, lambda: (KeyChunk(units, x, y) for units, (x, y) in self.chunks(k, v)))
+        return StreamedKeys(spec, k, lambda: (KeyChunk(x, y) for _, (x, y) in self.chunks(k, v)))
 
     def chunks(self, *states: Tensor) -> Iterator[tuple[Span, Sequence[Tensor]]]:
         """Yield (start, stop) of units of this rank, and their part of tensors (1, G, keys of this rank, D).

@@ -324,7 +324,7 @@ class OffloadedKeys(StreamedKeys):
                 part = next(copied).to(visual.dtype)
                 own = self.projection.of_chunk(VisualFeatures(part, visual.index[chunk], visual.units), number)
                 k, v, of_inputs = own.vjp([part], [needs_features, *needs])
-                yield KeyChunk((chunk.start, chunk.stop), k, v, functools.partial(add, chunk, of_inputs))
+                yield KeyChunk(k, v, functools.partial(add, chunk, of_inputs))
             for copies in (copied, earlier):
                 if copies is not None:
                     assert next(copies, None) is None  # which marks the last buffer as free

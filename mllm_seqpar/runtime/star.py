@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.masks import CausalBlockMasks
 from mllm_seqpar.sharding import gather_sequence
 
 from .text import TextShards
@@ -96,16 +95,9 @@ class StarText(TextShards):
         """This rank's (..., 2 b, ...) -> the context's (..., n b, ...) on every rank, from each rank's own block."""
         return gather_sequence(x.narrow(dim, self.own.start, self.block), dim, self.comm, self.layout)
 
-    def _blocks_of(self, first: Tensor | None, valid: Tensor | None) -> CausalBlockMasks:
-        return StarBlockMasks(self, first, valid)
-
-
-class StarBlockMasks(CausalBlockMasks):
-    """Causal masks of each rank's rows over its own keys: the blocks (i, i) of the mesh shape (1, 1)."""
-
-    def __init__(self, text: StarText, first: Tensor | None, valid: Tensor | None) -> None:
-        nothing = torch.full((1, text.padded), text.padded)  # a first key beyond the end: no key is visible
-        first = torch.zeros_like(nothing) if first is None else first.clone()
-        first[:, text.length :] = nothing[:, text.length :]
-        super().__init__(text.batch, text.padded, text.comm.size, text.layout, first, valid)
-        self.positions = [text.positions(rank) for rank in range(text.comm.size)]
+    def _first_keys(self, window: int | None) -> Tensor:
+        """Return the first key that each row attends to; that of padding is beyond the end, where there is none."""
+        found = super()._first_keys(window)
+        first = torch.zeros(1, self.padded, dtype=torch.int64) if found is None else found.clone()
+        first[:, self.length :] = self.padded
+        return first

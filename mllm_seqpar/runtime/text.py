@@ -25,8 +25,8 @@ from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.autograd import group_sum
 from mllm_seqpar.errors import ShapeError
-from mllm_seqpar.masks import CausalBlockMasks, Rectangle
-from mllm_seqpar.masks.block_masks import causal_rectangles
+from mllm_seqpar.masks import BlockMask, BlockMasks
+from mllm_seqpar.masks.block_masks import text_mask, text_masks
 from mllm_seqpar.sharding import gather_sequence, padded_length, sequence_positions, shard_sequence
 
 
@@ -41,6 +41,7 @@ class TextShards:
         first: (B or 1, L) int64 or None: the first key each row may attend to (packed sequences).
 
     Attributes:
+        valid: (B, L) bool on the CPU; None if all tokens may be attended to.
         new_token_rank: the rank that keeps K and V of all tokens after this text; None: the ranks take turns.
     """
 
@@ -58,9 +59,9 @@ class TextShards:
         self.batch, self.length, self.comm, self.layout = batch, length, comm, layout
         self.padded = padded_length(length, comm.size, layout)
         valid = None if valid is None else valid.cpu().bool()
-        self._valid = None if valid is None or bool(valid.all()) else valid
+        self.valid = None if valid is None or bool(valid.all()) else valid
         self._first = None if first is None else first.long().cpu()
-        self._blocks: dict[int | None, CausalBlockMasks] = {}
+        self._blocks: dict[int | None, BlockMasks] = {}
 
     @property
     def local(self) -> int:
@@ -70,7 +71,7 @@ class TextShards:
     @property
     def is_plain(self) -> bool:
         """Whether the text is one causal sequence for each sample, without padding of the caller."""
-        return self._valid is None and self._first is None
+        return self.valid is None and self._first is None
 
     def positions(self, rank: int) -> Tensor:
         """Return the positions of the tokens of `rank` in the padded text, (s,) int64 on the CPU."""
@@ -110,21 +111,19 @@ class TextShards:
         out[:, targets] = x[:, sources].detach()
         return out if self.comm.size == 1 else self.comm.all_reduce(out, "hidden")
 
-    def blocks(self, window: int | None = None) -> CausalBlockMasks:
+    def blocks(self, window: int | None = None) -> BlockMasks:
         """Return the causal masks; `window` is the number of keys a row attends to at most, itself included."""
         if window not in self._blocks:
-            first = self._first_keys(window)
+            positions = [self.positions(rank) for rank in range(self.comm.size)]
             # Padding added here is at the end, where no token attends to it, so it needs no mask.
-            valid = None if self._valid is None else self.pad(self._valid, 1)
-            self._blocks[window] = self._blocks_of(first, valid)
+            self._blocks[window] = text_masks(positions, self._first_keys(window), self.valid)
         return self._blocks[window]
 
-    def local_rectangles(self, batch: int, window: int | None = None) -> tuple[Rectangle, ...]:
+    def local_mask(self, window: int | None = None) -> BlockMask:
         """Return the causal mask of this rank's rows against all tokens, which every rank has."""
         first, rows = self._first_keys(window), self._local_positions
-        return causal_rectangles(
-            batch, rows, torch.arange(self.length), None if first is None else first[:, rows], self._valid
-        )
+        first = None if first is None else first[:, rows]
+        return text_mask(rows, torch.arange(self.length), first, self.valid)
 
     def _first_keys(self, window: int | None) -> Tensor | None:
         """Return the first key that each row attends to, (B or 1, P)."""
@@ -133,9 +132,6 @@ class TextShards:
             edge = (torch.arange(self.length) - window + 1).clamp(min=0)[None]
             first = edge if first is None else torch.maximum(first, edge)
         return None if first is None else self.pad(first, 1)
-
-    def _blocks_of(self, first: Tensor | None, valid: Tensor | None) -> CausalBlockMasks:
-        return CausalBlockMasks(self.batch, self.padded, self.comm.size, self.layout, first, valid)
 
 
 class Rows(NamedTuple):
@@ -213,21 +209,17 @@ class TextKVCache:
         self.positions = self.positions[self.positions < total]
         self.total = min(self.total, total)
 
-    def rectangles(
-        self, rows: int, valid: Tensor | None, batch: int, window: int | None = None
-    ) -> tuple[Rectangle, ...]:
-        """Return the mask rectangles of the newest tokens against the tokens whose K and V this rank keeps.
+    def mask(self, rows: int, valid: Tensor | None, window: int | None = None) -> BlockMask:
+        """Return the mask of the newest tokens against the tokens whose K and V this rank keeps.
 
         Args:
             rows: the number of newest tokens, which are the queries and in the cache already.
             valid: (B, all tokens) or None: tokens that may be attended to at all (the attention mask).
-            batch: B.
             window: the number of keys that a token attends to at most, itself included.
         """
         positions = torch.arange(self.total - rows, self.total)
         first = None if window is None else (positions - window + 1)[None]
-        kept = None if valid is None else valid.detach().bool().cpu()[:, self.positions]
-        return causal_rectangles(batch, positions, self.positions, first, kept)
+        return text_mask(positions, self.positions, first, None if valid is None else valid.detach().bool().cpu())
 
 
 IGNORE = -100

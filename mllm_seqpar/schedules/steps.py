@@ -7,7 +7,7 @@ owner of the shard; each rank that they pass merges its own partial result into 
 
 A schedule depends only on the number of ranks and contains no tensors. `CallSpec.steps` copies its steps for one
 attention call and sets the fields that depend on the call: the rows of each transfer, which may be index tensors, and
-the mask rectangles of each block with their kernels. These fields have the type Any, so that this package does not
+the mask layers of each block with their kernels. These fields have the type Any, so that this package does not
 import torch.
 """
 
@@ -48,14 +48,14 @@ class Transfer:
 class AttentionBlock:
     """attend(Q_i, KV_j), i = `q_shard`, j = `kv_shard`, or only its query rows from part/parts to (part + 1)/parts.
 
-    `rectangles`, the mask rectangles with their kernels, are set for a call.
+    `layers`, the layers of its mask with their kernels, are set for a call.
     """
 
     q_shard: int
     kv_shard: int
     part: int = 0
     parts: int = 1
-    rectangles: tuple[Any, ...] = ()
+    layers: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from mllm_seqpar.data.chat import ChatBatch, ChatSample, collate, load_local_ima
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.formats import media_parts
 from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES, FRAME_FIELDS, FrameChoice
+from mllm_seqpar.data.messages import message_parts
 from mllm_seqpar.data.sources import FrameSource, ImageListSource, ImageTensorSource, VideoSource
 from mllm_seqpar.errors import ConfigError, DataError
-from mllm_seqpar.models.messages import message_parts
-from mllm_seqpar.models.mplug_owl3.image_processing import frame_list, to_tensor
+from mllm_seqpar.processors.mplug_owl3.image_processing import frame_list, to_tensor
 
 Example = Mapping[str, Any]
 Messages = list[dict[str, Any]]

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from mllm_seqpar.errors import ConfigError, first_line
 from mllm_seqpar.kernels import BlockKernel, available_kernels, choose_kernel
+from mllm_seqpar.masks import Intervals
 
 SHAPES = {
     # Cross-attention of mPLUG-Owl3 (1B and 7B) to a video: few text rows, many visual keys.
@@ -79,11 +80,12 @@ def measure_shape(
     expected, runs = sdpa(q, k, v, do, causal)
     base = {"shape": f"{batch},{heads},{groups},{rows},{keys},{dim}", "dtype": dtype, "causal": causal}
     result = [base | {"kernel": "sdpa"}]
+    intervals = Intervals.causal(rows) if causal and rows > 1 else None
     for name in kernels or available_kernels():
         row = base | {"kernel": name}
         try:
-            kernel, _ = choose_kernel(name, q, k, causal=causal, masked=False)
-            problem, of_kernel = check_results(kernel, q, k, v, do, causal, expected)
+            kernel, _ = choose_kernel(name, q, k, intervals)
+            problem, of_kernel = check_results(kernel, q, k, v, do, intervals, expected)
             row |= {"problem": problem, "wrong": True} if problem else {}
             runs |= of_kernel
         except ConfigError as error:
@@ -113,10 +115,16 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool) -> tuple[lis
 
 
 def check_results(
-    kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, expected: list[Tensor]
+    kernel: BlockKernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    intervals: Intervals | None,
+    expected: list[Tensor],
 ) -> tuple[str | None, Runs]:
     """Return how a kernel's results differ from PyTorch's (None: they agree), and the functions to time."""
-    options: dict[str, Any] = {"scale": q.shape[-1] ** -0.5, "causal": causal}
+    options: dict[str, Any] = {"scale": q.shape[-1] ** -0.5, "intervals": intervals}
     forward = partial(kernel.forward, q, k, v, **options)
     o, lse = forward()
     backward = partial(kernel.backward, do, q, k, v, o, lse, **options)

@@ -37,7 +37,7 @@ from mllm_seqpar.attention.call_spec import accumulation, call_spec_for, problem
 from mllm_seqpar.attention.keys import GivenKeys
 from mllm_seqpar.comm import Communicator, Pending, Recv, Send
 from mllm_seqpar.kernels import registry
-from mllm_seqpar.masks import FullBlockMasks
+from mllm_seqpar.masks import BlockMasks, Intervals
 from mllm_seqpar.planner import AttentionCall, Cluster, ParallelSpec
 from mllm_seqpar.schedules.bytes_sent import Problem, expanded, mesh_bytes, ulysses_bytes
 from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of
@@ -160,7 +160,7 @@ class Mode:
             calls = (AttentionCall(problem, self.spec, network, backward=b) for b in (False, True))
             forward, backward = (call.overlap_ratios for call in calls)
             ratios = forward, backward
-        blocks = FullBlockMasks(q.shape[0], q.shape[2], keys)
+        blocks = BlockMasks.full(q.shape[0], q.shape[2], keys)
         call = call_spec_for(self.spec, blocks, problem, dtype, self.overlap, ratios)
         comm = comm if self.transfers else without_transfers(comm)
         keys = [GivenKeys(call, k, v)]
@@ -266,7 +266,7 @@ class EmulatedKernel:
         self.rate = rate
         self.seconds = 0.0  # total of all calls
 
-    def unsupported_reason(self, q: Tensor, k: Tensor, *, causal: bool, masked: bool) -> str | None:
+    def unsupported_reason(self, q: Tensor, k: Tensor, intervals: Intervals | None = None) -> str | None:
         return "sleeps on the host, which an accelerator would not wait for" if q.device.type != "cpu" else None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[Tensor, ...]:

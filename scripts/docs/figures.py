@@ -20,7 +20,8 @@ from xml.sax.saxutils import escape
 import torch
 from torch import Tensor
 
-from mllm_seqpar.masks import FrameBlockMasks, FrameMask
+from mllm_seqpar.masks import FrameMask
+from mllm_seqpar.masks.frame_mask import frame_masks
 from mllm_seqpar.schedules import AttentionBlock, Transfer, schedule_for
 from mllm_seqpar.schedules.head_sharding import HeadShards
 from mllm_seqpar.sharding import FRAME_LAYOUTS, LAYOUTS, frame_spans, sequence_positions
@@ -141,7 +142,7 @@ def frame_mask() -> FigureData:
     rows = torch.arange(16)[None]
     mask = FrameMask.from_intervals((rows - 5).clamp(min=0), rows + 1, 1, 16)
     positions = [torch.arange(4 * rank, 4 * rank + 4) for rank in range(4)]
-    blocks = FrameBlockMasks([mask.take(p) for p in positions], frame_spans(16, 4))
+    blocks = frame_masks([mask.take(p) for p in positions], frame_spans(16, 4))
     visible_rows = blocks.visible_row_counts()
     panel = schedule_panel("forward", (4, 1), backward=False, fraction=lambda i, j: visible_rows[i][j] / 4, pruned=True)
     example = (
@@ -160,13 +161,14 @@ def frame_layouts() -> FigureData:
     masks = [mask.take(sequence_positions(16, rank, 4, "zigzag")) for rank in range(4)]
     owned = []
     for layout in FRAME_LAYOUTS:
-        blocks = FrameBlockMasks(masks, frame_spans(16, 4, layout))
+        by_rank = frame_spans(16, 4, layout)
+        blocks = frame_masks(masks, by_rank)
         visible = blocks.visible_fractions()
         loads = ", ".join(f"{sum(row[j] for row in visible) / blocks.visible_fraction / 4:.2f}" for j in range(4))
         fraction: Fraction = lambda i, j, visible=visible: visible[i][j]  # noqa: E731
         title = f"{layout} frames: the ranks compute {loads} of the mean"
         panels.append(schedule_panel(title, (4, 1), backward=False, fraction=fraction, pruned=True))
-        frames = (" and ".join(f"{start} to {stop - 1}" for start, stop in spans) for spans in blocks.frames)
+        frames = (" and ".join(f"{start} to {stop - 1}" for start, stop in spans) for spans in by_rank)
         owned.append(f"Frames of the ranks, {layout}: {'; '.join(frames)}.")
     example = (
         "16 rows of text, in the zigzag layout, and 16 frames; row i attends to frames 0 to i. Percent: visible "

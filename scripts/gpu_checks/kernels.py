@@ -16,6 +16,7 @@ from mllm_seqpar import patch_model
 from mllm_seqpar.errors import first_line
 from mllm_seqpar.kernels import BlockKernel, choose_kernel, kernel_by_name
 from mllm_seqpar.kernels.base import merge
+from mllm_seqpar.masks import Intervals
 
 KINDS = ("plain", "causal", "masked")
 SIZES = {"cuda": (2, 28, 4, 512, 2048, 128), "cpu": (2, 4, 2, 32, 128, 32)}
@@ -40,12 +41,18 @@ class Problem:
     k: Tensor
     v: Tensor
     do: Tensor
-    causal: bool
-    mask: Tensor | None
+    intervals: Intervals | None = None
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"scale": self.q.shape[-1] ** -0.5, "causal": self.causal, "mask": self.mask}
+        return {"scale": self.q.shape[-1] ** -0.5, "intervals": self.intervals}
+
+    @property
+    def visible(self) -> Tensor:
+        """(B or 1, rows, keys) bool."""
+        if self.intervals is None:
+            return torch.ones(1, self.q.shape[2], self.k.shape[2], dtype=torch.bool, device=self.q.device)
+        return self.intervals.expand(self.q.device, slice(None), slice(None), slice(0, self.k.shape[2]))
 
 
 def check_kernel(name: str, device: str) -> Iterator[Row]:
@@ -71,7 +78,7 @@ def exactness(name: str, dtype: torch.dtype, device: str) -> Row:
     for kind in KINDS:
         p = make(kind, dtype, device)
         kernel = kernel_by_name(name)
-        reason = kernel.unsupported_reason(p.q, p.k, causal=p.causal, masked=p.mask is not None)
+        reason = kernel.unsupported_reason(p.q, p.k, p.intervals)
         if reason is not None:
             refusals.append(f"{kind}: {reason}")
             continue
@@ -99,13 +106,13 @@ def make(kind: str, dtype: torch.dtype, device: str) -> Problem:
     def draw(h: int, s: int) -> Tensor:
         return torch.randn(batch, h, s, dim, generator=g).to(device, dtype)
 
-    mask = None
+    intervals = Intervals.causal(rows) if kind == "causal" else None
     if kind == "masked":
-        mask = torch.rand(batch, rows, keys, generator=g) < 0.5
-        mask[:, ::7] = False
-        mask[:, 1::7, : keys // 2] = False
-        mask = mask.to(device)
-    return Problem(draw(heads, rows), draw(groups, keys), draw(groups, keys), draw(heads, rows), kind == "causal", mask)
+        low, high = torch.randint(0, keys + 1, (2, batch, rows), generator=g).sort(0).values
+        high[:, ::7] = 0
+        low[:, 1::7], high[:, 1::7] = keys // 2, keys
+        intervals = Intervals(low, high, keys)
+    return Problem(draw(heads, rows), draw(groups, keys), draw(groups, keys), draw(heads, rows), intervals)
 
 
 def errors_of(kernel: BlockKernel, p: Problem) -> tuple[dict[str, float], float]:
@@ -132,9 +139,11 @@ def errors(p: Problem, found: dict[str, Tensor]) -> dict[str, float]:
 def in_two_blocks(kernel: BlockKernel, p: Problem) -> dict[str, Tensor]:
     """Return o, dq, dk, dv as two ranks compute them: in two key blocks (causal: one), merged output in backward."""
     keys = p.k.shape[2]
-    cuts = [slice(0, keys)] if p.causal else [slice(0, keys // 2), slice(keys // 2, keys)]
-    masks = [{"mask": None if p.mask is None else p.mask[:, :, s]} for s in cuts]
-    blocks = [(p.k[:, :, s], p.v[:, :, s], p.options | mask) for s, mask in zip(cuts, masks, strict=True)]
+    causal = p.intervals is not None and p.intervals.is_causal
+    blocks = []
+    for start, stop in [(0, keys)] if causal else [(0, keys // 2), (keys // 2, keys)]:
+        part = None if p.intervals is None else p.intervals.part(keys=(start, stop))
+        blocks.append((p.k[:, :, start:stop], p.v[:, :, start:stop], p.options | {"intervals": part}))
     parts = [kernel.forward(p.q, k, v, **options) for k, v, options in blocks]
     o, lse = parts[0][0].float(), parts[0][1]
     for part in parts[1:]:
@@ -148,8 +157,7 @@ def reference(p: Problem) -> dict[str, Tensor]:
     """Return o, dq, dk, dv in float64."""
     leaves = q, k, v = [x.detach().double().requires_grad_() for x in (p.q, p.k, p.v)]
     keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)[None]
-    visible = visible.tril() if p.causal else visible if p.mask is None else p.mask
+    visible = p.visible
     scores = (q @ keys.mT * p.options["scale"]).masked_fill(~visible[:, None], torch.finfo(torch.float64).min)
     o = scores.softmax(-1) * visible[:, None] @ values  # 0 in rows without a visible key
     grads = torch.autograd.grad(o, leaves, p.do.double())
@@ -159,11 +167,15 @@ def reference(p: Problem) -> dict[str, Tensor]:
 def sdpa_errors(p: Problem) -> dict[str, float]:
     """Return the errors of one `scaled_dot_product_attention`."""
     # Rows without a visible key see all keys here, because PyTorch does not define their result.
-    mask = p.mask if p.mask is None else p.mask | ~p.mask.any(-1, keepdim=True)
-    exact = reference(Problem(p.q, p.k, p.v, p.do, p.causal, mask))
+    causal, intervals = p.intervals is not None and p.intervals.is_causal, p.intervals
+    if intervals is not None:
+        empty = intervals.high <= intervals.low
+        intervals = Intervals(intervals.low, intervals.high.masked_fill(empty, p.k.shape[2]), p.k.shape[2])
+    shown = Problem(p.q, p.k, p.v, p.do, intervals)
+    exact = reference(shown)
     leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
-    bias = None if mask is None else mask.unsqueeze(1)
-    o = F.scaled_dot_product_attention(*leaves, attn_mask=bias, is_causal=p.causal, enable_gqa=True)
+    mask = None if causal or intervals is None else shown.visible.unsqueeze(1)
+    o = F.scaled_dot_product_attention(*leaves, attn_mask=mask, is_causal=causal, enable_gqa=True)
     results = dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *torch.autograd.grad(o, leaves, p.do)), strict=True))
     return {name: relative(x, exact[name]) for name, x in results.items()}
 
@@ -191,19 +203,21 @@ def speed(name: str, shape: tuple[int, ...], device: str) -> Row:
 
 def check_one_gpu(device: str) -> Iterator[Row]:
     """Yield the kernels of "auto", and the synchronisations of a forward pass."""
-    yield from (auto_kernel(device, **kind) for kind in ({}, {"causal": True}, {"masked": True}))
+    yield from (auto_kernel(device, kind) for kind in KINDS)
     model = build(device)
     given = inputs(model, *FEW, encoded=True)
     patch_model(model)
     yield synchronisations(lambda: model(**given, use_cache=False), device, "patched model, 1 rank")
 
 
-def auto_kernel(device: str, causal: bool = False, masked: bool = False) -> Row:
+def auto_kernel(device: str, kind: str) -> Row:
     """Return the row of the kernel that "auto" takes in bf16; FlashAttention 2 fails on Hopper if 3 or 4 is there."""
     _, heads, groups, _, _, dim = SIZES[device]
     q, k = (torch.zeros(1, h, 64, dim, dtype=torch.bfloat16, device=device) for h in (heads, groups))
-    kernel = choose_kernel("auto", q, k, causal=causal, masked=masked)[0]
-    subject = f"bf16, head_dim {dim}, {'causal' if causal else 'masked' if masked else 'plain'}"
+    row = torch.arange(64)[None]
+    masks = {"plain": None, "causal": Intervals.causal(64), "masked": Intervals(row - 8, row, 64)}
+    kernel = choose_kernel("auto", q, k, masks[kind])[0]
+    subject = f"bf16, head_dim {dim}, {kind}"
     if device == "cpu" or torch.cuda.get_device_capability() < (9, 0):
         return Row("auto kernel", subject, kernel.name)
     activated = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()

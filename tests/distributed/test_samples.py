@@ -19,7 +19,7 @@ from family_harness import family_module
 from mllm_seqpar import FrameShard, HostFrames, attention, patch_model, patches, unpatch_model
 from mllm_seqpar.data import ChatDataset
 from mllm_seqpar.data.feature_store import open_features, save_features
-from mllm_seqpar.families import built_in_families
+from mllm_seqpar.families import built_in_chats, built_in_families
 from mllm_seqpar.inference import Sampling
 from mllm_seqpar.models.loading import load_model, load_processor
 from mllm_seqpar.patching.patch import patch_of
@@ -201,7 +201,13 @@ def test_samples_of_decoder_only_models_run(tmp_path: Path) -> None:
 def test_registry_entry_of_the_guide_is_valid() -> None:
     names: dict[str, Any] = {}
     exec(blocks()["docs/guides/add_a_family.md 1"], names)
-    assert names["FAMILIES"] == {"my_family": "my_family:MyFamily"}
-    assert [f"{x.__module__.rpartition('.')[2]}:{x.__name__}" for x in built_in_families()] == [
-        *patches.FAMILIES.values()
-    ]
+    entry = names["FAMILIES"]["my_family"]
+    assert entry.family == "my_family:MyFamily" and entry.chats == "chats.my_family:MyChats"
+
+
+def test_index_of_families_is_that_of_their_classes() -> None:
+    for entry in patches.FAMILIES.values():
+        (family,) = (x for x in built_in_families({entry.model_class}) if x.__name__ == entry.family.partition(":")[2])
+        ((_, chats),) = ((f, x) for f, x in built_in_chats({entry.processor}) if f is family)
+        assert family.model_class == entry.model_class and chats.processors == (entry.processor,)
+        assert f"{chats.__module__}:{chats.__name__}" == f"mllm_seqpar.patches.{entry.chats}"

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention_cases import computed_entries
 from family_cases import BATCHES, OWL, QWENS
 from family_harness import family_module, on_ranks, patched
 from mllm_seqpar.attention import call_spec
@@ -24,33 +25,37 @@ from mllm_seqpar.attention.keys import GivenKeys
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.comm.agreement import attempt
 from mllm_seqpar.errors import AgreementError, ShapeError
-from mllm_seqpar.masks import FrameBlockMasks, FrameMask
+from mllm_seqpar.masks import BlockMasks, FrameMask
+from mllm_seqpar.masks.frame_mask import frame_masks
 from mllm_seqpar.runtime.frames import Frames
 from mllm_seqpar.schedules.bytes_sent import Problem, lv_xattn_bytes
 from mllm_seqpar.schedules.mesh_shapes import parallel_spec
-from mllm_seqpar.sharding import FRAME_LAYOUTS, FrameShard, frame_spans, padded_length, sequence_positions, span_length
+from mllm_seqpar.sharding import FRAME_LAYOUTS, FrameShard, frame_spans, padded_length, sequence_positions
 from tiny_models.mplug_owl3 import Case as Owl
 
 FRAMES, TEXT, RANKS = 4096, 256, 8
 
 
-def video_masks(layout: str, frames: int = FRAMES, text: int = TEXT, ranks: int = RANKS) -> FrameBlockMasks:
+def video_masks(layout: str, frames: int = FRAMES, text: int = TEXT, ranks: int = RANKS) -> BlockMasks:
     """The masks of a question about a video, as mPLUG-Owl3's: a placeholder attends to the frames up to it."""
     rows = torch.arange(padded_length(frames + text, ranks, "zigzag"))
     stop = torch.where(rows < frames + text, (rows + 1).clamp(max=frames), 0)[None]
     mask = FrameMask.from_intervals(torch.zeros_like(stop), stop, 1, frames)
     positions = [sequence_positions(len(rows), rank, ranks, "zigzag") for rank in range(ranks)]
-    return FrameBlockMasks([mask.take(own) for own in positions], frame_spans(frames, ranks, layout))
+    return frame_masks([mask.take(own) for own in positions], frame_spans(frames, ranks, layout))
 
 
 def over_the_mean(loads: Sequence[int]) -> list[float]:
     return [load * len(loads) / sum(loads) for load in loads]
 
 
-def planned_entries(masks: FrameBlockMasks) -> list[int]:
+def planned_entries(masks: BlockMasks) -> list[int]:
     """The score entries of each rank, which computes with the rows of all ranks."""
-    ranks = range(len(masks.frames))
-    return [sum(x.entries for i in ranks for x in masks.pruned_rectangles(i, j)) for j in ranks]
+    ranks, found = range(len(masks.keys)), []
+    for j in ranks:
+        blocks = [(masks.bounds[i].shape[-1], masks.block(i, j)) for i in ranks]
+        found.append(sum(r * masks.keys[j].count if m is None else sum(x.visible for x in m) for r, m in blocks))
+    return found
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -68,11 +73,11 @@ class CountedKernel:
         self._kernel, self._entries = kernel, entries
 
     def forward(self, q: Tensor, k: Tensor, *args: Any, **options: Any) -> Any:
-        self._entries[threading.get_ident(), "forward"] += q.shape[2] * k.shape[2]
+        self._entries[threading.get_ident(), "forward"] += computed_entries(q, k, options["intervals"])
         return self._kernel.forward(q, k, *args, **options)
 
     def backward(self, do: Tensor, q: Tensor, k: Tensor, *args: Any, **options: Any) -> Any:
-        self._entries[threading.get_ident(), "backward"] += q.shape[2] * k.shape[2]
+        self._entries[threading.get_ident(), "backward"] += computed_entries(q, k, options["intervals"])
         return self._kernel.backward(do, q, k, *args, **options)
 
 
@@ -90,11 +95,11 @@ def entries(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, str]]:
 
 
 def run_video(
-    comm: Communicator, masks: FrameBlockMasks, strategy: str, entries: Counter[tuple[int, str]]
+    comm: Communicator, masks: BlockMasks, strategy: str, entries: Counter[tuple[int, str]]
 ) -> dict[str, Any]:
     """Run attention to frames of one token each, and return the entries and the bytes of this rank."""
-    lengths = tuple(map(span_length, masks.frames))
-    q = torch.randn(1, 2, masks.masks[0].shape[1], 2, requires_grad=True)
+    lengths = tuple(keys.count for keys in masks.keys)
+    q = torch.randn(1, 2, masks.bounds[0].shape[-1], 2, requires_grad=True)
     k, v = (torch.randn(1, 1, lengths[comm.rank], 2, requires_grad=True) for _ in range(2))
     problem = problem_of(q.shape, k.shape, lengths, q.dtype, "auto")
     spec = call_spec_for(parallel_spec(strategy, None, problem), masks, problem, accumulation("auto", q.dtype))
@@ -116,7 +121,7 @@ def test_every_rank_computes_the_same_for_4096_frames_and_256_tokens(entries: Co
     before = run_loopback(RANKS, run_video, video_masks("contiguous"), "lv-xattn", entries)
     assert max(over_the_mean([one["forward"] for one in before])) > 1.7
     assert sum(one["forward"] for one in found) <= 1.01 * sum(one["forward"] for one in before)
-    rows = masks.masks[0].shape[1]
+    rows = masks.bounds[0].shape[-1]
     problem = {"rows": rows, "keys": (FRAMES // RANKS,) * RANKS, "heads": 2, "kv_heads": 1, "dim": 2, "batch": 1}
     sizes: dict[str, Any] = problem | {"key_batch": 1, "element": 4, "accumulated": 4, "direct_element": 4}
     for rank, backward in ((rank, backward) for rank in range(RANKS) for backward in (False, True)):
@@ -138,23 +143,23 @@ def test_strategies_that_move_keys_send_as_many_bytes(strategy: str) -> None:
 
 @pytest.mark.parametrize("family", ["mplug_owl3", "mllama"])
 def test_a_model_that_gets_all_frames_balances_them(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[FrameBlockMasks] = []
+    made: list[Frames] = []
     of_shards = Frames.of_shards.__func__  # type: ignore[attr-defined]
 
     def recorded(*args: Any) -> Frames:
-        made.append((frames := of_shards(*args)).masks)
+        made.append(frames := of_shards(*args))
         return frames
 
     monkeypatch.setattr(Frames, "of_shards", classmethod(recorded))
     case = Owl(frames=(40,), length=60) if family == "mplug_owl3" else BATCHES[family]
     on_ranks(4, family, case, lambda model, inputs, comm: model(**inputs).loss)
     units = family_module("mllama").TILES if family == "mllama" else 1
-    total = made[0].masks[0].total_frames
-    for masks in made:
+    total = made[0].source.units
+    for frames in made:
         expected = frame_spans(total // units, 4, "zigzag")
-        assert masks.frames == [tuple((a * units, b * units) for a, b in spans) for spans in expected]
+        assert list(frames.units) == [tuple((a * units, b * units) for a, b in spans) for spans in expected]
     if family == "mplug_owl3":
-        assert max(over_the_mean(planned_entries(made[0]))) < 1.15  # 40 frames
+        assert max(over_the_mean(planned_entries(made[0].masks))) < 1.15  # 40 frames
 
 
 def test_ranks_that_pass_frames_in_different_layouts_are_refused() -> None:

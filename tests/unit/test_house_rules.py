@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import mllm_seqpar
+from import_graph import MODULES, files_in, imports_of, module_of, parsed
 from launch import PYTHON
 from mllm_seqpar._compat import INTERNALS, MINIMUM
 
@@ -21,10 +22,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 ORDER = (
     "errors _lazy_names _compat _logging _transfers fsdp_units schedules comm sharding config masks kernels attention "
-    "checkpointing runtime families patching models integrations data planner adapting cli inference serving "
-    "training patches __main__"
+    "checkpointing runtime families patching models integrations data processors planner cli inference serving "
+    "training adapting patches __main__"
 ).split()
 """Parts of the package. A part imports only parts before it; see CONTRIBUTING.md."""
+
+PROGRAMS = {"data", "processors", "planner", "cli", "inference", "serving", "training", "__main__"}
+"""The parts that know chats, files and users. All others are the library, which knows models, tensors and ranks."""
 
 THIRD_PARTY = {
     "integrations": {"accelerate", "numpy", "transformers"},
@@ -38,6 +42,7 @@ THIRD_PARTY = {
         "open_flamingo",
         "huggingface_hub",
     },
+    "processors": {"numpy", "PIL", "transformers"},
     "data": {"numpy", "PIL", "safetensors", "av", "tokenizers", "transformers", "filelock", "pyarrow"},
     "planner": {"yaml"},
     "cli": {"matplotlib", "safetensors", "tqdm", "transformers", "yaml"},
@@ -52,9 +57,6 @@ THIRD_PARTY = {
 """What a part may import besides torch and the standard library. Parts that are not listed may import nothing else."""
 
 LAZY = {("patching", "mllm_seqpar.planner.auto"), ("families", "mllm_seqpar.patches"), ("patches", "mllm_seqpar")}
-LAZY |= {
-    ("models", f"mllm_seqpar.data.{name}") for name in ("media_files", "sources", "video")
-}  # processors decode video files as the commands do
 LAZY |= {("__main__", "mllm_seqpar"), ("cli", "mllm_seqpar"), ("training", "mllm_seqpar")}  # the version
 """Imports inside functions that connect a part with one above it, and names that the package loads on first use."""
 
@@ -70,22 +72,10 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def files_in(*folders: str) -> list[Path]:
-    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-
-
 @functools.cache
 def package() -> dict[Path, ast.Module]:
     """Return the modules of the package, parsed."""
-    return {path: ast.parse(path.read_text()) for path in files_in("mllm_seqpar", "patches")}
-
-
-def module_of(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(("mllm_seqpar", *parts) if parts[0] == "patches" else parts).removesuffix(".__init__")
-
-
-MODULES = {module_of(path): path for path in files_in("mllm_seqpar", "patches")}
+    return {path: parsed(path) for path in MODULES.values()}
 
 
 def part_of(module: str) -> str:
@@ -105,23 +95,6 @@ def type_checking_only(tree: ast.Module) -> set[ast.AST]:
         node for node in ast.walk(tree) if isinstance(node, ast.If) and vars(node.test).get("id") == "TYPE_CHECKING"
     ]
     return {inner for block in blocks for inner in ast.walk(block)}
-
-
-def imports_of(path: Path, nodes: Iterator[ast.AST]) -> Iterator[tuple[int, str]]:
-    """Yield the line and the full name of each module that is imported."""
-    module = module_of(path)
-    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                above = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*above, base]).rstrip(".")
-            for alias in node.names:
-                inner = f"{base}.{alias.name}"
-                yield node.lineno, inner if inner in MODULES else base
 
 
 def test_imports_point_one_way() -> None:
@@ -146,6 +119,29 @@ def test_imports_point_one_way() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def is_program(module: str) -> bool:
+    half_of_patches = module.removeprefix("mllm_seqpar.patches.").partition(".")[0]
+    return part_of(module) in PROGRAMS or (part_of(module) == "patches" and half_of_patches in ("chats", "sizes"))
+
+
+def test_library_imports_no_program() -> None:
+    """Imports inside functions and for type checking count, and the names that families import from the toolkit."""
+    stub = ast.parse((ROOT / "mllm_seqpar/adapting.pyi").read_text())
+    toolkit = {x.name: str(n.module) for n in stub.body if isinstance(n, ast.ImportFrom) for x in n.names}
+    wrong = []
+    for path, tree in package().items():
+        if is_program(module_of(path)):
+            continue
+        for line, imported in imports_of(path, ast.walk(tree)):
+            if is_program(imported) and imported != "mllm_seqpar.planner.auto":
+                wrong.append(f"{name_of(path)}:{line} imports {imported}")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module == "mllm_seqpar.adapting":
+                names = [x.name for x in node.names if is_program(toolkit[x.name])]
+                wrong += [f"{name_of(path)}:{node.lineno} imports {name} of {toolkit[name]}" for name in names]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_adapters_import_the_public_toolkit_only() -> None:
     """What the families of this package need, a family of another package can have as well."""
     wrong = []
@@ -154,7 +150,7 @@ def test_adapters_import_the_public_toolkit_only() -> None:
             continue
         for line, imported in imports_of(path, ast.walk(tree)):
             # Besides the toolkit: the native models that families patch, and the registry.
-            allowed = {"adapting", "models", "families", "patches"}
+            allowed = {"adapting", "models", "patches"}
             if imported.partition(".")[0] == "mllm_seqpar" and part_of(imported) not in allowed:
                 wrong.append(f"{name_of(path)}:{line} imports {imported}")
     assert not wrong, "\n".join(wrong)
@@ -233,6 +229,8 @@ def test_modules_have_no_global_statement() -> None:
 
 def test_scripts_use_nothing_of_the_tests() -> None:
     for path in files_in("scripts"):
+        if path.stem == "import_graph":  # lists the tests, and imports none
+            continue
         assert '"tests"' not in path.read_text(), f"{name_of(path)}: move what scripts and tests share to scripts/lib"
 
 
@@ -251,6 +249,7 @@ def test_wheel_contains_every_module_and_config(tmp_path: Path) -> None:
     configs = [path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.yaml")]
     named = {*(path.relative_to(ROOT) for path in package()), *configs, Path("mllm_seqpar/py.typed")}
     named |= {path.relative_to(ROOT) for path in (ROOT / "mllm_seqpar").glob("*/page/*")}
+    named |= {path.relative_to(ROOT) for path in (ROOT / "mllm_seqpar").rglob("*.pyi")}
     expected = {path if path.parts[0] == "mllm_seqpar" else Path("mllm_seqpar") / path for path in named}
     assert {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()} == expected
 
@@ -273,7 +272,6 @@ from mllm_seqpar.adapting import ChatFamily, KVProjection; absent("transformers"
 
 def test_every_public_name_exists() -> None:
     assert not [name for name in mllm_seqpar.__all__ if not hasattr(mllm_seqpar, name)]
-    assert set(mllm_seqpar.__all__) == set(mllm_seqpar._EXPORTED_FROM)
     with pytest.raises(AttributeError, match="no attribute 'ring'"):
         _ = mllm_seqpar.ring
 

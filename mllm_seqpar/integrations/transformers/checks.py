@@ -27,7 +27,7 @@ from mllm_seqpar.errors import AgreementError, ConfigError, ShapeError
 from mllm_seqpar.fsdp_units import refuse_fsdp1
 from mllm_seqpar.models.cache import supports_sharded_text
 from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
-from mllm_seqpar.sharding import FrameShard, describe_spans, frame_spans
+from mllm_seqpar.sharding import FrameShard, describe_spans
 
 from .inputs import ForwardInputs
 from .outputs import leaves_out_logits
@@ -171,8 +171,9 @@ def _facts(
         "samples": inputs.batch,
         "text tokens": inputs.length,
         "frames": inputs.total_frames,
+        "units of frames": inputs.sizes.fact,
         "frames given by visual_shard": shard is not None,
-        "layout of the frames": None if shard is None else shard.layout(comm.rank, comm.size),
+        "layout of the frames": None if shard is None else shard.layout(comm.rank, comm.size, inputs.sizes),
         "values per frame": 0 if frames is None else math.prod(frames.shape[1:]),
         "kind of frames": "none" if frames is None else "features" if inputs.frames_are_features else "pixels",
         "cached tokens": inputs.past_length,
@@ -220,8 +221,8 @@ def check_frames(family: Family, inputs: ForwardInputs) -> None:
         return
     if not isinstance(shard, FrameShard):
         raise ShapeError(f"visual_shard: expected a FrameShard(start, stop, total), got {type(shard).__name__}")
-    if shard.layout(comm.rank, comm.size) not in inputs.frame_layouts:
-        own = [describe_spans(frame_spans(shard.total, comm.size, x)[comm.rank]) for x in inputs.frame_layouts]
+    if shard.layout(comm.rank, comm.size, inputs.sizes) not in inputs.frame_layouts:
+        own = [describe_spans(inputs.sizes.spans(comm.size, x)[comm.rank]) for x in inputs.frame_layouts]
         raise ShapeError(
             f"visual_shard: rank {comm.rank} of {comm.size} holds frames {own[0]} of {shard.total} (frame_range)"
             + "".join(f', or {zigzag} (frame_ranges with layout="zigzag")' for zigzag in own[1:])

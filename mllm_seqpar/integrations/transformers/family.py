@@ -15,9 +15,8 @@ import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import modeling_outputs
@@ -36,16 +35,12 @@ from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
 from mllm_seqpar.runtime.visual_tokens import VisualTokenLayout
-from mllm_seqpar.sharding import tensor_of
+from mllm_seqpar.sharding import FrameSizes, tensor_of
 
 from .attention import causal_masks, use_seqpar_attention
 from .generation import patch_generate
 from .inputs import TEXT_ARGUMENTS, ForwardInputs, text_arguments
 from .passes import run_pass
-
-if TYPE_CHECKING:
-    from mllm_seqpar.data.chat_family import ChatFamily
-    from mllm_seqpar.planner.model_sizes import ModelSizes
 
 InputsT = TypeVar("InputsT", bound=ForwardInputs)
 
@@ -68,9 +63,10 @@ class Family(ABC, Generic[InputsT]):
     Attributes:
         name: the family's name in messages.
         model_class, package: the name of the class of its models, and how the name of their package begins.
-        chat: the chat format of its processors. With it, programs can also fine-tune and question the model.
-        sizes: by `model_type` of a `config.json`: (config, name) -> the sizes of the model that it describes, for the
-            planner.
+        chat: of a family outside this package, the `ChatFamily` of its processors. With it, programs can also fine-tune
+            and question the model. The index of the families of this package names theirs.
+        sizes: of a family outside this package, by `model_type` of a `config.json`: (config, name) -> the `ModelSizes`
+            of the model that it describes, for the planner.
         parts: the module paths of the parts of a model that fine-tuning can freeze by name: "vision", "projector",
             "language".
         frame_arguments: the arguments of the forward that hold frames or features; they take `HostFrames`.
@@ -91,8 +87,8 @@ class Family(ABC, Generic[InputsT]):
     name: str
     model_class: str
     package = "transformers."
-    chat: type[ChatFamily] | None = None
-    sizes: Mapping[str, Callable[[dict[str, Any], str], ModelSizes]] = {}
+    chat: type[Any] | None = None
+    sizes: Mapping[str, Callable[[dict[str, Any], str], Any]] = {}
     parts: Mapping[str, tuple[str, ...]] = {}
     frame_arguments: tuple[str, ...] = ("pixel_values",)
     visual_arguments: tuple[str, ...] = ()
@@ -404,16 +400,8 @@ def mask_over_samples(
         )
     offset = torch.arange(prompt_batch) // max(1, prompt_batch // samples) * per_sample
     offset = offset if rows is None else offset[rows]
-    table = visible.numpy()  # the equivalent operation of torch would convert every entry to a wider type
-    count = np.count_nonzero(table, axis=-1)
-    runs = np.count_nonzero(table[..., :1]) + np.count_nonzero(table[..., 1:] > table[..., :-1])
-    if runs == np.count_nonzero(count):  # no gaps: an interval per row is enough
-        first = offset[:, None] + torch.from_numpy(table.argmax(-1) if per_sample else count)
-        return FrameMask.from_intervals(first, first + torch.from_numpy(count), tokens, units)
-    of_all_samples = torch.zeros(batch, length, units, dtype=torch.bool)
-    for sample in range(batch):
-        of_all_samples[sample, :, int(offset[sample]) : int(offset[sample]) + per_sample] = visible[sample]
-    return FrameMask.from_dense(of_all_samples, tokens)
+    own = FrameMask.from_dense(visible, tokens).bounds
+    return FrameMask(torch.where(own[:, 1:] > own[:, :1], own + offset[:, None], 0), FrameSizes(units, tokens))
 
 
 # The forward of a patched model.

@@ -19,7 +19,7 @@ from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.models.cache import SequenceParallelCacheState, cache_state_of
 from mllm_seqpar.runtime.text import shifted
 from mllm_seqpar.runtime.visual_features import sampled_bits
-from mllm_seqpar.sharding import FRAME_LAYOUTS, FrameShard
+from mllm_seqpar.sharding import FRAME_LAYOUTS, FrameShard, FrameSizes, Spans, take_spans
 
 if TYPE_CHECKING:
     from .family import Family
@@ -99,9 +99,33 @@ class ForwardInputs:
         return self.visual_shard.total if self.visual_shard is not None else self.frames.shape[0]
 
     @property
-    def units_per_frame(self) -> int:
-        """The number of mask units, such as image tiles, that a frame consists of; a rank holds whole frames."""
+    def units_per_frame(self) -> int | Tensor:
+        """The number of units, such as image tiles, that a frame consists of; a rank holds whole frames.
+
+        If frames differ in it, (total_frames,) integers. Units are then single tokens, features are (tokens, 1, width),
+        and the mask (`Family.visibility`) may be over frames, with these sizes. Without frames, that of the blank one.
+        """
         return 1
+
+    @functools.cached_property
+    def sizes(self) -> FrameSizes:
+        """The units of each frame of all ranks. Without frames, there is the empty one."""
+        return FrameSizes(max(1, self.total_frames), self.units_per_frame)
+
+    def take(self, frames: Spans) -> tuple[Tensor, ...]:
+        """Return the tensors of frames, among those that the caller passed, in the form that `Family.encode` takes.
+
+        `frames` are places among the frames that were passed. A family whose pixels have no row for each frame, because
+        frames differ in size, overrides it, and `check_shard`, `total_frames` and `blank_frames`.
+        """
+        assert self.frames is not None
+        return tuple(take_spans(x, frames) for x in (self.frames, *self.extras))
+
+    def blank_frames(self) -> tuple[Tensor, ...]:
+        """Return tensors of one frame as those of `take`, for a rank that was passed none; it has zero gradients."""
+        assert self.frames is not None
+        given = self.frames, *self.extras
+        return tuple(x.new_zeros((1, *x.shape[1:])).requires_grad_(x.requires_grad) for x in given)
 
     @property
     def compares_values_of_frames(self) -> bool:

@@ -43,7 +43,7 @@ from mllm_seqpar.runtime.star import StarText, block_length
 from mllm_seqpar.runtime.text import Rows, TextShards, packed_starts
 from mllm_seqpar.runtime.visual_features import VisualFeatures, fingerprint_of
 from mllm_seqpar.runtime.visual_tokens import FrameTokens, VisualTokens
-from mllm_seqpar.sharding import span_length
+from mllm_seqpar.sharding import FrameSizes, span_length
 
 from .checks import check_arguments, check_star, require_same_pass
 from .generation import share_random_state
@@ -243,7 +243,7 @@ def _attended_frames(
         if features is not None:
             source = visual = visual_features(family, inputs, features)
             if cache_state is not None:
-                source = VisualKVCache(total_frames, visual.units, visual.tokens_per_unit, visual)
+                source = VisualKVCache(total_frames, inputs.sizes, visual.tokens_per_unit, visual)
                 fingerprints = {fingerprint_of(features)}
                 if inputs.frames is not None:
                     fingerprints.add(_fingerprint(inputs))
@@ -353,7 +353,7 @@ def _state_of_rows(
     if cache_state.text_kv is not None:
         valid = _padding_mask(inputs)
         cache_state.text_kv.extend(rows.stop - rows.start)
-        cached_text = functools.partial(cache_state.text_kv.rectangles, rows.stop - rows.start, valid)
+        cached_text = functools.partial(cache_state.text_kv.mask, rows.stop - rows.start, valid)
     if attended is not None:
         mask, facts = attended.mask, attended.facts
         if rows.start:
@@ -377,13 +377,18 @@ def _frames_of_shards(
 ) -> tuple[Frames, Mapping[str, Tensor]]:
     """Return the frames of a pass with a sharding of the text, and the facts about this rank's rows."""
     source, context = attended.source, family.context
-    frames = Frames.of_shards(source, attended.mask, text, inputs.units_per_frame)
+    frames = Frames.of_shards(source, attended.mask, text, _sizes(inputs, source))
     if isinstance(source, VisualFeatures):
         index = functools.partial(family.unit_index, inputs, source.units)
         frames = select_strategy(context, frames, source, text, index, family.cross_attention_shape())
     if context.config.self_attention == "local":
         return frames, attended.facts
     return frames, {name: text.shard(x, 1) for name, x in attended.facts.items()}
+
+
+def _sizes(inputs: ForwardInputs, source: KVSource) -> FrameSizes:
+    """Return the units of each frame, of this pass or of its cache."""
+    return source.sizes if isinstance(source, VisualKVCache) else inputs.sizes
 
 
 def _recorder(

@@ -12,7 +12,7 @@ Shape legend: F frames of all samples and ranks, f frames of this rank, x visual
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,10 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from mllm_seqpar._compat import active_ddp
 from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.errors import AgreementError
-from mllm_seqpar.runtime.frames import unit_spans
 from mllm_seqpar.runtime.offload import HostFeatures, in_host_memory, stored_in_host_memory
 from mllm_seqpar.runtime.visual_features import VisualFeatures
-from mllm_seqpar.sharding import Spans, frame_bounds, frame_spans, span_length, take_spans
+from mllm_seqpar.sharding import Spans, frame_bounds, part_of_spans, span_length, take_spans
 
 from .inputs import ForwardInputs
 
@@ -39,14 +38,14 @@ if TYPE_CHECKING:
 def layout_of_frames(family: Family, inputs: ForwardInputs) -> str:
     """Return how the frames of this pass map to ranks: as the caller has sharded them, or as the family states."""
     shard, comm = inputs.visual_shard, family.context.comm
-    layout = family.frame_layout if shard is None else shard.layout(comm.rank, comm.size)
+    layout = family.frame_layout if shard is None else shard.layout(comm.rank, comm.size, inputs.sizes)
     assert layout is not None, "checked before"
     return layout
 
 
 def frames_by_rank(family: Family, inputs: ForwardInputs) -> Sequence[Spans]:
     """Return the frames of every rank. Without frames, rank 0 has the empty one."""
-    return frame_spans(max(1, inputs.total_frames), family.context.comm.size, layout_of_frames(family, inputs))
+    return inputs.sizes.spans(family.context.comm.size, layout_of_frames(family, inputs))
 
 
 def local_features(family: Family, inputs: ForwardInputs) -> Tensor | None:
@@ -60,8 +59,7 @@ def local_features(family: Family, inputs: ForwardInputs) -> Tensor | None:
     not run the tower then either. If no rank has frames, the result is None and the parameters have no gradient, as in
     the unpatched model.
     """
-    frames, total, units = inputs.frames, inputs.total_frames, inputs.units_per_frame
-    rank = family.context.comm.rank
+    frames, total, sizes, rank = inputs.frames, inputs.total_frames, inputs.sizes, family.context.comm.rank
     weight = family.embedding_weight()
     by_rank = frames_by_rank(family, inputs)
     runs, shape = _tower_runs(family, inputs, max(map(span_length, by_rank)) if total else 0)
@@ -69,29 +67,26 @@ def local_features(family: Family, inputs: ForwardInputs) -> Tensor | None:
         if not runs:
             return None
         if shape is not None:
-            empty = torch.zeros((units, *shape), dtype=weight.dtype, device=weight.device)
+            empty = torch.zeros((sizes.count(), *shape), dtype=weight.dtype, device=weight.device)
         else:
             blank = family.blank_frame()
-            empty = _encode_in_runs(family, blank, blank, runs, units)
+            empty = _encode_in_runs(family, lambda spans: blank, ((0, 1),), sizes.count(), blank, runs)
         return empty if rank == 0 else empty[:0]
     assert frames is not None
-    local = given = (frames, *inputs.extras)
-    if inputs.visual_shard is None:
-        multiple = units if inputs.frames_are_features else 1
-        spans = tuple((start * multiple, stop * multiple) for start, stop in by_rank[rank])
-        local = tuple(take_spans(x, spans) for x in given)
+    own, count = by_rank[rank], sizes.count(by_rank[rank])
     if inputs.frames_are_features:
-        features = local[0].flatten(0, local[0].dim() - 3)  # by units, if they came by frames
+        # by units, if they came by frames
+        features = frames if inputs.visual_shard is not None else take_spans(frames, sizes.units(own))
+        features = features.flatten(0, features.dim() - 3)
         if family.context.config.visual_offload is not None:
             return in_host_memory(features, weight.device)
         return features.to(device=weight.device, dtype=_features_dtype(family, features))
+    if inputs.visual_shard is not None:
+        own = ((0, span_length(own)),)
     # A run whose result is discarded uses one of the caller's frames, from any rank, so that a frame of a wrong size
     # fails on every rank, and the caller's tensor has a zero gradient here rather than none.
-    spare = local
-    if not local[0].shape[0]:
-        none = (x.new_zeros((1, *x.shape[1:])).requires_grad_(x.requires_grad) for x in given)
-        spare = tuple(x if x.shape[0] else zeros for x, zeros in zip(given, none, strict=True))
-    return _encode_in_runs(family, local, spare, runs, units)
+    spare = inputs.take(((0, 1),)) if inputs.visual_shard is None or span_length(own) else inputs.blank_frames()
+    return _encode_in_runs(family, inputs.take, own, count, spare, runs)
 
 
 def local_embeddings(family: DecoderOnlyFamily[Any], inputs: ForwardInputs) -> Tensor | None:
@@ -137,24 +132,31 @@ def _features_dtype(family: Family, features: Tensor) -> torch.dtype:
 
 
 def _encode_in_runs(
-    family: Family, local: Sequence[Tensor], spare: Sequence[Tensor], runs: int, units_per_frame: int
+    family: Family,
+    take: Callable[[Spans], Sequence[Tensor]],
+    own: Spans,
+    units: int,
+    spare: Sequence[Tensor],
+    runs: int,
 ) -> Tensor:
-    """Encode `local` in `runs` runs of the tower; a run with nothing left encodes a frame of `spare`, and drops it.
+    """Encode the frames `own`, which `take` returns, in `runs` runs of the tower, to features of `units` units.
 
-    Frames in host memory move to the device run by run.
+    A run with nothing left encodes the frame `spare`, and drops it. Frames in host memory move to the device run by
+    run.
     """
-    count, device = local[0].shape[0], family.embedding_weight().device
+    count, device = span_length(own), family.embedding_weight().device
     chunk = max(1, -(-count // runs))
 
     def encoded() -> Iterator[Tensor]:
         for number in range(runs):
             if number * chunk < count:
-                yield family.encode(*(_moved(x[number * chunk : (number + 1) * chunk], device) for x in local))
+                some = take(part_of_spans(own, number * chunk, (number + 1) * chunk))
+                yield family.encode(*(_moved(x, device) for x in some))
             else:  # an empty slice, so that the run stays in the graph for backward
-                yield family.encode(*(_moved(x[:1], device) for x in spare))[:0]
+                yield family.encode(*(_moved(x, device) for x in spare))[:0]
 
     if family.context.config.visual_offload is not None:
-        return stored_in_host_memory(encoded(), count * units_per_frame, device)
+        return stored_in_host_memory(encoded(), units, device)
     parts = list(encoded())
     return parts[0] if runs == 1 else torch.cat(parts)
 
@@ -165,9 +167,9 @@ def _moved(x: Tensor, device: torch.device) -> Tensor:
 
 def visual_features(family: Family, inputs: ForwardInputs, features: Tensor) -> VisualFeatures:
     """Return this rank's features with the index of each unit. Without frames, rank 0 has the empty one."""
-    per_frame, comm, config = inputs.units_per_frame, family.context.comm, family.context.config
-    units, layout = max(1, inputs.total_frames) * per_frame, layout_of_frames(family, inputs)
-    index = take_spans(family.unit_index(inputs, units), unit_spans(units, per_frame, comm, layout)[comm.rank])
+    sizes, comm, config = inputs.sizes, family.context.comm, family.context.config
+    units, layout = sizes.count(), layout_of_frames(family, inputs)
+    index = take_spans(family.unit_index(inputs, units), sizes.units(sizes.spans(comm.size, layout)[comm.rank]))
     if config.visual_offload is None:
         index = copy_to_device(index, features.device)
         return VisualFeatures(features, index, units, config.recompute_visual, layout)

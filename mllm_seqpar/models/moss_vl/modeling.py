@@ -58,6 +58,7 @@ from mllm_seqpar.runtime.frames import VisualKVCache
 from mllm_seqpar.runtime.projections import KVProjection
 from mllm_seqpar.runtime.text import select_logit_rows
 from mllm_seqpar.runtime.visual_features import fingerprint_of
+from mllm_seqpar.sharding import FrameSizes
 
 from .configuration import MossVLConfig, MossVLTextConfig, MossVLVisionConfig
 from .layout import MossVLLayout, frame_grids, moss_vl_layout
@@ -132,10 +133,10 @@ class MossVLVisionModel(Qwen3VLVisionModel):
 class MossVLVisual(VisualInputs):
     """The visual features of a pass, and what each row attends to; see `VisualInputs`.
 
-    Frames are units if all have equally many tokens; otherwise each visual token is a unit.
+    Each visual token is a unit, because frames differ in size.
 
     Attributes:
-        index: (units, tokens, 3), the positions of the visual tokens; None while decoding, when K and V are cached.
+        index: (V, 1, 3), the positions of the visual tokens; None while decoding, when K and V are cached.
     """
 
     index: Tensor | None = None
@@ -149,16 +150,11 @@ class MossVLVisual(VisualInputs):
         cached: VisualKVCache | None = None,
     ) -> "MossVLVisual":
         """Return the inputs of rows that attend to frames first <= f < stop; `features` are (V, C)."""
-        tokens = layout.tokens
-        equal = bool((tokens == tokens[:1]).all())
-        if not equal:
-            ends = torch.nn.functional.pad(tokens.cumsum(0), (1, 0))
-            rows = ends[rows[0]], ends[torch.maximum(*rows)]
-        per_unit = int(tokens[0]) if equal else 1
-        embeds = None if features is None else features.unflatten(0, (-1, per_unit))
-        found = cls(layout, rows, per_unit, embeds, cached)
+        ends = torch.nn.functional.pad(layout.tokens.cumsum(0), (1, 0))
+        embeds = None if features is None else features.unsqueeze(1)
+        found = cls(layout, (ends[rows[0]], ends[torch.maximum(*rows)]), 1, embeds, cached)
         if features is not None:
-            found.index = layout.visual_positions().unflatten(0, (-1, per_unit)).to(features.device)
+            found.index = layout.visual_positions().unsqueeze(1).to(features.device)
         return found
 
 
@@ -588,8 +584,7 @@ def _store(state: SequenceParallelCacheState, layout: MossVLLayout, visual: Moss
     """Store the layout of a prompt with its cache, and its frames, whose K and V the layers add."""
     if visual is not None:
         assert visual.embeds is not None
-        units, total = visual.embeds.shape[0], layout.total_frames
-        visual.cached = VisualKVCache(total, units, visual.tokens_per_frame)
+        visual.cached = VisualKVCache(layout.total_frames, FrameSizes(layout.total_frames, layout.tokens), 1)
         state.store_frames(visual.cached, batch, {fingerprint_of(visual.embeds)})
     store_layout(state, layout)
 

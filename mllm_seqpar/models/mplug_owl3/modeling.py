@@ -26,6 +26,7 @@ from mllm_seqpar.models.loading import NonReentrantCheckpointing, load_clean
 from mllm_seqpar.runtime.frames import VisualKVCache
 from mllm_seqpar.runtime.text import select_logit_rows
 from mllm_seqpar.runtime.visual_features import fingerprint_of
+from mllm_seqpar.sharding import FrameSizes
 
 from .checkpoint import checkpoint_keys, complete_config, hub_options
 from .configuration import AUTO, GATES, MPlugOwl3Config
@@ -257,7 +258,7 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         if state is None:
             state = SequenceParallelCacheState(batch)
             attach(cache, state, self.config.num_hidden_layers)
-        visual = VisualKVCache(total, total, tokens_per_frame)
+        visual = VisualKVCache(total, FrameSizes(total), tokens_per_frame)
         state.store_frames(visual, batch, {fingerprint_of(frames)})
         state.media_layout = layout
         return visual

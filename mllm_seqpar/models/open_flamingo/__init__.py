@@ -12,24 +12,6 @@ trained. Here a directory is complete:
 Names load on first use: `OpenFlamingo`, the class of the model, needs the package open-flamingo.
 """
 
-from typing import TYPE_CHECKING
-
 from mllm_seqpar._lazy_names import lazy_names
 
-if TYPE_CHECKING:
-    from .configuration import OpenFlamingoConfig
-    from .conversion import convert
-    from .modeling import OpenFlamingo
-    from .processing import OpenFlamingoProcessor
-
-__all__ = ["OpenFlamingo", "OpenFlamingoConfig", "OpenFlamingoProcessor", "convert"]
-
-lazy_names(
-    __name__,
-    {
-        "OpenFlamingo": "modeling",
-        "OpenFlamingoConfig": "configuration",
-        "OpenFlamingoProcessor": "processing",
-        "convert": "conversion",
-    },
-)
+__all__ = lazy_names(__name__, __file__)

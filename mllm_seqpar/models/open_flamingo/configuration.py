@@ -6,6 +6,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.models.auto_classes import SavedWithCode
 
+IMAGE, END_OF_CHUNK = "<image>", "<|endofchunk|>"
 LAYERS = {"gpt_neox": "gpt_neox.layers", "llama": "model.layers", "mpt": "transformer.blocks"}
 LAYERS |= {"opt": "model.decoder.layers"}
 """The attribute path of the decoder layers in transformers' language models, by model type."""

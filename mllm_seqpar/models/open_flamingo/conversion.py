@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.errors import ConfigError, first_line
+from mllm_seqpar.models.auto_classes import NATIVE_MODELS
 from mllm_seqpar.models.hub import local_directory
 from mllm_seqpar.models.loading import require_clean
 
-from .configuration import OpenFlamingoConfig
-from .processing import END_OF_CHUNK, IMAGE, OpenFlamingoProcessor
+from .configuration import END_OF_CHUNK, IMAGE, OpenFlamingoConfig
 from .weights import cast, load_complete, set_weights
 
 Location = str | os.PathLike[str]
@@ -91,7 +91,8 @@ def convert(
     cast(model, dtype)
     text.config.dtype = tower.config.dtype = dtype
     model.save_pretrained(output)
-    OpenFlamingoProcessor(images, tokenizer).save_pretrained(Path(output))
+    processor = NATIVE_MODELS["open_flamingo"].named("OpenFlamingoProcessor")
+    processor(images, tokenizer).save_pretrained(Path(output))
 
 
 def _read(checkpoint: Any) -> dict[str, Tensor]:

@@ -99,7 +99,7 @@ DISAGREEMENTS = {
     "scale": "scale: ranks 0, 1: 0.35355339",
     "accumulate_dtype": "rank 2: None",
     "mask missing": "mask: ",
-    "mask form": "mask: ranks 0, 1: table; rank 2: intervals",
+    "mask sizes": "mask tokens per frame: ranks 0, 1: 3; rank 2: 9 in all, checksum",
     "decoding": "different calls at the same time: ranks 0, 1: attention; rank 2: decode_attention",
     "decoding rows": "decode_attention: the ranks differ in q rows: ranks 0, 1: 4; rank 2: 5",
 }

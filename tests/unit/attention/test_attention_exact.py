@@ -23,9 +23,10 @@ from attention_cases import (
     same_bits,
     visible_row_counts,
 )
-from mllm_seqpar.attention import call_spec, decode_attention
+from mllm_seqpar.attention import decode_attention
 from mllm_seqpar.attention.attend import SCATTER_ROWS
 from mllm_seqpar.comm import Communicator, run_loopback
+from mllm_seqpar.kernels import fused
 from mllm_seqpar.schedules.bytes_sent import lv_xattn_bytes, ring_bytes
 from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of
 from selections import slow_unless
@@ -190,7 +191,7 @@ def test_every_kernel_and_float64_inputs(op: str) -> None:
 
 @pytest.mark.parametrize("op", ["lv", "ring", "mesh", "joint"])
 def test_masks_that_are_too_large_to_keep(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_spec, "KEPT_MASK", 0)
+    monkeypatch.setattr(fused, "KEPT_MASK", 0)
     check(2, op=op, rows=24, batch=2, mask="holes")
 
 

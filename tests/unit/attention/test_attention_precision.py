@@ -20,7 +20,7 @@ from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.kernels import registry
 from mllm_seqpar.kernels.base import output_with_row_sums
 from mllm_seqpar.kernels.blocked_matmul import BlockedMatmulKernel
-from mllm_seqpar.masks import FullBlockMasks
+from mllm_seqpar.masks import BlockMasks
 from mllm_seqpar.schedules.mesh_shapes import parallel_spec
 from selections import slow_unless
 from tolerances import AGAINST_ONE_DEVICE, AGAINST_ONE_DEVICE_FLOAT32_PARTIALS, drift, relative_error
@@ -134,7 +134,7 @@ def joint_ulysses_dtypes(comm: Communicator) -> list[list[torch.dtype]]:
     own = slice(4 * comm.rank, 4 * comm.rank + 4)
     q, do, k = (x[:, :, own].contiguous() for x in (whole_q, whole_do, whole_k[:, :1]))
     k.requires_grad_()
-    problem, masks = problem_of(q.shape, k.shape, (4, 4), q.dtype, "auto"), FullBlockMasks(1, 4, (4, 4))
+    problem, masks = problem_of(q.shape, k.shape, (4, 4), q.dtype, "auto"), BlockMasks.full(1, 4, (4, 4))
     specs = (parallel_spec(name, None, problem) for name in ("ulysses", "ring"))
     by_heads, ring = (call_spec_for(spec, masks, problem, torch.float32) for spec in specs)
     keys, layout = head_sharded(q, [GivenKeys(by_heads, k, k), GivenKeys(ring, k, k)], comm)

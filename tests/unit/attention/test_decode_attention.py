@@ -20,7 +20,7 @@ from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.frames import VisualKVCache
 from mllm_seqpar.runtime.projections import FunctionProjection
-from mllm_seqpar.sharding import frame_range
+from mllm_seqpar.sharding import FrameSizes, frame_range
 from tolerances import EXACT, relative_error
 
 
@@ -141,7 +141,7 @@ def test_keys_that_all_rows_see_need_no_block_kernel() -> None:
     ):
         mask = FrameMask.from_dense(torch.tensor(visible).bool().expand(3, 2, 3), 2)
         context = SeqParContext(as_communicator("self"), SeqParConfig(kernel=kernel))
-        cache = VisualKVCache(3, 3, 2)
+        cache = VisualKVCache(3, FrameSizes(3), 2)
         cache.states[0] = k, v
         state = ForwardState(context, frames=cache.frames_of(mask, context.comm), text_length=2)
         keys = state.frame_keys(q, 0, FunctionProjection(lambda *_: (k, v), []))

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention_cases import Case, frame_mask, run_case, visible_frames
+from attention_cases import Case, computed_entries, frame_mask, run_case, visible_frames
 from mllm_seqpar.attention import call_spec
 from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.comm import run_loopback
-from mllm_seqpar.masks import FrameBlockMasks, FullBlockMasks
+from mllm_seqpar.masks import BlockMasks
+from mllm_seqpar.masks.frame_mask import frame_masks
 from mllm_seqpar.sharding import frame_bounds, frame_spans, sequence_positions
 from selections import slow_unless
 
@@ -21,11 +22,11 @@ WASTE = 1.3
 """The limit of entries computed on all ranks together, per visible entry."""
 
 
-def masks_of(case: Case, n: int) -> FrameBlockMasks:
+def masks_of(case: Case, n: int) -> BlockMasks:
     total = case.total(n)
     masks = [frame_mask(case, total, sequence_positions(total, rank, n, case.layout)) for rank in range(n)]
     assert all(masks)
-    return FrameBlockMasks(masks, frame_spans(case.frames, n))
+    return frame_masks(masks, frame_spans(case.frames, n))
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
@@ -39,7 +40,7 @@ def test_rows_are_sent_point_to_point_only_if_some_pair_is_empty(n: int) -> None
     assert not direct("one frame", mesh_shape=(1, n)), "KV shards are sent, rows are not"
     if n == 2:  # each sample's frames are on one rank: a pair is empty only if the samples are distinguished
         assert not direct("own sample", shared=False)
-    assert not CallSpec((n, 1), FullBlockMasks(2, 4, (0,) * n), (0,) * n, torch.float32).direct
+    assert not CallSpec((n, 1), BlockMasks.full(2, 4, (0,) * n), (0,) * n, torch.float32).direct
 
 
 def test_rows_that_are_sent_attend_to_some_key() -> None:
@@ -66,17 +67,13 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         def __init__(self, kernel: Any) -> None:
             self.kernel = kernel
 
-        def forward(self, q: Tensor, k: Tensor, *args: Any, causal: bool, **options: Any) -> Any:
-            self.add(q, k, causal)
-            return self.kernel.forward(q, k, *args, causal=causal, **options)
+        def forward(self, q: Tensor, k: Tensor, *args: Any, **options: Any) -> Any:
+            entries.append(computed_entries(q, k, options["intervals"]))
+            return self.kernel.forward(q, k, *args, **options)
 
-        def backward(self, do: Tensor, q: Tensor, k: Tensor, *args: Any, causal: bool, **options: Any) -> Any:
-            self.add(q, k, causal)
-            return self.kernel.backward(do, q, k, *args, causal=causal, **options)
-
-        def add(self, q: Tensor, k: Tensor, causal: bool) -> None:
-            rows, keys = q.shape[2], k.shape[2]
-            entries.append(q.shape[0] * (rows * (rows + 1) // 2 if causal else rows * keys))
+        def backward(self, do: Tensor, q: Tensor, k: Tensor, *args: Any, **options: Any) -> Any:
+            entries.append(computed_entries(q, k, options["intervals"]))
+            return self.kernel.backward(do, q, k, *args, **options)
 
     def counting(*args: Any, **options: Any) -> Any:
         kernel, reason = choose(*args, **options)

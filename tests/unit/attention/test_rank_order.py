@@ -16,7 +16,7 @@ from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.attention.keys import GivenKeys
 from mllm_seqpar.comm import LoopbackCommunicator, Pending, Recv, Send, Subgroup, run_loopback
 from mllm_seqpar.comm.loopback import LoopbackWorld
-from mllm_seqpar.masks import FullBlockMasks
+from mllm_seqpar.masks import BlockMasks
 from mllm_seqpar.schedules.mesh import mesh_ranks, sent_by_node
 from nccl_model import NcclCommunicator, run_nccl_model
 
@@ -149,7 +149,9 @@ def test_nodes_are_gathered_by_host(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("head_degree", [1, 2])
 def test_spec_that_two_groups_share_sends_to_the_ranks_of_each(head_degree: int) -> None:
     """Rank 0 is the first of both groups; what it derived for one would send to the wrong rank in the other."""
-    spec = CallSpec((2 // head_degree, 1), FullBlockMasks(1, 2, (3, 3)), (3, 3), torch.float32, head_degree=head_degree)
+    spec = CallSpec(
+        (2 // head_degree, 1), BlockMasks.full(1, 2, (3, 3)), (3, 3), torch.float32, head_degree=head_degree
+    )
 
     def run(comm: LoopbackCommunicator) -> list[Tensor]:
         q, k, v = (torch.full((1, 2, rows, 4), float(comm.rank)) for rows in (2, 3, 3))

@@ -24,7 +24,7 @@ from mllm_seqpar.data.sources import ImageTensorSource
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.inference.evidence import frame_times
 from mllm_seqpar.models.loading import load_processor
-from mllm_seqpar.patches.idefics import prompt_items
+from mllm_seqpar.patches.chats.idefics import prompt_items
 from mllm_seqpar.sharding import frame_bounds, frame_spans, in_frame_order
 
 BATCHES = {"several turns": [2], "text only": [3], "text only first": [3, 0], "all": [0, 1, 2, 3]}

@@ -12,6 +12,7 @@ from torch import Tensor
 from dense_attention import dense_attention, squared_terms
 from mllm_seqpar.kernels import available_kernels, kernel_by_name
 from mllm_seqpar.kernels.base import BlockKernel
+from mllm_seqpar.masks import Intervals
 
 CPU_KERNELS = ["blocked_matmul", "torch_cpu"]
 CUDA = torch.cuda.is_available()  # without one, the first CUDA kernel shows in the summary that tests were skipped
@@ -28,19 +29,24 @@ on_every_kernel = pytest.mark.parametrize(
 
 @dataclass
 class Block:
-    """One block, the gradient of its output, and whether it is causal or masked."""
+    """One block, the gradient of its output, and the keys that its rows attend to."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     do: Tensor
-    causal: bool = False
-    mask: Tensor | None = None
+    intervals: Intervals | None = None
 
     @property
     def options(self) -> dict:
         """The keyword arguments of forward and backward."""
-        return {"scale": self.q.shape[-1] ** -0.5, "causal": self.causal, "mask": self.mask}
+        return {"scale": self.q.shape[-1] ** -0.5, "intervals": self.intervals}
+
+    def part(self, start: int, stop: int) -> Block:
+        """Return the block of some of the keys."""
+        part = None if self.intervals is None else self.intervals.part(keys=(start, stop))
+        keys = slice(start, stop)
+        return Block(self.q, self.k[:, :, keys], self.v[:, :, keys], self.do, None if part and part.is_full else part)
 
 
 def block(
@@ -57,11 +63,12 @@ def block(
 
     q, do = normal(batch, heads, rows, dim, size=size), normal(batch, heads, rows, dim)
     k, v = normal(batch, groups, keys, dim), normal(batch, groups, keys, dim)
-    mask = None
+    intervals = Intervals.causal(rows) if causal and rows > 1 else None
     if masked:
-        mask = (torch.rand(batch, rows, keys, generator=g) < 0.4).to(device)
-        mask[:, ::5] = False
-    return Block(q, k, v, do, causal, mask)
+        low, high = torch.randint(-keys // 4, 5 * keys // 4 + 1, (2, batch, rows), generator=g).sort(0).values
+        high[:, ::5] = 0
+        intervals = Intervals(low, high, keys)
+    return Block(q, k, v, do, intervals)
 
 
 def kernel_for(name: str, b: Block) -> BlockKernel:
@@ -69,7 +76,7 @@ def kernel_for(name: str, b: Block) -> BlockKernel:
     if name not in available_kernels():
         pytest.skip(f"{name} is not available here")
     kernel = kernel_by_name(name)
-    reason = kernel.unsupported_reason(b.q, b.k, causal=b.causal, masked=b.mask is not None)
+    reason = kernel.unsupported_reason(b.q, b.k, b.intervals)
     if reason is not None:
         pytest.skip(f"{name} {reason}")
     return kernel
@@ -87,10 +94,9 @@ class Results(NamedTuple):
 
 def visible_keys(b: Block) -> Tensor:
     """Return (B or 1, rows, keys) bool."""
-    if b.mask is not None:
-        return b.mask
-    visible = torch.ones(1, b.q.shape[2], b.k.shape[2], dtype=torch.bool, device=b.q.device)
-    return visible.tril() if b.causal else visible
+    if b.intervals is None:
+        return torch.ones(1, b.q.shape[2], b.k.shape[2], dtype=torch.bool, device=b.q.device)
+    return b.intervals.expand(b.q.device, slice(None), slice(None), slice(0, b.k.shape[2]))
 
 
 def sizes_of_terms(b: Block) -> dict[str, Tensor]:

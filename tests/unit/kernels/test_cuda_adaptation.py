@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import emulated_cuda
 import pytest
 import torch
-from kernel_cases import KINDS, Block, Results, block, dense, sizes_of_terms
+from kernel_cases import KINDS, Results, block, dense, sizes_of_terms
 
 from mllm_seqpar.kernels import flash_attn, kernel_by_name, torch_cuda
 from mllm_seqpar.kernels.base import merge_, row_sums
@@ -52,8 +52,7 @@ def test_one_block_equals_dense_attention(emulated, groups):
 def test_backward_takes_a_merged_float32_output(emulated):
     b = block(dtype=torch.bfloat16, masked="masked" in kinds_of(emulated))
     o, lse = torch.zeros(b.q.shape), torch.full(b.q.shape[:3], -torch.inf)
-    halves = [(s, None if b.mask is None else b.mask[:, :, s]) for s in (slice(0, 40), slice(40, None))]
-    parts = [Block(b.q, b.k[:, :, s], b.v[:, :, s], b.do, mask=mask) for s, mask in halves]
+    parts = [b.part(0, 40), b.part(40, 70)]
     for part in parts:
         merge_(o, lse, *emulated.forward(part.q, part.k, part.v, **part.options))
     dq = sum(emulated.backward(b.do, b.q, part.k, part.v, o, lse, **part.options)[0].float() for part in parts)

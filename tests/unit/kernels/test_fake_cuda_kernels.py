@@ -20,6 +20,7 @@ from fake_cuda import HostSynchronisation, fake_cuda
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.kernels import choose_kernel, kernel_by_name, torch_cuda
 from mllm_seqpar.kernels.base import accumulator
+from mllm_seqpar.masks import Intervals
 from selections import slow_unless
 
 BLOCKS = {
@@ -48,10 +49,13 @@ def run(kernel, *, heads=2, groups=2, rows=20, keys=70, dtype=torch.bfloat16, ca
         return x[..., :32] if sliced else x
 
     q, do, k, v = tensor(heads, rows), tensor(heads, rows), tensor(groups, keys), tensor(groups, keys)
-    mask = torch.empty(2, rows, keys, device="cuda", dtype=torch.bool) if masked else None
-    if kernel.unsupported_reason(q, k, causal=causal, masked=masked) is not None:
+    intervals = Intervals.causal(rows) if causal and rows > 1 else None
+    if masked:
+        low, high = torch.randint(0, keys, (2, 2, rows)).sort(0).values
+        intervals = Intervals(low, high + 1, keys)
+    if kernel.unsupported_reason(q, k, intervals) is not None:
         return False
-    options = {"scale": 0.1, "causal": causal, "mask": mask}
+    options = {"scale": 0.1, "intervals": intervals}
     o, lse = kernel.forward(q, k, v, **options)
     assert (o.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32) and lse.is_contiguous()
     merged = torch.empty(q.shape, device="cuda"), torch.empty(q.shape[:3], device="cuda")
@@ -129,9 +133,9 @@ def chosen(capability, *releases, active=None, dim=64, **options):
     with fake_cuda(capability), emulated_cuda.installed(*releases), ExitStack() as stack:
         stack.enter_context(mock.patch.object(_registry, "_FLASH_ATTENTION_ACTIVE", active and (active, None)))
         x = torch.empty(1, 2, 16, dim, device="cuda", dtype=options.pop("dtype", torch.bfloat16))
-        kernel, reason = choose_kernel(
-            options.pop("name", "auto"), x, x, causal=False, masked=options.pop("masked", False)
-        )
+        row = torch.arange(16)[None]
+        intervals = Intervals(row - 2, row, 16) if options.pop("masked", False) else None
+        kernel, reason = choose_kernel(options.pop("name", "auto"), x, x, intervals)
     return kernel.name, reason
 
 

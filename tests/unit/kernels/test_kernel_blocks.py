@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from memory_meters import Peak
 from mllm_seqpar.kernels.base import BlockKernel, merge, merge_
 from mllm_seqpar.kernels.blocked_matmul import BlockedMatmulKernel
+from mllm_seqpar.masks import Intervals
 from tolerances import AGAINST_ONE_DEVICE, AGAINST_ONE_DEVICE_FLOAT32_PARTIALS, EXACT, drift, relative_error
 
 pytestmark = pytest.mark.rounding
@@ -26,10 +27,7 @@ def run(kernel: BlockKernel, b: Block) -> Results:
 def run_split(kernel: BlockKernel, b: Block, *cuts: int) -> Results:
     """Split the keys, merge the outputs, and pass the merged o and lse to the backward of each part."""
     edges = [0, *cuts, b.k.shape[2]]
-    parts = [
-        Block(b.q, b.k[:, :, i:j], b.v[:, :, i:j], b.do, mask=None if b.mask is None else b.mask[:, :, i:j])
-        for i, j in itertools.pairwise(edges)
-    ]
+    parts = [b.part(i, j) for i, j in itertools.pairwise(edges)]
     wide = torch.float64 if b.q.dtype == torch.float64 else torch.float32
     o = torch.zeros(b.q.shape, dtype=wide, device=b.q.device)
     lse = torch.full(b.q.shape[:3], -torch.inf, dtype=wide, device=b.q.device)
@@ -86,8 +84,9 @@ def test_lengths(name, device, kind):
 @on_every_kernel
 def test_mask_shared_by_the_batch_over_several_chunks(name, device):
     b = block(heads=8, rows=140, keys=1100, dim=8, masked=True, device=device)
-    b.mask = b.mask[:1]
-    b.mask[:, 40:60, :1030] = False  # whole chunks are hidden from rows that see later ones
+    low, high = b.intervals.low[:1].clone(), b.intervals.high[:1].clone()
+    low[:, 40:60], high[:, 40:60] = 1030, 1090  # whole chunks are hidden from rows that see later ones
+    b.intervals = Intervals(low, high, 1100)
     check(run(kernel_for(name, b), b), b)
 
 
@@ -96,8 +95,9 @@ def test_mask_shared_by_the_batch_over_several_chunks(name, device):
 def test_backward_takes_the_merged_output(name, device, masked):
     b = block(masked=masked, device=device)
     if masked:  # rows that attend to nothing of the first 35 keys and everything of the others
-        b.mask[:, 1:8, :35] = False
-        b.mask[:, 1:8, 35:] = True
+        low, high = b.intervals.low.clone(), b.intervals.high.clone()
+        low[:, 1:8], high[:, 1:8] = 35, 70
+        b.intervals = Intervals(low, high, 70)
     for cut in (1, 35, 69):
         check(run_split(kernel_for(name, b), b, cut), b)
 
@@ -128,7 +128,7 @@ def test_inputs_may_be_views(name, device, kind):
     ):
         views = {x: view(getattr(b, x)) for x in ("q", "k", "v", "do")}
         assert not all(x.is_contiguous() for x in views.values())
-        found = run(kernel, Block(**views, causal=b.causal, mask=b.mask))
+        found = run(kernel, Block(**views, intervals=b.intervals))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     views = (b.do.mT.contiguous().mT, b.q, b.k, b.v, expected.o.mT.contiguous().mT, expected.lse.mT.contiguous().mT)
     torch.testing.assert_close(tuple(kernel.backward(*views, **b.options)), expected[2:], rtol=1e-5, atol=1e-5)

@@ -17,15 +17,15 @@ from mllm_seqpar.masks import FrameMask
 def test_every_name_gives_a_kernel_of_that_name():
     b = block()
     for name in CPU_KERNELS:
-        kernel, reason = choose_kernel(name, b.q, b.k, causal=False, masked=False)
+        kernel, reason = choose_kernel(name, b.q, b.k)
         assert isinstance(kernel, BlockKernel) and kernel.name == name and name in reason
     assert set(CPU_KERNELS) <= set(available_kernels()) <= set(kernel_names())
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "torch_cpu"), (torch.float64, "blocked_matmul")])
 def test_auto_selects_first_supported_kernel_and_gives_reason(dtype, name):
-    b = block(dtype=dtype)
-    kernel, reason = choose_kernel("auto", b.q, b.k, causal=False, masked=True)
+    b = block(dtype=dtype, masked=True)
+    kernel, reason = choose_kernel("auto", b.q, b.k, b.intervals)
     assert kernel.name == name and reason.startswith(f"{name}: ")
     assert ("torch_cpu computes in float32" in reason) == (name == "blocked_matmul")
 
@@ -38,7 +38,7 @@ def test_name_that_cannot_be_used_is_rejected_with_the_choices():
         **{name: f"{name}.*needs .*GPU|{name}.*needs CUDA" for name in CUDA_KERNELS[1:]},
     }.items():
         with pytest.raises(ConfigError, match=message):
-            choose_kernel(name, b.q, b.k, causal=False, masked=False)
+            choose_kernel(name, b.q, b.k)
 
 
 class Maskless(BlockedMatmulKernel):
@@ -46,19 +46,19 @@ class Maskless(BlockedMatmulKernel):
 
     name = "maskless"
 
-    def unsupported_reason(self, q, k, *, causal, masked):
-        return "takes no mask" if masked else None
+    def unsupported_reason(self, q, k, intervals=None):
+        return "takes no mask" if intervals is not None else None
 
-    def forward(self, q, k, v, *, scale, causal=False, mask=None):
-        assert mask is None
-        return super().forward(q, k, v, scale=scale, causal=causal)
+    def forward(self, q, k, v, *, scale, intervals=None):
+        assert intervals is None
+        return super().forward(q, k, v, scale=scale)
 
 
 def test_masked_blocks_of_a_kernel_without_masks_go_to_auto(monkeypatch):
-    """Which rectangles need a mask differs between ranks: an error on some ranks would leave the others waiting."""
+    """Which blocks need a mask differs between ranks: an error on some ranks would leave the others waiting."""
     monkeypatch.setitem(registry._KERNELS, "maskless", Maskless)
-    b = block()
-    kernel, reason = choose_kernel("maskless", b.q, b.k, causal=False, masked=True)
+    b = block(masked=True)
+    kernel, reason = choose_kernel("maskless", b.q, b.k, b.intervals)
     assert kernel.name == "torch_cpu" and reason.startswith("maskless takes no mask; torch_cpu: ")
     b = block(rows=12, keys=18)
     visible = torch.rand(2, 12, 6) < 0.5

@@ -1,47 +1,56 @@
-"""Expands mask rectangles back into the table that they were cut from."""
+"""Expands intervals, and rectangles that were cut from them, back into tables."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from mllm_seqpar.masks import Rectangle
-from mllm_seqpar.masks import rectangles as module
+from mllm_seqpar.kernels.rectangles import rectangles_of
+from mllm_seqpar.masks import BlockMask, Intervals
+
+CPU, ALL = torch.device("cpu"), slice(None)
 
 
-def paint(rectangles: Sequence[Rectangle], batch: int, rows: int, keys: int) -> tuple[Tensor, Tensor]:
-    """Return (visible, computed), (batch, rows, keys): how many rectangles show each entry, and how many contain it."""
-    visible, computed = torch.zeros(2, batch, rows, keys, dtype=torch.int64)
-    for rectangle in rectangles:
-        index = torch.arange(keys)[rectangle.key_index(torch.device("cpu"))]
-        where = (slice(*rectangle.batch), slice(*rectangle.rows), index)
-        shape = tuple(stop - start for start, stop in (rectangle.batch, rectangle.rows, rectangle.keys))
-        assert min(shape) > 0, rectangle
-        assert 0 <= rectangle.rows[0] and rectangle.rows[1] <= rows and 0 <= rectangle.keys[0], rectangle
-        assert index.numel() == shape[2] and bool((index.diff() > 0).all()), "each key once, in ascending order"
-        mask = rectangle.mask(torch.device("cpu"))
+def table_of(intervals: Intervals, batch: int) -> Tensor:
+    """Return (batch, rows, keys) bool."""
+    return intervals.expand(CPU, ALL, ALL, slice(0, intervals.keys)).expand(batch, -1, -1)
+
+
+def assert_shows(mask: BlockMask, expected: Tensor) -> None:
+    """Assert that disjoint layers show `expected` (batch, rows, keys), none of them empty or needless."""
+    if mask is None:
+        assert expected.numel() and bool(expected.all())
+        return
+    assert not bool(expected.all()) or not expected.numel(), "a block of which everything is visible has no intervals"
+    shown = torch.zeros(expected.shape, dtype=torch.int64)
+    for layer in mask:
+        assert layer.low.dtype is layer.high.dtype is torch.int32
+        assert layer.low.is_contiguous() and layer.high.is_contiguous()
+        assert bool((layer.low >= 0).all()) and bool((layer.high <= expected.shape[2]).all())
+        empty = layer.high <= layer.low
+        assert not layer.high[empty].any() and not layer.low[empty].any()
+        found = table_of(layer, expected.shape[0])
+        assert layer.visible == int(found[: layer.low.shape[0]].sum()) > 0
+        assert_cuts(layer, found)
+        shown += found
+    assert torch.equal(shown, expected.long()), "layers are disjoint and show the table"
+
+
+def assert_cuts(layer: Intervals, expected: Tensor, waste: float | None = None) -> None:
+    """Assert that disjoint rectangles show `expected` (batch, rows, keys) and compute at most `waste` times as much."""
+    visible, computed = torch.zeros(2, *expected.shape, dtype=torch.int64)
+    for rectangle in rectangles_of(layer):
+        where = rectangle.batch, rectangle.rows, rectangle.keys
+        assert expected[where].numel(), rectangle
+        shown = torch.ones(expected[where].shape[1:], dtype=torch.int64)
         if rectangle.kind == "masked":
-            assert mask is not None and mask.dtype is torch.bool and mask.shape == shape
-            assert mask.numel() <= module.MAX_MASK, f"a mask of {mask.numel()} entries"
-            shown = mask
-        else:
-            assert mask is None
-            shown = torch.ones(shape[1:], dtype=torch.bool)
+            shown = layer.expand(CPU, *where).long()
         if rectangle.kind == "causal":
-            assert shape[1] == shape[2], "a causal rectangle is a square"
+            assert shown.shape[0] == shown.shape[1], "a causal rectangle is a square"
             shown = shown.tril()
         visible[where] += shown
         computed[where] += shown if rectangle.kind == "causal" else 1
-    return visible, computed
-
-
-def assert_paints(rectangles: Sequence[Rectangle], expected: Tensor, waste: float | None = None) -> None:
-    """Assert that disjoint rectangles show `expected` (batch, rows, keys) and compute at most `waste` times as much."""
-    visible, computed = paint(rectangles, *expected.shape)
     assert int(computed.max() if computed.numel() else 0) <= 1, "rectangles overlap"
     assert torch.equal(visible.bool(), expected)
-    assert int(computed.sum()) == sum(rectangle.entries for rectangle in rectangles)
     if waste is not None:
         assert int(computed.sum()) <= waste * int(expected.sum())

@@ -16,7 +16,7 @@ from mllm_seqpar.data.needle import make_needle_videos
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.loading import load_processor
 from mllm_seqpar.models.moss_vl import MossVLImageProcessor, MossVLProcessor
-from mllm_seqpar.models.moss_vl.media import ImagePixelOptions, VideoPixelOptions
+from mllm_seqpar.processors.moss_vl.media import ImagePixelOptions, VideoPixelOptions
 
 MARKS = ("<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|time_start|>", "<|time_end|>")
 CALL: dict[str, Any] = {"padding": True, "return_tensors": "pt"}

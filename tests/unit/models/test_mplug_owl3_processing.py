@@ -10,7 +10,8 @@ from PIL import Image
 from transformers import AutoProcessor
 
 from mllm_seqpar.errors import DataError, ShapeError
-from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor, image_processing
+from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
+from mllm_seqpar.processors.mplug_owl3 import image_processing
 from model_copies import tiny_model
 from tiny_models.mplug_owl3 import IMAGE_TOKEN, tiny_tokenizer
 

@@ -15,8 +15,8 @@ from transformers import AutoProcessor, AutoTokenizer
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
-from mllm_seqpar.models.mplug_owl3.chat import image_text
-from mllm_seqpar.models.mplug_owl3.image_processing import best_grid
+from mllm_seqpar.processors.mplug_owl3.chat import image_text
+from mllm_seqpar.processors.mplug_owl3.image_processing import best_grid
 from tiny_models.mplug_owl3 import GATES
 
 LAYER = "language_model.model.layers.0.self_attn."

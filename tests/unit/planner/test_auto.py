@@ -13,7 +13,8 @@ from mllm_seqpar.attention.call_spec import call_spec_for
 from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import AgreementError, ConfigError
-from mllm_seqpar.masks import FrameBlockMasks, FrameMask, FullBlockMasks
+from mllm_seqpar.masks import BlockMasks, FrameMask
+from mllm_seqpar.masks.frame_mask import frame_masks
 from mllm_seqpar.planner import write_cluster
 from mllm_seqpar.planner.auto import ClusterSelector, selector_for
 from mllm_seqpar.planner.calibrate import AttentionShape, calibrate
@@ -28,8 +29,8 @@ PROBLEM = Problem(rows=512, keys=(400_000,) * 8, heads=28, kv_heads=4, dim=128)
 LIKE = torch.empty(0, dtype=torch.bfloat16)
 
 
-def full(problem: Problem) -> FullBlockMasks:
-    return FullBlockMasks(1, problem.rows, problem.keys)
+def full(problem: Problem) -> BlockMasks:
+    return BlockMasks.full(1, problem.rows, problem.keys)
 
 
 def for_pass(selector: ClusterSelector, problem: Problem, training: bool = True) -> SelectedStrategy:
@@ -52,7 +53,7 @@ def test_mask_statistics_match_the_dense_mask(dense: bool) -> None:
         table = (frames >= first[..., None]) & (frames < stop[..., None])
         tables.append(table)
         masks.append(FrameMask.from_dense(table, 3) if dense else FrameMask.from_intervals(first, stop, 3, 10))
-    blocks = FrameBlockMasks(masks, [(span,) for span in bounds])
+    blocks = frame_masks(masks, [(span,) for span in bounds])
     assert blocks.visible_fraction == pytest.approx(torch.stack(tables).float().mean().item())
     for i, table in enumerate(tables):
         for j, (start, stop) in enumerate(bounds):
@@ -116,7 +117,7 @@ def test_pruned_mask_makes_the_links_irrelevant() -> None:
     row = torch.zeros(1, PROBLEM.rows, dtype=torch.long)
     masks = [FrameMask.from_intervals(row + start, row + stop, 729, frames) for start, stop in bounds]
     problem = replace(PROBLEM, keys=(64 * 729,) * 8)
-    blocks = FrameBlockMasks(masks, [(span,) for span in bounds])
+    blocks = frame_masks(masks, [(span,) for span in bounds])
     seconds = []
     for rate in (1e5, 1e12):
         selector = ClusterSelector(with_(CLUSTER, node_link=rate))

@@ -14,7 +14,8 @@ from peft import LoraConfig, get_peft_model
 
 from mllm_seqpar.cli.plan_report import patch_options
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.masks import FrameBlockMasks, FrameMask
+from mllm_seqpar.masks import FrameMask
+from mllm_seqpar.masks.frame_mask import frame_masks
 from mllm_seqpar.patches.sizes import mplug_owl3 as model_sizes
 from mllm_seqpar.planner import Cluster, ParallelSpec, read_cluster
 from mllm_seqpar.planner.descriptions import find_file
@@ -307,7 +308,7 @@ def test_text_attends_to_half_of_the_frames_of_its_placeholders_on_every_rank() 
     rows = torch.arange(768)
     mask = FrameMask.from_intervals(torch.zeros(1, 768).long(), (rows + 1).clamp(max=512)[None], 729, 512)
     masks = [mask.take(sequence_positions(768, rank, 8, "zigzag")) for rank in range(8)]
-    visible = FrameBlockMasks(masks, frame_spans(512, 8, "zigzag")).visible_fractions()
+    visible = frame_masks(masks, frame_spans(512, 8, "zigzag")).visible_fractions()
     busiest = max(sum(row[rank] for row in visible) / 8 for rank in range(8))
     assert busiest == pytest.approx(given.visible("cross-attention"), rel=0.01)
     assert (

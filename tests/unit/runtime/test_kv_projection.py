@@ -21,7 +21,7 @@ from mllm_seqpar import patch_model
 from mllm_seqpar.attention.attend import attend
 from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.comm import as_communicator
-from mllm_seqpar.masks import FullBlockMasks
+from mllm_seqpar.masks import BlockMasks
 from mllm_seqpar.runtime import visual_features as visual
 from mllm_seqpar.runtime.projections import KVProjection
 from mllm_seqpar.runtime.visual_features import RecomputedKeys, VisualFeatures
@@ -78,7 +78,7 @@ def source_of(projection: KVProjection, setting: Setting) -> RecomputedKeys:
     generator = torch.Generator().manual_seed(4)
     features = torch.randn(FRAMES, TOKENS, WIDTH, generator=generator).bfloat16().to(setting.weights or setting.dtype)
     shared = VisualFeatures(features.requires_grad_(setting.features), torch.arange(FRAMES), FRAMES)
-    spec = CallSpec((1, 1), FullBlockMasks(1, 1, (KEYS,)), (KEYS,), torch.float32)
+    spec = CallSpec((1, 1), BlockMasks.full(1, 1, (KEYS,)), (KEYS,), torch.float32)
     return RecomputedKeys(spec, shared, projection, setting.dtype)
 
 

@@ -15,7 +15,7 @@ from mllm_seqpar.checkpointing import AutocastState
 from mllm_seqpar.comm import Communicator, LoopbackCommunicator, LoopbackWorld, run_loopback
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.integrations.transformers.family import mask_over_samples
-from mllm_seqpar.masks import Rectangle
+from mllm_seqpar.masks import BlockMask
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.star import StarText, block_length
 from mllm_seqpar.runtime.text import TextKVCache, TextShards, packed_starts, shifted
@@ -45,7 +45,7 @@ def test_rows_are_gathered_from_their_owners_and_padding_is_nobodys() -> None:
         assert text.positions(comm.rank)[text.own].max() < 10
         window = text.blocks(3)
         assert text.blocks(3) is window and text.blocks() is not window
-        visible = sum(r.entries for j in range(comm.size) for r in window.rectangles(comm.rank, j))
+        visible = sum(visible_entries(window.block(comm.rank, j), text.local) for j in range(comm.size))
         own = text.positions(comm.rank)
         assert visible >= sum(min(3, int(p) + 1) for p in own[text.own])
 
@@ -53,9 +53,8 @@ def test_rows_are_gathered_from_their_owners_and_padding_is_nobodys() -> None:
         run_loopback(n, run)
 
 
-def visible_entries(rectangle: Rectangle) -> int:
-    mask = rectangle.mask(torch.device("cpu"))
-    return rectangle.entries if mask is None else int(mask.sum())
+def visible_entries(mask: BlockMask, rows: int, keys: int = 0) -> int:
+    return rows * keys if mask is None else sum(layer.visible for layer in mask)
 
 
 def test_new_tokens_are_kept_in_turn_and_cropped() -> None:
@@ -65,7 +64,7 @@ def test_new_tokens_are_kept_in_turn_and_cropped() -> None:
         cache.extend(4)
         fresh, valid = list(range(4)[cache.fresh]), torch.ones(1, 9).index_fill_(1, torch.tensor([7]), 0)
         visible = [
-            sum(map(visible_entries, cache.rectangles(4, mask, 2, window)))
+            visible_entries(cache.mask(4, mask, window), 4, len(cache.positions))
             for mask, window in ((None, None), (None, 3), (valid, None))
         ]
         cache.crop(20)
@@ -73,10 +72,10 @@ def test_new_tokens_are_kept_in_turn_and_cropped() -> None:
         cache.crop(6)
         return before, fresh, visible, cache.positions.tolist(), [total, cache.total]
 
-    # Queries 5 to 8. Rank 0 keeps keys 0, 1, 2, 6, 8 and rank 1 keeps 3, 4, 5, 7; both samples have the same keys.
+    # Queries 5 to 8. Rank 0 keeps keys 0, 1, 2, 6, 8 and rank 1 keeps 3, 4, 5, 7.
     assert run_loopback(2, run) == [
-        ([0, 1, 2], [1, 3], [2 * (3 + 4 + 4 + 5), 2 * (0 + 1 + 1 + 2), 2 * (3 + 4 + 4 + 5)], [0, 1, 2], [9, 6]),
-        ([3, 4], [0, 2], [2 * (3 + 3 + 4 + 4), 2 * (3 + 2 + 2 + 1), 2 * (3 + 3 + 3 + 3)], [3, 4, 5], [9, 6]),
+        ([0, 1, 2], [1, 3], [3 + 4 + 4 + 5, 0 + 1 + 1 + 2, 3 + 4 + 4 + 5], [0, 1, 2], [9, 6]),
+        ([3, 4], [0, 2], [3 + 3 + 4 + 4, 3 + 2 + 2 + 1, 3 + 3 + 3 + 3], [3, 4, 5], [9, 6]),
     ]
 
 
@@ -159,15 +158,15 @@ def test_checksum_copies_nothing() -> None:
 
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("gaps", [False, True])
-def test_mask_of_a_table_is_intervals_unless_rows_have_gaps(samples: int, gaps: bool) -> None:
+def test_mask_of_a_table_has_a_layer_for_each_run_of_a_row(samples: int, gaps: bool) -> None:
     first, stop = torch.randint(0, 6, (2, 4, 30, 1), generator=torch.Generator().manual_seed(1)).sort(0).values
     visible = (first <= torch.arange(5)) & (torch.arange(5) < stop)
     if gaps:
         visible[0, 0] = torch.tensor([True, False, True, True, False])
     mask = mask_over_samples(visible, 3, 5 * samples)
-    assert (mask.bounds is None) == gaps
+    assert len(mask.bounds) == 1 + gaps
     expected = torch.zeros(4, 30, 5 * samples, dtype=torch.bool)
     for row in range(4):
         start = row // (4 // samples) * 5
         expected[row, :, start : start + 5] = visible[row]
-    assert mask.take_frames(torch.arange(5 * samples)).visible.equal(expected)  # type: ignore[union-attr]
+    assert mask.table().equal(expected)

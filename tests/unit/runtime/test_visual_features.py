@@ -16,7 +16,7 @@ from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.attention.keys import GivenKeys
 from mllm_seqpar.comm import Communicator, as_communicator
 from mllm_seqpar.errors import ShapeError
-from mllm_seqpar.masks import FullBlockMasks
+from mllm_seqpar.masks import BlockMasks
 from mllm_seqpar.runtime import visual_features as visual
 from mllm_seqpar.runtime.projections import FunctionProjection
 from mllm_seqpar.runtime.visual_features import RecomputedKeys, VisualFeatures, frame_chunks
@@ -77,7 +77,7 @@ def modules(setting: Setting) -> list[Projector]:
 
 
 def call_spec(rows: Tensor, lengths: tuple[int, ...], tile: tuple[int, int] = (1, 1)) -> CallSpec:
-    return CallSpec(tile, FullBlockMasks(rows.shape[0], rows.shape[2], lengths), lengths, torch.float32)
+    return CallSpec(tile, BlockMasks.full(rows.shape[0], rows.shape[2], lengths), lengths, torch.float32)
 
 
 def source_of(spec: CallSpec, shared: VisualFeatures, module: Projector, recompute: bool) -> RecomputedKeys | GivenKeys:

@@ -25,9 +25,8 @@ from transformers.processing_utils import ImagesKwargs
 
 from mllm_seqpar.errors import DataError, ShapeError
 from mllm_seqpar.models.auto_classes import SavedWithCode, auto_map
-from mllm_seqpar.models.processor import returned
-
-from .configuration import MPlugOwl3Config
+from mllm_seqpar.models.mplug_owl3.configuration import MPlugOwl3Config
+from mllm_seqpar.processors.base import returned
 
 Frame = Any
 """An image: PIL image, path or URL, or array or tensor, (H, W, 3) or (3, H, W), uint8 (0 to 255) or floating (0 to 1).

@@ -33,10 +33,8 @@ from mllm_seqpar.adapting import (
     media_parts,
     tokenize,
 )
+from mllm_seqpar.patches.qwen_vl import FEATURES, GRIDS, PIXELS
 
-PIXELS = ("pixel_values", "pixel_values_videos")
-FEATURES = "visual_embeds"
-GRIDS = ("image_grid_thw", "video_grid_thw")
 _MARKS = ("im_start", "im_end", "vision_start", "vision_end", "image_pad", "video_pad")
 FPS_OF_PICTURES = 2.0
 """Frames per second of a list of images that is a video, the processors' own default for sampling."""

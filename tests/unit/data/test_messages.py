@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from mllm_seqpar.data.messages import message_parts
 from mllm_seqpar.errors import DataError
-from mllm_seqpar.models.messages import message_parts
 
 MEDIA = {"image": ("path",), "video": None}
 

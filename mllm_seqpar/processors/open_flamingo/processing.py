@@ -9,13 +9,11 @@ from transformers import AutoTokenizer
 from transformers.feature_extraction_utils import BatchFeature
 from transformers.processing_utils import ImagesKwargs, ProcessingKwargs, TextKwargs
 
+from mllm_seqpar.data.messages import message_parts
 from mllm_seqpar.errors import DataError
-from mllm_seqpar.models.messages import message_parts
-from mllm_seqpar.models.processor import NativeProcessor, flattened, returned
+from mllm_seqpar.models.open_flamingo.configuration import END_OF_CHUNK, IMAGE, OpenFlamingoConfig
+from mllm_seqpar.processors.base import NativeProcessor, flattened, returned
 
-from .configuration import OpenFlamingoConfig
-
-IMAGE, END_OF_CHUNK = "<image>", "<|endofchunk|>"
 _REFUSED = {"text_pair", "text_target", "text_pair_target", "is_split_into_words", "return_overflowing_tokens"}
 _REFUSED |= {"return_mm_token_type_ids", "return_text_replacement_offsets", "sanitize_control_tokens"}
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mllm_seqpar.data.messages import message_parts
 from mllm_seqpar.errors import DataError
-from mllm_seqpar.models.messages import message_parts
 
 IMAGE = "<|image|>"
 VIDEO = "<|video|>"

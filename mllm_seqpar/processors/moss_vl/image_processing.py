@@ -9,10 +9,10 @@ from transformers.feature_extraction_utils import BatchFeature
 from transformers.image_processing_base import ImageProcessingMixin
 
 from mllm_seqpar.models.auto_classes import SavedWithCode, auto_map
-from mllm_seqpar.models.mplug_owl3.image_processing import frame_list, to_tensor
-from mllm_seqpar.models.processor import returned
+from mllm_seqpar.models.moss_vl.configuration import MossVLConfig
+from mllm_seqpar.processors.base import returned
+from mllm_seqpar.processors.mplug_owl3.image_processing import frame_list, to_tensor
 
-from .configuration import MossVLConfig
 from .media import ImagePixelOptions, resized_patches
 
 

@@ -21,13 +21,16 @@ from transformers.feature_extraction_utils import BatchFeature
 from transformers.processing_utils import ImagesKwargs, ProcessingKwargs, VideosKwargs
 from transformers.utils import IMAGE_PROCESSOR_NAME
 
+from mllm_seqpar.data.media_files import local_media
+from mllm_seqpar.data.messages import message_parts
+from mllm_seqpar.data.sources import VideoSource
+from mllm_seqpar.data.video import scan
 from mllm_seqpar.errors import DataError
-from mllm_seqpar.models.messages import message_parts
-from mllm_seqpar.models.mplug_owl3.chat import Piece
-from mllm_seqpar.models.mplug_owl3.image_processing import frame_list, to_tensor
-from mllm_seqpar.models.processor import Messages, NativeProcessor, flattened
+from mllm_seqpar.models.moss_vl.configuration import MossVLConfig
+from mllm_seqpar.processors.base import Messages, NativeProcessor, flattened
+from mllm_seqpar.processors.mplug_owl3.chat import Piece
+from mllm_seqpar.processors.mplug_owl3.image_processing import frame_list, to_tensor
 
-from .configuration import MossVLConfig
 from .image_processing import MossVLImageProcessor
 from .media import FPS_OF_FRAMES, ImagePixelOptions, Size, VideoPixelOptions, resized_patches
 
@@ -266,7 +269,7 @@ class MossVLProcessor(NativeProcessor):
         media = self._media(marks, images, videos, options["images_kwargs"], options["videos_kwargs"])
         spans = _spans_by_text(labels_spans, len(texts))
         expanded = [
-            expand(each, [medium.text for medium in shown], ranges)
+            self.expand(each, [medium.text for medium in shown], ranges)
             for each, shown, ranges in zip(texts, media, spans, strict=True)
         ]
         return self._encoded(expanded, media, options["text_kwargs"], ignore_index, labels_spans is not None)
@@ -365,11 +368,30 @@ class MossVLProcessor(NativeProcessor):
         side = -(-BLANK_SIDE // options.factor) * options.factor // options.patch_size
         return Medium(torch.zeros(side**2, 3 * options.patch_size**2), [1, side, side], "")
 
+    @staticmethod
+    def video_text(times: Sequence[float]) -> str:
+        """Return the text of a video with frames at these seconds."""
+        frames = (f"{TIME_START}{seconds:.1f} seconds{TIME_END}{PLACEHOLDER}" for seconds in times)
+        return f"{VISION_START}{''.join(frames)}{VISION_END}"
 
-def video_text(times: Sequence[float]) -> str:
-    """Return the text of a video with frames at these seconds."""
-    frames = (f"{TIME_START}{seconds:.1f} seconds{TIME_END}{PLACEHOLDER}" for seconds in times)
-    return f"{VISION_START}{''.join(frames)}{VISION_END}"
+    @staticmethod
+    def expand(
+        text: str, replacements: Sequence[str], spans: Sequence[tuple[int, int]] = ()
+    ) -> tuple[Piece, list[tuple[int, int]]]:
+        """Return the text with its marks replaced in order, and character ranges of it in the new text."""
+        parts, replaced, length, last = [], [], 0, 0
+        for mark, new in zip(_MEDIA.finditer(text), replacements, strict=True):
+            begin = length + mark.start() - last
+            parts += [text[last : mark.start()], new]
+            length, last = begin + len(new), mark.end()
+            replaced.append((begin, length, *mark.span()))
+
+        def moved(place: int) -> int:
+            return place + sum(stop - begin - end + start for begin, stop, start, end in replaced if start < place)
+
+        return Piece("".join([*parts, text[last:]]), replaced=tuple(replaced)), [
+            (moved(start), moved(stop)) for start, stop in spans
+        ]
 
 
 def hidden_frames(ids: Sequence[Sequence[int]], mask: Any, placeholder: int, frames: Sequence[int]) -> Tensor:
@@ -393,7 +415,7 @@ def _videos(clips: Sequence[Clip], options: VideoPixelOptions) -> Iterator[Mediu
     sizes = options.sizes([(len(clip), *clip.size) for clip in clips])
     for clip, size in zip(clips, sizes, strict=True):
         patches = torch.cat([resized_patches(frames, size, options).flatten(0, 1) for frames in clip.frames()])
-        yield Medium(patches, [len(clip), *options.grid(size)], video_text(clip.times))
+        yield Medium(patches, [len(clip), *options.grid(size)], MossVLProcessor.video_text(clip.times))
 
 
 def clips_of(videos: Any, counts: Sequence[int], options: VideoPixelOptions, metadata: Any = None) -> list[Clip]:
@@ -433,15 +455,10 @@ def _is_video(item: Any) -> bool:
 
 def _probed(video: Any) -> Any:
     """Return the metadata of a file with the times of all frames."""
-    from mllm_seqpar.data.media_files import local_media
-    from mllm_seqpar.data.video import scan
-
     return scan(local_media(video["video_path"] if isinstance(video, Mapping) else video))
 
 
 def _clips_of_file(info: Any, segments: Any, options: VideoPixelOptions, most: int) -> list[Clip]:
-    from mllm_seqpar.data.sources import VideoSource
-
     ticks = info.ticks
     if segments is None:
         numbers = options.frame_numbers(info.frames, info.duration, most)
@@ -480,22 +497,3 @@ def _spans_by_text(spans: Any, texts: int) -> list[list[tuple[int, int]]]:
     if len(spans) != texts:
         raise DataError(f"labels_spans has the ranges of {len(spans)} texts, and {texts} texts were passed")
     return [[(int(start), int(stop)) for start, stop in ranges] for ranges in spans]
-
-
-def expand(
-    text: str, replacements: Sequence[str], spans: Sequence[tuple[int, int]] = ()
-) -> tuple[Piece, list[tuple[int, int]]]:
-    """Return the text with its marks replaced in order, and character ranges of it in the new text."""
-    parts, replaced, length, last = [], [], 0, 0
-    for mark, new in zip(_MEDIA.finditer(text), replacements, strict=True):
-        begin = length + mark.start() - last
-        parts += [text[last : mark.start()], new]
-        length, last = begin + len(new), mark.end()
-        replaced.append((begin, length, *mark.span()))
-
-    def moved(place: int) -> int:
-        return place + sum(stop - begin - end + start for begin, stop, start, end in replaced if start < place)
-
-    return Piece("".join([*parts, text[last:]]), replaced=tuple(replaced)), [
-        (moved(start), moved(stop)) for start, stop in spans
-    ]

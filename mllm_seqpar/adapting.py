@@ -9,23 +9,10 @@ frames of all ranks; keys in one list share a softmax. `project` is a `KVProject
 For a model of transformers, `Family` does all this except the facts of the model. `ChatFamily` is the chat format of
 its processor, and `ModelSizes` are the sizes for the planner. `mllm_seqpar.patches.idefics` is an example.
 
-Names are imported on first use: the sizes need no torch, and an adapter of another model needs no transformers.
+`adapting.pyi` is the table of names. A name is imported on first use: the sizes need no torch, an adapter of another
+model needs no transformers, and a family imports chat formats only if it has one.
 """
 
-from __future__ import annotations
+from ._lazy_names import lazy_names
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .sizes import *  # noqa: F403
-    from .toolkit import *  # noqa: F403
-    from .transformers import *  # noqa: F403
-else:  # with a `__getattr__` in sight, type checkers would take any name, and take it for Any
-
-    def __getattr__(name: str) -> Any:
-        for module in ("sizes", "toolkit", "transformers"):
-            found = importlib.import_module(f"{__name__}.{module}")
-            if name in found.__all__:
-                return getattr(found, name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = lazy_names(__name__, __file__)

@@ -15,13 +15,14 @@ from transformers.feature_extraction_utils import BatchFeature
 from transformers.processing_utils import ProcessingKwargs, VideosKwargs
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME
 
+from mllm_seqpar.data.sources import VideoSource
 from mllm_seqpar.errors import ConfigError, DataError
-from mllm_seqpar.models.processor import NativeProcessor, flattened, returned
+from mllm_seqpar.models.mplug_owl3.checkpoint import hub_options, processor_options
+from mllm_seqpar.models.mplug_owl3.configuration import MPlugOwl3Config
+from mllm_seqpar.processors.base import NativeProcessor, flattened, returned
 
 from . import chat
 from .chat import IMAGE, TEMPLATES, VIDEO, Message, Piece
-from .checkpoint import hub_options, processor_options
-from .configuration import MPlugOwl3Config
 from .image_processing import Grid, ImageOptions, MPlugOwl3ImageProcessor, frame_list
 
 _END_OF_DOCUMENT = "<|endoftext|>"
@@ -335,8 +336,6 @@ def _is_video(item: Any) -> bool:
 
 def _decoded(path: str | os.PathLike, sampling: Mapping[str, Any]) -> Tensor:
     """Return the frames (n, 3, H, W) of a video file or URL, by the rules of all commands of this package."""
-    from mllm_seqpar.data.sources import VideoSource
-
     source = VideoSource.open(path, **(sampling or {"fps": 1.0}))
     return torch.cat(list(source.read(0, len(source))))
 

@@ -1,0 +1,1 @@
+"""The processors of the native models, which turn chats with images and videos into the arguments of a model."""
