@@ -5,13 +5,14 @@ others. All cross-attention layers project K and V from one sequence of features
 video, with the separator after it; its keys are rotated by positions (time, height, width), which follow from the whole
 text (`models.moss_vl.layout`).
 
-Shape legend: B samples, L text tokens, s of them on this rank, F frames of all samples and ranks (f on this rank), T
-visual tokens of a frame, P patches of a frame, H heads, D head dim, C channels.
+Shape legend: B samples, L text tokens, s of them on this rank, F frames of all samples and ranks (f on this
+rank), C channels.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -22,29 +23,25 @@ from transformers.cache_utils import Cache
 
 from mllm_seqpar.adapting import (
     AdapterError,
-    ConfigError,
     Family,
     ForwardInputs,
     ForwardState,
     FrameMask,
     FrameShard,
+    FrameSizes,
     SeqParContext,
     SequenceParallelCacheState,
     ShapeError,
+    Spans,
     as_compared_tensors,
     copy_to_device,
     decoder_arguments,
     merge_heads,
     refuse_dropout,
+    take_spans,
 )
 from mllm_seqpar.models.moss_vl.layout import MossVLLayout, frame_grids
-from mllm_seqpar.models.moss_vl.modeling import (
-    MASK,
-    crop_layout,
-    earlier_offsets,
-    media_of_samples,
-    store_layout,
-)
+from mllm_seqpar.models.moss_vl.modeling import MASK, crop_layout, earlier_offsets, media_of_samples, store_layout
 
 GRID, MEDIA, PIXELS, FEATURES = "grid_thw", "media_nums_per_sample", "pixel_values", "visual_embeds"
 
@@ -62,7 +59,7 @@ def _cross_attention(
 
 @dataclass(frozen=True, kw_only=True)
 class MossVLInputs(ForwardInputs):
-    """The inputs of one pass. `frames` are the patches or the features of whole frames.
+    """The inputs of one pass. `frames` are rows of patches, or features (visual tokens, 1, C).
 
     Attributes:
         model: computes the layout.
@@ -90,6 +87,40 @@ class MossVLInputs(ForwardInputs):
     def total_frames(self) -> int:
         grids, _ = self.grids
         return 0 if grids is None else grids.shape[0]
+
+    @functools.cached_property
+    def units_per_frame(self) -> int | Tensor:
+        """The visual tokens of each frame; without frames, those of the blank one."""
+        grids, _ = self.grids
+        return 2 if grids is None else self._tokens(grids)
+
+    def _tokens(self, grids: Tensor) -> Tensor:
+        """Return the visual tokens of frames, given their height and width in patches (n, 2)."""
+        return grids.prod(1) // self.model.config.vision.spatial_merge_size**2 + 1
+
+    @functools.cached_property
+    def _passed(self) -> tuple[Tensor, FrameSizes]:
+        """(f, 2), height and width in patches of each frame that was passed, and how many rows of `frames` it has."""
+        grids, shard = self.grids[0], self.visual_shard
+        assert grids is not None
+        own = grids if shard is None else take_spans(grids, shard.spans)
+        return own, FrameSizes(len(own), self._tokens(own) if self.frames_are_features else own.prod(1))
+
+    def take(self, frames: Spans) -> tuple[Any, ...]:
+        """Return the patches of frames, and a list of height and width of each in patches."""
+        grids, rows = self._passed
+        assert self.frames is not None
+        return take_spans(self.frames, rows.units(frames)), take_spans(grids, frames).tolist()
+
+    def blank_frames(self) -> tuple[Any, ...]:
+        assert self.frames is not None
+        merge = self.model.config.vision.spatial_merge_size
+        blank = self.frames.new_zeros(merge**2, self.frames.shape[1]).requires_grad_(self.frames.requires_grad)
+        return blank, [[merge, merge]]
+
+    def check_shard(self, shard: FrameShard) -> None:
+        if shard.total != self.total_frames:
+            raise ShapeError(f"visual_shard: {shard}, but {GRID} has {self.total_frames} frames; give the same number")
 
     @functools.cached_property
     def layout(self) -> MossVLLayout:
@@ -175,39 +206,39 @@ class MossVLFamily(Family[MossVLInputs]):
     def called_modules(self) -> Iterable[nn.Module]:
         return [*super().called_modules, self.model.model.visual]
 
-    def encode(self, frames: Tensor, *extras: Tensor) -> Tensor:
-        """Encode (f, P, values), with height and width of each in patches (f, 2), to (f, T, C)."""
-        sizes, counts = extras[0].unique_consecutive(dim=0, return_counts=True)
-        grid = torch.cat([counts[:, None], sizes], 1)
-        features: Tensor = self.model.model.encode_frames(frames.flatten(0, 1), grid)
-        return features.unflatten(0, (len(frames), -1))
+    def encode(self, frames: Tensor, *extras: Any) -> Tensor:
+        """Encode patches, given a list of height and width of each frame in patches, to (tokens, 1, C)."""
+        grids = [[len(list(run)), *size] for size, run in itertools.groupby(extras[0])]
+        features: Tensor = self.model.model.encode_frames(frames, torch.tensor(grids))
+        return features.unsqueeze(1)
 
-    def blank_frame(self) -> tuple[Tensor, ...]:
+    def blank_frame(self) -> tuple[Any, ...]:
         """Return one black visual token."""
         vision, weight = self.model.config.vision, self.embedding_weight()
         merge, values = vision.spatial_merge_size, vision.in_channels * vision.patch_size**2
-        grid = torch.tensor([[merge, merge]], device=weight.device)
-        return torch.zeros(1, merge**2, values, device=weight.device, dtype=weight.dtype), grid
+        blank = torch.zeros(merge**2, values, device=weight.device, dtype=weight.dtype)
+        return blank, [[merge, merge]]
 
     def check_inputs(self, inputs: MossVLInputs) -> None:
         frames, width = inputs.frames, self.model.config.text.hidden_size
         if frames is None:
             return
-        if frames.dim() != 3 or (inputs.frames_are_features and frames.shape[2] != width):
-            rows = "(visual tokens, hidden)" if inputs.frames_are_features else "(patches, values)"
+        _, rows = inputs._passed
+        if frames.shape[:-1].numel() != rows.count() or (inputs.frames_are_features and frames.shape[-1] != width):
+            name, kind = (FEATURES, "visual tokens") if inputs.frames_are_features else (PIXELS, "patches")
             raise ShapeError(
-                f"{FEATURES if inputs.frames_are_features else PIXELS}: expected {rows} of {inputs.total_frames} "
-                f"frames, as {GRID} means, got a tensor of shape {tuple(frames.shape)}"
+                f"{name}: expected {rows.count()} {kind}, those of {rows.total} frames in {GRID}, got a tensor of "
+                f"shape {tuple(frames.shape)}"
             )
 
     def check_new_frames(self, inputs: MossVLInputs) -> None:
         _ = inputs.layout  # raises if the frames do not fit the text
 
     def unit_index(self, inputs: MossVLInputs, units: int) -> Tensor:
-        """Return (units, T, 3), the positions of the visual tokens of each frame."""
+        """Return (units, 1, 3), the positions of the visual tokens."""
         if not inputs.total_frames:
             return torch.zeros(units, 1, 3, dtype=torch.int32)
-        return inputs.layout.visual_positions().unflatten(0, (units, -1))
+        return inputs.layout.visual_positions().unsqueeze(1)
 
     def visibility(self, inputs: MossVLInputs, units: int, tokens: int) -> FrameMask:
         state = inputs.cache_state
@@ -215,7 +246,7 @@ class MossVLFamily(Family[MossVLInputs]):
         assert layout is not None
         rows = layout.rows(inputs.past_length, inputs.length)
         first, stop = (x[inputs.prompt_rows] for x in rows)
-        return FrameMask.from_intervals(first, torch.maximum(first, stop), tokens, units)
+        return FrameMask.from_intervals(first, torch.maximum(first, stop), layout.tokens, layout.total_frames)
 
     def row_facts(self, inputs: ForwardInputs, mask: FrameMask) -> dict[str, Tensor]:
         return {"attends_to_frames": copy_to_device(mask.any_frame_visible(), self.embedding_weight().device)}
@@ -242,26 +273,6 @@ class MossVLFamily(Family[MossVLInputs]):
         if inputs.past_length and inputs.total_frames:
             store_layout(cache_state, inputs.layout)
 
-    def _by_frames(
-        self, rows: Tensor, grid_thw: Tensor, shard: FrameShard | None, are_features: bool
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return patches or features (f, P or T, width), and height and width of these frames in patches (f, 2)."""
-        grid = grid_thw.cpu().long()
-        sizes = grid[:, 1:].repeat_interleave(grid[:, 0], 0)
-        patches = sizes.prod(1)
-        if bool((patches != patches[:1]).any()):
-            raise ConfigError(
-                f"{GRID} has frames of several sizes, {sorted(set(patches.tolist()))} patches; a patched MOSS-VL takes "
-                "frames with equally many patches: resize the images and videos of a batch to one number of pixels"
-            )
-        if shard is not None:
-            sizes = torch.cat([sizes[:0], *(sizes[part.start : part.stop] for part in shard.ranges)])
-        per_frame = int(patches[:1].sum())
-        if are_features:
-            per_frame = per_frame // self.model.config.vision.spatial_merge_size**2 + 1
-        fits = rows.dim() == 2 and len(rows) == len(sizes) * per_frame
-        return rows.view(len(sizes), per_frame, -1) if fits else rows, (sizes,)
-
     def inputs(
         self,
         text: dict[str, Any],
@@ -276,12 +287,10 @@ class MossVLFamily(Family[MossVLInputs]):
         frames, shard = visual_embeds if pixel_values is None else pixel_values, text["visual_shard"]
         if frames is not None and not len(frames) and shard is None:
             frames = None
-        extras: tuple[Tensor, ...] = ()
         if frames is not None and grid_thw is None:
             raise ShapeError(f"frames were passed without {GRID}; pass what the processor returns")
-        if frames is not None:
-            assert grid_thw is not None
-            frames, extras = self._by_frames(frames, grid_thw, shard, visual_embeds is not None)
+        if visual_embeds is not None and frames is visual_embeds and frames.dim() == 2:
+            frames = frames.unsqueeze(1)
         rows = text["inputs_embeds"] if text["input_ids"] is None else text["input_ids"]
         media = None if media_nums_per_sample is None else torch.as_tensor(media_nums_per_sample)
         given = {GRID: grid_thw, MEDIA: media, MASK: cross_attention_mask} if frames is not None else {}
@@ -291,7 +300,6 @@ class MossVLFamily(Family[MossVLInputs]):
             frames_are_features=visual_embeds is not None,
             pixels_and_features=pixel_values is not None and visual_embeds is not None,
             compared_tensors=as_compared_tensors(**given),
-            extras=extras,
             model=self.model.model,
             samples=visual_samples or (1 if rows is None else rows.shape[0]),
         )

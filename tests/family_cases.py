@@ -41,7 +41,7 @@ COUNTED = {"num_items_in_batch": 37}
 OWL = Owl(frames=(4, 1))
 IDEFICS = Idefics(frames=(4, 1), mask="holes")
 MLLAMA = Mllama(frames=((2, 3, 1), (1,)))
-MOSS = Moss(frames=(((3, 4, 6), (6, 4)), ((2, 6, 4),)))
+MOSS = Moss(frames=(((3, 4, 6), (8, 4)), ((2, 6, 2),)))
 # Two samples with a video and images of different sizes.
 QWEN: dict[str, Any] = {"frames": (((3, 4, 6), (6, 4)), ((2, 4, 4), (1, 2, 2), (4, 4))), "length": 52}
 QWENS: dict[str, Any] = {"qwen2_5_vl": Qwen2_5(**QWEN), "qwen3_vl": Qwen3(**QWEN)}
@@ -51,7 +51,7 @@ PADDED: dict[str, Any] = {
     "mplug_owl3": Owl(frames=(2, 3, 1), padding="left"),
     "idefics": Idefics(frames=(2, 3, 1), padding="left", mask="before"),
     "mllama": Mllama(frames=((2, 3), (1,), (3,)), padding="left"),
-    "moss_vl": Moss(frames=(((2, 4, 6),), ((6, 4), (4, 6)), ((2, 12),)), padding="left"),
+    "moss_vl": Moss(frames=(((2, 4, 6),), ((6, 2), (4, 4)), ((2, 12),)), padding="left"),
     **{family: replace(case, padding="left") for family, case in QWENS.items()},
 }
 if LANGUAGE_MODELS:
@@ -212,6 +212,8 @@ EXACT: dict[str, dict[str, Any]] = {
         "numbers of frames as the mask": replace(MOSS, mask="counts", padding="right"),
         "one token an image": Moss(frames=(((5, 2, 2), (2, 2)),)),
         "two ranges of frames on each rank": Moss(frames=(((9, 2, 4),), ((4, 2),)), length=27),
+        "frames of equal size": Moss(frames=(((3, 4, 6), (6, 4)), ((2, 12, 2),))),
+        "one large frame": Moss(frames=(((6, 2, 2), (12, 14)), ((2, 2),)), length=27),
         "cross-attention last": Moss(model={"cross_attention_layers": (2, 4)}),
         "shifted labels": replace(MOSS, labels="shifted"),
         "items counted by the caller": replace(MOSS, arguments=COUNTED),

@@ -11,7 +11,7 @@ patches, H heads, G KV heads, D head dim, C channels.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self, cast
 
 import torch
@@ -488,7 +488,7 @@ class MossVLModel(MossVLPreTrainedModel):
                 check_features(features.shape[0], layout)
                 visual = MossVLVisual.of(layout, layout.rows(past_length, length), features)
             if state is not None:
-                _store(state, layout, visual, batch)
+                _store(state, layout, visual, batch, pixel_values)
         return self.language_model(
             inputs_embeds=embeds,
             position_ids=positions,
@@ -580,12 +580,19 @@ def _continued(
     return positions, MossVLVisual.of(layout, (first, stop), cached=state.visual_kv)
 
 
-def _store(state: SequenceParallelCacheState, layout: MossVLLayout, visual: MossVLVisual | None, batch: int) -> None:
+def _store(
+    state: SequenceParallelCacheState,
+    layout: MossVLLayout,
+    visual: MossVLVisual | None,
+    batch: int,
+    pixels: Tensor | None,
+) -> None:
     """Store the layout of a prompt with its cache, and its frames, whose K and V the layers add."""
     if visual is not None:
         assert visual.embeds is not None
         visual.cached = VisualKVCache(layout.total_frames, FrameSizes(layout.total_frames, layout.tokens), 1)
-        state.store_frames(visual.cached, batch, {fingerprint_of(visual.embeds)})
+        passed = (visual.embeds,) if pixels is None else (visual.embeds, pixels)
+        state.store_frames(visual.cached, batch, {fingerprint_of(x) for x in passed})
     store_layout(state, layout)
 
 
@@ -696,11 +703,30 @@ class MossVLForConditionalGeneration(MossVLPreTrainedModel, GenerationMixin):
 
     @takes_cache
     def prepare_inputs_for_generation(
-        self, input_ids: Tensor, cache: Cache | None = None, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
     ) -> dict[str, Any]:
         """Prepare the inputs like transformers; frames are passed only until their K and V are in the cache."""
+        kwargs |= {"inputs_embeds": inputs_embeds, "is_first_iteration": is_first_iteration}
         inputs = super().prepare_inputs_for_generation(input_ids, **cache_argument(cache), **kwargs)
         state = cache_state_of(cache)
         if cache is None or not cache.get_seq_length() or state is None or state.frames is None:
-            return inputs
+            # transformers leaves frames out of all passes of an assistant model, also of the first.
+            return inputs | {name: kwargs[name] for name in (*OF_FRAMES, MASK) if kwargs.get(name) is not None}
+        given = _given_frames(kwargs) if is_first_iteration else None
+        if given is not None and fingerprint_of(given) not in state.frame_fingerprints:
+            raise ShapeError(
+                "the frames differ from those stored in the cache; a conversation continues with the frames it began "
+                "with: pass those, or none, or start without the cache"
+            )
         return {name: value for name, value in inputs.items() if name not in (*OF_FRAMES, MASK)}
+
+
+def _given_frames(arguments: Mapping[str, Any]) -> Tensor | None:
+    """Return the patches, or the features in the form (V, 1, C); None if there are none."""
+    pixels, features = arguments.get("pixel_values"), arguments.get("visual_embeds")
+    return pixels if features is None else features.reshape(-1, 1, features.shape[-1])

@@ -117,11 +117,10 @@ def local_frames(inputs: dict[str, Any], group: Any = None, layout: str = "conti
     if "grid_thw" not in inputs:
         return inputs
     grid, name = inputs["grid_thw"], "pixel_values" if "pixel_values" in inputs else "visual_embeds"
-    rows: Tensor = grid[:, 1:].prod(1).repeat_interleave(grid[:, 0])
-    if name == "visual_embeds":
-        rows = rows // MERGE**2 + 1
-    frames = inputs[name].split(rows.tolist())
-    shard = FrameShard.of(len(frames), group, layout)
+    patches: Tensor = grid[:, 1:].prod(1).repeat_interleave(grid[:, 0])
+    tokens = patches // MERGE**2 + 1
+    frames = inputs[name].split((patches if name == "pixel_values" else tokens).tolist())
+    shard = FrameShard.of(len(frames), group, layout, tokens)
     own = [frame for part in shard.ranges for frame in frames[part.start : part.stop]]
     return inputs | {name: torch.cat([inputs[name][:0], *own]), "visual_shard": shard}
 
