@@ -121,6 +121,17 @@ class MossVLInputs(ForwardInputs):
     def check_shard(self, shard: FrameShard) -> None:
         if shard.total != self.total_frames:
             raise ShapeError(f"visual_shard: {shard}, but {GRID} has {self.total_frames} frames; give the same number")
+        self.check_rows()
+
+    def check_rows(self) -> None:
+        """Raise ShapeError unless there is a row for each patch or visual token of the frames that were passed."""
+        assert self.frames is not None
+        if self.frames.shape[0] != (wanted := self._passed[1]).count():
+            name, kind = (FEATURES, "visual tokens") if self.frames_are_features else (PIXELS, "patches")
+            raise ShapeError(
+                f"{name}: expected {wanted.count()} {kind}, those of {wanted.total} frames in {GRID}, got "
+                f"{self.frames.shape[0]}"
+            )
 
     @functools.cached_property
     def layout(self) -> MossVLLayout:
@@ -223,16 +234,15 @@ class MossVLFamily(Family[MossVLInputs]):
         frames, width = inputs.frames, self.model.config.text.hidden_size
         if frames is None:
             return
-        _, rows = inputs._passed
-        if frames.shape[:-1].numel() != rows.count() or (inputs.frames_are_features and frames.shape[-1] != width):
-            name, kind = (FEATURES, "visual tokens") if inputs.frames_are_features else (PIXELS, "patches")
-            raise ShapeError(
-                f"{name}: expected {rows.count()} {kind}, those of {rows.total} frames in {GRID}, got a tensor of "
-                f"shape {tuple(frames.shape)}"
-            )
+        is_features = inputs.frames_are_features
+        if frames.dim() != (3 if is_features else 2) or (is_features and frames.shape[2] != width):
+            name, rows = (FEATURES, f"(visual tokens, {width})") if is_features else (PIXELS, "(patches, values)")
+            raise ShapeError(f"{name}: expected {rows}, got {tuple(frames.shape)}")
 
     def check_new_frames(self, inputs: MossVLInputs) -> None:
         _ = inputs.layout  # raises if the frames do not fit the text
+        if inputs.frames is not None and inputs.visual_shard is None:
+            inputs.check_rows()  # here, because the check of inputs would read the grids a second time
 
     def unit_index(self, inputs: MossVLInputs, units: int) -> Tensor:
         """Return (units, 1, 3), the positions of the visual tokens."""

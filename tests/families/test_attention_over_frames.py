@@ -27,7 +27,7 @@ def case_of(family: str, **overrides: Any) -> Any:
     """Return a batch of one sample whose frames do not divide by 2, 3 or 4 ranks."""
     frames = {"mplug_owl3": (5,), "idefics": (5,), "mllama": ((3, 1, 2, 1, 3),), "open_flamingo": ((1, 3, 4, 6, 8),)}
     frames |= dict.fromkeys(QWENS, (((3, 4, 6), (6, 4), (1, 2, 2)),))
-    frames["moss_vl"] = (((3, 4, 6), (6, 4), (1, 2, 12)),)
+    frames["moss_vl"] = (((3, 4, 6), (8, 4), (1, 2, 2)),)
     fields = {"frames": frames[family], "labels": None, "length": 52 if family in QWENS else 13}
     if family == "idefics":
         fields["mask"] = "holes"
