@@ -151,10 +151,12 @@ class FrameSizes:
         per_frame: the units of one frame if all have as many, else (total,) int64 on the CPU.
     """
 
-    def __init__(self, total: int, per_frame: int | Tensor = 1) -> None:
+    def __init__(self, total: int, per_frame: int | Tensor | Sequence[int] | None = None) -> None:
+        """`per_frame` is one number or one for each frame; None: 1."""
         self._by_rank: dict[tuple[int, str], tuple[Spans, ...]] = {}
-        if isinstance(per_frame, Tensor):
-            per_frame = per_frame.detach().long().cpu()
+        per_frame = 1 if per_frame is None else per_frame
+        if not isinstance(per_frame, int):
+            per_frame = torch.as_tensor(per_frame).detach().long().cpu()
             if not total or bool((per_frame == per_frame[0]).all()):
                 per_frame = int(per_frame[0]) if total else 1
         self.total, self.per_frame = total, per_frame
@@ -194,13 +196,18 @@ class FrameSizes:
 
     def count(self, frames: Spans | None = None) -> int:
         """Return how many units these frames have together; None: all frames."""
-        return span_length(self.units(((0, self.total),) if frames is None else frames))
+        frames = ((0, self.total),) if frames is None else frames
+        if isinstance(self.per_frame, Tensor):
+            frames = self.units(frames)
+        return span_length(frames) * (self.per_frame if isinstance(self.per_frame, int) else 1)
 
     def units(self, frames: Spans) -> Spans:
         """Return the numbers of the units of these frames."""
         if isinstance(self.per_frame, Tensor):
             return tuple((self._offsets[start], self._offsets[stop]) for start, stop in frames)
-        return tuple((start * self.per_frame, stop * self.per_frame) for start, stop in frames)
+        if self.per_frame == 1:
+            return frames
+        return tuple([(start * self.per_frame, stop * self.per_frame) for start, stop in frames])
 
     def spans(self, size: int, layout: str = "contiguous") -> tuple[Spans, ...]:
         """Return the frames of every rank in a layout, as `frame_spans`, balanced by units."""

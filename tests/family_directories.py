@@ -155,7 +155,7 @@ def make_qwen(folder: Path, family: str) -> None:
 
 
 def make_moss_vl(folder: Path) -> None:
-    """Write the tiny model and its processor; every image has one visual token besides the separator."""
+    """Write the tiny model and its processor; an image has 1 to 9 visual tokens besides the separator."""
     from mllm_seqpar.models.moss_vl import MossVLImageProcessor, MossVLProcessor
     from mllm_seqpar.processors.moss_vl.media import VideoPixelOptions
 
@@ -166,8 +166,9 @@ def make_moss_vl(folder: Path) -> None:
     for name, mark in (("image", "image_pad"), ("video", "video_pad"), ("vision_start", "vision_start")):
         setattr(model.config, f"{name}_token_id", tokenizer.convert_tokens_to_ids(f"<|{mark}|>"))
     model.save_pretrained(folder)
-    pixels = {"size": {"shortest_edge": 64, "longest_edge": 64}, "patch_size": 4}
-    MossVLProcessor(MossVLImageProcessor(**pixels), tokenizer, VideoPixelOptions(**pixels)).save_pretrained(folder)
+    pixels = {"size": {"shortest_edge": 64, "longest_edge": 576}, "patch_size": 4}
+    images = MossVLImageProcessor(**pixels, multi_image_max_pixels=5760)
+    MossVLProcessor(images, tokenizer, VideoPixelOptions(**pixels)).save_pretrained(folder)
 
 
 def take_samples_without_images(processor: Any) -> None:

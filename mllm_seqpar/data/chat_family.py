@@ -80,6 +80,7 @@ class ChatText:
         labels: (B, L), the tokens of the answers and their ends, -100 elsewhere; or None.
         slots: (N,) for each image of the model's flat list, its index among all images of the conversations, or -1
             for an image that only pads a sample.
+        sizes: (N,) the tokens of each image if they differ; see `ChatFamily.frame_sizes`.
         extras: masks and positions of images, by their argument names in the model's forward.
     """
 
@@ -87,6 +88,7 @@ class ChatText:
     attention_mask: Tensor
     labels: Tensor | None
     slots: Sequence[int]
+    sizes: Sequence[int] | None = None
     extras: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -247,6 +249,14 @@ class ChatFamily(ABC):
         to the video; by default, the times."""
         seconds = [source.seconds(number) for number in range(len(source))]
         return {} if None in seconds else {"frame_seconds": seconds}
+
+    def frame_sizes(self, sources: Sequence[FrameSource]) -> Sequence[int] | None:
+        """Return the tokens of each frame of all sources, by which ranks share whole frames; None: by their number.
+
+        A format of a model with cross-attention whose frames differ in size overrides it; the model states the same
+        sizes (`ForwardInputs.units_per_frame`).
+        """
+        return None
 
     def stored_frames(self, count: int, metadata: Mapping[str, Any]) -> FrameSource:
         """Return a source that stands for the frames whose `count` units a feature store has, with this metadata."""

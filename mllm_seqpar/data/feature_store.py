@@ -1,9 +1,10 @@
 """The visual features of one video on disk, which `ask` stores and reads.
 
 Each rank that writes a `FeatureStore` writes one file, `features-00000-of-00004.safetensors`, whose rows have the shape
-(tokens per frame, hidden). Rank 0 also writes the index `features.json`: the frame ranges of each file, sizes, dtype,
-and metadata of the caller about video, sampling and model. The ranges follow from `frame_spans`, so rank 0 needs no
-data from the other ranks. A store with an absent file, or one of another run, is refused.
+(tokens per frame, hidden). Frames that differ in size have one row for each token, (1, hidden). Rank 0 also writes the
+index `features.json`: the frame ranges of each file, sizes, dtype, and metadata of the caller about video, sampling and
+model. The ranges follow from `FrameSizes.spans`, so rank 0 needs no data from the other ranks. A store with an absent
+file, or one of another run, is refused.
 
 A file of rows (`write_rows`) is a safetensors file. It has the tensor `embeds` with one row for each frame of some
 ranges, and the identity of the run that wrote it. It is written under a temporary name and renamed, so it is complete
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.models.hub import local_directory
-from mllm_seqpar.sharding import Spans, describe_spans, frame_spans, join_spans, part_of_spans, span_length
+from mllm_seqpar.sharding import FrameSizes, Spans, describe_spans, join_spans, part_of_spans, span_length
 
 from .store_files import atomic_write, digest_of, reading_index, require_made_with, write_json
 
@@ -41,6 +42,7 @@ def save_features(
     rank: int,
     world: int,
     layout: str = "contiguous",
+    sizes: Sequence[int] | Tensor | None = None,
     meta: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write this rank's frames and return the file's path; every rank calls this, and rank 0 also writes the index.
@@ -51,15 +53,18 @@ def save_features(
         start, total: the number of this rank's first frame; number of frames of the whole video.
         rank, world: this rank and the number of ranks.
         layout: how frames map to ranks; see `frame_ranges`.
+        sizes: (total,) the tokens of each frame, if they differ; embeds are then (tokens, 1, hidden). None: they are
+            equal.
         meta: metadata about the origin of the features, serialisable as JSON and equal on every rank; see
             `source_meta` and `model_fingerprint`.
 
     Raises:
         ConfigError: the frames are not this rank's frame range.
     """
-    by_rank = frame_spans(total, world, layout)
+    rows = _rows_of(total, sizes)
+    by_rank = rows.spans(world, layout)
     own = by_rank[rank] if 0 <= rank < world else None
-    if own is None or embeds.ndim != 3 or span_length(own) != embeds.shape[0] or any(own[:1]) and own[0][0] != start:
+    if own is None or embeds.ndim != 3 or rows.count(own) != embeds.shape[0] or any(own[:1]) and own[0][0] != start:
         owned = "there is no such rank" if own is None else f"this rank has {describe_spans(own)}"
         raise ConfigError(
             f"save_features: rank {rank} of {world} passed embeds {tuple(embeds.shape)} from frame {start}; of {total} "
@@ -77,6 +82,8 @@ def save_features(
         ],
         "meta": dict(meta or {}),
     }
+    if isinstance(rows.per_frame, Tensor):
+        index["sizes"] = rows.per_frame.tolist()
     identity = digest_of(json.dumps(index, sort_keys=True))
     path = folder / _file_name(rank, world)
     write_rows(path, embeds, identity)
@@ -88,13 +95,15 @@ def save_features(
 class FeatureStore:
     """A complete feature store, opened for reading. It keeps no tensor in memory and no file open.
 
-    The features have the shape (total_frames, tokens_per_frame, hidden); `meta` is the writer's metadata.
+    The features have the shape (total_frames, tokens_per_frame, hidden), or, if frames differ in size, (tokens of all,
+    1, hidden). `sizes` are the rows of each frame; `meta` is the writer's metadata.
     """
 
     def __init__(self, directory: Path, index: Mapping[str, Any]) -> None:
         self.directory = directory
         self.total_frames: int = index["total_frames"]
         self.tokens_per_frame: int = index["tokens_per_frame"]
+        self.sizes = _rows_of(self.total_frames, index.get("sizes"))
         self.hidden: int = index["hidden"]
         self.dtype = _DTYPES[index["dtype"]]
         self.meta: dict[str, Any] = index["meta"]
@@ -102,13 +111,15 @@ class FeatureStore:
         self._files = [(join_spans((a, b) for a, b in f["ranges"]), directory / f["file"]) for f in index["files"]]
 
     def read(self, *frames: tuple[int, int], device: str | torch.device = "cpu") -> Tensor:
-        """Return the frames of some ranges (start, stop), one range after another, (frames, tokens, hidden).
+        """Return the frames of some ranges (start, stop), one range after another, (rows, tokens, hidden).
 
         Only these rows are read from the files.
         """
         self._check(frames)
-        out = torch.empty(span_length(frames), self.tokens_per_frame, self.hidden, dtype=self.dtype, device=device)
-        return read_rows(out, self._files, frames, self._identity, _REDO)
+        shape, files = (self.sizes.count(frames), self.tokens_per_frame, self.hidden), self._files
+        out = torch.empty(shape, dtype=self.dtype, device=device)
+        rows = [(self.sizes.units(spans), path) for spans, path in files]
+        return read_rows(out, rows, self.sizes.units(frames), self._identity, _REDO)
 
     def map(self, *frames: tuple[int, int]) -> Tensor:
         """Return some frames as `read` does, mapped from their file, so that only used rows are read.
@@ -124,7 +135,7 @@ class FeatureStore:
             return self.read(*frames)
         path, first = place
         with safe_open(path, "pt") as file:
-            return file.get_slice(_TENSOR)[first : first + span_length(frames)]
+            return file.get_slice(_TENSOR)[first : first + self.sizes.count(frames)]
 
     def can_map(self, by_rank: Iterable[Spans]) -> bool:
         """Return whether `map` maps the frames of each of several ranks."""
@@ -132,8 +143,9 @@ class FeatureStore:
 
     def _place(self, frames: Spans) -> tuple[Path, int] | None:
         """Return the file that has these frames one after another, and the row of the first."""
-        for spans, path in self._files:
-            first = 0
+        frames = join_spans(self.sizes.units(frames))
+        for of_file, path in self._files:
+            spans, first = self.sizes.units(of_file), 0
             for begin, end in spans:
                 if frames and begin <= frames[0][0] < end:
                     first += frames[0][0] - begin
@@ -164,13 +176,19 @@ class FeatureStore:
             return f"damaged: {error}"
         if found != self._identity:
             return "from another run"
-        expected = (span_length(spans), self.tokens_per_frame, self.hidden)
+        expected = (self.sizes.count(spans), self.tokens_per_frame, self.hidden)
         return None if shape == expected else f"shape {shape}, expected {expected}"
 
     def require(self, **expected: Any) -> None:
         """Raise DataError unless these entries of `meta` have the given values."""
         remedy = f"{_REDO}, or use what they were made with"
         require_made_with(f"{self.directory}: these features", self.meta, expected, remedy)
+
+
+def _rows_of(total: int, sizes: Sequence[int] | Tensor | None) -> FrameSizes:
+    """Return how many rows of a file each frame has: one, or one for each token if frames differ in size."""
+    found = FrameSizes(total, sizes)
+    return found if isinstance(found.per_frame, Tensor) else FrameSizes(total)
 
 
 def open_features(directory: str | os.PathLike[str]) -> FeatureStore:

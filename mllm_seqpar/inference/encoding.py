@@ -28,7 +28,7 @@ from mllm_seqpar.data.prefetch import read_ahead
 from mllm_seqpar.data.sources import FrameSource, ranges_by_source
 from mllm_seqpar.errors import ConfigError, DivergedError, SeqParError, VideoError
 from mllm_seqpar.runtime.offload import HostCopies
-from mllm_seqpar.sharding import FrameShard, frame_spans, span_length
+from mllm_seqpar.sharding import FrameShard, FrameSizes, span_length
 
 Pixels = tuple[Tensor, ...]
 """Preprocessed frames of a chat format: pixels, and further tensors with one entry per frame."""
@@ -52,6 +52,7 @@ class EncodedVideo:
         features: (f, tokens, hidden), of this rank's frames, as the chat format's `encode` returns them. If they have
             different numbers of tokens, they are one after another, (tokens of all, hidden).
         shard: the frames of the video that `features` covers.
+        sizes: the tokens of each frame of the whole video, if the chat format states them (`frame_sizes`).
         source: the frames, used only for their number and sizes; None if only their number is known.
         seconds: of this rank, for each of `PARTS`; empty if it has not encoded the video.
     """
@@ -60,6 +61,7 @@ class EncodedVideo:
     shard: FrameShard
     source: FrameSource | None = None
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
+    sizes: Sequence[int] | None = None
 
     @property
     def frames(self) -> int:
@@ -111,8 +113,10 @@ def encode_video(
     comm = transfer_communicator(group)
     if batch < 1:
         raise ConfigError(f"batch: {batch} is not allowed; give 1 or more")
-    shard = FrameShard.of(total, comm, chat_format.frame_layout)
-    counts = [span_length(spans) for spans in frame_spans(total, comm.size, chat_format.frame_layout)]
+    sizes, layout = chat_format.frame_sizes(sources), chat_format.frame_layout
+    shard = FrameShard.of(total, comm, layout, sizes)
+    by_rank = FrameSizes(total, sizes).spans(comm.size, layout)
+    counts = [span_length(spans) for spans in by_rank]
     encoder = _Encoder(model, chat_format, len(shard), on_host)
     with torch.no_grad(), closing(_batches(units, shard.ranges, batch, chat_format, encoder)) as batches:
         while True:
@@ -129,7 +133,7 @@ def encode_video(
             del pixels  # the thread reads a further batch only when this one is freed
         features = encoder.features()
         seconds = dict.fromkeys(PARTS, 0.0) | encoder.clock.seconds()
-        return EncodedVideo(features, shard, sources[0] if len(sources) == 1 else None, seconds)
+        return EncodedVideo(features, shard, sources[0] if len(sources) == 1 else None, seconds, sizes)
 
 
 def _batches(

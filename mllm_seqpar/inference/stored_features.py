@@ -24,7 +24,7 @@ from mllm_seqpar.data.sources import VideoSource
 from mllm_seqpar.data.store_files import writing
 from mllm_seqpar.data.video import source_meta
 from mllm_seqpar.errors import DataError
-from mllm_seqpar.sharding import FrameShard, frame_spans
+from mllm_seqpar.sharding import FrameShard, FrameSizes
 
 from .encoding import EncodedVideo
 
@@ -47,10 +47,12 @@ def save_video(directory: str, video: EncodedVideo, comm: Communicator, meta: Ma
     shard = video.shard
 
     def write() -> None:
-        layout = shard.layout(comm.rank, comm.size) or "contiguous"
+        sizes = FrameSizes(shard.total, video.sizes)
+        layout = shard.layout(comm.rank, comm.size, sizes) or "contiguous"
+        features = video.features if video.features.dim() == 3 else video.features.unsqueeze(1)
         placement = {"start": shard.start, "total": shard.total, "rank": comm.rank, "world": comm.size}
         with writing(directory, "the features", "free some space, or give --save_features another directory"):
-            save_features(directory, video.features, **placement, layout=layout, meta=rank_0_meta)
+            save_features(directory, features, **placement, layout=layout, sizes=video.sizes, meta=rank_0_meta)
 
     agree(comm, "saving the features", write)
 
@@ -94,12 +96,14 @@ def load_video(
             "encode the video again with --save_features"
         )
     total, layout = store.total_frames, chat_format.frame_layout
-    if mapped and not store.can_map(frame_spans(total, comm.size, layout)):
-        if store.can_map(frame_spans(total, comm.size)):  # written by one rank
+    if mapped and not store.can_map(store.sizes.spans(comm.size, layout)):
+        if store.can_map(store.sizes.spans(comm.size)):  # written by one rank
             layout = "contiguous"
-    shard = FrameShard.of(total, comm, layout)
+    sizes = store.sizes.per_frame.tolist() if isinstance(store.sizes.per_frame, torch.Tensor) else None
+    shard = FrameShard.of(total, comm, layout, sizes)
     features = store.map(*shard.spans) if mapped else store.read(*shard.spans, device=device)
-    return EncodedVideo(features, shard, chat_format.stored_frames(total, store.meta))
+    features = features if sizes is None else features.flatten(0, 1)
+    return EncodedVideo(features, shard, chat_format.stored_frames(total, store.meta), sizes=sizes)
 
 
 def feature_meta(source: VideoSource, model: str, chat_format: ChatFamily, frames: FrameChoice) -> dict[str, Any]:

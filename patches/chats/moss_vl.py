@@ -68,6 +68,15 @@ class MossVLChats(ChatFamily):
             (size,) = self._videos.sizes([(len(source), height, width)])
         return TemporalPatches(source, 1, size)
 
+    def frame_sizes(self, sources: Sequence[FrameSource]) -> list[int]:
+        found = []
+        for source in sources:
+            units = self.units(source)
+            assert isinstance(units, TemporalPatches)
+            height, width = (side // self._images.factor for side in units.size)
+            found += [height * width + 1] * len(units)  # with the separator
+        return found
+
     def text(
         self,
         conversations: Sequence[Messages],
@@ -103,7 +112,10 @@ class MossVLChats(ChatFamily):
         if grids:
             counts = [len(sources) for sources in media]
             extras = {GRID: torch.tensor(grids), MEDIA: torch.tensor(counts), MASK: visible}
-        return ChatText(input_ids=ids, attention_mask=mask, labels=targets, slots=range(total), extras=extras)
+        sizes = self.frame_sizes([source for sources in media for source in sources])
+        return ChatText(
+            input_ids=ids, attention_mask=mask, labels=targets, slots=range(total), sizes=sizes, extras=extras
+        )
 
     def _placeholders(self, source: FrameSource, grids: list[list[int]]) -> str:
         """Add the grid of a source, and return what stands for it in the text."""
@@ -149,11 +161,11 @@ class MossVLChats(ChatFamily):
         return (torch.zeros(1, 3, side, side),)
 
     def encode(self, model: Any, *frames: Tensor) -> Tensor:
-        """Return the features (n, T, C) of normalised frames."""
+        """Return the features (n, tokens, C) of normalised frames."""
         (given,) = frames
-        grid = torch.tensor(self._images.grid((given.shape[2], given.shape[3]))).expand(len(given), 2)
-        found: Tensor = self.family(model, None).encode(self._images.patches(given), grid)
-        return found
+        grids = [self._images.grid((given.shape[2], given.shape[3]))] * len(given)
+        found: Tensor = self.family(model, None).encode(self._images.patches(given).flatten(0, 1), grids)
+        return found.reshape(len(given), -1, found.shape[-1])
 
     def generation(self, model: Any) -> dict[str, Any]:
         vocabulary = self.tokenizer.get_vocab()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mllm_seqpar.attention import decode_attention, lv_xattn, mesh_attention, ring_attention, ulysses_attention
 from mllm_seqpar.comm import Communicator, run_loopback
-from mllm_seqpar.masks import FrameMask
+from mllm_seqpar.masks import FrameMask, Intervals
 from mllm_seqpar.sharding import frame_range, sequence_positions
 
 LOOPBACK_RANKS = 4
@@ -119,22 +119,22 @@ class Reference:
         g = torch.Generator().manual_seed(2)
         sizes = [(heads, rows), (groups, keys), (groups, keys), (heads, rows)]
         q, k, v, do = (torch.randn(1, h, s, dim, generator=g).to(device, dtype) for h, s in sizes)
-        frames, mask = None, None
+        frames, intervals = None, Intervals.causal(rows) if kind == "causal" else None
         if kind == "masked":  # rows without frames, of one rank's frames only, and of all frames
             first = torch.randint(0, total, (1, rows), generator=g)
             frames = first, (first + torch.randint(0, total, (1, rows), generator=g)).clamp(max=total)
-            frame = torch.arange(total).repeat_interleave(tokens)
-            mask = ((frame >= frames[0][..., None]) & (frame < frames[1][..., None])).to(device)
-        p = Problem(q, k, v, do, kind == "causal", mask)
+            intervals = Intervals(frames[0] * tokens, frames[1] * tokens, keys)
+        p = Problem(q, k, v, do, intervals)
         theirs = {} if dtype == torch.float32 else sdpa_errors(p)
         return cls(p, reference(p), theirs, frames, tokens, total)
 
     def shard(self, comm: Communicator) -> tuple[Tensor, Tensor]:
         """Return the positions of this rank's rows and keys."""
-        layout = "zigzag" if self.problem.causal else "contiguous"
+        causal = self.frames is None and self.problem.intervals is not None
+        layout = "zigzag" if causal else "contiguous"
         rows = sequence_positions(self.problem.q.shape[2], comm.rank, comm.size, layout)
         own = frame_range(self.total, comm)
-        keys = rows if self.problem.causal else torch.arange(own.start * self.tokens, own.stop * self.tokens)
+        keys = rows if causal else torch.arange(own.start * self.tokens, own.stop * self.tokens)
         return rows.to(self.problem.q.device), keys.to(self.problem.q.device)
 
     def mask(self, rows: Tensor) -> FrameMask | None:

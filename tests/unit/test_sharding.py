@@ -18,10 +18,12 @@ from mllm_seqpar.sharding import (
     FRAME_LAYOUTS,
     LAYOUTS,
     FrameShard,
+    FrameSizes,
     frame_bounds,
     frame_range,
     frame_ranges,
     in_frame_order,
+    join_spans,
     padded_length,
     part_of_spans,
     sequence_positions,
@@ -167,3 +169,68 @@ def test_invalid_sizes_and_layouts_raise(call: Callable[[], Any], message: str) 
     with pytest.raises(ConfigError if "is unknown" in message else ShapeError, match=message):
         call()
     assert FrameShard(0, 0, 0).total == 0
+
+
+def loads(sizes: FrameSizes, ranks: int, layout: str) -> list[int]:
+    """The units of every rank, whose frames are all frames once."""
+    by_rank = sizes.spans(ranks, layout)
+    numbers = [number for spans in by_rank for span in spans for number in range(*span)]
+    assert sorted(numbers) == list(range(sizes.total)) and len(by_rank) == ranks
+    assert all(join_spans(sorted(spans)) == spans for spans in by_rank)
+    return [sizes.count(spans) for spans in by_rank]
+
+
+@pytest.mark.parametrize("layout", FRAME_LAYOUTS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_whole_frames_are_balanced_by_their_tokens(ranks: int, layout: str) -> None:
+    generator = torch.Generator().manual_seed(ranks)
+    video = FrameSizes(256, torch.randint(216, 226, (256,), generator=generator))
+    found = loads(video, ranks, layout)
+    assert max(found) <= 1.05 * sum(found) / ranks
+    image = FrameSizes(256, [16385] + [65] * 255)  # as good as whole frames allow
+    found = loads(image, ranks, layout)
+    assert max(found) <= max(16385, 1.05 * sum(found) / ranks)
+    if layout == "zigzag" and ranks > 1:  # the first and the last frames are of one rank
+        spans = video.spans(ranks, layout)
+        assert spans[0][0][0] == 0 and spans[0][-1][1] == 256 and len(spans[0]) == 2
+        ends = [video.count((span,)) for span in spans[0]]
+        assert abs(ends[0] - ends[1]) <= 2 * 226
+
+
+def test_contiguous_frames_have_the_smallest_maximum() -> None:
+    for seed in range(60):
+        sizes = torch.randint(1, 12, (1 + seed % 8,), generator=torch.Generator().manual_seed(seed))
+        for ranks in range(1, 5):
+            found = FrameSizes(len(sizes), sizes)
+            if isinstance(found.per_frame, int):  # all equal: by number, as ever
+                assert found.spans(ranks) == FrameSizes(len(sizes)).spans(ranks)
+                continue
+            cuts = itertools.combinations_with_replacement(range(len(sizes) + 1), ranks - 1)
+            edges = ((0, *cut, len(sizes)) for cut in cuts)
+            best = min(max(int(sizes[a:b].sum()) for a, b in itertools.pairwise(edge)) for edge in edges)
+            assert max(loads(found, ranks, "contiguous")) == best
+            loads(found, ranks, "zigzag")
+
+
+def test_sizes_of_frames() -> None:
+    sizes = FrameSizes(4, torch.tensor([2, 1, 3, 2]))
+    assert sizes.count() == 8 and sizes.units(((1, 3), (3, 4))) == ((2, 6), (6, 8)) and sizes.count(((0, 2),)) == 3
+    assert FrameSizes(3, [5, 5, 5]) == FrameSizes(3, 5) != FrameSizes(3, [5, 5, 4]) and FrameSizes(2) == FrameSizes(
+        2, 1
+    )
+    assert sizes != FrameSizes(4, [2, 1, 2, 3]) and sizes.fact != FrameSizes(4, [2, 1, 2, 3]).fact
+    assert sizes.joined(2) == FrameSizes(2, [3, 5]) and FrameSizes(6, 4).joined(3) == FrameSizes(2, 12)
+    assert FrameSizes(0, torch.tensor([])).spans(2) == ((), ())
+    shard = FrameShard.of(4, "self", "contiguous", [2, 1, 3, 2])
+    assert shard.spans == ((0, 4),) and frame_range(4, "self", [2, 1, 3, 2]) == range(4)
+    by_rank = run_loopback(2, lambda comm: FrameShard.of(4, comm, "zigzag", [2, 1, 3, 2]))
+    assert [shard.spans for shard in by_rank] == [((0, 1), (3, 4)), ((1, 3),)]
+    assert [shard.layout(rank, 2, sizes) for rank, shard in enumerate(by_rank)] == ["zigzag"] * 2
+    for wrong, message in (
+        ([1, 2], r"sizes is \(2,\) torch.int64; expected \(4,\) integers"),
+        (torch.ones(4), r"torch.float32; expected"),
+        ([1, 0, 2, 3], "a frame of 0 tokens; every frame needs at least 1"),
+        ([1, 2, -3, 3], "a frame of -3 tokens"),
+    ):
+        with pytest.raises(ShapeError, match=message):
+            frame_ranges(4, "self", sizes=wrong)

@@ -120,7 +120,7 @@ class ForwardInputs:
         the device before they are encoded. Other values, such as a list of sizes, stay on the host.
         """
         assert self.frames is not None
-        return tuple(take_spans(x, frames) for x in (self.frames, *self.extras))
+        return tuple([take_spans(x, frames) for x in (self.frames, *self.extras)])
 
     def blank_frames(self) -> tuple[Any, ...]:
         """Return tensors of one frame as those of `take`, for a rank that was passed none; it has zero gradients."""

@@ -12,6 +12,7 @@ Shape legend: F frames of all samples and ranks, f frames of this rank, x visual
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +71,7 @@ def local_features(family: Family, inputs: ForwardInputs) -> Tensor | None:
             empty = torch.zeros((sizes.count(), *shape), dtype=weight.dtype, device=weight.device)
         else:
             blank = family.blank_frame()
-            empty = _encode_in_runs(family, lambda spans: blank, ((0, 1),), sizes.count(), blank, runs)
+            empty = _encode_in_runs(family, lambda _: blank, ((0, 1),), sizes.count(), lambda: blank, runs)
         return empty if rank == 0 else empty[:0]
     assert frames is not None
     own, count = by_rank[rank], sizes.count(by_rank[rank])
@@ -85,7 +86,8 @@ def local_features(family: Family, inputs: ForwardInputs) -> Tensor | None:
         own = ((0, span_length(own)),)
     # A run whose result is discarded uses one of the caller's frames, from any rank, so that a frame of a wrong size
     # fails on every rank, and the caller's tensor has a zero gradient here rather than none.
-    spare = inputs.take(((0, 1),)) if inputs.visual_shard is None or span_length(own) else inputs.blank_frames()
+    has_frames = inputs.visual_shard is None or len(inputs.visual_shard) > 0
+    spare = functools.partial(inputs.take, ((0, 1),)) if has_frames else inputs.blank_frames
     return _encode_in_runs(family, inputs.take, own, count, spare, runs)
 
 
@@ -136,13 +138,13 @@ def _encode_in_runs(
     take: Callable[[Spans], Sequence[Any]],
     own: Spans,
     units: int,
-    spare: Sequence[Any],
+    spare: Callable[[], Sequence[Any]],
     runs: int,
 ) -> Tensor:
     """Encode the frames `own`, which `take` returns, in `runs` runs of the tower, to features of `units` units.
 
-    A run with nothing left encodes the frame `spare`, and drops it. Frames in host memory move to the device run by
-    run.
+    A run with nothing left encodes the frame that `spare` returns, and drops it. Frames in host memory move to the
+    device run by run.
     """
     count, device = span_length(own), family.embedding_weight().device
     chunk = max(1, -(-count // runs))
@@ -150,10 +152,10 @@ def _encode_in_runs(
     def encoded() -> Iterator[Tensor]:
         for number in range(runs):
             if number * chunk < count:
-                some = take(part_of_spans(own, number * chunk, (number + 1) * chunk))
+                some = take(own if runs == 1 else part_of_spans(own, number * chunk, (number + 1) * chunk))
                 yield family.encode(*(_moved(x, device) for x in some))
             else:  # an empty slice, so that the run stays in the graph for backward
-                yield family.encode(*(_moved(x, device) for x in spare))[:0]
+                yield family.encode(*(_moved(x, device) for x in spare()))[:0]
 
     if family.context.config.visual_offload is not None:
         return stored_in_host_memory(encoded(), units, device)

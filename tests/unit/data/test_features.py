@@ -18,7 +18,7 @@ from torch import Tensor
 from mllm_seqpar.data import plan_frames, probe, source_meta
 from mllm_seqpar.data.feature_store import model_fingerprint, open_features, save_features
 from mllm_seqpar.errors import ConfigError, DataError
-from mllm_seqpar.sharding import FRAME_LAYOUTS, frame_bounds, frame_spans, take_spans
+from mllm_seqpar.sharding import FRAME_LAYOUTS, FrameSizes, frame_bounds, frame_spans, take_spans
 from mllm_seqpar.training.stored_tower import TowerStore
 
 
@@ -150,3 +150,20 @@ def test_features_of_a_tower_that_version_0_2_stored_are_read(tmp_path: Path) ->
         identity = file.metadata()
     save_file({"states": states}, path, metadata=identity)
     assert torch.equal(store.read("key", 1, 3), states[1:])
+
+
+@pytest.mark.parametrize(("world", "layout"), [(1, "contiguous"), (3, "contiguous"), (2, "zigzag"), (7, "zigzag")])
+def test_store_of_frames_of_unequal_size(tmp_path: Path, world: int, layout: str) -> None:
+    sizes = torch.tensor([5, 1, 2, 9, 1])
+    embeds, frames = torch.randn(18, 1, 4), FrameSizes(5, sizes)
+    for rank, spans in enumerate(frames.spans(world, layout)):
+        place: dict[str, Any] = {"start": spans[0][0] if spans else 0, "total": 5, "layout": layout, "sizes": sizes}
+        save_features(tmp_path, take_spans(embeds, frames.units(spans)), **place, rank=rank, world=world)
+    store = open_features(tmp_path)
+    assert store.sizes == frames and store.total_frames == 5
+    for spans in (((0, 5),), ((1, 3),), ((3, 5), (0, 1)), ((2, 2),)):
+        expected = take_spans(embeds, frames.units(spans))
+        assert torch.equal(store.read(*spans), expected) and torch.equal(store.map(*spans), expected)
+    assert store.can_map(frames.spans(world, layout))
+    with pytest.raises(ConfigError, match="this rank has 0 to"):
+        save_features(tmp_path, embeds[:1], start=0, total=5, rank=0, world=world, sizes=sizes)

@@ -188,7 +188,7 @@ def test_flash_attention_2_fails_on_hopper_if_3_is_installed(script, monkeypatch
         monkeypatch.setattr(kernels, "choose_kernel", lambda *args, found=chosen, **options: found)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
         monkeypatch.setattr(kernels, "is_installed", lambda name, found=installed: found)
-        assert kernels.auto_kernel("cuda").ok is ok, (kernel, capability, installed)
+        assert kernels.auto_kernel("cuda", "plain").ok is ok, (kernel, capability, installed)
 
 
 def test_module_of_a_missing_package_is_not_installed(script) -> None:
