@@ -39,8 +39,8 @@ class SeqParConfig:
         recompute_attention: with gradient checkpointing, compute attention and its transfers again when backward
             recomputes a layer. By default (o, lse) of each call are kept, which takes the memory of one hidden state
             per layer.
-        kernel: name of a block kernel, or "auto"; `mllm_seqpar.kernels.available_kernels()` lists them. Rectangles with
-            a mask go to the kernel of "auto" if the named one takes no mask.
+        kernel: name of a block kernel, or "auto"; `mllm_seqpar.kernels.available_kernels()` lists them. Blocks with a
+            mask go to the kernel of "auto" if the named one takes no mask.
         overlap: run transfers during computation; False only to measure.
         accumulate_dtype: dtype in which O, dQ, dK and dV are accumulated and sent: torch.float32, None for the dtype of
             the queries, or "auto", which accumulates in float32. A result sent directly to its owner then uses the

@@ -8,8 +8,8 @@ is plain Ulysses. A KV head is sent only to the ranks whose query heads use it (
 
 Forward sends Q, K, V and O, backward dO, dQ, dK and dV. These are complete and therefore sent in the inputs' dtype,
 except dK and dV of a KV head that several ranks use: those are partial sums, sent in the dtype of the inputs too or in
-the accumulation dtype (`CallSpec.direct_result_dtype`). Causal rows are put in the order of the text, in which their
-mask has few and large rectangles.
+the accumulation dtype (`CallSpec.direct_result_dtype`). Causal rows and keys are put in the order of the text, in which
+each row attends to one interval.
 
 K and V are head-sharded before attention if they are given (`HeadShardedKeys`), and saved for backward in this form.
 Recomputed ones are head-sharded whenever they are projected (`ReshardedKeys`). Rows are head-sharded around the

@@ -1,13 +1,15 @@
 """Intervals cut into rectangles, for operators that take whole blocks, causal squares or an additive bias.
 
 Invisible parts are left out, entirely visible parts need no mask, a staircase of step one is a causal square, and only
-the rest is masked. Rows are merged into one rectangle only while at most a quarter more entries are computed than are
-visible, so a mask that hides most of the work saves that work.
+the rest is masked. Rows are halved until at most a quarter more entries are computed than are visible, so a mask that
+hides most of the work saves that work.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 from mllm_seqpar.masks.intervals import Intervals
 
 MAX_WASTE = 1.25
-"""Rows are merged into one rectangle while computed / visible entries stays below this."""
+"""Rows are cut until computed / visible entries are at most this."""
 
 
 class Rectangle(NamedTuple):
@@ -45,112 +47,52 @@ def rectangles_of(intervals: Intervals) -> tuple[Rectangle, ...]:
     return rectangles
 
 
-class _Run(NamedTuple):
-    """Consecutive rows [top, bottom) that all attend to [low, high), or with `stair` one key more from row to row."""
-
-    top: int
-    bottom: int
-    low: int
-    high: int  # of the first row
-    stair: bool = False
-
-
-class _Group:
-    """Runs that are merged into one rectangle.
-
-    Attributes:
-        runs: the runs, in order.
-        left, right: the keys that any of the rows attends to.
-        inner_left, inner_right: the keys that all of the rows attend to.
-        visible: number of visible entries.
-        gap: True if rows between the runs attend to nothing.
-    """
-
-    def __init__(self) -> None:
-        self.runs: list[_Run] = []
-
-    def accepts(self, run: _Run) -> bool:
-        """Return whether the rectangle around the group and `run` stays within `MAX_WASTE`."""
-        if not self.runs:
-            return True
-        area = (run.bottom - self.top) * (max(self.right, run.high) - min(self.left, run.low))
-        return area <= MAX_WASTE * (self.visible + (run.bottom - run.top) * (run.high - run.low))
-
-    def add(self, run: _Run) -> None:
-        if not self.runs:
-            self.top, self.bottom, self.visible, self.gap = run.top, run.top, 0, False
-            self.left, self.right, self.inner_left, self.inner_right = run.low, run.high, run.low, run.high
-        self.runs.append(run)
-        self.gap |= run.top != self.bottom
-        self.bottom = run.bottom
-        self.visible += (run.bottom - run.top) * (run.high - run.low)
-        self.left, self.inner_left = min(self.left, run.low), max(self.inner_left, run.low)
-        self.right, self.inner_right = max(self.right, run.high), min(self.inner_right, run.high)
-
-    def rectangles(self, batch: slice) -> Iterator[Rectangle]:
-        """Yield a full rectangle of the keys that all rows attend to, and masked ones of the keys on either side.
-
-        Of two runs, each is a full rectangle: as many, without a mask and without partial results to merge.
-        """
-        if len(self.runs) <= 2:
-            for run in self.runs:
-                yield Rectangle(batch, slice(run.top, run.bottom), slice(run.low, run.high))
-            return
-        rows = slice(self.top, self.bottom)
-        if self.gap or self.inner_left >= self.inner_right:
-            yield Rectangle(batch, rows, slice(self.left, self.right), "masked")
-            return
-        yield Rectangle(batch, rows, slice(self.inner_left, self.inner_right))
-        for left, right in ((self.left, self.inner_left), (self.inner_right, self.right)):
-            if left < right:
-                yield Rectangle(batch, rows, slice(left, right), "masked")
-
-
 def _rectangles_of_rows(batch: slice, low: Tensor, high: Tensor) -> Iterator[Rectangle]:
-    group = _Group()
-    for run in _runs(low, high):
-        if run.stair or not group.accepts(run):
-            yield from group.rectangles(batch)
-            group = _Group()
-        if run.stair:
-            square, rows = run.high - 1, slice(run.top, run.bottom)
-            if square > run.low:
-                yield Rectangle(batch, rows, slice(run.low, square))
-            yield Rectangle(batch, rows, slice(square, square + run.bottom - run.top), "causal")
-        else:
-            group.add(run)
-    yield from group.rectangles(batch)
-
-
-def _runs(low: Tensor, high: Tensor) -> Iterator[_Run]:
-    """Yield maximal runs of rows that attend to the same keys, or one key more each; rows that attend to nothing are
-    skipped."""
-    rows = low.numel()
-    step_low, step_high = low.diff(), high.diff()
-    same = (step_low == 0) & (step_high == 0)
-    climbs = (step_low == 0) & (step_high == 1) & (high[:-1] > low[:-1])
-    kind = same.int() + 2 * climbs.int()  # of the step from row i to row i + 1: 0 other, 1 same, 2 one key more
-    borders = torch.nonzero(kind.diff()).flatten().add(1).tolist() if kind.numel() else []
-    edges = [0, *borders, kind.numel()]
+    """Yield the rectangles of one item, in the order of their rows."""
+    empty, step_low, step_high = high <= low, low.diff(), high.diff()
+    climbs = (step_low == 0) & (step_high == 1) & ~empty[:-1]
+    # Of the step to the next row: 0 if both attend to the same keys, 1 if the next attends to one key more, else 2.
+    kind = torch.where((step_low == 0) & (step_high == 0), 0, 2 - climbs.int())
+    breaks = kind == 2
+    breaks[1:] |= (kind[1:] != kind[:-1]) & (kind[:-1] != 2)
+    borders = breaks.nonzero().flatten().add(1).tolist()  # the rows with which another run of such steps begins
     kinds, lows, highs = kind.tolist(), low.tolist(), high.tolist()
-    done = 0  # rows before this one belong to a run already
-    for first, last in zip(edges[:-1], edges[1:], strict=True):
-        step = kinds[first] if first < last else 0
-        if step == 0:
+    firsts = low.masked_fill(empty, torch.iinfo(low.dtype).max).tolist()
+    visible = [0, *accumulate((high - low).tolist())]
+    ranges = [(0, len(lows))]
+    while ranges:
+        top, bottom = ranges.pop()
+        while top < bottom and highs[top] == lows[top]:
+            top += 1
+        while top < bottom and highs[bottom - 1] == lows[bottom - 1]:
+            bottom -= 1
+        if top == bottom:
             continue
-        top, bottom = max(first, done), last + 1
-        if step == 2 and bottom - top < 2:
+        rows, first, last = slice(top, bottom), bisect_right(borders, top), bisect_left(borders, bottom)
+        if first == last and bottom - top > 1 and kinds[top] == 1:
+            if lows[top] < highs[top] - 1:
+                yield Rectangle(batch, rows, slice(lows[top], highs[top] - 1))
+            yield Rectangle(batch, rows, slice(highs[top] - 1, highs[bottom - 1]), "causal")
             continue
-        if done < top:
-            yield from _single_rows(done, top, lows, highs)
-        if highs[top] > lows[top]:
-            yield _Run(top, bottom, lows[top], highs[top], stair=step == 2)
-        done = bottom
-    if done < rows:
-        yield from _single_rows(done, rows, lows, highs)
+        left, right = min(firsts[rows]), max(highs[rows])
+        if (bottom - top) * (right - left) <= MAX_WASTE * (visible[bottom] - visible[top]) and last - first != 1:
+            yield from _of_group(batch, rows, left, right, max(lows[rows]), min(highs[rows]))
+            continue
+        middle = (top + bottom) // 2
+        if first < last:
+            place = bisect_left(borders, middle, first, last)
+            middle = borders[min(max(place, first), last - 1)]
+        ranges += [(middle, bottom), (top, middle)]
 
 
-def _single_rows(start: int, stop: int, lows: list[int], highs: list[int]) -> Iterator[_Run]:
-    for row in range(start, stop):
-        if highs[row] > lows[row]:
-            yield _Run(row, row + 1, lows[row], highs[row])
+def _of_group(
+    batch: slice, rows: slice, left: int, right: int, inner_left: int, inner_right: int
+) -> Iterator[Rectangle]:
+    """Yield a full rectangle of the keys that all rows attend to, and masked ones of those on either side."""
+    if inner_left >= inner_right:
+        yield Rectangle(batch, rows, slice(left, right), "masked")
+        return
+    yield Rectangle(batch, rows, slice(inner_left, inner_right))
+    for start, stop in ((left, inner_left), (inner_right, right)):
+        if start < stop:
+            yield Rectangle(batch, rows, slice(start, stop), "masked")
