@@ -252,8 +252,7 @@ class MossVLFamily(Family[MossVLInputs]):
 
     def visibility(self, inputs: MossVLInputs, units: int, tokens: int) -> FrameMask:
         state = inputs.cache_state
-        layout = inputs.layout if state is None or inputs.total_frames else state.media_layout
-        assert layout is not None
+        layout: Any = inputs.layout if state is None or inputs.total_frames else state.media_layout
         rows = layout.rows(inputs.past_length, inputs.length)
         first, stop = (x[inputs.prompt_rows] for x in rows)
         return FrameMask.from_intervals(first, torch.maximum(first, stop), layout.tokens, layout.total_frames)

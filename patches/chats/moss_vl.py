@@ -45,6 +45,7 @@ class MossVLChats(ChatFamily):
     frame_names = (PIXELS,)
     feature_weights = ("model.visual.", "model.separator_token")
     tower = ("model.visual", "forward")
+    image_token = "<|image_pad|>"
     always_sharded = False
     ragged = True
 

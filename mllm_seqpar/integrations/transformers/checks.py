@@ -173,7 +173,9 @@ def _facts(
         "frames": inputs.total_frames,
         "units of frames": inputs.sizes.fact,
         "frames given by visual_shard": shard is not None,
-        "layout of the frames": None if shard is None else shard.layout(comm.rank, comm.size, inputs.sizes),
+        "layout of the frames": None
+        if shard is None or frames is None
+        else shard.layout(comm.rank, comm.size, inputs.sizes),
         "values per frame": 0 if frames is None else math.prod(frames.shape[1:]),
         "kind of frames": "none" if frames is None else "features" if inputs.frames_are_features else "pixels",
         "cached tokens": inputs.past_length,

@@ -64,7 +64,7 @@ from .configuration import MossVLConfig, MossVLTextConfig, MossVLVisionConfig
 from .layout import MossVLLayout, frame_grids, moss_vl_layout
 
 FRAMES = ("pixel_values", "visual_embeds")
-OF_FRAMES = (*FRAMES, "grid_thw", "media_nums_per_sample", "vision_chunked_length")
+OF_FRAMES = (*FRAMES, "grid_thw", "media_nums_per_sample", "vision_chunked_length", "visual_shard")
 MASK = "cross_attention_mask"
 
 

@@ -54,7 +54,7 @@ class PixelOptions:
     def of(cls, values: Mapping[str, Any]) -> Self:
         """Return the options among these values; others, such as the names of classes, are ignored."""
         known = {x.name for x in fields(cls)}
-        given = {name: value for name, value in values.items() if name in known and value is not None}
+        given: dict[str, Any] = {name: x for name, x in values.items() if name in known and x is not None}
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
 
     @classmethod

@@ -294,8 +294,10 @@ class MossVLProcessor(NativeProcessor):
             data["labels"] = [self._labels(*row, ignored) for row in rows]
         offsets = data.pop("offset_mapping", None)
         if keeps_offsets:  # ranges of the caller's text
-            rows = zip(offsets, expanded, strict=True)
-            data["offset_mapping"] = [[piece.formatted_range(*span) for span in row] for row, (piece, _) in rows]
+            data["offset_mapping"] = [
+                [piece.formatted_range(*span) for span in row]
+                for row, (piece, _) in zip(offsets, expanded, strict=True)
+            ]
         if tensors is not None and len(set(map(len, ids))) > 1:
             raise DataError(f"the texts have {list(map(len, ids))} tokens, and padding is off; pass padding=True")
         shown = [list(sample) or [self.blank()] for sample in media]
