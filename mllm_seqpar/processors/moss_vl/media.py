@@ -54,8 +54,9 @@ class PixelOptions:
     def of(cls, values: Mapping[str, Any]) -> Self:
         """Return the options among these values; others, such as the names of classes, are ignored."""
         known = {x.name for x in fields(cls)}
-        given: dict[str, Any] = {name: x for name, x in values.items() if name in known and x is not None}
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+        given = {name: x for name, x in values.items() if name in known and x is not None}
+        arguments: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
+        return cls(**arguments)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike, file: str, **hub: Any) -> Self:
