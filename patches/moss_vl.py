@@ -77,9 +77,11 @@ class MossVLInputs(ForwardInputs):
     @functools.cached_property
     def grids(self) -> tuple[Tensor | None, list[int]]:
         """(F, 2), height and width of each frame in patches, and the number of frames of each sample."""
-        grid = self.on_host(GRID)
-        if grid is None or self.frames is None:
+        if self.frames is None:
             return None, []
+        grid = self.on_host(GRID)
+        if grid is None:
+            raise ShapeError(f"frames were passed without {GRID}; pass what the processor returns")
         media = self.on_host(MEDIA)
         return frame_grids(grid.long(), media_of_samples(media, grid, self.samples), self.batch)
 
@@ -296,8 +298,6 @@ class MossVLFamily(Family[MossVLInputs]):
         frames, shard = visual_embeds if pixel_values is None else pixel_values, text["visual_shard"]
         if frames is not None and not len(frames) and shard is None:
             frames = None
-        if frames is not None and grid_thw is None:
-            raise ShapeError(f"frames were passed without {GRID}; pass what the processor returns")
         if visual_embeds is not None and frames is visual_embeds and frames.dim() == 2:
             frames = frames.unsqueeze(1)
         rows = text["inputs_embeds"] if text["input_ids"] is None else text["input_ids"]

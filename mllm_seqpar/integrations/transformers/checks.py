@@ -172,6 +172,7 @@ def _facts(
         "text tokens": inputs.length,
         "frames": inputs.total_frames,
         "units of frames": inputs.sizes.fact,
+        "rows of frames": None if frames is None or shard is not None else frames.shape[0],
         "frames given by visual_shard": shard is not None,
         "layout of the frames": None
         if shard is None or frames is None
@@ -223,17 +224,17 @@ def check_frames(family: Family, inputs: ForwardInputs) -> None:
         return
     if not isinstance(shard, FrameShard):
         raise ShapeError(f"visual_shard: expected a FrameShard(start, stop, total), got {type(shard).__name__}")
+    if frames is None:
+        raise ShapeError(
+            f"visual_shard: {shard} was given and none of {', '.join(family.frame_arguments)}; a rank without frames "
+            "passes an empty tensor, for example of shape (0, 3, height, width)"
+        )
     if shard.layout(comm.rank, comm.size, inputs.sizes) not in inputs.frame_layouts:
         own = [describe_spans(inputs.sizes.spans(comm.size, x)[comm.rank]) for x in inputs.frame_layouts]
         raise ShapeError(
             f"visual_shard: rank {comm.rank} of {comm.size} holds frames {own[0]} of {shard.total} (frame_range)"
             + "".join(f', or {zigzag} (frame_ranges with layout="zigzag")' for zigzag in own[1:])
             + f", but {shard} was given"
-        )
-    if frames is None:
-        raise ShapeError(
-            f"visual_shard: {shard} was given and none of {', '.join(family.frame_arguments)}; a rank without frames "
-            "passes an empty tensor, for example of shape (0, 3, height, width)"
         )
     inputs.check_shard(shard)
 

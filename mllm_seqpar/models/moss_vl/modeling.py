@@ -686,6 +686,10 @@ class MossVLForConditionalGeneration(MossVLPreTrainedModel, GenerationMixin):
         kept = {name: getattr(outputs, name, None) for name in (cache_name(), "hidden_states", "attentions")}
         return CausalLMOutputWithPast(loss=loss, logits=logits, **kept)
 
+    @takes_cache
+    def generate(self, *args: Any, cache: Cache | None = None, **kwargs: Any) -> Any:
+        return super().generate(*args, **kwargs, **({} if cache is None else cache_argument(cache)))
+
     def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> None:
         """Return None: the forward counts positions, those of later tokens from what the cache has."""
 
