@@ -126,5 +126,5 @@ def local_frames(inputs: dict[str, Any], group: Any = None, layout: str = "conti
 
 
 def shard_units(model: Any) -> list[Any]:
-    """Return the decoder layers, the layers of the vision tower and its merger."""
-    return [*model.model.language_model.layers, *model.model.visual.blocks, model.model.visual.merger]
+    """Return the decoder layers and the layers of the vision tower; its merger takes the states of several of these."""
+    return [*model.model.language_model.layers, *model.model.visual.blocks]
