@@ -374,3 +374,14 @@ def test_gradient_checkpointing_changes_nothing(model: Any) -> None:
         trained(**inputs).loss.backward()
         results.append([weight.grad for weight in trained.parameters()])
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def test_attention_implementation_can_be_set_later() -> None:
+    model = tiny_model()
+    inputs = inputs_of(Case(frames=(((2, 4, 6),), ((6, 2),)), padding="left"), model)
+    real = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        expected = model(**inputs).logits[real]
+        model.set_attn_implementation("eager")
+        assert {part.config._attn_implementation for part in model.modules() if hasattr(part, "config")} == {"eager"}
+        torch.testing.assert_close(model(**inputs).logits[real], expected, atol=1e-5, rtol=1e-5)
