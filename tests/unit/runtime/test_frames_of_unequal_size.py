@@ -41,8 +41,12 @@ def inputs() -> tuple[Tensor, Tensor, FrameMask, Tensor]:
 
 
 def projection() -> KVProjection:
-    torch.manual_seed(1)
-    return KVProjection([nn.Linear(WIDTH, 2 * DIM, bias=False, dtype=F64) for _ in range(2)], DIM)
+    """The same for every rank, which is a thread."""
+    g, layers = torch.Generator().manual_seed(1), []
+    for _ in range(2):
+        layers.append(nn.Linear(WIDTH, 2 * DIM, bias=False, dtype=F64))
+        layers[-1].weight.data = torch.randn(2 * DIM, WIDTH, dtype=F64, generator=g)
+    return KVProjection(layers, DIM)
 
 
 def keys_values(project: KVProjection, features: Tensor) -> tuple[Tensor, Tensor]:
