@@ -63,11 +63,9 @@ class MossVLInputs(ForwardInputs):
 
     Attributes:
         model: computes the layout.
-        samples: number of samples that the frames belong to; ``batch / samples`` rows are beams of one sample.
     """
 
     model: Any
-    samples: int
 
     @property
     def text_position_ids(self) -> Tensor | None:
@@ -83,7 +81,7 @@ class MossVLInputs(ForwardInputs):
         if grid is None:
             raise ShapeError(f"frames were passed without {GRID}; pass what the processor returns")
         media = self.on_host(MEDIA)
-        return frame_grids(grid.long(), media_of_samples(media, grid, self.samples), self.batch)
+        return frame_grids(grid.long(), media_of_samples(media, grid, self.batch), self.batch)
 
     @property
     def total_frames(self) -> int:
@@ -189,13 +187,11 @@ class MossVLFamily(Family[MossVLInputs]):
         "language": ("model.language_model", "lm_head"),
     }
     frame_arguments = (PIXELS, FEATURES)
-    visual_arguments = (*frame_arguments, GRID, MEDIA, "vision_chunked_length", "visual_shard")
     frame_layout = "zigzag"
     forward_doc = """
         Sequence-parallel (patched by mllm_seqpar): `visual_shard` says that {frames} hold only the rows of this rank's
         frames of `visual_shard.total`, those of all images and videos in the order of their placeholders in the text.
-        `grid_thw`, `media_nums_per_sample` and the text are those of all ranks. `visual_samples` is passed by
-        `generate` with beams: the number of samples that the frames belong to.
+        `grid_thw`, `media_nums_per_sample` and the text are those of all ranks.
 """
 
     @classmethod
@@ -293,14 +289,12 @@ class MossVLFamily(Family[MossVLInputs]):
         cross_attention_mask: Tensor | None = None,
         vision_chunked_length: int | None = None,  # `vision_chunk_size` takes its place
         visual_embeds: Tensor | None = None,
-        visual_samples: int | None = None,
     ) -> MossVLInputs:
         frames, shard = visual_embeds if pixel_values is None else pixel_values, text["visual_shard"]
         if frames is not None and not len(frames) and shard is None:
             frames = None
         if visual_embeds is not None and frames is visual_embeds and frames.dim() == 2:
             frames = frames.unsqueeze(1)
-        rows = text["inputs_embeds"] if text["input_ids"] is None else text["input_ids"]
         media = None if media_nums_per_sample is None else torch.as_tensor(media_nums_per_sample)
         given = {GRID: grid_thw, MEDIA: media, MASK: cross_attention_mask} if frames is not None else {}
         return MossVLInputs(
@@ -310,5 +304,4 @@ class MossVLFamily(Family[MossVLInputs]):
             pixels_and_features=pixel_values is not None and visual_embeds is not None,
             compared_tensors=as_compared_tensors(**given),
             model=self.model.model,
-            samples=visual_samples or (1 if rows is None else rows.shape[0]),
         )

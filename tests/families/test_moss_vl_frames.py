@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from family_cases import MOSS
-from family_harness import build, compare_gradients, patched
+from family_harness import build, compare_gradients, model_of, patched, settings
+from mllm_seqpar import patch_model
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.runtime.frames import Frames
 from tiny_models.moss_vl import Case
@@ -90,3 +91,26 @@ def test_ranks_hold_as_many_visual_tokens(size: int, monkeypatch: pytest.MonkeyP
     assert sum(found) == sum(tokens) and max(found) <= sum(tokens) / size + max(tokens)
     for frames in made:
         assert list(frames.key_lengths) == found
+
+
+@pytest.mark.parametrize("size", [0, 1, 2])
+def test_an_assistant_attends_to_the_same_frames(size: int) -> None:
+    """The answer is that of greedy search, on ranks as in the unpatched model (`size` 0)."""
+    case, given = Case(labels=None), settings(max_new_tokens=12)
+
+    def assistant() -> Any:
+        model = model_of("moss_vl", case)
+        for number, weight in enumerate(model.parameters()):
+            noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
+            weight.data.add_(noise, alpha=0.02)
+        return model
+
+    model, inputs = build("moss_vl", case)
+    expected = model.generate(**inputs, **given)
+
+    def run(comm: Any) -> Tensor:
+        own, passed = patched("moss_vl", case, comm)
+        return own.generate(**passed, **given, assistant_model=patch_model(assistant(), group=comm))
+
+    unpatched = [model.generate(**inputs, **given, assistant_model=assistant())]
+    assert all(torch.equal(found, expected) for found in (run_loopback(size, run) if size else unpatched))
