@@ -4,8 +4,8 @@
 layers, and a copy of a cache copies its layers. `SequenceParallelCacheState`, a layer that is appended to the model's
 own layers, therefore follows all of these operations, lives as long as the conversation, and nothing in transformers is
 replaced. K and V of frames are not moved: only the row numbers change, so rows of one sample (beams) share the memory
-of its frames. Patched models of all families have this layer, and so have the native mPLUG-Owl3 and MOSS-VL. On one process the
-native and the patched model therefore continue the caches of each other.
+of its frames. Patched models of all families have this layer, and so have the native mPLUG-Owl3 and MOSS-VL. On one
+process the native and the patched model therefore continue the caches of each other.
 
 A `ShardedLayer` takes the place of one of the model's own layers, if its K and V are not all on this rank.
 """
