@@ -4,8 +4,8 @@
 layers, and a copy of a cache copies its layers. `SequenceParallelCacheState`, a layer that is appended to the model's
 own layers, therefore follows all of these operations, lives as long as the conversation, and nothing in transformers is
 replaced. K and V of frames are not moved: only the row numbers change, so rows of one sample (beams) share the memory
-of its frames. Patched models of all families have this layer, and so has the native mPLUG-Owl3. On one process the
-native and the patched model therefore continue the caches of each other.
+of its frames. Patched models of all families have this layer, and so have the native mPLUG-Owl3 and MOSS-VL. On one
+process the native and the patched model therefore continue the caches of each other.
 
 A `ShardedLayer` takes the place of one of the model's own layers, if its K and V are not all on this rank.
 """
@@ -39,7 +39,7 @@ class SequenceParallelCacheState(getattr(cache_utils, "DummyLayer", object)):  #
         frame_fingerprints: the fingerprints of the frames, one for each form in which they are known.
         samples: Llama 3.2 Vision: the number of samples that the frames belong to; ``prompt_batch / samples`` rows of
             the prompt are beams of one sample.
-        media_layout: mPLUG-Owl3: the frames that each token of the prompt attends to.
+        media_layout: mPLUG-Owl3, MOSS-VL: the frames that each token of the prompt attends to.
         frame_tokens: decoder-only models: the visual tokens of the text so far; None if they are not known.
         position_offsets: Qwen-VL: (rows of the prompt, 1) int64 on the CPU: how far the positions of later tokens are
             from their number, because visual tokens share positions.

@@ -271,7 +271,8 @@ class BatchReader:
         """Read the text of a micro-batch and plan its frames, without decoding anything."""
         with self._lock, self._naming(batch.samples):
             batch.chat = self._dataset.batch(batch.samples)
-            batch.shard = FrameShard.of(len(batch.chat.text.slots), self._group, self._chat_format.frame_layout)
+            text, layout = batch.chat.text, self._chat_format.frame_layout
+            batch.shard = FrameShard.of(len(text.slots), self._group, layout, text.sizes)
             batch.size = len(batch.shard) and len(batch.shard) * sum(x.nbytes for x in self._chat_format.blank())
 
     def load(self, batch: MicroBatch, decode: bool = False) -> None:

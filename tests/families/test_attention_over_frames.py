@@ -28,6 +28,7 @@ def case_of(family: str, **overrides: Any) -> Any:
     """Return a batch of one sample whose frames do not divide by 2, 3 or 4 ranks."""
     frames = {"mplug_owl3": (5,), "idefics": (5,), "mllama": ((3, 1, 2, 1, 3),), "open_flamingo": ((1, 3, 4, 6, 8),)}
     frames |= dict.fromkeys(QWENS, (((3, 4, 6), (6, 4), (1, 2, 2)),))
+    frames["moss_vl"] = (((3, 4, 6), (8, 4), (1, 2, 2)),)
     fields = {"frames": frames[family], "labels": None, "length": 52 if family in QWENS else 13}
     if family == "idefics":
         fields["mask"] = "holes"
@@ -40,7 +41,7 @@ def case_of(family: str, **overrides: Any) -> Any:
 
 def seen_units(family: str, case: Any, inputs: dict[str, Any]) -> Tensor:
     """Return (F, units of a frame) bool: what the last row of the prompt attends to."""
-    if family in QWENS:
+    if family in QWENS or family == "moss_vl":
         return torch.ones(5, 1, dtype=torch.bool)
     if family == "idefics":
         return inputs["image_attention_mask"][0, -1, :, None].bool()

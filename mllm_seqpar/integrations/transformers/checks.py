@@ -176,6 +176,7 @@ def _facts(
         "text tokens": inputs.length,
         "frames": inputs.total_frames,
         "units of frames": inputs.sizes.fact,
+        "rows of frames": None if frames is None or shard is not None else frames.shape[0],
         "frames given by visual_shard": shard is not None,
         "layout of the frames": layout,
         "values per frame": 0 if frames is None else math.prod(frames.shape[1:]),

@@ -74,7 +74,7 @@ OWL_JSON |= {"num_key_value_heads": 4, "vocab_size": 151851, "model_type": "mplu
     [
         (None, "there is no .*config.json"),
         ("{", "config.json is not JSON"),
-        ('{"model_type": "bert"}', "model_type 'bert'; known model types: idefics, mllama, mplugowl3, open_flamingo"),
+        ('{"model_type": "bert"}', "model_type 'bert'; known model types: idefics, mllama, moss_vl, mplugowl3"),
         ('{"model_type": "mplugowl3"}', "lacks 'hidden_size', which a mplugowl3 model needs"),
         (json.dumps(OWL_JSON | {"num_attention_heads": None}), "has values that a mplugowl3 model cannot have"),
         (json.dumps(OWL_JSON | {"num_key_value_heads": 3}), "cannot have: 3 kv_heads do not divide 28 heads"),
