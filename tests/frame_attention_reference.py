@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mllm_seqpar.models.video_mllama.modeling import rotated
+
 Layers = list[tuple[Tensor, Tensor, Tensor | None]]
 """Per layer: q (H, L, D), k (G, keys, D), and the keys of the text (G, L, D) that share the softmax, or None."""
 
@@ -156,6 +158,13 @@ def _mllama(model: Any, inputs: dict[str, Any], answer: Tensor) -> Layers:
     return [(q[0], k[0], None) for q, k in _pairs(found)]
 
 
+def _video_mllama(model: Any, inputs: dict[str, Any], answer: Tensor) -> Layers:
+    found = _mllama(model, inputs, answer)
+    rows = torch.arange(found[0][0].shape[1])[None]
+    rotation = model.model.language_model.rotary_emb(found[0][0], rows)
+    return [(rotated(q[None], rotation)[0], k, text) for q, k, text in found]
+
+
 def _flamingo(model: Any, inputs: dict[str, Any], answer: Tensor) -> Layers:
     attentions = [block.attn for block in model.lang_encoder.gated_cross_attn_layers if block is not None]
     ids = torch.cat([inputs["lang_x"], answer[None]], 1)
@@ -165,4 +174,5 @@ def _flamingo(model: Any, inputs: dict[str, Any], answer: Tensor) -> Layers:
     return [(_heads(q[0], heads), _heads(kv.flatten(0, -2).chunk(2, -1)[0], heads), None) for q, kv in _pairs(found)]
 
 
-LAYERS = {"mplug_owl3": _owl, "idefics": _idefics, "mllama": _mllama, "open_flamingo": _flamingo}
+LAYERS = {"mplug_owl3": _owl, "idefics": _idefics, "mllama": _mllama, "video_mllama": _video_mllama}
+LAYERS["open_flamingo"] = _flamingo

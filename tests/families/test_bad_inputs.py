@@ -25,6 +25,8 @@ from tiny_models.mllama import CROSS_LAYERS, PATCHES, TILES
 from tiny_models.mllama import Case as Mllama
 from tiny_models.mplug_owl3 import Case as Owl
 from tiny_models.mplug_owl3 import local_frames, tiny_frames, tiny_text
+from tiny_models.video_mllama import SIDE
+from tiny_models.video_mllama import Case as Preview
 
 Inputs = dict[str, Any]
 DIFFERENT = "the ranks differ in"
@@ -111,6 +113,13 @@ IDEFICS_ERRORS = {
 }
 
 MLLAMA = Mllama(frames=((3, 1, 2, 3),), labels=None)
+PREVIEW = Preview(frames=(3, 1), labels=None)
+PREVIEW_CHANGES: dict[str, Inputs] = {
+    r"vision_position_ids has shape \(2, 2\); expected \(2, 3\)": {"vision_position_ids": torch.ones(2, 2).long()},
+    r"expected \(batch, images, 1 tiles, channels": {"pixel_values": torch.zeros(2, 3, 2, 3, SIDE, SIDE)},
+    "3 tiles in all images of a sample": {"cross_attention_mask": torch.ones(2, 11, 2, 1)},
+}
+PREVIEW_OTHERS = {"digest of the positions of frames": lambda x: {"vision_position_ids": x["vision_position_ids"] + 1}}
 
 
 def _states(*shape: int) -> Inputs:
@@ -198,6 +207,10 @@ BAD = {
     "mplug_owl3": (3, OWL, OWL_ERRORS),
     "idefics": (2, IDEFICS, IDEFICS_ERRORS),
     "mllama": (2, MLLAMA, {(SeqParError, ELSEWHERE): MLLAMA_CHANGES}),
+    "video_mllama": (
+        *(2, PREVIEW),
+        {(SeqParError, ELSEWHERE): PREVIEW_CHANGES, (AgreementError, DIFFERENT): PREVIEW_OTHERS},
+    ),
     **{
         family: (
             2,
@@ -377,7 +390,7 @@ def with_attention_dropout(family: str, model: Any) -> Any:
     if family == "idefics":
         for block in model.model.gated_cross_attn_layers:
             block.cross_attn.dropout = 0.1
-    elif family == "mllama":
+    elif family in ("mllama", "video_mllama"):
         for number in CROSS_LAYERS:
             model.model.language_model.layers[number].cross_attn.dropout = 0.1
     elif family in QWENS:
