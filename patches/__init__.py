@@ -31,6 +31,12 @@ FAMILIES = {
         "chats.mplug_owl3:MPlugOwl3Chats",
         "MPlugOwl3Processor",
     ),
+    "video_mllama": FamilyEntry(  # before its base class
+        "video_mllama:VideoMllamaFamily",
+        "VideoMllamaForConditionalGeneration",
+        "chats.video_mllama:VideoMllamaChats",
+        "VideoMllamaProcessor",
+    ),
     "mllama": FamilyEntry(
         "mllama:MllamaFamily", "MllamaForConditionalGeneration", "chats.mllama:MllamaChats", "MllamaProcessor"
     ),

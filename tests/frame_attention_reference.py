@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mllm_seqpar.models.video_mllama.modeling import rotated
 from tiny_models.moss_vl import MERGE
 
 Layers = list[tuple[Tensor, Tensor, Tensor | None]]
@@ -164,6 +165,13 @@ def _mllama(model: Any, inputs: dict[str, Any], answer: Tensor) -> Layers:
     return [(q[0], k[0], None) for q, k in _pairs(found)]
 
 
+def _video_mllama(model: Any, inputs: dict[str, Any], answer: Tensor) -> Layers:
+    found = _mllama(model, inputs, answer)
+    rows = torch.arange(found[0][0].shape[1])[None]
+    rotation = model.model.language_model.rotary_emb(found[0][0], rows)
+    return [(rotated(q[None], rotation)[0], k, text) for q, k, text in found]
+
+
 def _flamingo(model: Any, inputs: dict[str, Any], answer: Tensor) -> Layers:
     attentions = [block.attn for block in model.lang_encoder.gated_cross_attn_layers if block is not None]
     ids = torch.cat([inputs["lang_x"], answer[None]], 1)
@@ -201,3 +209,4 @@ def _moss(model: Any, inputs: dict[str, Any], answer: Tensor) -> Layers:
 
 
 LAYERS = {"mplug_owl3": _owl, "idefics": _idefics, "mllama": _mllama, "moss_vl": _moss, "open_flamingo": _flamingo}
+LAYERS["video_mllama"] = _video_mllama

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from family_cases import FUSED, INSTRUCT, LANGUAGE_MODELS, LONG_WINDOW, MLLAMA, MOSS, QWENS, RESAMPLER
+from family_cases import FUSED, INSTRUCT, LANGUAGE_MODELS, LONG_WINDOW, MLLAMA, MOSS, PREVIEW, QWENS, RESAMPLER
 from tiny_models.idefics import Case as Idefics
 from tiny_models.mllama import Case as Mllama
 from tiny_models.moss_vl import Case as Moss
@@ -33,6 +33,8 @@ LATENTS = Idefics(frames=(2, 3), mask="holes", model=RESAMPLER, labels=None)
 _MLLAMA_ONE, _MLLAMA_TWO = Mllama(labels=None), replace(MLLAMA, padding="left", labels=None)
 _MLLAMA_ANY, _MLLAMA_TEXT = replace(MLLAMA, mask="scattered", labels=None), Mllama(frames=((), ()), labels=None)
 _MLLAMA_NO_MASK = replace(MLLAMA, mask="none", labels=None)
+_PREVIEW_TWO = replace(PREVIEW, padding="left", labels=None)
+_PREVIEW_STATES = replace(PREVIEW, features="sample", labels=None)
 _MLLAMA_STATES = replace(MLLAMA, features="sample", labels=None)
 
 
@@ -109,6 +111,24 @@ GENERATED: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
         "local frames, no cache": (_MLLAMA_LOCAL, BEAMS | NO_CACHE),
         "lookup, any tiles": (Mllama(mask="scattered", labels=None), LOOKUP),
         "sharded prompt, lookup": (_MLLAMA_ONE.with_options(**SHARDED), LOOKUP),
+    },
+    "video_mllama": {
+        "greedy": (replace(PREVIEW, frames=(3,), labels=None), GREEDY),
+        "beams, padded batch": (_PREVIEW_TWO, BEAMS),
+        "beams, no mask": (replace(PREVIEW, mask="none", labels=None), BEAMS),
+        "frames without positions": (replace(PREVIEW, positions=False, labels=None), GREEDY),
+        "static cache, beams": (replace(PREVIEW, mask="scattered", labels=None), STATIC | BEAMS),
+        "embeddings": (replace(PREVIEW, embeds=True, labels=None), GREEDY),
+        "features, beams, no cache": (_PREVIEW_STATES, BEAMS | NO_CACHE),
+        "local features, beams": (_local(_PREVIEW_STATES), BEAMS),
+        "local text": (_PREVIEW_TWO.with_options(self_attention="local"), GREEDY),
+        "ring": (_PREVIEW_TWO.with_options(strategy="ring"), GREEDY),
+        "sharded prompt, beams": (_PREVIEW_TWO.with_options(**SHARDED), THREE_BEAMS),
+        "sharded prompt, local frames": (_local(_PREVIEW_TWO).with_options(**SHARDED), GREEDY),
+        "sharded prompt, text only": (replace(PREVIEW, frames=(0, 0), labels=None).with_options(**SHARDED), GREEDY),
+        "local frames, no cache": (_local(replace(PREVIEW, labels=None)), BEAMS | NO_CACHE),
+        "lookup": (replace(PREVIEW, frames=(3,), labels=None), LOOKUP),
+        "sharded prompt, lookup": (replace(PREVIEW, frames=(3,), labels=None).with_options(**SHARDED), LOOKUP),
     },
 }
 GENERATED["moss_vl"] = {
@@ -200,6 +220,7 @@ SAMPLING: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
     "idefics": {"sampled": (_IDEFICS_TWO, SAMPLED)},
     "mllama": {"sampled": (_MLLAMA_TWO, SAMPLED)},
     "moss_vl": {"sampled": (_MOSS_TWO, SAMPLED)},
+    "video_mllama": {"sampled": (_PREVIEW_TWO, SAMPLED)},
     **{
         family: {
             "sampled, sharded prompt": (replace(qwen, padding="left", labels=None).with_options(**SHARDED), SAMPLED)

@@ -59,6 +59,13 @@ NATIVE_MODELS = {
         processor="OpenFlamingoProcessor",
         autos=("AutoModel", "AutoModelForImageTextToText"),
     ),
+    "video_mllama": NativeModel(
+        package="video_mllama",
+        config="VideoMllamaConfig",
+        model="VideoMllamaForConditionalGeneration",
+        processor="VideoMllamaProcessor",
+        autos=("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText"),
+    ),
 }
 """The native models by `model_type`."""
 

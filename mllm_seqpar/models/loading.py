@@ -22,6 +22,7 @@ from torch import nn
 from mllm_seqpar._compat import model_class_of, optional_import
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError, first_line, library_fault
 
+from .auto_classes import NATIVE_MODELS, NativeModel
 from .hub import local_directory
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -124,6 +125,8 @@ def model_class(folder: Path) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
     path = _require_config(folder)
+    if (native := _native_model(folder)) is not None:
+        return native.named(native.config).from_pretrained(path), native.named(native.model)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:
@@ -135,6 +138,21 @@ def model_class(folder: Path) -> tuple[Any, Any]:
     if cls is None:
         raise ConfigError(f"--model {path}: no model class is registered for {type(config).__name__}")
     return config, cls
+
+
+def _native_model(folder: Path) -> NativeModel | None:
+    """Return the native model whose class config.json names under the `model_type` of another model; else None.
+
+    MOSS-Video-Preview was published with the `model_type` of Llama 3.2 Vision.
+    """
+    try:
+        stated = json.loads((folder / "config.json").read_text())
+        names = stated.get("architectures") or ()
+        if stated.get("model_type") in NATIVE_MODELS:
+            return None
+    except (ValueError, AttributeError):
+        return None  # transformers says what is wrong with it
+    return next((native for native in NATIVE_MODELS.values() if native.model in names), None)
 
 
 def load_config(path: str) -> Any:
@@ -151,8 +169,10 @@ def load_processor(path: str) -> Any:
     _require_config(folders[-1])
     folder = next((folder for folder in folders if any((folder / name).is_file() for name in _PROCESSOR)), folders[0])
     _require_files(folder)
+    native = _native_model(folders[-1])
     try:
-        return AutoProcessor.from_pretrained(str(folder), trust_remote_code=False)
+        processor = AutoProcessor if native is None else native.named(native.processor)
+        return processor.from_pretrained(str(folder), trust_remote_code=False)
     except SeqParError:
         raise
     except Exception as error:

@@ -27,12 +27,13 @@ ANSWER = settings(max_new_tokens=4, suppress_tokens=[IMAGE, VIDEO])
 def case_of(family: str, **overrides: Any) -> Any:
     """Return a batch of one sample whose frames do not divide by 2, 3 or 4 ranks."""
     frames = {"mplug_owl3": (5,), "idefics": (5,), "mllama": ((3, 1, 2, 1, 3),), "open_flamingo": ((1, 3, 4, 6, 8),)}
+    frames["video_mllama"] = (5,)
     frames |= dict.fromkeys(QWENS, (((3, 4, 6), (6, 4), (1, 2, 2)),))
     frames["moss_vl"] = (((3, 4, 6), (8, 4), (1, 2, 2)),)
     fields = {"frames": frames[family], "labels": None, "length": 52 if family in QWENS else 13}
     if family == "idefics":
         fields["mask"] = "holes"
-    if family == "mllama":
+    if family in ("mllama", "video_mllama"):
         fields["mask"] = "scattered"
     if family == "open_flamingo":
         fields |= {"media": 5, "model": {"language_model": "opt", "immediate": False}}
@@ -45,7 +46,7 @@ def seen_units(family: str, case: Any, inputs: dict[str, Any]) -> Tensor:
         return torch.ones(5, 1, dtype=torch.bool)
     if family == "idefics":
         return inputs["image_attention_mask"][0, -1, :, None].bool()
-    if family == "mllama":
+    if family in ("mllama", "video_mllama"):
         seen = inputs["cross_attention_mask"][0, -1].bool()
         return seen if bool(seen.any()) else ~seen  # a row without tiles attends to all
     frames = case.media if family == "open_flamingo" else case.frames[0]

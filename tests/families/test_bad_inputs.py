@@ -26,6 +26,8 @@ from tiny_models.mllama import Case as Mllama
 from tiny_models.moss_vl import Case as Moss
 from tiny_models.mplug_owl3 import Case as Owl
 from tiny_models.mplug_owl3 import local_frames, tiny_frames, tiny_text
+from tiny_models.video_mllama import SIDE
+from tiny_models.video_mllama import Case as Preview
 
 Inputs = dict[str, Any]
 DIFFERENT = "the ranks differ in"
@@ -112,6 +114,13 @@ IDEFICS_ERRORS = {
 }
 
 MLLAMA = Mllama(frames=((3, 1, 2, 3),), labels=None)
+PREVIEW = Preview(frames=(3, 1), labels=None)
+PREVIEW_CHANGES: dict[str, Inputs] = {
+    r"vision_position_ids has shape \(2, 2\); expected \(2, 3\)": {"vision_position_ids": torch.ones(2, 2).long()},
+    r"expected \(batch, images, 1 tiles, channels": {"pixel_values": torch.zeros(2, 3, 2, 3, SIDE, SIDE)},
+    "3 tiles in all images of a sample": {"cross_attention_mask": torch.ones(2, 11, 2, 1)},
+}
+PREVIEW_OTHERS = {"digest of the positions of frames": lambda x: {"vision_position_ids": x["vision_position_ids"] + 1}}
 
 
 def _states(*shape: int) -> Inputs:
@@ -254,6 +263,10 @@ BAD = {
     "idefics": (2, IDEFICS, IDEFICS_ERRORS),
     "mllama": (2, MLLAMA, {(SeqParError, ELSEWHERE): MLLAMA_CHANGES}),
     "moss_vl": (2, MOSS_ONE, MOSS_ERRORS),
+    "video_mllama": (
+        *(2, PREVIEW),
+        {(SeqParError, ELSEWHERE): PREVIEW_CHANGES, (AgreementError, DIFFERENT): PREVIEW_OTHERS},
+    ),
     **{
         family: (
             2,
@@ -433,7 +446,7 @@ def with_attention_dropout(family: str, model: Any) -> Any:
     if family == "idefics":
         for block in model.model.gated_cross_attn_layers:
             block.cross_attn.dropout = 0.1
-    elif family == "mllama":
+    elif family in ("mllama", "video_mllama"):
         for number in CROSS_LAYERS:
             model.model.language_model.layers[number].cross_attn.dropout = 0.1
     elif family == "moss_vl":
