@@ -29,6 +29,8 @@ class NativeModel(NamedTuple):
     autos: tuple[str, ...]
     image_processor: str | None = None
     """None: one of transformers', which its AutoImageProcessor finds."""
+    published_as: str | None = None
+    """The `model_type` of another model, if published files state that and name this model in `architectures`."""
 
     def named(self, name: str) -> Any:
         """Import the package and return one of its classes."""
@@ -65,6 +67,7 @@ NATIVE_MODELS = {
         model="VideoMllamaForConditionalGeneration",
         processor="VideoMllamaProcessor",
         autos=("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText"),
+        published_as="mllama",
     ),
 }
 """The native models by `model_type`."""

@@ -141,18 +141,14 @@ def model_class(folder: Path) -> tuple[Any, Any]:
 
 
 def _native_model(folder: Path) -> NativeModel | None:
-    """Return the native model whose class config.json names under the `model_type` of another model; else None.
-
-    MOSS-Video-Preview was published with the `model_type` of Llama 3.2 Vision.
-    """
+    """Return the native model whose class config.json names under the `model_type` of another model; else None."""
     try:
         stated = json.loads((folder / "config.json").read_text())
-        names = stated.get("architectures") or ()
-        if stated.get("model_type") in NATIVE_MODELS:
-            return None
+        kind, names = stated.get("model_type"), stated.get("architectures") or ()
     except (ValueError, AttributeError):
         return None  # transformers says what is wrong with it
-    return next((native for native in NATIVE_MODELS.values() if native.model in names), None)
+    models = [native for native in NATIVE_MODELS.values() if native.published_as == kind and native.model in names]
+    return models[0] if models and kind is not None else None
 
 
 def load_config(path: str) -> Any:

@@ -1,6 +1,7 @@
 """Layer: one process, real files. A chat's text, masks and images equal those of the family's own processor."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -132,9 +133,25 @@ def moss_vl(processor: Any, chats: list[Any], pictures: list[Any]) -> dict[str, 
     }
 
 
+def video_mllama(processor: Any, chats: list[Any], pictures: list[Any]) -> dict[str, Tensor]:
+    """Call the native processor, with videos as images; it makes the same inputs of `<|video|>` and its frames."""
+    texts = [processor.apply_chat_template(chat) for chat in chats]
+    images = [[pictures.pop(0) for _ in range(text.count("<|image|>"))] for text in texts]
+    found = processor(images=images, text=texts, padding=True, padding_side="right")
+    clips = [own for own in images if own]
+    marked = [
+        re.sub(r"(<\|image\|>)+", "<|video|>", text) if own else text for text, own in zip(texts, images, strict=True)
+    ]
+    if all(text.count("<|video|>") <= 1 for text in marked):
+        again = processor(videos=clips, text=marked, padding=True, padding_side="right")
+        assert all(torch.equal(x, again[name]) for name, x in found.items())
+    return found
+
+
 OWN = {
     "idefics": idefics,
     "moss_vl": moss_vl,
+    "video_mllama": video_mllama,
     "mllama": mllama,
     "open_flamingo": open_flamingo,
     "qwen2_5_vl": qwen,
@@ -178,7 +195,7 @@ def test_inputs_equal_those_of_the_own_processor(folder: Path, name: str, rows: 
 @pytest.mark.parametrize("name", MAKERS)
 def test_unusable_chats_and_tokenizers_are_refused(folder: Path, name: str) -> None:
     processor: Any = load_processor(str(folder / name))
-    mark = {"mllama": "<|image|>", "moss_vl": "<|image_pad|>"}.get(
+    mark = {"mllama": "<|image|>", "moss_vl": "<|image_pad|>", "video_mllama": "<|image|>"}.get(
         name, "<|video_pad|>" if name in QWENS else "<image>"
     )
     write_rows(folder / "wrong.jsonl", [{"messages": CHATS["a video"]}, chat(image("0.png"), f"{mark} what?")])
