@@ -4,12 +4,14 @@ attention: windows, packed and padded text, tables with holes, empty rows, one r
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from attention_cases import CONTROL
 from dense_attention import dense_attention
 from mllm_seqpar.attention import lv_xattn, mesh_attention, ring_attention, ulysses_attention
 from mllm_seqpar.attention.attend import attend
@@ -18,6 +20,7 @@ from mllm_seqpar.attention.keys import GivenKeys
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.masks.block_masks import text_masks
+from mllm_seqpar.schedules.bytes_sent import lv_xattn_bytes, ring_bytes
 from mllm_seqpar.schedules.mesh_shapes import parallel_spec
 from mllm_seqpar.sharding import LAYOUTS, FrameSizes, padded_length, sequence_positions, take_spans
 
@@ -139,3 +142,34 @@ def test_random_masks_are_exact(n: int, part: int) -> None:
     again = run_loopback(n, lambda comm: [run(comm, problem) for problem in problems[:20]])
     for first, second in zip(found, again, strict=True):
         assert all(torch.equal(a[name], b[name]) for a, b in zip(first[:20], second, strict=True) for name in a)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize(("attention", "formula"), [(lv_xattn, lv_xattn_bytes), (ring_attention, ring_bytes)])
+def test_bytes_sent_with_unequal_frames_equal_the_formulas(attention: Any, formula: Any, n: int) -> None:
+    counts = torch.tensor([3, 1, 40, 1, 5, 9, 2, 7, 7, 1])
+    sizes, rows = FrameSizes(len(counts), counts), 6
+    lengths = tuple(sizes.count(spans) for spans in sizes.spans(n))
+    assert len(set(lengths)) > 1
+
+    def run(comm: Communicator) -> list[tuple[int, int]]:
+        q = torch.randn(2, 4, rows, 8).requires_grad_()
+        k, v = (torch.randn(2, 2, lengths[comm.rank], 8).requires_grad_() for _ in range(2))
+        stop = torch.full((2, rows), len(counts))
+        mask = FrameMask.from_intervals(torch.zeros_like(stop), stop, counts, len(counts))
+
+        def payload() -> int:
+            return sum(size for label, size in comm.bytes.sent.items() if label not in CONTROL)
+
+        o = attention(q, k, v, group=comm, mask=mask)
+        forward = payload()
+        o.sum().backward()
+        found = [forward, payload() - forward]
+        shape = problem_of(q.shape, k.shape, lengths, q.dtype, "auto")
+        return [
+            (bytes_sent, sum(formula(replace(shape, rank=comm.rank), backward=backward).values()))
+            for backward, bytes_sent in zip((False, True), found, strict=True)
+        ]
+
+    for rank in run_loopback(n, run):
+        assert all(sent == expected for sent, expected in rank)
