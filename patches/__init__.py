@@ -55,5 +55,8 @@ FAMILIES = {
     "qwen3_vl": FamilyEntry(
         "qwen_vl:Qwen3VLFamily", "Qwen3VLForConditionalGeneration", "chats.qwen_vl:Qwen3VLChats", "Qwen3VLProcessor"
     ),
+    "moss_vl": FamilyEntry(
+        "moss_vl:MossVLFamily", "MossVLForConditionalGeneration", "chats.moss_vl:MossVLChats", "MossVLProcessor"
+    ),
 }
 """The families in the order in which adapters are tried."""

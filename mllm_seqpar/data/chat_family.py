@@ -80,6 +80,7 @@ class ChatText:
         labels: (B, L), the tokens of the answers and their ends, -100 elsewhere; or None.
         slots: (N,) for each image of the model's flat list, its index among all images of the conversations, or -1
             for an image that only pads a sample.
+        sizes: (N,) the tokens of each image if they differ; see `ChatFamily.frame_sizes`.
         extras: masks and positions of images, by their argument names in the model's forward.
     """
 
@@ -87,6 +88,7 @@ class ChatText:
     attention_mask: Tensor
     labels: Tensor | None
     slots: Sequence[int]
+    sizes: Sequence[int] | None = None
     extras: Mapping[str, Tensor] = field(default_factory=dict)
 
     def beginning(self, stop: int) -> ChatText:

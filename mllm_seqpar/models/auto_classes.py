@@ -46,6 +46,14 @@ NATIVE_MODELS = {
         autos=("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText"),
         image_processor="MPlugOwl3ImageProcessor",
     ),
+    "moss_vl": NativeModel(
+        package="moss_vl",
+        config="MossVLConfig",
+        model="MossVLForConditionalGeneration",
+        processor="MossVLProcessor",
+        autos=("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText"),
+        image_processor="MossVLImageProcessor",
+    ),
     "open_flamingo": NativeModel(
         package="open_flamingo",
         config="OpenFlamingoConfig",

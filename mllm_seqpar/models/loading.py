@@ -70,7 +70,8 @@ def load_model(
         return load_clean(cls.from_pretrained, str(folder), f"--model {folder}", config=config, **options)[0]
 
     try:
-        if not options and _stored_elements(folder) not in (None, _elements(cls, config)):
+        stored = None if options else _stored_elements(folder)
+        if stored is not None and _elements(cls, config) not in (None, stored):
             load(dtype=dtype, device_map="meta")  # compares names and shapes before anything is built or read
         return load(dtype=dtype, **options)
     except SeqParError:
@@ -104,10 +105,13 @@ def _stored_elements(folder: Path) -> int | None:
     return total if files else None
 
 
-def _elements(cls: Any, config: Any) -> int:
-    """Return the number of elements of all parameters and saved buffers of a model."""
-    with torch.device("meta"):
-        model = cls(copy.deepcopy(config))
+def _elements(cls: Any, config: Any) -> int | None:
+    """Return the number of elements of all parameters and saved buffers of a model; None if that takes its weights."""
+    try:
+        with torch.device("meta"):
+            model = cls(copy.deepcopy(config))
+    except Exception:  # noqa: BLE001 - of a class that computes while it is built; loading reports what is wrong
+        return None
     return sum({id(x): x.numel() for x in model.state_dict(keep_vars=True).values()}.values())
 
 
@@ -230,6 +234,20 @@ def require_clean(report: Mapping[str, Any], what: str, *, expected: str = "") -
             f"of {expected or 'the model that its config.json describes'}: check that the checkpoint is complete and "
             "that config.json belongs to it"
         )
+
+
+class NonReentrantCheckpointing:
+    """Base of the native models, before a class of transformers: reentrant gradient checkpointing is refused."""
+
+    def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
+        # Every public method that enables checkpointing, in all supported versions, calls this method.
+        function = kwargs.get("gradient_checkpointing_func")
+        if getattr(function, "keywords", {}).get("use_reentrant"):
+            raise ConfigError(
+                "use_reentrant is True; layers share the visual features, which reentrant checkpointing cannot "
+                "differentiate: pass gradient_checkpointing_kwargs={'use_reentrant': False}, or leave it out"
+            )
+        super()._set_gradient_checkpointing(*args, **kwargs)  # type: ignore[misc]
 
 
 def _base_of_adapter(folder: Path) -> Path | None:

@@ -27,7 +27,7 @@ from mllm_seqpar.fsdp_units import refuse_other_sharding
 from mllm_seqpar.models.adapters import refuse_arguments_of_samples
 from mllm_seqpar.models.cache import supports_sharded_text
 from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
-from mllm_seqpar.sharding import FrameShard, describe_spans
+from mllm_seqpar.sharding import FrameShard, FrameSizes, describe_spans
 
 from .inputs import ForwardInputs
 from .outputs import custom_loss, leaves_out_logits
@@ -170,13 +170,15 @@ def _facts(
     }
     moved_rows = inputs.prompt_rows if inputs.past_length else None
     positions = checksum(*(inputs.on_host(name) for name in inputs.compared_tensors), moved_rows)
+    layout = None if shard is None or frames is None else shard.layout(comm.rank, comm.size, inputs.sizes)
     facts |= {
         "samples": inputs.batch,
         "text tokens": inputs.length,
         "frames": inputs.total_frames,
         "units of frames": inputs.sizes.fact,
+        "rows of frames": None if frames is None or shard is not None else frames.shape[0],
         "frames given by visual_shard": shard is not None,
-        "layout of the frames": None if shard is None else shard.layout(comm.rank, comm.size, inputs.sizes),
+        "layout of the frames": layout,
         "values per frame": 0 if frames is None else math.prod(frames.shape[1:]),
         "kind of frames": "none" if frames is None else "features" if inputs.frames_are_features else "pixels",
         "cached tokens": inputs.past_length,
@@ -224,8 +226,9 @@ def check_frames(family: Family, inputs: ForwardInputs) -> None:
         return
     if not isinstance(shard, FrameShard):
         raise ShapeError(f"visual_shard: expected a FrameShard(start, stop, total), got {type(shard).__name__}")
-    if shard.layout(comm.rank, comm.size, inputs.sizes) not in inputs.frame_layouts:
-        own = [describe_spans(inputs.sizes.spans(comm.size, x)[comm.rank]) for x in inputs.frame_layouts]
+    sizes = FrameSizes(shard.total) if frames is None else inputs.sizes
+    if shard.layout(comm.rank, comm.size, sizes) not in inputs.frame_layouts:
+        own = [describe_spans(sizes.spans(comm.size, x)[comm.rank]) for x in inputs.frame_layouts]
         raise ShapeError(
             f"visual_shard: rank {comm.rank} of {comm.size} holds frames {own[0]} of {shard.total} (frame_range)"
             + "".join(f', or {zigzag} (frame_ranges with layout="zigzag")' for zigzag in own[1:])
