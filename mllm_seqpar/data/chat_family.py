@@ -173,7 +173,9 @@ class ChatFamily(ABC):
         """
 
     def check(self, model: Any) -> None:
-        if not any(c.__name__ == self.model_class for c in type(model).__mro__):
+        known = {self.model_class, *(entry.model_class for entry in family_index().values())}
+        # The model class of one family may be a base class of another's.
+        if next((c.__name__ for c in type(model).__mro__ if c.__name__ in known), None) != self.model_class:
             raise ConfigError(
                 f"the model is {type(model).__name__}, and its directory has a {type(self.processor).__name__}, which "
                 f"goes with {self.model_class}; copy the processor files of this model into the directory"
