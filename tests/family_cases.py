@@ -44,20 +44,26 @@ SILENCE = {"silence_token_id": 43, "silence_token_weight": 0.1}
 OWL = Owl(frames=(4, 1))
 IDEFICS = Idefics(frames=(4, 1), mask="holes")
 MLLAMA = Mllama(frames=((2, 3, 1), (1,)))
-PREVIEW = Preview(frames=(4, 1))
 MOSS = Moss(frames=(((3, 4, 6), (8, 4)), ((2, 6, 2),)))
+PREVIEW = Preview(frames=(4, 1))
 # Two samples with a video and images of different sizes.
 QWEN: dict[str, Any] = {"frames": (((3, 4, 6), (6, 4)), ((2, 4, 4), (1, 2, 2), (4, 4))), "length": 52}
 QWENS: dict[str, Any] = {"qwen2_5_vl": Qwen2_5(**QWEN), "qwen3_vl": Qwen3(**QWEN)}
 """The decoder-only families, which have no strategy for cross-attention."""
-BATCHES: dict[str, Any] = {"mplug_owl3": OWL, "idefics": IDEFICS, "mllama": MLLAMA, "moss_vl": MOSS}
-BATCHES |= {"video_mllama": PREVIEW, **QWENS}
+BATCHES: dict[str, Any] = {
+    "mplug_owl3": OWL,
+    "idefics": IDEFICS,
+    "mllama": MLLAMA,
+    "moss_vl": MOSS,
+    "video_mllama": PREVIEW,
+}
+BATCHES |= QWENS
 PADDED: dict[str, Any] = {
     "mplug_owl3": Owl(frames=(2, 3, 1), padding="left"),
     "idefics": Idefics(frames=(2, 3, 1), padding="left", mask="before"),
     "mllama": Mllama(frames=((2, 3), (1,), (3,)), padding="left"),
-    "video_mllama": Preview(frames=(2, 3, 1), padding="left"),
     "moss_vl": Moss(frames=(((2, 4, 6),), ((6, 2), (4, 4)), ((2, 12),)), padding="left"),
+    "video_mllama": Preview(frames=(2, 3, 1), padding="left"),
     **{family: replace(case, padding="left") for family, case in QWENS.items()},
 }
 if LANGUAGE_MODELS:
@@ -205,6 +211,31 @@ EXACT: dict[str, dict[str, Any]] = {
         "local features": replace(MLLAMA, features="tiles", local_frames=True),
         "training mode": replace(MLLAMA, train=True),
     },
+    "moss_vl": shared("moss_vl")
+    | {
+        "one sample": Moss(),
+        "a sample without frames": Moss(frames=((), ((2, 4, 6),))),
+        "a sample without frames, last": Moss(frames=(((2, 4, 6),), (), ())),
+        "text shorter than the group": Moss(frames=((), ((2, 2),)), length=3),
+        "fewer frames than ranks": Moss(frames=(((4, 6),),), length=9),
+        "text only": Moss(frames=((), ()), length=11),
+        "local text only": Moss(frames=((), ()), length=11).with_options(self_attention="local"),
+        "no mask, two samples": replace(MOSS, mask="none"),
+        "numbers of frames as the mask": replace(MOSS, mask="counts", padding="right"),
+        "one token an image": Moss(frames=(((5, 2, 2), (2, 2)),)),
+        "two ranges of frames on each rank": Moss(frames=(((9, 2, 4),), ((4, 2),)), length=27),
+        "frames of equal size": Moss(frames=(((3, 4, 6), (6, 4)), ((2, 12, 2),))),
+        "one large frame": Moss(frames=(((6, 2, 2), (12, 14)), ((2, 2),)), length=27),
+        "cross-attention last": Moss(model={"cross_attention_layers": (2, 4)}),
+        "shifted labels": replace(MOSS, labels="shifted"),
+        "items counted by the caller": replace(MOSS, arguments=COUNTED),
+        "gradients of pixels": replace(MOSS, wants_grad=("pixel_values",)),
+        "gradients of features": replace(MOSS, features="embeddings", wants_grad=("visual_embeds",)),
+        "gradients of embeddings": replace(MOSS, embeds=True, wants_grad=("inputs_embeds",)),
+        "local features": replace(MOSS, features="embeddings", local_frames=True),
+        "all features, offloaded": replace(MOSS, features="embeddings", options={"visual_offload": "cpu"}),
+        "training mode": replace(MOSS, train=True),
+    },
     "video_mllama": shared("video_mllama")
     | {
         "one sample": Preview(),
@@ -232,31 +263,6 @@ EXACT: dict[str, dict[str, Any]] = {
         "gradients of embeddings": replace(PREVIEW, embeds=True, wants_grad=("inputs_embeds",)),
         "local features": replace(PREVIEW, features="frames", local_frames=True),
         "training mode": replace(PREVIEW, train=True),
-    },
-    "moss_vl": shared("moss_vl")
-    | {
-        "one sample": Moss(),
-        "a sample without frames": Moss(frames=((), ((2, 4, 6),))),
-        "a sample without frames, last": Moss(frames=(((2, 4, 6),), (), ())),
-        "text shorter than the group": Moss(frames=((), ((2, 2),)), length=3),
-        "fewer frames than ranks": Moss(frames=(((4, 6),),), length=9),
-        "text only": Moss(frames=((), ()), length=11),
-        "local text only": Moss(frames=((), ()), length=11).with_options(self_attention="local"),
-        "no mask, two samples": replace(MOSS, mask="none"),
-        "numbers of frames as the mask": replace(MOSS, mask="counts", padding="right"),
-        "one token an image": Moss(frames=(((5, 2, 2), (2, 2)),)),
-        "two ranges of frames on each rank": Moss(frames=(((9, 2, 4),), ((4, 2),)), length=27),
-        "frames of equal size": Moss(frames=(((3, 4, 6), (6, 4)), ((2, 12, 2),))),
-        "one large frame": Moss(frames=(((6, 2, 2), (12, 14)), ((2, 2),)), length=27),
-        "cross-attention last": Moss(model={"cross_attention_layers": (2, 4)}),
-        "shifted labels": replace(MOSS, labels="shifted"),
-        "items counted by the caller": replace(MOSS, arguments=COUNTED),
-        "gradients of pixels": replace(MOSS, wants_grad=("pixel_values",)),
-        "gradients of features": replace(MOSS, features="embeddings", wants_grad=("visual_embeds",)),
-        "gradients of embeddings": replace(MOSS, embeds=True, wants_grad=("inputs_embeds",)),
-        "local features": replace(MOSS, features="embeddings", local_frames=True),
-        "all features, offloaded": replace(MOSS, features="embeddings", options={"visual_offload": "cpu"}),
-        "training mode": replace(MOSS, train=True),
     },
 }
 for _number, (_family, _qwen) in enumerate(QWENS.items()):
@@ -343,8 +349,8 @@ def strategy_cases() -> Iterator[Any]:
         ("mplug_owl3", replace(OWL, padding="left", model=FUSED)),
         ("idefics", IDEFICS),
         ("mllama", MLLAMA),
-        ("video_mllama", PREVIEW),
         ("moss_vl", MOSS),
+        ("video_mllama", PREVIEW),
     ]
     if LANGUAGE_MODELS:
         batches.append(("open_flamingo", FLAMINGO.with_model(language_model="opt")))

@@ -196,8 +196,7 @@ def take_samples_without_images(processor: Any) -> None:
     processor.image_processor = transformers.MllamaImageProcessorPil(**processor.image_processor.to_dict())
 
 
-MAKERS = {"idefics": make_idefics, "mllama": make_mllama, "moss_vl": make_moss_vl}
-MAKERS["video_mllama"] = make_video_mllama
+MAKERS = {"idefics": make_idefics, "mllama": make_mllama, "moss_vl": make_moss_vl, "video_mllama": make_video_mllama}
 if is_torchvision_available():  # without it, transformers loads no processor of videos
     MAKERS |= {name: partial(make_qwen, family=name) for name in ("qwen2_5_vl", "qwen3_vl")}
 if importlib.util.find_spec("open_flamingo"):  # scripts/test.sh installs it, without its dependencies

@@ -219,8 +219,8 @@ SAMPLING: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
     },
     "idefics": {"sampled": (_IDEFICS_TWO, SAMPLED)},
     "mllama": {"sampled": (_MLLAMA_TWO, SAMPLED)},
-    "video_mllama": {"sampled": (_PREVIEW_TWO, SAMPLED)},
     "moss_vl": {"sampled": (_MOSS_TWO, SAMPLED)},
+    "video_mllama": {"sampled": (_PREVIEW_TWO, SAMPLED)},
     **{
         family: {
             "sampled, sharded prompt": (replace(qwen, padding="left", labels=None).with_options(**SHARDED), SAMPLED)

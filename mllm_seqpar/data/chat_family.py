@@ -174,7 +174,7 @@ class ChatFamily(ABC):
 
     def check(self, model: Any) -> None:
         known = {self.model_class, *(entry.model_class for entry in family_index().values())}
-        # The model class of one family may be a base class of another's.
+        # The first known class: a family's class may derive from that of another family.
         if next((c.__name__ for c in type(model).__mro__ if c.__name__ in known), None) != self.model_class:
             raise ConfigError(
                 f"the model is {type(model).__name__}, and its directory has a {type(self.processor).__name__}, which "

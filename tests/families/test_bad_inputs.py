@@ -262,11 +262,11 @@ BAD = {
     "mplug_owl3": (3, OWL, OWL_ERRORS),
     "idefics": (2, IDEFICS, IDEFICS_ERRORS),
     "mllama": (2, MLLAMA, {(SeqParError, ELSEWHERE): MLLAMA_CHANGES}),
+    "moss_vl": (2, MOSS_ONE, MOSS_ERRORS),
     "video_mllama": (
         *(2, PREVIEW),
         {(SeqParError, ELSEWHERE): PREVIEW_CHANGES, (AgreementError, DIFFERENT): PREVIEW_OTHERS},
     ),
-    "moss_vl": (2, MOSS_ONE, MOSS_ERRORS),
     **{
         family: (
             2,

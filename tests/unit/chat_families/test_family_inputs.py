@@ -97,21 +97,6 @@ def qwen(processor: Any, chats: list[Any], pictures: list[Any]) -> dict[str, Ten
     return found
 
 
-def video_mllama(processor: Any, chats: list[Any], pictures: list[Any]) -> dict[str, Tensor]:
-    """Call the native processor, with videos as images; it makes the same inputs of `<|video|>` and its frames."""
-    texts = [processor.apply_chat_template(chat) for chat in chats]
-    images = [[pictures.pop(0) for _ in range(text.count("<|image|>"))] for text in texts]
-    found = processor(images=images, text=texts, padding=True, padding_side="right")
-    clips = [own for own in images if own]
-    marked = [
-        re.sub(r"(<\|image\|>)+", "<|video|>", text) if own else text for text, own in zip(texts, images, strict=True)
-    ]
-    if all(text.count("<|video|>") <= 1 for text in marked):
-        again = processor(videos=clips, text=marked, padding=True, padding_side="right")
-        assert all(torch.equal(x, again[name]) for name, x in found.items())
-    return found
-
-
 def moss_vl(processor: Any, chats: list[Any], pictures: list[Any]) -> dict[str, Tensor]:
     """Call the native processor; the chat format has no blank images, and states the mask by numbers of frames."""
     images, videos = [], []
@@ -146,6 +131,21 @@ def moss_vl(processor: Any, chats: list[Any], pictures: list[Any]) -> dict[str, 
         "cross_attention_mask": (~found["cross_attention_mask"][:, 0]).sum(2),
         "pixel_values": torch.cat(pixels),
     }
+
+
+def video_mllama(processor: Any, chats: list[Any], pictures: list[Any]) -> dict[str, Tensor]:
+    """Call the native processor, with videos as images; it makes the same inputs of `<|video|>` and its frames."""
+    texts = [processor.apply_chat_template(chat) for chat in chats]
+    images = [[pictures.pop(0) for _ in range(text.count("<|image|>"))] for text in texts]
+    found = processor(images=images, text=texts, padding=True, padding_side="right")
+    clips = [own for own in images if own]
+    marked = [
+        re.sub(r"(<\|image\|>)+", "<|video|>", text) if own else text for text, own in zip(texts, images, strict=True)
+    ]
+    if all(text.count("<|video|>") <= 1 for text in marked):
+        again = processor(videos=clips, text=marked, padding=True, padding_side="right")
+        assert all(torch.equal(x, again[name]) for name, x in found.items())
+    return found
 
 
 OWN = {
@@ -195,8 +195,9 @@ def test_inputs_equal_those_of_the_own_processor(folder: Path, name: str, rows: 
 @pytest.mark.parametrize("name", MAKERS)
 def test_unusable_chats_and_tokenizers_are_refused(folder: Path, name: str) -> None:
     processor: Any = load_processor(str(folder / name))
-    marks = {"mllama": "<|image|>", "video_mllama": "<|image|>", "moss_vl": "<|image_pad|>"}
-    mark = marks.get(name, "<|video_pad|>" if name in QWENS else "<image>")
+    mark = {"mllama": "<|image|>", "moss_vl": "<|image_pad|>", "video_mllama": "<|image|>"}.get(
+        name, "<|video_pad|>" if name in QWENS else "<image>"
+    )
     write_rows(folder / "wrong.jsonl", [{"messages": CHATS["a video"]}, chat(image("0.png"), f"{mark} what?")])
     with pytest.raises(DataError, match=r"wrong.jsonl:2: message 0 \(user\): its text holds <"):
         ChatDataset(folder / "wrong.jsonl", processor)
