@@ -176,6 +176,7 @@ VIDEO, ONE_FRAME, TEXT = Owl(frames=(3, 2)), Owl(frames=(1,)), Owl(frames=(0, 0)
 FUSED_VIDEO = VIDEO.with_model(**FUSED)
 FEATURES = Owl(frames=(2,), features="projected")
 NO_FEATURES = Owl(frames=(0,), arguments={"image_embeds": torch.zeros(0, 4, 64)})
+PREVIEW = BATCHES["video_mllama"].with_model(pool_mode="channelFusion")
 IMAGES, ONE_IMAGE, WORDS = BATCHES["mllama"], Mllama(frames=((2,),), length=9), Mllama(frames=((), ()))
 MOSS, ONE_CLIP, MOSS_WORDS = BATCHES["moss_vl"], Moss(frames=(((2, 4, 2),),), length=9), Moss(frames=((), ()))
 IDEFICS, ONE_PICTURE = BATCHES["idefics"], Idefics(frames=(1,), length=9)
@@ -244,6 +245,10 @@ RUNS: dict[str, Run] = {
     "hyper attention alone, without the rest": Run("mplug_owl3", 2, ((VIDEO,),), "self_attn", whole=False),
     "k_proj of LoRA and what is in it": Run(
         *("mplug_owl3", 2, (TWICE,), r"v_kv_proj(|\.lora_A\.default|\.base_layer)"), lora=True
+    ),
+    "size-based, video_mllama": Run("video_mllama", 3, ((PREVIEW, PREVIEW),), ""),
+    "video_mllama, parts of the tower": Run(
+        *("video_mllama", 2, ((PREVIEW,),), r"vision_model\.\w+$|patch_merger|cross_attn\.k_norm"), checkpointing=True
     ),
     "mllama, replicate, K and V saved": Run(
         *("mllama", 2, ((IMAGES, IMAGES),), KV["mllama"]), options=SAVED | {"strategy": "replicate"}

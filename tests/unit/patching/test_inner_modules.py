@@ -20,6 +20,10 @@ from tiny_models.mplug_owl3 import tiny_frames, tiny_text
 REFUSED = {
     "mplug_owl3": ("language_model", "language_model.model", "language_model.model.layers.0.self_attn"),
     "mllama": ("model", "model.language_model", *(f"model.language_model.layers.1{x}" for x in ("", ".cross_attn"))),
+    "video_mllama": (
+        *("model", "model.language_model"),
+        *(f"model.language_model.layers.1{x}" for x in ("", ".cross_attn")),
+    ),
     "moss_vl": ("model", "model.language_model", *(f"model.language_model.layers.1{x}" for x in ("", ".cross_attn"))),
     "idefics": ("model", "model.layers.0", "model.layers.0.self_attn", "model.gated_cross_attn_layers.1.cross_attn"),
     "opt": ("lang_encoder.model.decoder", "lang_encoder.model.decoder.layers.0.decoder_layer.self_attn"),
@@ -47,6 +51,9 @@ ALLOWED: dict[str, list[Callable[[Any], Any]]] = {
         lambda m: m.encode_frames(tiny_frames(2)),
         lambda m: m.language_model.model.layers[0].mlp(torch.zeros(1, 2, 64)),
         lambda m: m.get_output_embeddings()(m.get_input_embeddings()(tiny_text(1))),
+    ],
+    "video_mllama": [
+        lambda m: m.model.encode_frames(torch.zeros(1, 1, 1, 3, 56, 56), torch.ones(1, 1, dtype=torch.long))
     ],
     "mllama": [lambda m: m.model.vision_model(torch.zeros(1, 1, 3, 3, 28, 28), TILES[..., 0], TILES)],
     "moss_vl": [lambda m: m.model.encode_frames(torch.zeros(8, 48), torch.tensor([[1, 2, 4]]))],
