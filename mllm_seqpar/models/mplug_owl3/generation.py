@@ -118,7 +118,8 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
         if positions is not None and prompt is not None:
             positions = positions[:, -prompt.shape[1] :]
         ids = input_ids if embeds is None else None
-        if cached is not None and ids is not None and ids.shape[1] > (past := int(cache.get_seq_length())):
+        past = int(cache.get_seq_length()) if cached is not None and cache is not None else 0
+        if past and ids is not None and ids.shape[1] > past:
             ids, new = ids[:, past:], _after(offset, past)
             count = int((ids == self.config.image_token_id).sum()) if new is None else sum(map(len, new))
             if count == total:  # the frames follow those of the cache

@@ -285,7 +285,8 @@ def test_later_turns_show_further_media(case: Case) -> None:
 
     def body(comm: Communicator) -> list[Answer]:
         with LOADING:
-            model = patch_model(load_model(str(case[0])).eval(), group=comm)
+            model = load_model(str(case[0])).eval()
+        model = patch_model(model, group=comm)
         conversation, found = Conversation(model, processor, sources[:1], batch=2), []
         for stop in (1, 3, 5, 7):
             media = sum(isinstance(x["content"], list) and len(x["content"]) > 1 for x in messages[:stop])
@@ -307,9 +308,9 @@ def test_later_turns_show_further_media(case: Case) -> None:
     ]
     changed = [*messages[:2], user("Other?", "video"), *messages[3:]]
     expected += [unpatched(case, changed, 4, sources), expected[-1]]
-    for ranks in (1, 2, 4):
+    for ranks in (1, 3):
         for replies in run_loopback(ranks, body):
             assert [reply.tokens for reply in replies] == expected
             before = [0, *(reply.prompt_tokens for reply in replies[:3])]
-            # An answer of the history differs from the generated one.
             assert all(reply.cached_tokens >= past for reply, past in zip(replies[:4], before, strict=True))
+            assert replies[4].cached_tokens and replies[5].cached_tokens
