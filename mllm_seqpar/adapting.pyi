@@ -79,7 +79,10 @@ from mllm_seqpar.runtime.visual_features import sampled_bits as sampled_bits
 from mllm_seqpar.runtime.visual_tokens import FrameTokens as FrameTokens
 from mllm_seqpar.runtime.visual_tokens import VisualTokenLayout as VisualTokenLayout
 from mllm_seqpar.sharding import FrameShard as FrameShard
+from mllm_seqpar.sharding import FrameSizes as FrameSizes
 from mllm_seqpar.sharding import HostFrames as HostFrames
+from mllm_seqpar.sharding import Spans as Spans
 from mllm_seqpar.sharding import frame_bounds as frame_bounds
 from mllm_seqpar.sharding import frame_range as frame_range
+from mllm_seqpar.sharding import take_spans as take_spans
 from mllm_seqpar.sharding import tensor_of as tensor_of

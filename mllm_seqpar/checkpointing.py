@@ -14,7 +14,7 @@ Shape legend: N tokens of all samples, n <= size of them in a chunk, C channels.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -115,10 +115,27 @@ class ParameterCheck:
     def _found(self) -> list[tuple[int, int, bool]]:
         found = []
         for module in self._modules:
-            for p in module.parameters() if module._modules else module._parameters.values():
+            parameters: Iterable[nn.Parameter | None]
+            if module._modules:
+                parameters = _parameters_as_given(module)
+            else:  # without further calls: each layer makes this check
+                replaced = type(module).__module__.startswith(_REPLACES_WEIGHTS)
+                parameters = () if replaced else module._parameters.values()
+            for p in parameters:
                 if p is not None:
                     found.append((id(p), 0 if p.is_inference() else p._version, p.requires_grad))
         return found
+
+
+_REPLACES_WEIGHTS = "bitsandbytes."
+"""The package of layers that, under FSDP2, replace their frozen 4-bit weight in each call by another object with the
+same memory."""
+
+
+def _parameters_as_given(module: nn.Module) -> Iterable[nn.Parameter | None]:
+    for part in module.modules():
+        if not type(part).__module__.startswith(_REPLACES_WEIGHTS):
+            yield from part._parameters.values()
 
 
 @contextmanager

@@ -1,8 +1,11 @@
 """Errors that a caller can act on. Each message says what was found, what is allowed and what to do."""
 
 import difflib
+import errno
+import os
 import re
 from collections import abc
+from contextlib import contextmanager
 from traceback import walk_tb
 
 
@@ -89,3 +92,39 @@ def library_fault(error: BaseException) -> str | None:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its `repr` if the message is empty."""
     return next(iter(str(error).strip().splitlines()), repr(error))
+
+
+@contextmanager
+def writing(where: object, what: str, remedy: str, kind: type[SeqParError] = DataError) -> abc.Iterator[None]:
+    """Raise an error of class `kind` if `what` cannot be written inside the context, whichever library writes it.
+
+    `where` is a path, or an option with its value. If `what` is empty, the path itself is what is written.
+    """
+    try:
+        yield
+    except SeqParError:
+        raise
+    except BaseException as error:  # CheckpointException of torch is no Exception
+        fault = (error.strerror or str(error)) if isinstance(error, OSError) else write_fault(error)
+        if fault is None:
+            raise
+        subject = f"{where}: {what}".rstrip()
+        raise kind(f"{subject} cannot be written ({fault}); {remedy}") from error
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
+def write_fault(error: BaseException) -> str | None:
+    """Return why a file could not be written, if that is the cause of an error of any library; else None.
+
+    Libraries in Rust and torch.distributed.checkpoint raise errors of their own, which quote the operating system's.
+    """
+    text = str(error)
+    for number in _FULL:
+        if os.strerror(number) in text:
+            return os.strerror(number)
+    if "inline_container" in text and "unexpected pos" in text:  # of torch.save, after an incomplete write
+        return f"a write was incomplete; probably {os.strerror(errno.ENOSPC).lower()}"
+    cause = error.__cause__ or error.__context__
+    return None if cause is None else write_fault(cause)

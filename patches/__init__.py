@@ -31,6 +31,12 @@ FAMILIES = {
         "chats.mplug_owl3:MPlugOwl3Chats",
         "MPlugOwl3Processor",
     ),
+    "video_mllama": FamilyEntry(  # before its base class
+        "video_mllama:VideoMllamaFamily",
+        "VideoMllamaForConditionalGeneration",
+        "chats.video_mllama:VideoMllamaChats",
+        "VideoMllamaProcessor",
+    ),
     "mllama": FamilyEntry(
         "mllama:MllamaFamily", "MllamaForConditionalGeneration", "chats.mllama:MllamaChats", "MllamaProcessor"
     ),
@@ -48,6 +54,9 @@ FAMILIES = {
     ),
     "qwen3_vl": FamilyEntry(
         "qwen_vl:Qwen3VLFamily", "Qwen3VLForConditionalGeneration", "chats.qwen_vl:Qwen3VLChats", "Qwen3VLProcessor"
+    ),
+    "moss_vl": FamilyEntry(
+        "moss_vl:MossVLFamily", "MossVLForConditionalGeneration", "chats.moss_vl:MossVLChats", "MossVLProcessor"
     ),
 }
 """The families in the order in which adapters are tried."""

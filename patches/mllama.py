@@ -170,7 +170,7 @@ class MllamaFamily(Family[MllamaInputs]):
         "language": ("model.language_model", "lm_head"),
     }
     frame_arguments = ("pixel_values", "cross_attention_states")
-    visual_arguments = (*frame_arguments, *_ASPECT_RATIOS, "visual_shard")
+    visual_arguments: tuple[str, ...] = (*frame_arguments, *_ASPECT_RATIOS, "visual_shard")
     frame_layout = "zigzag"
     forward_doc = """
         Sequence-parallel (patched by mllm_seqpar): `visual_shard` says that the images passed are only this rank's of
@@ -324,26 +324,37 @@ class MllamaFamily(Family[MllamaInputs]):
         cross_attention_states: Tensor | None = None,
         visual_samples: int | None = None,
     ) -> MllamaInputs:
+        images = (pixel_values, (aspect_ratio_ids, aspect_ratio_mask), cross_attention_states)
+        return MllamaInputs(**self.input_fields(text, *images, cross_attention_mask, visual_samples))
+
+    def input_fields(
+        self,
+        text: dict[str, Any],
+        pixels: Tensor | None,
+        ratios: tuple[Tensor | None, Tensor | None],
+        states: Tensor | None,
+        cross_attention_mask: Tensor | None,
+        visual_samples: int | None,
+    ) -> dict[str, Any]:
+        """Return the fields of `MllamaInputs`; `ratios` are the ids and the mask of the aspect ratios."""
         vision, shard = self.model.model.vision_model, text["visual_shard"]
         rows = text["inputs_embeds"] if text["input_ids"] is None else text["input_ids"]
         samples = visual_samples or (0 if rows is None else rows.shape[0])
-        images = (pixel_values, (aspect_ratio_ids, aspect_ratio_mask), cross_attention_states)
-        frames, extras = _flat_images(*images, shard, samples, vision.num_patches)
+        frames, extras = _flat_images(pixels, ratios, states, shard, samples, vision.num_patches)
         mask = None if cross_attention_mask is None else cross_attention_mask == 1
-        ratios = {} if shard is not None else dict(zip(_ASPECT_RATIOS, extras, strict=False))
-        return MllamaInputs(
-            **text,
-            frames=frames,
-            frames_are_features=cross_attention_states is not None,
-            pixels_and_features=pixel_values is not None and cross_attention_states is not None,
-            compared_tensors=as_compared_tensors(cross_attention_mask=mask, **ratios),
-            extras=extras,
-            cross_attention_mask=mask,
-            samples=samples,
-            tiles=vision.max_num_tiles,
-            patches=vision.num_patches,
-            width=self.text_config.hidden_size,
-        )
+        compared = {} if shard is not None else dict(zip(_ASPECT_RATIOS, extras, strict=False))
+        return text | {
+            "frames": frames,
+            "frames_are_features": states is not None,
+            "pixels_and_features": pixels is not None and states is not None,
+            "compared_tensors": as_compared_tensors(cross_attention_mask=mask, **compared),
+            "extras": extras,
+            "cross_attention_mask": mask,
+            "samples": samples,
+            "tiles": vision.max_num_tiles,
+            "patches": vision.num_patches,
+            "width": self.text_config.hidden_size,
+        }
 
 
 def _any_tile(visible: Tensor) -> Tensor:

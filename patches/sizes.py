@@ -3,6 +3,7 @@
 `SIZES` lists them by the `model_type` of the file.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from mllm_seqpar.adapting import (
@@ -117,6 +118,22 @@ def mllama(config: dict[str, Any], name: str) -> ModelSizes:
     )
 
 
+def video_mllama(config: dict[str, Any], name: str) -> ModelSizes:
+    """Return the sizes: those of Llama 3.2 Vision with frames of one tile, whose patches are pooled to a few tokens."""
+    sizes, tower = mllama(config, name), _MLLAMA_TOWER | (config.get("vision_config") or {})
+    side, mode, stride = int(tower["image_size"] // tower["patch_size"]), config.get("pool_mode", "average"), 4
+    if mode is not None:
+        stride = config.get("stride") or stride
+        side = -(-side // stride) if mode == "bilinear" else side // stride
+    patches = _patches(tower) + 1
+    return replace(sizes, vision=replace(sizes.vision, tokens=patches + -patches % 8, keys=side**2 + 1, tiles=1))
+
+
+def _is_video_mllama(config: dict[str, Any]) -> bool:
+    """Return whether a file with the `model_type` of Llama 3.2 Vision is one of MOSS-Video-Preview, as published."""
+    return "VideoMllamaForConditionalGeneration" in (config.get("architectures") or ())
+
+
 def idefics(config: dict[str, Any], name: str) -> ModelSizes:
     """Return the sizes; missing values have the defaults of transformers' `IdeficsConfig`."""
     config = _IDEFICS | config
@@ -189,8 +206,8 @@ def open_flamingo(config: dict[str, Any], name: str) -> ModelSizes:
     )
 
 
-QWEN_IMAGE = 360, 640
-"""(height, width) of an image unless the caller says how many tokens it has."""
+IMAGE = 360, 640
+"""(height, width) of an image, where this determines how many tokens it has, unless the caller says how many."""
 
 
 def _qwen_vl(config: dict[str, Any], name: str, *, vision: dict[str, Any], head_norm: bool = False) -> ModelSizes:
@@ -218,7 +235,7 @@ def _qwen_vl(config: dict[str, Any], name: str, *, vision: dict[str, Any], head_
         ),
         projector=(inner, inner, text.hidden),
     )
-    return sizes.with_frame_tokens(sizes.tokens_of_image(*QWEN_IMAGE))
+    return sizes.with_frame_tokens(sizes.tokens_of_image(*IMAGE))
 
 
 def qwen2_5_vl(config: dict[str, Any], name: str) -> ModelSizes:
@@ -236,12 +253,49 @@ def qwen3_vl(config: dict[str, Any], name: str) -> ModelSizes:
     return _qwen_vl(config, name, vision=vision, head_norm=True)
 
 
+def moss_vl(config: dict[str, Any], name: str) -> ModelSizes:
+    """Return the sizes; the merger joins the patches of a visual token, and states of several blocks of the tower."""
+    language, tower = config["text_config"], config["vision_config"]
+    merge = tower.get("spatial_merge_size", 2)
+    states, cross_layers = 1 + len(tower["deepstack_visual_indexes"]), len(language["cross_attention_layers"])
+    text = _text(language, layers=language["num_hidden_layers"] - cross_layers, head_norm=True)
+    inner = states * tower["hidden_size"] * merge**2
+    sizes = ModelSizes(
+        name=name,
+        text=text,
+        cross=CrossAttentionSizes(
+            layers=cross_layers,
+            **_heads(text),
+            visual_dim=text.hidden,
+            mlp_inner=text.mlp_inner,
+            mlp_matrices=3,
+            key_norm="float32",
+            earlier_frames=True,
+        ),
+        vision=_tower(
+            tower,
+            layers=tower["depth"],
+            heads=tower["num_heads"],
+            tokens=merge**2,
+            keys=2,
+            separators=1,
+            patch=tower["patch_size"],
+            rotary=True,
+            outputs_held=2 + states,  # and the position embeddings in float32
+        ),
+        projector=(inner, inner, text.hidden),
+    )
+    return sizes.with_frame_tokens(sizes.tokens_of_image(*IMAGE))
+
+
 SIZES = {
     "mplugowl3": mplug_owl3,
-    "mllama": mllama,
+    "mllama": lambda config, name: (video_mllama if _is_video_mllama(config) else mllama)(config, name),
+    "video_mllama": video_mllama,
     "idefics": idefics,
     "open_flamingo": open_flamingo,
     "qwen2_5_vl": qwen2_5_vl,
     "qwen3_vl": qwen3_vl,
+    "moss_vl": moss_vl,
 }
 """`Family.sizes` of all families of this package."""

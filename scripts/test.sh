@@ -93,9 +93,7 @@ echo "== pytest ${selected[*]} $*"
 tests=0 checked=0
 "$venv_python" -m pytest "${selected[@]}" "$@" || tests=$?
 if [[ -n "$checking" ]]; then
-    echo "== waiting for lint and types, if they still run"
     wait "$checking" || checked=1
 fi
-echo "== done after $((SECONDS / 60)) min $((SECONDS % 60)) s"
 [[ "$checked" == 0 ]] || echo "== lint or types failed, see above"
 exit $((tests != 0 ? tests : checked))

@@ -16,10 +16,12 @@ import torch
 from mllm_seqpar import config
 from tiny_models.idefics import Case as Idefics
 from tiny_models.mllama import Case as Mllama
+from tiny_models.moss_vl import Case as Moss
 from tiny_models.mplug_owl3 import Case as Owl
 from tiny_models.qwen2_5_vl import TAKES_EMBEDDINGS
 from tiny_models.qwen2_5_vl import Case as Qwen2_5
 from tiny_models.qwen3_vl import Case as Qwen3
+from tiny_models.video_mllama import Case as Preview
 
 try:
     from tiny_models.open_flamingo import LANGUAGE_MODELS, MPT_1B
@@ -35,20 +37,33 @@ RESAMPLER = {"use_resampler": True}
 BASE, INSTRUCT = {"additional_vocab_size": 2}, {"additional_vocab_size": 3}
 """The published base and instruct models have more columns of logits than `vocab_size`."""
 COUNTED = {"num_items_in_batch": 37}
+SILENCE = {"silence_token_id": 43, "silence_token_weight": 0.1}
+"""A token that is a target in the batches of MOSS-Video-Preview."""
 
 # The batch that most cases of a family use: two samples with different numbers of frames.
 OWL = Owl(frames=(4, 1))
 IDEFICS = Idefics(frames=(4, 1), mask="holes")
 MLLAMA = Mllama(frames=((2, 3, 1), (1,)))
+MOSS = Moss(frames=(((3, 4, 6), (8, 4)), ((2, 6, 2),)))
+PREVIEW = Preview(frames=(4, 1))
 # Two samples with a video and images of different sizes.
 QWEN: dict[str, Any] = {"frames": (((3, 4, 6), (6, 4)), ((2, 4, 4), (1, 2, 2), (4, 4))), "length": 52}
 QWENS: dict[str, Any] = {"qwen2_5_vl": Qwen2_5(**QWEN), "qwen3_vl": Qwen3(**QWEN)}
 """The decoder-only families, which have no strategy for cross-attention."""
-BATCHES: dict[str, Any] = {"mplug_owl3": OWL, "idefics": IDEFICS, "mllama": MLLAMA, **QWENS}
+BATCHES: dict[str, Any] = {
+    "mplug_owl3": OWL,
+    "idefics": IDEFICS,
+    "mllama": MLLAMA,
+    "moss_vl": MOSS,
+    "video_mllama": PREVIEW,
+}
+BATCHES |= QWENS
 PADDED: dict[str, Any] = {
     "mplug_owl3": Owl(frames=(2, 3, 1), padding="left"),
     "idefics": Idefics(frames=(2, 3, 1), padding="left", mask="before"),
     "mllama": Mllama(frames=((2, 3), (1,), (3,)), padding="left"),
+    "moss_vl": Moss(frames=(((2, 4, 6),), ((6, 2), (4, 4)), ((2, 12),)), padding="left"),
+    "video_mllama": Preview(frames=(2, 3, 1), padding="left"),
     **{family: replace(case, padding="left") for family, case in QWENS.items()},
 }
 if LANGUAGE_MODELS:
@@ -196,6 +211,59 @@ EXACT: dict[str, dict[str, Any]] = {
         "local features": replace(MLLAMA, features="tiles", local_frames=True),
         "training mode": replace(MLLAMA, train=True),
     },
+    "moss_vl": shared("moss_vl")
+    | {
+        "one sample": Moss(),
+        "a sample without frames": Moss(frames=((), ((2, 4, 6),))),
+        "a sample without frames, last": Moss(frames=(((2, 4, 6),), (), ())),
+        "text shorter than the group": Moss(frames=((), ((2, 2),)), length=3),
+        "fewer frames than ranks": Moss(frames=(((4, 6),),), length=9),
+        "text only": Moss(frames=((), ()), length=11),
+        "local text only": Moss(frames=((), ()), length=11).with_options(self_attention="local"),
+        "no mask, two samples": replace(MOSS, mask="none"),
+        "numbers of frames as the mask": replace(MOSS, mask="counts", padding="right"),
+        "one token an image": Moss(frames=(((5, 2, 2), (2, 2)),)),
+        "two ranges of frames on each rank": Moss(frames=(((9, 2, 4),), ((4, 2),)), length=27),
+        "frames of equal size": Moss(frames=(((3, 4, 6), (6, 4)), ((2, 12, 2),))),
+        "one large frame": Moss(frames=(((6, 2, 2), (12, 14)), ((2, 2),)), length=27),
+        "cross-attention last": Moss(model={"cross_attention_layers": (2, 4)}),
+        "shifted labels": replace(MOSS, labels="shifted"),
+        "items counted by the caller": replace(MOSS, arguments=COUNTED),
+        "gradients of pixels": replace(MOSS, wants_grad=("pixel_values",)),
+        "gradients of features": replace(MOSS, features="embeddings", wants_grad=("visual_embeds",)),
+        "gradients of embeddings": replace(MOSS, embeds=True, wants_grad=("inputs_embeds",)),
+        "local features": replace(MOSS, features="embeddings", local_frames=True),
+        "all features, offloaded": replace(MOSS, features="embeddings", options={"visual_offload": "cpu"}),
+        "training mode": replace(MOSS, train=True),
+    },
+    "video_mllama": shared("video_mllama")
+    | {
+        "one sample": Preview(),
+        "a sample without frames": Preview(frames=(0, 3)),
+        "text shorter than the group": Preview(frames=(1, 1), length=3),
+        "fewer frames than ranks": Preview(frames=(1,), length=9),
+        "text only": Preview(frames=(0, 0)),
+        "local text only": Preview(frames=(0, 0)).with_options(self_attention="local"),
+        "no mask, two samples": replace(PREVIEW, mask="none"),
+        "frames without positions": replace(PREVIEW, positions=False, padding="right"),
+        "any frames": Preview(frames=(4, 2), mask="scattered", length=17),
+        "maxima of patches": PREVIEW.with_model(pool_mode="max"),
+        "interpolated patches": PREVIEW.with_model(pool_mode="bilinear", stride=3),
+        "fused channels": PREVIEW.with_model(pool_mode="channelFusion"),
+        "all patches": PREVIEW.with_model(pool_mode=None, stride=None),
+        "weight of silence": PREVIEW.with_model(**SILENCE),
+        "weight of silence, local text": PREVIEW.with_model(**SILENCE).with_options(self_attention="local"),
+        "weight of silence, no logits": PREVIEW.with_model(**SILENCE).with_options(logits="none"),
+        "weight of silence, shifted labels": replace(PREVIEW, labels="shifted").with_model(**SILENCE),
+        "weight of silence, counted": replace(PREVIEW, arguments=COUNTED).with_model(**SILENCE),
+        "shifted labels": replace(PREVIEW, labels="shifted"),
+        "items counted by the caller": replace(PREVIEW, arguments=COUNTED),
+        "gradients of pixels": replace(PREVIEW, wants_grad=("pixel_values",)),
+        "gradients of features": replace(PREVIEW, features="frames", wants_grad=("cross_attention_states",)),
+        "gradients of embeddings": replace(PREVIEW, embeds=True, wants_grad=("inputs_embeds",)),
+        "local features": replace(PREVIEW, features="frames", local_frames=True),
+        "training mode": replace(PREVIEW, train=True),
+    },
 }
 for _number, (_family, _qwen) in enumerate(QWENS.items()):
     _one = replace(_qwen, frames=_qwen.frames[:1])
@@ -281,6 +349,8 @@ def strategy_cases() -> Iterator[Any]:
         ("mplug_owl3", replace(OWL, padding="left", model=FUSED)),
         ("idefics", IDEFICS),
         ("mllama", MLLAMA),
+        ("moss_vl", MOSS),
+        ("video_mllama", PREVIEW),
     ]
     if LANGUAGE_MODELS:
         batches.append(("open_flamingo", FLAMINGO.with_model(language_model="opt")))

@@ -36,6 +36,8 @@ from mllm_seqpar.data.needle import make_needle_videos
 from tiny_models.idefics import tiny_model as tiny_idefics
 from tiny_models.mllama import TILES
 from tiny_models.mllama import tiny_model as tiny_mllama
+from tiny_models.moss_vl import tiny_model as tiny_moss
+from tiny_models.video_mllama import tiny_model as tiny_video_mllama
 
 VOCABULARY = 128
 
@@ -80,6 +82,21 @@ def make_mllama(folder: Path) -> None:
     model.save_pretrained(folder)
     images = MllamaImageProcessorPil(size={"height": 28, "width": 28}, max_image_tiles=TILES)
     MllamaProcessor(images, tokenizer, chat_template=LLAMA_TEMPLATE).save_pretrained(folder)
+
+
+def make_video_mllama(folder: Path) -> None:
+    """Write the tiny model and its processor; a frame of 56 x 56 has 5 visual tokens."""
+    from mllm_seqpar.models.video_mllama import VideoMllamaProcessor
+
+    marks = ("<|image|>", "<|video|>", "<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>")
+    tokenizer = character_tokenizer(*marks, bos="<|begin_of_text|>", eos="<|eot_id|>")
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    model = tiny_video_mllama(vocab_size=VOCABULARY, max_position_embeddings=2048, **ids)
+    model.config.image_token_index = tokenizer.convert_tokens_to_ids("<|image|>")
+    model.config.video_token_index = tokenizer.convert_tokens_to_ids("<|video|>")
+    model.save_pretrained(folder)
+    images = MllamaImageProcessorPil(size={"height": 56, "width": 56}, max_image_tiles=1)
+    VideoMllamaProcessor(images, tokenizer, chat_template=LLAMA_TEMPLATE).save_pretrained(folder)
 
 
 def make_open_flamingo(folder: Path, kind: str = "llama") -> None:
@@ -153,6 +170,23 @@ def make_qwen(folder: Path, family: str) -> None:
     processor(images, tokenizer, video_processor, chat_template=CHATML).save_pretrained(folder)
 
 
+def make_moss_vl(folder: Path) -> None:
+    """Write the tiny model and its processor; an image has 1 to 9 visual tokens besides the separator."""
+    from mllm_seqpar.models.moss_vl import MossVLImageProcessor, MossVLProcessor
+    from mllm_seqpar.processors.moss_vl.media import VideoPixelOptions
+
+    marks = ("<|im_start|>", *(f"<|{name}|>" for name in ("vision_start", "vision_end", "image_pad", "video_pad")))
+    tokenizer = character_tokenizer(*marks, "<|time_start|>", "<|time_end|>", bos="<|endoftext|>", eos="<|im_end|>")
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "vocab_size": VOCABULARY}
+    model = tiny_moss(**ids)
+    for name, mark in (("image", "image_pad"), ("video", "video_pad"), ("vision_start", "vision_start")):
+        setattr(model.config, f"{name}_token_id", tokenizer.convert_tokens_to_ids(f"<|{mark}|>"))
+    model.save_pretrained(folder)
+    pixels = {"size": {"shortest_edge": 64, "longest_edge": 576}, "patch_size": 4}
+    images = MossVLImageProcessor(**pixels, multi_image_max_pixels=5760)
+    MossVLProcessor(images, tokenizer, VideoPixelOptions(**pixels)).save_pretrained(folder)
+
+
 def take_samples_without_images(processor: Any) -> None:
     """Replace the image processor of Mllama by the one without torchvision.
 
@@ -162,7 +196,7 @@ def take_samples_without_images(processor: Any) -> None:
     processor.image_processor = transformers.MllamaImageProcessorPil(**processor.image_processor.to_dict())
 
 
-MAKERS = {"idefics": make_idefics, "mllama": make_mllama}
+MAKERS = {"idefics": make_idefics, "mllama": make_mllama, "moss_vl": make_moss_vl, "video_mllama": make_video_mllama}
 if is_torchvision_available():  # without it, transformers loads no processor of videos
     MAKERS |= {name: partial(make_qwen, family=name) for name in ("qwen2_5_vl", "qwen3_vl")}
 if importlib.util.find_spec("open_flamingo"):  # scripts/test.sh installs it, without its dependencies

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mllm_seqpar.models.video_mllama.modeling import rotated
+from tiny_models.moss_vl import MERGE
+
 Layers = list[tuple[Tensor, Tensor, Tensor | None]]
 """Per layer: q (H, L, D), k (G, keys, D), and the keys of the text (G, L, D) that share the softmax, or None."""
 
@@ -28,7 +31,12 @@ def expected_shares(
         return _token_shares(model, inputs, answer)
     layers, length = LAYERS[family](model, inputs, answer), inputs[PROMPT.get(family, "input_ids")].shape[1]
     rows = range(length - 1, length - 1 + len(answer))
-    found = [_layer_shares(*layer, rows, visible) for layer in layers]
+    counts = torch.full((len(visible),), layers[0][1].shape[1] // len(visible))
+    if family == "moss_vl":  # whose frames differ in size
+        frames, height, width = inputs["grid_thw"].unbind(1)
+        counts = (height * width // MERGE**2 + 1).repeat_interleave(frames)
+    unit = torch.arange(len(visible)).repeat_interleave(counts)
+    found = [_layer_shares(*layer, rows, visible, unit) for layer in layers]
     frames, text = (torch.stack(x).mean(0) for x in zip(*found, strict=True))
     return frames, text
 
@@ -38,7 +46,7 @@ PROMPT = {"open_flamingo": "lang_x"}
 
 def _token_shares(model: Any, inputs: dict[str, Any], answer: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sums of the weights that the eager attention of a decoder-only model returns, by frame."""
-    from tiny_models.qwen2_5_vl import GRIDS, IMAGE, MERGE, VIDEO
+    from tiny_models.qwen2_5_vl import GRIDS, IMAGE, VIDEO
 
     model.set_attn_implementation("eager")
     ids = torch.cat([inputs["input_ids"], answer[None]], 1)
@@ -61,19 +69,20 @@ def _token_shares(model: Any, inputs: dict[str, Any], answer: Tensor) -> tuple[T
     return found, rows[:, frames == -1].sum(1)
 
 
-def _layer_shares(q: Tensor, k: Tensor, text: Tensor | None, rows: range, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the probabilities (T, U) and (T,) of one layer, averaged over heads."""
+def _layer_shares(
+    q: Tensor, k: Tensor, text: Tensor | None, rows: range, visible: Tensor, unit: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the probabilities (T, U) and (T,) of one layer, averaged over heads; `unit` is that of each key."""
     q = q.double()
     frames, texts = [], []
     for row in rows:
-        scores = _scores(q[:, row], k).unflatten(1, (visible.numel(), -1))
-        scores[:, ~visible] = -torch.inf
-        scores = scores.flatten(1)
+        scores = _scores(q[:, row], k)
+        scores[:, ~visible[unit]] = -torch.inf
         if text is not None:
             scores = torch.cat([scores, _scores(q[:, row], text)[:, : row + 1]], dim=1)
         p = scores.softmax(1)
         keys = k.shape[1]
-        frames.append(p[:, :keys].unflatten(1, (visible.numel(), -1)).sum(-1).mean(0))
+        frames.append(torch.zeros(len(visible), dtype=p.dtype).index_add(0, unit, p[:, :keys].mean(0)))
         texts.append(p[:, keys:].sum(1).mean())
     return torch.stack(frames), torch.stack(texts)
 
@@ -156,6 +165,13 @@ def _mllama(model: Any, inputs: dict[str, Any], answer: Tensor) -> Layers:
     return [(q[0], k[0], None) for q, k in _pairs(found)]
 
 
+def _video_mllama(model: Any, inputs: dict[str, Any], answer: Tensor) -> Layers:
+    found = _mllama(model, inputs, answer)
+    rows = torch.arange(found[0][0].shape[1])[None]
+    rotation = model.model.language_model.rotary_emb(found[0][0], rows)
+    return [(rotated(q[None], rotation)[0], k, text) for q, k, text in found]
+
+
 def _flamingo(model: Any, inputs: dict[str, Any], answer: Tensor) -> Layers:
     attentions = [block.attn for block in model.lang_encoder.gated_cross_attn_layers if block is not None]
     ids = torch.cat([inputs["lang_x"], answer[None]], 1)
@@ -165,4 +181,32 @@ def _flamingo(model: Any, inputs: dict[str, Any], answer: Tensor) -> Layers:
     return [(_heads(q[0], heads), _heads(kv.flatten(0, -2).chunk(2, -1)[0], heads), None) for q, kv in _pairs(found)]
 
 
-LAYERS = {"mplug_owl3": _owl, "idefics": _idefics, "mllama": _mllama, "open_flamingo": _flamingo}
+def _moss(model: Any, inputs: dict[str, Any], answer: Tensor) -> Layers:
+    layers: Layers = []
+    attentions = [layer.cross_attn for layer in model.model.language_model.layers if hasattr(layer, "cross_attn")]
+    for attention in attentions:
+        queries, project = attention.queries, attention.visual_projection
+
+        def seen_queries(*args: Any, a: Any = attention, unpatched: Any = queries) -> Any:
+            a.seen = [unpatched(*args)[0]]
+            return a.seen[0][None]
+
+        def seen_keys(a: Any = attention, unpatched: Any = project) -> Any:
+            def projection(*args: Any) -> Any:
+                k, v = unpatched()(*args)
+                a.seen.append(k[0])
+                return k, v
+
+            return projection
+
+        attention.queries, attention.visual_projection = seen_queries, seen_keys
+    with torch.no_grad():
+        model(**inputs | {"input_ids": torch.cat([inputs["input_ids"], answer[None]], 1)}, use_cache=False)
+    for attention in attentions:
+        q, k = attention.seen
+        layers.append((q, k, None))
+    return layers
+
+
+LAYERS = {"mplug_owl3": _owl, "idefics": _idefics, "mllama": _mllama, "moss_vl": _moss, "open_flamingo": _flamingo}
+LAYERS["video_mllama"] = _video_mllama

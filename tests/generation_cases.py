@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from family_cases import FUSED, INSTRUCT, LANGUAGE_MODELS, LONG_WINDOW, MLLAMA, QWENS, RESAMPLER
+from family_cases import FUSED, INSTRUCT, LANGUAGE_MODELS, LONG_WINDOW, MLLAMA, MOSS, PREVIEW, QWENS, RESAMPLER
 from tiny_models.idefics import Case as Idefics
 from tiny_models.mllama import Case as Mllama
+from tiny_models.moss_vl import Case as Moss
 from tiny_models.mplug_owl3 import Case as Owl
 from tiny_models.qwen2_5_vl import TAKES_EMBEDDINGS
 
@@ -32,7 +33,14 @@ LATENTS = Idefics(frames=(2, 3), mask="holes", model=RESAMPLER, labels=None)
 _MLLAMA_ONE, _MLLAMA_TWO = Mllama(labels=None), replace(MLLAMA, padding="left", labels=None)
 _MLLAMA_ANY, _MLLAMA_TEXT = replace(MLLAMA, mask="scattered", labels=None), Mllama(frames=((), ()), labels=None)
 _MLLAMA_NO_MASK = replace(MLLAMA, mask="none", labels=None)
+_PREVIEW_TWO = replace(PREVIEW, padding="left", labels=None)
+_PREVIEW_STATES = replace(PREVIEW, features="sample", labels=None)
 _MLLAMA_STATES = replace(MLLAMA, features="sample", labels=None)
+
+
+_MOSS_ONE, _MOSS_TWO = Moss(labels=None), replace(MOSS, padding="left", labels=None)
+_MOSS_COUNTS, _MOSS_TEXT = replace(_MOSS_TWO, mask="counts"), Moss(frames=((), ()), padding="left", labels=None)
+_MOSS_FEATURES = replace(_MOSS_TWO, features="embeddings")
 
 
 _CHUNKS = {"mlp_chunk_size": 5, "vision_chunk_size": 1}
@@ -104,6 +112,45 @@ GENERATED: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
         "lookup, any tiles": (Mllama(mask="scattered", labels=None), LOOKUP),
         "sharded prompt, lookup": (_MLLAMA_ONE.with_options(**SHARDED), LOOKUP),
     },
+    "video_mllama": {
+        "greedy": (replace(PREVIEW, frames=(3,), labels=None), GREEDY),
+        "beams, padded batch": (_PREVIEW_TWO, BEAMS),
+        "beams, no mask": (replace(PREVIEW, mask="none", labels=None), BEAMS),
+        "frames without positions": (replace(PREVIEW, positions=False, labels=None), GREEDY),
+        "static cache, beams": (replace(PREVIEW, mask="scattered", labels=None), STATIC | BEAMS),
+        "embeddings": (replace(PREVIEW, embeds=True, labels=None), GREEDY),
+        "features, beams, no cache": (_PREVIEW_STATES, BEAMS | NO_CACHE),
+        "local features, beams": (_local(_PREVIEW_STATES), BEAMS),
+        "local text": (_PREVIEW_TWO.with_options(self_attention="local"), GREEDY),
+        "ring": (_PREVIEW_TWO.with_options(strategy="ring"), GREEDY),
+        "sharded prompt, beams": (_PREVIEW_TWO.with_options(**SHARDED), THREE_BEAMS),
+        "sharded prompt, local frames": (_local(_PREVIEW_TWO).with_options(**SHARDED), GREEDY),
+        "sharded prompt, text only": (replace(PREVIEW, frames=(0, 0), labels=None).with_options(**SHARDED), GREEDY),
+        "local frames, no cache": (_local(replace(PREVIEW, labels=None)), BEAMS | NO_CACHE),
+        "lookup": (replace(PREVIEW, frames=(3,), labels=None), LOOKUP),
+        "sharded prompt, lookup": (replace(PREVIEW, frames=(3,), labels=None).with_options(**SHARDED), LOOKUP),
+    },
+}
+GENERATED["moss_vl"] = {
+    "greedy": (_MOSS_ONE, GREEDY),
+    "beams, padded batch": (_MOSS_TWO, BEAMS),
+    "beams, no mask": (replace(_MOSS_TWO, mask="none"), BEAMS),
+    "beams, one sample": (_MOSS_ONE, THREE_BEAMS),
+    "static cache, beams": (_MOSS_COUNTS, STATIC | BEAMS),
+    "features, beams, no cache": (_MOSS_FEATURES, BEAMS | NO_CACHE),
+    "local features, beams": (_local(_MOSS_FEATURES), BEAMS),
+    "local frames, no cache": (_local(_MOSS_COUNTS), NO_CACHE),
+    "local text": (_MOSS_TWO.with_options(self_attention="local"), GREEDY),
+    "ring": (_MOSS_TWO.with_options(strategy="ring"), GREEDY),
+    "sharded prompt": (_MOSS_TWO.with_options(**SHARDED), GREEDY),
+    "sharded prompt, beams": (_MOSS_COUNTS.with_options(**SHARDED), THREE_BEAMS),
+    "sharded prompt, text only": (_MOSS_TEXT.with_options(**SHARDED), GREEDY),
+    "padded text only": (_MOSS_TEXT, GREEDY),
+    "a sample without frames": (Moss(frames=((), ((2, 4, 6),)), padding="left", labels=None), GREEDY),
+    "lookup": (_MOSS_ONE, LOOKUP),
+    "sharded prompt, lookup": (_MOSS_ONE.with_options(**SHARDED), LOOKUP),
+    "sharded prompt, chunks": (_MOSS_TWO.with_options(**_CHUNKS, **SHARDED), {"num_beams": 2}),
+    "embeddings": (replace(_MOSS_TWO, embeds=True), GREEDY),
 }
 for _number, (_family, _qwen) in enumerate(QWENS.items()):
     _one = replace(_qwen, frames=_qwen.frames[:1], length=44, labels=None)
@@ -172,6 +219,8 @@ SAMPLING: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
     },
     "idefics": {"sampled": (_IDEFICS_TWO, SAMPLED)},
     "mllama": {"sampled": (_MLLAMA_TWO, SAMPLED)},
+    "moss_vl": {"sampled": (_MOSS_TWO, SAMPLED)},
+    "video_mllama": {"sampled": (_PREVIEW_TWO, SAMPLED)},
     **{
         family: {
             "sampled, sharded prompt": (replace(qwen, padding="left", labels=None).with_options(**SHARDED), SAMPLED)

@@ -218,13 +218,14 @@ class MaskLayer(NamedTuple):
 
     Attributes:
         kernel: the block kernel.
-        intervals: the keys that each row attends to; None: all.
-        rows: the query rows of the layer; None: all.
+        intervals: the keys of `keys` that each row of `rows` attends to; None: all.
+        rows, keys: the query rows and the keys of the layer, outside of which nothing is visible; None: all.
     """
 
     kernel: BlockKernel
-    intervals: Intervals | None
+    intervals: Intervals | None = None
     rows: slice | None = None
+    keys: slice | None = None
 
 
 def with_kernels(
@@ -238,5 +239,16 @@ def with_kernels(
         kernel: name of a block kernel, or "auto".
         rows: the query rows that the mask is for; None: all.
     """
-    layers: Sequence[Intervals | None] = (None,) if mask is None else mask
-    return tuple([MaskLayer(choose_kernel(kernel, q, k, layer)[0], layer, rows) for layer in layers])
+    if mask is None:
+        return (MaskLayer(choose_kernel(kernel, q, k)[0], rows=rows),)
+    layers, first = list[MaskLayer](), 0 if rows is None else rows.start
+    for layer in mask:
+        intervals, some, keys = layer.narrowed()
+        of_rows = None if rows is None and some == slice(0, layer.low.shape[1]) else _shifted(some, first)
+        of_keys = None if keys == slice(0, layer.keys) else keys
+        layers.append(MaskLayer(choose_kernel(kernel, q, k, intervals)[0], intervals, of_rows, of_keys))
+    return tuple(layers)
+
+
+def _shifted(rows: slice, first: int) -> slice:
+    return slice(rows.start + first, rows.stop + first)

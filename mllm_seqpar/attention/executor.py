@@ -140,18 +140,20 @@ class BlockMath(NamedTuple):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layers: Sequence[MaskLayer], out: PartialResult) -> None:
         """Merge the attention of q over the visible keys into `out`."""
-        for kernel, intervals, rows in layers:
+        for kernel, intervals, rows, keys in layers:
             some = q if rows is None else q[:, :, rows]
-            out.add(*kernel.forward(some, k, v, scale=self.scale, intervals=intervals), rows)
+            some_k, some_v = (k, v) if keys is None else (k[:, :, keys], v[:, :, keys])
+            out.add(*kernel.forward(some, some_k, some_v, scale=self.scale, intervals=intervals), rows)
 
     def backward(
         self, grads: Sequence[GradientAccumulator], final: FinalRows, k: Tensor, v: Tensor, layers: Sequence[MaskLayer]
     ) -> None:
         """Add the block's dq, dk and dv to `grads`."""
-        for kernel, intervals, rows in layers:
+        for kernel, intervals, rows, keys in layers:
             q, o, lse, do, delta = final if rows is None else final.part(rows)
-            parts = kernel.backward(do, q, k, v, o, lse, scale=self.scale, intervals=intervals, delta=delta)
-            for total, part, place in zip(grads, parts, (rows, None, None), strict=True):
+            some_k, some_v = (k, v) if keys is None else (k[:, :, keys], v[:, :, keys])
+            parts = kernel.backward(do, q, some_k, some_v, o, lse, scale=self.scale, intervals=intervals, delta=delta)
+            for total, part, place in zip(grads, parts, (rows, keys, keys), strict=True):
                 total.add(part, place)
 
 

@@ -170,7 +170,7 @@ def _visual(totals: Totals, model: str) -> str:
         sizes = read_model(local_directory(model))
     except SeqParError:  # a family without sizes for the planner
         return ""
-    if sizes.decoder_only:  # their number depends on the size of the frames
+    if sizes.keys_vary:  # their number depends on the size of the frames
         return ""
     keys = sizes.vision.keys
     return f"; visual tokens: {totals.frames * keys:,}, {keys:,} for each frame"

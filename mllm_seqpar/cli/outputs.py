@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mllm_seqpar.data.store_files import writing
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.errors import ConfigError, writing
 
 _STREAMS = {"/dev/stdout": 1, "/dev/stderr": 2}
 _STREAM = re.compile(r"/dev/fd/(\d+)|/proc/self/fd/(\d+)")

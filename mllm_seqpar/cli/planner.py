@@ -34,7 +34,8 @@ class PlanOptions(CommandOptions):
     )
     gpus: int = option("GPUs that share one batch, whole nodes if there are several", least=1)
     frame_tokens: str | None = option(
-        "visual tokens of a frame of Qwen-VL (two images of a video), or its size, as 1280x720; default: 640x360", None
+        "visual tokens of a frame of MOSS-VL or Qwen-VL (of two images of a video), or its size; default: 640x360",
+        None,
     )
     batch: int = option("videos with their texts", Workload.batch, least=1)
     samples: int | None = option("samples of the data set: print the hours and GPU-hours of a run", None, least=1)

@@ -21,8 +21,15 @@ import torch.distributed as dist
 
 from mllm_seqpar.comm.agreement import is_reported_by_rank_0
 from mllm_seqpar.comm.backends import release_gloo_at_exit
-from mllm_seqpar.data.store_files import write_fault
-from mllm_seqpar.errors import AgreementError, ConfigError, SeqParError, TransferError, first_line, library_fault
+from mllm_seqpar.errors import (
+    AgreementError,
+    ConfigError,
+    SeqParError,
+    TransferError,
+    first_line,
+    library_fault,
+    write_fault,
+)
 
 from .commands import BAD_INPUT
 

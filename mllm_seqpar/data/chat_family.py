@@ -80,6 +80,7 @@ class ChatText:
         labels: (B, L), the tokens of the answers and their ends, -100 elsewhere; or None.
         slots: (N,) for each image of the model's flat list, its index among all images of the conversations, or -1
             for an image that only pads a sample.
+        sizes: (N,) the tokens of each image if they differ; see `ChatFamily.frame_sizes`.
         extras: masks and positions of images, by their argument names in the model's forward.
     """
 
@@ -87,6 +88,7 @@ class ChatText:
     attention_mask: Tensor
     labels: Tensor | None
     slots: Sequence[int]
+    sizes: Sequence[int] | None = None
     extras: Mapping[str, Tensor] = field(default_factory=dict)
 
     def beginning(self, stop: int, images: int | None = None) -> ChatText:
@@ -180,7 +182,9 @@ class ChatFamily(ABC):
         """
 
     def check(self, model: Any) -> None:
-        if not any(c.__name__ == self.model_class for c in type(model).__mro__):
+        known = {self.model_class, *(entry.model_class for entry in family_index().values())}
+        # The first known class: a family's class may derive from that of another family.
+        if next((c.__name__ for c in type(model).__mro__ if c.__name__ in known), None) != self.model_class:
             raise ConfigError(
                 f"the model is {type(model).__name__}, and its directory has a {type(self.processor).__name__}, which "
                 f"goes with {self.model_class}; copy the processor files of this model into the directory"

@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from mllm_seqpar.errors import PASSED, DataError, VideoError, first_line
+from mllm_seqpar.errors import PASSED, DataError, VideoError, first_line, writing
 
 from .images import jpeg_of
 from .prefetch import FrameBatches, read_ahead
 from .reader import decode_threads
-from .store_files import atomic_write, reading_index, write_json, writing
+from .store_files import atomic_write, reading_index, write_json
 from .video import FramePlan, source_meta
 
 INDEX = "frames.json"

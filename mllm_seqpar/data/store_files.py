@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -61,42 +60,6 @@ def reading_index(path: Path, what: str, remedy: str) -> Iterator[None]:
         yield
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{path}: not an index of {what} ({error!r}); {remedy}") from error
-
-
-@contextmanager
-def writing(where: object, what: str, remedy: str, kind: type[SeqParError] = DataError) -> Iterator[None]:
-    """Raise an error of class `kind` if `what` cannot be written inside the context, whichever library writes it.
-
-    `where` is a path, or an option with its value. If `what` is empty, the path itself is what is written.
-    """
-    try:
-        yield
-    except SeqParError:
-        raise
-    except BaseException as error:  # CheckpointException of torch is no Exception
-        fault = (error.strerror or str(error)) if isinstance(error, OSError) else write_fault(error)
-        if fault is None:
-            raise
-        subject = f"{where}: {what}".rstrip()
-        raise kind(f"{subject} cannot be written ({fault}); {remedy}") from error
-
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-
-
-def write_fault(error: BaseException) -> str | None:
-    """Return why a file could not be written, if that is the cause of an error of any library; else None.
-
-    Libraries in Rust and torch.distributed.checkpoint raise errors of their own, which quote the operating system's.
-    """
-    text = str(error)
-    for number in _FULL:
-        if os.strerror(number) in text:
-            return os.strerror(number)
-    if "inline_container" in text and "unexpected pos" in text:  # of torch.save, after an incomplete write
-        return f"a write was incomplete; probably {os.strerror(errno.ENOSPC).lower()}"
-    cause = error.__cause__ or error.__context__
-    return None if cause is None else write_fault(cause)
 
 
 def require_made_with(

@@ -32,9 +32,8 @@ from mllm_seqpar.data.feature_store import INDEX, FeatureStore
 from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES
 from mllm_seqpar.data.media_files import VIDEO_SUFFIXES
 from mllm_seqpar.data.sources import VideoSource
-from mllm_seqpar.data.store_files import writing
 from mllm_seqpar.data.video import source_meta
-from mllm_seqpar.errors import ConfigError, NonFiniteLogitsError, VideoError
+from mllm_seqpar.errors import ConfigError, NonFiniteLogitsError, VideoError, writing
 from mllm_seqpar.patching import patch_of
 
 from .arguments import AskOptions, parse

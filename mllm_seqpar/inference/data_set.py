@@ -48,8 +48,8 @@ from mllm_seqpar.data.formats import (
     to_chat,
 )
 from mllm_seqpar.data.sources import FrameSource
-from mllm_seqpar.data.store_files import require_made_with, writing
-from mllm_seqpar.errors import ConfigError, DataError, NonFiniteLogitsError, SeqParError
+from mllm_seqpar.data.store_files import require_made_with
+from mllm_seqpar.errors import ConfigError, DataError, NonFiniteLogitsError, SeqParError, writing
 
 from .arguments import AskOptions
 from .choices import accuracy_table, letter_log_likelihoods

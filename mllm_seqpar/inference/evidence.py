@@ -1,7 +1,7 @@
 """Evidence: the moments of a video that an answer attends to most.
 
 While a patched model generates, `record_attention` records the share of attention that each frame receives;
-`runtime.attention_record` defines and computes the shares. They are averaged over the tokens of the answer, without
+`inference.attention_record` defines and computes the shares. They are averaged over the tokens of the answer, without
 special tokens. A moment begins with the frame of the largest share that is in no moment yet. It extends to the frames
 before and after it while their shares are at least the midpoint of that share and the median of all frames. The
 moments with the largest sums are reported. A share does not prove that a frame caused the answer;
@@ -21,8 +21,8 @@ from torch import nn
 
 from mllm_seqpar.data.sources import FrameSource
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.inference.attention_record import AttentionRecord, FrameAttention
 from mllm_seqpar.patching import patch_of
-from mllm_seqpar.runtime.attention_record import AttentionRecord, FrameAttention
 
 MOMENTS = 5
 """The number of moments, unless the user states one."""

@@ -17,8 +17,7 @@ from urllib.parse import quote
 
 from mllm_seqpar.data.images import jpeg_of
 from mllm_seqpar.data.sources import FrameSource
-from mllm_seqpar.data.store_files import writing
-from mllm_seqpar.errors import ConfigError, SeqParError
+from mllm_seqpar.errors import ConfigError, SeqParError, writing
 
 from .evidence import Evidence, Moment, clock
 

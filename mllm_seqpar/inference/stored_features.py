@@ -21,9 +21,8 @@ from mllm_seqpar.data.feature_store import (
 )
 from mllm_seqpar.data.frame_choice import FrameChoice
 from mllm_seqpar.data.sources import VideoSource
-from mllm_seqpar.data.store_files import writing
 from mllm_seqpar.data.video import source_meta
-from mllm_seqpar.errors import DataError
+from mllm_seqpar.errors import DataError, writing
 from mllm_seqpar.sharding import FrameShard, FrameSizes
 
 from .encoding import EncodedVideo

@@ -21,6 +21,7 @@ from mllm_seqpar.masks.intervals import Intervals, Span
 from . import base
 
 KEYS_PER_CHUNK = 512
+ROWS_PER_CHUNK = 32
 MAX_SCORES_CPU = 1 << 20
 """Scores that exist at once on the CPU: 4 MiB, which stay in cache."""
 MAX_SCORES = 1 << 25
@@ -41,7 +42,7 @@ class BlockedMatmulKernel:
         o, lse = base.empty_forward(q)
         if base.is_empty(q, k):
             return o, lse
-        for rows in _row_chunks(q):
+        for rows in _row_chunks(q, intervals):
             chunk = _RowChunk.of(q, k, rows, scale, intervals)
             o_rows, lse_rows = _attend_rows(chunk, k, v)
             o[:, :, rows] = o_rows.view(o[:, :, rows].shape)
@@ -67,7 +68,7 @@ class BlockedMatmulKernel:
         groups, dtype = k.shape[1], _matmul_dtype(q)
         delta = base.delta_of(do, o, delta).unsqueeze(-1).to(dq.dtype)
         lse = base.safe_lse(lse).unsqueeze(-1).to(dq.dtype)
-        for rows in _row_chunks(q):
+        for rows in _row_chunks(q, intervals):
             chunk = _RowChunk.of(q, k, rows, scale, intervals)
             do_rows, lse_rows, delta_rows = (base.fold_heads(x[:, :, rows], groups) for x in (do.to(dtype), lse, delta))
             dq_rows = torch.zeros_like(chunk.q, dtype=dq.dtype)
@@ -144,10 +145,12 @@ def _attend_rows(chunk: _RowChunk, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     return o.div_(total.masked_fill(total == 0, 1.0)), (peak.masked_fill(total == 0, 0.0) + total.log()).squeeze(-1)
 
 
-def _row_chunks(q: Tensor) -> Iterator[slice]:
-    """Return row ranges whose scores against one chunk of keys, for all heads together, stay within the bound."""
+def _row_chunks(q: Tensor, intervals: Intervals | None) -> Iterator[slice]:
+    """Return row ranges whose scores against one chunk of keys, for all heads together, stay within the bound; with
+    intervals, few rows, which attend to almost the same keys."""
     bound = MAX_SCORES_CPU if q.device.type == "cpu" else MAX_SCORES
     step = max(1, bound // (KEYS_PER_CHUNK * q.shape[0] * q.shape[1]))
+    step = step if intervals is None else min(step, ROWS_PER_CHUNK)
     return (slice(start, min(start + step, q.shape[2])) for start in range(0, q.shape[2], step))
 
 

@@ -39,6 +39,9 @@ def rectangles_of(intervals: Intervals) -> tuple[Rectangle, ...]:
     if "rectangles" not in intervals.kept:
         items = intervals.low.shape[0]
         found: list[Rectangle] = []
+        if intervals.is_causal:
+            whole = slice(0, intervals.keys)
+            found, items = [Rectangle(slice(None), whole, whole, "causal")], 0
         for item in range(items):
             batch = slice(item, item + 1) if items > 1 else slice(None)
             found.extend(_rectangles_of_rows(batch, intervals.low[item], intervals.high[item]))

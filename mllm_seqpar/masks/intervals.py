@@ -77,6 +77,15 @@ class Intervals:
             return 0, 0
         return int(torch.where(some, self.low, self.keys).min()), int(self.high.max())
 
+    def narrowed(self) -> tuple[Intervals | None, slice, slice]:
+        """Return the rows and the keys between which everything visible is, and the intervals of these rows and keys
+        (None: all of it is visible)."""
+        some = (self.high > self.low).any(0).nonzero()
+        rows, keys = slice(int(some[0]), int(some[-1]) + 1), self.span
+        whole = rows == slice(0, self.low.shape[1]) and keys == (0, self.keys)
+        part = self if whole else self.part(rows, keys)
+        return None if part.is_full else part, rows, slice(*keys)
+
     @cached_property
     def common(self) -> slice | None:
         """The keys that every row attends to, if no row attends to others; else None."""

@@ -29,6 +29,8 @@ class NativeModel(NamedTuple):
     autos: tuple[str, ...]
     image_processor: str | None = None
     """None: one of transformers', which its AutoImageProcessor finds."""
+    published_as: str | None = None
+    """The `model_type` of another model, if published files state that and name this model in `architectures`."""
 
     def named(self, name: str) -> Any:
         """Import the package and return one of its classes."""
@@ -44,12 +46,28 @@ NATIVE_MODELS = {
         autos=("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText"),
         image_processor="MPlugOwl3ImageProcessor",
     ),
+    "moss_vl": NativeModel(
+        package="moss_vl",
+        config="MossVLConfig",
+        model="MossVLForConditionalGeneration",
+        processor="MossVLProcessor",
+        autos=("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText"),
+        image_processor="MossVLImageProcessor",
+    ),
     "open_flamingo": NativeModel(
         package="open_flamingo",
         config="OpenFlamingoConfig",
         model="OpenFlamingo",
         processor="OpenFlamingoProcessor",
         autos=("AutoModel", "AutoModelForImageTextToText"),
+    ),
+    "video_mllama": NativeModel(
+        package="video_mllama",
+        config="VideoMllamaConfig",
+        model="VideoMllamaForConditionalGeneration",
+        processor="VideoMllamaProcessor",
+        autos=("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText"),
+        published_as="mllama",
     ),
 }
 """The native models by `model_type`."""

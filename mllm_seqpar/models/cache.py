@@ -4,8 +4,8 @@
 layers, and a copy of a cache copies its layers. `SequenceParallelCacheState`, a layer that is appended to the model's
 own layers, therefore follows all of these operations, lives as long as the conversation, and nothing in transformers is
 replaced. K and V of frames are not moved: only the row numbers change, so rows of one sample (beams) share the memory
-of its frames. Patched models of all families have this layer, and so has the native mPLUG-Owl3. On one process the
-native and the patched model therefore continue the caches of each other.
+of its frames. Patched models of all families have this layer, and so have the native mPLUG-Owl3 and MOSS-VL. On one
+process the native and the patched model therefore continue the caches of each other.
 
 Frames may come with several passes of a conversation. The attributes of the state are those of the last of these
 passes; the state as it was before is among its `earlier` ones, until the text of that pass is cropped.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +28,6 @@ from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.runtime.frames import VisualKVCache
 from mllm_seqpar.runtime.text import TextKVCache, TextShards
 from mllm_seqpar.runtime.visual_tokens import FrameTokens
-
-if TYPE_CHECKING:
-    from .mplug_owl3.media import MediaLayout
 
 ONE_PROCESS = (0, 1)
 """The group of a model that is not patched: it is rank 0 of 1."""
@@ -55,8 +52,8 @@ class SequenceParallelCacheState(getattr(cache_utils, "DummyLayer", object)):  #
         visual_kv: K and V of the frames, after those of the earlier ones. Copies of the cache share them.
         frame_fingerprints: the fingerprints of the frames, one for each form in which they are known.
         samples: the number of samples that the frames belong to; ``prompt_batch / samples`` rows of the prompt are
-            beams of one sample. None for mPLUG-Owl3.
-        media_layout: mPLUG-Owl3: the frames that each token of the prompt attends to.
+            beams of one sample. None for mPLUG-Owl3 and MOSS-VL.
+        media_layout: mPLUG-Owl3, MOSS-VL: the frames that each token of the prompt attends to.
         media_counts: OpenFlamingo: (rows of the prompt, tokens) int64 on the CPU: the number of media tokens at or
             before each token of the prompt.
         frame_tokens: decoder-only models: the visual tokens of the text so far; None if they are not known.
@@ -82,7 +79,7 @@ class SequenceParallelCacheState(getattr(cache_utils, "DummyLayer", object)):  #
         self.visual_kv: VisualKVCache | None = None
         self.frame_fingerprints: set[tuple[int, ...]] = set()
         self.samples: int | None = None
-        self.media_layout: MediaLayout | None = None
+        self.media_layout: Any = None
         self.media_counts: Tensor | None = None
         self.frame_tokens: FrameTokens | None = None
         self.position_offsets: Tensor | None = None

@@ -22,6 +22,7 @@ from torch import nn
 from mllm_seqpar._compat import model_class_of, optional_import
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError, first_line, library_fault
 
+from .auto_classes import NATIVE_MODELS, NativeModel
 from .hub import local_directory
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -69,7 +70,8 @@ def load_model(
         return load_clean(cls.from_pretrained, str(folder), f"--model {folder}", config=config, **options)[0]
 
     try:
-        if not options and _stored_elements(folder) not in (None, _elements(cls, config)):
+        stored = None if options else _stored_elements(folder)
+        if stored is not None and _elements(cls, config) not in (None, stored):
             load(dtype=dtype, device_map="meta")  # compares names and shapes before anything is built or read
         return load(dtype=dtype, **options)
     except SeqParError:
@@ -103,10 +105,13 @@ def _stored_elements(folder: Path) -> int | None:
     return total if files else None
 
 
-def _elements(cls: Any, config: Any) -> int:
-    """Return the number of elements of all parameters and saved buffers of a model."""
-    with torch.device("meta"):
-        model = cls(copy.deepcopy(config))
+def _elements(cls: Any, config: Any) -> int | None:
+    """Return the number of elements of all parameters and saved buffers of a model; None if that takes its weights."""
+    try:
+        with torch.device("meta"):
+            model = cls(copy.deepcopy(config))
+    except Exception:  # noqa: BLE001 - of a class that computes while it is built; loading reports what is wrong
+        return None
     return sum({id(x): x.numel() for x in model.state_dict(keep_vars=True).values()}.values())
 
 
@@ -120,6 +125,8 @@ def model_class(folder: Path) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
     path = _require_config(folder)
+    if (native := _native_model(folder)) is not None:
+        return native.named(native.config).from_pretrained(path), native.named(native.model)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:
@@ -131,6 +138,17 @@ def model_class(folder: Path) -> tuple[Any, Any]:
     if cls is None:
         raise ConfigError(f"--model {path}: no model class is registered for {type(config).__name__}")
     return config, cls
+
+
+def _native_model(folder: Path) -> NativeModel | None:
+    """Return the native model whose class config.json names under the `model_type` of another model; else None."""
+    try:
+        stated = json.loads((folder / "config.json").read_text())
+        kind, names = stated.get("model_type"), stated.get("architectures") or ()
+    except (ValueError, AttributeError):
+        return None  # transformers says what is wrong with it
+    models = [native for native in NATIVE_MODELS.values() if native.published_as == kind and native.model in names]
+    return models[0] if models and kind is not None else None
 
 
 def load_config(path: str) -> Any:
@@ -147,8 +165,10 @@ def load_processor(path: str) -> Any:
     _require_config(folders[-1])
     folder = next((folder for folder in folders if any((folder / name).is_file() for name in _PROCESSOR)), folders[0])
     _require_files(folder)
+    native = _native_model(folders[-1])
     try:
-        return AutoProcessor.from_pretrained(str(folder), trust_remote_code=False)
+        processor = AutoProcessor if native is None else native.named(native.processor)
+        return processor.from_pretrained(str(folder), trust_remote_code=False)
     except SeqParError:
         raise
     except Exception as error:
@@ -214,6 +234,20 @@ def require_clean(report: Mapping[str, Any], what: str, *, expected: str = "") -
             f"of {expected or 'the model that its config.json describes'}: check that the checkpoint is complete and "
             "that config.json belongs to it"
         )
+
+
+class NonReentrantCheckpointing:
+    """Base of the native models, before a class of transformers: reentrant gradient checkpointing is refused."""
+
+    def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
+        # Every public method that enables checkpointing, in all supported versions, calls this method.
+        function = kwargs.get("gradient_checkpointing_func")
+        if getattr(function, "keywords", {}).get("use_reentrant"):
+            raise ConfigError(
+                "use_reentrant is True; layers share the visual features, which reentrant checkpointing cannot "
+                "differentiate: pass gradient_checkpointing_kwargs={'use_reentrant': False}, or leave it out"
+            )
+        super()._set_gradient_checkpointing(*args, **kwargs)  # type: ignore[misc]
 
 
 def _base_of_adapter(folder: Path) -> Path | None:

@@ -21,8 +21,9 @@ from mllm_seqpar.errors import AdapterError
 from mllm_seqpar.families import built_in_families
 
 if TYPE_CHECKING:
-    from mllm_seqpar.patching import Patch
     from mllm_seqpar.runtime.context import SeqParContext
+
+    from .changes import Patch
 
 ENTRY_POINTS = "mllm_seqpar.adapters"
 _registered: dict[str, Adapter] = {}

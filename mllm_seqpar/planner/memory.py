@@ -194,7 +194,7 @@ def saved_before_features(workload: Workload) -> int:
     if not workload.trains_features:
         return 0
     if model.projector:  # the input of its layers, and of the activation function between them; the normalized input
-        inputs = model.projector[0] * (1 + model.decoder_only) + 2 * sum(model.projector[1:-1])
+        inputs = model.projector[0] * (1 + model.keys_vary) + 2 * sum(model.projector[1:-1])
         frame += vision.keys * inputs * (1 + vision.deepstack) * element
     if model.resampler:  # its input, the inside of each layer, and the input of the last norm
         frame += vision.width * (vision.tokens + vision.keys) * element

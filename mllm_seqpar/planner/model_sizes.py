@@ -103,6 +103,8 @@ class VisionSizes(Description):
     Attributes:
         tokens: tokens per frame that its layers compute.
         keys: visual tokens per frame that cross-attention receives, or that are tokens of the text.
+        separators: how many of the keys follow the patches of a frame. The keys of a model that has any depend on the
+            size of its images (MOSS-VL).
         outputs_held: layer outputs that are alive at once: 1; 2 with the embeddings (IDEFICS); all (Llama 3.2).
         tiles: image tiles per frame, which `tokens` and `keys` include; the tiles of a frame attend to each other under
             a mask (Llama 3.2).
@@ -131,6 +133,7 @@ class VisionSizes(Description):
     window: int = number(default=0, least=0)
     full_layers: int = number(default=0, least=0)
     deepstack: int = number(default=0, least=0)
+    separators: int = number(default=0, least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -184,8 +187,8 @@ class ModelSizes(Description):
 
     Attributes:
         projector: channels of the linear layers behind the tower: (in, out) for one layer, (in, inner, out) for two
-            with an activation function between them; None for no projector. The projector of a decoder-only model
-            joins the tokens of the tower to visual tokens, and has a norm before it.
+            with an activation function between them; None for no projector. If images of other sizes have other
+            numbers of visual tokens, the projector joins the tokens of the tower to these, and has a norm before it.
     """
 
     name: str
@@ -207,22 +210,34 @@ class ModelSizes(Description):
         """Whether the visual tokens are tokens of the text."""
         return self.cross.layers == 0
 
+    @property
+    def keys_vary(self) -> bool:
+        """Whether the number of visual tokens of a frame depends on the size of its images."""
+        return self.decoder_only or self.vision.separators > 0
+
     def with_frame_tokens(self, count: int) -> ModelSizes:
         """Return the model with `count` visual tokens per frame, as images of another size have.
 
         Raise ConfigError if the model encodes all images in one size.
         """
-        if not self.decoder_only:
+        if not self.keys_vary:
             raise ConfigError(
                 f"frame_tokens: a frame of {self.name} always has {self.vision.keys} visual tokens; leave it out"
             )
-        tokens = count * self.vision.tokens // self.vision.keys
+        if count <= self.vision.separators:
+            raise ConfigError(f"frame_tokens: {count} is not above the {self.vision.separators} separators of a frame")
+        tokens = (count - self.vision.separators) * self._patches
         return replace(self, vision=replace(self.vision, tokens=tokens, keys=count))
 
+    @property
+    def _patches(self) -> int:
+        """Tokens of the tower in a visual token."""
+        return self.vision.tokens // (self.vision.keys - self.vision.separators)
+
     def tokens_of_image(self, height: int, width: int) -> int:
-        """Return the visual tokens of an image of a decoder-only model, whose sides are rounded to whole tokens."""
-        side = self.vision.patch * isqrt(self.vision.tokens // self.vision.keys)
-        return max(1, round(height / side)) * max(1, round(width / side))
+        """Return the visual tokens of an image whose sides are rounded to whole tokens (`keys_vary`)."""
+        side = self.vision.patch * isqrt(self._patches)
+        return max(1, round(height / side)) * max(1, round(width / side)) + self.vision.separators
 
     @cached_property
     def linear(self) -> tuple[LinearLayers, ...]:

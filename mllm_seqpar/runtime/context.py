@@ -4,18 +4,37 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch.distributed as dist
+from torch import Tensor
 
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import ConfigError
 
-from .attention_record import AttentionRecord
 from .strategy_selector import StrategySelector
 
 _log = get_logger(__name__)
+
+
+class Recorder(Protocol):
+    """Receives what each layer of one pass computes, such as the record of the attention to frames."""
+
+    def add(self, q: Tensor, keys: Any, lse: Tensor | None, scale: float) -> None:
+        """Record a softmax of q (B, H, s, D) over a list of `Keys`, given its final lse (B, H, s) or None."""
+
+
+class Record(Protocol):
+    """What passes with a cache report to while it is among the `records` of a context."""
+
+    def begin_answer(self) -> None:
+        """Forget the passes of an earlier answer."""
+
+    def begin_rows(self, inputs: Any, rows: Any, attended: Any, cache_state: Any) -> Recorder | None:
+        """Return what records a part of the rows of a pass, given its inputs, the rows, the frames that they attend to,
+        and the state of the cache; or None."""
 
 
 @dataclass(eq=False)
@@ -27,7 +46,7 @@ class SeqParContext:
         config: the user's options.
         selector: selects strategies by the rates of a cluster; None unless an option asks for it.
         assumed_alone: whether the group is this process alone because there was no process group.
-        records: the record of the attention over frames while there is one; passes with a cache add to it.
+        records: the record of the attention over frames while there is one.
         frames_seen: the number of frames of the group in all passes so far.
     """
 
@@ -35,10 +54,14 @@ class SeqParContext:
     config: SeqParConfig
     selector: StrategySelector | None = None
     assumed_alone: bool = False
-    records: list[AttentionRecord] = field(default_factory=list, repr=False)
+    records: list[Record] = field(default_factory=list, repr=False)
     frames_seen: int = field(default=0, init=False, repr=False)
     _passes: Counter[bool] = field(default_factory=Counter, init=False, repr=False)
     _reported: set[str] = field(default_factory=set, init=False, repr=False)
+
+    def recorder(self, *facts: Any) -> Recorder | None:
+        """Return what records a part of the rows of a pass (`Record.begin_rows`), if something does."""
+        return self.records[-1].begin_rows(*facts) if self.records else None
 
     def require_same_world(self) -> None:
         """Raise ConfigError if a process group of several ranks was created after patching for a single process."""

@@ -32,8 +32,7 @@ from mllm_seqpar.masks import BlockMask, BlockMasks
 from mllm_seqpar.masks.block_masks import decoder_mask
 from mllm_seqpar.schedules.mesh_shapes import parallel_spec
 
-from .attention_record import AnyRecorder
-from .context import SeqParContext
+from .context import Recorder, SeqParContext
 from .frames import Frames
 from .projections import Projection
 from .strategy_selector import CROSS, CROSS_MESH, SELF, SELF_MESH, CandidateStrategies, SelectedStrategy
@@ -91,7 +90,7 @@ class ForwardState:
         cached_text: Callable[[int | None], BlockMask] | None = None,
         visual_tokens: list[VisualTokens] | None = None,
         text_length: int | None = None,
-        recorder: AnyRecorder | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.context, self.text, self.frames, self.row_facts = context, text, frames, row_facts or {}
         self.cached_text, self.text_length, self.recorder = cached_text, text_length, recorder

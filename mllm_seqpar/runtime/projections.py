@@ -7,8 +7,9 @@ computes its gradients for a chunk of frames without repeating the matrix multip
     d raw k = key_norm'(rotate^T dk);  dW = [d raw k, dv]^T x;  db = sum of [d raw k, dv];  dx = [d raw k, dv] W
 
 where x is recomputed, which is an element-wise computation, and raw k is kept from the projection of the same backward
-pass if there is a key_norm. Norms are differentiated by autograd. Every other projection, among them one with adapters
-or quantised weights, is differentiated by autograd as a whole (`autograd_grads`).
+pass if there is a key_norm. If K is rotated before its norm, k = key_norm(rotate(raw k)), rotate(raw k) is kept. Norms
+are differentiated by autograd. Every other projection, among them one with adapters or quantised weights, is
+differentiated by autograd as a whole (`autograd_grads`).
 """
 
 from __future__ import annotations
@@ -77,8 +78,9 @@ class KVProjection:
             ({K, V}, KV head, D) otherwise.
         input_norm: applied to the features before the linear layers.
         key_norm: applied to each head of K after its linear layer.
-        rotate: (k (f, tokens, G, D), index (f, ...), transposed) -> k of the same shape and dtype, last of all. It is
-            linear in k, and returns its transpose (the inverse of a rotation) if `transposed` is true.
+        rotate: (k (f, tokens, G, D), index (f, ...), transposed) -> k of the same shape and dtype. It is linear in k,
+            and returns its transpose (the inverse of a rotation) if `transposed` is true.
+        rotates_first: whether K is rotated before its norm, and not after it.
     """
 
     linears: tuple[nn.Module, ...]
@@ -87,6 +89,7 @@ class KVProjection:
     input_norm: nn.Module | None = None
     key_norm: nn.Module | None = None
     rotate: Callable[[Tensor, Tensor, bool], Tensor] | None = None
+    rotates_first: bool = False
 
     @functools.cached_property
     def modules(self) -> Sequence[nn.Module]:
@@ -100,16 +103,18 @@ class KVProjection:
         Args:
             features: the features of f frames.
             index: (f, ...), what `rotate` takes of each frame.
-            raw_keys: the output of the linear layer of K, (f, tokens, G, D), is appended to it.
+            raw_keys: K before its norm, (f, tokens, G, D), is appended to it.
         """
         x = self._as_input(features)
         x = x if self.input_norm is None else self.input_norm(x)
         k, v = self._split([linear(x) for linear in self.linears])
+        if self.rotate is not None and self.rotates_first:
+            k = self.rotate(k, index, False)
         if raw_keys is not None:
             raw_keys.append(k.contiguous())  # not a view that keeps V alive
         if self.key_norm is not None:
             k = self.key_norm(k)
-        if self.rotate is not None:
+        if self.rotate is not None and not self.rotates_first:
             k = self.rotate(k, index, False)
         v = v.flatten(0, 1).transpose(0, 1)[None]
         if len(self.linears) == 1 and (self.key_norm is not None or self.rotate is not None):
@@ -155,7 +160,7 @@ class KVProjection:
         with torch.enable_grad():
             x = y if self.input_norm is None else self.input_norm(_inner(y))
         dk, dv = (g[0].transpose(0, 1).unflatten(0, features.shape[:2]) for g in (dk, dv))  # (f, tokens, G, D)
-        if self.rotate is not None:
+        if self.rotate is not None and not self.rotates_first:
             dk = self.rotate(dk, index, True)
         if self.key_norm is not None:
             assert raw_keys is not None
@@ -164,6 +169,8 @@ class KVProjection:
                 k = self.key_norm(_inner(raw))
             dk, *found = torch.autograd.grad(k, [raw, *of_key], dk.to(k.dtype).contiguous(), allow_unused=True)
             _add(grads, of_key, found)
+        if self.rotate is not None and self.rotates_first:
+            dk = self.rotate(dk, index, True)
         dx = self._linear_grads(x.detach().flatten(0, 1), self._join(dk, dv), needs_x, trained, grads)
         d_features = None
         if dx is not None:

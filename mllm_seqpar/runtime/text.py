@@ -14,6 +14,7 @@ Shape legend: B samples, L tokens of the caller, P tokens after padding to what 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
 
@@ -236,6 +237,7 @@ def sharded_causal_lm_loss(
     text: TextShards,
     num_items_in_batch: Tensor | int | None = None,
     ignore_index: int | None = None,
+    target_weights: Callable[[Tensor], Tensor | None] | None = None,
 ) -> Tensor:
     """Return the unpatched model's loss, the same number on every rank.
 
@@ -246,6 +248,7 @@ def sharded_causal_lm_loss(
         text: the sharding of the tokens.
         num_items_in_batch: the divisor of the sum; None: the number of targets (a mean).
         ignore_index: the label of tokens without a target; None: -100.
+        target_weights: returns the weights of the losses of targets; None, or None returned: all are 1.
 
     Returns:
         float32 scalar, or float64 of float64 logits. Its gradient, averaged over the group, is the gradient of the
@@ -262,19 +265,24 @@ def sharded_causal_lm_loss(
     if shift_labels.device.type == "cpu":
         require_tokens(shift_labels, logits.shape[-1], ignore)
     local = copy_to_device(text.shard(shift_labels, 1, ignore), logits.device)
-    total = summed_cross_entropy(logits, local, ignore)
+    total = summed_cross_entropy(logits, local, ignore, target_weights(local) if target_weights else None)
     return mean_over_targets(group_sum(total, text.comm), shift_labels, num_items_in_batch, ignore)
 
 
-def summed_cross_entropy(logits: Tensor, targets: Tensor, ignore: int = IGNORE) -> Tensor:
+def summed_cross_entropy(
+    logits: Tensor, targets: Tensor, ignore: int = IGNORE, weights: Tensor | None = None
+) -> Tensor:
     """Return the sum of the cross-entropy of logits (..., V) and targets (...), in float32, or float64 for float64.
 
-    The terms are computed in float32 for every dtype, as transformers does.
+    The terms are computed in float32 for every dtype, as transformers does. With `weights` (...), each is multiplied by
+    the weight of its target.
     """
     logits, targets, dtype = logits.float().flatten(0, -2), targets.flatten(), logits.dtype
-    if dtype is not torch.float64:
+    if dtype is not torch.float64 and weights is None:
         return F.cross_entropy(logits, targets, ignore_index=ignore, reduction="sum")
-    return F.cross_entropy(logits, targets, ignore_index=ignore, reduction="none").to(dtype).sum()
+    terms = F.cross_entropy(logits, targets, ignore_index=ignore, reduction="none")
+    terms = terms if weights is None else terms * weights.flatten().to(terms)
+    return (terms.to(dtype) if dtype is torch.float64 else terms).sum()
 
 
 def mean_over_targets(total: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None, ignore: int) -> Tensor:

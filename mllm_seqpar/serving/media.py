@@ -35,9 +35,8 @@ from mllm_seqpar.data.downloads import NotAllowed, blocks, data_blocks, open_url
 from mllm_seqpar.data.frame_choice import FrameChoice
 from mllm_seqpar.data.images import is_image_file, jpeg_of
 from mllm_seqpar.data.reader import read_frames
-from mllm_seqpar.data.store_files import write_fault
 from mllm_seqpar.data.video import probe
-from mllm_seqpar.errors import ConfigError, VideoError
+from mllm_seqpar.errors import ConfigError, VideoError, write_fault
 from mllm_seqpar.inference.engine import MediaFile
 
 from .protocol import ApiError, FilePart, ImagePart, MediaPart

@@ -30,7 +30,7 @@ from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.data.chat import ChatBatch, ChatDataset, MediaError, load_local_images
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.reader import decode_threads
-from mllm_seqpar.errors import ConfigError, DataError, SeqParError
+from mllm_seqpar.errors import PASSED, ConfigError, DataError
 from mllm_seqpar.sharding import FrameShard
 
 from .stored_tower import ARGUMENT, StoredTower
@@ -271,7 +271,8 @@ class BatchReader:
         """Read the text of a micro-batch and plan its frames, without decoding anything."""
         with self._lock, self._naming(batch.samples):
             batch.chat = self._dataset.batch(batch.samples)
-            batch.shard = FrameShard.of(len(batch.chat.text.slots), self._group, self._chat_format.frame_layout)
+            text, layout = batch.chat.text, self._chat_format.frame_layout
+            batch.shard = FrameShard.of(len(text.slots), self._group, layout, text.sizes)
             batch.size = len(batch.shard) and len(batch.shard) * sum(x.nbytes for x in self._chat_format.blank())
 
     def load(self, batch: MicroBatch, decode: bool = False) -> None:
@@ -287,9 +288,9 @@ class BatchReader:
         """Raise DataError with the places of the samples for errors of a processor, which depend on their content."""
         try:
             yield
-        except SeqParError:
+        except PASSED:
             raise
-        except (ValueError, TypeError, LookupError, ArithmeticError) as error:
+        except Exception as error:
             places = ", ".join(self._dataset.records.place(sample) for sample in samples)
             raise DataError(f"{places}: {type(error).__name__}: {error}") from error
 

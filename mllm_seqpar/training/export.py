@@ -21,8 +21,7 @@ from transformers import TrainingArguments
 
 from mllm_seqpar import __version__
 from mllm_seqpar.comm import Communicator, as_communicator
-from mllm_seqpar.data.store_files import writing
-from mllm_seqpar.errors import ConfigError, first_line
+from mllm_seqpar.errors import ConfigError, first_line, writing
 from mllm_seqpar.models.hub import local_directory
 
 from .arguments import SAVE_DTYPES, FineTuneOptions

@@ -28,8 +28,7 @@ from mllm_seqpar.comm.backends import order_launches
 from mllm_seqpar.data.chat import ChatDataset
 from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.data.feature_store import model_fingerprint
-from mllm_seqpar.data.store_files import writing
-from mllm_seqpar.errors import ConfigError, NonFiniteLogitsError
+from mllm_seqpar.errors import ConfigError, NonFiniteLogitsError, writing
 from mllm_seqpar.integrations.accelerate import reshard, send_buffers, shard_weights_by_fsdp2
 from mllm_seqpar.models.hub import local_directory
 from mllm_seqpar.models.loading import context_length, load_config, load_processor, model_digest, refuse_adapter

@@ -33,8 +33,7 @@ from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.data.chat import ChatDataset
 from mllm_seqpar.data.chat_family import chat_family
-from mllm_seqpar.data.store_files import writing
-from mllm_seqpar.errors import DataError, NonFiniteLogitsError, TransferError
+from mllm_seqpar.errors import DataError, NonFiniteLogitsError, TransferError, writing
 from mllm_seqpar.integrations.accelerate import reshard
 from mllm_seqpar.patching import patch_of
 

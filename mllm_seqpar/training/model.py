@@ -114,10 +114,9 @@ def choose_parameters(model: nn.Module, freeze: Sequence[str], train: Sequence[s
 
 def _matched(model: nn.Module, names: list[str], selection: Sequence[str], parts: Parts, flag: str) -> set[str]:
     matched: set[str] = set()
-    modules = {path for path, _ in model.named_modules() if path}
     for item in (part.strip() for entry in selection for part in entry.split(",")):
-        prefixes = [path for path in parts.get(item, (item,)) if path in modules]
-        found = {name for name in names if name.startswith(tuple(prefix + "." for prefix in prefixes))}
+        paths = parts.get(item, (item,))  # of modules, or of single parameters
+        found = {name for name in names if name in paths or name.startswith(tuple(path + "." for path in paths))}
         found |= {name for name in names if fnmatchcase(name, item)}
         if not found:
             children = ", ".join(name for name, _ in model.named_children())

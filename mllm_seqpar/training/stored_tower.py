@@ -28,8 +28,8 @@ from mllm_seqpar.data.chat import ChatBatch
 from mllm_seqpar.data.chat_family import ChatFamily
 from mllm_seqpar.data.feature_store import INDEX, read_rows, write_rows
 from mllm_seqpar.data.sources import FrameSource
-from mllm_seqpar.data.store_files import digest_of, reading_index, require_made_with, write_json, writing
-from mllm_seqpar.errors import ConfigError, DataError
+from mllm_seqpar.data.store_files import digest_of, reading_index, require_made_with, write_json
+from mllm_seqpar.errors import ConfigError, DataError, writing
 from mllm_seqpar.patching.registry import find_adapter
 from mllm_seqpar.sharding import FrameShard
 

@@ -27,7 +27,12 @@ class MllamaChats(ImageTokenFamily):
     processors = ("MllamaProcessor",)
     marks = ("<|image|>", _START, _STOP, _END, "<|begin_of_text|>", "<|end_of_text|>", VIDEO_MARK)
     frame_names = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
-    feature_weights = ("model.vision_model.", "model.multi_modal_projector.", "vision_model.", "multi_modal_projector.")
+    feature_weights: tuple[str, ...] = (
+        "model.vision_model.",
+        "model.multi_modal_projector.",
+        "vision_model.",
+        "multi_modal_projector.",
+    )
 
     @property
     def image_token(self) -> str:

@@ -127,7 +127,7 @@ class QwenVLChats(ChatFamily):
 
     def _size(self, source: FrameSource) -> tuple[int, int]:
         """Return (height, width) of the frames of a source after they are resized."""
-        height, width = _size_of(source)
+        height, width = size_of(source)
         image = isinstance(source, StillImage)
         config = self._images if image else self._videos
         factor = config.patch_size * config.merge_size
@@ -263,7 +263,7 @@ class QwenVLChats(ChatFamily):
 
     def frame_metadata(self, source: FrameSource) -> dict[str, Any]:
         """Return the size and the times of the frames, which determine the placeholders of a prompt."""
-        height, width = _size_of(source)
+        height, width = size_of(source)
         return {"frame_size": [height, width], "frame_seconds": [_seconds(source, i) for i in range(len(source))]}
 
     def stored_frames(self, count: int, metadata: Mapping[str, Any]) -> FrameSource:
@@ -275,7 +275,7 @@ def _shown(part: Any) -> dict[str, Any]:
     return {"type": "text", "text": part["text"]} if part["type"] == "text" else {"type": part["type"]}
 
 
-def _size_of(source: FrameSource) -> tuple[int, int]:
+def size_of(source: FrameSource) -> tuple[int, int]:
     """Return (height, width) of all frames of a source."""
     sizes = set(source.sizes())
     if len(sizes) != 1:

@@ -67,6 +67,7 @@ CASES = {
     "gpu": Case("gpu.py", "--tiny", report.gpu_tables),
     "kernels": Case("kernels.py"),
     "host-path": Case("one_process.py", "--repeats 2 --tokens 4"),
+    "block-host-path": Case("host_path.py", "--repeats 2"),
     "wide": Case("one_process.py --wide --repeats 9", "--repeats 2 --tokens 4"),
     "paper-tables": Case("paper_tables.py"),
     "scale": Case("scale.py --model mplug-owl3-7b --text 8192 --cluster a100-80g-8xN"),

@@ -15,6 +15,7 @@ from test_examples import ROOT, blocks
 from torch import nn
 from torch.nn import functional as F
 
+from family_directories import make_moss_vl
 from family_harness import family_module
 from mllm_seqpar import FrameShard, HostFrames, attention, patch_model, patches, unpatch_model
 from mllm_seqpar.data import ChatDataset
@@ -51,6 +52,7 @@ ELSEWHERE = {
     "docs/guides/add_a_family.md 1": "test_guide_family",
     "docs/guides/running_on_gpus.md 0": "test_sample_for_gpus_trains_on_the_cpu",
     "docs/guides/serve.md 0": "test_app, with OpenAI's client",
+    "docs/guides/moss_vl.md 0": "test_sample_of_moss_vl_answers",
 }
 """Samples that another test runs."""
 
@@ -155,6 +157,15 @@ def test_sample_for_gpus_trains_on_the_cpu(training_files: Path) -> None:
     code = code.replace("torch.cuda.set_device(device)", "").replace('"cuda"', '"cpu"')
     losses = ranks(2).run(train_on_the_cpu, code)
     assert losses[0] == losses[1] and torch.tensor(losses[0]).isfinite()
+
+
+def test_sample_of_moss_vl_answers(tmp_path: Path, training_files: Path) -> None:
+    make_moss_vl(tmp_path / "moss")
+    code = blocks()["docs/guides/moss_vl.md 0"].replace('"moss"', repr(str(tmp_path / "moss")))
+    code = code.replace('"movie.mp4"', repr(str(next(training_files.rglob("*.mp4"))))).replace("=100", "=3")
+    found: dict[str, Any] = {}
+    exec(compile(code, "moss_vl.md", "exec"), found)
+    assert found["tokens"].shape[1] == found["inputs"]["input_ids"].shape[1] + 3
 
 
 QUESTION = {"input_ids": torch.full((1, 3), 7), "mm_token_type_ids": torch.zeros(1, 3, dtype=torch.long)}

@@ -15,7 +15,8 @@ from frame_attention_reference import PROMPT, expected_shares
 from mllm_seqpar import attention_over_frames, patch_model, record_attention
 from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.errors import AgreementError, ConfigError
-from mllm_seqpar.runtime import attention_record, visual_features
+from mllm_seqpar.inference import attention_record
+from mllm_seqpar.runtime import visual_features
 from tiny_models.qwen2_5_vl import IMAGE, VIDEO
 
 TOLERANCE = 1e-5
@@ -26,11 +27,13 @@ ANSWER = settings(max_new_tokens=4, suppress_tokens=[IMAGE, VIDEO])
 def case_of(family: str, **overrides: Any) -> Any:
     """Return a batch of one sample whose frames do not divide by 2, 3 or 4 ranks."""
     frames = {"mplug_owl3": (5,), "idefics": (5,), "mllama": ((3, 1, 2, 1, 3),), "open_flamingo": ((1, 3, 4, 6, 8),)}
+    frames["video_mllama"] = (5,)
     frames |= dict.fromkeys(QWENS, (((3, 4, 6), (6, 4), (1, 2, 2)),))
+    frames["moss_vl"] = (((3, 4, 6), (8, 4), (1, 2, 2)),)
     fields = {"frames": frames[family], "labels": None, "length": 52 if family in QWENS else 13}
     if family == "idefics":
         fields["mask"] = "holes"
-    if family == "mllama":
+    if family in ("mllama", "video_mllama"):
         fields["mask"] = "scattered"
     if family == "open_flamingo":
         fields |= {"media": 5, "model": {"language_model": "opt", "immediate": False}}
@@ -39,11 +42,11 @@ def case_of(family: str, **overrides: Any) -> Any:
 
 def seen_units(family: str, case: Any, inputs: dict[str, Any]) -> Tensor:
     """Return (F, units of a frame) bool: what the last row of the prompt attends to."""
-    if family in QWENS:
+    if family in QWENS or family == "moss_vl":
         return torch.ones(5, 1, dtype=torch.bool)
     if family == "idefics":
         return inputs["image_attention_mask"][0, -1, :, None].bool()
-    if family == "mllama":
+    if family in ("mllama", "video_mllama"):
         seen = inputs["cross_attention_mask"][0, -1].bool()
         return seen if bool(seen.any()) else ~seen  # a row without tiles attends to all
     frames = case.media if family == "open_flamingo" else case.frames[0]

@@ -23,8 +23,11 @@ from model_copies import tiny_model
 from tiny_models import idefics
 from tiny_models.mllama import CROSS_LAYERS, PATCHES, TILES
 from tiny_models.mllama import Case as Mllama
+from tiny_models.moss_vl import Case as Moss
 from tiny_models.mplug_owl3 import Case as Owl
 from tiny_models.mplug_owl3 import local_frames, tiny_frames, tiny_text
+from tiny_models.video_mllama import SIDE
+from tiny_models.video_mllama import Case as Preview
 
 Inputs = dict[str, Any]
 DIFFERENT = "the ranks differ in"
@@ -111,6 +114,13 @@ IDEFICS_ERRORS = {
 }
 
 MLLAMA = Mllama(frames=((3, 1, 2, 3),), labels=None)
+PREVIEW = Preview(frames=(3, 1), labels=None)
+PREVIEW_CHANGES: dict[str, Inputs] = {
+    r"vision_position_ids has shape \(2, 2\); expected \(2, 3\)": {"vision_position_ids": torch.ones(2, 2).long()},
+    r"expected \(batch, images, 1 tiles, channels": {"pixel_values": torch.zeros(2, 3, 2, 3, SIDE, SIDE)},
+    "3 tiles in all images of a sample": {"cross_attention_mask": torch.ones(2, 11, 2, 1)},
+}
+PREVIEW_OTHERS = {"digest of the positions of frames": lambda x: {"vision_position_ids": x["vision_position_ids"] + 1}}
 
 
 def _states(*shape: int) -> Inputs:
@@ -175,6 +185,60 @@ QWEN_ERRORS: Errors = {
 }
 
 
+MOSS_ONE = Moss(labels=None)  # three frames of 4 x 6 patches and one of 6 x 4
+
+
+def _moss_features(x: Inputs, comm: Any) -> Inputs:
+    return x | {"pixel_values": None, "visual_embeds": torch.zeros(28, 64)}
+
+
+MOSS_ERRORS: Errors = {
+    (SeqParError, ELSEWHERE): {
+        "frames were passed without grid_thw": {"grid_thw": None},
+        r"grid_thw has shape \(4,\)": {"grid_thw": torch.ones(4, dtype=torch.long)},
+        r"grid_thw has shape \(2, 3\); .* all above 0": {"grid_thw": torch.tensor([[0, 4, 6], [4, 6, 4]])},
+        "media_nums_per_sample is .*3.* for 2 rows": {"media_nums_per_sample": [3]},
+        r"pixel_values: expected \(patches, values\), got \(1, 96, 48\)": {"pixel_values": torch.zeros(1, 96, 48)},
+        "pass either pixel_values or visual_embeds, not both": {"visual_embeds": torch.zeros(28, 64)},
+        r"visual_embeds: expected \(visual tokens, 64\), got": {
+            "pixel_values": None,
+            "visual_embeds": torch.zeros(28, 32),
+        },
+    },
+    (AgreementError, DIFFERENT): {
+        "digest of pixels": lambda x: {"pixel_values": x["pixel_values"] + 1},
+        "digest of the positions of frames": lambda x: {"grid_thw": x["grid_thw"][:, [0, 2, 1]]},
+        "units of frames": {"grid_thw": torch.tensor([[2, 6, 4], [1, 6, 8]])},
+    },
+    (AgreementError, DIFFERENT, _moss_features): {"rows of frames": {"visual_embeds": torch.zeros(27, 64)}},
+    (ShapeError, ""): {
+        "pixel_values: expected 96 patches, those of 4 frames in grid_thw, got 95": lambda x: {
+            "pixel_values": x["pixel_values"][1:]
+        },
+        "placeholders <|image_pad|>, and frames": lambda x: {
+            "grid_thw": x["grid_thw"][:1],
+            "pixel_values": x["pixel_values"][:72],
+            "media_nums_per_sample": [1],
+        },
+    },
+    (MaskError, ""): {
+        "cross_attention_mask has 2 samples": lambda x: {
+            "cross_attention_mask": x["cross_attention_mask"].expand(2, -1, -1, -1)
+        },
+        "hidden ones between them": lambda x: {
+            "cross_attention_mask": torch.tensor([False, True, False, True]).expand(1, 1, 19, 4)
+        },
+    },
+    (SeqParError, ELSEWHERE, lambda x, comm: family_module("moss_vl").local_frames(x, comm)): {
+        "visual_shard: .* but grid_thw has 4 frames": {"visual_shard": FrameShard(2, 4, 5)},
+        "pixel_values: expected 48 patches, those of 2 frames in grid_thw, got 24": lambda x: {
+            "pixel_values": x["pixel_values"][24:]
+        },
+        "a rank without frames passes an empty tensor": {"pixel_values": None},
+    },
+}
+
+
 def check_errors(family: str, ranks: int, case: Any, errors: Errors) -> None:
     def run(model: Any, inputs: Inputs, comm: Any) -> None:
         for (kind, others, *base), changes in errors.items():
@@ -198,6 +262,11 @@ BAD = {
     "mplug_owl3": (3, OWL, OWL_ERRORS),
     "idefics": (2, IDEFICS, IDEFICS_ERRORS),
     "mllama": (2, MLLAMA, {(SeqParError, ELSEWHERE): MLLAMA_CHANGES}),
+    "moss_vl": (2, MOSS_ONE, MOSS_ERRORS),
+    "video_mllama": (
+        *(2, PREVIEW),
+        {(SeqParError, ELSEWHERE): PREVIEW_CHANGES, (AgreementError, DIFFERENT): PREVIEW_OTHERS},
+    ),
     **{
         family: (
             2,
@@ -377,9 +446,12 @@ def with_attention_dropout(family: str, model: Any) -> Any:
     if family == "idefics":
         for block in model.model.gated_cross_attn_layers:
             block.cross_attn.dropout = 0.1
-    elif family == "mllama":
+    elif family in ("mllama", "video_mllama"):
         for number in CROSS_LAYERS:
             model.model.language_model.layers[number].cross_attn.dropout = 0.1
+    elif family == "moss_vl":
+        for number in CROSS_LAYERS:
+            model.model.language_model.layers[number].cross_attn.attention_dropout = 0.1
     elif family in QWENS:
         for layer in model.model.language_model.layers:
             layer.self_attn.attention_dropout = 0.1

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
-from family_cases import FUSED, QWENS
+from family_cases import FUSED, MOSS, QWENS
 from family_harness import TOLERANCE, check_exact, inputs_of, model_of, on_ranks, settings, slow_unless
 from generation_cases import SHARDED
 from mllm_seqpar import patch_model, unpatch_model
@@ -35,10 +35,11 @@ PROMPTS: dict[str, tuple[str, Any]] = {
     "idefics": ("idefics", Idefics(frames=(3, 2), mask="before", labels=None)),
     "gated": ("mplug_owl3", Owl(frames=(3, 2), length=12, labels=None)),
     "fused": ("mplug_owl3", Owl(frames=(3, 2), length=12, labels=None, model=FUSED)),
+    "moss_vl": ("moss_vl", replace(MOSS, mask="counts", labels=None)),
     **{family: (family, replace(case, labels=None)) for family, case in QWENS.items()},
 }
 """A prompt of two samples for each family; the two kinds of mPLUG-Owl3 differ in what their placeholders see."""
-NATIVE = ("gated", "fused")
+NATIVE = ("gated", "fused", "moss_vl")
 
 MOVES: dict[str, tuple[Callable[[Any], None], list[int]]] = {
     "reorder": (lambda cache: cache.reorder_cache(torch.tensor([1, 0])), [1, 0]),
@@ -126,7 +127,7 @@ def check_move(name: str, move: str, found: tuple[Tensor, Tensor]) -> None:
 def test_cache_is_taken_by_either_name(name: str) -> None:
     """transformers 5.24 renamed `past_key_values` to `cache`; no pass warns (`filterwarnings` in pyproject.toml)."""
     conversation = Conversation(name)
-    natively = conversation.family == "mplug_owl3"
+    natively = name in NATIVE
     for patches in [False] * natively + [True]:
         with patched(conversation.model) if patches else nullcontext():
             cache, token = conversation.fill(), {"input_ids": NEW[:, :1], **conversation.masks([0, 1], 0, 1)}

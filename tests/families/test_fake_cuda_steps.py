@@ -54,6 +54,8 @@ def _make_fake(model: Any) -> None:
 def _read_by_host(inputs: dict[str, Any]) -> dict[str, Tensor]:
     """Return the values of what `ForwardInputs.read` copies to the host."""
     found = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and not x.is_floating_point()}
+    if "media_nums_per_sample" in inputs:
+        found["media_nums_per_sample"] = torch.tensor(inputs["media_nums_per_sample"])
     for name in ("cross_attention_mask", "image_attention_mask"):
         if name in found:
             found[name] = found[name] == 1

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import StoppingCriteria
 from transformers.generation import stopping_criteria
 
-from family_cases import BATCHES, FUSED
+from family_cases import BATCHES, FUSED, MOSS
 from family_harness import TOLERANCE, family_module, inputs_of, model_of, on_ranks, settings, slow_unless
 from generation_cases import SHARDED
 from mllm_seqpar._compat import cache_argument, cache_of
@@ -122,7 +122,9 @@ def two_turns(model: Any, inputs: dict[str, Any]) -> tuple[list[Tensor], Any]:
 
 
 TURNS = [
-    (family, case, options) for family, case in (("mplug_owl3", OWL), ("mllama", MLLAMA)) for options in ({}, SHARDED)
+    (family, case, options)
+    for family, case in (("mplug_owl3", OWL), ("mllama", MLLAMA), ("moss_vl", replace(MOSS, mask="none", labels=None)))
+    for options in ({}, SHARDED)
 ]
 
 

@@ -50,7 +50,7 @@ def cross_layers(family: str, model: Any) -> int:
         return len(model.config.hyper_layers)
     if family == "idefics":
         return len(model.model.gated_cross_attn_layers)
-    if family == "mllama":
+    if family in ("mllama", "moss_vl", "video_mllama"):
         return len(model.config.text_config.cross_attention_layers)
     if family in QWENS:
         return 0
@@ -169,7 +169,7 @@ def questions(family: str, model: Any, inputs: dict[str, Any]) -> tuple[dict[str
     if family == "mplug_owl3":
         frames = inputs["pixel_values"].shape[0]
         batch["media_layout"] = model.media_layout(frames, input_ids=ids[:1]).repeat_samples(QUESTIONS)
-    if family == "mllama":
+    if family in ("mllama", "video_mllama"):
         batch["visual_samples"] = 1
     return batch, name
 
@@ -179,7 +179,14 @@ def questions(family: str, model: Any, inputs: dict[str, Any]) -> tuple[dict[str
     slow_unless(lambda row: row == ("idefics", 2), [(f, n) for f in CROSS_ATTENTION for n in (1, 2)]),
 )
 def test_questions_about_one_video_share_its_keys(family: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    single = {"mplug_owl3": (4,), "idefics": (4,), "mllama": ((2, 3),), "open_flamingo": ((1, 4),)}
+    single = {
+        "moss_vl": (((3, 4, 6),),),
+        "mplug_owl3": (4,),
+        "idefics": (4,),
+        "mllama": ((2, 3),),
+        "open_flamingo": ((1, 4),),
+    }
+    single["video_mllama"] = (4,)
     case = replace(BATCHES[family], frames=single[family], labels=None)
 
     stored: dict[int, list[VisualKVCache]] = {}

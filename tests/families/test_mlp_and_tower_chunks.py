@@ -29,6 +29,7 @@ MLPS = {
     "mplug_owl3": (96, 3 * 4),
     "idefics": (48, 3 * 6),
     "mllama": (96, 3 * 5),
+    "moss_vl": (96, 3 * 5),
     "opt": (48, 2 * 2),
     "llama": (48, 3 * 3),
     "mpt": (144, 2 * 2 + 2 * 2),  # also the inner size of its cross-attention blocks
@@ -70,7 +71,7 @@ def test_every_mlp_of_the_language_model_is_computed_in_chunks(name: str) -> Non
         found[size] = most_tokens(model, inner, lambda: model(**inputs).loss.backward())
         unpatch_model(model)
     model.zero_grad()
-    towers = {x for x in found[None] if any(part in x for part in ("vision", "multi_modal", "perceiver"))}
+    towers = {x for x in found[None] if any(part in x for part in ("vision", "visual", "multi_modal", "perceiver"))}
     assert {x: found[SIZE][x] for x in towers} == {x: found[None][x] for x in towers}  # not chunked
     chunked = {x: tokens for x, tokens in found[SIZE].items() if x not in towers}
     assert len(chunked) == linears and set(chunked.values()) == {SIZE}

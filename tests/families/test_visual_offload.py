@@ -12,7 +12,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import stream_model
-from family_cases import BATCHES, CROSS_ATTENTION, FUSED, OWL, PADDED, Mllama, Owl
+from family_cases import BATCHES, CROSS_ATTENTION, FUSED, OWL, PADDED, Mllama, Moss, Owl
 from family_harness import (
     check,
     check_exact,
@@ -56,6 +56,7 @@ EXACT: list[Any] = [
     ("mplug_owl3", 2, OWL.with_options(self_attention="local")),
     ("mplug_owl3", 2, OWL.with_options(self_attention="ulysses").with_model(**FUSED)),
     ("mllama", 3, Mllama(frames=((2, 3, 1), (1,)), local_frames=True)),
+    ("moss_vl", 3, Moss(frames=(((3, 4, 6), (12, 8)), ((2, 6, 2),)), local_frames=True)),
 ]
 TOKENS: list[Any] = [
     *((family, 1 + number % 3, case) for number, (family, case) in enumerate(CROSS_BATCHES)),
@@ -193,7 +194,7 @@ def test_model_of_streams_finds_each_missing_wait(wait: str, monkeypatch: pytest
         outcome("mplug_owl3", offloaded(PROJECTED), "self")
 
 
-@pytest.mark.parametrize("family", ["mplug_owl3", "mllama"])
+@pytest.mark.parametrize("family", ["mplug_owl3", "mllama", "moss_vl"])
 def test_gradient_checkpointing_with_offload_equals_unpatched(family: str) -> None:
     case = offloaded(replace(BATCHES[family], train=True))
     expected = reference(family, case)

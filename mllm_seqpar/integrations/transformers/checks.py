@@ -27,7 +27,7 @@ from mllm_seqpar.fsdp_units import refuse_other_sharding
 from mllm_seqpar.models.adapters import refuse_arguments_of_samples
 from mllm_seqpar.models.cache import supports_sharded_text
 from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
-from mllm_seqpar.sharding import APPENDED, FRAME_LAYOUTS, FrameShard, describe_spans
+from mllm_seqpar.sharding import APPENDED, FRAME_LAYOUTS, FrameShard, FrameSizes, describe_spans
 
 from .inputs import ForwardInputs
 from .outputs import custom_loss, leaves_out_logits
@@ -122,7 +122,8 @@ def _kind_of_frames(inputs: ForwardInputs, comm: Communicator, _: None = None) -
     """Return the number of the dtype of this rank's frames, or -1 without any, and a bit for whether they require
     gradients, followed by one for each layout of the caller's shard."""
     frames, shard = inputs.frames, inputs.visual_shard
-    layouts = shard.layouts(comm.rank, comm.size, inputs.sizes) if isinstance(shard, FrameShard) else []
+    given = isinstance(shard, FrameShard) and frames is not None
+    layouts = shard.layouts(comm.rank, comm.size, inputs.sizes) if given and shard is not None else []
     bits = sum(2 << place for place, layout in enumerate(_LAYOUTS) if layout in layouts)
     if frames is None or not frames.shape[0]:
         return [-1, bits]
@@ -193,6 +194,7 @@ def _facts(
         "text tokens": inputs.length,
         "frames": inputs.total_frames,
         "units of frames": inputs.sizes.fact,
+        "rows of frames": None if frames is None or shard is not None else frames.shape[0],
         "frames given by visual_shard": shard is not None,
         "values per frame": 0 if frames is None else math.prod(frames.shape[1:]),
         "kind of frames": "none" if frames is None else "features" if inputs.frames_are_features else "pixels",
@@ -241,8 +243,9 @@ def check_frames(family: Family, inputs: ForwardInputs) -> None:
         return
     if not isinstance(shard, FrameShard):
         raise ShapeError(f"visual_shard: expected a FrameShard(start, stop, total), got {type(shard).__name__}")
-    if not {*shard.layouts(comm.rank, comm.size, inputs.sizes)} & {*inputs.frame_layouts, APPENDED}:
-        own = [describe_spans(inputs.sizes.spans(comm.size, x)[comm.rank]) for x in inputs.frame_layouts]
+    sizes = FrameSizes(shard.total) if frames is None else inputs.sizes
+    if not {*shard.layouts(comm.rank, comm.size, sizes)} & {*inputs.frame_layouts, APPENDED}:
+        own = [describe_spans(sizes.spans(comm.size, x)[comm.rank]) for x in inputs.frame_layouts]
         raise ShapeError(
             f"visual_shard: rank {comm.rank} of {comm.size} holds frames {own[0]} of {shard.total} (frame_range)"
             + "".join(f', or {zigzag} (frame_ranges with layout="zigzag")' for zigzag in own[1:])

@@ -270,7 +270,14 @@ class Family(ABC, Generic[InputsT]):
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         return CrossAttentionShape(heads, kv_heads, head_dim, layers)
 
-    # The decoder, and its cache.
+    # The decoder, its cache, and the loss.
+
+    def target_weights(self, targets: Tensor) -> Tensor | None:
+        """Return weights, of the shape of `targets`, by which the loss of each target is multiplied; None: all are 1.
+
+        The sum is divided by the number of targets, not by the sum of the weights.
+        """
+        return None
 
     def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
         """Return the decoder's `attention_mask` for text that this rank has whole, made for the patched attention.

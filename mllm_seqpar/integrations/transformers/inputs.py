@@ -121,16 +121,17 @@ class ForwardInputs:
         held = None if state is None or earlier is None else earlier.units_by_rank(state.group[1])
         return FrameSizes(max(1, total), self.units_per_frame, held)
 
-    def take(self, frames: Spans) -> tuple[Tensor, ...]:
+    def take(self, frames: Spans) -> tuple[Any, ...]:
         """Return the tensors of frames, among those that the caller passed, in the form that `Family.encode` takes.
 
         `frames` are places among the frames that were passed. A family whose pixels have no row for each frame, because
-        frames differ in size, overrides it, and `check_shard`, `total_frames` and `blank_frames`.
+        frames differ in size, overrides it, and `check_shard`, `total_frames` and `blank_frames`. Tensors are moved to
+        the device before they are encoded. Other values, such as a list of sizes, stay on the host.
         """
         assert self.frames is not None
         return tuple([take_spans(x, frames) for x in (self.frames, *self.extras)])
 
-    def blank_frames(self) -> tuple[Tensor, ...]:
+    def blank_frames(self) -> tuple[Any, ...]:
         """Return tensors of one frame as those of `take`, for a rank that was passed none; it has zero gradients."""
         assert self.frames is not None
         given = self.frames, *self.extras

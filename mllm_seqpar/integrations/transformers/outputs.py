@@ -64,7 +64,7 @@ def uncached_outputs(
         targets = inputs.target_labels(kwargs.get("ignore_index"))
         logits = family.model.get_output_embeddings()(hidden)
         counted = {name: kwargs.get(name) for name in ("num_items_in_batch", "ignore_index")}
-        loss = sharded_causal_lm_loss(logits, targets, text, **counted)
+        loss = sharded_causal_lm_loss(logits, targets, text, **counted, target_weights=family.target_weights)
     if option == "full" or not every_row or (option != "local" and not inputs.has_labels):
         # Hidden states are gathered rather than logits, because the vocabulary is wider than they are.
         logits = family.model.get_output_embeddings()(select_logit_rows(text.unshard(hidden, 1), logits_to_keep))
@@ -164,16 +164,24 @@ def _of_whole_text(
     `hidden` (B, r, C) are the last hidden states of the rows whose logits are returned, and `states` has the hidden
     states of every layer.
     """
-    logits, loss = family.model.get_output_embeddings()(hidden), None
+    logits, loss, weights = family.model.get_output_embeddings()(hidden), None, None
     if inputs.has_labels:
-        if inputs.shift_labels is not None:
-            kwargs = {**kwargs, "shift_labels": inputs.shift_labels.contiguous()}  # the loss takes a view of it
+        ignore = IGNORE if kwargs.get("ignore_index") is None else kwargs["ignore_index"]
         if custom_loss(family.model) is None and not inputs.is_decoding_step:
-            ignore = IGNORE if kwargs.get("ignore_index") is None else kwargs["ignore_index"]
-            require_tokens(inputs.target_labels(ignore), logits.shape[-1], ignore)
-        # Labels are passed unchanged, because a loss function of the user may take unshifted ones only. Logits may have
-        # more columns than `config.vocab_size` (IDEFICS' `additional_vocab_size`).
-        loss = family.model.loss_function(logits=logits, labels=inputs.labels, vocab_size=logits.shape[-1], **kwargs)
+            targets = inputs.target_labels(ignore)
+            require_tokens(targets, logits.shape[-1], ignore)
+            weights = family.target_weights(targets)
+        if weights is not None:
+            on_device = copy_to_device(targets, logits.device)
+            total = summed_cross_entropy(logits, on_device, ignore, family.target_weights(on_device))
+            loss = mean_over_targets(total, targets, kwargs.get("num_items_in_batch"), ignore)
+        else:
+            if inputs.shift_labels is not None:
+                kwargs = {**kwargs, "shift_labels": inputs.shift_labels.contiguous()}  # the loss takes a view of it
+            # Labels are passed unchanged, because a loss function of the user may take unshifted ones only. Logits may
+            # have more columns than `config.vocab_size` (IDEFICS' `additional_vocab_size`).
+            labels, columns = inputs.labels, logits.shape[-1]
+            loss = family.model.loss_function(logits=logits, labels=labels, vocab_size=columns, **kwargs)
     return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=states, **cache_argument(cache))
 
 
@@ -192,7 +200,7 @@ def _loss_of_targets(
     rows, labels = copy_to_device(torch.stack([rows, local[rows].long()]), hidden.device)
     logits = family.model.get_output_embeddings()(hidden.flatten(0, 1).index_select(0, rows)[None])[0]
     require_tokens(targets, logits.shape[-1], ignore)
-    total = summed_cross_entropy(logits, labels)
+    total = summed_cross_entropy(logits, labels, weights=family.target_weights(labels))
     total = total if text is None else group_sum(total, text.comm)
     return mean_over_targets(total, targets, kwargs.get("num_items_in_batch"), ignore)
 

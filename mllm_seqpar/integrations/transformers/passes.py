@@ -35,7 +35,6 @@ from mllm_seqpar.models.cache import (
     shard_cached_text,
     supports_sharded_text,
 )
-from mllm_seqpar.runtime.attention_record import AnyRecorder
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.frames import Frames, KVSource, VisualKVCache, select_strategy
@@ -366,7 +365,7 @@ def _state_of_rows(
             frames, facts = _frames_of_shards(family, inputs, text, attended)
         recorder = None
         if cache_state is not None and not isinstance(text, StarText):
-            recorder = _recorder(family, inputs, rows, attended, cache_state)
+            recorder = context.recorder(inputs, rows, attended, cache_state)
         return ForwardState(
             context, text=text, frames=frames, row_facts=facts, visual_tokens=embedded, recorder=recorder
         )
@@ -390,7 +389,7 @@ def _state_of_rows(
         cached_text=cached_text,
         visual_tokens=embedded,
         text_length=inputs.past_length + rows.stop,
-        recorder=_recorder(family, inputs, rows, attended, cache_state),
+        recorder=context.recorder(inputs, rows, attended, cache_state),
     )
 
 
@@ -413,44 +412,6 @@ def _frames_of_shards(
 def _sizes(inputs: ForwardInputs, source: KVSource) -> FrameSizes:
     """Return the units of each frame, of this pass or of its cache."""
     return source.sizes if isinstance(source, VisualKVCache) else inputs.sizes
-
-
-def _recorder(
-    family: Family,
-    inputs: ForwardInputs,
-    rows: Rows,
-    attended: AttendedFrames | None,
-    cache_state: SequenceParallelCacheState,
-) -> AnyRecorder | None:
-    """Return what records the attention of the last row to the frames, if it is recorded; None without frames."""
-    if not family.context.records:
-        return None
-    record = family.context.records[-1]
-    positions = None if rows.text is None else rows.text.positions(family.context.comm.rank)
-    if attended is not None:
-        assert isinstance(attended.source, VisualKVCache)
-        return record.begin_pass(attended.source, attended.mask, inputs.length, positions)
-    if family.has_cross_attention or cache_state.frame_tokens is None:
-        return None
-    stored = None if cache_state.text_kv is None else cache_state.text_kv.positions
-    return record.begin_token_pass(
-        cache_state.frame_tokens,
-        cache_state.rows_of(inputs.batch),
-        inputs.length,
-        inputs.past_length + inputs.length - 1,
-        keys=stored if positions is None else positions,
-        positions=positions,
-        valid=_visible_tokens(inputs.attention_mask),
-    )
-
-
-def _visible_tokens(mask: Any) -> Tensor | None:
-    """Return (tokens,) bool, the tokens of the first sample that its last row may attend to; None: all."""
-    mask = mask.get("full_attention") if isinstance(mask, dict) else mask  # prepared by `generate`
-    if mask is None:
-        return None
-    row = mask[0] if mask.dim() == 2 else mask[0, 0, -1]
-    return row == 0 if row.is_floating_point() else row.bool()
 
 
 def _run_rows(

@@ -139,10 +139,10 @@ def _features_dtype(family: Family, features: Tensor) -> torch.dtype:
 
 def _encode_in_runs(
     family: Family,
-    take: Callable[[Spans], Sequence[Tensor]],
+    take: Callable[[Spans], Sequence[Any]],
     own: Spans,
     units: int,
-    spare: Callable[[], Sequence[Tensor]],
+    spare: Callable[[], Sequence[Any]],
     runs: int,
 ) -> Tensor:
     """Encode the frames `own`, which `take` returns, in `runs` runs of the tower, to features of `units` units.
@@ -167,7 +167,10 @@ def _encode_in_runs(
     return parts[0] if runs == 1 else torch.cat(parts)
 
 
-def _moved(x: Tensor, device: torch.device) -> Tensor:
+def _moved(x: Any, device: torch.device) -> Any:
+    """Return a tensor on the device, and any other value, which the host reads, unchanged."""
+    if not isinstance(x, Tensor):
+        return x
     return x.to(device) if x.requires_grad else copy_to_device(x, device)  # pinned copies have no gradients
 
 

@@ -274,9 +274,9 @@ class HyperAttention(Qwen2Attention):
             if block.first_frame == block.stop_frame:
                 return torch.zeros_like(rows).transpose(1, 2), None
             keys = visual.keys_of(block)
-            return self._attend(rows, k[:, :, keys], v[:, :, keys], _visible_keys(visual, sample, block))[0], None
+            return self._attend(rows, k[:, :, keys], v[:, :, keys], visible_keys(visual, sample, block))[0], None
 
-        return _by_blocks(visual, attend)[0]
+        return by_blocks(visual, attend)[0]
 
     def _attend_jointly(
         self, q: Tensor, k: Tensor, v: Tensor, visual_k: Tensor, visual_v: Tensor, mask: Any, visual: VisualInputs
@@ -287,7 +287,7 @@ class HyperAttention(Qwen2Attention):
         def attend(sample: int, block: RowBlock) -> tuple[Tensor, Tensor | None]:
             one, rows, keys = slice(sample, sample + 1), slice(block.start, block.stop), visual.keys_of(block)
             visual_keys = keys.stop - keys.start
-            visible = _visible_keys(visual, sample, block)
+            visible = visible_keys(visual, sample, block)
             mask_rows = None if text_mask is None else text_mask[sample % text_mask.shape[0], rows]
             out, weights = self._attend(
                 q[one, :, rows],
@@ -297,7 +297,7 @@ class HyperAttention(Qwen2Attention):
             )
             return out, None if weights is None else weights[..., visual_keys:]
 
-        return _by_blocks(visual, attend)
+        return by_blocks(visual, attend)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """q (1, H, rows, D) -> (1, rows, H, D); mask (rows, keys), boolean (True: visible) or additive, or None."""
@@ -305,14 +305,7 @@ class HyperAttention(Qwen2Attention):
             if mask is not None and mask.dtype == torch.bool:
                 mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
             return eager_attention_forward(self, q, k, v, mask, scaling=self.scaling, dropout=self._dropout)
-        if mask is not None and q.is_cuda:
-            # On CUDA torch has no fused kernel for a mask with grouped heads. The keys of one block are few, so K and V
-            # are expanded.
-            k, v = repeat_kv(k, self.num_key_value_groups), repeat_kv(v, self.num_key_value_groups)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=self._dropout, scale=self.scaling, enable_gqa=k.shape[1] != q.shape[1]
-        )
-        return out.transpose(1, 2), None
+        return attend_rows(q, k, v, mask, self.scaling, self._dropout), None
 
 
 class HyperDecoderLayer(Qwen2DecoderLayer):
@@ -326,7 +319,20 @@ class HyperDecoderLayer(Qwen2DecoderLayer):
         return super().forward(hidden_states, *args, visual_norm=self.input_layernorm, **kwargs)
 
 
-def _by_blocks(
+def attend_rows(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, dropout: float = 0.0) -> Tensor:
+    """q (1, H, rows, D), k and v (1, G, keys, D) -> (1, rows, H, D), by torch's attention; mask as in `_attend`."""
+    groups = q.shape[1] // k.shape[1]
+    if mask is not None and q.is_cuda:
+        # On CUDA torch has no fused kernel for a mask with grouped heads. The keys of one block are few, so K and V
+        # are expanded.
+        k, v = repeat_kv(k, groups), repeat_kv(v, groups)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=k.shape[1] != q.shape[1]
+    )
+    return out.transpose(1, 2)
+
+
+def by_blocks(
     visual: VisualInputs, attend: Callable[[int, RowBlock], tuple[Tensor, Tensor | None]]
 ) -> tuple[Tensor, Tensor | None]:
     """Concatenate outputs (1, rows, H, D) of all row blocks to (B, L, C), and weights (1, H, rows, keys) if any."""
@@ -337,7 +343,7 @@ def _by_blocks(
     return outs, torch.cat(weights) if weights else None
 
 
-def _visible_keys(visual: VisualInputs, sample: int, block: RowBlock) -> Tensor | None:
+def visible_keys(visual: VisualInputs, sample: int, block: RowBlock) -> Tensor | None:
     """Return (rows, keys of the block's frames) bool, or None if every row attends to all of them."""
     if block.uniform:
         return None

@@ -23,7 +23,7 @@ from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.models.adapters import refuse_arguments_of_samples
 from mllm_seqpar.models.auto_classes import LocalCode
 from mllm_seqpar.models.cache import ONE_PROCESS, SequenceParallelCacheState, attach, cache_state_of
-from mllm_seqpar.models.loading import load_clean
+from mllm_seqpar.models.loading import NonReentrantCheckpointing, load_clean
 from mllm_seqpar.runtime.frames import VisualKVCache
 from mllm_seqpar.runtime.text import select_logit_rows
 from mllm_seqpar.runtime.visual_features import fingerprint_of
@@ -92,7 +92,7 @@ class HyperQwen2ForCausalLM(Qwen2ForCausalLM):
         self.post_init()
 
 
-class MPlugOwl3PreTrainedModel(LocalCode, PreTrainedModel):
+class MPlugOwl3PreTrainedModel(LocalCode, NonReentrantCheckpointing, PreTrainedModel):
     config: MPlugOwl3Config
     base_model_prefix = ""
     input_modalities = ("image", "video", "text")
@@ -152,16 +152,6 @@ class MPlugOwl3PreTrainedModel(LocalCode, PreTrainedModel):
             **kwargs | {"config": complete, "use_safetensors": True},
         )
         return cast(Self, loaded if with_report else loaded[0])
-
-    def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
-        # Every public method that enables checkpointing, in all supported versions, calls this method.
-        function = kwargs.get("gradient_checkpointing_func")
-        if getattr(function, "keywords", {}).get("use_reentrant"):
-            raise ConfigError(
-                "use_reentrant is True; hyper layers share the visual features, which reentrant checkpointing cannot "
-                "differentiate: pass gradient_checkpointing_kwargs={'use_reentrant': False}, or leave it out"
-            )
-        super()._set_gradient_checkpointing(*args, **kwargs)
 
 
 class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3GenerationMixin):

@@ -23,13 +23,16 @@ from outcomes import worst_gradient
 from ranks import ranks
 from selections import slow_unless
 from tiny_models.mllama import Case as Mllama
+from tiny_models.moss_vl import Case as Moss
 from tiny_models.mplug_owl3 import Case as Owl
 
 TEXT: dict[str, Any] = {"mplug_owl3": Owl(frames=(0, 0), length=11), "mllama": Mllama(frames=((), ()))}
+TEXT["moss_vl"] = Moss(frames=((), ()), length=11)
 TEXT |= {family: replace(case, frames=((), ()), length=11) for family, case in QWENS.items()}
 PARTS: dict[str, dict[str, str]] = {
     "mplug_owl3": {"tower": "vision_model", "projector": "vision2text_model", "cross-attention": "v_kv_proj"},
     "mllama": {"tower": "vision_model", "projector": "multi_modal_projector", "cross-attention": "cross_attn"},
+    "moss_vl": {"tower": "visual.blocks", "projector": "visual.merger", "cross-attention": "cross_attn"},
     "idefics": {"tower": "vision_model", "cross-attention": "cross_attn"},
     **{family: {"tower": "visual.blocks", "projector": "visual.merger"} for family in QWENS},
     "open_flamingo": {"projector": "perceiver", "cross-attention": "gated_cross_attn"},  # its tower has no gradients

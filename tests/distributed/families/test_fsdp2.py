@@ -39,6 +39,7 @@ from ranks import ranks
 from selections import slow_unless
 from tiny_models.idefics import Case as Idefics
 from tiny_models.mllama import Case as Mllama
+from tiny_models.moss_vl import Case as Moss
 from tiny_models.mplug_owl3 import Case as Owl
 from tolerances import assert_as_near_as_unpatched
 
@@ -167,6 +168,7 @@ OFFLOAD, CHUNKED = {"visual_offload": "cpu"}, {"vision_chunk_size": 1}
 KV = {
     "mplug_owl3": r"v_kv_proj|input_layernorm",
     "mllama": r"cross_attn\.(k_proj|v_proj|k_norm)",
+    "moss_vl": r"cross_attn\.(k_proj|v_proj|k_norm)",
     "idefics": r"cross_attn\.(k_proj|v_proj|k_layer_norm)",
     "open_flamingo": r"\.to_kv",
 }
@@ -175,6 +177,7 @@ FUSED_VIDEO = VIDEO.with_model(**FUSED)
 FEATURES = Owl(frames=(2,), features="projected")
 NO_FEATURES = Owl(frames=(0,), arguments={"image_embeds": torch.zeros(0, 4, 64)})
 IMAGES, ONE_IMAGE, WORDS = BATCHES["mllama"], Mllama(frames=((2,),), length=9), Mllama(frames=((), ()))
+MOSS, ONE_CLIP, MOSS_WORDS = BATCHES["moss_vl"], Moss(frames=(((2, 4, 2),),), length=9), Moss(frames=((), ()))
 IDEFICS, ONE_PICTURE = BATCHES["idefics"], Idefics(frames=(1,), length=9)
 QWEN, QWEN2 = QWENS["qwen3_vl"], QWENS["qwen2_5_vl"]
 QWEN_WORDS, PICTURE = replace(QWEN, frames=((), ()), length=9), replace(QWEN, frames=(((4, 4),),), length=11)
@@ -208,6 +211,13 @@ RUNS: dict[str, Run] = {
         *("mllama", 4, ((IMAGES, WORDS, Mllama(frames=((2,),), length=5)), (WORDS, ONE_IMAGE, IMAGES))),
         **{"checkpointing": True, "options": CHUNKS},
     ),
+    "two groups of moss_vl, one with text only": Run(
+        *("moss_vl", 4, ((MOSS, MOSS_WORDS, ONE_CLIP), (MOSS_WORDS, ONE_CLIP, MOSS))),
+        **{"checkpointing": True, "local_frames": True, "options": CHUNKS},
+    ),
+    "size-based, moss_vl": Run("moss_vl", 3, ((MOSS, MOSS),), ""),
+    "moss_vl, K and V alone, offload": Run("moss_vl", 2, ((MOSS,),), KV["moss_vl"], options=OFFLOAD),
+    "moss_vl, every linear, LoRA": Run("moss_vl", 2, ((MOSS,),), r"_proj|qkv|lora_[AB]\.default", lora=True),
     "two groups of idefics": Run("idefics", 2, ((IDEFICS, ONE_PICTURE), (ONE_PICTURE, IDEFICS)), checkpointing=True),
     "two groups of qwen3_vl, one with text only": Run(
         *("qwen3_vl", 4, ((QWEN, QWEN_WORDS), (QWEN_WORDS, PICTURE))),
@@ -284,6 +294,7 @@ IN_BF16 = {
     "mllama": MLLAMA_IN_BF16,
     "offload": replace(MLLAMA_IN_BF16, options=OFFLOAD),
     "saved": replace(MLLAMA_IN_BF16, options=SAVED),
+    "moss_vl": Run("moss_vl", 2, ((MOSS,),), KV["moss_vl"], checkpointing=True),
     "qwen3_vl": Run("qwen3_vl", 2, ((QWEN,),), "", checkpointing=True),
     "gated": Run("mplug_owl3", 2, ((VIDEO,),)),
     "fused": Run("mplug_owl3", 2, ((FUSED_VIDEO,),)),

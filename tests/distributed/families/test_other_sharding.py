@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from family_cases import QWENS
-from family_harness import inputs_of, model_of, reference, settings
+from family_harness import family_module, inputs_of, model_of, reference, settings
 from fsdp2_on_cpu import whole
 from mllm_seqpar import patch_model
 from mllm_seqpar.errors import ConfigError
@@ -135,6 +136,50 @@ def test_groups_with_other_strategies_gather_the_same_units(family: str, strateg
     assert value < 1e-5, (value, name)
     for rank, each in enumerate(found):
         assert each["loss"] == pytest.approx(expected[rank // 2].loss, rel=1e-5)
+
+
+def four_bit_model(targets: list[str]) -> Any:
+    """Return a model with 4-bit weights in the language model, stored as float32 for FSDP2, and LoRA adapters."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model = family_module("mllama").tiny_model()
+    layers = model.model.language_model.layers
+    for module in list(layers.modules()):
+        for name, linear in list(module.named_children()):
+            if type(linear) is nn.Linear:
+                options = {"compute_dtype": torch.float32, "quant_type": "nf4", "quant_storage": torch.float32}
+                four_bit = bitsandbytes.nn.Linear4bit(linear.in_features, linear.out_features, bias=False, **options)
+                four_bit.load_state_dict(linear.state_dict())
+                setattr(module, name, four_bit.to("cpu"))
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+    return get_peft_model(model.requires_grad_(False), config)
+
+
+def four_bits(rank: int, world: int, targets: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    model = four_bit_model(targets)
+    for unit in family_module("mllama").shard_units(model.get_base_model()):
+        fully_shard(unit)
+    fully_shard(model)
+    patch_model(model, **options)
+    loss = model(**inputs_of("mllama", GROUPS["mllama"][0], model.get_base_model())).loss
+    loss.backward()
+    grads = {name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad}
+    return {"loss": loss.item(), "grads": whole(grads)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("targets", "options"), [(["q_proj", "k_proj", "v_proj"], {}), (["q_proj"], {"mlp_chunk_size": 4})]
+)
+def test_four_bit_weights_that_fsdp2_shards_equal_unpatched(targets: list[str], options: dict[str, Any]) -> None:
+    model = four_bit_model(targets)
+    loss = model(**inputs_of("mllama", GROUPS["mllama"][0], model.get_base_model())).loss
+    loss.backward()
+    expected = {name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad}
+    for found in ranks(2).run(four_bits, targets, options):
+        assert found["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        value, name = worst_gradient(found["grads"], expected)
+        assert value < 1e-4, (value, name)
 
 
 def shard_tied_parameters(rank: int, world: int) -> None:

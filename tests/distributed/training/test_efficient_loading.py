@@ -32,6 +32,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mplug_owl3, tied embeddings": ("mplug_owl3", {"tie_word_embeddings": True}),
     "idefics, additional tokens and resampler": ("idefics", {"additional_vocab_size": 2, "use_resampler": True}),
     "mllama": ("mllama", {}),
+    "moss_vl": ("moss_vl", {}),
 }
 if "open_flamingo" in MAKERS:
     CASES["open_flamingo over mpt, tied embeddings"] = ("open_flamingo", {"kind": "mpt"})

@@ -23,11 +23,11 @@ from torch.utils.checkpoint import (
 
 from mllm_seqpar.attention import (
     attend,
+    head_layout,
     kept_results,
     lv_xattn,
     mesh_attention,
     ring_attention,
-    ulysses,
     ulysses_attention,
 )
 from mllm_seqpar.comm import Communicator, run_loopback
@@ -55,7 +55,7 @@ def off(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], contextlib.Abs
     @contextlib.contextmanager
     def turned_off() -> Iterator[None]:
         with monkeypatch.context() as patch:
-            for module in (attend, ulysses):
+            for module in (attend, head_layout):
                 patch.setattr(module, "running_region", lambda: None)
             yield
 

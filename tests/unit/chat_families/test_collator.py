@@ -70,7 +70,7 @@ def test_media_may_be_in_columns_and_in_memory(processor: Any, folder: Path) -> 
 
 
 def test_frames_of_a_video_may_be_in_memory(processor: Any, folder: Path) -> None:
-    one_size = type(processor).__name__.startswith("Qwen")
+    one_size = type(processor).__name__.startswith(("Qwen", "MossVL"))
     names = [str(folder / f"{0 if one_size else number}.png") for number in range(2)]
     frames = [Image.open(name).convert("RGB") for name in names]
     found = [

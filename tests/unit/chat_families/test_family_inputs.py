@@ -1,6 +1,7 @@
 """Layer: one process, real files. A chat's text, masks and images equal those of the family's own processor."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,66 @@ def qwen(processor: Any, chats: list[Any], pictures: list[Any]) -> dict[str, Ten
     return found
 
 
-OWN = {"idefics": idefics, "mllama": mllama, "open_flamingo": open_flamingo, "qwen2_5_vl": qwen, "qwen3_vl": qwen}
+def moss_vl(processor: Any, chats: list[Any], pictures: list[Any]) -> dict[str, Tensor]:
+    """Call the native processor; the chat format has no blank images, and states the mask by numbers of frames."""
+    images, videos = [], []
+    for part in (part for messages in chats for part in media_parts(messages)):
+        shown = [pictures.pop(0) for _ in range(part.get("num_frames", 1))]
+        (images if part["type"] == "image" else videos).append(shown[0] if part["type"] == "image" else shown)
+    clip = {"fps": 10.0, "frames_indices": [3, 10, 17]}
+    texts = [processor.apply_chat_template(chat) for chat in chats]
+    found = processor(
+        text=texts,
+        images=images or None,
+        videos=videos or None,
+        video_metadata=[clip for _ in videos],
+        padding=True,
+        padding_side="right",
+        return_tensors="pt",
+    )
+    counts = [text.count("<|image|>") + text.count("<|video|>") for text in texts]
+    media, grids, pixels = [], [], []
+    parts = iter(zip(found["grid_thw"], found["pixel_values"].split(found["grid_thw"].prod(1).tolist()), strict=True))
+    for count, number in zip(counts, found["media_nums_per_sample"], strict=True):
+        for grid, patches in [next(parts) for _ in range(number)]:
+            if count:
+                grids.append(grid)
+                pixels.append(patches)
+        media.append(count)
+    own = {"input_ids": found["input_ids"], "attention_mask": found["attention_mask"]}
+    if not grids:
+        return own
+    own |= {"grid_thw": torch.stack(grids), "media_nums_per_sample": torch.tensor(media)}
+    return own | {
+        "cross_attention_mask": (~found["cross_attention_mask"][:, 0]).sum(2),
+        "pixel_values": torch.cat(pixels),
+    }
+
+
+def video_mllama(processor: Any, chats: list[Any], pictures: list[Any]) -> dict[str, Tensor]:
+    """Call the native processor, with videos as images; it makes the same inputs of `<|video|>` and its frames."""
+    texts = [processor.apply_chat_template(chat) for chat in chats]
+    images = [[pictures.pop(0) for _ in range(text.count("<|image|>"))] for text in texts]
+    found = processor(images=images, text=texts, padding=True, padding_side="right")
+    clips = [own for own in images if own]
+    marked = [
+        re.sub(r"(<\|image\|>)+", "<|video|>", text) if own else text for text, own in zip(texts, images, strict=True)
+    ]
+    if all(text.count("<|video|>") <= 1 for text in marked):
+        again = processor(videos=clips, text=marked, padding=True, padding_side="right")
+        assert all(torch.equal(x, again[name]) for name, x in found.items())
+    return found
+
+
+OWN = {
+    "idefics": idefics,
+    "moss_vl": moss_vl,
+    "video_mllama": video_mllama,
+    "mllama": mllama,
+    "open_flamingo": open_flamingo,
+    "qwen2_5_vl": qwen,
+    "qwen3_vl": qwen,
+}
 
 
 @pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES.keys())
@@ -106,9 +166,9 @@ def test_inputs_equal_those_of_the_own_processor(folder: Path, name: str, rows: 
     chat_format = chat_family(processor)
     batch = ChatDataset(folder / "train.jsonl", processor).batch(rows)
     chats = [list(CHATS.values())[row] for row in rows]
-    qwen = name in QWENS
+    ragged = chat_format.ragged
     pictures = [picture for row in rows for picture in pil_images(ChatDataset(folder / "train.jsonl", None)[row])]
-    expected = dict(OWN[name](processor, chats if qwen else [with_images(chat) for chat in chats], pictures))
+    expected = dict(OWN[name](processor, chats if ragged else [with_images(chat) for chat in chats], pictures))
     found = chat_format.arguments(batch.text)
     total = len(batch.text.slots)
     parts = [load_local_images(batch, range(*bounds), chat_format) for bounds in frame_bounds(total, 3)]
@@ -119,7 +179,7 @@ def test_inputs_equal_those_of_the_own_processor(folder: Path, name: str, rows: 
             assert torch.equal(in_frame_order(columns, zigzag), torch.cat(contiguous))
     if total:
         for argument, *shards in zip(chat_format.frame_names, *parts, strict=True):
-            found[argument] = torch.cat(shards) if qwen else torch.cat(shards).unflatten(0, (len(rows), -1))
+            found[argument] = torch.cat(shards) if ragged else torch.cat(shards).unflatten(0, (len(rows), -1))
     found = {argument: x for argument, x in found.items() if len(x)}  # Qwen's images where there are only videos
     labels = found.pop("labels")
     assert found.keys() == expected.keys()
@@ -135,7 +195,9 @@ def test_inputs_equal_those_of_the_own_processor(folder: Path, name: str, rows: 
 @pytest.mark.parametrize("name", MAKERS)
 def test_unusable_chats_and_tokenizers_are_refused(folder: Path, name: str) -> None:
     processor: Any = load_processor(str(folder / name))
-    mark = {"mllama": "<|image|>"}.get(name, "<|video_pad|>" if name in QWENS else "<image>")
+    mark = {"mllama": "<|image|>", "moss_vl": "<|image_pad|>", "video_mllama": "<|image|>"}.get(
+        name, "<|video_pad|>" if name in QWENS else "<image>"
+    )
     write_rows(folder / "wrong.jsonl", [{"messages": CHATS["a video"]}, chat(image("0.png"), f"{mark} what?")])
     with pytest.raises(DataError, match=r"wrong.jsonl:2: message 0 \(user\): its text holds <"):
         ChatDataset(folder / "wrong.jsonl", processor)
@@ -145,6 +207,8 @@ def test_unusable_chats_and_tokenizers_are_refused(folder: Path, name: str) -> N
     processor.image_token_id, processor.tokenizer.convert_tokens_to_ids = unknown, lambda token: unknown
     processor.video_token_id = unknown
     message = r"sample 0 has 3 images, but 0 tokens <\|?image"
+    if name == "moss_vl":
+        message = r"the media have 3 frames, but the text has \[0\] placeholders <\|image_pad"
     if name in QWENS:
         message = r"the videos have 18 tokens, but the text has 0 of <\|video_pad"
     with pytest.raises(DataError, match=f"right.jsonl:1: {message}"):
@@ -190,5 +254,5 @@ def test_stored_features_keep_the_times_of_their_frames(folder: Path, family: st
     stored = chat_format.stored_frames(len(chat_format.units(video)), metadata)
     assert frame_times([stored]) == frame_times([video])
     assert [time.start for time in frame_times([stored])] == [0.0, 0.5, 2.0]
-    if family in QWENS:  # whose text depends on the size of the frames
+    if family in (*QWENS, "moss_vl"):  # whose text depends on the size of the frames
         assert stored.sizes() == video.sizes()

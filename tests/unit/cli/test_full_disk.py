@@ -18,8 +18,7 @@ import torch
 from mllm_seqpar.__main__ import main
 from mllm_seqpar.cli.outputs import require_writable_directory, write_text
 from mllm_seqpar.cli.program_exit import describe
-from mllm_seqpar.data.store_files import write_fault, writing
-from mllm_seqpar.errors import ConfigError, DataError
+from mllm_seqpar.errors import ConfigError, DataError, write_fault, writing
 from mllm_seqpar.inference.arguments import parse
 from mllm_seqpar.inference.ask import _create_outputs
 

@@ -41,7 +41,7 @@ def picture(number: int, width: int = WIDTH, height: int = HEIGHT) -> np.ndarray
     """Return an image (height, width, 3) of a moving scene, different for each number, without any symmetry."""
     rows, columns = np.mgrid[:height, :width]
     image = np.stack([rows * 3 % 256, columns * 3 % 256, (rows + columns + 5 * number) % 256], -1).astype(np.uint8)
-    image[8:20, 2 + number : 14 + number] = (250, 40, 6 * number)
+    image[8:20, 2 + number : 14 + number] = (250, 40, 6 * number % 256)
     return image
 
 

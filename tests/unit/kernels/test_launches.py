@@ -47,7 +47,9 @@ def test_launches_of_a_block_do_not_depend_on_its_mask(capability):
             q, k, v, do = tensors(ROWS, ROWS if name == "causal" else KEYS)
             found[name] = count(q, k, v, do, mask)
     assert all(forward <= FORWARD and backward <= BACKWARD for forward, backward in found.values()), found
-    assert len({found[name] for name in masks() if name != "none"}) == 1, found
+    assert len({found[name][0] for name in masks() if name != "none"}) == 1, found
+    backward = [found[name][1] for name in masks() if name != "none"]
+    assert max(backward) <= min(backward) + 2, found  # lse and delta of some rows are copied
 
 
 def test_launches_of_a_block_of_few_rows():

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import interpreted_triton
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor
 
 from dense_attention import dense_attention, squared_terms
-from mllm_seqpar.kernels import triton_launches
+from mllm_seqpar.attention import functional
+from mllm_seqpar.comm import run_loopback
+from mllm_seqpar.kernels import registry, triton_launches
 from mllm_seqpar.kernels.base import merge_, output_with_row_sums, row_sums
 from mllm_seqpar.kernels.triton_intervals import TritonIntervalsKernel
-from mllm_seqpar.masks import Intervals
+from mllm_seqpar.masks import FrameMask, Intervals
 from tolerances import EXACT, relative_error
 
 pytestmark = [pytest.mark.rounding, pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")]
@@ -171,15 +174,19 @@ def test_inputs_may_be_views_and_do_float32():
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_backward_takes_the_merged_output_or_its_row_sums():
-    """Rows that see nothing of one of two blocks have the log-sum-exp of the other."""
+@pytest.mark.parametrize("keys", [80, 300])
+def test_backward_takes_the_merged_output_or_its_row_sums(keys):
+    """Rows that see nothing of one of two blocks have the log-sum-exp of the other; also beside rows that see all."""
     torch.manual_seed(0)
-    inputs = q, k, v, do = random_inputs(heads=4, groups=2, rows=30, keys=80)
-    mask, kernel = intervals("random", 1, 30, 80), TritonIntervalsKernel()
+    inputs = q, k, v, do = random_inputs(heads=4, groups=2, rows=30, keys=keys)
+    mask, kernel, cut = intervals("random", 1, 30, keys), TritonIntervalsKernel(), 35
+    if keys == 300:
+        cut, even = 150, torch.arange(30)[None] % 2 == 0
+        mask = Intervals(torch.where(even, cut, 0), torch.full((1, 30), keys), keys)
     o, lse = torch.zeros(q.shape), torch.full(q.shape[:3], -torch.inf)
     parts = [
         (k[:, :, a:b], v[:, :, a:b], {"scale": 0.25, "intervals": mask.part(keys=(a, b))})
-        for a, b in ((0, 35), (35, 80))
+        for a, b in ((0, cut), (cut, keys))
     ]
     for some_k, some_v, options in parts:
         merge_(o, lse, *kernel.forward(q, some_k, some_v, **options))
@@ -250,3 +257,47 @@ def test_programs_compile_for_a_gpu_and_fit_its_shared_memory(tmp_path):
 def test_package_does_not_import_triton():
     code = "import sys, mllm_seqpar, mllm_seqpar.kernels, mllm_seqpar.patching; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class Interpreted(TritonIntervalsKernel):
+    """The kernel on the CPU. Triton's interpreter runs one program at a time, and ranks are threads."""
+
+    lock = threading.Lock()
+
+    def unsupported_reason(self, q, k, intervals=None):
+        return None
+
+    def forward(self, *args, **options):
+        with self.lock:
+            return super().forward(*args, **options)
+
+    def backward(self, *args, **options):
+        with self.lock:
+            return super().backward(*args, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lv_xattn", "ring_attention"])
+def test_distributed_attention_of_random_frame_masks(name, monkeypatch):
+    """Masks with holes have several layers; with lv_xattn, backward of another rank's rows has their row sums only."""
+    monkeypatch.setitem(registry._KERNELS, "interpreted", Interpreted)
+    torch.manual_seed(0)
+    shapes = (2, 4, 12, 16), (2, 2, 18, 16), (2, 2, 18, 16), (2, 4, 12, 16)
+    q, k, v, do = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    frames = torch.rand(2, 12, 6) < 0.5
+    frames[:, 3:6] = False
+
+    def run(comm, kernel, dtype):
+        rows, keys = slice(4 * comm.rank, 4 * comm.rank + 4), slice(6 * comm.rank, 6 * comm.rank + 6)
+        leaves = [x[:, :, at].to(dtype).requires_grad_() for x, at in ((q, rows), (k, keys), (v, keys))]
+        mask = FrameMask.from_dense(frames[:, rows], 3)
+        o = getattr(functional, name)(*leaves, mask=mask, group=comm, kernel=kernel)
+        return o, *torch.autograd.grad(o, leaves, do[:, :, rows].to(dtype))
+
+    for found, exact in zip(
+        run_loopback(3, run, "interpreted", torch.float32),
+        run_loopback(3, run, "blocked_matmul", torch.float64),
+        strict=True,
+    ):
+        for value, right in zip(found, exact, strict=True):
+            assert relative_error(value, right) <= EXACT[torch.float32]

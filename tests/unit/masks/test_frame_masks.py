@@ -130,6 +130,26 @@ def test_random_tables(density: float) -> None:
         assert found is None or len(found) == runs
 
 
+def test_a_block_has_as_many_layers_as_a_row_has_runs_in_it() -> None:
+    """In the last frame, the second run of one row and the first of another are one layer."""
+    visible = torch.tensor([[[1, 0, 1], [0, 0, 1], [1, 0, 0]]]).bool()
+    mask = frame_masks([FrameMask.from_dense(visible, 2)], [((0, 2),), ((2, 3),)])
+    for rank, frames in enumerate((slice(0, 2), slice(2, 3))):
+        found = mask.block(0, rank)
+        assert found is not None and len(found) == 1
+        assert_shows(found, visible[..., frames].repeat_interleave(2, -1))
+
+
+def test_intervals_narrowed_to_what_is_visible() -> None:
+    low, high = torch.tensor([[9, 3, 9, 3, 9]]), torch.tensor([[0, 7, 0, 7, 0]])
+    part, rows, keys = Intervals(low, high, 9).narrowed()
+    assert part is not None and (rows, keys) == (slice(1, 4), slice(3, 7))
+    assert part.low.tolist() == [[0, 0, 0]] and part.high.tolist() == [[4, 0, 4]] and part.keys == 4
+    assert Intervals(low[:, 1:2], high[:, 1:2], 9).narrowed() == (None, slice(0, 1), slice(3, 7))
+    square = Intervals.causal(4)
+    assert square.narrowed() == (square, slice(0, 4), slice(0, 4))
+
+
 def test_runs_of_a_table() -> None:
     visible = torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]]).bool()
     assert runs_of(visible).tolist() == [[[0, 0, 0], [1, 0, 4]], [[2, 0, 0], [4, 0, 0]]]

@@ -20,6 +20,7 @@ from tiny_models.mplug_owl3 import tiny_frames, tiny_text
 REFUSED = {
     "mplug_owl3": ("language_model", "language_model.model", "language_model.model.layers.0.self_attn"),
     "mllama": ("model", "model.language_model", *(f"model.language_model.layers.1{x}" for x in ("", ".cross_attn"))),
+    "moss_vl": ("model", "model.language_model", *(f"model.language_model.layers.1{x}" for x in ("", ".cross_attn"))),
     "idefics": ("model", "model.layers.0", "model.layers.0.self_attn", "model.gated_cross_attn_layers.1.cross_attn"),
     "opt": ("lang_encoder.model.decoder", "lang_encoder.model.decoder.layers.0.decoder_layer.self_attn"),
     "llama": ("lang_encoder.model", *(f"lang_encoder.model.layers.{x}" for x in (0, "1.gated_cross_attn_layer.attn"))),
@@ -48,6 +49,7 @@ ALLOWED: dict[str, list[Callable[[Any], Any]]] = {
         lambda m: m.get_output_embeddings()(m.get_input_embeddings()(tiny_text(1))),
     ],
     "mllama": [lambda m: m.model.vision_model(torch.zeros(1, 1, 3, 3, 28, 28), TILES[..., 0], TILES)],
+    "moss_vl": [lambda m: m.model.encode_frames(torch.zeros(8, 48), torch.tensor([[1, 2, 4]]))],
     "idefics": [lambda m: m.model.vision_model(torch.zeros(1, 3, 16, 16))],
 }
 FLAMINGO_TOWER = [lambda m: m.perceiver(m.vision_encoder(torch.zeros(1, 3, 12, 12))[1][:, None, None])]

@@ -44,6 +44,7 @@ MODELS: list[tuple[str, Any]] = [
     ("mplug_owl3", BATCHES["mplug_owl3"].with_model(**FUSED)),
     ("idefics", BATCHES["idefics"]),
     ("mllama", BATCHES["mllama"]),
+    ("moss_vl", BATCHES["moss_vl"]),
     *QWENS.items(),
     *(("open_flamingo", BATCHES["open_flamingo"].with_model(language_model=name)) for name in LANGUAGE_MODELS),
 ]

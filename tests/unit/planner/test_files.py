@@ -48,7 +48,7 @@ def test_cost_model_imports_neither_torch_nor_yaml() -> None:
 
 
 PUBLISHED = {"mplug-owl3-7b": 8.07, "idefics-9b": 8.93, "idefics-80b": 80.0}
-PUBLISHED |= {"llama-3.2-11b-vision": 10.7, "llama-3.2-90b-vision": 88.6}
+PUBLISHED |= {"llama-3.2-11b-vision": 10.7, "llama-3.2-90b-vision": 88.6, "moss_vl_11b": 11.336}
 """Billions of parameters, sums over the tensors of the published checkpoints."""
 QWENS = {
     "qwen2_5_vl_3b": 3_754_622_976,
@@ -68,7 +68,15 @@ NEOX = {"hidden_size": 2560, "num_hidden_layers": 32, "num_attention_heads": 32,
 OWL = {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "intermediate_size": 18944}
 OWL |= {"num_key_value_heads": 4, "vocab_size": 151851, "hyper_layers": [1, 9, 17, 25], "model_type": "mplugowl3"}
 IDEFICS = {"model_type": "idefics", "cross_layer_interval": 4, "use_resampler": True, "qk_layer_norms": True}
+MOSS_TEXT = {"hidden_size": 4096, "num_hidden_layers": 48, "num_attention_heads": 32, "intermediate_size": 12288}
+MOSS_TEXT |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
+MOSS_TEXT |= {"cross_attention_layers": list(range(2, 48, 4))}
+MOSS_TOWER = {"hidden_size": 1152, "depth": 27, "num_heads": 16, "intermediate_size": 4304, "out_hidden_size": 4096}
+MOSS_TOWER |= {"num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24]}
+MOSS_TOWER |= {"patch_size": 16, "spatial_merge_size": 2}
+MOSS = {"model_type": "moss_vl", "text_config": MOSS_TEXT, "vision_config": MOSS_TOWER}
 HF_CONFIGS = {
+    "moss_vl_11b": MOSS,
     "mplug-owl3-7b": OWL,
     "idefics-9b": IDEFICS | {"vision_config": {"embed_dim": 1280}},
     "llama-3.2-11b-vision": {"model_type": "mllama", "vision_config": {"image_size": 560}},
@@ -123,7 +131,7 @@ def test_model_directory_equals_the_model_file(name: str, nested: bool | None, t
         config |= config.pop("text_config")
     (folder / "config.json").write_text(json.dumps(config))
     assert read_model(folder) == read_model(folder / "config.json") == read_model(find_file("model", name))
-    if name in QWENS:
+    if name in QWENS or name == "moss_vl_11b":
         assert _visual(Totals(), str(folder)) == ""  # the number of visual tokens depends on the size of the images
 
 
@@ -141,6 +149,20 @@ def test_parameters_are_those_of_the_real_classes(name: str) -> None:
     model.tie_weights()
     assert sum(parameter.numel() for parameter in model.parameters()) == QWENS[name]
     assert read_model(find_file("model", name)).parameters == pytest.approx(QWENS[name], rel=0.0025)
+
+
+def test_parameters_and_keys_of_moss_vl_are_those_of_the_real_class(tmp_path: Path) -> None:
+    from mllm_seqpar.models.moss_vl import MossVLConfig, MossVLForConditionalGeneration
+
+    with torch.device("meta"):
+        model = MossVLForConditionalGeneration(MossVLConfig(**MOSS))
+    sizes = read_model(find_file("model", "moss_vl_11b"))
+    assert sizes.parameters == pytest.approx(sum(x.numel() for x in model.parameters()), rel=0.0025)
+    (tmp_path / "config.json").write_text(json.dumps(MOSS))
+    larger = read_model(tmp_path).with_frame_tokens(read_model(tmp_path).tokens_of_image(720, 1280))
+    assert (larger.vision.tokens, larger.vision.keys) == (44 * 80, 22 * 40 + 1)
+    with pytest.raises(ConfigError, match="frame_tokens: 1 is not above the 1 separators"):
+        sizes.with_frame_tokens(1)
 
 
 def test_default_configurations_of_transformers_are_read(tmp_path: Path) -> None:

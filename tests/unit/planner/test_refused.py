@@ -74,7 +74,7 @@ OWL_JSON |= {"num_key_value_heads": 4, "vocab_size": 151851, "model_type": "mplu
     [
         (None, "there is no .*config.json"),
         ("{", "config.json is not JSON"),
-        ('{"model_type": "bert"}', "model_type 'bert'; known model types: idefics, mllama, mplugowl3, open_flamingo"),
+        ('{"model_type": "bert"}', "model_type 'bert'; known model types: idefics, mllama, moss_vl, mplugowl3"),
         ('{"model_type": "mplugowl3"}', "lacks 'hidden_size', which a mplugowl3 model needs"),
         (json.dumps(OWL_JSON | {"num_attention_heads": None}), "has values that a mplugowl3 model cannot have"),
         (json.dumps(OWL_JSON | {"num_key_value_heads": 3}), "cannot have: 3 kv_heads do not divide 28 heads"),
@@ -116,7 +116,11 @@ def test_file_that_holds_no_fields_is_rejected(content: str | None, message: str
         ("own_queries: false", "own_queries: 0", "own_queries is 0; expected true or false"),
         ("features_norm: true", "key_norm: bfloat16", "key_norm is 'bfloat16'; expected one of none, float32, mixed"),
         ("matmul: 1000000000000.0\n", "", r"c\.yaml: matmul \(FLOP/s\) missing"),
-        ("matmul:", "matmull:", r"unknown field matmull \(did you mean matmul\?\); allowed fields: all_pairs, "),
+        (
+            "matmul:",
+            "matmull:",
+            r"unknown field matmull \(did you mean matmul\?\); allowed fields: all_pairs, attention_b",
+        ),
         ("matmul: 1", "matmul: -1", r"matmul is -1000000000000.0; expected FLOP/s, above 0"),
         ("network_latency_s: 0.0", "network_latency_s: -1", r"network_latency_s is -1; expected seconds, 0 or more"),
         ("gpus_per_node: 4", "gpus_per_node: 4.5", r"gpus_per_node is 4.5; expected a whole number of GPUs"),

@@ -12,8 +12,8 @@ from dense_attention import dense_attention
 from mllm_seqpar.attention import decode_attention
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.config import SeqParConfig
+from mllm_seqpar.inference.attention_record import AttentionRecord
 from mllm_seqpar.masks import FrameMask
-from mllm_seqpar.runtime.attention_record import AttentionRecord
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.frames import Frames, VisualKVCache

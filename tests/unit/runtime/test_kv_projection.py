@@ -47,6 +47,7 @@ class Setting:
     input_norm: bool = False
     key_norm: bool = False
     rotates: bool = False
+    rotates_first: bool = False
     dtype: torch.dtype = torch.float64
     weights: torch.dtype | None = None  # autocast to `dtype` is enabled if they differ
     frozen: tuple[str, ...] = ()
@@ -61,7 +62,7 @@ def projection_of(setting: Setting) -> KVProjection:
         linears = [nn.Linear(WIDTH, size, bias=False), nn.Linear(WIDTH, size)]
     norms = nn.LayerNorm(WIDTH) if setting.input_norm else None, nn.RMSNorm(DIM) if setting.key_norm else None
     turn = rotate if setting.rotates else None
-    projection = KVProjection(tuple(linears), DIM, setting.layout == "interleaved", *norms, turn)
+    projection = KVProjection(tuple(linears), DIM, setting.layout == "interleaved", *norms, turn, setting.rotates_first)
     generator = torch.Generator().manual_seed(3)
     for module in projection.modules:
         for name, parameter in module.named_parameters():
@@ -112,7 +113,7 @@ SETTINGS = [
     Setting(layout, *parts)
     for layout in ("separate", "halves", "interleaved")
     for parts in itertools.product((False, True), repeat=3)
-]
+] + [Setting("separate", key_norm=True, rotates=True, rotates_first=True)]
 
 
 @pytest.mark.parametrize("frames_at_once", [2, FRAMES])

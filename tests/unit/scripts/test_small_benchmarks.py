@@ -26,6 +26,17 @@ def test_wrong_kernel_is_reported_and_not_timed(script, monkeypatch: pytest.Monk
     assert row["wrong"] and "differs" in row["problem"] and "forward_ms" not in row
 
 
+def test_host_path_counts_the_calls_of_a_block(script, capsys: pytest.CaptureFixture[str]) -> None:
+    host_path = script("host_path")
+    host_path.main(["--ranks", "3", "--repeats", "1"])
+    table = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("| lv_xattn")]
+    assert [(row[2].strip(), row[3].strip()) for row in table] == [
+        (what, direction) for what in ("call", "layer") for direction in ("forward", "backward")
+    ]
+    calls = [int(row[-1]) for row in table]
+    assert calls[2] < calls[0] and calls[3] < calls[1], "a layer plans nothing"
+
+
 @pytest.mark.slow
 def test_example_and_the_checks_of_the_demo(script, tmp_path: Path, capsys) -> None:
     check = script("demo_check")

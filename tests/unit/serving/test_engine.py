@@ -87,7 +87,7 @@ SAMPLED = Sampling(
 )
 
 
-@pytest.mark.parametrize("name", ["mllama", *(name for name in MAKERS if "qwen" in name)])
+@pytest.mark.parametrize("name", ["mllama", "moss_vl", *(name for name in MAKERS if "qwen" in name)])
 @pytest.mark.parametrize("sampling", [FEW, SAMPLED], ids=["greedy", "sampled"])
 def test_videos_and_images_in_one_message_equal_the_unpatched_model(name: str, sampling: Sampling) -> None:
     folder = family_folder()

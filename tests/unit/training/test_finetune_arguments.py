@@ -195,9 +195,15 @@ def test_each_parameter_of_a_family_belongs_to_one_part(family: str) -> None:
     model = model_of(family, BATCHES[family])
     parts: Any = find_adapter(model)[0]
     for name, _ in model.named_parameters():
-        assert [sum(name.startswith(f"{path}.") for path in paths) for paths in parts.parts.values()].count(1) == 1, (
-            name
-        )
+        found = [sum(f"{name}.".startswith(f"{path}.") for path in paths) for paths in parts.parts.values()]
+        assert found.count(1) == 1, name
+
+
+def test_part_may_name_a_single_parameter() -> None:
+    model = model_of("moss_vl", BATCHES["moss_vl"])
+    frozen = choose_parameters(model, ["projector"], [], find_adapter(model)[0].parts)
+    assert "model.separator_token" in frozen and "model.visual.merger.linear_fc1.weight" in frozen
+    assert "model.visual.pos_embed.weight" not in frozen
 
 
 def test_parameters_are_frozen_by_name() -> None:

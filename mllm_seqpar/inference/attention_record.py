@@ -35,11 +35,14 @@ from mllm_seqpar.attention.keys import GivenKeys, Keys
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.integrations.transformers.inputs import ForwardInputs
+from mllm_seqpar.integrations.transformers.passes import AttendedFrames
 from mllm_seqpar.masks import FrameMask
+from mllm_seqpar.models.cache import SequenceParallelCacheState
+from mllm_seqpar.runtime.frames import VisualKVCache
+from mllm_seqpar.runtime.text import Rows
+from mllm_seqpar.runtime.visual_tokens import FrameTokens
 from mllm_seqpar.sharding import FrameSizes, Spans, in_frame_order, span_length, take_spans
-
-from .frames import VisualKVCache
-from .visual_tokens import FrameTokens
 
 SCORES = 1 << 24
 """Scores that are computed at once: 64 MiB in float32."""
@@ -227,6 +230,15 @@ def _row_of_last(positions: Tensor | None, length: int) -> int | None:
     return next(iter((positions == length - 1).nonzero().flatten().tolist()), None)
 
 
+def _visible_tokens(mask: Any) -> Tensor | None:
+    """Return (tokens,) bool, the tokens of the first sample that its last row may attend to; None: all."""
+    mask = mask.get("full_attention") if isinstance(mask, dict) else mask  # prepared by `generate`
+    if mask is None:
+        return None
+    row = mask[0] if mask.dim() == 2 else mask[0, 0, -1]
+    return row == 0 if row.is_floating_point() else row.bool()
+
+
 @dataclass(frozen=True, kw_only=True)
 class FrameAttention:
     """The attention that the T tokens of an answer pay to the F frames of all ranks; the same on every rank.
@@ -273,6 +285,31 @@ class AttentionRecord:
     def begin_answer(self) -> None:
         """Forget the rows of an earlier answer."""
         self._passes = []
+
+    def begin_rows(
+        self,
+        inputs: ForwardInputs,
+        rows: Rows,
+        attended: AttendedFrames | None,
+        cache_state: SequenceParallelCacheState,
+    ) -> AnyRecorder | None:
+        """Return the recorder of the last row of a part of the rows of a pass; None if it has no frames."""
+        positions = None if rows.text is None else rows.text.positions(self._comm.rank)
+        if attended is not None:
+            assert isinstance(attended.source, VisualKVCache)
+            return self.begin_pass(attended.source, attended.mask, inputs.length, positions)
+        if cache_state.frame_tokens is None:  # of a decoder-only model only
+            return None
+        stored = None if cache_state.text_kv is None else cache_state.text_kv.positions
+        return self.begin_token_pass(
+            cache_state.frame_tokens,
+            cache_state.rows_of(inputs.batch),
+            inputs.length,
+            inputs.past_length + inputs.length - 1,
+            keys=stored if positions is None else positions,
+            positions=positions,
+            valid=_visible_tokens(inputs.attention_mask),
+        )
 
     def begin_pass(
         self, cache: VisualKVCache, mask: FrameMask, length: int, positions: Tensor | None = None

@@ -1,0 +1,244 @@
+"""Where the frames of MOSS-VL are in the text, what rows attend to, and the rotary positions of text and frames.
+
+A frame is an image, or one frame of a video; its placeholder is one `<|image_pad|>` of the text. A frame of h x w
+merged patches has h * w + 1 visual tokens, the last of which is the separator. A counter p gives all positions (time,
+height, width). An ordinary token has p on all axes, and increases it by 1. Before the placeholder of a frame, the
+visual token (y, x) has (p, p + y, p + x), and p increases by max(h, w); then separator and placeholder have p on all
+axes.
+
+Shape legend: B samples, L text tokens, F frames of all samples in one flat list, sample after sample, V visual tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mllm_seqpar.errors import MaskError, ShapeError
+from mllm_seqpar.models.mplug_owl3.media import MediaLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class MossVLLayout(MediaLayout):
+    """The frames that each text token attends to, and the positions of text and frames.
+
+    `frame_position` has the first position of each frame, that of its first visual token.
+
+    Attributes:
+        positions: (3, B, L) int64, the positions of the text; 0 at padding.
+        sizes: (F, 2) int64, height and width of each frame in merged patches.
+    """
+
+    positions: Tensor
+    sizes: Tensor
+
+    @property
+    def tokens(self) -> Tensor:
+        """(F,) the number of visual tokens of each frame, with the separator."""
+        return self.sizes.prod(1) + 1
+
+    def offsets(self) -> Tensor:
+        """Return (B, 1): how far the positions of later tokens are from their number in the text."""
+        return self.positions.amax((0, 2))[:, None] + 1 - (self.past_length + self.positions.shape[2])
+
+    def visual_positions(self) -> Tensor:
+        """Return (V, 3) int32, time, height and width of each visual token, frame by frame."""
+        counts, total = self.tokens, self.total_frames
+        frame = torch.arange(total, device=counts.device).repeat_interleave(counts)
+        number = torch.arange(frame.shape[0], device=counts.device) - (counts.cumsum(0) - counts)[frame]
+        height, width = self.sizes[frame].unbind(1)
+        first, is_separator = self.frame_position[frame], number == height * width
+        last = torch.where(is_separator, torch.maximum(height, width), 0)
+        row, column = (torch.where(is_separator, last, x) for x in (number // width, number % width))
+        return torch.stack([first + last, first + row, first + column], 1).int()
+
+    def followed_by(self, later: "MossVLLayout") -> "MossVLLayout":
+        """Return the layout of this text, which has no frames, and of a later one with the first frames."""
+        decoded = later.past_length - self.past_length - self.positions.shape[2]
+        more = torch.arange(decoded, device=self.positions.device) + self.offsets() + later.past_length - decoded
+        before = later.sample_range[:, :1].expand(-1, later.past_length - self.past_length)
+        return replace(
+            later,
+            first=torch.cat([before, later.first], 1),
+            stop=torch.cat([before, later.stop], 1),
+            positions=torch.cat([self.positions, more.expand(3, -1, -1), later.positions], 2),
+            past_length=self.past_length,
+        )
+
+    def cropped(self, length: int, inclusive: bool = True) -> "MossVLLayout":
+        kept = replace(self, positions=self.positions[:, :, : max(0, length - self.past_length)])
+        return MediaLayout.cropped(kept, length, inclusive)  # type: ignore[return-value]
+
+    def repeat_samples(self, times: int) -> "MossVLLayout":
+        repeated: Any = MediaLayout.repeat_samples(self, times)
+        return replace(repeated, positions=self.positions.repeat_interleave(times, 1))
+
+
+def frame_grids(grid_thw: Tensor, media: Sequence[int], batch: int) -> tuple[Tensor, list[int]]:
+    """Return (F, 2), height and width in patches of each frame, and the number of frames of each sample.
+
+    Args:
+        grid_thw: (media, 3), frames, height and width of each medium in patches.
+        media: the number of media of each sample. With beams, samples stand for several rows of the batch each.
+        batch: B.
+
+    Raises:
+        ShapeError: the numbers do not fit together.
+    """
+    if grid_thw.dim() != 2 or grid_thw.shape[1] != 3 or bool((grid_thw < 1).any()):
+        raise ShapeError(
+            f"grid_thw has shape {tuple(grid_thw.shape)}; expected (media, 3), the frames, height and width of each "
+            "image or video in patches, all above 0"
+        )
+    if sum(media) != grid_thw.shape[0] or not media or batch % len(media):
+        raise ShapeError(
+            f"media_nums_per_sample is {list(media)} for {grid_thw.shape[0]} rows of grid_thw and a batch of {batch}; "
+            "expected the number of images and videos of each sample"
+        )
+    counts = grid_thw[:, 0]
+    by_sample = [int(part.sum()) for part in counts.split(list(media))]
+    return grid_thw[:, 1:].repeat_interleave(counts, 0), by_sample
+
+
+def visible_frames(mask: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Return first and stop (B, L), the range of frames of its sample that each row attends to.
+
+    Args:
+        mask: `cross_attention_mask`: (B, 1, rows, frames) bool, True where a frame is hidden, or (B, rows) integers,
+            the number of frames that a row attends to, from the first one on. Rows after those of the mask attend as
+            its last row.
+        length: L.
+    """
+    if mask.dim() == 2 and not mask.is_floating_point() and mask.dtype != torch.bool:
+        first, stop = torch.zeros_like(mask), mask
+    elif mask.dim() == 4 and mask.shape[1] == 1 and mask.dtype == torch.bool:
+        visible = ~mask[:, 0]
+        count = visible.sum(2)
+        first = visible.byte().argmax(2) if visible.shape[2] else count
+        stop = first + count
+        columns = torch.arange(visible.shape[2], device=mask.device)
+        if bool((visible != ((first[..., None] <= columns) & (columns < stop[..., None]))).any()):
+            raise MaskError(
+                "cross_attention_mask has rows that attend to frames with hidden ones between them; expected the "
+                "processor's mask, in which a row attends to the frames up to its place in the text"
+            )
+    else:
+        raise MaskError(
+            f"cross_attention_mask has shape {tuple(mask.shape)} and dtype {mask.dtype}; expected (batch, 1, tokens, "
+            "frames) bool, True where a frame is hidden, or (batch, tokens) integers, the number of frames that a row "
+            "attends to"
+        )
+    rows = first.shape[1]
+    if not 0 < rows <= length:
+        raise MaskError(f"cross_attention_mask has {rows} rows for a text of {length} tokens; pass one for each token")
+    more = (first.shape[0], length - rows)
+    return tuple(torch.cat([x, x[:, -1:].expand(more)], 1).long() for x in (first, stop))  # type: ignore[return-value]
+
+
+def moss_vl_layout(
+    *,
+    batch: int,
+    length: int,
+    sizes: Tensor,
+    frames: Sequence[int],
+    placeholders: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    cross_attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    past_length: int = 0,
+    offsets: Tensor | None = None,
+) -> MossVLLayout:
+    """Return the layout of a text of which no token is in the cache, or which brings the first frames of its cache.
+
+    Args:
+        batch, length: B and L.
+        sizes: (F, 2), height and width of each frame in merged patches.
+        frames: the number of frames of each sample; it has one entry for each beam group if B is larger. A frame
+            without a placeholder is hidden from every row, such as the blank image of a text without media.
+        placeholders: (B, L) bool, the tokens `<|image_pad|>`; None: they follow from the mask.
+        attention_mask: (B, tokens so far), 0 at padding.
+        cross_attention_mask: see `visible_frames`; None: every row attends to all frames of its sample.
+        position_ids: (3, B, L) or (B, L), the positions of the text, if the caller states them. The frames of a
+            placeholder then begin max(h, w) before it.
+        past_length: the number of tokens in the cache.
+        offsets: (B, 1), `MossVLLayout.offsets` of the text in the cache.
+
+    Raises:
+        ShapeError, MaskError: the arguments do not fit together.
+    """
+    device = sizes.device
+    beams = batch // max(1, len(frames))
+    counts = torch.tensor(list(frames) or [0] * batch, device=device).repeat_interleave(beams if frames else 1)
+    starts = _starts(frames, beams, batch, device)
+    real = torch.ones(batch, length, dtype=torch.bool, device=device)
+    if attention_mask is not None:
+        real = attention_mask[:, past_length : past_length + length].to(device) != 0
+    first, stop = (starts[:, None].expand(batch, length) for _ in range(2))
+    stop = stop + counts[:, None]
+    prompt = length
+    if cross_attention_mask is not None:
+        _check_rows(cross_attention_mask, batch)
+        prompt = min(length, cross_attention_mask.shape[-2 if cross_attention_mask.dim() == 4 else -1])
+        shown = (torch.minimum(x, counts[:, None]) for x in visible_frames(cross_attention_mask.to(device), length))
+        first, stop = (starts[:, None] + x for x in shown)
+    if placeholders is None:
+        if cross_attention_mask is None and int(counts.sum()):
+            raise ShapeError(
+                "the places of the frames in the text are unknown: pass input_ids, or cross_attention_mask with "
+                "inputs_embeds"
+            )
+        seen = (stop - starts[:, None]).cummax(1).values
+        placeholders = torch.nn.functional.pad(seen, (1, 0)).diff(dim=1) > 0
+        if bool((seen.diff(dim=1) > 1).any() | (seen[:, :1] > 1).any()):
+            raise MaskError(
+                "cross_attention_mask shows two more frames from one row to the next, so the places of the frames are "
+                "unknown; pass input_ids"
+            )
+    placeholders = placeholders.to(device) & (torch.arange(length, device=device) < prompt)
+    number = placeholders.long().cumsum(1) - 1  # of the sample's frames
+    _check_placeholders(placeholders, counts)
+    extents = torch.nn.functional.pad(sizes.amax(1), (0, 1)) if len(sizes) else sizes.new_zeros(1)
+    frame = torch.where(placeholders, starts[:, None] + number, len(sizes))
+    extent = extents[frame]
+    if position_ids is None:
+        step = real.long()
+        begin = past_length if offsets is None else past_length + offsets.to(device)
+        found = (begin + step.cumsum(1) - step + extent.cumsum(1)).masked_fill(~real, 0)
+        positions = found[None].expand(3, -1, -1)
+    else:
+        positions = position_ids.to(device).expand(3, batch, length)
+    position = torch.zeros(len(sizes), dtype=torch.long, device=device)
+    position[frame[placeholders]] = (positions[0] - extent)[placeholders]
+    return MossVLLayout(
+        first=first,
+        stop=stop,
+        frame_position=position,
+        sample_range=torch.stack([starts, stop[:, -1] if length else starts], 1),
+        past_length=past_length,
+        positions=positions,
+        sizes=sizes,
+    )
+
+
+def _starts(frames: Sequence[int], beams: int, batch: int, device: torch.device) -> Tensor:
+    """Return (B,), the first frame of each row's sample in the flat list."""
+    if not frames:
+        return torch.zeros(batch, dtype=torch.long, device=device)
+    ends = torch.tensor(frames, device=device).cumsum(0)
+    return torch.nn.functional.pad(ends, (1, 0))[:-1].repeat_interleave(beams)
+
+
+def _check_rows(mask: Tensor, batch: int) -> None:
+    if mask.shape[0] != batch:
+        raise MaskError(f"cross_attention_mask has {mask.shape[0]} samples and the text has {batch}; pass one for each")
+
+
+def _check_placeholders(placeholders: Tensor, counts: Tensor) -> None:
+    found = placeholders.sum(1)
+    if bool((found > counts).any()):
+        raise ShapeError(
+            f"the texts have {found.tolist()} placeholders <|image_pad|>, and frames {counts.tolist()} were passed; "
+            "each needs a frame: pass pixel_values, grid_thw and media_nums_per_sample as the processor returns them"
+        )

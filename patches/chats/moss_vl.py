@@ -1,0 +1,189 @@
+"""The chat format of MOSS-VL: the processor's chat template, and images of any size.
+
+The size that a frame is resized to follows from the size and the number of frames, so every rank computes it, and the
+number of visual tokens, without decoding more than the first frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mllm_seqpar.adapting import (
+    VIDEO_MARK,
+    ChatFamily,
+    ChatText,
+    DataError,
+    FeatureFrames,
+    FrameShard,
+    FrameSource,
+    Messages,
+    answer_spans,
+    media_of,
+    media_parts,
+    tokenize,
+)
+from mllm_seqpar.patches.moss_vl import FEATURES, GRID, MASK, MEDIA, PIXELS
+
+from .qwen_vl import StillImage, TemporalPatches, size_of
+
+IMAGE = "<|image|>"
+_ENDS = ("<|im_end|>", "<|endoftext|>")
+
+
+class MossVLChats(ChatFamily):
+    """The chat format of `MossVLProcessor`. A frame has one placeholder; those of videos have their times."""
+
+    processors = ("MossVLProcessor",)
+    marks = (
+        *(IMAGE, VIDEO_MARK, "<|im_start|>", "<|im_end|>"),
+        *("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
+    )
+    frame_names = (PIXELS,)
+    feature_weights = ("model.visual.", "model.separator_token")
+    tower = ("model.visual", "forward")
+    image_token = "<|image_pad|>"
+    always_sharded = False
+    ragged = True
+
+    @property
+    def _images(self) -> Any:
+        return self.processor.image_processor.options
+
+    @property
+    def _videos(self) -> Any:
+        return self.processor.videos
+
+    def still_frames(self, image: FrameSource) -> FrameSource:
+        return StillImage(image)
+
+    def units(self, source: FrameSource) -> FrameSource:
+        """Return the frames, resized as the processor resizes those of a call with this medium alone."""
+        height, width = size_of(source)
+        if isinstance(source, StillImage):
+            (size,) = self._images.sizes([(height, width)])
+        else:
+            (size,) = self._videos.sizes([(len(source), height, width)])
+        return TemporalPatches(source, 1, size)
+
+    def frame_sizes(self, sources: Sequence[FrameSource]) -> list[int]:
+        found = []
+        for source in sources:
+            units = self.units(source)
+            assert isinstance(units, TemporalPatches)
+            height, width = (side // self._images.factor for side in units.size)
+            found += [height * width + 1] * len(units)  # with the separator
+        return found
+
+    def text(
+        self,
+        conversations: Sequence[Messages],
+        media: Sequence[Sequence[FrameSource]],
+        *,
+        add_generation_prompt: bool = False,
+        labels: bool = False,
+        padding_side: str | None = None,
+    ) -> ChatText:
+        grids: list[list[int]] = []
+        texts, spans = [], []
+        for messages, sources in zip(conversations, media, strict=True):
+            shown = [self._placeholders(source, grids) for _, source in media_of(messages, sources)]
+            chat = [dict(message) for message in messages]
+            written = self._write(chat, add_generation_prompt)
+            answers = answer_spans(chat, self._write) if labels else []
+            ends = [(start, len(written[:stop].rstrip("\n"))) for start, stop in answers]  # without the newline
+            found, moved = self.processor.expand(written, shown, ends)
+            texts.append(found.text)
+            spans.append(moved)
+        ids, mask, targets = tokenize(
+            self.tokenizer, texts, spans if labels else None, padding_side=padding_side, add_special_tokens=True
+        )
+        total = sum(grid[0] for grid in grids)
+        visible = (ids == self.processor.image_token_id).long().cumsum(1) * mask
+        if int(visible.amax(1).sum()) != total:
+            raise DataError(
+                f"the media have {total} frames, but the text has {visible.amax(1).tolist()} placeholders "
+                f"{self.processor.image_token}; the tokenizer must have it as one special token, and the chat template "
+                f"must write {IMAGE} or {VIDEO_MARK} once for each medium"
+            )
+        extras: dict[str, Tensor] = {}
+        if grids:
+            counts = [len(sources) for sources in media]
+            extras = {GRID: torch.tensor(grids), MEDIA: torch.tensor(counts), MASK: visible}
+        sizes = self.frame_sizes([source for sources in media for source in sources])
+        return ChatText(
+            input_ids=ids, attention_mask=mask, labels=targets, slots=range(total), sizes=sizes, extras=extras
+        )
+
+    def _placeholders(self, source: FrameSource, grids: list[list[int]]) -> str:
+        """Add the grid of a source, and return what stands for it in the text."""
+        units = self.units(source)
+        assert isinstance(units, TemporalPatches)
+        grids.append([len(units), *self._images.grid(units.size)])
+        if isinstance(source, StillImage):
+            return str(self.processor.image_token)
+        text: str = self.processor.video_text([self._seconds(source, index) for index in range(len(source))])
+        return text
+
+    def _seconds(self, source: FrameSource, index: int) -> float:
+        found = source.seconds(index)
+        return index / self._videos.video_fps if found is None else found
+
+    def _write(self, messages: Sequence[Any], open_answer: bool) -> str:
+        """Return the text of messages, with a mark for each medium."""
+        shown = [
+            message
+            if isinstance(message["content"], str)
+            else {**message, "content": [_shown(part) for part in message["content"]]}
+            for message in messages
+        ]
+        text: str = self.processor.apply_chat_template(shown, add_generation_prompt=open_answer, tokenize=False)
+        if (found := text.count(IMAGE) + text.count(VIDEO_MARK)) != (count := len(media_parts(messages))):
+            raise DataError(
+                f"the chat template wrote {found} of {IMAGE} and {VIDEO_MARK} for {count} images and videos; use one "
+                "that writes each once"
+            )
+        return text
+
+    def pixels(self, frames: Tensor) -> tuple[Tensor, ...]:
+        """Return (n, 3, height, width), normalised."""
+        return (self._images.normalised(frames),)
+
+    def joined(self, parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Return the rows of patches of all frames."""
+        empty = torch.empty(0, 3 * self._images.patch_size**2)
+        return (torch.cat([empty, *(self._images.patches(frames).flatten(0, 1) for (frames,) in parts)]),)
+
+    def blank(self) -> tuple[Tensor, ...]:
+        side = self._images.factor
+        return (torch.zeros(1, 3, side, side),)
+
+    def encode(self, model: Any, *frames: Tensor) -> Tensor:
+        """Return the features (n, tokens, C) of normalised frames."""
+        (given,) = frames
+        grids = [self._images.grid((given.shape[2], given.shape[3]))] * len(given)
+        found: Tensor = self.family(model, None).encode(self._images.patches(given).flatten(0, 1), grids)
+        return found.reshape(len(given), -1, found.shape[-1])
+
+    def generation(self, model: Any) -> dict[str, Any]:
+        vocabulary = self.tokenizer.get_vocab()
+        return {"eos_token_id": [vocabulary[mark] for mark in _ENDS if mark in vocabulary]}
+
+    def feature_arguments(self, model: Any, features: Tensor, shard: FrameShard) -> dict[str, Any]:
+        return {FEATURES: features.flatten(0, -2), "visual_shard": shard}
+
+    def frame_metadata(self, source: FrameSource) -> dict[str, Any]:
+        """Return the size and the times of the frames, which determine the placeholders of a prompt."""
+        seconds = [self._seconds(source, index) for index in range(len(source))]
+        return {"frame_size": list(size_of(source)), "frame_seconds": seconds}
+
+    def stored_frames(self, count: int, metadata: Mapping[str, Any]) -> FrameSource:
+        height, width = metadata["frame_size"]
+        return FeatureFrames(count, (height, width), metadata["frame_seconds"])
+
+
+def _shown(part: Any) -> dict[str, Any]:
+    return {"type": "text", "text": part["text"]} if part["type"] == "text" else {"type": part["type"]}

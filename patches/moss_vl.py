@@ -1,0 +1,316 @@
+"""MOSS-VL (`mllm_seqpar.models.moss_vl`): its sites, what its rows attend to, and its forward.
+
+Sites: the model's forward; the cross-attention of the layers in `cross_attention_layers`, and the self-attention of the
+others. All cross-attention layers project K and V from one sequence of features. A frame is an image or a frame of a
+video, with the separator after it; its keys are rotated by positions (time, height, width), which follow from the whole
+text (`models.moss_vl.layout`).
+
+Shape legend: B samples, L text tokens, s of them on this rank, F frames of all samples and ranks (f on this
+rank), C channels.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from mllm_seqpar.adapting import (
+    AdapterError,
+    Family,
+    ForwardInputs,
+    ForwardState,
+    FrameMask,
+    FrameShard,
+    FrameSizes,
+    SeqParContext,
+    SequenceParallelCacheState,
+    ShapeError,
+    Spans,
+    as_compared_tensors,
+    copy_to_device,
+    decoder_arguments,
+    merge_heads,
+    refuse_dropout,
+    take_spans,
+)
+from mllm_seqpar.models.moss_vl.layout import MossVLLayout, frame_grids
+from mllm_seqpar.models.moss_vl.modeling import MASK, crop_layout, earlier_offsets, media_of_samples, store_layout
+
+GRID, MEDIA, PIXELS, FEATURES = "grid_thw", "media_nums_per_sample", "pixel_values", "visual_embeds"
+
+
+def _cross_attention(
+    self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *, seqpar: ForwardState, **kwargs: Any
+) -> Tensor:
+    """Attend from this rank's rows (B, s, C) to the frames of all ranks."""
+    refuse_dropout(self.dropout)
+    q = self.queries(hidden_states, position_embeddings)
+    frames = seqpar.frame_keys(q, self.layer_idx, self.visual_projection())
+    attended: Tensor = self.o_proj(merge_heads(seqpar.attend(q, [frames], self.scaling)))
+    return attended
+
+
+@dataclass(frozen=True, kw_only=True)
+class MossVLInputs(ForwardInputs):
+    """The inputs of one pass. `frames` are rows of patches, or features (visual tokens, 1, C).
+
+    Attributes:
+        model: computes the layout.
+    """
+
+    model: Any
+
+    @property
+    def text_position_ids(self) -> Tensor | None:
+        """None: the positions of this model separate no packed sequences."""
+        return None
+
+    @functools.cached_property
+    def grids(self) -> tuple[Tensor | None, list[int]]:
+        """(F, 2), height and width of each frame in patches, and the number of frames of each sample."""
+        if self.frames is None:
+            return None, []
+        grid = self.on_host(GRID)
+        if grid is None:
+            raise ShapeError(f"frames were passed without {GRID}; pass what the processor returns")
+        media = self.on_host(MEDIA)
+        return frame_grids(grid.long(), media_of_samples(media, grid, self.batch), self.batch)
+
+    @property
+    def total_frames(self) -> int:
+        grids, _ = self.grids
+        return 0 if grids is None else grids.shape[0]
+
+    @functools.cached_property
+    def units_per_frame(self) -> int | Tensor:
+        """The visual tokens of each frame; without frames, those of the blank one."""
+        grids, _ = self.grids
+        return 2 if grids is None else self._tokens(grids)
+
+    def _tokens(self, grids: Tensor) -> Tensor:
+        """Return the visual tokens of frames, given their height and width in patches (n, 2)."""
+        return grids.prod(1) // self.model.config.vision.spatial_merge_size**2 + 1
+
+    @functools.cached_property
+    def _passed(self) -> tuple[Tensor, FrameSizes]:
+        """(f, 2), height and width in patches of each frame that was passed, and how many rows of `frames` it has."""
+        grids, shard = self.grids[0], self.visual_shard
+        assert grids is not None
+        own = grids if shard is None else take_spans(grids, shard.spans)
+        return own, FrameSizes(len(own), self._tokens(own) if self.frames_are_features else own.prod(1))
+
+    def take(self, frames: Spans) -> tuple[Any, ...]:
+        """Return the patches of frames, and a list of height and width of each in patches."""
+        grids, rows = self._passed
+        assert self.frames is not None
+        return take_spans(self.frames, rows.units(frames)), take_spans(grids, frames).tolist()
+
+    def blank_frames(self) -> tuple[Any, ...]:
+        assert self.frames is not None
+        merge = self.model.config.vision.spatial_merge_size
+        blank = self.frames.new_zeros(merge**2, self.frames.shape[1]).requires_grad_(self.frames.requires_grad)
+        return blank, [[merge, merge]]
+
+    def check_shard(self, shard: FrameShard) -> None:
+        if shard.total != self.total_frames:
+            raise ShapeError(f"visual_shard: {shard}, but {GRID} has {self.total_frames} frames; give the same number")
+        self.check_rows()
+
+    def check_rows(self) -> None:
+        """Raise ShapeError unless there is a row for each patch or visual token of the frames that were passed."""
+        assert self.frames is not None
+        if self.frames.shape[0] != (wanted := self._passed[1]).count():
+            name, kind = (FEATURES, "visual tokens") if self.frames_are_features else (PIXELS, "patches")
+            raise ShapeError(
+                f"{name}: expected {wanted.count()} {kind}, those of {wanted.total} frames in {GRID}, got "
+                f"{self.frames.shape[0]}"
+            )
+
+    @functools.cached_property
+    def layout(self) -> MossVLLayout:
+        """The layout of this pass on the CPU; raises what the unpatched model raises."""
+        grids, frames = self.grids
+        tokens = self.on_host("input_ids")
+        if tokens is None:
+            tokens = torch.empty(self.batch, self.length, 0)
+        state = self.cache_state
+        return self.model.layout(
+            tokens,
+            grids,
+            frames,
+            self.on_host("attention_mask"),
+            None if grids is None else self.on_host(MASK),
+            self.on_host("position_ids"),
+            self.past_length,
+            None if state is None else earlier_offsets(state, self.batch),
+        )
+
+    @functools.cached_property
+    def positions(self) -> Tensor:
+        """(3, B, L), the rotary positions of the text (time, height, width)."""
+        device, shape = self.tokens.device, (3, self.batch, self.length)
+        if self.position_ids is not None:
+            return self.position_ids.expand(shape)
+        if not self.past_length or self.total_frames:
+            return copy_to_device(self.layout.positions, device)
+        state = self.cache_state
+        offsets = None if state is None else earlier_offsets(state, self.batch)
+        begin = self.past_length if offsets is None else self.past_length + copy_to_device(offsets, device)
+        return (torch.arange(self.length, device=device) + begin).expand(shape)
+
+    def read_by_host(self) -> dict[str, Tensor]:
+        """Return further what `layout` is made from, in a pass that makes it."""
+        found = super().read_by_host()
+        if self.position_ids is not None and not (self.past_length and self.frames is None):
+            found["position_ids"] = self.position_ids
+        if self.frames is not None and self.input_ids is not None:
+            found["input_ids"] = self.input_ids  # one token may bring the first frames
+        return found
+
+
+class MossVLFamily(Family[MossVLInputs]):
+    """The native MOSS-VL."""
+
+    name = "MOSS-VL"
+    model_class = "MossVLForConditionalGeneration"
+    package = "mllm_seqpar.models.moss_vl."
+    parts = {
+        "vision": ("model.visual.patch_embed", "model.visual.pos_embed", "model.visual.blocks"),
+        "projector": ("model.visual.merger", "model.separator_token"),
+        "language": ("model.language_model", "lm_head"),
+    }
+    frame_arguments = (PIXELS, FEATURES)
+    frame_layout = "zigzag"
+    forward_doc = """
+        Sequence-parallel (patched by mllm_seqpar): `visual_shard` says that {frames} hold only the rows of this rank's
+        frames of `visual_shard.total`, those of all images and videos in the order of their placeholders in the text.
+        `grid_thw`, `media_nums_per_sample` and the text are those of all ranks.
+"""
+
+    @classmethod
+    def check(cls, model: Any, context: SeqParContext) -> None:
+        layers = set(model.config.text.cross_attention_layers)
+        for index, layer in enumerate(model.model.language_model.layers):
+            if hasattr(layer, "cross_attn") is not (index in layers):
+                raise AdapterError(
+                    f"layer {index} is {type(layer).__name__}, but cross_attention_layers is {sorted(layers)}"
+                )
+
+    @property
+    def decoder(self) -> Any:
+        return self.model.model.language_model
+
+    def visual_attention(self) -> Iterable[tuple[nn.Module, Callable[..., Any]]]:
+        layers = self.decoder.layers
+        return ((layer.cross_attn, _cross_attention) for layer in layers if hasattr(layer, "cross_attn"))
+
+    @property
+    def called_modules(self) -> Iterable[nn.Module]:
+        return [*super().called_modules, self.model.model.visual]
+
+    def encode(self, frames: Tensor, *extras: Any) -> Tensor:
+        """Encode patches, given a list of height and width of each frame in patches, to (tokens, 1, C)."""
+        grids = [[len(list(run)), *size] for size, run in itertools.groupby(extras[0])]
+        features: Tensor = self.model.model.encode_frames(frames, torch.tensor(grids))
+        return features.unsqueeze(1)
+
+    def blank_frame(self) -> tuple[Any, ...]:
+        """Return one black visual token."""
+        vision, weight = self.model.config.vision, self.embedding_weight()
+        merge, values = vision.spatial_merge_size, vision.in_channels * vision.patch_size**2
+        blank = torch.zeros(merge**2, values, device=weight.device, dtype=weight.dtype)
+        return blank, [[merge, merge]]
+
+    def check_inputs(self, inputs: MossVLInputs) -> None:
+        frames, width = inputs.frames, self.model.config.text.hidden_size
+        if frames is None:
+            return
+        is_features = inputs.frames_are_features
+        if frames.dim() != (3 if is_features else 2) or (is_features and frames.shape[2] != width):
+            name, rows = (FEATURES, f"(visual tokens, {width})") if is_features else (PIXELS, "(patches, values)")
+            raise ShapeError(f"{name}: expected {rows}, got {tuple(frames.shape)}")
+
+    def check_new_frames(self, inputs: MossVLInputs) -> None:
+        _ = inputs.layout  # raises if the frames do not fit the text
+        if inputs.frames is not None and inputs.visual_shard is None:
+            inputs.check_rows()  # here, because the check of inputs would read the grids a second time
+
+    def unit_index(self, inputs: MossVLInputs, units: int) -> Tensor:
+        """Return (units, 1, 3), the positions of the visual tokens."""
+        if not inputs.total_frames:
+            return torch.zeros(units, 1, 3, dtype=torch.int32)
+        return inputs.layout.visual_positions().unsqueeze(1)
+
+    def appends_frames(self, inputs: MossVLInputs, known: bool) -> bool:
+        """Raise ShapeError for frames other than those of the cache: their layout is that of one pass."""
+        if not known:
+            raise ShapeError(
+                f"{inputs.total_frames} frames were passed with a cache that holds others already; leave frames out to "
+                "continue with those of the cache, or pass new frames with the whole conversation and without the cache"
+            )
+        return False
+
+    def visibility(self, inputs: MossVLInputs, units: int, tokens: int) -> FrameMask:
+        state = inputs.cache_state
+        layout: Any = inputs.layout if state is None or inputs.total_frames else state.media_layout
+        rows = layout.rows(inputs.past_length, inputs.length)
+        first, stop = (x[inputs.prompt_rows] for x in rows)
+        return FrameMask.from_intervals(first, torch.maximum(first, stop), layout.tokens, layout.total_frames)
+
+    def row_facts(self, inputs: ForwardInputs, mask: FrameMask) -> dict[str, Tensor]:
+        return {"attends_to_frames": copy_to_device(mask.any_frame_visible(), self.embedding_weight().device)}
+
+    def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
+        return super().text_mask(embeds, mask, None, cache)  # type: ignore[arg-type]  # nothing is packed
+
+    def run_decoder(
+        self, embeds: Tensor, positions: Tensor, mask: Any, cache: Cache | None, state: ForwardState, **kwargs: Any
+    ) -> Any:
+        rows = None if state.frames is None else state.row_facts["attends_to_frames"]
+        arguments = decoder_arguments(embeds, positions, mask, cache, state)
+        return self.decoder(**arguments, attends_to_frames=rows, **kwargs)
+
+    def continue_cache(self, inputs: MossVLInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
+        if not inputs.past_length:
+            store_layout(cache_state, inputs.layout)  # later tokens of a padded text need it also without frames
+            return
+        crop_layout(cache_state, inputs.past_length)
+        if cache_state.media_layout is not None:
+            cache_state.media_layout = cache_state.media_layout.to("cpu")  # the native model leaves it on its device
+
+    def complete_cache(self, inputs: MossVLInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
+        if inputs.past_length and inputs.total_frames:
+            store_layout(cache_state, inputs.layout)
+
+    def inputs(
+        self,
+        text: dict[str, Any],
+        pixel_values: Tensor | None = None,
+        grid_thw: Tensor | None = None,
+        media_nums_per_sample: Any = None,
+        cross_attention_mask: Tensor | None = None,
+        vision_chunked_length: int | None = None,  # `vision_chunk_size` takes its place
+        visual_embeds: Tensor | None = None,
+    ) -> MossVLInputs:
+        frames, shard = visual_embeds if pixel_values is None else pixel_values, text["visual_shard"]
+        if frames is not None and not len(frames) and shard is None:
+            frames = None
+        if visual_embeds is not None and frames is visual_embeds and frames.dim() == 2:
+            frames = frames.unsqueeze(1)
+        media = None if media_nums_per_sample is None else torch.as_tensor(media_nums_per_sample)
+        given = {GRID: grid_thw, MEDIA: media, MASK: cross_attention_mask} if frames is not None else {}
+        return MossVLInputs(
+            **text | {"detects_packing": False},
+            frames=frames,
+            frames_are_features=visual_embeds is not None,
+            pixels_and_features=pixel_values is not None and visual_embeds is not None,
+            compared_tensors=as_compared_tensors(**given),
+            model=self.model.model,
+        )
