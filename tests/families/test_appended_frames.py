@@ -117,6 +117,18 @@ def _llama(talk: Talk, rows: slice, seen: int) -> tuple[dict[str, Any], dict[str
     return {"input_ids": talk.ids(module.IMAGE)[:, rows], "cross_attention_mask": mask.long()}, visual
 
 
+def _video_llama(talk: Talk, rows: slice, seen: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    module = family_module("video_mllama")
+    mask, ones = _visible(talk, rows, seen)[..., None], torch.ones(talk.batch, talk.frames, dtype=torch.long)
+    visual = {
+        "pixel_values": talk.pixels(1, 3, module.SIDE, module.SIDE),
+        "aspect_ratio_ids": ones,
+        "aspect_ratio_mask": ones[..., None],
+        "vision_position_ids": torch.tensor([talk.starts(sample) for sample in range(talk.batch)]),
+    }
+    return {"input_ids": talk.ids(module.IMAGE)[:, rows], "cross_attention_mask": mask.long()}, visual
+
+
 def _idefics(talk: Talk, rows: slice, seen: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     mask = _visible(talk, rows, seen).long()
     return {"input_ids": talk.ids(9)[:, rows], "image_attention_mask": mask}, {"pixel_values": talk.pixels(3, 16, 16)}
@@ -133,6 +145,7 @@ def _flamingo(talk: Talk, rows: slice, seen: int) -> tuple[dict[str, Any], dict[
 _OF_FAMILY: dict[str, Callable[[Talk, slice, int], Any]] = {
     "mplug_owl3": _owl,
     "mllama": _llama,
+    "video_mllama": _video_llama,
     "idefics": _idefics,
     "open_flamingo": _flamingo,
 }
@@ -140,6 +153,7 @@ TALKS: dict[str, Talk] = {
     "gated": Talk("mplug_owl3"),
     "fused": Talk("mplug_owl3", model=FUSED),
     "mllama": Talk("mllama"),
+    "video_mllama": Talk("video_mllama"),
     "idefics": Talk("idefics"),
     # MPT, the default, has a softmax in float32.
     **({"open_flamingo": Talk("open_flamingo", model={"language_model": "opt"})} if "open_flamingo" in BATCHES else {}),
@@ -224,7 +238,7 @@ def test_generate_over_a_filled_cache_takes_new_frames(name: str) -> None:
         assert torch.equal(found, expected)
 
 
-VISUAL = ("pixel_values", "vision_x", "aspect_ratio_ids", "aspect_ratio_mask")
+VISUAL = ("pixel_values", "vision_x", "aspect_ratio_ids", "aspect_ratio_mask", "vision_position_ids")
 
 
 def family_generate(family: str) -> Callable[..., Tensor]:
