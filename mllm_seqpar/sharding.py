@@ -29,6 +29,9 @@ LAYOUTS = ("zigzag", "striped", "contiguous")
 FRAME_LAYOUTS = ("contiguous", "zigzag")
 """Zigzag balances the load of cross-attention if rows attend only to earlier frames."""
 
+APPENDED = "appended"
+"""The layout of frames that follow others in a cache: contiguous, and balanced together with those (`FrameSizes`)."""
+
 Spans = tuple[tuple[int, int], ...]
 """Half-open ranges (start, stop) of frames, in the order in which a rank stores them."""
 
@@ -62,11 +65,20 @@ class FrameShard:
 
     @classmethod
     def of(
-        cls, total: int, group: Group = None, layout: str = "contiguous", sizes: Tensor | Sequence[int] | None = None
+        cls,
+        total: int,
+        group: Group = None,
+        layout: str = "contiguous",
+        sizes: Tensor | Sequence[int] | None = None,
+        held: Sequence[int] | None = None,
     ) -> FrameShard:
-        """Return this rank's shard of `total` frames in a layout; see `frame_ranges`."""
-        found = frame_ranges(total, group, layout, sizes)
-        (start, stop), *more = [(x.start, x.stop) for x in found] or [(total, total)]
+        """Return this rank's shard of `total` frames in a layout; see `frame_ranges`.
+
+        `held` has the tokens of the frames that each rank holds already, if the frames are appended to those: together
+        they are balanced, and the layout is contiguous.
+        """
+        found = _spans_of_rank("FrameShard.of", total, group, layout, sizes, held)
+        (start, stop), *more = found or ((total, total),)
         return cls(start, stop, total, tuple(more))
 
     @property
@@ -89,7 +101,12 @@ class FrameShard:
     def layout(self, rank: int, size: int, sizes: FrameSizes | None = None) -> str | None:
         """Return the layout in which this is the shard of `rank`; None if there is none. `sizes`: None, all equal."""
         sizes = FrameSizes(self.total) if sizes is None else sizes
-        return next((x for x in FRAME_LAYOUTS if sizes.spans(size, x)[rank] == self.spans), None)
+        return next(iter(self.layouts(rank, size, sizes)), None)
+
+    def layouts(self, rank: int, size: int, sizes: FrameSizes) -> list[str]:
+        """Return all layouts in which this is the shard of `rank`; other ranks may have only one of them."""
+        known = FRAME_LAYOUTS if sizes.held is None else (APPENDED, *FRAME_LAYOUTS)
+        return [x for x in known if sizes.spans(size, x)[rank] == self.spans]
 
 
 class HostFrames:
@@ -149,9 +166,15 @@ class FrameSizes:
     Attributes:
         total: the number of frames.
         per_frame: the units of one frame if all have as many, else (total,) int64 on the CPU.
+        held: the units that each rank holds already of the frames that these follow; None if they follow none.
     """
 
-    def __init__(self, total: int, per_frame: int | Tensor | Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        total: int,
+        per_frame: int | Tensor | Sequence[int] | None = None,
+        held: Sequence[int] | None = None,
+    ) -> None:
         """`per_frame` is one number or one for each frame; None: 1."""
         self._by_rank: dict[tuple[int, str], tuple[Spans, ...]] = {}
         per_frame = 1 if per_frame is None else per_frame
@@ -160,6 +183,7 @@ class FrameSizes:
             if not total or bool((per_frame == per_frame[0]).all()):
                 per_frame = int(per_frame[0]) if total else 1
         self.total, self.per_frame = total, per_frame
+        self.held = None if held is None else tuple(held)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, FrameSizes) or self.total != other.total:
@@ -184,10 +208,17 @@ class FrameSizes:
         joined = own.unflatten(0, (-1, frames)).sum(1) if isinstance(own, Tensor) else own * frames
         return FrameSizes(self.total // frames, joined)
 
+    def followed_by(self, *others: FrameSizes) -> FrameSizes:
+        """Return the sizes of these frames and of those after them."""
+        every = self, *others
+        counts = torch.cat([torch.as_tensor(x.per_frame).expand(x.total) for x in every])
+        return FrameSizes(sum(x.total for x in every), counts)
+
     @cached_property
     def _offsets(self) -> list[int]:
         """The units before each frame, and those of all frames."""
-        assert isinstance(self.per_frame, Tensor)
+        if not isinstance(self.per_frame, Tensor):
+            return list(range(0, self.total * self.per_frame + 1, self.per_frame))
         return [0, *self.per_frame.cumsum(0).tolist()]
 
     def of(self, frames: Tensor) -> int | Tensor:
@@ -210,17 +241,21 @@ class FrameSizes:
         return tuple([(start * self.per_frame, stop * self.per_frame) for start, stop in frames])
 
     def spans(self, size: int, layout: str = "contiguous") -> tuple[Spans, ...]:
-        """Return the frames of every rank in a layout, as `frame_spans`, balanced by units."""
-        if not isinstance(self.per_frame, Tensor):
+        """Return the frames of every rank in a layout, as `frame_spans`, balanced by units; `APPENDED`, with `held`."""
+        appended = layout == APPENDED and self.held is not None
+        if not isinstance(self.per_frame, Tensor) and not appended:
             return frame_spans(self.total, size, layout)
         if (size, layout) not in self._by_rank:
-            if layout not in FRAME_LAYOUTS:
+            if layout not in FRAME_LAYOUTS and not appended:
                 frame_spans(self.total, size, layout)  # raises
-            self._by_rank[size, layout] = balanced_spans(self._offsets, size, layout == "zigzag")
+            held = self.held if appended else None
+            self._by_rank[size, layout] = balanced_spans(self._offsets, size, layout == "zigzag", held)
         return self._by_rank[size, layout]
 
 
-def balanced_spans(offsets: Sequence[int], size: int, two_ended: bool) -> tuple[Spans, ...]:
+def balanced_spans(
+    offsets: Sequence[int], size: int, two_ended: bool, held: Sequence[int] | None = None
+) -> tuple[Spans, ...]:
     """Return the frames of every rank: whole frames, so that the rank with the most units has as few as possible.
 
     Each rank takes frames from the front of those that are left or, `two_ended` (zigzag), half of its units from the
@@ -231,7 +266,9 @@ def balanced_spans(offsets: Sequence[int], size: int, two_ended: bool) -> tuple[
         offsets: the units before each frame, and those of all.
         size: the number of ranks.
         two_ended: as above.
+        held: the units that each rank holds already, which count for the balance; None: no rank holds any.
     """
+    held = [0] * size if held is None else held
 
     def taken(first: int, last: int, goal: int, limit: int) -> tuple[int, int]:
         """Return what is left of the frames first to last when a rank has taken about `goal` units, at most `limit`."""
@@ -246,22 +283,36 @@ def balanced_spans(offsets: Sequence[int], size: int, two_ended: bool) -> tuple[
         return front, back
 
     def fits(first: int, last: int, ranks: int, limit: int) -> bool:
-        for _ in range(ranks):
-            first, last = taken(first, last, limit, limit)
+        for own in held[size - ranks :]:
+            first, last = taken(first, last, max(0, limit - own), max(0, limit - own))
         return first == last
 
-    low, high = max(-(-offsets[-1] // size), max(b - a for a, b in itertools.pairwise(offsets))), offsets[-1]
+    largest = max([b - a for a, b in itertools.pairwise(offsets)], default=0)
+    low, high = max(-(-(offsets[-1] + sum(held)) // size), min(held) + largest), max(held) + offsets[-1]
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(0, len(offsets) - 1, size, middle) else (middle + 1, high)
     found, first, last = [], 0, len(offsets) - 1
     for ranks in range(size, 0, -1):
-        after = taken(first, last, -(-(offsets[last] - offsets[first]) // ranks), low)
+        own, room = held[size - ranks], max(0, low - held[size - ranks])
+        level = _level(offsets[last] - offsets[first], held[size - ranks :])
+        after = taken(first, last, min(room, max(0, level - own)), room)
         if not fits(*after, ranks - 1, low):
-            after = taken(first, last, low, low)
+            after = taken(first, last, room, room)
         found.append(join_spans(((first, after[0]), (after[1], last))))
         first, last = after
     return tuple(found)
+
+
+def _level(units: int, held: Sequence[int]) -> int:
+    """Return how many units a rank has if `units` are added where the fewest are held, rounded up."""
+    total, level = units, 0
+    for count, own in enumerate(sorted(held), 1):
+        total += own
+        if count == len(held) or -(-total // count) <= sorted(held)[count]:
+            level = -(-total // count)
+            break
+    return level
 
 
 def _nearest(offsets: Sequence[int], first: int, last: int, goal: int, most: int, least: int = 0) -> int:
@@ -356,18 +407,29 @@ def frame_ranges(
     return tuple(range(*span) for span in _spans_of_rank("frame_ranges", total, group, layout, sizes))
 
 
-def _spans_of_rank(where: str, total: int, group: Group, layout: str, sizes: Tensor | Sequence[int] | None) -> Spans:
+def _spans_of_rank(
+    where: str,
+    total: int,
+    group: Group,
+    layout: str,
+    sizes: Tensor | Sequence[int] | None,
+    held: Sequence[int] | None = None,
+) -> Spans:
     if not _is_count(total) or total < 0:
         raise ShapeError(f"{where}: total={total!r}; expected the number of frames, an int of 0 or more")
     comm = as_communicator(group)
+    if held is not None:
+        layout = APPENDED
+        if len(held) != comm.size:
+            raise ShapeError(f"{where}: held has {len(held)} numbers; expected one for each of the {comm.size} ranks")
     if sizes is None:
-        return frame_spans(total, comm.size, layout)[comm.rank]
+        return FrameSizes(total, held=held).spans(comm.size, layout)[comm.rank]
     counts = torch.as_tensor(sizes)
     if counts.shape != (total,) or counts.is_floating_point() or counts.dtype is torch.bool:
         raise ShapeError(f"{where}: sizes is {tuple(counts.shape)} {counts.dtype}; expected ({total},) integers")
     if total and int(counts.min()) < 1:
         raise ShapeError(f"{where}: sizes has a frame of {int(counts.min())} tokens; every frame needs at least 1")
-    return FrameSizes(total, counts).spans(comm.size, layout)[comm.rank]
+    return FrameSizes(total, counts, held).spans(comm.size, layout)[comm.rank]
 
 
 def shard_multiple(size: int, layout: str) -> int:

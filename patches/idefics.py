@@ -186,22 +186,47 @@ class IdeficsFamily(Family[_IdeficsInputs]):
     def continue_cache(self, inputs: _IdeficsInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
         """Drop the frames of the cache, so that those of this pass are encoded, if a row now continues another sample.
 
-        Beams may continue other beams of their sample.
+        Beams may continue other beams of their sample. Frames that follow those of the cache leave it as it is.
         """
         if cache_state.visual_kv is None:
             return
         self._check_mask(inputs)
-        if not inputs.total_frames:
+        if not inputs.total_frames or self.appends_frames(inputs, known=False):
             return
-        prompt_batch, images = cache_state.prompt_batch, inputs.image_attention_mask.shape[2] or 1
+        prompt_batch = cache_state.prompt_batch
+        images = (inputs.image_attention_mask.shape[2] or 1) - self._images(*cache_state.earlier)
         beams = max(1, prompt_batch * images // inputs.total_frames)
         rows = torch.arange(inputs.batch)
         if inputs.batch != prompt_batch or not torch.equal(inputs.prompt_rows // beams, rows // beams):
             cache_state.drop_frames()
 
+    @staticmethod
+    def _images(*states: SequenceParallelCacheState) -> int:
+        """Return the number of images of each sample that came with these passes."""
+        return sum(state.units_of_sample() for state in states)
+
+    def appends_frames(self, inputs: _IdeficsInputs, known: bool) -> bool:
+        """Return whether the mask has columns for the images of the cache, and for these after them.
+
+        Otherwise rows attend to the images that come with the pass, as in the unpatched model.
+        """
+        state = inputs.cache_state
+        if state is None or state.frames is None:
+            return False
+        further = inputs.image_attention_mask.shape[2] - self._images(*state.earlier, state)
+        samples = torch.unique(inputs.prompt_rows // (state.prompt_batch // (state.samples or 1))).numel()
+        return further > 0 and inputs.total_frames == further * samples
+
+    def complete_cache(self, inputs: _IdeficsInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
+        further = inputs.image_attention_mask.shape[2] - self._images(*cache_state.earlier)
+        cache_state.samples = inputs.total_frames // further if further else None
+
     def visibility(self, inputs: _IdeficsInputs, units: int, tokens: int) -> FrameMask:
         visible = inputs.on_host("image_attention_mask")
         assert visible is not None
+        state = inputs.cache_state
+        if state is not None and state.samples:
+            visible = visible[..., inputs.unit_columns]
         return mask_over_samples(visible, tokens, units, inputs.prompt_rows, inputs.prompt_batch)
 
     def row_facts(self, inputs: _IdeficsInputs, mask: FrameMask) -> dict[str, Tensor]:

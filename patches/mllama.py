@@ -40,6 +40,7 @@ from mllm_seqpar.adapting import (
     SequenceParallelCacheState,
     ShapeError,
     as_compared_tensors,
+    cache_state_of,
     copy_to_device,
     decoder_arguments,
     get_logger,
@@ -98,6 +99,13 @@ class MllamaInputs(ForwardInputs):
         """Return (B, L, per_sample) bool on the CPU, the mask of the rows of this pass; None without a mask."""
         return None if self.cross_attention_mask is None else self._rows_of_mask(self.on_host(_MASK), per_sample)
 
+    @property
+    def cached_tiles(self) -> int:
+        """The number of tiles of each sample in the cache."""
+        state = self.cache_state
+        frames = None if state is None else state.frames
+        return 0 if state is None or frames is None else frames.units // (state.samples or 1)
+
     def _rows_of_mask(self, given: Any, per_sample: int) -> Tensor:
         mask = given
         if mask.dim() == 4 and mask.shape[1] != self.length:  # of all tokens so far; this pass has its last rows
@@ -107,7 +115,7 @@ class MllamaInputs(ForwardInputs):
             raise MaskError(
                 f"cross_attention_mask has shape {tuple(given.shape)}; expected (batch, tokens, images, tiles): "
                 f"{self.batch} samples, {self.length} tokens after the {self.past_length} cached ones, {per_sample} "
-                "tiles in all images of a sample"
+                "tiles in all images of a sample, those of its cache included"
             )
         return mask.flatten(2).expand(self.batch, self.length, -1)
 
@@ -122,8 +130,10 @@ class MllamaInputs(ForwardInputs):
                 f"{units} tiles of {self.samples} samples were passed with a batch of {self.batch}; every sample needs "
                 "as many images as the others, padding images included"
             )
-        if units and self.cross_attention_mask is not None:
-            self._rows_of_mask(self.cross_attention_mask, units // self.samples)
+        if units and (mask := self.cross_attention_mask) is not None:
+            # Images that the cache has already, which a caller may repeat, or further ones.
+            repeated = mask.dim() == 4 and mask.shape[2] * mask.shape[3] == self.cached_tiles > 0
+            self._rows_of_mask(mask, self.cached_tiles + (0 if repeated else units // self.samples))
 
     def _check_pixels(self, frames: Tensor) -> None:
         missing = [name for name, x in zip(_ASPECT_RATIOS, self.extras, strict=True) if x is None]
@@ -216,19 +226,38 @@ class MllamaFamily(Family[MllamaInputs]):
         ratio_mask[:, 0] = 1
         return torch.zeros(shape, device=weight.device, dtype=weight.dtype), ratio_mask.new_zeros(1), ratio_mask
 
+    def appends_frames(self, inputs: MllamaInputs, known: bool) -> bool:
+        """Return whether the mask has columns for images besides those of the cache; without a mask, if they differ."""
+        mask = inputs.cross_attention_mask
+        further = not known if mask is None else mask.shape[2] * mask.shape[3] > inputs.cached_tiles
+        if not known and not further:
+            raise ShapeError(
+                f"{inputs.total_frames} images were passed with a cache that holds others already, and "
+                f"cross_attention_mask has columns for {inputs.cached_tiles} tiles, those of the cache; give it the "
+                "columns of the images in the cache and then those of the new ones, or leave the images out"
+            )
+        return further
+
     def visibility(self, inputs: MllamaInputs, units: int, tokens: int) -> FrameMask:
         samples = inputs.samples_of_images
         per_sample, sample = units // samples, inputs.prompt_rows // (inputs.prompt_batch // samples)
-        in_mask = inputs.visible_tiles(per_sample)
+        in_mask = inputs.visible_tiles(self._tiles_of_mask(inputs, per_sample))
         if in_mask is None:
             first = (sample * per_sample)[:, None].expand(-1, inputs.length)
             return FrameMask.from_intervals(first, first + per_sample, tokens, units)
-        visible = in_mask | ~_any_tile(in_mask)[..., None]
+        visible = (in_mask | ~_any_tile(in_mask)[..., None])[..., inputs.unit_columns]
         if samples > 1:
             table = in_mask.new_zeros(inputs.batch, inputs.length, samples, per_sample)
             table[torch.arange(inputs.batch), :, sample] = visible
             visible = table.flatten(2)
         return FrameMask.from_dense(visible, tokens)
+
+    def _tiles_of_mask(self, inputs: MllamaInputs, own: int) -> int:
+        """Return the number of tiles of a sample in all passes, if `own` came with the pass of `inputs.cache_state`."""
+        whole = cache_state_of(inputs.cache)
+        if not inputs.past_length or whole is None or not whole.earlier:
+            return own
+        return sum(state.units_of_sample() for state in whole.by_pass())
 
     def row_facts(self, inputs: MllamaInputs, mask: FrameMask) -> dict[str, Tensor]:
         """Return the row tensor `full_text_row_masked_out_mask` is made of: False skips the MLP of the row.
@@ -238,7 +267,7 @@ class MllamaFamily(Family[MllamaInputs]):
         """
         attends = mask.any_frame_visible()
         if bool(attends.any()):
-            in_mask = inputs.visible_tiles(mask.total_frames // inputs.samples_of_images)
+            in_mask = inputs.visible_tiles(self._tiles_of_mask(inputs, mask.total_frames // inputs.samples_of_images))
             if in_mask is None:
                 return {}
             attends = _any_tile(in_mask)

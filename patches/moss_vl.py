@@ -248,6 +248,15 @@ class MossVLFamily(Family[MossVLInputs]):
             return torch.zeros(units, 1, 3, dtype=torch.int32)
         return inputs.layout.visual_positions().unsqueeze(1)
 
+    def appends_frames(self, inputs: MossVLInputs, known: bool) -> bool:
+        """Raise ShapeError for frames other than those of the cache: their layout is that of one pass."""
+        if not known:
+            raise ShapeError(
+                f"{inputs.total_frames} frames were passed with a cache that holds others already; leave frames out to "
+                "continue with those of the cache, or pass new frames with the whole conversation and without the cache"
+            )
+        return False
+
     def visibility(self, inputs: MossVLInputs, units: int, tokens: int) -> FrameMask:
         state = inputs.cache_state
         layout: Any = inputs.layout if state is None or inputs.total_frames else state.media_layout

@@ -155,6 +155,13 @@ class MPlugOwl3Family(Family[Any]):
         attention = self.decoder.layers[self.model.config.hyper_layers[0] - 1].self_attn
         return attention.visual_rotation(copy_to_device(index, self.embedding_weight().device))
 
+    def appends_frames(self, inputs: _MPlugOwl3Inputs, known: bool) -> bool:
+        """Return whether the text of this pass has placeholders, or the cache does not have these frames."""
+        ids, token = inputs.on_host("input_ids"), self.model.config.image_token_id
+        if inputs.media_layout is not None and inputs.media_layout.past_length == inputs.past_length:
+            return True
+        return not known or (ids is not None and token is not None and bool((ids == token).any()))
+
     def visibility(self, inputs: _MPlugOwl3Inputs, units: int, tokens: int) -> FrameMask:
         state = inputs.cache_state
         layout = inputs.layout if state is None else state.media_layout

@@ -112,6 +112,11 @@ class MediaInputs(ForwardInputs):
     media: Media | None  # None is refused
     time: Tensor
 
+    def read_by_host(self) -> dict[str, Tensor]:
+        """Return further the tokens, whose media tokens say whether new media follow those of a cache."""
+        found = super().read_by_host()
+        return found | ({} if self.input_ids is None or self.frames is None else {"input_ids": self.input_ids})
+
     @classmethod
     def of(
         cls, media: Media | None, time: Tensor, comm: Communicator, *, cached: bool = False, **arguments: Any
@@ -266,12 +271,15 @@ class OpenFlamingoFamily(Family[MediaInputs]):
     def complete_cache(self, inputs: MediaInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
         assert inputs.media is not None
         cache_state.frame_fingerprints.add(inputs.media.fingerprint)
+        cache_state.samples, cache_state.media_counts = inputs.media.samples, inputs.on_host("time")
 
     def visibility(self, inputs: MediaInputs, units: int, tokens: int) -> FrameMask:
         """Return the rule that is tabulated in the module's docstring."""
         assert inputs.media is not None
-        samples, time = inputs.media.samples, inputs.on_host("time")
+        samples, time, state = inputs.media.samples, inputs.on_host("time"), inputs.cache_state
         assert time is not None
+        if state is not None and (whole := cache_state_of(inputs.cache)) is not None and whole.earlier:
+            return self._visible_of_pass(inputs, state, sum(x.units_of_sample() for x in whole.by_pass()), tokens)
         if inputs.batch % samples:  # the media belong to the model's conditioning, not to the rows of the cache
             raise ShapeError(
                 f"lang_x: {inputs.batch} rows of text, but the model is conditioned on media of {samples} samples; "
@@ -287,6 +295,22 @@ class OpenFlamingoFamily(Family[MediaInputs]):
             first, stop = base, base + time.clamp(max=per_sample)
         first, stop = torch.where(uniform, base, first), torch.where(uniform, base + per_sample, stop)
         return FrameMask.from_intervals(first, stop, tokens, units)
+
+    def _visible_of_pass(
+        self, inputs: MediaInputs, state: SequenceParallelCacheState, total: int, tokens: int
+    ) -> FrameMask:
+        """Return the mask over the media that came with one of several passes; a sample has `total` in all of them."""
+        assert state.samples and state.visual_kv is not None
+        time, own = inputs.on_host("time"), state.units_of_sample()
+        assert time is not None
+        base = (inputs.prompt_rows // (state.prompt_batch // state.samples) * own)[:, None]
+        here = time - inputs.unit_columns.start  # the media tokens after the earlier media
+        first = (here - 1).clamp(0, own) if self._only_immediate() else torch.zeros_like(here)
+        stop, uniform = here.clamp(0, own), self._uniform_rows(time, total)
+        if self._only_immediate():
+            stop = torch.where(here <= own, stop, first)
+        first, stop = first.masked_fill(uniform, 0), stop.masked_fill(uniform, own)
+        return FrameMask.from_intervals(base + first, base + stop, tokens, state.visual_kv.own_units)
 
     def row_facts(self, inputs: MediaInputs, mask: FrameMask) -> dict[str, Tensor]:
         """Return the rows whose scores are all equal, if there are any."""
@@ -408,12 +432,12 @@ def _language_model_forward(language_model: Any, family: OpenFlamingoFamily) -> 
         if input_ids is None or kwargs.get("inputs_embeds") is not None:
             raise ShapeError("a Flamingo language model takes input_ids: its media tokens say where the media belong")
         media, time = _conditioning(self, input_ids)
-        positions = kwargs.pop("position_ids", None)
+        positions, cached = kwargs.pop("position_ids", None), _in_cache(self, media, cache, input_ids)
         inputs = MediaInputs.of(
             media,
-            time,
+            _continued(time, self, input_ids, cache, cached),
             family.context.comm,
-            cached=_in_cache(media, cache),
+            cached=cached,
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=family.language_model.positions(positions, attention_mask, cache),
@@ -428,17 +452,47 @@ def _language_model_forward(language_model: Any, family: OpenFlamingoFamily) -> 
     return as_forward(language_model, forward)
 
 
-def _in_cache(media: Media | None, cache: Cache | None) -> bool:
+def _in_cache(language_model: Any, media: Media | None, cache: Cache | None, input_ids: Tensor) -> bool:
     """Return whether the cache has K and V of these media; remove those of an earlier conditioning from it.
 
-    In grad mode K and V are projected in every pass, as in the unpatched model, so those in the cache are removed too.
+    Other media follow those of the cache if each of both has its media token, in the text of the cache and of this
+    pass. In grad mode K and V are projected in every pass, as in the unpatched model, so the cache keeps none.
     """
-    state = None if media is None or cache is None or not cache.get_seq_length() else cache_state_of(cache)
+    past = 0 if cache is None else int(cache.get_seq_length())
+    state = cache_state_of(cache) if past and media is not None else None
     if media is None or state is None or state.visual_kv is None:
         return False
-    if media.fingerprint not in state.frame_fingerprints or torch.is_grad_enabled():
+    state.crop_to(past)
+    if media.fingerprint in state.frame_fingerprints and not torch.is_grad_enabled():
+        return True
+    if torch.is_grad_enabled() or not _follows(media, state, (input_ids == language_model.media_token_id).sum(1), past):
         state.drop_frames()
-    return state.visual_kv is not None
+    return False
+
+
+def _follows(media: Media, state: SequenceParallelCacheState, media_tokens: Tensor, past: int) -> bool:
+    """Return whether each medium, of those of the cache and of `media`, has a media token in each row of the text."""
+    if state.media_counts is None or state.frames is None:
+        return False
+    before = sum(earlier.units_of_sample() for earlier in (*state.earlier, state))
+    known = _media_tokens_before(state, past, media_tokens.shape[0])
+    return bool((known == before).all()) and bool((media_tokens == media.total // media.samples).all())
+
+
+def _media_tokens_before(state: SequenceParallelCacheState, past: int, batch: int) -> Tensor:
+    """Return (batch,), the number of media tokens among the first `past` tokens of each row."""
+    assert state.media_counts is not None
+    known = min(past - state.first_token, state.media_counts.shape[1])
+    return state.media_counts[state.rows_of(batch), known - 1]
+
+
+def _continued(time: Tensor, language_model: Any, input_ids: Tensor, cache: Any, cached: bool) -> Tensor:
+    """Return the time (B, L) of rows that follow media of several passes, and `time` of any others."""
+    state = cache_state_of(cache) if cache is not None and cache.get_seq_length() else None
+    if state is None or state.media_counts is None or (cached and not state.earlier):
+        return time
+    before = copy_to_device(_media_tokens_before(state, int(cache.get_seq_length()), len(input_ids)), input_ids.device)
+    return (input_ids == language_model.media_token_id).cumsum(dim=-1) + before[:, None]
 
 
 def _conditioning(language_model: Any, input_ids: Tensor) -> tuple[Media | None, Tensor]:

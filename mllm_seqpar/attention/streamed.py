@@ -51,14 +51,15 @@ class StreamedKeys(Keys):
     Keys that exist in host memory have no inputs, and no gradients. Subclasses compute theirs from inputs.
 
     Args:
-        spec, k: see `Keys`; k is in host memory.
+        spec: see `Keys`.
+        k: K of the sources that the chunks come from, in host memory or on the device.
         read: returns the chunks in order.
     """
 
     modules = ()
 
-    def __init__(self, spec: CallSpec, k: Tensor, read: Callable[[], Iterator[KeyChunk]]) -> None:
-        self.spec, self.k, self._read = spec, k, read
+    def __init__(self, spec: CallSpec, k: Sequence[Tensor], read: Callable[[], Iterator[KeyChunk]]) -> None:
+        self.spec, self.stored, self._read = spec, k, read
 
     def inputs(self) -> Sequence[Tensor]:
         return ()

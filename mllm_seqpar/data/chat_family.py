@@ -91,14 +91,18 @@ class ChatText:
     sizes: Sequence[int] | None = None
     extras: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def beginning(self, stop: int) -> ChatText:
-        """Return the first `stop` tokens, among them those of all images."""
+    def beginning(self, stop: int, images: int | None = None) -> ChatText:
+        """Return the first `stop` tokens, among them those of the first `images` images; None: of all."""
         length = self.input_ids.shape[1]
 
         def cut(x: Tensor) -> Tensor:
             return x[:, :stop] if x.dim() > 1 and x.shape[1] == length else x
 
-        extras = {name: cut(x) for name, x in self.extras.items()}
+        extras = {name: cut(x) for name, x in self.extras.items() if name != "media_offset"}
+        if images is not None:
+            extras = {name: x[:, :, :images] if x.dim() > 2 else x for name, x in extras.items()}
+        if (offset := self.extras.get("media_offset")) is not None:
+            extras["media_offset"] = torch.where(offset < stop, offset, -1)
         labels = None if self.labels is None else cut(self.labels)
         return replace(
             self, input_ids=cut(self.input_ids), attention_mask=cut(self.attention_mask), labels=labels, extras=extras
@@ -122,6 +126,9 @@ class ChatFamily(ABC):
         always_sharded: whether the patched forward takes images as one flat list on a single process too, where the
             unpatched forward has a dimension of samples.
         ragged: whether images have different numbers of rows, and are joined by `joined`.
+        appends_media: whether a later turn of a conversation may show further media over its cache: no token attends to
+            images after it, and the forward distinguishes images of the cache from further ones by their placeholders.
+        repeats_media: whether the forward of such a model needs images in each pass, also those of the cache.
     """
 
     processors: tuple[str, ...] = ()
@@ -132,6 +139,8 @@ class ChatFamily(ABC):
     tower: tuple[str, str] = ("model.vision_model", "forward")
     always_sharded = True
     ragged = False
+    appends_media = False
+    repeats_media = False
 
     def __init__(self, processor: Any, family: Any) -> None:
         self.processor, self.family = processor, family

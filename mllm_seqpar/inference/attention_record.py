@@ -158,14 +158,14 @@ class LayerRow(NamedTuple):
 
     Attributes:
         q: (H, D).
-        k: (1, G, keys of this rank, D), stored by the visual KV cache.
+        k: (1, G, keys of this rank, D) of each part of the visual KV cache, which stores them.
         lse: (H,), or None if the keys of this rank are all keys.
         scale: factor of q k^T.
         jointly: whether the softmax also has keys of the text.
     """
 
     q: Tensor
-    k: Tensor
+    k: Sequence[Tensor]
     lse: Tensor | None
     scale: float
     jointly: bool
@@ -196,7 +196,7 @@ class RowRecorder:
                 row, total = q.new_zeros(q.shape[1], q.shape[3]), None if lse is None else lse.new_zeros(q.shape[1])
             else:  # copies, so that the other rows can be freed
                 row, total = q[0, :, self._row].clone(), None if lse is None else lse[0, :, self._row].clone()
-            self._layers.append(LayerRow(row, each.k, total, scale, len(keys) > 1))
+            self._layers.append(LayerRow(row, each.stored, total, scale, len(keys) > 1))
 
     @property
     def total_frames(self) -> int:
@@ -409,7 +409,7 @@ class AttentionRecord:
         rows = [one.layers(self._comm) for one in passes]
         visible = torch.stack([one.visible_units() for one in passes])
         sizes = cache.sizes
-        by_rank = [sizes.units(spans) for spans in sizes.spans(self._comm.size, cache.layout)]
+        by_rank = [sizes.units(spans) for spans in cache.spans(self._comm.size)]
         if visible.shape[1] != cache.units:  # the mask is over frames
             visible = visible.repeat_interleave(torch.as_tensor(sizes.per_frame), dim=1)
         own = take_spans(visible, by_rank[self._comm.rank], dim=1)
@@ -449,7 +449,7 @@ def _unit_shares(rows: Sequence[LayerRow], cache: VisualKVCache, visible: Tensor
     """
     k, scale = rows[0].k, rows[0].scale
     heads, units = rows[0].q.shape[0], visible.shape[1]
-    wide = torch.promote_types(torch.float32, k.dtype)
+    wide = torch.promote_types(torch.float32, k[0].dtype)
     q = torch.stack([row.q for row in rows]).to(wide)
     hidden = ~visible.to(q.device)
     out = q.new_zeros(len(rows), units)
@@ -467,9 +467,9 @@ def _unit_shares(rows: Sequence[LayerRow], cache: VisualKVCache, visible: Tensor
     return out
 
 
-def _unit_lse(q: Tensor, k: Tensor, scale: float, cache: VisualKVCache) -> list[tuple[slice, Tensor]]:
+def _unit_lse(q: Tensor, k: Sequence[Tensor], scale: float, cache: VisualKVCache) -> list[tuple[slice, Tensor]]:
     """Return, for spans of units, the log-sum-exp (H, T, units) of the scores of q (T, H, D) over each unit."""
-    tokens, groups = cache.tokens_per_unit, k.shape[1]
+    tokens, groups = cache.tokens_per_unit, k[0].shape[1]
     rows = q.unflatten(1, (groups, -1)).transpose(0, 1).flatten(1, 2)  # (G, T * H / G, D): KV heads are not expanded
     step = max(1, SCORES // max(1, tokens * max(q.shape[0] * q.shape[1], groups * q.shape[2])))
     found = []

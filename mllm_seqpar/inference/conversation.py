@@ -5,12 +5,16 @@ that it shares with the beginning of the prompt, the others are cropped, and the
 an ordinary turn, this rest is the new question and what the chat format puts around it. If the tokens of an answer
 differ from those that were generated, they and all later tokens are computed again.
 
+A later turn may show further media (`Conversation.followed_by`). Each rank encodes some of their frames, so that the
+frames of all turns are balanced, and the pass of their text appends their K and V to those of the cache.
+
 All answers of this package are given here: `answer` is a conversation of one question about a video that is encoded
 already, and multiple choice compares the log-likelihoods of letters after a prompt.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -28,7 +32,7 @@ from mllm_seqpar.data.sources import FeatureFrames, FrameSource
 from mllm_seqpar.errors import ConfigError, DataError, LengthError
 from mllm_seqpar.models.loading import context_length
 from mllm_seqpar.patching import patch_of
-from mllm_seqpar.sharding import FrameShard
+from mllm_seqpar.sharding import FrameShard, FrameSizes
 
 from .encoding import EncodedVideo, Progress, encode_video, encoder_of
 from .evidence import evidence_of, record_attention
@@ -61,8 +65,17 @@ class Score:
     is_greedy: bool
 
 
+@dataclass
+class _LaterMedia:
+    """Media of a later turn: their features, and the length of the cache before the pass that brought them, or None."""
+
+    sources: tuple[FrameSource, ...]
+    encoded: EncodedVideo | None = None
+    first_token: int | None = None
+
+
 class Conversation:
-    """Answers messages about fixed videos and images, on every rank of the model's group.
+    """Answers messages about videos and images, on every rank of the model's group.
 
     Args:
         model: patched by `patch_model`.
@@ -92,6 +105,7 @@ class Conversation:
         self._comm = _comm_of(model)
         self._batch, self._on_host = batch, on_host
         self._encoded = encoded
+        self._later: list[_LaterMedia] = []
         self._cache: Any = None
         self._cached_ids: list[int] = []
 
@@ -103,6 +117,29 @@ class Conversation:
     def frames(self) -> int:
         """The number of frames of all videos and images."""
         return sum(len(source) for source in self.sources)
+
+    @property
+    def can_follow(self) -> bool:
+        """Whether a later turn may show further media over the cache of this conversation."""
+        return bool(self.sources) and self._chat_format.appends_media
+
+    def followed_by(self, sources: Sequence[FrameSource]) -> Conversation:
+        """Return a conversation about these media and further ones, in the order of the messages' media parts.
+
+        It continues the cache of this one, which must not be used any more.
+
+        Raises:
+            ConfigError: the model's family cannot append media to a cache.
+        """
+        if not self.can_follow:
+            raise ConfigError(
+                f"{type(self._chat_format).__name__}: further media cannot follow those of a conversation of this "
+                "model, or it has none; begin a new conversation with all media"
+            )
+        found = copy.copy(self)
+        found.sources += tuple(sources)
+        found._later = [*map(copy.copy, self._later), _LaterMedia(tuple(sources))]
+        return found
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], max_new_tokens: int = 0) -> ChatText:
         """Return the tokens of the messages, with the beginning of an answer.
@@ -161,18 +198,27 @@ class Conversation:
             VideoError: if this rank's frames cannot be read; Interrupted if `interrupted` returned True; AgreementError
                 if another rank raised one of them.
         """
-        if self._encoded is not None or not self.sources:
+        if not self.sources:
             return
-        self._encoded = encode_video(
-            self._model,
-            self._processor,
-            self.sources,
-            group=self._comm,
-            batch=self._batch,
-            progress=progress,
-            on_host=self._on_host,
-            interrupted=interrupted,
-        )
+        options: dict[str, Any] = {"group": self._comm, "batch": self._batch, "on_host": self._on_host}
+        options |= {"progress": progress, "interrupted": interrupted}
+        if self._encoded is None:
+            self._encoded = encode_video(self._model, self._processor, self._first_sources, **options)
+        for number, later in enumerate(self._later):
+            if later.encoded is None:
+                later.encoded = encode_video(
+                    self._model, self._processor, later.sources, held=self._held(number), **options
+                )
+
+    @property
+    def _first_sources(self) -> tuple[FrameSource, ...]:
+        return self.sources[: len(self.sources) - sum(len(later.sources) for later in self._later)]
+
+    def _held(self, number: int) -> list[int]:
+        """Return the units (frames, or their tokens) of each rank before the later media of that number."""
+        before = [self._encoded, *(later.encoded for later in self._later[:number])]
+        own = sum(FrameSizes(x.frames, x.sizes).count(x.shard.spans) for x in before if x is not None)
+        return [units for (units,) in self._comm.gather_ints([own])]
 
     def answer(
         self,
@@ -206,11 +252,11 @@ class Conversation:
         options = {**self._chat_format.generation(self._model), **sampling.generate_arguments()}
         criteria = StoppingCriteriaList([written] if stop or interrupted is not None else [])
         try:
-            self._prefill_in_chunks(text, kept, written)
+            new = self._prefill_in_chunks(text, kept, written)
             torch.manual_seed(sampling.seed)
             with record_attention(self._model) if evidence and self.sources else nullcontext() as recorded:
                 with interruptible_prefill(self._model, written):
-                    output = self._generate(text, streamer=written, stopping_criteria=criteria, **options)
+                    output = self._generate(text, new=new, streamer=written, stopping_criteria=criteria, **options)
                 attention = None if recorded is None else recorded.result()
         except PrefillInterrupted:
             return Answer(
@@ -277,23 +323,28 @@ class Conversation:
     def _next_log_probabilities(self, text: ChatText, tokens: Sequence[int]) -> dict[tuple[int, ...], Tensor]:
         """Return the log-probabilities (vocabulary,), float64, of the token after each beginning of `tokens`."""
         self.encode()
-        self._keep_prefix(text)
+        new = self._prefill_in_chunks(text, self._keep_prefix(text))
         sampling = Sampling(max_new_tokens=len(tokens) + 1)
         options = {**self._chat_format.generation(self._model), **sampling.generate_arguments(), "output_logits": True}
-        output = self._generate(text, ForcedTokens(text.input_ids.shape[1], tokens), **options)
+        output = self._generate(text, ForcedTokens(text.input_ids.shape[1], tokens), new=new, **options)
         return {
             tuple(tokens[:number]): row[0].double().log_softmax(-1).cpu() for number, row in enumerate(output.logits)
         }
 
-    def _generate(self, text: ChatText, *processors: LogitsProcessor, **options: Any) -> Any:
+    def _generate(
+        self, text: ChatText, *processors: LogitsProcessor, new: _LaterMedia | None = None, **options: Any
+    ) -> Any:
         """Generate after the tokens of `text` that the cache does not have, and keep the cache of the result.
+
+        `new` are the later media whose placeholders are among these tokens.
 
         Raises:
             NonFiniteLogitsError: on all ranks, if logits are not finite.
         """
         device = next(self._model.parameters()).device
         arguments = {name: value.to(device) for name, value in self._chat_format.arguments(text).items()}
-        arguments |= self._feature_arguments(text, device)
+        arguments |= self._feature_arguments(text, device, new)
+        past = 0 if self._cache is None else int(self._cache.get_seq_length())
         if self._cache is not None:
             options[cache_name()] = self._cache
         self._cache = None  # a pass that fails may leave the cache with only some of its layers filled
@@ -302,29 +353,70 @@ class Conversation:
         output = self._model.generate(**arguments, use_cache=True, return_dict_in_generate=True, **options)
         finite.require(self._dtype, self._comm)
         self._cache = cache = cache_of(output)
+        if new is not None:
+            new.first_token = past
         self._cached_ids = output.sequences[0, : cache.get_seq_length()].tolist()
         return output
 
-    def _prefill_in_chunks(self, text: ChatText, kept: int, written: GeneratedText) -> None:
-        """Compute all but the end of a long continuation of the cache, `PREFILL_CHUNK` tokens at a time.
+    def _prefill_in_chunks(self, text: ChatText, kept: int, written: GeneratedText | None = None) -> _LaterMedia | None:
+        """Compute all but the end of a prompt; return the later media whose placeholders are in that end, or None.
 
-        Attention to a cache needs a mask with a row for each new token and a column for each token so far.
+        A continuation of the cache is computed `PREFILL_CHUNK` tokens at a time, because attention to a cache needs a
+        mask with a row for each new token and a column for each token so far. The placeholders of the media of one turn
+        are in one pass, with none of another turn.
 
         Raises:
             PrefillInterrupted: on all ranks, if `interrupted` ended the answer.
         """
         options = {**self._chat_format.generation(self._model), **Sampling(max_new_tokens=1).generate_arguments()}
-        for stop in range(kept + PREFILL_CHUNK, text.input_ids.shape[1], PREFILL_CHUNK) if kept else ():
-            with interruptible_prefill(self._model, written):
-                self._generate(text.beginning(stop), **options)
+        length, places = text.input_ids.shape[1], self._places(text)
+        waiting = [(*place, later) for place, later in places if later.first_token is None]
+        while True:
+            stop, new = min(kept + PREFILL_CHUNK, length) if kept else length, None
+            if waiting and waiting[0][0] < stop:
+                low, high, later = waiting[0]
+                if kept:
+                    new, stop = later, min([max(stop, high), *(place for place, _, _ in waiting[1:2])])
+                else:  # the first pass has the first media
+                    stop = low
+            if stop == length:
+                return new
+            images = sum(place < stop for place in self._placeholders(text)) if places else None
+            with nullcontext() if written is None else interruptible_prefill(self._model, written):
+                self._generate(text.beginning(stop, images), new=new, **options)
+            waiting, kept = waiting[new is not None :], stop
+
+    def _placeholders(self, text: ChatText) -> list[int]:
+        """Return the positions of the placeholders of images."""
+        offsets, mark = text.extras.get("media_offset"), getattr(self._chat_format, "image_token", None)
+        if (kinds := text.extras.get("mm_token_type_ids")) is not None:
+            offsets = kinds[0].nonzero()
+        elif offsets is None and mark is not None:
+            offsets = (text.input_ids[0] == self._processor.tokenizer.convert_tokens_to_ids(mark)).nonzero()
+        return [] if offsets is None else [place for place in offsets.flatten().tolist() if place >= 0]
+
+    def _places(self, text: ChatText) -> list[tuple[tuple[int, int], _LaterMedia]]:
+        """Return where the placeholders of later media begin and end, with these media; one is that of one frame."""
+        found, places = [], self._placeholders(text) if self._later else []
+        done = sum(map(len, self._first_sources))
+        for later in self._later:
+            own = places[done : done + sum(map(len, later.sources))]
+            found.append(((own[0], own[-1] + 1), later))
+            done += len(own)
+        return found
 
     def _end_token(self, options: Mapping[str, Any]) -> int:
         """Return a token that ends an answer; token 0 if none does."""
         ends = options.get("eos_token_id", self._model.generation_config.eos_token_id)
         return next(iter(ends), 0) if isinstance(ends, (list, tuple)) else ends or 0
 
-    def _feature_arguments(self, text: ChatText, device: torch.device) -> dict[str, Any]:
-        """Return the arguments that pass this rank's features; those of a blank image if the chat format needs one."""
+    def _feature_arguments(self, text: ChatText, device: torch.device, new: _LaterMedia | None) -> dict[str, Any]:
+        """Return the arguments that pass this rank's features, those of `new` or of the last media in the cache; those
+        of a blank image if the chat format needs one."""
+        later = [new] if new is not None else [x for x in self._later if x.first_token is not None]
+        if later:
+            encoded = later[-1].encoded if new is not None or self._chat_format.repeats_media else None
+            return {} if encoded is None else self._features_of(encoded)
         if self._encoded is None and not len(text.slots):
             return {}
         if self._encoded is None:
@@ -334,7 +426,10 @@ class Conversation:
                 features = encoder_of(self._model, self._chat_format)(*blank)
             shard = FrameShard.of(1, self._comm, self._chat_format.frame_layout)
             self._encoded = EncodedVideo(features[: len(shard)], shard)
-        return self._chat_format.feature_arguments(self._model, self._encoded.features, self._encoded.shard)
+        return self._features_of(self._encoded)
+
+    def _features_of(self, encoded: EncodedVideo) -> dict[str, Any]:
+        return self._chat_format.feature_arguments(self._model, encoded.features, encoded.shard)
 
     def _keep_prefix(self, text: ChatText) -> int:
         """Crop the cache to the tokens that the prompt begins with, but not to all of it; return their number.
@@ -343,26 +438,33 @@ class Conversation:
         cached: often that is only the beginning of the chat format, of another user's text.
         """
         if self._cache is None:
+            for later in self._later:
+                later.first_token = None
             return 0
         ids = text.input_ids[0].tolist()
         limit = min(len(self._cached_ids), len(ids) - 1)
         kept = next((i for i in range(limit) if self._cached_ids[i] != ids[i]), limit)
         # To continue, attention needs a mask of all pairs, which takes several times longer than the causal order.
         short = not self.sources and kept < len(ids) // 8
+        for (_, stop), later in self._places(text):
+            if later.first_token is not None and kept < stop:
+                kept = min(kept, later.first_token)
         if kept == 0 or short or kept < self._media_end(text):
             self._cache, kept = None, 0
         elif remove := len(self._cached_ids) - kept:
             self._cache.crop(-remove)
+            self._cached_ids = self._cached_ids[:kept]
+        for later in self._later:
+            if later.first_token is not None and kept <= later.first_token:
+                later.first_token = None
         return kept
 
     def _media_end(self, text: ChatText) -> int:
-        """Return the number of tokens up to the last placeholder of an image."""
-        offsets, mark = text.extras.get("media_offset"), getattr(self._chat_format, "image_token", None)
-        if (kinds := text.extras.get("mm_token_type_ids")) is not None:
-            offsets = kinds[0].nonzero()
-        elif offsets is None and mark is not None:
-            offsets = (text.input_ids[0] == self._processor.tokenizer.convert_tokens_to_ids(mark)).nonzero()
-        return int(offsets.max()) + 1 if offsets is not None and offsets.numel() else 0
+        """Return the number of tokens up to the last placeholder of an image, later media excluded."""
+        places = self._placeholders(text)
+        if self._later:
+            places = places[: sum(map(len, self._first_sources))]
+        return max(places, default=-1) + 1
 
     def _finish_reason(
         self, written: GeneratedText, tokens: list[int], sampling: Sampling, options: dict[str, Any]

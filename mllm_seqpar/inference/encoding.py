@@ -28,7 +28,7 @@ from mllm_seqpar.data.prefetch import read_ahead
 from mllm_seqpar.data.sources import FrameSource, ranges_by_source
 from mllm_seqpar.errors import ConfigError, DivergedError, SeqParError, VideoError
 from mllm_seqpar.runtime.offload import HostCopies
-from mllm_seqpar.sharding import FrameShard, FrameSizes, span_length
+from mllm_seqpar.sharding import APPENDED, FrameShard, FrameSizes, span_length
 
 Pixels = tuple[Tensor, ...]
 """Preprocessed frames of a chat format: pixels, and further tensors with one entry per frame."""
@@ -84,6 +84,7 @@ def encode_video(
     progress: Progress | None = None,
     on_host: bool = False,
     interrupted: Callable[[], bool] | None = None,
+    held: Sequence[int] | None = None,
 ) -> EncodedVideo:
     """Read and encode this rank's frames of a video. Every rank of the group calls this with the same source.
 
@@ -97,6 +98,7 @@ def encode_video(
         progress: called after each round.
         on_host: collect the features in host memory, for a model with `visual_offload="cpu"`.
         interrupted: the encoding ends on all ranks when it returns True on this one.
+        held: see `FrameShard.of`, if the frames follow others.
 
     Raises:
         VideoError: if this rank's part of the video cannot be read.
@@ -114,8 +116,8 @@ def encode_video(
     if batch < 1:
         raise ConfigError(f"batch: {batch} is not allowed; give 1 or more")
     sizes, layout = chat_format.frame_sizes(sources), chat_format.frame_layout
-    shard = FrameShard.of(total, comm, layout, sizes)
-    by_rank = FrameSizes(total, sizes).spans(comm.size, layout)
+    shard = FrameShard.of(total, comm, layout, sizes, held)
+    by_rank = FrameSizes(total, sizes, held).spans(comm.size, layout if held is None else APPENDED)
     counts = [span_length(spans) for spans in by_rank]
     encoder = _Encoder(model, chat_format, len(shard), on_host)
     with torch.no_grad(), closing(_batches(units, shard.ranges, batch, chat_format, encoder)) as batches:

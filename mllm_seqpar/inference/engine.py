@@ -171,7 +171,8 @@ class Engine:
     ) -> tuple[Conversation, ChatText]:
         """Return the conversation about the media of a job, and the prompt, for `Conversation.answer`.
 
-        The conversation is kept. If none was, the media are opened and encoded. After an exception on some of the ranks
+        The conversation is kept. If none was, the media are opened and encoded; if one about the first of them was, the
+        others. After an exception on some of the ranks
         only, call `forget` on all, because they keep different conversations.
 
         Args:
@@ -184,16 +185,33 @@ class Engine:
             DivergedError: the other ranks wait for this one.
             Exception: of this rank only, such as OutOfMemoryError; AgreementError on the other ranks.
         """
-        kept, decoding = self._conversations.get(job.media), self.options.decoding()
-        conversation = kept or self.open(lambda: [file.open(self.chat_format, **decoding) for file in job.media])
+        begun = self._begun(job.media)
+        kept, further = self._conversations.get(begun), job.media[len(begun) :]
+        conversation = kept if kept is not None and not further else self._opened(kept, further)
         limit = job.sampling.max_new_tokens
         text = agree(self.comm, "prompt", lambda: conversation.prompt(job.messages, limit))
         while kept is None and len(self._conversations) >= self._keep:  # free memory before the new one needs it
             self._conversations.popitem(last=False)
         conversation.encode(progress, interrupted)
+        if further and kept is not None:
+            del self._conversations[begun]  # whose cache continues in the new one
         self._conversations[job.media] = conversation
         self._conversations.move_to_end(job.media)
         return conversation, text
+
+    def _begun(self, media: tuple[MediaFile, ...]) -> tuple[MediaFile, ...]:
+        """Return the most of these media, from the first on, whose conversation is kept and can show the others."""
+        for stop in range(len(media), 0, -1):
+            found = self._conversations.get(media[:stop])
+            if found is not None and (stop == len(media) or found.can_follow):
+                return media[:stop]
+        return ()
+
+    def _opened(self, kept: Conversation | None, media: Sequence[MediaFile]) -> Conversation:
+        """Return a conversation about the media of `kept`, if there is one, and then about these."""
+        decoding = self.options.decoding()
+        opened = self.open(lambda: [file.open(self.chat_format, **decoding) for file in media])
+        return opened if kept is None else kept.followed_by(opened.sources)
 
     def forget(self) -> None:
         """Drop all kept conversations and free their memory."""

@@ -92,6 +92,24 @@ class FrameMask:
         sizes = _sizes("from_dense", tokens_per_frame, visible.shape[-1])
         return cls(runs_of(visible.detach().cpu()), sizes)
 
+    @classmethod
+    def joined(cls, masks: Sequence[FrameMask]) -> FrameMask:
+        """Return the mask of the same rows over the frames of all these masks, one after the other."""
+        sizes, before = masks[0].sizes.followed_by(*(mask.sizes for mask in masks[1:])), 0
+        layers: list[tuple[Tensor, Tensor]] = []
+        for mask in masks:
+            for first, stop in mask.bounds:
+                left = stop > first
+                first, stop = first + before, stop + before
+                for number, (low, high) in enumerate(layers):  # an interval that continues another one needs no layer
+                    grows, free = left & (low < high) & (high == first), left & (low >= high)
+                    layers[number] = torch.where(free, first, low), torch.where(grows | free, stop, high)
+                    left = left & ~grows & ~free
+                if not layers or bool(left.any()):
+                    layers.append((first.masked_fill(~left, 0), stop.masked_fill(~left, 0)))
+            before += mask.total_frames
+        return cls(torch.stack([torch.stack(layer) for layer in layers]), sizes)
+
     @property
     def tokens_per_frame(self) -> int | Tensor:
         return self.sizes.per_frame

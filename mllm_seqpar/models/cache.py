@@ -7,11 +7,15 @@ replaced. K and V of frames are not moved: only the row numbers change, so rows 
 of its frames. Patched models of all families have this layer, and so have the native mPLUG-Owl3 and MOSS-VL. On one
 process the native and the patched model therefore continue the caches of each other.
 
+Frames may come with several passes of a conversation. The attributes of the state are those of the last of these
+passes; the state as it was before is among its `earlier` ones, until the text of that pass is cropped.
+
 A `ShardedLayer` takes the place of one of the model's own layers, if its K and V are not all on this rank.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,17 +33,29 @@ ONE_PROCESS = (0, 1)
 """The group of a model that is not patched: it is rank 0 of 1."""
 
 
+_OF_FRAMES = (
+    *("rows", "prompt_batch", "first_token", "earlier", "visual_kv", "frame_fingerprints"),
+    *("samples", "media_layout", "media_counts"),
+)
+"""The attributes of a state that belong to the pass that brought frames."""
+
+
 class SequenceParallelCacheState(getattr(cache_utils, "DummyLayer", object)):  # type: ignore[misc]
     """A cache layer with the frames of a text, and with what a patched model stores besides them.
 
     Attributes:
         rows: (rows of the cache,) on the CPU, the row of the prompt that each continues; None after `reset`.
         prompt_batch: the number of rows of the prompt, which is the pass that the frames came with.
-        visual_kv: K and V of the frames. Copies of the cache share them.
+        first_token: the number of tokens in the cache before that pass.
+        earlier: the states before frames were appended to others, oldest first; their `rows` are those of the rows of
+            the next pass that brought frames.
+        visual_kv: K and V of the frames, after those of the earlier ones. Copies of the cache share them.
         frame_fingerprints: the fingerprints of the frames, one for each form in which they are known.
-        samples: Llama 3.2 Vision: the number of samples that the frames belong to; ``prompt_batch / samples`` rows of
-            the prompt are beams of one sample.
+        samples: the number of samples that the frames belong to; ``prompt_batch / samples`` rows of the prompt are
+            beams of one sample. None for mPLUG-Owl3 and MOSS-VL.
         media_layout: mPLUG-Owl3, MOSS-VL: the frames that each token of the prompt attends to.
+        media_counts: OpenFlamingo: (rows of the prompt, tokens) int64 on the CPU: the number of media tokens at or
+            before each token of the prompt.
         frame_tokens: decoder-only models: the visual tokens of the text so far; None if they are not known.
         position_offsets: Qwen-VL: (rows of the prompt, 1) int64 on the CPU: how far the positions of later tokens are
             from their number, because visual tokens share positions.
@@ -58,11 +74,13 @@ class SequenceParallelCacheState(getattr(cache_utils, "DummyLayer", object)):  #
     def __init__(self, batch: int, group: tuple[int, int] = ONE_PROCESS) -> None:
         self.group, self.active = group, False
         self.rows: Tensor | None = torch.arange(batch)
-        self.prompt_batch = batch
+        self.prompt_batch, self.first_token = batch, 0
+        self.earlier: tuple[SequenceParallelCacheState, ...] = ()
         self.visual_kv: VisualKVCache | None = None
         self.frame_fingerprints: set[tuple[int, ...]] = set()
         self.samples: int | None = None
         self.media_layout: Any = None
+        self.media_counts: Tensor | None = None
         self.frame_tokens: FrameTokens | None = None
         self.position_offsets: Tensor | None = None
         self.text_kv: TextKVCache | None = None
@@ -73,13 +91,42 @@ class SequenceParallelCacheState(getattr(cache_utils, "DummyLayer", object)):  #
         return self.visual_kv if self.visual_kv is not None and self.visual_kv.total_frames else None
 
     def store_frames(self, visual_kv: VisualKVCache, batch: int, fingerprints: set[tuple[int, ...]]) -> None:
-        """Store K and V of frames that came with a pass of `batch` rows; see the attributes."""
+        """Store K and V of frames that came with a pass of `batch` rows, in the place of others; see the attributes."""
         self.visual_kv, self.frame_fingerprints = visual_kv, fingerprints
-        self.rows, self.prompt_batch = torch.arange(batch), batch
+        self.rows, self.prompt_batch, self.first_token, self.earlier = torch.arange(batch), batch, 0, ()
+
+    def append_frames(
+        self, visual_kv: VisualKVCache, batch: int, fingerprints: set[tuple[int, ...]], first_token: int
+    ) -> None:
+        """Store K and V of frames that follow those of the cache, and came with a pass after `first_token` tokens."""
+        before = copy.copy(self)
+        self.store_frames(visual_kv, batch, fingerprints)
+        self.earlier, self.first_token = (*before.earlier, before), first_token
+
+    def by_pass(self) -> list[SequenceParallelCacheState]:
+        """Return a state for each pass that brought frames, with the `rows` that the rows of this state continue."""
+        found = [self]
+        for state in map(copy.copy, reversed(self.earlier)):
+            assert state.rows is not None and found[-1].rows is not None
+            state.rows = state.rows[found[-1].rows]
+            found.append(state)
+        return found[::-1]
+
+    def units_of_sample(self) -> int:
+        """Return the number of units of each sample among the frames of this pass, without those of earlier ones."""
+        assert self.visual_kv is not None and self.samples
+        return self.visual_kv.own_units // self.samples
+
+    def crop_to(self, length: int) -> None:
+        """Drop frames that were appended after the first `length` tokens, the tokens that are in the cache."""
+        while self.earlier and length <= self.first_token:
+            before = self.by_pass()[-2]
+            for name in _OF_FRAMES:
+                setattr(self, name, getattr(before, name))
 
     def drop_frames(self) -> None:
-        self.visual_kv = self.samples = self.media_layout = None
-        self.frame_fingerprints = set()
+        self.visual_kv = self.samples = self.media_layout = self.media_counts = None
+        self.frame_fingerprints, self.earlier, self.first_token = set(), (), 0
 
     def continue_in(self, group: tuple[int, int]) -> None:
         """Set the group of the passes that follow.

@@ -4,6 +4,10 @@ In a pass with a cache, each layer projects the frames of this rank once, and la
 on the device, or in host memory (`visual_offload`). In host memory they are stored chunk by chunk as (keys, G, D), so
 that a chunk of frames is contiguous. Every pass of a layer brings all chunks to the device once: decoding a token reads
 2 G D elements per key and layer from host memory. The device holds two chunks for any number of frames.
+
+Frames that come with a later pass are appended: they have a cache of their own, which refers to the one before it.
+Their numbers continue those of the earlier frames, so that each rank holds its frames in ascending order, those of one
+pass after those of another. K and V of the earlier frames stay where they are; attention reads the caches in turn.
 """
 
 from __future__ import annotations
@@ -23,11 +27,11 @@ from mllm_seqpar.attention.keys import GivenKeys, Keys, cast_for_attention
 from mllm_seqpar.attention.streamed import KeyChunk, StreamedKeys
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.autograd import gather_shards
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.masks.frame_mask import frame_masks
 from mllm_seqpar.masks.intervals import Span
-from mllm_seqpar.sharding import FrameSizes, Spans, in_frame_order, span_length
+from mllm_seqpar.sharding import FrameSizes, Spans, in_frame_order, join_spans, span_length
 
 from .offload import HostCopies, HostFeatures
 from .projections import Projection
@@ -42,7 +46,7 @@ if TYPE_CHECKING:
 KVSource: TypeAlias = "VisualFeatures | VisualKVCache"
 """Where the K and V of frames come from: features of the pass, which layers project, or the cache of an earlier one.
 
-Both have `keys`, which returns those of a layer, `units`, `tokens_per_unit`, `layout` and `empty_features`.
+Both have `keys`, which returns those of a layer, `units`, `tokens_per_unit` and `empty_features`.
 """
 
 
@@ -173,32 +177,54 @@ def _spans(
     if sizes is None:
         sizes = FrameSizes(mask.total_frames, source.units // max(1, mask.total_frames))
         sizes = mask.sizes if isinstance(mask.tokens_per_frame, Tensor) else sizes
-    frames = sizes.spans(ranks, source.layout)
+    appended = isinstance(source, VisualKVCache) and source.earlier is not None
+    frames = source.spans(ranks) if appended else sizes.spans(ranks, source.layout)  # type: ignore[union-attr]
     units = [sizes.units(spans) for spans in frames]
     return frames if mask.total_frames == sizes.total else units, units
 
 
 class VisualKVCache:
-    """K and V of a prompt's frames for decoding: each layer projects the frames of this rank once.
+    """K and V of frames for decoding: each layer projects the frames of this rank once.
 
     Copies of a transformers cache share it (`__deepcopy__`), because K and V never change after the first pass. Besides
     them it keeps the frames of the last pass, which a pass with another mask replaces.
 
     Attributes:
-        total_frames: the number of frames on all ranks; 0 if the only frame is the empty one of a pass without frames.
+        earlier: the cache of the frames that these are appended to, or None.
+        total_frames: the number of frames on all ranks, those of `earlier` included; 0 if the only frame is the empty
+            one of a pass without frames.
         sizes: the number of units (frames, image tiles or single tokens) of each frame, the empty one included.
         units: the number of units on all ranks.
+        own_units: the number of units without those of `earlier`.
         tokens_per_unit: keys of one unit.
-        layout: how the frames map to ranks.
-        states: by layer, k and v (1, G, keys of this rank, D), in the memory that the features were in.
+        layout: how the frames without those of `earlier` map to ranks.
+        states: by layer, k and v (1, G, keys of this rank, D) without those of `earlier`, in the memory that the
+            features were in.
     """
 
     def __init__(
-        self, total_frames: int, sizes: FrameSizes, tokens_per_unit: int, visual: VisualFeatures | None = None
+        self,
+        total_frames: int,
+        sizes: FrameSizes,
+        tokens_per_unit: int,
+        visual: VisualFeatures | None = None,
+        earlier: VisualKVCache | None = None,
     ) -> None:
-        """Make a cache for K and V that are projected from `visual`, or that the caller stores in `states`."""
+        """Make a cache for K and V that are projected from `visual`, or that the caller stores in `states`.
+
+        Raises:
+            ShapeError: frames have another number of tokens than those of `earlier`.
+        """
         self.total_frames, self.sizes, self.tokens_per_unit = total_frames, sizes, tokens_per_unit
-        self.units = sizes.count()
+        self.earlier, self._own_sizes, self.own_units = earlier, sizes, sizes.count()
+        if earlier is not None:
+            if earlier.tokens_per_unit != tokens_per_unit:
+                raise ShapeError(
+                    f"new frames of {tokens_per_unit} tokens each follow frames of {earlier.tokens_per_unit} tokens in "
+                    "the cache; pass frames of one size in all turns, or begin with a new cache"
+                )
+            self.total_frames, self.sizes = earlier.total_frames + total_frames, earlier.sizes.followed_by(sizes)
+        self.units = self.sizes.count()
         self.layout = "contiguous" if visual is None else visual.layout
         self.states: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self._visual = visual
@@ -212,6 +238,24 @@ class VisualKVCache:
         if self._last is None or not mask.equals(self._last[0]):
             self._last = mask, Frames.of_rows(self, mask, comm, self.sizes)
         return self._last[1]
+
+    @property
+    def parts(self) -> list[VisualKVCache]:
+        """The caches in the order of their frames: those of `earlier`, and this one."""
+        return [*([] if self.earlier is None else self.earlier.parts), self]
+
+    def spans(self, ranks: int) -> tuple[Spans, ...]:
+        """Return the frames of every rank, in the order in which it holds them."""
+        own = self._own_sizes.spans(ranks, self.layout)
+        if self.earlier is None:
+            return own
+        before = self.earlier.sizes.total
+        shifted = [[(start + before, stop + before) for start, stop in spans] for spans in own]
+        return tuple(join_spans([*x, *y]) for x, y in zip(self.earlier.spans(ranks), shifted, strict=True))
+
+    def units_by_rank(self, ranks: int) -> tuple[int, ...]:
+        """Return the number of units that each rank holds."""
+        return tuple(self.sizes.count(spans) for spans in self.spans(ranks))
 
     @property
     def empty_features(self) -> VisualFeatures:
@@ -233,16 +277,27 @@ class VisualKVCache:
         if layer not in self.states:
             assert self._visual is not None, f"layer {layer} has not seen the prompt's first pass"
             self.states[layer] = self._visual.keys_values(project, dtype)
-        k, v = self.states[layer]
-        if self._copies is None:
-            return GivenKeys(spec, k, v)
+        stored = [part.states[layer] for part in self.parts]
+        k, v = (tuple(x) for x in zip(*stored, strict=True))
+        if self._copies is None and self.earlier is None:
+            return GivenKeys(spec, *stored[0])
+        if torch.is_grad_enabled():  # one process, as several have no backward pass through a cache
+            return GivenKeys(spec, torch.cat(k, 2), torch.cat(v, 2))
         return StreamedKeys(spec, k, lambda: (KeyChunk(x, y) for _, (x, y) in self.chunks(k, v)))
 
-    def chunks(self, *states: Tensor) -> Iterator[tuple[Span, Sequence[Tensor]]]:
-        """Yield (start, stop) of units of this rank, and their part of tensors (1, G, keys of this rank, D).
+    def chunks(self, *states: Sequence[Tensor]) -> Iterator[tuple[Span, Sequence[Tensor]]]:
+        """Yield (start, stop) of units of this rank, and their part of states: tensors (1, G, keys, D) of `parts`.
 
         From host memory the parts are copied to the device, and overwritten later.
         """
+        done = 0
+        for part, *own in zip(self.parts, *states, strict=True):
+            stop = done
+            for (start, stop), found in part._own_chunks(*own):
+                yield (done + start, done + stop), found
+            done += stop
+
+    def _own_chunks(self, *states: Tensor) -> Iterator[tuple[Span, Sequence[Tensor]]]:
         tokens, copies = self.tokens_per_unit, self._copies
         if copies is None:
             yield (0, states[0].shape[2] // tokens), states

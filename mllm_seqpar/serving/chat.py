@@ -34,6 +34,7 @@ SIGNAL_POLL = 0.2
 
 COMMANDS = """\
 /video PATH   begin a new conversation about this video
+/add PATH     show this further video with the next question
 /frames       print which frames of the video are used
 /frames N     use N frames, evenly spaced, and begin a new conversation
 /clip S E     use the part from second S to second E, and begin a new conversation; /clip: the whole video
@@ -143,8 +144,13 @@ class Terminal:
             note("a new conversation begins")
         elif name == "/evidence":
             note(self._evidence)
-        elif name == "/video" and value:
-            self._show(_open_video(replace(self._args, start=None, end=None), value))
+        elif name in ("/video", "/add") and value:
+            video = _open_video(replace(self._args, start=None, end=None), value)
+            if name == "/video" or self._video is None:
+                self._show(video)
+            else:
+                self._describe_frames(video)
+                self._further.append(video)
         elif name not in ("/frames", "/clip"):
             raise ConfigError(f"{name}: there is no such command, or its argument is missing\n{COMMANDS}")
         elif self._video is None:
@@ -167,22 +173,22 @@ class Terminal:
         self._describe_frames()
 
     def _reset(self) -> None:
-        system = self._args.system
+        system, self._further, self._shown = self._args.system, list[MediaFile](), 0
         self._messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self._evidence = "no answer about a video yet"
 
-    def _describe_frames(self) -> None:
-        assert self._video is not None
-        source = self._video.open(self._worker.engine.chat_format)
+    def _describe_frames(self, video: MediaFile | None = None) -> None:
+        video = video or self._video
+        assert video is not None
+        source = video.open(self._worker.engine.chat_format)
         count = len(source)
         first, last = (source.seconds(number) or 0.0 for number in (0, count - 1))
-        note(f"{self._video.path}: {count} frames, from {first:.2f} s to {last:.2f} s")
+        note(f"{video.path}: {count} frames, from {first:.2f} s to {last:.2f} s")
 
     def _ask(self, question: str) -> None:
         """Answer a question and add both to the conversation; without an answer, the question is forgotten."""
-        shown = any(message["role"] == "user" for message in self._messages)
-        video = () if self._video is None else (self._video,)
-        content = [*({"type": "video"} for _ in video if not shown), {"type": "text", "text": question}]
+        video = () if self._video is None else (self._video, *self._further)
+        content = [*({"type": "video"} for _ in video[self._shown :]), {"type": "text", "text": question}]
         messages = [*self._messages, {"role": "user", "content": content}]
         sampling = self._args.sampling()
         with FramesBar() as progress:
@@ -203,7 +209,7 @@ class Terminal:
             limit = f"the answer has --max_new_tokens {sampling.max_new_tokens} tokens and was cut off"
             note("stopped" if reply.finish_reason == "interrupted" else limit)
         if reply.text or reply.finish_reason != "interrupted":
-            self._messages = [*messages, {"role": "assistant", "content": reply.text}]
+            self._messages, self._shown = [*messages, {"role": "assistant", "content": reply.text}], len(video)
 
     @contextmanager
     def _interrupts(self) -> Iterator[None]:

@@ -74,6 +74,7 @@ class MPlugOwl3Chats(ChatFamily):
     feature_weights = ("vision_model.", "vision2text_model.")
     tower = ("vision_model", "penultimate")
     always_sharded = False
+    appends_media = True
 
     def text(
         self,

@@ -27,7 +27,7 @@ from mllm_seqpar.fsdp_units import refuse_other_sharding
 from mllm_seqpar.models.adapters import refuse_arguments_of_samples
 from mllm_seqpar.models.cache import supports_sharded_text
 from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
-from mllm_seqpar.sharding import FrameShard, FrameSizes, describe_spans
+from mllm_seqpar.sharding import APPENDED, FRAME_LAYOUTS, FrameShard, FrameSizes, describe_spans
 
 from .inputs import ForwardInputs
 from .outputs import custom_loss, leaves_out_logits
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _PASS = "forward pass"
 _DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
 """The dtypes that frames may have, by the number that ranks exchange."""
+_LAYOUTS = (APPENDED, *FRAME_LAYOUTS)
 _REMEDY = (
     "Every rank of the group must pass what it would pass to the unpatched model. transformers' Trainer gives each "
     "rank its own samples: use mllm_seqpar.SeqParTrainer instead, or SeqParMixin for a subclass"
@@ -111,16 +112,34 @@ def require_same_inputs(
     def facts(_: None) -> dict[str, Any]:
         return _facts(comm, inputs, model, kwargs or {}, weights)
 
-    _, rows = agree(comm, _PASS, check, facts, numbers=functools.partial(_kind_of_frames, inputs), remedy=_REMEDY)
-    _share_kind_of_frames(inputs, rows)
+    numbers = functools.partial(_kind_of_frames, inputs, comm)
+    _, rows = agree(comm, _PASS, check, facts, numbers=numbers, remedy=_REMEDY)
+    _share_layout(inputs, [facts // 2 for _, facts in rows])
+    _share_kind_of_frames(inputs, [(number, facts % 2) for number, facts in rows])
 
 
-def _kind_of_frames(inputs: ForwardInputs, _: None = None) -> list[int]:
-    """Return the number of the dtype of this rank's frames, or -1 without any, and whether they require gradients."""
-    frames = inputs.frames
+def _kind_of_frames(inputs: ForwardInputs, comm: Communicator, _: None = None) -> list[int]:
+    """Return the number of the dtype of this rank's frames, or -1 without any, and a bit for whether they require
+    gradients, followed by one for each layout of the caller's shard."""
+    frames, shard = inputs.frames, inputs.visual_shard
+    given = isinstance(shard, FrameShard) and frames is not None
+    layouts = shard.layouts(comm.rank, comm.size, inputs.sizes) if given and shard is not None else []
+    bits = sum(2 << place for place, layout in enumerate(_LAYOUTS) if layout in layouts)
     if frames is None or not frames.shape[0]:
-        return [-1, 0]
-    return [_DTYPES.index(frames.dtype), int(frames.requires_grad)]
+        return [-1, bits]
+    return [_DTYPES.index(frames.dtype), int(frames.requires_grad) + bits]
+
+
+def _share_layout(inputs: ForwardInputs, rows: Sequence[int]) -> None:
+    """Set the layout in which every rank has its shard; AgreementError if no layout is that of all ranks."""
+    if inputs.visual_shard is None:
+        return
+    found = [[layout for place, layout in enumerate(_LAYOUTS) if bits >> place & 1] for bits in rows]
+    common = [layout for layout in _LAYOUTS if all(layout in layouts for layouts in found)]
+    if not common and inputs.frames is not None:
+        named = by_rank([" or ".join(layouts) for layouts in found])
+        raise AgreementError(f"{_PASS}: the ranks differ in layout of the frames: {named}. {_REMEDY}")
+    object.__setattr__(inputs, "shard_layout", next(iter(common), None))
 
 
 def _share_kind_of_frames(inputs: ForwardInputs, rows: Sequence[Sequence[int]]) -> None:
@@ -170,7 +189,6 @@ def _facts(
     }
     moved_rows = inputs.prompt_rows if inputs.past_length else None
     positions = checksum(*(inputs.on_host(name) for name in inputs.compared_tensors), moved_rows)
-    layout = None if shard is None or frames is None else shard.layout(comm.rank, comm.size, inputs.sizes)
     facts |= {
         "samples": inputs.batch,
         "text tokens": inputs.length,
@@ -178,7 +196,6 @@ def _facts(
         "units of frames": inputs.sizes.fact,
         "rows of frames": None if frames is None or shard is not None else frames.shape[0],
         "frames given by visual_shard": shard is not None,
-        "layout of the frames": layout,
         "values per frame": 0 if frames is None else math.prod(frames.shape[1:]),
         "kind of frames": "none" if frames is None else "features" if inputs.frames_are_features else "pixels",
         "cached tokens": inputs.past_length,
@@ -227,7 +244,7 @@ def check_frames(family: Family, inputs: ForwardInputs) -> None:
     if not isinstance(shard, FrameShard):
         raise ShapeError(f"visual_shard: expected a FrameShard(start, stop, total), got {type(shard).__name__}")
     sizes = FrameSizes(shard.total) if frames is None else inputs.sizes
-    if shard.layout(comm.rank, comm.size, sizes) not in inputs.frame_layouts:
+    if not {*shard.layouts(comm.rank, comm.size, sizes)} & {*inputs.frame_layouts, APPENDED}:
         own = [describe_spans(sizes.spans(comm.size, x)[comm.rank]) for x in inputs.frame_layouts]
         raise ShapeError(
             f"visual_shard: rank {comm.rank} of {comm.size} holds frames {own[0]} of {shard.total} (frame_range)"

@@ -229,11 +229,20 @@ class Family(ABC, Generic[InputsT]):
         It is called once the ranks agree on their inputs, before frames are encoded, and raises on all ranks.
         """
 
+    def appends_frames(self, inputs: InputsT, known: bool) -> bool:
+        """Return whether the frames of a pass follow those of its cache; otherwise they are the same, or replace them.
+
+        `known` says whether they are equal to frames that the cache has. The answer must be the same on all ranks.
+        """
+        return not known
+
     @abstractmethod
     def visibility(self, inputs: InputsT, units: int, tokens: int) -> FrameMask:
         """Return which of `units` units of `tokens` keys each the rows (B, L) of this pass may attend to.
 
-        It is not called in a pass without frames, whose rows attend to none.
+        If passes with the same cache have brought frames one after the other, it is called for the frames of each of
+        them, with its own `inputs.cache_state` (rows, samples, and what `complete_cache` stored). It is not called in a
+        pass without frames, whose rows attend to none.
         """
 
     def row_facts(self, inputs: InputsT, mask: FrameMask) -> Mapping[str, Tensor]:

@@ -5,10 +5,11 @@ Shape legend: B samples, L text tokens, F frames of all samples and ranks, f fra
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -64,7 +65,12 @@ class ForwardInputs:
     detects_packing: bool = False
     extras: tuple[Tensor, ...] = ()
     compare_frames: bool = True
+    appends_frames: bool = field(default=False, init=False)
+    """Whether the frames of this pass follow those of the cache; set once the ranks have compared their inputs."""
+    shard_layout: str | None = field(default=None, init=False)
+    """The layout in which every rank has its shard, if the caller passes `visual_shard`; set by the same comparison."""
     _host: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _state: SequenceParallelCacheState | None = field(default=None, init=False, repr=False)
 
     @functools.cached_property
     def tokens(self) -> Tensor:
@@ -110,8 +116,10 @@ class ForwardInputs:
     @functools.cached_property
     def sizes(self) -> FrameSizes:
         """The units of each frame of all ranks, also if this rank passed none. Without any, there is the empty one."""
-        total = self.total_frames if self.visual_shard is None else self.visual_shard.total
-        return FrameSizes(max(1, total), self.units_per_frame)
+        total, state = self.total_frames if self.visual_shard is None else self.visual_shard.total, self.cache_state
+        earlier = None if state is None else state.frames
+        held = None if state is None or earlier is None else earlier.units_by_rank(state.group[1])
+        return FrameSizes(max(1, total), self.units_per_frame, held)
 
     def take(self, frames: Spans) -> tuple[Any, ...]:
         """Return the tensors of frames, among those that the caller passed, in the form that `Family.encode` takes.
@@ -142,8 +150,30 @@ class ForwardInputs:
 
     @property
     def cache_state(self) -> SequenceParallelCacheState | None:
-        """What the patched model has stored with the text that this pass continues; None if it begins one."""
+        """What the patched model has stored with the text that this pass continues; None if it begins one.
+
+        Of the frames, it is what came with the last pass that brought any, or with that of `of_pass`.
+        """
+        if self._state is not None:
+            return self._state
         return cache_state_of(self.cache) if self.past_length else None
+
+    def of_pass(self, state: SequenceParallelCacheState) -> Self:
+        """Return the inputs for `Family.visibility` of frames that came with an earlier pass: those of its state."""
+        found = copy.copy(self)
+        for name in ("total_frames", "sizes"):
+            vars(found).pop(name, None)
+        vars(found).update(frames=None, visual_shard=None, _state=state)
+        return found
+
+    @property
+    def unit_columns(self) -> slice:
+        """The columns of the units of `cache_state` in a table (B, L, units of a sample) over the frames of all
+        passes."""
+        if (state := self.cache_state) is None:
+            return slice(None)
+        first = sum(earlier.units_of_sample() for earlier in state.earlier)
+        return slice(first, first + state.units_of_sample())
 
     @property
     def prompt_rows(self) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers.cache_utils import DynamicCache
 
-from mllm_seqpar.errors import MaskError, ShapeError
+from mllm_seqpar.errors import MaskError
 from mllm_seqpar.fsdp_units import call_within
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.models.cache import (
@@ -73,6 +73,8 @@ def _pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, k
     cache, cache_state = inputs.cache, None
     if inputs.use_cache and cache is None:
         cache = DynamicCache(config=family.text_config)
+    if (continued := inputs.cache_state) is not None:
+        continued.crop_to(inputs.past_length)
     if not inputs.is_decoding_step:
         require_same_pass(family, inputs, logits_to_keep, kwargs, cache)
     else:  # the ranks have compared the text before it
@@ -242,11 +244,8 @@ def _attended_frames(
         if features is not None:
             source = visual = visual_features(family, inputs, features)
             if cache_state is not None:
-                source = VisualKVCache(total_frames, inputs.sizes, visual.tokens_per_unit, visual)
-                fingerprints = {fingerprint_of(features)}
-                if inputs.frames is not None:
-                    fingerprints.add(_fingerprint(inputs))
-                cache_state.store_frames(source, inputs.batch, fingerprints)
+                source = _store_frames(inputs, cache_state, visual, features)
+                total_frames = source.total_frames
                 family.complete_cache(inputs, cache, cache_state)
     elif cache_state.visual_kv is not None:
         source = cache_state.visual_kv
@@ -254,18 +253,46 @@ def _attended_frames(
     if source is None:
         return None
     if total_frames:
-        mask = family.visibility(inputs, source.units, source.tokens_per_unit)
+        mask = _visibility(family, inputs, source)
     else:  # the empty frame, to which no row attends
         none = torch.zeros(inputs.batch, inputs.length, dtype=torch.long)
         mask = FrameMask.from_intervals(none, none, source.tokens_per_unit, source.units)
     return AttendedFrames(source, mask, family.row_facts(inputs, mask), features)
 
 
+def _store_frames(
+    inputs: ForwardInputs, cache_state: SequenceParallelCacheState, visual: VisualFeatures, features: Tensor
+) -> VisualKVCache:
+    """Store the frames of this pass in the cache, in the place of others or after them; return where K and V are."""
+    fingerprints = {fingerprint_of(features)}
+    if inputs.frames is not None:
+        fingerprints.add(_fingerprint(inputs))
+    earlier = cache_state.frames if inputs.appends_frames else None
+    source = VisualKVCache(inputs.total_frames, inputs.sizes, visual.tokens_per_unit, visual, earlier)
+    if earlier is None:
+        cache_state.store_frames(source, inputs.batch, fingerprints)
+    else:
+        cache_state.append_frames(source, inputs.batch, fingerprints, inputs.past_length)
+    return source
+
+
+def _visibility(family: Family, inputs: ForwardInputs, source: KVSource) -> FrameMask:
+    """Return which frames the rows attend to, of each pass that brought frames."""
+    tokens, state = source.tokens_per_unit, inputs.cache_state
+    if isinstance(source, VisualFeatures) or source.earlier is None:
+        return family.visibility(inputs, source.units, tokens)
+    assert state is not None
+    *earlier, _ = state.by_pass()
+    views = [*map(inputs.of_pass, earlier), inputs]
+    parts = zip(views, source.parts, strict=True)
+    return FrameMask.joined([family.visibility(view, part.own_units, tokens) for view, part in parts])
+
+
 def _brings_frames(family: Family, inputs: ForwardInputs, cache_state: SequenceParallelCacheState) -> bool:
     """Return whether a pass with a cache encodes frames: a prompt does, for FSDP also without any.
 
-    Frames that the cache has already are not encoded again. ShapeError refuses other frames, because the earlier text
-    would lack them; but if `generate` repeats frames, every pass attends to those that come with it, as unpatched.
+    Frames that the cache has already are not encoded again. Others follow them, or take their place: if `generate`
+    repeats frames, every pass attends to those that come with it, as unpatched (`Family.appends_frames`).
     """
     visual = cache_state.frames
     if visual is None:
@@ -276,15 +303,10 @@ def _brings_frames(family: Family, inputs: ForwardInputs, cache_state: SequenceP
     # The frames of one rank may be the same while those of another are not.
     if not inputs.compares_values_of_frames:
         same = all(number for (number,) in family.context.comm.gather_ints([int(same)]))
-    if same:
-        return family.repeats_frames and torch.is_grad_enabled()
-    if family.repeats_frames:
+    if family.appends_frames(inputs, same):
+        object.__setattr__(inputs, "appends_frames", True)
         return True
-    raise ShapeError(
-        f"{inputs.total_frames} frames were passed with a cache that holds {visual.total_frames} others already; "
-        "leave frames out to continue with those of the cache, or pass new frames with the whole conversation and "
-        "without the cache"
-    )
+    return not same or (family.repeats_frames and torch.is_grad_enabled())
 
 
 def _fingerprint(inputs: ForwardInputs) -> tuple[int, ...]:

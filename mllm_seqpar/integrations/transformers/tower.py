@@ -30,7 +30,7 @@ from mllm_seqpar.comm.transfer_group import control_group
 from mllm_seqpar.errors import AgreementError
 from mllm_seqpar.runtime.offload import HostFeatures, in_host_memory, stored_in_host_memory
 from mllm_seqpar.runtime.visual_features import VisualFeatures
-from mllm_seqpar.sharding import Spans, frame_bounds, part_of_spans, span_length, take_spans
+from mllm_seqpar.sharding import APPENDED, Spans, frame_bounds, part_of_spans, span_length, take_spans
 
 from .inputs import ForwardInputs
 
@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 def layout_of_frames(family: Family, inputs: ForwardInputs) -> str:
     """Return how the frames of this pass map to ranks: as the caller has sharded them, or as the family states."""
     shard, comm = inputs.visual_shard, family.context.comm
-    layout = family.frame_layout if shard is None else shard.layout(comm.rank, comm.size, inputs.sizes)
+    if shard is None:
+        return APPENDED if inputs.appends_frames else family.frame_layout
+    layout = inputs.shard_layout or shard.layout(comm.rank, comm.size, inputs.sizes)
     assert layout is not None, "checked before"
     return layout
 

@@ -1,6 +1,7 @@
 """`generate` for frames without a batch dimension. Without arguments it is greedy, as published."""
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from .media import MediaLayout, cached_frames
 _FRAMES = ("pixel_values", "image_embeds")
 _OF_FRAMES = (*_FRAMES, "media_layout", "visual_shard")
 _TOKEN_IDS = ("bos_token_id", "eos_token_id")
-_SAME_FRAMES = "a conversation continues with the frames it began with: pass those, or none, or start without the cache"
+_SAME_FRAMES = (
+    "pass the frames of the cache or none, or further ones that have placeholders in the text after that of the cache"
+)
 _log = get_logger(__name__)
 
 
@@ -105,8 +108,8 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
         return super()._get_candidate_generator(*args, **kwargs)
 
     def _prompt_layout(self, input_ids: Tensor | None, model_kwargs: dict[str, Any]) -> MediaLayout:
-        total = self.count_frames(**model_kwargs)
-        cached = cached_frames(model_kwargs.get(cache_name()))
+        total, cache = self.count_frames(**model_kwargs), model_kwargs.get(cache_name())
+        cached = cached_frames(cache)
         if cached is not None and total == 0:
             assert cached.media_layout is not None
             return cached.media_layout  # The conversation continues; its frames are in the cache.
@@ -115,6 +118,15 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
         if positions is not None and prompt is not None:
             positions = positions[:, -prompt.shape[1] :]
         ids = input_ids if embeds is None else None
+        past = int(cache.get_seq_length()) if cached is not None and cache is not None else 0
+        if past and ids is not None and ids.shape[1] > past:
+            ids, new = ids[:, past:], _after(offset, past)
+            count = int((ids == self.config.image_token_id).sum()) if new is None else sum(map(len, new))
+            if count == total:  # the frames follow those of the cache
+                positions = None if positions is None else positions[:, -ids.shape[1] :]
+                layout = self.media_layout(total, input_ids=ids, media_offset=new, position_ids=positions)
+                return replace(layout, past_length=past)
+            ids = input_ids
         return self.media_layout(total, input_ids=ids, media_offset=offset, position_ids=positions)
 
     @takes_cache
@@ -133,12 +145,24 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
         if cache is None or cached is None or cache.get_seq_length() == 0:
             # transformers leaves frames out of all passes of an assistant model, also of the first.
             return inputs | {name: kwargs[name] for name in _FRAMES if kwargs.get(name) is not None}
+        layout = kwargs.get("media_layout")
+        if layout is not None and layout.total_frames and layout.past_length == cache.get_seq_length():
+            # The frames follow those of the cache.
+            return inputs | {name: kwargs[name] for name in _FRAMES if kwargs.get(name) is not None}
         assert cached.frames is not None
         passed, held = self.count_frames(**inputs), cached.frames.total_frames
-        if passed not in (0, held):
+        if is_first_iteration and passed not in (0, held):
             raise ShapeError(f"the cache holds {held} frames and {passed} were passed; {_SAME_FRAMES}")
         given = [inputs[name] for name in _FRAMES if inputs.get(name) is not None] if is_first_iteration else []
         known = cached.frame_fingerprints
         if known and any(fingerprint_of(frames) not in known for frames in given):
             raise ShapeError(f"the frames differ from those stored in the cache; {_SAME_FRAMES}")
         return {name: value for name, value in inputs.items() if name not in (*_FRAMES, "media_layout", "media_offset")}
+
+
+def _after(offset: Any, past: int) -> list[list[int]] | None:
+    """Return the positions of placeholders after `past` tokens, counted from there; None if `offset` lists none."""
+    if offset is None or (isinstance(offset, Tensor) and offset.dim() == 3):
+        return None
+    listed = [x.tolist() if isinstance(x, Tensor) else x for x in offset]
+    return [[int(place) - past for place in row if place >= past] for row in listed]

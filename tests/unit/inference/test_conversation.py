@@ -13,7 +13,7 @@ from torch import Tensor
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
 from mllm_seqpar.data import VideoSource, chat_family
-from mllm_seqpar.errors import DataError, SeqParError
+from mllm_seqpar.errors import ConfigError, DataError, SeqParError
 from mllm_seqpar.inference import Answer, Sampling
 from mllm_seqpar.inference.conversation import Conversation, LengthError
 from mllm_seqpar.inference.generation import GeneratedText
@@ -51,12 +51,14 @@ def turns(comm: Communicator, case: Case, tokens: int, **options: Any) -> tuple[
     return messages, replies
 
 
-def unpatched(case: Case, messages: list[Any], tokens: int) -> list[int]:
+def unpatched(case: Case, messages: list[Any], tokens: int, sources: Any = None) -> list[int]:
     """The tokens of the unpatched model, which gets all messages in one prompt, and all frames as pixels."""
     processor, model = load_processor(str(case[0])), load_model(str(case[0])).eval()
-    chat_format, source = chat_family(processor), VideoSource.open(case[1], num_frames=FRAMES)
-    pictures = chat_format.unsharded(source)
-    text = chat_format.text([messages], [[source]], add_generation_prompt=True)
+    chat_format, sources = chat_family(processor), sources or [VideoSource.open(case[1], num_frames=FRAMES)]
+    parts = [chat_format.unsharded(source) for source in sources]
+    batched = 1 if chat_format.always_sharded else 0
+    pictures = {name: torch.cat([part[name] for part in parts], batched) for name in parts[0]}
+    text = chat_format.text([messages], [sources], add_generation_prompt=True)
     generate = partial(_generate_without_cache, model) if chat_format.ids_name == "lang_x" else model.generate
     options = {"do_sample": False, "max_new_tokens": tokens} | chat_format.generation(model)
     output = generate(**chat_format.arguments(text), **pictures, **options)
@@ -271,3 +273,44 @@ def test_encoding_that_is_interrupted_ends_after_its_batch_on_all_ranks(gated: C
         return type(error.value).__name__
 
     assert converse(gated, 2, body) == ["Interrupted", "AgreementError"] and done == [0]
+
+
+def test_later_turns_show_further_media(case: Case) -> None:
+    """Each turn equals one prompt with all messages, also after the history has changed; the cache is continued where
+    the family can append."""
+    processor = load_processor(str(case[0]))
+    sources = [VideoSource.open(case[1], num_frames=count) for count in (3, 4, 2)]
+    messages = [user(QUESTIONS[0], "video"), says("A cat."), user(QUESTIONS[1], "video"), says("So."), user("A")]
+    messages += [says("B"), user(QUESTIONS[2], "video")]
+
+    def body(comm: Communicator) -> list[Answer]:
+        with LOADING:
+            model = load_model(str(case[0])).eval()
+        model = patch_model(model, group=comm)
+        conversation, found = Conversation(model, processor, sources[:1], batch=2), []
+        for stop in (1, 3, 5, 7):
+            media = sum(isinstance(x["content"], list) and len(x["content"]) > 1 for x in messages[:stop])
+            if media > len(conversation.sources):
+                conversation = conversation.followed_by(sources[media - 1 : media])
+            prompt = conversation.prompt(messages[:stop])
+            found.append(conversation.answer(prompt, Sampling(max_new_tokens=4)))
+        for question in ("Other?", QUESTIONS[1]):  # goes back to before the second video, which is not encoded again
+            changed = [*messages[:2], user(question, "video"), *messages[3:]]
+            found.append(conversation.answer(conversation.prompt(changed), Sampling(max_new_tokens=4)))
+        return found
+
+    if not chat_family(processor).appends_media:
+        with pytest.raises(ConfigError, match="cannot follow"):
+            run_loopback(1, body)
+        return
+    expected = [
+        unpatched(case, messages[:stop], 4, sources[:count]) for stop, count in ((1, 1), (3, 2), (5, 2), (7, 3))
+    ]
+    changed = [*messages[:2], user("Other?", "video"), *messages[3:]]
+    expected += [unpatched(case, changed, 4, sources), expected[-1]]
+    for ranks in (1, 3):
+        for replies in run_loopback(ranks, body):
+            assert [reply.tokens for reply in replies] == expected
+            before = [0, *(reply.prompt_tokens for reply in replies[:3])]
+            assert all(reply.cached_tokens >= past for reply, past in zip(replies[:4], before, strict=True))
+            assert replies[4].cached_tokens and replies[5].cached_tokens

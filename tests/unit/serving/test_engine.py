@@ -388,3 +388,24 @@ def test_long_continuation_is_computed_in_chunks(
             shares = [[moment.share for moment in reply.evidence.moments] for reply in (mine, expected)]  # type: ignore
             assert shares[0] == pytest.approx(shares[1], rel=1e-4)
         assert rows.count(9) >= 2 or not any(rows)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_message_with_a_further_video_continues_the_conversation(
+    ranks: int, inference_files: Path, video: MediaFile
+) -> None:
+    other = replace(video, frames=FrameChoice(num_frames=4))
+    begun = job(video)
+    turns = [*begun.messages, {"role": "assistant", "content": "A cat."}, *job(other, question="And this?").messages]
+    further = replace(begun, messages=turns, media=(video, other), evidence=2)
+
+    def body(engine: Engine) -> list[Answer]:
+        return [answer(engine, asked) for asked in (begun, further)]
+
+    for first, second in on_ranks(ranks, inference_files / "gated", body):
+        assert second.cached_tokens >= first.prompt_tokens
+        (anew,) = on_ranks(1, inference_files / "gated", lambda engine: answer(engine, further))
+        assert second.tokens == anew.tokens and not anew.cached_tokens
+        assert second.evidence is not None and anew.evidence is not None
+        found, expected = ([moment.share for moment in x.evidence.moments] for x in (second, anew))
+        assert found == pytest.approx(expected, abs=1e-5)
