@@ -152,6 +152,24 @@ def test_library_imports_no_program() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
+def test_patching_imports_no_program_and_one_family() -> None:
+    code = """
+import sys
+from tiny_models.mplug_owl3 import tiny_model
+from mllm_seqpar import patch_model
+patch_model(tiny_model())
+print(*(name for name in sys.modules if name.startswith("mllm_seqpar.")))
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "scripts/lib")}
+    done = subprocess.run(
+        [*PYTHON, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment, check=True
+    )
+    imported = done.stdout.split()
+    assert "mllm_seqpar.patches.mplug_owl3" in imported and "mllm_seqpar.patches.mllama" not in imported
+    assert not [name for name in imported if is_program(name)]
+
+
 def test_adapters_import_the_public_toolkit_only() -> None:
     """What the families of this package need, a family of another package can have as well."""
     wrong = []
