@@ -18,8 +18,8 @@ parameters nor their gradients, which exist before the measurement starts.
 
 With recomputation, the features are projected in chunks of a fixed size. Here the chunks have the same fraction of the
 video as the published size has of 1,024 frames at full width. Half of the frames of MOSS-VL have a quarter fewer visual
-tokens than the mean, and half a quarter more. With --frame-tokens, the only row is `bytes` of lv-xattn with recomputation
-and F frames, and a chunk has as many tokens as at the published width.
+tokens than the mean, and half a quarter more. With --frame-tokens, the only row is `bytes` of lv-xattn with
+recomputation and F frames, and a chunk has as many tokens as at the published width.
 """
 
 from __future__ import annotations
