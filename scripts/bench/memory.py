@@ -1,7 +1,7 @@
 """Measure the memory of one training step per strategy, with K and V recomputed in backward and without.
 
     python scripts/bench/memory.py [--family mplug_owl3 open_flamingo idefics] [--ranks 1 2 4]
-        [--device cpu|cuda] [--scale 16] [--frames F --text L] [--repeats 4] [--out rows.jsonl]
+        [--device cpu|cuda] [--scale 16] [--frames F --frame-tokens K --text L] [--repeats 4] [--out rows.jsonl]
 
 The models are the real classes with every width divided by --scale (see `models`), in bfloat16, on real ranks. A
 step starts at the visual features. Bytes are those of the rank with the most. There are three kinds of rows:
@@ -17,7 +17,9 @@ the largest number of bytes allocated at one time. It includes the visual featur
 parameters nor their gradients, which exist before the measurement starts.
 
 With recomputation, the features are projected in chunks of a fixed size. Here the chunks have the same fraction of the
-video as the published size has of 1,024 frames at full width.
+video as the published size has of 1,024 frames at full width. Half of the frames of MOSS-VL have a quarter fewer visual
+tokens than the mean, and half a quarter more. With --frame-tokens, the only row is `bytes` of lv-xattn with
+recomputation and F frames, and a chunk has as many tokens as at the published width.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -37,7 +39,7 @@ import torch
 from models import ScaledModel, scaled
 from torch import Tensor
 
-from mllm_seqpar import FrameShard, frame_range, patch_model, unpatch_model
+from mllm_seqpar import FrameShard, patch_model, unpatch_model
 from mllm_seqpar.comm import Communicator, as_communicator
 from mllm_seqpar.planner import ParallelSpec
 from mllm_seqpar.planner.descriptions import CONFIGS
@@ -48,7 +50,7 @@ from mllm_seqpar.runtime import visual_features
 from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
 from peak_memory import peak_memory
 
-DEFAULTS = {"mplug_owl3": (4, 128), "open_flamingo": (32, 352), "idefics": (8, 128)}
+DEFAULTS = {"mplug_owl3": (4, 128), "open_flamingo": (32, 352), "idefics": (8, 128), "moss_vl": (8, 128)}
 """Frames and text tokens of the smaller of the two sizes."""
 SLACK = 1.01
 """Budget over the peak it comes from, so that small differences of text buffers do not change the longest video."""
@@ -78,22 +80,28 @@ class MemoryBenchmark:
     text: int  # number of text tokens
     device: torch.device
     largest: int  # frames of the larger of the two video lengths that are measured
+    frame_tokens: int | None = None  # mean visual tokens of a frame; None: as published
     comm: Communicator = field(default_factory=lambda: as_communicator(None))
     scaled: ScaledModel = field(init=False)
     model: Any = field(init=False)
 
     def __post_init__(self) -> None:
         self.scaled = scaled(self.family, self.scale)
+        if self.frame_tokens:
+            self.scaled = replace(self.scaled, sizes=self.scaled.sizes.with_frame_tokens(self.frame_tokens))
         self.model = self.scaled.build().to(self.device, DTYPE).train()
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of visual features projected at once: the same fraction of the video as at the published sizes."""
+        """Bytes of visual features projected at once: the same fraction of the video as at the published sizes, or the
+        same number of tokens if the frames have a given number."""
         published, sizes = getattr(visual_features, self._chunk_constant), self.scaled.sizes
         if self.scale == 1:
             return published
+        if self.frame_tokens:
+            return published // self.scale
         published_width = read_model(CONFIGS / "models" / f"{sizes.name}.yaml").cross.visual_dim
         return published * self.largest * sizes.cross.visual_dim // (PUBLISHED_FRAMES * published_width)
 
@@ -121,14 +129,18 @@ class MemoryBenchmark:
             setattr(visual_features, name, before)
 
     def features(self, frames: int) -> Tensor:
-        """Return random visual features of this rank's frames (f, tokens, width), which require a gradient."""
-        sizes = self.scaled.sizes
-        shape = len(frame_range(frames)), sizes.vision.keys, sizes.cross.visual_dim
+        """Return random features of this rank's frames, which require a gradient; see `ScaledModel.arguments`."""
+        local, sizes = self.local_frames(frames), self.scaled.sizes
+        own = self.scaled.frame_tokens(frames)[local.start : local.stop]
+        tokens = (sum(own),) if self.family == "moss_vl" else (len(own), sizes.vision.keys)
+        shape = *tokens, sizes.cross.visual_dim
         return torch.randn(shape, device=self.device, dtype=DTYPE, requires_grad=True)
 
+    def local_frames(self, frames: int) -> FrameShard:
+        return FrameShard.of(frames, sizes=self.scaled.frame_tokens(frames))
+
     def loss(self, frames: int, features: Tensor) -> Tensor:
-        local = frame_range(frames)
-        inputs = self.scaled.arguments(self.text, features, FrameShard(local.start, local.stop, frames))
+        inputs = self.scaled.arguments(self.text, features, self.local_frames(frames))
         return self.model(**inputs).loss
 
     def step_bytes(self, mode: Mode, frames: int) -> dict[str, int]:
@@ -153,7 +165,8 @@ class MemoryBenchmark:
             model=sizes, frames=frames, text=self.text, gpus=n, recompute=mode.recompute, element=DTYPE.itemsize
         )
         planned = sum(memory_after_tower(step, mode.spec(n)).values())
-        return {"frames": frames, "kept_bytes": saved_bytes, "peak_bytes": peak_bytes, "planned_bytes": planned}
+        found = {"frames": frames, "visual_tokens": sum(self.scaled.frame_tokens(frames))}
+        return found | {"kept_bytes": saved_bytes, "peak_bytes": peak_bytes, "planned_bytes": planned}
 
     def largest_in(self, mode: Mode, budget: int, small: dict[str, Any], large: dict[str, Any]) -> dict[str, Any]:
         """Return the largest number of frames, equal on all ranks, whose peak is at most `budget` bytes.
@@ -212,6 +225,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--scale", type=int, default=16, help="divisor of all widths; use 1 on a GPU")
     parser.add_argument("--frames", type=int, help="frames of the smaller size (default: by family)")
+    parser.add_argument("--frame-tokens", type=int, help="moss_vl: mean visual tokens of a frame (default: published)")
     parser.add_argument("--text", type=int, help="text tokens (default: by family)")
     parser.add_argument("--cost-text", type=int, default=512, help="text tokens of the timed steps; 0: time none")
     return parser.parse_args(argv)
@@ -223,7 +237,12 @@ def rows_on_rank(args: argparse.Namespace) -> list[dict[str, Any]]:
     for family in args.family:
         frames, text = DEFAULTS[family]
         frames, text = args.frames or frames, args.text or text
-        bench = MemoryBenchmark(family, args.scale, text, torch.device(args.device), largest=2 * frames)
+        device, tokens = torch.device(args.device), args.frame_tokens if family == "moss_vl" else None
+        bench = MemoryBenchmark(family, args.scale, text, device, largest=2 * frames, frame_tokens=tokens)
+        if tokens:
+            mode = Mode("lv-xattn", True)
+            rows.append(bench.columns(mode) | {"measure": "bytes"} | bench.step_bytes(mode, frames))
+            continue
         found = [
             bench.columns(mode) | {"measure": "bytes"} | bench.step_bytes(mode, count)
             for mode in modes(bench.comm.size)

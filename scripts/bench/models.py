@@ -7,9 +7,9 @@
   it, those of other families attend to all images.
 - `scaled`: a model of `configs/models` with all widths divided by one number, for bytes. The numbers of heads, of
   tokens per frame and of cross-attention layers stay, so the visual features, K and V of a frame keep their published
-  proportions. There are fewer decoder layers without cross-attention and a smaller vocabulary; no byte that grows with
-  the video depends on these. A step starts at visual features that require a gradient, as the output of a trained
-  projector or resampler does. The vision tower is not run.
+  proportions. The frames of MOSS-VL may have another number of tokens. There are fewer decoder layers without cross-
+  attention and a smaller vocabulary; no byte that grows with the video depends on these. A step starts at visual
+  features that require a gradient, as the output of a trained projector or resampler does. The vision tower is not run.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from tiny_models import Sizes, tiny_model
 
 WORDS = range(256, 1024)
 """Token ids of words; those of images, and other special tokens, are smaller."""
-MEDIA = {"mplug_owl3": 255, "open_flamingo": 60}
+MEDIA = {"mplug_owl3": 255, "open_flamingo": 60, "moss_vl": 95}
 """The token that stands for an image, of the families that have one."""
 FEATURES = {"mplug_owl3": "image_embeds", "open_flamingo": "vision_x", "idefics": "perceiver_embeddings"}
-FEATURES |= {"mllama": "cross_attention_states"}
+FEATURES |= {"mllama": "cross_attention_states", "moss_vl": "visual_embeds"}
 """The argument of forward that takes visual features."""
 LATENTS = 64
 """Tokens of an image behind the resamplers of IDEFICS and OpenFlamingo."""
@@ -162,15 +162,25 @@ class ScaledModel:
             self.family, self.model_sizes, **{"immediate": False} if self.family == "open_flamingo" else {}
         )
 
+    def frame_tokens(self, frames: int) -> list[int]:
+        """Return the visual tokens of each frame; by turns a quarter less and more than the mean in MOSS-VL."""
+        mean = self.sizes.vision.keys
+        quarter = mean // 4 if self.family == "moss_vl" else 0
+        return [mean + quarter * (-1, 1)[number % 2] for number in range(frames)]
+
     def arguments(self, text: int, features: Tensor, shard: FrameShard) -> Inputs:
-        """Return the arguments of forward for this rank's features (f, tokens, width): one placeholder per frame, then
-        words; the second half has labels."""
+        """Return the arguments of forward for this rank's features, (f, tokens, width), or (tokens, width) in MOSS-VL:
+        one placeholder per frame, then words; the second half has labels."""
         ids = _words(text)
         ids[:, : shard.total] = MEDIA.get(self.family, WORDS.start)
         labels = ids.clone()
         labels[:, : max(text // 2, shard.total)] = -100
         ids, labels = ids.to(features.device), labels.to(features.device)
         visual = {FEATURES[self.family]: features, "visual_shard": shard}
+        if self.family == "moss_vl":  # each frame is an image one visual token high, 2 x 2 patches each
+            grids = [(1, 2, 2 * (tokens - 1)) for tokens in self.frame_tokens(shard.total)]
+            visual |= {"grid_thw": torch.tensor(grids), "media_nums_per_sample": [shard.total]}
+            visual["cross_attention_mask"] = (ids == MEDIA[self.family]).long().cumsum(1)
         return inputs_of(self.family, ids, shard.total, labels=labels, **visual)
 
 
@@ -179,6 +189,7 @@ PUBLISHED = {
     "open_flamingo": ("open-flamingo-3b", 24, 1),
     "idefics": ("idefics-9b", 8, 1),
     "mllama": ("llama-3.2-11b-vision", 8, 2),
+    "moss_vl": ("moss_vl_11b", 24, 2),
 }
 """By family: the file of `configs/models`, the layers, and the distance of those with cross-attention."""
 
@@ -188,7 +199,7 @@ def scaled(family: str, scale: int, name: str = "", layers: int = 0, every: int 
     defaults = PUBLISHED[family]
     name, layers, every = name or defaults[0], layers or defaults[1], every or defaults[2]
     cross_layers = tuple(range(0 if family == "mplug_owl3" else every - 1, layers, every))
-    sizes = scaled_sizes(name, scale, layers - (len(cross_layers) if family == "mllama" else 0))
+    sizes = scaled_sizes(name, scale, layers - (len(cross_layers) if family in ("mllama", "moss_vl") else 0))
     text, cross, resampler = sizes.text, sizes.cross, sizes.resampler
     # The MLPs of LLaMA are gated; those of MPT, which the published model uses, are not.
     if family == "open_flamingo":

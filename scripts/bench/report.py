@@ -204,6 +204,8 @@ def memory_of_family(rows: Sequence[Row]) -> str:
         lines.append(row | fit | {"key_values": _key_values(row)})
     columns = {"ranks": "ranks", "strategy": "strategy", "K and V": "key_values", "frames": "frames"}
     sizes = {"saved": "kept", "peak": "peak", "planner": "planned"}
+    if any("visual_tokens" in row for row in lines):
+        columns["visual tokens"] = "visual_tokens ,.0f"
     columns |= {f"{name}, MiB": f"{column}_bytes .2f {2**-20}" for name, column in sizes.items()}
     columns |= {"longest video": "longest", "ratio": "longer"}
     costs = "\n".join(

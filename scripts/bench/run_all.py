@@ -52,6 +52,11 @@ CASES = {
         report.network_tables,
     ),
     "memory": Case("memory.py", "--ranks 1 2 --repeats 2 --cost-text 128", report.memory_tables, report.memory_figure),
+    "memory-million": Case(
+        "memory.py --family moss_vl --scale 64 --frames 16 --frame-tokens 65536 --text 24",
+        "--ranks 1 2 --frame-tokens 256",
+        report.memory_tables,
+    ),
     "decoder-only": Case("decoder_only.py --part memory", "--frames 16 --ranks 1 2", report.decoder_only_table),
     "decoder-only-questions": Case(
         "decoder_only.py --part questions --frames 512",

@@ -93,7 +93,19 @@ def test_benchmark_gives_rows_of_all_kinds(script) -> None:
     assert recomputed["longer"] == recomputed["frames"] / 2 >= 1.6
     assert all(row["peak_bytes"] > row["kept_bytes"] for row in rows[:4])
     assert cost["share"] == pytest.approx(1 - 1 / cost["ratio"])
-    columns = {name for row in script("harness").read(ROWS / "memory.jsonl") for name in row}
+    read = script("harness").read
+    published = [row for name in ("memory", "memory-million") for row in read(ROWS / f"{name}.jsonl")]
+    columns = {name for row in published for name in row}
     machine = {"torch", "commit", "hardware", "threads", "transformers"}
     assert {name for row in rows for name in row} - {"capped"} | machine == columns - {"capped"}
     assert "| 1 | lv-xattn | recomputed | 2 |" in script("report").memory_tables(rows)
+
+
+def test_frames_of_moss_vl_differ_in_size(script) -> None:
+    memory = script("memory")
+    assert script("models").scaled("moss_vl", 64).frame_tokens(3) == [221 - 55, 221 + 55, 221 - 55]
+    options = "--scale 64 --frames 2 --frame-tokens 9 --text 12 --device cpu --family moss_vl".split()
+    (row,) = memory.rows_on_rank(memory.parse(options))
+    assert row["strategy"] == "lv-xattn" and row["recompute"] and row["visual_tokens"] == 7 + 11
+    assert row["peak_bytes"] > row["kept_bytes"] > 0
+    assert "| 1 | lv-xattn | recomputed | 2 | 18 |" in script("report").memory_tables([row])
