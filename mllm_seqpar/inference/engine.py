@@ -186,7 +186,9 @@ class Engine:
             Exception: of this rank only, such as OutOfMemoryError; AgreementError on the other ranks.
         """
         begun = self._begun(job.media)
-        kept, further = self._conversations.get(begun), job.media[len(begun) :]
+        # A conversation of text alone is continued by text alone: `begun` is empty too if no media are kept.
+        kept = self._conversations.get(begun) if begun or not job.media else None
+        further = job.media[len(begun) :]
         conversation = kept if kept is not None and not further else self._opened(kept, further)
         limit = job.sampling.max_new_tokens
         text = agree(self.comm, "prompt", lambda: conversation.prompt(job.messages, limit))

@@ -74,7 +74,7 @@ def _layers(family: str, model: Any) -> list[Any]:
             return list(model.language_model.model.layers)
         case "idefics":
             return [*model.model.layers, *model.model.gated_cross_attn_layers]
-        case "mllama" | "moss_vl":
+        case "mllama" | "moss_vl" | "video_mllama":
             return list(model.model.language_model.layers)
     return list(model.lang_encoder._get_decoder_layers())
 
@@ -135,7 +135,7 @@ def test_training_step_reads_the_device_twice_and_never_in_layers(family: str, o
         assert all("comm/base.py" in place for place in watch.places("blocking copy")), watch.places("blocking copy")
 
 
-DECODING = {"mplug_owl3": 0, "moss_vl": 0, "idefics": 1, "mllama": 1, "open_flamingo": 1}
+DECODING = {"mplug_owl3": 0, "moss_vl": 0, "idefics": 1, "mllama": 1, "video_mllama": 1, "open_flamingo": 1}
 """Reads for each token: the mask over images, and with it the frames' checksum; OpenFlamingo's new media tokens."""
 
 

@@ -182,7 +182,7 @@ def replaced_on_one_rank(rank: int, world: int) -> None:
         more = {**inputs, "input_ids": torch.full((1, 2), 5), "pixel_values": inputs["pixel_values"] + rank}
         more["cross_attention_mask"] = torch.cat([mask, mask[:, -1:].expand(-1, 2, -1, -1)], 1)
         more.pop("attention_mask", None)
-        with pytest.raises(ShapeError, match="frames were passed with a cache that holds"):
+        with pytest.raises(ShapeError, match="images were passed with a cache that holds others already"):
             model(**more, **cache_argument(cache), use_cache=True)
 
 

@@ -74,7 +74,7 @@ def test_help_and_plan_import_no_torch_and_shells_complete(tmp_path: Path, capsy
         code = f"source ./bash; {line}; _shtab_mllm_seqpar; printf '%s\\n' \"${{COMPREPLY[@]}}\""
         return {*subprocess.check_output(["bash", "-c", code], text=True, cwd=tmp_path).splitlines()}
 
-    assert completed("mllm-seqpar", "c") == {"chat", "check-data", "convert", "calibrate", "completion"}
+    assert completed("mllm-seqpar", "c") == {"chat", "check-data", "configs", "convert", "calibrate", "completion"}
     assert completed("mllm-seqpar", "chat", "--mlp") == {"--mlp_chunk_size"}
     assert completed("mllm-seqpar", "finetune", "--adam_ep") == {"--adam_epsilon"}  # of --help_all
     assert completed("mllm-seqpar", "ask", "--self_attention", "s") == {"star"}

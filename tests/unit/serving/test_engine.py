@@ -409,3 +409,13 @@ def test_message_with_a_further_video_continues_the_conversation(
         assert second.evidence is not None and anew.evidence is not None
         found, expected = ([moment.share for moment in x.evidence.moments] for x in (second, anew))
         assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_video_after_a_conversation_of_text_alone_begins_its_own(inference_files: Path, video: MediaFile) -> None:
+    """A conversation without media, of this or another client, has nothing that media could follow."""
+    question = replace(job(video), messages=[{"role": "user", "content": "Hello?"}], media=())
+    (found,) = on_ranks(
+        1, inference_files / "gated", lambda engine: [answer(engine, x) for x in (question, job(video))]
+    )
+    (expected,) = on_ranks(1, inference_files / "gated", lambda engine: answer(engine, job(video)))
+    assert found[1].tokens == expected.tokens
