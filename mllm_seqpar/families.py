@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 
@@ -18,8 +19,7 @@ def family_index() -> Mapping[str, Any]:
 
 
 def _imported(place: str) -> Any:
-    module, _, name = place.partition(":")
-    return getattr(import_module(f"mllm_seqpar.patches.{module}"), name)
+    return resolve_name(f"mllm_seqpar.patches.{place}")
 
 
 def built_in_families(model_classes: Collection[str] | None = None) -> list[Any]:

@@ -84,6 +84,19 @@ def mplug_owl3(config: dict[str, Any], name: str) -> ModelSizes:
     )
 
 
+def _cross_layers(text: TextSizes, layers: int) -> CrossAttentionSizes:
+    """Return the sizes of layers of their own that stand among those of the text, with its heads and MLP."""
+    return CrossAttentionSizes(
+        layers=layers,
+        **_heads(text),
+        visual_dim=text.hidden,
+        mlp_inner=text.mlp_inner,
+        mlp_matrices=3,
+        key_norm="float32",
+        earlier_frames=True,
+    )
+
+
 def mllama(config: dict[str, Any], name: str) -> ModelSizes:
     """Return the sizes; missing values have the defaults of transformers' `MllamaConfig`."""
     language = _MLLAMA_TEXT | (config.get("text_config") or {})
@@ -96,15 +109,7 @@ def mllama(config: dict[str, Any], name: str) -> ModelSizes:
     return ModelSizes(
         name=name,
         text=text,
-        cross=CrossAttentionSizes(
-            layers=cross_layers,
-            **_heads(text),
-            visual_dim=text.hidden,
-            mlp_inner=text.mlp_inner,
-            mlp_matrices=3,
-            key_norm="float32",
-            earlier_frames=True,
-        ),
+        cross=_cross_layers(text, cross_layers),
         vision=_tower(
             tower,
             layers=tower_layers,
@@ -263,15 +268,7 @@ def moss_vl(config: dict[str, Any], name: str) -> ModelSizes:
     sizes = ModelSizes(
         name=name,
         text=text,
-        cross=CrossAttentionSizes(
-            layers=cross_layers,
-            **_heads(text),
-            visual_dim=text.hidden,
-            mlp_inner=text.mlp_inner,
-            mlp_matrices=3,
-            key_norm="float32",
-            earlier_frames=True,
-        ),
+        cross=_cross_layers(text, cross_layers),
         vision=_tower(
             tower,
             layers=tower["depth"],
