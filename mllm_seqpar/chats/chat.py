@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from mllm_seqpar.digests import digest_of
 from mllm_seqpar.errors import ConfigError, DataError, LengthError, VideoError
 from mllm_seqpar.sharding import join_spans
-from mllm_seqpar.videos.files import digest_of
 from mllm_seqpar.videos.frame_choice import DEFAULT_FRAMES, FrameChoice
 from mllm_seqpar.videos.media_files import is_remote, media_size
 
