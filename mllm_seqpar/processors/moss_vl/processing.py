@@ -21,11 +21,10 @@ from transformers.feature_extraction_utils import BatchFeature
 from transformers.processing_utils import ImagesKwargs, ProcessingKwargs, VideosKwargs
 from transformers.utils import IMAGE_PROCESSOR_NAME
 
-from mllm_seqpar.chats.messages import message_parts
 from mllm_seqpar.chats.sources import VideoSource
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.moss_vl.configuration import MossVLConfig
-from mllm_seqpar.processors.base import Messages, NativeProcessor, flattened
+from mllm_seqpar.processors.base import NativeProcessor, flattened
 from mllm_seqpar.processors.mplug_owl3.chat import Piece
 from mllm_seqpar.processors.mplug_owl3.image_processing import frame_list, to_tensor
 from mllm_seqpar.videos.media_files import local_media
@@ -178,10 +177,6 @@ class MossVLProcessor(NativeProcessor):
     @classmethod
     def published_chat_template(cls, tokenizer: Any) -> str:
         return CHAT_TEMPLATE
-
-    def check_conversation(self, messages: Messages) -> None:
-        for number, message in enumerate(messages):
-            message_parts(number, message, {"image": None, "video": None})
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> Self:

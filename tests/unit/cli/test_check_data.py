@@ -10,7 +10,7 @@ from PIL import Image
 
 from chats import chat, video, write_rows
 from mllm_seqpar.__main__ import main
-from mllm_seqpar.chats.chat import ChatDataset
+from mllm_seqpar.chats.data_set import ChatDataset
 from mllm_seqpar.chats.needle import make_needle_videos
 from mllm_seqpar.errors import LengthError
 from mllm_seqpar.inference.ask import ask
