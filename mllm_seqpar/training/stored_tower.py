@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from mllm_seqpar._transfers import copy_to_device
-from mllm_seqpar.chats.chat import ChatBatch
+from mllm_seqpar.chats.batch import ChatBatch
 from mllm_seqpar.chats.chat_family import ChatFamily
 from mllm_seqpar.chats.sources import FrameSource
 from mllm_seqpar.chats.store import TowerStore
