@@ -106,16 +106,16 @@ class SeqParDataCollator:
             labels = text.input_ids.masked_fill(text.attention_mask == 0, -100)
         arguments = self._chat_format.arguments(text) | self._pixels(batch)
         arguments.pop("labels")
-        named = {_NAMES.get(name, name): value for name, value in arguments.items()}
-        return named | ({"completion_mask": (labels != -100).long()} if preference else {"labels": labels})
+        renamed = {_NAMES.get(name, name): value for name, value in arguments.items()}
+        return renamed | ({"completion_mask": (labels != -100).long()} if preference else {"labels": labels})
 
     def _without_prompts(self, labels: Tensor, prompts: list[Chat], samples: Sequence[ChatSample]) -> Tensor:
         """Return the labels without the answers in the prompts, whose targets are the first of each row."""
-        shown = [sample.sources[: len(prompt.media)] for sample, prompt in zip(samples, prompts, strict=True)]
+        sources = [sample.sources[: len(prompt.media)] for sample, prompt in zip(samples, prompts, strict=True)]
         messages = [prompt.to_json() for prompt in prompts]
-        asked = self._chat_format.text(messages, shown, labels=True, padding_side="right").labels
-        assert asked is not None
-        earlier = (asked != -100).sum(1, keepdim=True)
+        answers = self._chat_format.text(messages, sources, labels=True, padding_side="right").labels
+        assert answers is not None
+        earlier = (answers != -100).sum(1, keepdim=True)
         return labels.masked_fill((labels != -100).cumsum(1) <= earlier, -100)
 
     def _pixels(self, batch: ChatBatch) -> dict[str, Tensor]:
@@ -127,20 +127,20 @@ class SeqParDataCollator:
         return {name: x for name, x in zip(self._chat_format.frame_names, pixels, strict=True) if len(x)}
 
     def _source(self, medium: Medium) -> FrameSource:
-        shown = medium.source
-        if shown is None:
+        source = medium.source
+        if source is None:
             raise DataError(f"a part of type {medium.kind} has no {medium.kind}, and no column of the example has one")
-        is_file = isinstance(shown, (str, os.PathLike))
+        is_file = isinstance(source, (str, os.PathLike))
         if medium.kind == "image":
-            return self._chat_format.still_frames(ImageListSource([shown]) if is_file else _in_memory([shown]))
+            return self._chat_format.still_frames(ImageListSource([source]) if is_file else _in_memory([source]))
         if is_file:
-            return VideoSource.open(shown, **vars(self._frames.over(medium.frames).over(DEFAULT_FRAMES)))
+            return VideoSource.open(source, **vars(self._frames.over(medium.frames).over(DEFAULT_FRAMES)))
         try:
-            frames = self._frames.without_times().over(medium.frames).sampled(frame_list(shown))
+            frames = self._frames.without_times().over(medium.frames).sampled(frame_list(source))
         except ConfigError as error:
             raise DataError(f"a part of type video: {error}") from error
-        named = [isinstance(frame, (str, os.PathLike)) for frame in frames]
-        return ImageListSource(frames) if frames and all(named) else _in_memory(frames)
+        are_files = [isinstance(frame, (str, os.PathLike)) for frame in frames]
+        return ImageListSource(frames) if frames and all(are_files) else _in_memory(frames)
 
 
 def _in_memory(frames: Sequence[Any]) -> ImageTensorSource:
