@@ -252,6 +252,6 @@ def require_shared_directory(comm: Communicator, output: Path) -> None:
         (output / name).unlink()
     if without := [str(rank) for rank, (exists,) in enumerate(rows) if not exists]:
         raise ConfigError(
-            f"--output_dir {output}: ranks {', '.join(without)} do not find the files of rank 0 there, but a checkpoint "
-            "has files of all ranks; give a directory on a file system that all nodes share"
+            f"--output_dir {output}: ranks {', '.join(without)} do not find the files of rank 0 there, but a "
+            "checkpoint has files of all ranks; give a directory on a file system that all nodes share"
         )
