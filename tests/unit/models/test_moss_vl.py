@@ -217,6 +217,11 @@ class TestInputs:
         assert torch.equal(model(**inputs, position_ids=layout.positions).logits, expected)
         assert not torch.equal(model(**inputs, position_ids=layout.positions * 2).logits, expected)
 
+    def test_packed_positions_are_refused(self, model: Any) -> None:
+        packed = torch.cat([torch.arange(5), torch.arange(4)])[None]
+        with pytest.raises(ShapeError, match="begin again within a text, as those of packed sequences"):
+            model(torch.arange(5, 14)[None], position_ids=packed)
+
     def test_embeddings_take_the_place_of_token_ids(self, model: Any) -> None:
         inputs = inputs_of(MIXED, model)
         embedded = inputs_of(replace(MIXED, embeds=True), model)
