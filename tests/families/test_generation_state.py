@@ -59,7 +59,12 @@ ONCE: dict[str, tuple[Any, Callable[[Any], list[Any]], Callable[[Any], Any], int
         TILES * PATCHES,
     ),
 }
-ONCE["video_mllama"] = (Preview(frames=(4,), labels=None), *ONCE["mllama"][1:3], FRAME_TOKENS)
+ONCE["video_mllama"] = (
+    Preview(frames=(4,), labels=None),
+    ONCE["mllama"][1],
+    lambda m: m.model.vision_model.transformer.layers[0],
+    FRAME_TOKENS,
+)
 if "open_flamingo" in BATCHES:
     _TWO = replace(BATCHES["open_flamingo"], frames=((1, 4, 7), (5,)), padding="left", labels=None)
     ONCE["open_flamingo"] = (
