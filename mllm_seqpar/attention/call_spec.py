@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.kernels import BlockKernel, choose_kernel
+from mllm_seqpar.kernels import BlockKernel, KernelOption, choose_kernel
 from mllm_seqpar.masks import BlockMask, BlockMasks, Intervals
 from mllm_seqpar.masks.intervals import block_mask, part_of_mask
 from mllm_seqpar.schedules import AttentionBlock, Axis, OverlapRatios, Schedule, Step, Transfer, schedule_for
@@ -103,10 +103,10 @@ class CallSpec:
         ring = comm.ring if self.head_degree < comm.size else tuple(range(comm.size))
         return tuple(ring[i : i + self.head_degree] for i in range(0, comm.size, self.head_degree))
 
-    def steps(self, comm: Communicator, q: Tensor, k: Tensor, kernel: str, *, backward: bool) -> Schedule:
+    def steps(self, comm: Communicator, q: Tensor, k: Tensor, kernel: KernelOption, *, backward: bool) -> Schedule:
         """Return the schedule of this rank for shards of the shapes of q and k, filled in on first use.
 
-        `kernel` is the name of a block kernel, or "auto". The first use is collective.
+        The first use is collective.
         """
         key = comm.rank, comm.identity, q.shape, k.shape[:2], q.dtype, q.device, kernel, backward
         found: Schedule | None = self.derived.get(key)
@@ -123,7 +123,9 @@ class CallSpec:
             found = self.derived[key] = self._filled_in(schedule, comm.rank, q, k, kernel, backward)
         return found
 
-    def _filled_in(self, schedule: Schedule, rank: int, q: Tensor, k: Tensor, kernel: str, backward: bool) -> Schedule:
+    def _filled_in(
+        self, schedule: Schedule, rank: int, q: Tensor, k: Tensor, kernel: KernelOption, backward: bool
+    ) -> Schedule:
         """Return the schedule with the rows of its transfers and the masks of its blocks."""
         rows, steps = q.shape[2], []
         for step in schedule:
@@ -149,7 +151,7 @@ class CallSpec:
         )
 
     def _layers(
-        self, block: AttentionBlock, q: Tensor, k: Tensor, kernel: str, backward: bool
+        self, block: AttentionBlock, q: Tensor, k: Tensor, kernel: KernelOption, backward: bool
     ) -> tuple[MaskLayer, ...]:
         """Return the mask of the part of a block's query rows that the schedule asks for, with its kernels."""
         mask = self.masks.block(block.q_shard, block.kv_shard, pruned=self.direct and block.q_shard != block.kv_shard)
@@ -241,7 +243,7 @@ class MaskLayer(NamedTuple):
     rows: slice | None = None
     keys: slice | None = None
 
-    def parts(self, length: int, most: int, q: Tensor, k: Tensor, kernel: str) -> Sequence[MaskLayer]:
+    def parts(self, length: int, most: int, q: Tensor, k: Tensor, kernel: KernelOption) -> Sequence[MaskLayer]:
         """Return layers of at most `most` keys that together are this one, of a block of `length` keys.
 
         Further arguments are those of `with_kernels`.
@@ -263,14 +265,14 @@ class MaskLayer(NamedTuple):
 
 
 def with_kernels(
-    mask: BlockMask, q: Tensor, k: Tensor, kernel: str, rows: slice | None = None
+    mask: BlockMask, q: Tensor, k: Tensor, kernel: KernelOption, rows: slice | None = None
 ) -> tuple[MaskLayer, ...]:
     """Return the layers of a mask with their kernels, for blocks with the dtype, device and head dim of q and k.
 
     Args:
         mask: of a block, or of some of its rows.
         q, k: tensors like those of the blocks.
-        kernel: name of a block kernel, or "auto".
+        kernel: as `choose_kernel` takes it.
         rows: the query rows that the mask is for; None: all.
     """
     if mask is None:

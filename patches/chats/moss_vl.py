@@ -6,6 +6,7 @@ number of visual tokens, without decoding more than the first frame.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from mllm_seqpar.adapting import (
     media_parts,
     tokenize,
 )
-from mllm_seqpar.patches.moss_vl import FEATURES, GRID, MASK, MEDIA, PIXELS
+from mllm_seqpar.patches.moss_vl import FEATURES, GRID, MASK, MEDIA, PIXELS, MossVLFamily
 
 from .qwen_vl import QwenVLChats, StillImage, TemporalPatches, size_of
 
@@ -42,6 +43,9 @@ class MossVLChats(QwenVLChats):
     )
     frame_names = (PIXELS,)
     feature_weights = ("model.visual.", "model.separator_token")
+    tower_weights = MossVLFamily.parts["vision"]
+    tower = ("model.visual", "states")
+    stores_tower = True
     image_token = "<|image_pad|>"
 
     @property
@@ -152,6 +156,18 @@ class MossVLChats(QwenVLChats):
         grids = [self._images.grid((given.shape[2], given.shape[3]))] * len(given)
         found: Tensor = self.family(model, None).encode(self._images.patches(given).flatten(0, 1), grids)
         return found.reshape(len(given), -1, found.shape[-1])
+
+    def tower_rows(self, source: FrameSource) -> int:
+        """Return the number of patches of a frame."""
+        units = self.units(source)
+        assert isinstance(units, TemporalPatches)
+        return math.prod(self._images.grid(units.size))
+
+    def tower_states(self, output: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(output), 1)
+
+    def tower_output(self, states: Tensor) -> Sequence[Tensor]:
+        return states.unbind(1)
 
     def generation(self, model: Any) -> dict[str, Any]:
         vocabulary = self.tokenizer.get_vocab()

@@ -107,6 +107,7 @@ class QwenVLChats(ChatFamily):
     tower = ("model.visual", "forward")
     always_sharded = False
     ragged = True
+    stores_tower = False
     budget_of_video = False
     passes_times = False
     fps_of_pictures = 2.0
