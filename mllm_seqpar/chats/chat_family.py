@@ -240,7 +240,10 @@ class ChatFamily(ABC):
         return tuple(prefix for prefix in self.feature_weights if prefix.endswith(last))
 
     def tower_rows(self, source: FrameSource) -> int:
-        """Return the number of rows that the method of `tower` takes and returns for each frame of a source."""
+        """Return the number of rows that the method of `tower` takes and returns for each frame of a source.
+
+        The source is what `units` returns.
+        """
         return 1
 
     def tower_frames(self, pixels: Tensor) -> int:

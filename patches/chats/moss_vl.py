@@ -159,9 +159,8 @@ class MossVLChats(QwenVLChats):
 
     def tower_rows(self, source: FrameSource) -> int:
         """Return the number of patches of a frame."""
-        units = self.units(source)
-        assert isinstance(units, TemporalPatches)
-        return math.prod(self._images.grid(units.size))
+        assert isinstance(source, TemporalPatches)
+        return math.prod(self._images.grid(source.size))
 
     def tower_states(self, output: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(output), 1)

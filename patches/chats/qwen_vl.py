@@ -75,6 +75,10 @@ class TemporalPatches(FrameSource):
     def __len__(self) -> int:
         return -(-len(self.source) // self.frames)
 
+    def key(self) -> str:
+        height, width = self.size
+        return f"{self.source.key()} as {height} x {width} x {self.frames}"
+
     def read(self, start: int, stop: int, *, size: Any = None, batch: int = 16) -> Iterator[Tensor]:
         """Yield the patches start <= i < stop, resized; at most `batch` frames are decoded at once."""
         last = min(stop * self.frames, len(self.source))

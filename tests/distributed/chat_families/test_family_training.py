@@ -73,7 +73,9 @@ def train_with_features(rank: int, world: int, argv: list[str], output: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "world"), [(name, 1 + index % 2) for index, name in enumerate(MAKERS)])
+@pytest.mark.parametrize(
+    ("name", "world"), [*((name, 1 + index % 2) for index, name in enumerate(MAKERS)), ("moss_vl", 2)]
+)
 def test_stored_features_train_bit_for_bit_alike(folder: Path, tmp_path: Path, name: str, world: int) -> None:
     argv = ["--model", folder / name, "--data", folder / "train.jsonl", "--use_cpu", "--max_steps", 4]
     argv += ["--global_batch_size", 2, "--learning_rate", 1e-3, "--freeze", "vision", "--warmup_steps", 0]
