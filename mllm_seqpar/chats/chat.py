@@ -19,14 +19,14 @@ from torch.utils.data import Dataset
 from mllm_seqpar.errors import ConfigError, DataError, LengthError, VideoError
 from mllm_seqpar.sharding import join_spans
 from mllm_seqpar.videos.files import digest_of
-from mllm_seqpar.videos.frame_choice import DEFAULT_FRAMES, FrameChoice
+from mllm_seqpar.videos.frame_choice import FrameChoice
 from mllm_seqpar.videos.media_files import is_remote, media_size
 
 from .chat_family import ChatFamily, ChatText, chat_family
+from .clip import Clip, FrameSource, VideoSource, ranges_by_source
 from .formats import DEFAULT_TEMPLATE, check_record, check_template, media_parts, part_files, to_chat
 from .frame_store import FrameStore
 from .records import open_records
-from .sources import FrameSource, ImageListSource, VideoSource, ranges_by_source
 
 ON_BAD_MEDIA = ("fail", "skip")
 """What training does if media cannot be read: stop, or use another sample instead."""
@@ -236,15 +236,9 @@ class ChatDataset(Dataset[ChatSample]):
 
     def source(self, index: int, part: Mapping[str, Any]) -> FrameSource:
         """Return the frames of a media part of record `index`; VideoError if the file is missing or unreadable."""
+        clip = Clip(part["type"], tuple(part["images"]) if "images" in part else part["path"], FrameChoice.of(part))
         locate = partial(self.records.locate, index)
-        if part["type"] == "image":
-            name = locate(part["path"])
-            return self._chat_format.image_source(name) if self._chat_format else ImageListSource([name])
-        if "images" in part:
-            names = self._frames.without_times().over(FrameChoice.of(part)).sampled(part["images"])
-            return ImageListSource([locate(name) for name in names])
-        chosen = self._frames.over(FrameChoice.of(part)).over(DEFAULT_FRAMES)
-        return self._open_video(locate(part["path"]), **vars(chosen))
+        return clip.open(self._chat_format, frames=self._frames, locate=locate, video=self._open_video)
 
 
 def collate(

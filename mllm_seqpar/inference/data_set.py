@@ -33,6 +33,7 @@ import torch
 
 from mllm_seqpar.chats.chat import ChatDataset
 from mllm_seqpar.chats.chat_family import chat_family
+from mllm_seqpar.chats.clip import FrameSource
 from mllm_seqpar.chats.formats import (
     CATEGORY_KEYS,
     OPTION_KEYS,
@@ -43,7 +44,6 @@ from mllm_seqpar.chats.formats import (
     read_choice,
     to_chat,
 )
-from mllm_seqpar.chats.sources import FrameSource
 from mllm_seqpar.cli.outputs import stream_descriptor
 from mllm_seqpar.cli.progress import note, progress_bar, say
 from mllm_seqpar.comm import Communicator

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -16,12 +17,12 @@ from torch import Tensor
 
 from mllm_seqpar.chats.chat import ChatBatch, ChatSample, collate, load_local_images
 from mllm_seqpar.chats.chat_family import chat_family
+from mllm_seqpar.chats.clip import Clip, FrameSource
 from mllm_seqpar.chats.formats import media_parts
 from mllm_seqpar.chats.messages import message_parts, order_fault
-from mllm_seqpar.chats.sources import FrameSource, ImageListSource, ImageTensorSource, VideoSource
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.processors.mplug_owl3.image_processing import frame_list, to_tensor
-from mllm_seqpar.videos.frame_choice import DEFAULT_FRAMES, FRAME_FIELDS, FrameChoice
+from mllm_seqpar.videos.frame_choice import FRAME_FIELDS, FrameChoice
 
 Example = Mapping[str, Any]
 Messages = list[dict[str, Any]]
@@ -131,29 +132,29 @@ class SeqParDataCollator:
         medium = next((part[key] for key in _PAYLOADS[kind] if part.get(key) is not None), None)
         if medium is None:
             raise DataError(f"a part {dict(part)!r:.80} has no {kind}, and no column of the example has one for it")
-        is_file = isinstance(medium, (str, os.PathLike))
-        if kind == "image":
-            return self._chat_format.still_frames(ImageListSource([medium]) if is_file else _in_memory([medium]))
-        frames: Sequence[Any] = ()
+        is_list = kind == "video" and not _is_file(medium)
         try:
-            chosen = (self._frames if is_file else self._frames.without_times()).over(FrameChoice.of(part))
-            if not is_file:
-                frames = chosen.sampled(frame_list(medium))
+            clip = Clip(kind, tuple(frame_list(medium)) if is_list else medium, FrameChoice.of(part))
+            numbers = count()
+            return clip.open(
+                self._chat_format, frames=self._frames, locate=lambda image: _file_or_tensor(image, next(numbers))
+            )
         except ConfigError as error:
             raise DataError(f"a part {dict(part)!r:.80}: {error}") from error
-        if is_file:
-            return VideoSource.open(medium, **vars(chosen.over(DEFAULT_FRAMES)))
-        named = [isinstance(frame, (str, os.PathLike)) for frame in frames]
-        return ImageListSource(frames) if frames and all(named) else _in_memory(frames)
 
 
-def _in_memory(frames: Sequence[Any]) -> ImageTensorSource:
-    # Tables return arrays as nested lists.
-    arrays = (torch.tensor(x, dtype=torch.uint8) if isinstance(x, list) else x for x in frames)
-    images = [to_tensor(x, number) for number, x in enumerate(arrays)]
-    if wrong := {str(x.dtype) for x in images if x.dtype != torch.uint8}:
-        raise DataError(f"an image is {', '.join(wrong)}; pass PIL images, or arrays of uint8 from 0 to 255")
-    return ImageTensorSource(images)
+def _is_file(medium: Any) -> bool:
+    return isinstance(medium, (str, os.PathLike))
+
+
+def _file_or_tensor(image: Any, number: int) -> Any:
+    """Return a name as it is, and an image in memory as a tensor; raise DataError unless it is uint8."""
+    if _is_file(image):
+        return image
+    found = to_tensor(torch.tensor(image, dtype=torch.uint8) if isinstance(image, list) else image, number)
+    if found.dtype != torch.uint8:
+        raise DataError(f"an image is {found.dtype}; pass PIL images, or arrays of uint8 from 0 to 255")
+    return found
 
 
 def _messages(number: int, example: Example, key: str) -> Messages:

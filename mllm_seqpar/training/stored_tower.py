@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.chats.chat import ChatBatch
 from mllm_seqpar.chats.chat_family import ChatFamily
+from mllm_seqpar.chats.clip import FrameSource
 from mllm_seqpar.chats.feature_store import INDEX, read_rows, write_rows
-from mllm_seqpar.chats.sources import FrameSource
 from mllm_seqpar.errors import ConfigError, DataError, writing
 from mllm_seqpar.patching.registry import find_adapter
 from mllm_seqpar.sharding import FrameShard

@@ -21,8 +21,8 @@ from transformers.feature_extraction_utils import BatchFeature
 from transformers.processing_utils import ImagesKwargs, ProcessingKwargs, VideosKwargs
 from transformers.utils import IMAGE_PROCESSOR_NAME
 
+from mllm_seqpar.chats.clip import VideoSource
 from mllm_seqpar.chats.messages import message_parts
-from mllm_seqpar.chats.sources import VideoSource
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.moss_vl.configuration import MossVLConfig
 from mllm_seqpar.processors.base import Messages, NativeProcessor, flattened

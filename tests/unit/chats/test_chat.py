@@ -14,8 +14,8 @@ from chats import chat, image, video, write_rows
 from clips import decode_all, write_clip
 from mllm_seqpar import SeqParDataCollator
 from mllm_seqpar.chats.chat import MediaError
+from mllm_seqpar.chats.clip import VideoSource
 from mllm_seqpar.chats.needle import make_tokenizer
-from mllm_seqpar.chats.sources import VideoSource
 from mllm_seqpar.data import ChatDataset, chat_family, load_local_images
 from mllm_seqpar.errors import DataError, VideoError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
