@@ -242,11 +242,11 @@ class MossVLFamily(Family[MossVLInputs]):
         if inputs.frames is not None and inputs.visual_shard is None:
             inputs.check_rows()  # here, because the check of inputs would read the grids a second time
 
-    def unit_index(self, inputs: MossVLInputs, units: int) -> Tensor:
-        """Return (units, 1, 3), the positions of the visual tokens."""
+    def unit_index(self, inputs: MossVLInputs, frames: Spans) -> Tensor:
+        """Return (visual tokens, 1, 3), their positions."""
         if not inputs.total_frames:
-            return torch.zeros(units, 1, 3, dtype=torch.int32)
-        return inputs.layout.visual_positions().unsqueeze(1)
+            return torch.zeros(inputs.sizes.count(frames), 1, 3, dtype=torch.int32)
+        return inputs.layout.visual_positions(frames).unsqueeze(1)
 
     def appends_frames(self, inputs: MossVLInputs, known: bool) -> bool:
         """Raise ShapeError for frames other than those of the cache: their layout is that of one pass."""

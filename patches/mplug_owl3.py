@@ -25,11 +25,13 @@ from mllm_seqpar.adapting import (
     SeqParContext,
     SequenceParallelCacheState,
     ShapeError,
+    Spans,
     as_compared_tensors,
     copy_to_device,
     merge_heads,
     model_attention,
     refuse_dropout,
+    take_spans,
     takes_cache,
 )
 from mllm_seqpar.models.mplug_owl3.hyper_attention import HyperAttention
@@ -149,11 +151,11 @@ class MPlugOwl3Family(Family[Any]):
     def check_new_frames(self, inputs: _MPlugOwl3Inputs) -> None:
         _ = inputs.layout  # raises if the frames do not fit the text
 
-    def unit_index(self, inputs: _MPlugOwl3Inputs, units: int) -> Tensor:
+    def unit_index(self, inputs: _MPlugOwl3Inputs, frames: Spans) -> Tensor:
         """Return the rotations of the frames by their positions, (units, 2, head_dim), for all layers."""
-        index = inputs.layout.frame_position if inputs.total_frames else super().unit_index(inputs, units)
+        index = inputs.layout.frame_position if inputs.total_frames else torch.zeros(1, dtype=torch.long)
         attention = self.decoder.layers[self.model.config.hyper_layers[0] - 1].self_attn
-        return attention.visual_rotation(copy_to_device(index, self.embedding_weight().device))
+        return attention.visual_rotation(copy_to_device(take_spans(index, frames), self.embedding_weight().device))
 
     def appends_frames(self, inputs: _MPlugOwl3Inputs, known: bool) -> bool:
         """Return whether the text of this pass has placeholders, or the cache does not have these frames."""

@@ -401,7 +401,7 @@ def _frames_of_shards(
     frames = Frames.of_shards(source, attended.mask, text, _sizes(inputs, source))
     shape = family.cross_attention_shape()
     if isinstance(source, VisualFeatures):
-        index = functools.partial(family.unit_index, inputs, source.units)
+        index = functools.partial(family.unit_index, inputs, ((0, inputs.sizes.total),))
         frames = select_strategy(context, frames, source, text, index, shape)
     frames.kv_heads = None if shape is None else shape.kv_heads
     if context.config.self_attention == "local":

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mllm_seqpar.errors import MaskError, ShapeError
 from mllm_seqpar.models.mplug_owl3.media import MediaLayout
+from mllm_seqpar.sharding import Spans, take_spans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +44,16 @@ class MossVLLayout(MediaLayout):
         """Return (B, 1): how far the positions of later tokens are from their number in the text."""
         return self.positions.amax((0, 2))[:, None] + 1 - (self.past_length + self.positions.shape[2])
 
-    def visual_positions(self) -> Tensor:
-        """Return (V, 3) int32, time, height and width of each visual token, frame by frame."""
-        counts, total = self.tokens, self.total_frames
-        frame = torch.arange(total, device=counts.device).repeat_interleave(counts)
-        number = torch.arange(frame.shape[0], device=counts.device) - (counts.cumsum(0) - counts)[frame]
-        height, width = self.sizes[frame].unbind(1)
-        first, is_separator = self.frame_position[frame], number == height * width
+    def visual_positions(self, frames: Spans | None = None) -> Tensor:
+        """Return (V, 3) int32, time, height and width of each visual token of some frames (None: all)."""
+        sizes, position = self.sizes.int(), self.frame_position.int()
+        if frames is not None:
+            sizes, position = take_spans(sizes, frames), take_spans(position, frames)
+        counts = sizes.prod(1, dtype=torch.int32) + 1
+        frame = torch.arange(len(sizes), device=sizes.device, dtype=torch.int32).repeat_interleave(counts)
+        number = torch.arange(len(frame), device=sizes.device, dtype=torch.int32) - (counts.cumsum(0) - counts)[frame]
+        height, width = sizes[frame].unbind(1)
+        first, is_separator = position[frame], number == height * width
         last = torch.where(is_separator, torch.maximum(height, width), 0)
         row, column = (torch.where(is_separator, last, x) for x in (number // width, number % width))
         return torch.stack([first + last, first + row, first + column], 1).int()
