@@ -35,7 +35,7 @@ from mllm_seqpar.adapting import (
     takes_cache,
 )
 from mllm_seqpar.models.mplug_owl3.hyper_attention import HyperAttention
-from mllm_seqpar.models.mplug_owl3.media import MediaLayout, check_layout, crop_frames
+from mllm_seqpar.models.mplug_owl3.media import MediaLayout, brings_frames, check_layout, crop_frames
 
 
 @takes_cache
@@ -159,10 +159,9 @@ class MPlugOwl3Family(Family[Any]):
 
     def appends_frames(self, inputs: _MPlugOwl3Inputs, known: bool) -> bool:
         """Return whether the text of this pass has placeholders, or the cache does not have these frames."""
-        ids, token = inputs.on_host("input_ids"), self.model.config.image_token_id
         if inputs.media_layout is not None and inputs.media_layout.past_length == inputs.past_length:
             return True
-        return not known or (ids is not None and token is not None and bool((ids == token).any()))
+        return brings_frames(known, inputs.on_host("input_ids"), self.model.config.image_token_id)
 
     def visibility(self, inputs: _MPlugOwl3Inputs, units: int, tokens: int) -> FrameMask:
         state = inputs.cache_state

@@ -9,7 +9,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -36,8 +36,8 @@ class Clip:
 
     Attributes:
         kind: "video" or "image".
-        source: the name of a file; of a video, also a tuple of names or of images in memory; of an image, also an image
-            in memory. None: what is shown is passed beside the chat.
+        source: the name of a file, or an image in memory; of a video also several of them, a tuple if they are opened.
+            None: what is shown is passed beside the chat.
         frames: which frames of a video, or of a list of images.
         version: changes with the contents of the file, if they may change while the clip is kept.
         name: the user's name for it, for messages.
@@ -59,13 +59,23 @@ class Clip:
         version = f"{facts.st_size} {facts.st_mtime_ns}"
         return cls(kind, os.path.abspath(path), frames or ANY_FRAMES, version, name or path)
 
+    @property
+    def files(self) -> list[str]:
+        """The names of its files, as its record writes them."""
+        return list(self.source) if isinstance(self.source, (list, tuple)) else [self.source]
+
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Clip":
-        return cls(**{**values, "frames": FrameChoice(**values["frames"])})
+        source = tuple(values["images"]) if "images" in values else values.get("path")
+        kept = {name: values.get(name, "") for name in ("version", "name")}
+        return cls(values["type"], source, FrameChoice.of(values), **kept)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the clip of a file as a dictionary for `from_json`."""
-        return asdict(self)
+        """Return the part of a message that shows this clip, of files; `from_json` reads it."""
+        key = "images" if isinstance(self.source, (list, tuple)) else "path"
+        source = {} if self.source is None else {key: self.source}
+        kept = {name: getattr(self, name) for name in ("version", "name") if getattr(self, name)}
+        return {"type": self.kind, **source, **self.frames.given(), **kept}
 
     def open(
         self,

@@ -59,7 +59,7 @@ class Job:
     evidence: int = 0
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps({**asdict(self), "media": [clip.to_json() for clip in self.media]})
 
     @classmethod
     def from_json(cls, text: str) -> Self:

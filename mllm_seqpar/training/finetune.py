@@ -19,8 +19,8 @@ import torch
 from transformers import TrainingArguments
 
 from mllm_seqpar._logging import get_logger
-from mllm_seqpar.chats.chat import ChatDataset
 from mllm_seqpar.chats.chat_family import chat_family
+from mllm_seqpar.chats.data_set import ChatDataset
 from mllm_seqpar.chats.feature_store import model_fingerprint
 from mllm_seqpar.cli.launch import require_rendezvous, use_cuda
 from mllm_seqpar.cli.outputs import require_writable_directory

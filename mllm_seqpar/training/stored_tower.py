@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from mllm_seqpar._transfers import copy_to_device
-from mllm_seqpar.chats.chat import ChatBatch
+from mllm_seqpar.chats.batch import ChatBatch
 from mllm_seqpar.chats.chat_family import ChatFamily
 from mllm_seqpar.chats.clip import FrameSource
 from mllm_seqpar.chats.feature_store import INDEX, read_rows, write_rows

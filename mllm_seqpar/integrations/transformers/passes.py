@@ -269,10 +269,7 @@ def _store_frames(
         fingerprints.add(_fingerprint(inputs))
     earlier = cache_state.frames if inputs.appends_frames else None
     source = VisualKVCache(inputs.total_frames, inputs.sizes, visual.tokens_per_unit, visual, earlier)
-    if earlier is None:
-        cache_state.store_frames(source, inputs.batch, fingerprints)
-    else:
-        cache_state.append_frames(source, inputs.batch, fingerprints, inputs.past_length)
+    cache_state.store_frames(source, inputs.batch, fingerprints, inputs.past_length)
     return source
 
 
