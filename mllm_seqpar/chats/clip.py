@@ -72,8 +72,9 @@ class Clip:
 
     def to_json(self) -> dict[str, Any]:
         """Return the part of a message that shows this clip, of files; `from_json` reads it."""
-        key = "images" if isinstance(self.source, (list, tuple)) else "path"
-        source = {} if self.source is None else {key: self.source}
+        source: dict[str, Any] = {} if self.source is None else {"path": self.source}
+        if isinstance(self.source, (list, tuple)):
+            source = {"images": self.files}
         kept = {name: getattr(self, name) for name in ("version", "name") if getattr(self, name)}
         return {"type": self.kind, **source, **self.frames.given(), **kept}
 
