@@ -10,8 +10,8 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from mllm_seqpar.digests import digest_of
 from mllm_seqpar.errors import ConfigError, DataError, VideoError
-from mllm_seqpar.videos.files import digest_of
 from mllm_seqpar.videos.frame_choice import FrameChoice
 from mllm_seqpar.videos.media_files import is_remote, media_size
 
