@@ -354,7 +354,7 @@ class Conversation:
         """
         device = next(self._model.parameters()).device
         past = 0 if self._cache is None else int(self._cache.get_seq_length())
-        given = self._chat_format.arguments(text)
+        given: Mapping[str, Tensor] = self._chat_format.arguments(text)
         if self._later and (new is not None or not past):
             given = self._chat_format.arguments_of_media(given, past, *self._media_of(new))
         arguments = {name: value.to(device) for name, value in given.items()}
