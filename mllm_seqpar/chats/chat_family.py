@@ -128,9 +128,8 @@ class ChatFamily(ABC):
             unpatched forward has a dimension of samples.
         ragged: whether images have different numbers of rows, and are joined by `joined`.
         stores_tower: whether the outputs of the vision tower can be stored (`finetune --features`).
-        appends_media: whether a later turn of a conversation may show further media over its cache: no token attends to
-            images after it, and the forward distinguishes images of the cache from further ones by their placeholders.
-        repeats_media: whether the forward of such a model needs images in each pass, also those of the cache.
+        repeats_media: whether the forward of a model that appends media needs images in each pass, also those of the
+            cache.
     """
 
     processors: tuple[str, ...] = ()
@@ -142,7 +141,6 @@ class ChatFamily(ABC):
     always_sharded = True
     ragged = False
     stores_tower = True
-    appends_media = False
     repeats_media = False
 
     def __init__(self, processor: Any, family: Any) -> None:
@@ -269,6 +267,25 @@ class ChatFamily(ABC):
     def generation(self, model: Any) -> dict[str, Any]:
         """Return arguments of `generate` that the chat format requires, such as the tokens that end an answer."""
         return {}
+
+    def appends_media(self, model: Any) -> bool:
+        """Return whether a later turn of a conversation may show further media over its cache.
+
+        This is so if no token attends to images after it, and if the forward distinguishes images of the cache from
+        further ones.
+        """
+        return False
+
+    def arguments_of_media(
+        self, arguments: Mapping[str, Tensor], past_length: int, first: int, stop: int
+    ) -> Mapping[str, Tensor]:
+        """Return the arguments of a pass that brings the media ``first <= m < stop`` of a text to its cache.
+
+        Args:
+            arguments: of the whole text up to the end of the pass, and of all media; by default they are returned.
+            past_length: the number of tokens in the cache.
+        """
+        return arguments
 
     def still_frames(self, image: ImageListSource) -> FrameSource:
         """Return the frames of a still image, given as a source of one frame: one for each tile if the processor cuts

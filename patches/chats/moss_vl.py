@@ -7,7 +7,7 @@ number of visual tokens, without decoding more than the first frame.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -167,6 +167,19 @@ class MossVLChats(QwenVLChats):
 
     def tower_output(self, states: Tensor) -> Sequence[Tensor]:
         return states.unbind(1)
+
+    def appends_media(self, model: Any) -> bool:
+        return True
+
+    def arguments_of_media(
+        self, arguments: Mapping[str, Tensor], past_length: int, first: int, stop: int
+    ) -> Mapping[str, Tensor]:
+        if GRID not in arguments:
+            return arguments
+        grids, frames = arguments[GRID], arguments[GRID][:, 0]
+        before, own = int(frames[:first].sum()), int(frames[first:stop].sum())
+        visible = (arguments[MASK][:, past_length:] - before).clamp(0, own)
+        return {**arguments, GRID: grids[first:stop], MEDIA: torch.tensor([stop - first]), MASK: visible}
 
     def generation(self, model: Any) -> dict[str, Any]:
         vocabulary = self.tokenizer.get_vocab()

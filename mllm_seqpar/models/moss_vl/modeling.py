@@ -340,7 +340,7 @@ class MossVLModel(MossVLPreTrainedModel):
         past_length = 0 if cache is None else int(cache.get_seq_length())
         state = _cache_state(cache, past_length, batch, self.config.text.num_hidden_layers)
         given, appends = given_frames(pixel_values, visual_embeds), False
-        if given is not None and state is not None and state.frames is not None:
+        if given is not None and len(given) and state is not None and state.frames is not None:
             appends = brings_frames(is_known(state, given), input_ids, self.config.image_token_id)
             if not appends:
                 given = pixel_values = visual_embeds = None  # those of the cache
@@ -634,8 +634,7 @@ class MossVLForConditionalGeneration(MossVLPreTrainedModel, GenerationMixin):
 
 def given_frames(pixel_values: Tensor | None, visual_embeds: Tensor | None) -> Tensor | None:
     """Return the patches, or the features in the form (V, 1, C); None if there are none."""
-    given = pixel_values if visual_embeds is None else visual_embeds.reshape(-1, 1, visual_embeds.shape[-1])
-    return None if given is None or not len(given) else given
+    return pixel_values if visual_embeds is None else visual_embeds.reshape(-1, 1, visual_embeds.shape[-1])
 
 
 def is_known(state: SequenceParallelCacheState, given: Tensor) -> bool:
