@@ -35,13 +35,13 @@ from .workload import FLOAT32, Workload
 
 USABLE = 0.92
 """Fraction of a GPU's memory that a plan may fill. The rest is for the driver, the allocator, and the projection of
-recomputed chunks of features."""
+recomputed chunks of features, and the gradients of a part of the keys beside their sums."""
 
 COMMUNICATORS = 2
 """NCCL communicators of a rank: one of FSDP2, and one of the exchanges."""
 
 COMMUNICATOR_BYTES = 2**30
-"""Assumed device memory of one NCCL communicator; not measured by this project.
+"""Assumed device memory of one NCCL communicator. One of two ranks that shared an H200 over sockets took 498 MiB.
 
 NCCL allocates a buffer of NCCL_BUFFSIZE, 4 MiB by default, per channel and connection: 256 MiB for 32 channels and the
 two connections of a ring, without the buffers of its other protocols. Users report up to about 1.6 GB (NVIDIA/nccl
@@ -74,9 +74,9 @@ def peak_memory(workload: Workload, spec: ParallelSpec, text_spec: ParallelSpec 
             kinds["activations"] += count * lora * workload.tokens * workload.element
     if n > 1:
         kinds["buffers"] += _gathered(workload)
-    tower = frozen_tower_memory(workload) + pixels_on_device(workload, workload.tower_frames)
+    tower = frozen_tower_memory(workload) + pixels_on_device(workload, workload.vision_chunk_size)
     if training and workload.trained == "all":  # the first layer of a trained tower saves the pixels
-        kinds["activations"] += pixels_on_device(workload, workload.local_frames)
+        kinds["activations"] += pixels_on_device(workload)
     kinds["buffers"] = max(kinds["buffers"], tower - kinds["features"] - kinds["activations"])
     if n > 1 and training and workload.language_trained:  # at the end: the outermost unit, its gradients and their copy
         kinds["buffers"] = max(kinds["buffers"], 3 * model.text.embeddings * workload.element - kinds["activations"])
@@ -107,10 +107,12 @@ def _gathered(workload: Workload) -> int:
     return (3 * layer + text.embeddings + gradients) * workload.element
 
 
-def pixels_on_device(workload: Workload, frames: int) -> int:
-    """Return the bytes of the pixels of frames, which move from host memory (`HostFrames`) as float32."""
+def pixels_on_device(workload: Workload, at_once: int | None = None) -> int:
+    """Return the bytes of the pixels of a rank's frames, or of a number of them at once, which move from host memory
+    (`HostFrames`) as float32."""
     vision = workload.model.vision
-    return frames * vision.tokens * 3 * vision.temporal_patch * vision.patch**2 * FLOAT32
+    token = 3 * vision.temporal_patch * vision.patch**2 * FLOAT32
+    return workload.sum_over_frames(lambda tokens: tokens * token, at_once)
 
 
 def memory_after_tower(workload: Workload, spec: ParallelSpec, text_spec: ParallelSpec | None = None) -> dict[str, int]:
@@ -119,7 +121,7 @@ def memory_after_tower(workload: Workload, spec: ParallelSpec, text_spec: Parall
     training = workload.training
     backward = training and workload.trains_features
     if model.decoder_only:  # those of deepstack are released after the layers, before the logits
-        placed = workload.batch * -(-workload.encoded_frames * model.vision.keys // workload.text_ranks)
+        placed = workload.batch * -(-workload.visual_tokens // workload.text_ranks)
         features = placed * (text.hidden if training else workload.embedding_width)
     else:
         features = _visual_tokens(workload, spec) * model.cross.visual_dim
@@ -159,7 +161,8 @@ def saved_for_backward(workload: Workload, spec: ParallelSpec) -> int:
         token = 2 * cross.kv_heads * cross.head_dim * element
         token += _head_norm(cross.key_norm, cross.kv_heads, cross.head_dim, element)
         if cross.features_norm:  # a float32 copy of another dtype, the normalized features for its weight, its result
-            copies = (FLOAT32 if element < FLOAT32 else 0) + (element if workload.language_trained else 0)
+            copies = FLOAT32 if element < FLOAT32 and workload.trains_features else 0
+            copies += element if workload.language_trained else 0
             token += cross.visual_dim * (copies + element) + FLOAT32
         crossing += _visual_tokens(workload, spec) * token
     layers, crossings = text.layers, cross.layers
@@ -190,15 +193,15 @@ def _kept_results(workload: Workload, spec: ParallelSpec) -> int:
 
 def saved_before_features(workload: Workload) -> int:
     """Return the bytes that the projector, the resampler and a trained vision tower save."""
-    model, vision, element, frame = workload.model, workload.model.vision, workload.element, 0
+    model, vision, element, saved = workload.model, workload.model.vision, workload.element, 0
     if not workload.trains_features:
         return 0
     if model.projector:  # the input of its layers, and of the activation function between them; the normalized input
         inputs = model.projector[0] * (1 + model.keys_vary) + 2 * sum(model.projector[1:-1])
-        frame += vision.keys * inputs * (1 + vision.deepstack) * element
+        saved += workload.local_keys * inputs * (1 + vision.deepstack) * element
     if model.resampler:  # its input, the inside of each layer, and the input of the last norm
-        frame += vision.width * (vision.tokens + vision.keys) * element
-        frame += model.resampler.layers * _resampler_layer(workload)
+        frame = vision.width * (vision.tokens + vision.keys) * element
+        saved += workload.local_frames * (frame + model.resampler.layers * _resampler_layer(workload))
     if workload.trained == "all":
         # A layer saves q, k, v, o, inner activations, and two norms with their results. Rotated q and k are saved
         # beside the projection that v is a part of, and o once more as the next layer takes it.
@@ -206,8 +209,9 @@ def saved_before_features(workload: Workload) -> int:
         norm = _normalized(vision.norm, vision.width, element) if vision.norm == "float32" else width
         inside = (7 if vision.rotary else 4) * width + 2 * (norm + width)
         inside += _mlp_token(element, vision.mlp_inner, vision.mlp_matrices)
-        frame += vision.tokens * (vision.layers * width + inside if workload.checkpointing else vision.layers * inside)
-    return workload.local_frames * frame
+        token = vision.layers * width + inside if workload.checkpointing else vision.layers * inside
+        saved += workload.sum_over_frames(lambda tokens: tokens * token)
+    return saved
 
 
 def _resampler_layer(workload: Workload) -> int:
@@ -264,11 +268,11 @@ def _normalized(kind: str, width: int, element: int) -> int:
 
 def _visual_tokens(workload: Workload, spec: ParallelSpec) -> int:
     """Return the visual tokens that cross-attention of a rank has on the device at one time."""
-    keys, frames = workload.model.vision.keys, workload.local_frames
     if workload.visual_offload:  # one chunk of frames is computed with at a time
+        keys = workload.model.vision.keys
         frame = keys * workload.model.cross.visual_dim * workload.element
-        return min(frames, max(1, CHUNK_BYTES // frame)) * keys
-    return frames * keys * (workload.gpus if spec.strategy == "replicate" else 1)
+        return min(workload.local_keys, max(1, CHUNK_BYTES // frame) * keys)
+    return workload.local_keys * (workload.gpus if spec.strategy == "replicate" else 1)
 
 
 def frozen_tower_memory(workload: Workload) -> int:
@@ -289,14 +293,15 @@ def frozen_tower_memory(workload: Workload) -> int:
         rotated = (4 if element == FLOAT32 else 6) * vision.width + factors
         token = max(token + factors * FLOAT32, (vision.outputs_held + 4) * vision.width * element + rotated * FLOAT32)
         token += vision.deepstack * workload.model.text.hidden * vision.keys // vision.tokens * element
-    return workload.tower_frames * vision.tokens * token
+    return workload.sum_over_frames(lambda tokens: tokens * token, workload.vision_chunk_size)
 
 
 def _attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
     """Return the buffer bytes of one call of the compared attention, the larger of forward and backward.
 
     K and V of text are activations; K and V of frames are projected in each pass, unless backward has kept them.
-    Backward holds the gradients of K and V as they are added up.
+    Backward holds the gradients of K and V as they are added up, and those of the features twice: the sum of the layers
+    after this one, which counts as features, and its own.
     """
     problem, cross = workload.problem(workload.compared), workload.model.cross
     visual, training = _visual_tokens(workload, spec), workload.training
@@ -315,10 +320,16 @@ def _attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
     backward = kv + grads + _partial_results(problem, spec, backward=True)
     if not workload.model.decoder_only:
         normalized = cross.kv_heads * cross.head_dim if cross.key_norm != "none" else 0
-        if workload.recompute:  # K before its norm
-            backward += problem.element * visual * normalized
+        if workload.recompute:  # K before its norm; then, without K and V, this layer's gradient of the features
+            before_norm = problem.element * visual * normalized
+            backward += before_norm
+            if workload.trains_features and cross.layers > 1:
+                backward = max(backward, grads + before_norm + visual * cross.visual_dim * workload.element)
         else:  # norms run backward over all frames at once, with three tensors in float32
-            normalized += cross.visual_dim if cross.features_norm else 0
+            if cross.features_norm and workload.trains_features:
+                normalized += cross.visual_dim
+            elif cross.features_norm and workload.language_trained:  # the gradient of the result, for its weight alone
+                backward += workload.element * visual * cross.visual_dim
             backward += 3 * FLOAT32 * visual * normalized
     return max(forward, backward)
 

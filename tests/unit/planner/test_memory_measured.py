@@ -83,7 +83,13 @@ def test_text_token_saves_as_many_bytes_as_planned(dtype: torch.dtype, chunk: in
 
 
 @pytest.mark.parametrize(
-    ("dtype", "trained"), [(torch.float32, "connector"), (torch.bfloat16, "no-vision"), (torch.bfloat16, "connector")]
+    ("dtype", "trained"),
+    [
+        (torch.float32, "connector"),
+        (torch.bfloat16, "no-vision"),
+        (torch.bfloat16, "connector"),
+        (torch.bfloat16, "language"),
+    ],
 )
 def test_frame_saves_as_many_bytes_as_planned_without_recomputation(dtype: torch.dtype, trained: str) -> None:
     """The difference between two numbers of frames, with K and V saved, and the input of the projector."""
@@ -92,6 +98,9 @@ def test_frame_saves_as_many_bytes_as_planned_without_recomputation(dtype: torch
         model.language_model.requires_grad_(False)
         for number in model.config.hyper_layers:
             model.language_model.model.layers[number - 1].self_attn.v_kv_proj.requires_grad_(True)
+    elif trained == "language":  # features without a gradient: their norm saves less
+        model.requires_grad_(False)
+        model.language_model.requires_grad_(True)
     model = patch_model(model, strategy="lv-xattn", recompute_visual=False).train()
 
     def planned(frames: int) -> int:
@@ -175,7 +184,7 @@ def test_frozen_tower_allocates_as_many_bytes_as_planned() -> None:
     assert peak.bytes == pytest.approx(frozen_tower_memory(run), rel=0.02)
     long = replace(run, frames=800, vision_chunk_size=None)
     held = peak_memory(long, ONE_RANK)  # no text: the tower is the peak
-    tower = frozen_tower_memory(long) + pixels_on_device(long, long.tower_frames)
+    tower = frozen_tower_memory(long) + pixels_on_device(long, long.vision_chunk_size)
     assert held["features"] + held["activations"] + held["buffers"] == tower
 
 
