@@ -106,7 +106,7 @@ class BufferLease:
             self._owner.allocations += 1
             with torch.inference_mode(False):  # an inference tensor could not be refilled outside inference mode
                 flat = torch.empty(size, dtype=like.dtype, device=like.device)
-        tensor = flat[:size].view(shape)
+        tensor = (flat if flat.numel() == size else flat[:size]).view(shape)
         self.used[id(tensor)] = kind, flat, tensor
         return tensor
 

@@ -168,6 +168,19 @@ class MossVLChats(ChatFamily):
         found: Tensor = self.family(model, None).encode(self._images.patches(given).flatten(0, 1), grids)
         return found.reshape(len(given), -1, found.shape[-1])
 
+    def appends_media(self, model: Any) -> bool:
+        return True
+
+    def arguments_of_media(
+        self, arguments: Mapping[str, Tensor], past_length: int, first: int, stop: int
+    ) -> Mapping[str, Tensor]:
+        if GRID not in arguments:
+            return arguments
+        grids, frames = arguments[GRID], arguments[GRID][:, 0]
+        before, own = int(frames[:first].sum()), int(frames[first:stop].sum())
+        visible = (arguments[MASK][:, past_length:] - before).clamp(0, own)
+        return {**arguments, GRID: grids[first:stop], MEDIA: torch.tensor([stop - first]), MASK: visible}
+
     def generation(self, model: Any) -> dict[str, Any]:
         vocabulary = self.tokenizer.get_vocab()
         return {"eos_token_id": [vocabulary[mark] for mark in _ENDS if mark in vocabulary]}

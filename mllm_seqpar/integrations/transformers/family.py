@@ -35,7 +35,7 @@ from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
 from mllm_seqpar.runtime.visual_tokens import VisualTokenLayout
-from mllm_seqpar.sharding import FrameSizes, tensor_of
+from mllm_seqpar.sharding import FrameSizes, Spans, tensor_of
 
 from .attention import causal_masks, use_seqpar_attention
 from .generation import patch_generate
@@ -253,9 +253,13 @@ class Family(ABC, Generic[InputsT]):
         """
         return {}
 
-    def unit_index(self, inputs: InputsT, units: int) -> Tensor:
-        """Return (units, ...), what projections may need of each unit of all ranks: its position, or its rotation."""
-        return torch.zeros(units, dtype=torch.long)
+    def unit_index(self, inputs: InputsT, frames: Spans) -> Tensor:
+        """Return (units, ...), what projections may need of each unit of these frames: its position, or its rotation.
+
+        `frames` are those of this rank, or of all ranks if each gets all features. A pass without frames has one, the
+        empty one.
+        """
+        return torch.zeros(inputs.sizes.count(frames), dtype=torch.long)
 
     def cross_attention_shape(self) -> CrossAttentionShape | None:
         """Return what `strategy="auto"` selects by before any layer runs; None if each layer selects.

@@ -269,10 +269,7 @@ def _store_frames(
         fingerprints.add(_fingerprint(inputs))
     earlier = cache_state.frames if inputs.appends_frames else None
     source = VisualKVCache(inputs.total_frames, inputs.sizes, visual.tokens_per_unit, visual, earlier)
-    if earlier is None:
-        cache_state.store_frames(source, inputs.batch, fingerprints)
-    else:
-        cache_state.append_frames(source, inputs.batch, fingerprints, inputs.past_length)
+    cache_state.store_frames(source, inputs.batch, fingerprints, inputs.past_length)
     return source
 
 
@@ -401,7 +398,7 @@ def _frames_of_shards(
     frames = Frames.of_shards(source, attended.mask, text, _sizes(inputs, source))
     shape = family.cross_attention_shape()
     if isinstance(source, VisualFeatures):
-        index = functools.partial(family.unit_index, inputs, source.units)
+        index = functools.partial(family.unit_index, inputs, ((0, inputs.sizes.total),))
         frames = select_strategy(context, frames, source, text, index, shape)
     frames.kv_heads = None if shape is None else shape.kv_heads
     if context.config.self_attention == "local":

@@ -178,7 +178,7 @@ def visual_features(family: Family, inputs: ForwardInputs, features: Tensor) -> 
     """Return this rank's features with the index of each unit. Without frames, rank 0 has the empty one."""
     sizes, comm, config = inputs.sizes, family.context.comm, family.context.config
     units, layout = sizes.count(), layout_of_frames(family, inputs)
-    index = take_spans(family.unit_index(inputs, units), sizes.units(sizes.spans(comm.size, layout)[comm.rank]))
+    index = family.unit_index(inputs, sizes.spans(comm.size, layout)[comm.rank])
     if config.visual_offload is None:
         index = copy_to_device(index, features.device)
         return VisualFeatures(features, index, units, config.recompute_visual, layout)

@@ -1,0 +1,52 @@
+"""What stores on disk share: atomic writing, the index as JSON, the settings that data were made with, and the errors.
+
+`remedy` is the end of a message: what the user can do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mllm_seqpar.errors import DataError, SeqParError
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; rename it to `path` unless an exception is raised."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file of JSON, complete or not at all, and create its directory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as temporary:
+        temporary.write_text(json.dumps(content) + "\n")
+
+
+@contextmanager
+def reading_index(path: Path, what: str, remedy: str) -> Iterator[None]:
+    """Raise DataError if the index at `path` cannot be read, or does not have the entries that are read inside."""
+    try:
+        yield
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{path}: not an index of {what} ({error!r}); {remedy}") from error
+
+
+def require_made_with(
+    where: str, found: Mapping[str, Any], expected: Mapping[str, Any], remedy: str, kind: type[SeqParError] = DataError
+) -> None:
+    """Raise an error of class `kind` unless the data of `where` were made with the values of `expected`."""
+    for name, value in expected.items():
+        if found.get(name) != value:
+            raise kind(f"{where} were made with {name} = {found.get(name)!r}, and now it is {value!r}; {remedy}")

@@ -1,0 +1,295 @@
+"""Layer: pure Python. Records in the layouts of other projects become chats; what is unknown or ambiguous is named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chats import asks, image, says, video
+from mllm_seqpar.chats.forms import read_record
+from mllm_seqpar.chats.multiple_choice import MultipleChoice, read_choice
+from mllm_seqpar.chats.records import open_records
+from mllm_seqpar.errors import DataError
+
+
+def llava(*values: str, **media: Any) -> dict[str, Any]:
+    turns = [{"from": ("human", "gpt")[i % 2], "value": value} for i, value in enumerate(values)]
+    return {"id": "997bb945", **media, "conversations": turns}
+
+
+VIDEO_MME = {
+    "video_id": "001",
+    "duration": "short",
+    "domain": "Knowledge",
+    "sub_category": "Humanity & History",
+    "url": "https://www.youtube.com/watch?v=fFjv93ACGo8",
+    "videoID": "fFjv93ACGo8",
+    "question_id": "001-1",
+    "task_type": "Counting Problem",
+    "question": "How many doors open?",
+    "options": ["A. One.", "B. Two.", "C. Three.", "D. Four."],
+    "answer": "C",
+}
+LONG_VIDEO_BENCH = {
+    "video_path": "86CxyhFV9MI.mp4",
+    "question": "What is red?",
+    "question_category": "S2E",
+    "candidates": ["the door", "the lamp"],
+    "correct_choice": 1,
+}
+MV_BENCH = {"video": "a.webm", "question": "Which one?", "candidates": ["a cup", "a box"], "answer": "a box"}
+PROMPT = "\nReply with the letter of the correct option."
+
+CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "LLaVA image": (
+        llava("<image>\nWhat?", "A cat.", "And?", "A dog.", image="coco/1.jpg"),
+        [asks(image("coco/1.jpg"), "What?"), says("A cat."), {"role": "user", "content": "And?"}, says("A dog.")],
+    ),
+    "LLaVA image with the name of its origin": (
+        llava("<image>\nWhat?", "A cat.", image="coco/1.jpg", file_name="000001.jpg", source_file_names=["a.zip"]),
+        [asks(image("coco/1.jpg"), "What?"), says("A cat.")],
+    ),
+    "question with the name of a transcript": (
+        {"file_name": "a.json", "video": "a.mp4", "question": "What?", "answer": "It."},
+        [asks(video("a.mp4"), "What?"), says("It.")],
+    ),
+    "LLaVA images within text": (
+        llava("Is <image> like <image>?", "No.", image=["1.jpg", "2.jpg"]),
+        [asks("Is ", image("1.jpg"), " like ", image("2.jpg"), "?"), says("No.")],
+    ),
+    "LLaVA video by <image>": (
+        llava("<image>\nWhat?", "It.", video="a.mp4"), [asks(video("a.mp4"), "What?"), says("It.")],
+    ),
+    "LLaVA video by <video>": (
+        llava("What?\n<video>", "It.", video="a.mp4", fps=2), [asks("What?", video("a.mp4", fps=2)), says("It.")],
+    ),
+    "LLaVA text": (llava("Hello.", "Hello!"), [{"role": "user", "content": "Hello."}, says("Hello!")]),
+    "OpenAI": (
+        {
+            "messages": [
+                {"role": "developer", "content": "Be brief."},
+                asks("What?", {"type": "image_url", "image_url": {"url": "https://x.org/1.png", "detail": "low"}}),
+                {"role": "assistant", "content": [{"type": "text", "text": "It."}]},
+            ]
+        },
+        [
+            {"role": "system", "content": "Be brief."},
+            asks("What?", image("https://x.org/1.png")),
+            {"role": "assistant", "content": [{"type": "text", "text": "It."}]},
+        ],
+    ),
+    "OpenAI responses and video_url": (
+        {
+            "messages": [
+                asks(
+                    {"type": "input_text", "text": "What?"},
+                    {"type": "input_image", "image_url": "1.png"},
+                    {"type": "video_url", "video_url": {"url": "a.mp4"}},
+                ),
+                says("It."),
+            ]
+        },
+        [asks("What?", image("1.png"), video("a.mp4")), says("It.")],
+    ),
+    "Qwen": (
+        {"messages": [asks({"type": "video", "video": "a.mp4", "fps": 2.0}, {"type": "image", "url": "1.png"})]},
+        [asks(video("a.mp4", fps=2.0), image("1.png"))],
+    ),
+    "clip of Qwen": (
+        {"messages": [asks({"type": "video", "video": "a.mp4", "video_start": 1.5, "video_end": 4})]},
+        [asks(video("a.mp4", start=1.5, end=4))],
+    ),
+    "clip of MVBench": (
+        MV_BENCH | {"start": 2.0, "end": "0:01:03.5"},
+        [asks(video("a.webm", start=2.0, end=63.5), "Which one?\nA. a cup\nB. a box" + PROMPT), says("B")],
+    ),
+    "clip of a caption": (
+        {"video": "a.mp4", "caption": "A cat.", "start_time": "01:02"},
+        [asks(video("a.mp4", start=62.0), "Describe the video."), says("A cat.")],
+    ),
+    "row of a table": (
+        {
+            "messages": [
+                asks({"type": "image", "text": None, "path": "1.png"}, {"type": "text", "text": "What?", "path": None}),
+                says("It.") | {"tool_calls": None},
+            ]
+        },
+        [asks(image("1.png"), "What?"), says("It.")],
+    ),
+    "placeholders and lists": (
+        {
+            "messages": [{"role": "user", "content": "<image><video>What?"}, says("It.")],
+            "images": ["1.png"],
+            "videos": ["a.mp4"],
+        },
+        [asks(image("1.png"), video("a.mp4"), "What?"), says("It.")],
+    ),
+    "parts without a path": (
+        {"messages": [asks({"type": "image"}, "What?"), says("It.")], "images": [{"path": "1.png"}]},
+        [asks(image("1.png"), "What?"), says("It.")],
+    ),
+    "Video-MME": (
+        VIDEO_MME,
+        [
+            asks(video("video-id:fFjv93ACGo8"), "How many doors open?\nA. One.\nB. Two.\nC. Three.\nD. Four." + PROMPT),
+            says("C"),
+        ],
+    ),
+    "LongVideoBench": (
+        LONG_VIDEO_BENCH,
+        [asks(video("86CxyhFV9MI.mp4"), "What is red?\nA. the door\nB. the lamp" + PROMPT), says("B")],
+    ),
+    "MVBench": (MV_BENCH, [asks(video("a.webm"), "Which one?\nA. a cup\nB. a box" + PROMPT), says("B")]),
+    "question and answer": (
+        {"image": "1.png", "question": "What?", "answer": "It."}, [asks(image("1.png"), "What?"), says("It.")],
+    ),
+    "a row of a folder": (
+        {"file_name": "a.mp4", "first_file_names": ["1.png", "2.png"], "question": "What?", "answer": "It."},
+        [asks(image("1.png"), image("2.png"), video("a.mp4"), "What?"), says("It.")],
+    ),
+    "caption": ({"image": "1.png", "text": "A cat."}, [asks(image("1.png"), "Describe the image."), says("A cat.")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_record_becomes_a_chat(name: str) -> None:
+    record, messages = CASES[name]
+    before = json.dumps(record)
+    assert read_record(record, answered=False).to_json() == messages
+    assert json.dumps(record) == before
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"video": "a.mp4", "conversations": [{"from": "gpt", "value": "x"}, {"from": "human", "value": "<video>?"}]},
+        {"messages": [{"role": "assistant", "content": "x"}, {"role": "user", "content": "?"}]},
+        {"video": "a.mp4", "messages": [{"role": "assistant", "content": "x"}, {"role": "user", "content": "<video>"}]},
+    ],
+)
+def test_answer_before_its_question_is_refused_in_every_form(record: Any) -> None:
+    with pytest.raises(DataError, match=r"message 0 \(assistant\) is the first message"):
+        read_record(record)
+    with pytest.raises(DataError, match=r"message 0 \(assistant\) is the first message"):
+        read_record(record, answered=False)
+
+
+def test_own_chats_are_unchanged() -> None:
+    record = {"messages": [asks(video("a.mp4", num_frames=3), "What?"), says("It.")], "id": 17}
+    assert read_record(record).to_json() == record["messages"]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (
+            {"prompt": "x", "completion": "y"},
+            "has the keys 'prompt', 'completion', which is not a known format; expected mess",
+        ),
+        ([1], 'is .1.; needs "messages", a list of'),
+        ({"messages": []}, 'needs "messages", a list of'),
+        (
+            {"messages": [asks("x"), says("y")], "images": ["1.png"]},
+            "has the key 'images' outside the messages, w",
+        ),
+        ({"messages": [asks("x"), says("y")], "tools": []}, "has the key 'tools' outside the messages"),
+        ({"messages": [asks("x")]}, "has no message of the assistant"),
+        ({"messages": [asks("x"), says(" ")]}, r"message 1 \(assistant\) is empty"),
+        (
+            {"messages": [asks({"type": "image", "image": "a", "url": "b"}), says("x")]},
+            "the unknown key 'image' in",
+        ),
+        ({"messages": [asks(video("a", video_start=3)), says("x")]}, "has the unknown key 'video_start' in"),
+        ({"messages": [], "conversations": []}, "has messages and conversations, so its format is ambiguous"),
+        ({"conversations": "x"}, "conversations is not a list"),
+        (llava("x", "y") | {"conversations": [{"from": "bot", "value": "x"}]}, "turn 0 of conversations is from 'bot'"),
+        (llava("What?", "It.", image="1.png"), r"has 1 files \(1.png\) and the placeholders none; write one for each"),
+        (llava("<image><image>", "It.", image="1.png"), "and the placeholders <image>, <image>"),
+        (llava("<image>", "It.", image="1.png", video="a.mp4"), r"has 2 files \(1.png, a.mp4\)"),
+        (llava("<image>", "It.", image="1.png", images=["2.png"]), "has both 'image' and 'images'"),
+        (llava("<image>", "It.", image=3), "image is 3; expected the path of a file"),
+        (
+            {"question": "x", "answer": "y", "videos": ["a.mp4", "b.mp4"], "end": 3},
+            "times of a clip and 2 videos; state",
+        ),
+        ({"question": "x", "answer": "y", "video": "a.mp4", "end": 3, "end_time": 3}, "has both 'end' and 'end_time'"),
+        ({"text": "no image"}, "which is not a known format"),
+        ({"question": "x", "image": "1.png"}, "question and answer are 'x' and ''; expected two texts"),
+        (VIDEO_MME | {"answer": None}, "the question has no answer; expected one of answer, correct_choice"),
+        (VIDEO_MME | {"answer": "E"}, "answer is 'E', which is none of the options"),
+        (VIDEO_MME | {"answer": 4}, "answer is 4, of 4 options"),
+        (VIDEO_MME | {"options": ["A", "A"], "answer": "A"}, "answer is 'A', which is ambiguous"),
+        (VIDEO_MME | {"options": ["B", "A"], "answer": "A"}, "answer is 'A', which is ambiguous"),
+        (VIDEO_MME | {"options": "A. One B. Two"}, "options is 'A. One B. Two'; expected a list"),
+    ],
+)
+def test_unknown_or_ambiguous_record_is_refused(record: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read_record(record)
+
+
+def test_choices_have_texts_letters_and_categories() -> None:
+    choice = read_choice(VIDEO_MME)
+    options = ("One.", "Two.", "Three.", "Four.")
+    assert choice == MultipleChoice(
+        question="How many doors open?", options=options, answer=2, category="Counting Problem"
+    )
+    assert choice.letters == ("A", "B", "C", "D")
+    assert (
+        choice.prompt("Q: {question} {options} A:")
+        == "Q: How many doors open? A. One.\nB. Two.\nC. Three.\nD. Four. A:"
+    )
+    for answer in ("C", "(C)", "C.", "C. Three.", "Three.", 2):
+        assert read_choice(VIDEO_MME | {"answer": answer}).answer == 2
+    assert read_choice({"question": "x", "choices": {"A": "one", "B": "two"}, "answer": "two"}).answer == 1
+    assert read_choice({"question": "x", "options": ["one", "two"]}).answer is None
+
+
+def test_elements_of_a_json_list_have_their_numbers_and_lines_theirs(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([llava("x", "y"), {"b": "]"}, 3], indent=2))
+    records = open_records(tmp_path / "a.json")
+    assert len(records) == 3 and [records.record(i) for i in range(3)] == [llava("x", "y"), {"b": "]"}, 3]
+    assert [records.place(i) for i in (0, 2)] == [f"{tmp_path / 'a.json'}, record {number}" for number in (1, 3)]
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    assert open_records(tmp_path).place(0) == records.place(0)
+    (tmp_path / "a.data").write_bytes(b'{"a": 1}\n\x1f\x8b\n')
+    lines = open_records(tmp_path / "a.data")
+    assert (lines.record(0), lines.place(1)) == ({"a": 1}, f"{tmp_path / 'a.data'}:2")
+    with pytest.raises(DataError, match="^not JSON"):
+        lines.record(1)
+    (tmp_path / "a.json").write_text('\ufeff[{"a": 1}]')
+    assert open_records(tmp_path / "a.json").record(0) == {"a": 1}
+    for text, message in (
+        ('[{"a": 1}\n{"b": 2}]', r": not JSON \(Expecting ',' delimiter: line 2"),
+        ('[\n{"a": 1},\n{', r": not JSON \(.*line 3"),
+    ):
+        (tmp_path / "a.json").write_text(text)
+        with pytest.raises(DataError, match=f"a.json{message}"):
+            open_records(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    ("files", "name", "message"),
+    [
+        (
+            {"a.jsonl": "{}", "b.json": "[1]"},
+            ".",
+            r"several splits or subsets; give one of them: .*jsonl, .*b",
+        ),
+        ({"readme.txt": "x"}, ".", r"no data set was found there \(found: readme.txt\); expected JSONL, a JSON list"),
+        ({"cats/1.png": "x"}, ".", r"it has media such as 1.png but no texts; add metadata.jsonl"),
+        ({"dataset_dict.json": '{"splits": ["train", "test"]}'}, ".", "several splits; give one of them: .*/train, "),
+        ({"data/test-0.parquet": "", "data/train-0.parquet": ""}, ".", "several splits or subsets; give one of them: "),
+        ({"s-000.tar": "x"}, "s-{000..002}.tar", "2 of 3 files are missing, first .*s-001.tar"),
+        ({"a.jsonl": "{}"}, "*.parquet", "no file matches; check the pattern"),
+        ({"a.jsonl": "{}"}, "b.jsonl", r"cannot be read \(No such file or directory\); expected JSONL"),
+        ({"a.jsonl": "{}", "b.csv": "x"}, "*.*", r"matches files of several kinds \(.csv, .jsonl\)"),
+    ],
+)
+def test_what_cannot_be_opened_is_named(tmp_path: Path, files: dict[str, str], name: str, message: str) -> None:
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_bytes(text.encode("latin-1"))
+    with pytest.raises(DataError, match=message):
+        open_records(tmp_path / name)

@@ -1,0 +1,183 @@
+"""Layer: one process. Image files of all formats: their upright size and pixels, their shades, and damaged ones."""
+
+import io
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps, features
+
+from mllm_seqpar.data import ImageListSource
+from mllm_seqpar.errors import VideoError
+from mllm_seqpar.videos.images import image_size, is_animated_webp, is_image_file, read_image
+
+SCENE = np.kron(np.random.default_rng(0).integers(0, 255, (6, 18, 3), dtype=np.uint8), np.ones((8, 8, 1), np.uint8))
+RAMP = np.linspace(0, 1, 256).reshape(16, 16)
+
+
+def pixels(path: Path) -> np.ndarray:
+    """Return the pixels (height, width, 3); the size that is stated must be theirs."""
+    image_size.cache_clear()
+    source = ImageListSource([path])
+    (image,) = next(source.read(0, 1))
+    assert source.sizes() == [tuple(image.shape[1:])]
+    assert torch.equal(image, read_image(str(path), None))
+    return image.permute(1, 2, 0).numpy()
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif", "avif"])
+@pytest.mark.parametrize("orientation", [1, 2, 3, 4, 5, 6, 7, 8, 9, 0])
+def test_size_and_pixels_are_upright_in_every_format(tmp_path: Path, suffix: str, orientation: int) -> None:
+    if suffix == "avif" and not features.check("avif"):
+        pytest.skip("this Pillow has no AVIF")
+    image, exif, path = Image.fromarray(SCENE), Image.Exif(), tmp_path / f"a.{suffix}"
+    exif[0x0112] = orientation
+    if suffix == "tif":
+        image.save(path, tiffinfo={0x0112: orientation})
+    else:
+        image.save(path, exif=exif, **({} if suffix in ("jpg", "avif") else {"lossless": True}))
+    with Image.open(path) as file:
+        expected = np.array(ImageOps.exif_transpose(file).convert("RGB"))
+    assert np.array_equal(pixels(path), expected)
+
+
+def jpeg_with_exif(path: Path, exif: bytes) -> None:
+    buffer = io.BytesIO()
+    Image.fromarray(SCENE).save(buffer, "JPEG")
+    data, exif = buffer.getvalue(), b"Exif\0\0" + exif
+    path.write_bytes(data[:2] + b"\xff\xe1" + struct.pack(">H", len(exif) + 2) + exif + data[2:])
+
+
+@pytest.mark.parametrize(
+    "exif",
+    [
+        b"II*\0\x08\0\0\0\x01\0" + struct.pack("<HHI4s", 0x112, 2, 2, b"6\0\0\0") + bytes(4),  # a text
+        b"II*\0\x08\0\0\0\x01\0" + struct.pack("<HHIf", 0x112, 11, 1, float("nan")) + bytes(4),
+        b"II*\0\xff\xff\xff\xff",
+        b"II",
+        b"",
+    ],
+)
+def test_an_orientation_that_is_no_number_is_ignored(tmp_path: Path, exif: bytes) -> None:
+    jpeg_with_exif(tmp_path / "a.jpg", exif)
+    assert pixels(tmp_path / "a.jpg").shape == SCENE.shape
+
+
+def write_pgm(path: Path, top: int) -> None:
+    values = np.round(RAMP * top).astype(">u2" if top > 255 else np.uint8)
+    path.write_bytes(b"P5\n16 16\n%d\n" % top + values.tobytes())
+
+
+def write_tiff(path: Path, values: np.ndarray, bits: int, sample_format: int = 1, zero_is_white: bool = False) -> None:
+    """Write an uncompressed greyscale TIFF; Pillow does not write all that it reads."""
+    content = values.tobytes()
+    entries = [(256, 16), (257, 16), (258, bits), (259, 1), (262, 0 if zero_is_white else 1), (277, 1)]
+    entries += [(278, 16), (279, len(content)), (339, sample_format)]
+    start = 8 + 2 + 12 * (len(entries) + 1) + 4
+    rows = [struct.pack("<HHII", tag, 4, 1, value) for tag, value in sorted([*entries, (273, start)])]
+    path.write_bytes(b"II*\0" + struct.pack("<IH", 8, len(rows)) + b"".join(rows) + bytes(4) + content)
+
+
+def packed_12_bits(values: np.ndarray) -> np.ndarray:
+    pairs = values.reshape(-1, 2).astype(np.uint16)
+    return np.stack([pairs[:, 0] >> 4, (pairs[:, 0] & 15) << 4 | pairs[:, 1] >> 8, pairs[:, 1] & 255], 1).astype(
+        np.uint8
+    )
+
+
+DEEP: dict[str, Callable[[Path], Any]] = {
+    "8.pgm": lambda path: write_pgm(path, 255),
+    "12.pgm": lambda path: write_pgm(path, 4095),
+    "16.pgm": lambda path: write_pgm(path, 65535),
+    "16.png": lambda path: Image.fromarray((RAMP * 65535).round().astype(np.uint16)).save(path),
+    "16.tif": lambda path: Image.fromarray((RAMP * 65535).round().astype(np.uint16)).save(path),
+    "16_deflate.tif": lambda path: Image.fromarray((RAMP * 65535).round().astype(np.uint16)).save(
+        path, compression="tiff_adobe_deflate"
+    ),
+    "16_zero_is_white.tif": lambda path: write_tiff(
+        path, ((1 - RAMP) * 65535).round().astype("<u2"), 16, zero_is_white=True
+    ),
+    "12.tif": lambda path: write_tiff(path, packed_12_bits((RAMP * 4095).round()), 12),
+    "16_signed.tif": lambda path: write_tiff(path, (RAMP * 32767).round().astype("<i2"), 16, 2),
+    "32.tif": lambda path: Image.fromarray((RAMP * 2_000_000_000).round().astype(np.int32)).save(path),
+    "32_unsigned.tif": lambda path: write_tiff(path, (RAMP * 4_294_967_295).round().astype("<u4"), 32),
+    "32_small.tif": lambda path: Image.fromarray((RAMP * 255).round().astype(np.int32)).save(path),
+    "32_of_16.tif": lambda path: Image.fromarray((RAMP * 65535).round().astype(np.int32)).save(path),
+    "float_of_1.tif": lambda path: Image.fromarray(RAMP.astype(np.float32)).save(path),
+    "float_of_255.tif": lambda path: Image.fromarray((RAMP * 255).astype(np.float32)).save(path),
+    "float_of_65535.tif": lambda path: Image.fromarray((RAMP * 65535).astype(np.float32)).save(path),
+    "float_signed.tif": lambda path: Image.fromarray((RAMP * 2 - 1).astype(np.float32)).save(path),
+    "float_large.tif": lambda path: Image.fromarray((RAMP * 1e9).astype(np.float32)).save(path),
+    "float.pfm": lambda path: path.write_bytes(b"Pf\n16 16\n-1.0\n" + RAMP[::-1].astype("<f4").tobytes()),
+    "16.jp2": lambda path: Image.fromarray((RAMP * 65535).round().astype(np.uint16)).save(path),
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_greyscale_of_many_bits_keeps_its_shades(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    DEEP[name](path)
+    grey = pixels(path)
+    assert np.array_equal(grey[..., 0], grey[..., 1]) and np.array_equal(grey[..., 0], grey[..., 2])
+    expected = np.arange(256).reshape(16, 16)
+    if name == "16_signed.tif":  # of the 16 bits, positive values use 15
+        expected = expected // 2
+    assert np.abs(grey[..., 0].astype(int) - expected).max() <= 1
+
+
+def test_floats_that_are_not_numbers_are_black(tmp_path: Path) -> None:
+    values = RAMP.astype(np.float32)
+    values[0, 0], values[15, 15] = np.nan, np.inf
+    Image.fromarray(values).save(tmp_path / "a.tif")
+    grey = pixels(tmp_path / "a.tif")[..., 0]
+    assert (grey[0, 0], grey[15, 15], grey[15, 14]) == (0, 0, 254)
+
+
+@pytest.mark.parametrize("suffix", ["avif", "webp", "jpg", "png", "tif", "gif", "bmp", "jp2", "ico", "tga", "ppm"])
+def test_whatever_pillow_raises_names_the_file(tmp_path: Path, suffix: str) -> None:
+    if suffix == "avif" and not features.check("avif"):
+        pytest.skip("this Pillow has no AVIF")
+    path = tmp_path / f"whole.{suffix}"
+    Image.fromarray(SCENE).resize((64, 64)).save(path)
+    data, rng, refused = path.read_bytes(), np.random.default_rng(0), 0
+    for number in range(16):
+        damaged = bytearray(data)
+        if number < 6:
+            del damaged[len(data) * (number + 1) // 7 :]
+        else:
+            for place in rng.integers(4 if number % 2 else 12, len(data), 1 + number):
+                damaged[place] = rng.integers(256)
+        path = tmp_path / f"{number}.{suffix}"
+        path.write_bytes(damaged)
+        try:
+            source = ImageListSource([path])
+            source.sizes()
+            next(source.read(0, 1))
+        except VideoError as error:
+            refused += 1
+            assert str(error).startswith(f"{path}: not a readable image (") and "\n" not in str(error)
+    assert refused or suffix in ("bmp", "tga", "ppm", "jpg")
+
+
+def test_memory_errors_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Image.fromarray(SCENE).save(tmp_path / "a.png")
+
+    def exhausted(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(Image, "open", exhausted)
+    with pytest.raises(MemoryError):
+        read_image(str(tmp_path / "a.png"), None)
+
+
+def test_animated_webp_is_known_by_its_content(tmp_path: Path) -> None:
+    images = [Image.fromarray(SCENE + number) for number in range(3)]
+    images[0].save(tmp_path / "animated", "WEBP", save_all=True, append_images=images[1:])
+    images[0].save(tmp_path / "still.webp")
+    found = [is_animated_webp(tmp_path / name) for name in ("animated", "still.webp", "missing")]
+    assert found == [True, False, False]
+    assert [is_image_file(str(tmp_path / name)) for name in ("animated", "still.webp")] == [False, True]
