@@ -79,7 +79,7 @@ NCCL_GROUP_LIMIT = 256
 """The largest number of point-to-point operations in one group of NCCL calls; see `message_rounds`."""
 
 
-class _Message(dist.P2POp):
+class _UncheckedMessage(dist.P2POp):
     """A message for `dist.batch_isend_irecv`, without the checks of `P2POp`, `isend` and `irecv`.
 
     Those take longer than the launch: about 40 calls for each message, and a step of backward has up to six messages.
@@ -102,7 +102,7 @@ def _receive(tensor: Tensor, group: dist.ProcessGroup, tag: int, **peers: int) -
     return group.recv([tensor], peer, tag)
 
 
-class _Exchange(NamedTuple):
+class _ExchangedMessages(NamedTuple):
     """The messages of an exchange, which an error names."""
 
     sends: Sequence[Send]
@@ -119,7 +119,7 @@ class _PendingWorks(Pending):
     A second `wait()` on a point-to-point Work of gloo never returns, so each handle is dropped after the first.
     """
 
-    def __init__(self, owner: ProcessGroupCommunicator, works: list[Any], exchange: _Exchange) -> None:
+    def __init__(self, owner: ProcessGroupCommunicator, works: list[Any], exchange: _ExchangedMessages) -> None:
         self._owner, self._works, self._exchange = owner, works, exchange
 
     def wait(self) -> None:
@@ -127,7 +127,7 @@ class _PendingWorks(Pending):
             start = time.perf_counter()
             self._owner._guard(self._exchange, self._wait)
             self._owner.bytes.waited += time.perf_counter() - start
-            self._exchange = _Exchange((), ())  # frees the tensors
+            self._exchange = _ExchangedMessages((), ())  # frees the tensors
 
     def _wait(self) -> None:
         while self._works:
@@ -190,16 +190,18 @@ class ProcessGroupCommunicator(Communicator):
         for _, tensor, label in sends:
             self.bytes.sent[label] += tensor.nbytes
             self.bytes.messages[label] += 1
-        exchange = _Exchange(sends, recvs)
+        exchange = _ExchangedMessages(sends, recvs)
         return _PendingWorks(self, self._guard(exchange, functools.partial(self._launch, exchange)), exchange)
 
-    def _launch(self, exchange: _Exchange) -> list[Any]:
+    def _launch(self, exchange: _ExchangedMessages) -> list[Any]:
         works: list[Any] = []
         for sends, recvs in message_rounds(self.rank, self.size, *exchange, self.operation_limit):
             # Receives come first. gloo announces a ready buffer over the connection that also carries the sends. Behind
             # a large send the announcement would wait, and two ranks would send one after the other, not both at once.
-            messages: list[dist.P2POp] = [_Message(_receive, buffer, self.transfers, peer) for peer, buffer in recvs]
-            messages += [_Message(_send, tensor, self.transfers, peer) for peer, tensor, _ in sends]
+            messages: list[dist.P2POp] = [
+                _UncheckedMessage(_receive, buffer, self.transfers, peer) for peer, buffer in recvs
+            ]
+            messages += [_UncheckedMessage(_send, tensor, self.transfers, peer) for peer, tensor, _ in sends]
             works += dist.batch_isend_irecv(messages)
         return works
 
