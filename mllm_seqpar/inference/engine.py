@@ -7,6 +7,11 @@ The ranks of the world form groups that work independently. The ranks of a group
 
 The conversations of the last jobs are kept, with the features of their media and the K and V of their text. A job
 about the same media continues such a conversation, whoever sent it: only the tokens that differ are computed.
+
+An error of one job must not end the program, and afterwards all ranks must keep the same conversations. All ranks
+therefore agree on the outcome of each step of `Engine.answers`, and on an error that a job raises before its first
+forward pass (an option that `generate` refuses, for example). An error within a pass ends the program if there are
+other ranks, because they wait for this one in a collective.
 """
 
 from __future__ import annotations
@@ -47,7 +52,7 @@ _FATAL = (TransferError, DivergedError, dist.DistError, torch.AcceleratorError)
 """Errors after which no job can be answered: of transfers between ranks, and of the device."""
 
 
-def _encode(conversation: Conversation) -> None:
+def _encode_now(conversation: Conversation) -> None:
     conversation.encode()
 
 
@@ -111,7 +116,7 @@ class Engine:
         jobs: Sequence[Job],
         *,
         sources: Callable[[], Sequence[FrameSource]] | None = None,
-        encode: Callable[[Conversation], object] = _encode,
+        encode: Callable[[Conversation], object] = _encode_now,
         on_start: Callable[[Conversation], object] = _nothing,
         together: bool = False,
         **callbacks: Any,
