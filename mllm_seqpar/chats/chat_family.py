@@ -127,6 +127,7 @@ class ChatFamily(ABC):
         always_sharded: whether the patched forward takes images as one flat list on a single process too, where the
             unpatched forward has a dimension of samples.
         ragged: whether images have different numbers of rows, and are joined by `joined`.
+        stores_tower: whether the outputs of the vision tower can be stored (`finetune --features`).
         repeats_media: whether the forward of a model that appends media needs images in each pass, also those of the
             cache.
     """
@@ -139,6 +140,7 @@ class ChatFamily(ABC):
     tower: tuple[str, str] = ("model.vision_model", "forward")
     always_sharded = True
     ragged = False
+    stores_tower = True
     repeats_media = False
 
     def __init__(self, processor: Any, family: Any) -> None:
@@ -236,8 +238,15 @@ class ChatFamily(ABC):
         last = self.tower[0].rpartition(".")[2] + "."
         return tuple(prefix for prefix in self.feature_weights if prefix.endswith(last))
 
+    def tower_rows(self, source: FrameSource) -> int:
+        """Return the number of rows that the method of `tower` takes and returns for each frame of a source.
+
+        The source is what `units` returns.
+        """
+        return 1
+
     def tower_frames(self, pixels: Tensor) -> int:
-        """Return the number of images in the input of the method of `tower`."""
+        """Return the number of images in the input of the method of `tower`, or of rows if an image has several."""
         return pixels.shape[0]
 
     def tower_states(self, output: Any) -> Tensor:

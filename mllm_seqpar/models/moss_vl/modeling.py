@@ -93,7 +93,13 @@ class MossVLVisionModel(Qwen3VLVisionModel):
         self.post_init()
 
     def forward(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Tensor:
-        """Patches (P, values) and their grids (media, 3) -> visual tokens (P / 4, out_hidden_size).
+        """Patches (P, values) and their grids (media, 3) -> visual tokens (P / 4, out_hidden_size)."""
+        last, *earlier = self.states(hidden_states, grid_thw, **kwargs)
+        merged: Tensor = self.merger(last, earlier)
+        return merged
+
+    def states(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Sequence[Tensor]:
+        """Return the states (P, width) of the last block, and of those that the merger takes too.
 
         The frames of a video do not attend to each other. If the grids are on the host, the device is not read.
         """
@@ -114,8 +120,7 @@ class MossVLVisionModel(Qwen3VLVisionModel):
         made = {name: copy_to_device(x, device) for name, x in made.items()}
         made["cu_seqlens"] = copy_to_device(ends, device) if is_flash_attention_requested(self.config) else ends
         out = super().forward(hidden_states, grid_thw=grid_thw, return_dict=True, **made, **kwargs)
-        merged: Tensor = self.merger(out.last_hidden_state, out.deepstack_features)
-        return merged
+        return out.last_hidden_state, *out.deepstack_features
 
 
 class MossVLTextModel(Qwen3VLTextModel):
