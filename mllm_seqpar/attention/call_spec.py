@@ -128,15 +128,22 @@ class CallSpec:
                 sent = mesh_axis_bytes(problem, shape, backward=backward)
                 ranks = mesh_ranks(comm.ring, comm.nodes, shape, *sent)
             ratios = self.overlap_ratios[backward]
-            steps: list[Step] = []
-            for step in schedule_for(
+            schedule = schedule_for(
                 shape, rank, backward=backward, ranks=ranks, direct=self.direct, overlap_ratios=ratios
-            ):
-                transfers = tuple([self._resolved(transfer, rank, q) for transfer in step.transfers])
-                blocks = tuple([replace(b, layers=self._layers(b, q, k, kernel, backward)) for b in step.blocks])
-                steps.append(Step(transfers, blocks, step.released))
-            schedule = self._made[key] = tuple(steps)
+            )
+            schedule = self._made[key] = self._filled_in(schedule, rank, q, k, kernel, backward)
         return schedule
+
+    def _filled_in(
+        self, schedule: Schedule, rank: int, q: Tensor, k: Tensor, kernel: KernelOption, backward: bool
+    ) -> Schedule:
+        """Return the schedule with what depends on the call: see `Transfer` and `AttentionBlock`."""
+        steps = []
+        for step in schedule:
+            transfers = tuple([self._resolved(transfer, rank, q) for transfer in step.transfers])
+            blocks = tuple([replace(b, layers=self._layers(b, q, k, kernel, backward)) for b in step.blocks])
+            steps.append(Step(transfers, blocks, step.released))
+        return tuple(steps)
 
     def _resolved(self, transfer: Transfer, rank: int, q: Tensor) -> Transfer:
         """Return a transfer with its rows, lengths and dtype.
