@@ -44,6 +44,7 @@ from mllm_seqpar.adapting import (
     FrameShard,
     HostFrames,
     KVProjection,
+    Pass,
     Patch,
     SeqParContext,
     SequenceParallelCacheState,
@@ -60,7 +61,6 @@ from mllm_seqpar.adapting import (
     patch_generate,
     require_same_inputs,
     rotate_by_whole_text,
-    run_pass,
     takes_cache,
     tensor_of,
 )
@@ -408,11 +408,10 @@ def _cache_media(model: Any, family: OpenFlamingoFamily) -> Any:
         inputs = MediaInputs.of(media, time, comm, input_ids=input_ids)
 
         def check() -> None:
-            check_frames(family, inputs)
+            check_frames(inputs, comm, family.frame_arguments)
             family.check_inputs(inputs)
 
-        require_same_inputs(comm, inputs, check)
-        media.features = local_features(family, inputs)
+        media.features = local_features(family, require_same_inputs(comm, inputs, check))
         unpatched(input_ids, media)
 
     return cache_media
@@ -447,7 +446,7 @@ def _language_model_forward(language_model: Any, family: OpenFlamingoFamily) -> 
             use_cache=cache is not None or bool(use_cache),
             detects_packing=family.language_model.detects_packing and not use_cache,
         )
-        return run_pass(family, inputs, logits_to_keep, kwargs)
+        return Pass(family, inputs, logits_to_keep, kwargs).run()
 
     return as_forward(language_model, forward)
 

@@ -15,8 +15,9 @@ A `ShardedLayer` takes the place of one of the model's own layers, if its K and 
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -102,6 +103,17 @@ class SequenceParallelCacheState(getattr(cache_utils, "DummyLayer", object)):  #
         before = copy.copy(self)
         self.store_frames(visual_kv, batch, fingerprints)
         self.earlier, self.first_token = (*before.earlier, before), first_token
+
+    @contextlib.contextmanager
+    def in_pass(self) -> Iterator[None]:
+        """Run a pass of the patched model, which alone may read the cache; release the features at its end."""
+        self.active = True
+        try:
+            yield
+        finally:
+            self.active = False
+        if self.visual_kv is not None:
+            self.visual_kv.close()
 
     def by_pass(self) -> list[SequenceParallelCacheState]:
         """Return a state for each pass that brought frames, with the `rows` that the rows of this state continue."""

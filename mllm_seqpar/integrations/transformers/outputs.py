@@ -6,7 +6,7 @@ Shape legend: B samples, L text tokens of the pass, s of them on this rank, r re
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,14 +28,12 @@ from mllm_seqpar.runtime.text import (
     summed_cross_entropy,
 )
 
+from .facts import ModelFacts
 from .inputs import ForwardInputs
-
-if TYPE_CHECKING:
-    from .family import Family
 
 
 def uncached_outputs(
-    family: Family,
+    family: ModelFacts[Any],
     inputs: ForwardInputs,
     state: ForwardState,
     decoded: Any,
@@ -81,7 +79,7 @@ Ranks that choose tokens from logits with different last bits would generate dif
 
 
 def cached_outputs(
-    family: Family,
+    family: ModelFacts[Any],
     inputs: ForwardInputs,
     parts: Sequence[Rows],
     decoded: Sequence[Any],
@@ -115,7 +113,7 @@ def custom_loss(model: Any) -> Any:
     return None if function is ForCausalLMLoss else function
 
 
-def leaves_out_logits(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor) -> bool:
+def leaves_out_logits(family: ModelFacts[Any], inputs: ForwardInputs, logits_to_keep: int | Tensor) -> bool:
     """Return whether a pass returns a loss and no logits; the head then computes only the rows with a target."""
     wanted = family.context.config.logits != "none" or inputs.is_decoding_step
     return not wanted and inputs.has_labels and isinstance(logits_to_keep, int) and logits_to_keep == 0
@@ -143,7 +141,7 @@ def _requested_rows(
 
 
 def _without_logits(
-    family: Family,
+    family: ModelFacts[Any],
     inputs: ForwardInputs,
     hidden: Tensor,
     states: Any,
@@ -157,7 +155,12 @@ def _without_logits(
 
 
 def _of_whole_text(
-    family: Family, inputs: ForwardInputs, hidden: Tensor, states: Any, kwargs: Mapping[str, Any], cache: Any = None
+    family: ModelFacts[Any],
+    inputs: ForwardInputs,
+    hidden: Tensor,
+    states: Any,
+    kwargs: Mapping[str, Any],
+    cache: Any = None,
 ) -> CausalLMOutputWithPast:
     """Return loss and logits of a pass in which every rank has all text.
 
@@ -186,7 +189,7 @@ def _of_whole_text(
 
 
 def _loss_of_targets(
-    family: Family, inputs: ForwardInputs, hidden: Tensor, kwargs: Mapping[str, Any], text: TextShards | None
+    family: ModelFacts[Any], inputs: ForwardInputs, hidden: Tensor, kwargs: Mapping[str, Any], text: TextShards | None
 ) -> Tensor:
     """Return the loss, given the last hidden states (B, s, C) of the rows that `text` shards, or of all rows.
 

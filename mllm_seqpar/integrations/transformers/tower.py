@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,13 +32,11 @@ from mllm_seqpar.runtime.offload import HostFeatures, in_host_memory, stored_in_
 from mllm_seqpar.runtime.visual_features import VisualFeatures
 from mllm_seqpar.sharding import APPENDED, Spans, frame_bounds, part_of_spans, span_length, take_spans
 
+from .facts import ModelFacts
 from .inputs import ForwardInputs
 
-if TYPE_CHECKING:
-    from .family import DecoderOnlyFamily, Family
 
-
-def layout_of_frames(family: Family, inputs: ForwardInputs) -> str:
+def layout_of_frames(family: ModelFacts[Any], inputs: ForwardInputs) -> str:
     """Return how the frames of this pass map to ranks: as the caller has sharded them, or as the family states."""
     shard, comm = inputs.visual_shard, family.context.comm
     if shard is None:
@@ -48,12 +46,12 @@ def layout_of_frames(family: Family, inputs: ForwardInputs) -> str:
     return layout
 
 
-def frames_by_rank(family: Family, inputs: ForwardInputs) -> Sequence[Spans]:
+def frames_by_rank(family: ModelFacts[Any], inputs: ForwardInputs) -> Sequence[Spans]:
     """Return the frames of every rank. Without frames, rank 0 has the empty one."""
     return inputs.sizes.spans(family.context.comm.size, layout_of_frames(family, inputs))
 
 
-def local_features(family: Family, inputs: ForwardInputs) -> Tensor | None:
+def local_features(family: ModelFacts[Any], inputs: ForwardInputs) -> Tensor | None:
     """Return the features (units, tokens, width) of this rank's frames; the vision tower encodes only those.
 
     The tower encodes `vision_chunk_size` frames at a time, and makes as many calls on every rank as the rank with the
@@ -95,7 +93,7 @@ def local_features(family: Family, inputs: ForwardInputs) -> Tensor | None:
     return _encode_in_runs(family, inputs.take, own, count, spare, runs)
 
 
-def local_embeddings(family: DecoderOnlyFamily[Any], inputs: ForwardInputs) -> Tensor | None:
+def local_embeddings(family: ModelFacts[Any], inputs: ForwardInputs) -> Tensor | None:
     """Return the embeddings (x, width) of this rank's frames, for a decoder-only model."""
     comm, total = family.context.comm, inputs.total_frames
     bounds = frame_bounds(total, comm.size)
@@ -123,7 +121,7 @@ def local_embeddings(family: DecoderOnlyFamily[Any], inputs: ForwardInputs) -> T
     return torch.cat(parts) if parts else None
 
 
-def _tower_runs(family: Family, inputs: ForwardInputs, most: int) -> tuple[int, tuple[int, int] | None]:
+def _tower_runs(family: ModelFacts[Any], inputs: ForwardInputs, most: int) -> tuple[int, tuple[int, int] | None]:
     """Return how often each rank runs the tower, given the frames of the rank with `most`; see `agree_on_frames`."""
     frames, is_features = inputs.frames, inputs.frames is not None and inputs.frames_are_features
     chunk = most if is_features else family.context.config.vision_chunk_size or most
@@ -131,14 +129,14 @@ def _tower_runs(family: Family, inputs: ForwardInputs, most: int) -> tuple[int, 
     return agree_on_frames(family.model, -(-most // max(chunk, 1)), frames is not None and not is_features, shape)
 
 
-def _features_dtype(family: Family, features: Tensor) -> torch.dtype:
+def _features_dtype(family: ModelFacts[Any], features: Tensor) -> torch.dtype:
     """Return the dtype that layers take features of the caller in."""
     weight = family.embedding_weight()
     return features.dtype if torch.is_autocast_enabled(weight.device.type) else weight.dtype
 
 
 def _encode_in_runs(
-    family: Family,
+    family: ModelFacts[Any],
     take: Callable[[Spans], Sequence[Any]],
     own: Spans,
     units: int,
@@ -174,7 +172,7 @@ def _moved(x: Any, device: torch.device) -> Any:
     return x.to(device) if x.requires_grad else copy_to_device(x, device)  # pinned copies have no gradients
 
 
-def visual_features(family: Family, inputs: ForwardInputs, features: Tensor) -> VisualFeatures:
+def visual_features(family: ModelFacts[Any], inputs: ForwardInputs, features: Tensor) -> VisualFeatures:
     """Return this rank's features with the index of each unit. Without frames, rank 0 has the empty one."""
     sizes, comm, config = inputs.sizes, family.context.comm, family.context.config
     units, layout = sizes.count(), layout_of_frames(family, inputs)

@@ -15,8 +15,8 @@ from mllm_seqpar.attention.keys import cast_for_attention
 from mllm_seqpar.checkpointing import AutocastState
 from mllm_seqpar.comm import Communicator, LoopbackCommunicator, LoopbackWorld, run_loopback
 from mllm_seqpar.config import SeqParConfig
-from mllm_seqpar.integrations.transformers.family import mask_over_samples
 from mllm_seqpar.masks import BlockMask
+from mllm_seqpar.masks.frame_mask import mask_over_samples
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.star import StarText, block_length
 from mllm_seqpar.runtime.text import TextKVCache, TextShards, packed_starts, sharded_causal_lm_loss, shifted
