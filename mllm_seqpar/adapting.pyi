@@ -52,7 +52,7 @@ from mllm_seqpar.integrations.transformers.inputs import ForwardInputs as Forwar
 from mllm_seqpar.integrations.transformers.inputs import as_compared_tensors as as_compared_tensors
 from mllm_seqpar.integrations.transformers.passes import Pass as Pass
 from mllm_seqpar.integrations.transformers.rotary import rotate_by_whole_text as rotate_by_whole_text
-from mllm_seqpar.integrations.transformers.tower import local_features as local_features
+from mllm_seqpar.integrations.transformers.tower import Tower as Tower
 from mllm_seqpar.masks import FrameMask as FrameMask
 from mllm_seqpar.masks.frame_mask import mask_over_samples as mask_over_samples
 from mllm_seqpar.models.cache import SequenceParallelCacheState as SequenceParallelCacheState
@@ -68,14 +68,14 @@ from mllm_seqpar.planner.model_sizes import TextSizes as TextSizes
 from mllm_seqpar.planner.model_sizes import VisionSizes as VisionSizes
 from mllm_seqpar.runtime.context import SeqParContext as SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState as ForwardState
+from mllm_seqpar.runtime.loss import sharded_causal_lm_loss as sharded_causal_lm_loss
+from mllm_seqpar.runtime.loss import shifted as shifted
 from mllm_seqpar.runtime.projections import FunctionProjection as FunctionProjection
 from mllm_seqpar.runtime.projections import KVProjection as KVProjection
 from mllm_seqpar.runtime.sharded_call import ShardedState as ShardedState
 from mllm_seqpar.runtime.sharded_call import sharded_call as sharded_call
 from mllm_seqpar.runtime.star import StarText as StarText
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape as CrossAttentionShape
-from mllm_seqpar.runtime.text import sharded_causal_lm_loss as sharded_causal_lm_loss
-from mllm_seqpar.runtime.text import shifted as shifted
 from mllm_seqpar.runtime.visual_features import sampled_bits as sampled_bits
 from mllm_seqpar.runtime.visual_tokens import FrameTokens as FrameTokens
 from mllm_seqpar.runtime.visual_tokens import VisualTokenLayout as VisualTokenLayout

@@ -49,6 +49,7 @@ from mllm_seqpar.adapting import (
     SeqParContext,
     SequenceParallelCacheState,
     ShapeError,
+    Tower,
     as_forward,
     cache_state_of,
     check_frames,
@@ -56,7 +57,6 @@ from mllm_seqpar.adapting import (
     copy_to_host,
     frame_bounds,
     is_instance_by_name,
-    local_features,
     merge_heads,
     patch_generate,
     require_same_inputs,
@@ -411,7 +411,7 @@ def _cache_media(model: Any, family: OpenFlamingoFamily) -> Any:
             check_frames(inputs, comm, family.frame_arguments)
             family.check_inputs(inputs)
 
-        media.features = local_features(family, require_same_inputs(comm, inputs, check))
+        media.features = Tower(family, require_same_inputs(comm, inputs, check)).features()
         unpatched(input_ids, media)
 
     return cache_media

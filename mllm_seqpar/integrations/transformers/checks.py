@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import TransformersKwargs
 
 from mllm_seqpar.comm import Communicator
@@ -24,7 +25,6 @@ from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
 from mllm_seqpar.sharding import APPENDED, FRAME_LAYOUTS, FrameShard, FrameSizes, describe_spans
 
 from .inputs import ForwardInputs
-from .outputs import custom_loss
 
 InputsT = TypeVar("InputsT", bound=ForwardInputs)
 
@@ -309,6 +309,12 @@ def check_labels(inputs: ForwardInputs) -> None:
     labels, shape = getattr(inputs, name), (inputs.batch, inputs.length)
     if labels is not None and tuple(labels.shape) != shape:
         raise ShapeError(f"{name}: has shape {tuple(labels.shape)}; expected {shape}, one for each token of this call")
+
+
+def custom_loss(model: Any) -> Any:
+    """Return the model's loss function if it is not the cross-entropy of tokens; None if it is."""
+    function = getattr(model, "loss_function", ForCausalLMLoss)
+    return None if function is ForCausalLMLoss else function
 
 
 def refuse_custom_loss(model: Any) -> None:

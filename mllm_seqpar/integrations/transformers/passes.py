@@ -24,7 +24,10 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers.cache_utils import DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from mllm_seqpar._compat import cache_argument
+from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.comm.backends import require_transferable
 from mllm_seqpar.errors import MaskError
 from mllm_seqpar.fsdp_units import call_within, refuse_other_sharding
@@ -40,8 +43,16 @@ from mllm_seqpar.models.cache import (
 )
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.frames import Frames, KVSource, VisualKVCache, select_strategy
+from mllm_seqpar.runtime.loss import (
+    IGNORE,
+    loss_of_targets,
+    mean_over_targets,
+    require_tokens,
+    sharded_causal_lm_loss,
+    summed_cross_entropy,
+)
 from mllm_seqpar.runtime.star import StarText, block_length
-from mllm_seqpar.runtime.text import Rows, TextShards, packed_starts
+from mllm_seqpar.runtime.text import Rows, TextShards, packed_starts, requested_rows, select_logit_rows
 from mllm_seqpar.runtime.visual_features import VisualFeatures, fingerprint_of
 from mllm_seqpar.runtime.visual_tokens import FrameTokens, VisualTokens
 from mllm_seqpar.sharding import span_length
@@ -53,6 +64,7 @@ from .checks import (
     check_star,
     check_text,
     check_tokens,
+    custom_loss,
     refuse_custom_loss,
     refuse_reentrant_checkpointing,
     refuse_trained_cache,
@@ -61,8 +73,13 @@ from .checks import (
 from .facts import ModelFacts
 from .generation import share_random_state
 from .inputs import ForwardInputs
-from .outputs import cached_outputs, leaves_out_logits, uncached_outputs
-from .tower import frames_by_rank, local_embeddings, local_features, visual_features, with_accumulated_gradients
+from .tower import Tower, with_accumulated_gradients
+
+BROADCAST_ROWS = 64
+"""Up to this number of rows, hidden states are broadcast from rank 0.
+
+Ranks that choose tokens from logits with different last bits would generate different texts.
+"""
 
 
 class AttendedFrames(NamedTuple):
@@ -131,21 +148,14 @@ class Pass:
                 # Only now: a cache whose frames could not be encoded is still an ordinary one.
                 layers = self.family.text_config.num_hidden_layers
                 shard_cached_text(self.cache, self.cache_state, parts[0].text, layers)
-            states, decoded = list[ForwardState](), []
+            decoded = []
             for rows, tokens in zip(parts, visual_tokens, strict=True):
                 text = rows.text
-                states.append(
+                state = (
                     self._state_over_cache(rows, tokens) if text is None else self._state_of_shards(rows, text, tokens)
                 )
-                decoded.append(self._run_rows(rows, states[-1]))
-            if self.cache is None:
-                out = uncached_outputs(
-                    self.family, self.inputs, states[0], decoded[0], self.logits_to_keep, self.kwargs
-                )
-            else:
-                out = cached_outputs(
-                    self.family, self.inputs, parts, decoded, self.logits_to_keep, self.kwargs, self.cache
-                )
+                decoded.append(self._run_rows(rows, state))
+            out = self._outputs(parts, decoded)
         return self.family.model_output(out, None if self.attended is None else self.attended.features, self.inputs)
 
     # The arguments and the cache.
@@ -196,7 +206,7 @@ class Pass:
                 refuse_reentrant_checkpointing(family.checkpointed_modules)
         if inputs.has_labels:
             shards_text = size > 1 and self.config.self_attention != "local" and not inputs.use_cache
-            if shards_text or leaves_out_logits(family, inputs, self.logits_to_keep):
+            if shards_text or self._leaves_out_logits():
                 refuse_custom_loss(family.model)
                 check_labels(inputs)
         family.check_inputs(inputs)
@@ -277,6 +287,11 @@ class Pass:
     # pass of text only: layers attend to them, to features of this pass or to K and V in the cache; or, in a
     # decoder-only model, their embeddings are among the rows, to which later tokens attend as to text.
 
+    @functools.cached_property
+    def _tower(self) -> Tower:
+        """The vision tower in this pass, once it is known whether frames follow those of the cache."""
+        return Tower(self.family, self.inputs)
+
     def _attended_frames(self) -> AttendedFrames | None:
         """Return the frames that rows attend to: encoded now, or those of the cache; None in a pass of text only.
 
@@ -286,10 +301,10 @@ class Pass:
         source: KVSource
         if state is None or self._encodes_frames(state):
             family.check_new_frames(self.inputs)
-            features = local_features(family, self.inputs)
+            features = self._tower.features()
             if features is None:
                 return None
-            source = visual = visual_features(family, self.inputs, features)
+            source = visual = self._tower.visual_features(features)
             if state is not None:
                 source = self._store_frames(state, visual, features)
                 family.complete_cache(self.inputs, self.cache, state)
@@ -364,7 +379,7 @@ class Pass:
         family, inputs, comm, past = self.family, self.inputs, self.comm, self.inputs.past_length
         if self.cache_state is not None and past and not inputs.total_frames:
             return [None] * len(parts)
-        layout, embeddings = family.visual_token_layout(inputs), local_embeddings(family, inputs)
+        layout, embeddings = family.visual_token_layout(inputs), self._tower.embeddings()
         if (state := self.cache_state) is not None and layout.tokens.total:
             tokens = layout.tokens
             if past:
@@ -446,7 +461,7 @@ class Pass:
                 tokens, positions = tokens[:, rows.start :], positions[..., rows.start :]
         else:
             own_tokens, frames = text.local if state.shards_text else inputs.length, inputs.total_frames
-            own_frames = span_length(frames_by_rank(family, inputs)[self.comm.rank]) if frames else 0
+            own_frames = span_length(self._tower.own) if frames else 0
             self.context.count_shards((own_tokens, inputs.length), (own_frames, frames))
             # Without sharding, every rank computes all tokens, with the same dropout masks. The vision tower may have
             # drawn other random numbers on each rank.
@@ -477,3 +492,91 @@ class Pass:
                 shape = inputs.length, inputs.length
                 return torch.ones(shape, dtype=torch.bool, device=embeds.device).tril()[None, None]
         return made
+
+    # The outputs.
+
+    def _outputs(self, parts: Sequence[Rows], decoded: Sequence[Any]) -> CausalLMOutputWithPast:
+        """Return loss, logits and hidden states, given the decoder's output for each part of the rows."""
+        hidden, states = decoded[0].last_hidden_state, decoded[0].hidden_states
+        text = parts[0].text if self.comm.size > 1 and self.config.self_attention != "local" else None
+        if text is not None and states is not None:  # None for a layer stays None
+            states = tuple(None if x is None else text.unshard(x, 1) for x in states)
+        if text is not None and self.cache is None:
+            loss, logits = self._loss_and_logits_of_shards(text, hidden)
+        else:
+            if text is None:
+                hidden = select_logit_rows(hidden, self.logits_to_keep)
+            elif len(parts) == 1:
+                hidden = requested_rows(text, self.logits_to_keep, hidden)
+            else:  # of Star Attention, the query after the context
+                query, later = decoded[1].last_hidden_state, decoded[1].hidden_states
+                hidden = requested_rows(text, self.logits_to_keep, hidden, query)
+                if states is not None and later is not None:
+                    pairs = zip(states, later, strict=True)
+                    states = tuple(None if x is None else torch.cat([x, y], 1) for x, y in pairs)
+            if parts[-1].text is None and hidden.shape[-2] <= BROADCAST_ROWS and not hidden.requires_grad:
+                hidden = self.comm.broadcast(hidden, "hidden")  # so that all ranks have the same bits
+            loss, logits = self._loss_and_logits(hidden)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=states, **cache_argument(self.cache))
+
+    def _leaves_out_logits(self) -> bool:
+        """Return whether a pass returns a loss and no logits; the head then computes only the rows with a target."""
+        wanted = self.config.logits != "none" or self.inputs.is_decoding_step
+        return not wanted and self.inputs.has_labels and self._keeps_every_row
+
+    @property
+    def _keeps_every_row(self) -> bool:
+        return isinstance(self.logits_to_keep, int) and self.logits_to_keep == 0
+
+    @property
+    def _loss_options(self) -> dict[str, Any]:
+        """The options of the losses that are computed here."""
+        options = {name: self.kwargs.get(name) for name in ("num_items_in_batch", "ignore_index")}
+        return options | {"target_weights": self.family.target_weights}
+
+    def _loss_and_logits_of_shards(self, text: TextShards, hidden: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the loss and, as `config.logits` says, the logits, given this rank's last hidden states (B, s, C).
+
+        If `logits_to_keep` asks for some rows of the whole text only, they are returned whatever `config.logits` says.
+        """
+        inputs, head, option = self.inputs, self.family.model.get_output_embeddings(), self.config.logits
+        loss = logits = None
+        if inputs.has_labels:
+            targets = inputs.target_labels(self.kwargs.get("ignore_index"))
+            if self._leaves_out_logits():
+                return loss_of_targets(hidden, head, targets, text, **self._loss_options), None
+            logits = head(hidden)
+            loss = sharded_causal_lm_loss(logits, targets, text, **self._loss_options)
+        if option == "full" or not self._keeps_every_row or (option != "local" and not inputs.has_labels):
+            # Hidden states are gathered rather than logits, because the vocabulary is wider than they are.
+            logits = head(select_logit_rows(text.unshard(hidden, 1), self.logits_to_keep))
+        elif logits is None:
+            logits = head(hidden)
+        return loss, logits
+
+    def _loss_and_logits(self, hidden: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the loss and the logits of a pass in which every rank has all text.
+
+        `hidden` (B, r, C) are the last hidden states of the rows whose logits are returned.
+        """
+        family, inputs, kwargs, model = self.family, self.inputs, self.kwargs, self.family.model
+        ignore = IGNORE if kwargs.get("ignore_index") is None else kwargs["ignore_index"]
+        if self._leaves_out_logits():
+            targets = inputs.target_labels(ignore)
+            return loss_of_targets(hidden, model.get_output_embeddings(), targets, **self._loss_options), None
+        logits = model.get_output_embeddings()(hidden)
+        if not inputs.has_labels:
+            return None, logits
+        if custom_loss(model) is None and not inputs.is_decoding_step:
+            targets = inputs.target_labels(ignore)
+            require_tokens(targets, logits.shape[-1], ignore)
+            if family.target_weights(targets) is not None:
+                on_device = copy_to_device(targets, logits.device)
+                total = summed_cross_entropy(logits, on_device, ignore, family.target_weights(on_device))
+                return mean_over_targets(total, targets, kwargs.get("num_items_in_batch"), ignore), logits
+        if inputs.shift_labels is not None:
+            kwargs = {**kwargs, "shift_labels": inputs.shift_labels.contiguous()}  # the loss takes a view of it
+        # Labels are passed unchanged, because a loss function of the user may take unshifted ones only. Logits may have
+        # more columns than `config.vocab_size` (IDEFICS' `additional_vocab_size`).
+        columns = logits.shape[-1]
+        return model.loss_function(logits=logits, labels=inputs.labels, vocab_size=columns, **kwargs), logits

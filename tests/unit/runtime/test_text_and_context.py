@@ -18,8 +18,9 @@ from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.masks import BlockMask
 from mllm_seqpar.masks.frame_mask import mask_over_samples
 from mllm_seqpar.runtime.context import SeqParContext
+from mllm_seqpar.runtime.loss import sharded_causal_lm_loss, shifted
 from mllm_seqpar.runtime.star import StarText, block_length
-from mllm_seqpar.runtime.text import TextKVCache, TextShards, packed_starts, sharded_causal_lm_loss, shifted
+from mllm_seqpar.runtime.text import TextKVCache, TextShards, packed_starts
 from mllm_seqpar.runtime.visual_features import checksum, sampled_bits, sampling_step
 
 
