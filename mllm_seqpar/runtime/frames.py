@@ -127,46 +127,48 @@ class Frames:
         return Frames(every, [own], [((0, own.total_frames),)], [((0, total),)], "replicated")
 
 
-def select_strategy(
+def frames_of_shards(
     context: SeqParContext,
-    frames: Frames,
-    visual: VisualFeatures,
+    source: KVSource,
+    mask: FrameMask,
     text: TextShards,
+    sizes: FrameSizes,
     index: Callable[[], Tensor],
     shape: CrossAttentionShape | None = None,
 ) -> Frames:
-    """Select what `strategy="auto"` uses for a whole pass, and gather the features if the strategy is "replicate".
+    """Return the frames of a pass with sharded rows, and what `strategy="auto"` selects for all its layers.
+
+    With "replicate", named or selected, they are features gathered on every rank.
 
     Args:
-        frames, text: of a pass with sharded rows.
-        visual: the features behind `frames`.
+        source, mask, text, sizes: those of `Frames.of_shards`.
         index: returns the index of all units (`VisualFeatures.index`), (units, ...).
         shape: of the cross-attention of all layers; None: each layer selects.
     """
-    config = context.config
-    if context.comm.size == 1:
-        return frames
-    if config.strategy == "auto" and shape is not None:
-        assert context.selector is not None
-        (probe,) = cast_for_attention(visual.features[:0])
-        q_shape, k_shape = (text.batch, shape.heads, text.local, shape.dim), (1, shape.kv_heads)
-        training = torch.is_grad_enabled()
-        projection = VisualProjection(
-            dim=visual.features.shape[2],
-            layers=shape.layers,
-            recompute=config.recompute_visual,
-            trained=training and visual.features.requires_grad,  # the same on ranks without frames
-        )
-        frames.selection = context.selector.select(
-            problem_of(q_shape, k_shape, frames.key_lengths, probe.dtype, config.accumulate_dtype),
-            frames.masks,
-            CROSS,
-            probe,
-            training=training,
-            visual=projection,
-        )
-    if config.strategy == "replicate" or (frames.selection and frames.selection.spec.strategy == "replicate"):
-        frames = frames.gathered(visual, context.comm, index())
+    frames, config = Frames.of_shards(source, mask, text, sizes), context.config
+    if isinstance(source, VisualFeatures) and context.comm.size > 1:
+        if config.strategy == "auto" and shape is not None:
+            assert context.selector is not None
+            (probe,) = cast_for_attention(source.features[:0])
+            q_shape, k_shape = (text.batch, shape.heads, text.local, shape.dim), (1, shape.kv_heads)
+            training = torch.is_grad_enabled()
+            projection = VisualProjection(
+                dim=source.features.shape[2],
+                layers=shape.layers,
+                recompute=config.recompute_visual,
+                trained=training and source.features.requires_grad,  # the same on ranks without frames
+            )
+            frames.selection = context.selector.select(
+                problem_of(q_shape, k_shape, frames.key_lengths, probe.dtype, config.accumulate_dtype),
+                frames.masks,
+                CROSS,
+                probe,
+                training=training,
+                visual=projection,
+            )
+        if config.strategy == "replicate" or (frames.selection and frames.selection.spec.strategy == "replicate"):
+            frames = frames.gathered(source, context.comm, index())
+    frames.kv_heads = None if shape is None else shape.kv_heads
     return frames
 
 

@@ -42,7 +42,7 @@ from mllm_seqpar.models.cache import (
     supports_sharded_text,
 )
 from mllm_seqpar.runtime.forward_state import ForwardState
-from mllm_seqpar.runtime.frames import Frames, KVSource, VisualKVCache, select_strategy
+from mllm_seqpar.runtime.frames import KVSource, VisualKVCache, frames_of_shards
 from mllm_seqpar.runtime.loss import (
     IGNORE,
     loss_of_targets,
@@ -403,27 +403,19 @@ class Pass:
 
     def _state_of_shards(self, rows: Rows, text: TextShards, visual_tokens: list[VisualTokens] | None) -> ForwardState:
         """Return the state that the layers share while they compute rows with a sharding."""
-        frames, facts, recorder = None, None, None
+        family, inputs, frames, facts, recorder = self.family, self.inputs, None, None, None
         if self.attended is not None:
-            frames, facts = self._frames_of_shards(text, self.attended)
+            source, mask, facts, _ = self.attended
+            sizes = source.sizes if isinstance(source, VisualKVCache) else inputs.sizes
+            index, shape = functools.partial(family.unit_index, inputs, source.units), family.cross_attention_shape()
+            frames = frames_of_shards(self.context, source, mask, text, sizes, index, shape)
+            if self.config.self_attention != "local":
+                facts = {name: text.shard(x, 1) for name, x in facts.items()}
         if self.cache_state is not None and not isinstance(text, StarText):
             recorder = self.context.recorder(self, rows)
         return ForwardState(
             self.context, text=text, frames=frames, row_facts=facts, visual_tokens=visual_tokens, recorder=recorder
         )
-
-    def _frames_of_shards(self, text: TextShards, attended: AttendedFrames) -> tuple[Frames, Mapping[str, Tensor]]:
-        """Return the frames of a pass with a sharding of the text, and the facts about this rank's rows."""
-        source, family, inputs = attended.source, self.family, self.inputs
-        sizes = source.sizes if isinstance(source, VisualKVCache) else inputs.sizes
-        frames, shape = Frames.of_shards(source, attended.mask, text, sizes), family.cross_attention_shape()
-        if isinstance(source, VisualFeatures):
-            index = functools.partial(family.unit_index, inputs, source.units)
-            frames = select_strategy(self.context, frames, source, text, index, shape)
-        frames.kv_heads = None if shape is None else shape.kv_heads
-        if self.config.self_attention == "local":
-            return frames, attended.facts
-        return frames, {name: text.shard(x, 1) for name, x in attended.facts.items()}
 
     def _state_over_cache(self, rows: Rows, visual_tokens: list[VisualTokens] | None) -> ForwardState:
         """Return the state of rows that every rank computes, over the K and V in the cache."""
@@ -455,7 +447,7 @@ class Pass:
         """Run the decoder on a part of the rows, this rank's or all of them; return its output."""
         family, inputs, text = self.family, self.inputs, rows.text
         tokens, positions = inputs.tokens, inputs.positions
-        has_frames = state.frames is not None or bool(state.visual_tokens)
+        whole_text, has_frames = state.text_mask() == "decoder", state.frames is not None or bool(state.visual_tokens)
         if text is None:
             if rows.start:
                 tokens, positions = tokens[:, rows.start :], positions[..., rows.start :]
@@ -467,21 +459,22 @@ class Pass:
             # drawn other random numbers on each rank.
             if not state.shards_text and family.model.training:
                 share_random_state(self.comm, tokens.device)
-            if state.text_mask != "decoder":
+            if not whole_text:
                 tokens, positions = text.shard(tokens, 1), text.shard(positions, -1)
         embeds = family.model.get_input_embeddings()(tokens) if inputs.inputs_embeds is None else tokens
-        mask = self._decoder_mask(rows, state, embeds, positions)
+        if whole_text:
+            mask = self._decoder_mask(rows, embeds, positions)
+        else:  # the mask is in the state, and transformers passes on a mask of four dimensions
+            mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=embeds.device)
         embeds = state.embedded(embeds)  # the embeddings of the text alone are freed
         if text is not None and not has_frames:
             embeds = with_accumulated_gradients(embeds, family.model)
         family.whole_positions = inputs.positions
         return family.run_decoder(embeds, positions, mask, self.cache, state, **self.kwargs)
 
-    def _decoder_mask(self, rows: Rows, state: ForwardState, embeds: Tensor, positions: Tensor) -> Any:
-        """Return the decoder's `attention_mask` for a part of the rows."""
+    def _decoder_mask(self, rows: Rows, embeds: Tensor, positions: Tensor) -> Any:
+        """Return the decoder's `attention_mask` for rows whose text this rank has whole."""
         inputs, mask = self.inputs, self.inputs.attention_mask
-        if state.text_mask != "decoder":  # the mask is in the state, and transformers passes on one of four dimensions
-            return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=embeds.device)
         if rows.text is not None and mask is None and not inputs.detects_packing:
             # A mask of ones keeps transformers from looking at positions.
             mask = torch.ones(inputs.batch, inputs.length, dtype=torch.long, device=embeds.device)
