@@ -17,6 +17,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "text_layout": LAYOUTS,
     "logits": ("auto", "full", "local", "none"),
 }
+SELECTED_STRATEGIES = ("auto", "mesh")
+"""The strategies that decide by the rates of a cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,8 @@ class SeqParConfig:
             caller passes from a memory-mapped file stay in the file. Needs strategy="lv-xattn". None: no offload.
         cluster: a cluster file of the planner, by its path or by the name of one in `configs/clusters`. "auto" decides
             by its rates (None: measured rates). "mesh" optimises its order of transfers, and its shape without `tile`,
-            for them (None: for bytes).
+            for them (None: for bytes). kernel="auto" takes the kernels that are the fastest by its `kernels`, which
+            `mllm-seqpar calibrate` writes.
         logits: "full": every rank returns the logits of the caller's whole text; "local": of its own tokens; "auto":
             full without labels, local with labels. "none": with labels, the output has a loss and no logits, and the
             head computes only the tokens that have a target, which saves most of the memory of training if few tokens
@@ -110,7 +113,8 @@ class SeqParConfig:
                 raise ConfigError(
                     f"cluster: {self.cluster!r} is not a string; pass the path or name of a cluster file, or None"
                 )
-            self._require_strategy("cluster", ("auto", "mesh"), "uses it")
+            if self.kernel != "auto":
+                self._require_strategy("cluster", SELECTED_STRATEGIES, "uses it")
         if not isinstance(self.kernel, str):
             raise ConfigError(f"kernel: {self.kernel!r} is not a kernel's name; pass 'auto' or a name")
         self._check_offload()
@@ -157,6 +161,11 @@ class SeqParConfig:
                 f'{unused[0]}: self_attention="local" never shards the text, so this would have no effect; leave it '
                 "out, or choose another self_attention"
             )
+
+    @property
+    def selects_strategies(self) -> bool:
+        """Whether a strategy is selected, or its order of transfers optimised, by the rates of a cluster."""
+        return bool({self.strategy, self.self_attention} & set(SELECTED_STRATEGIES))
 
     def tile_for(self, name: str) -> tuple[int, int] | None:
         """Return the option `tile` if the strategy `name` takes it.

@@ -41,7 +41,15 @@ from mllm_seqpar.adapting import (
     take_spans,
 )
 from mllm_seqpar.models.moss_vl.layout import MossVLLayout, frame_grids
-from mllm_seqpar.models.moss_vl.modeling import MASK, crop_layout, earlier_offsets, media_of_samples, store_layout
+from mllm_seqpar.models.moss_vl.modeling import (
+    MASK,
+    after_text,
+    check_appended,
+    crop_layout,
+    earlier_offsets,
+    media_of_samples,
+)
+from mllm_seqpar.models.mplug_owl3.media import brings_frames
 
 GRID, MEDIA, PIXELS, FEATURES = "grid_thw", "media_nums_per_sample", "pixel_values", "visual_embeds"
 
@@ -135,13 +143,16 @@ class MossVLInputs(ForwardInputs):
 
     @functools.cached_property
     def layout(self) -> MossVLLayout:
-        """The layout of this pass on the CPU; raises what the unpatched model raises."""
+        """The layout of this pass on the CPU, after that of a text without frames in its cache.
+
+        It raises what the unpatched model raises.
+        """
         grids, frames = self.grids
         tokens = self.on_host("input_ids")
         if tokens is None:
             tokens = torch.empty(self.batch, self.length, 0)
         state = self.cache_state
-        return self.model.layout(
+        layout = self.model.layout(
             tokens,
             grids,
             frames,
@@ -151,6 +162,7 @@ class MossVLInputs(ForwardInputs):
             self.past_length,
             None if state is None else earlier_offsets(state, self.batch),
         )
+        return after_text(layout, state, self.batch)
 
     @functools.cached_property
     def positions(self) -> Tensor:
@@ -159,7 +171,7 @@ class MossVLInputs(ForwardInputs):
         if self.position_ids is not None:
             return self.position_ids.expand(shape)
         if not self.past_length or self.total_frames:
-            return copy_to_device(self.layout.positions, device)
+            return copy_to_device(self.layout.positions[:, :, -self.length :], device)
         state = self.cache_state
         offsets = None if state is None else earlier_offsets(state, self.batch)
         begin = self.past_length if offsets is None else self.past_length + copy_to_device(offsets, device)
@@ -238,28 +250,25 @@ class MossVLFamily(Family[MossVLInputs]):
             raise ShapeError(f"{name}: expected {rows}, got {tuple(frames.shape)}")
 
     def check_new_frames(self, inputs: MossVLInputs) -> None:
-        _ = inputs.layout  # raises if the frames do not fit the text
+        layout = inputs.layout  # raises if the frames do not fit the text
+        if inputs.appends_frames:
+            check_appended(layout, inputs.on_host("input_ids"), self.model.config.image_token_id)
         if inputs.frames is not None and inputs.visual_shard is None:
             inputs.check_rows()  # here, because the check of inputs would read the grids a second time
 
-    def unit_index(self, inputs: MossVLInputs, units: int) -> Tensor:
-        """Return (units, 1, 3), the positions of the visual tokens."""
+    def unit_index(self, inputs: MossVLInputs, frames: Spans) -> Tensor:
+        """Return (visual tokens, 1, 3), their positions."""
         if not inputs.total_frames:
-            return torch.zeros(units, 1, 3, dtype=torch.int32)
-        return inputs.layout.visual_positions().unsqueeze(1)
+            return torch.zeros(inputs.sizes.count(frames), 1, 3, dtype=torch.int32)
+        return inputs.layout.visual_positions(frames).unsqueeze(1)
 
     def appends_frames(self, inputs: MossVLInputs, known: bool) -> bool:
-        """Raise ShapeError for frames other than those of the cache: their layout is that of one pass."""
-        if not known:
-            raise ShapeError(
-                f"{inputs.total_frames} frames were passed with a cache that holds others already; leave frames out to "
-                "continue with those of the cache, or pass new frames with the whole conversation and without the cache"
-            )
-        return False
+        """Return whether the text of this pass has placeholders, or the cache does not have these frames."""
+        return brings_frames(known, inputs.on_host("input_ids"), self.model.config.image_token_id)
 
     def visibility(self, inputs: MossVLInputs, units: int, tokens: int) -> FrameMask:
         state = inputs.cache_state
-        layout: Any = inputs.layout if state is None or inputs.total_frames else state.media_layout
+        layout: Any = inputs.layout if state is None or inputs.frames is not None else state.media_layout
         rows = layout.rows(inputs.past_length, inputs.length)
         first, stop = (x[inputs.prompt_rows] for x in rows)
         return FrameMask.from_intervals(first, torch.maximum(first, stop), layout.tokens, layout.total_frames)
@@ -279,15 +288,15 @@ class MossVLFamily(Family[MossVLInputs]):
 
     def continue_cache(self, inputs: MossVLInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
         if not inputs.past_length:
-            store_layout(cache_state, inputs.layout)  # later tokens of a padded text need it also without frames
+            cache_state.media_layout = inputs.layout  # later tokens of a padded text need it also without frames
             return
         crop_layout(cache_state, inputs.past_length)
         if cache_state.media_layout is not None:
             cache_state.media_layout = cache_state.media_layout.to("cpu")  # the native model leaves it on its device
 
     def complete_cache(self, inputs: MossVLInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
-        if inputs.past_length and inputs.total_frames:
-            store_layout(cache_state, inputs.layout)
+        if inputs.total_frames:
+            cache_state.media_layout = inputs.layout
 
     def inputs(
         self,

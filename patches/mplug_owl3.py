@@ -25,15 +25,17 @@ from mllm_seqpar.adapting import (
     SeqParContext,
     SequenceParallelCacheState,
     ShapeError,
+    Spans,
     as_compared_tensors,
     copy_to_device,
     merge_heads,
     model_attention,
     refuse_dropout,
+    take_spans,
     takes_cache,
 )
 from mllm_seqpar.models.mplug_owl3.hyper_attention import HyperAttention
-from mllm_seqpar.models.mplug_owl3.media import MediaLayout, check_layout, crop_frames
+from mllm_seqpar.models.mplug_owl3.media import MediaLayout, brings_frames, check_layout, crop_frames
 
 
 @takes_cache
@@ -149,18 +151,17 @@ class MPlugOwl3Family(Family[Any]):
     def check_new_frames(self, inputs: _MPlugOwl3Inputs) -> None:
         _ = inputs.layout  # raises if the frames do not fit the text
 
-    def unit_index(self, inputs: _MPlugOwl3Inputs, units: int) -> Tensor:
+    def unit_index(self, inputs: _MPlugOwl3Inputs, frames: Spans) -> Tensor:
         """Return the rotations of the frames by their positions, (units, 2, head_dim), for all layers."""
-        index = inputs.layout.frame_position if inputs.total_frames else super().unit_index(inputs, units)
+        index = inputs.layout.frame_position if inputs.total_frames else torch.zeros(1, dtype=torch.long)
         attention = self.decoder.layers[self.model.config.hyper_layers[0] - 1].self_attn
-        return attention.visual_rotation(copy_to_device(index, self.embedding_weight().device))
+        return attention.visual_rotation(copy_to_device(take_spans(index, frames), self.embedding_weight().device))
 
     def appends_frames(self, inputs: _MPlugOwl3Inputs, known: bool) -> bool:
         """Return whether the text of this pass has placeholders, or the cache does not have these frames."""
-        ids, token = inputs.on_host("input_ids"), self.model.config.image_token_id
         if inputs.media_layout is not None and inputs.media_layout.past_length == inputs.past_length:
             return True
-        return not known or (ids is not None and token is not None and bool((ids == token).any()))
+        return brings_frames(known, inputs.on_host("input_ids"), self.model.config.image_token_id)
 
     def visibility(self, inputs: _MPlugOwl3Inputs, units: int, tokens: int) -> FrameMask:
         state = inputs.cache_state

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from mllm_seqpar.adapting import (
     ForwardState,
     KVProjection,
+    Spans,
     as_compared_tensors,
     copy_to_device,
     merge_heads,
     refuse_dropout,
     split_heads,
+    take_spans,
 )
 from mllm_seqpar.models.video_mllama.modeling import Rotation, check_frame_positions, rotated, rotated_keys
 
@@ -98,20 +100,20 @@ class VideoMllamaFamily(MllamaFamily):
     def check_inputs(self, inputs: MllamaInputs) -> None:
         inputs.check()  # without a mask, the unpatched model attends to the same frames
 
-    def unit_index(self, inputs: Any, units: int) -> Tensor:
-        """Return the rotations of the frames of all samples, (units, 2, head_dim), for all layers.
+    def unit_index(self, inputs: Any, frames: Spans) -> Tensor:
+        """Return the rotations of the frames, (units, 2, head_dim), for all layers.
 
         Without positions, the frames of each sample are counted, those of the cache first.
         """
         weight, state = self.embedding_weight(), inputs.cache_state
         if not inputs.total_frames:  # the empty frame
-            positions = torch.zeros(1, units, dtype=torch.long)
+            positions = torch.zeros(1, 1, dtype=torch.long)
         elif inputs.vision_position_ids is None:
             seen = 0 if state is None or state.frames is None else state.frames.total_frames // inputs.samples
-            positions = torch.arange(seen, seen + units // inputs.samples).expand(inputs.samples, -1)
+            positions = torch.arange(seen, seen + inputs.total_frames // inputs.samples).expand(inputs.samples, -1)
         else:
             positions = inputs.vision_position_ids.expand(inputs.samples, -1)
-        positions = positions.reshape(1, -1)
+        positions = take_spans(positions.reshape(1, -1), frames, 1)
         if positions.device != weight.device:
             positions = copy_to_device(positions, weight.device)
         return torch.cat(self.decoder.rotary_emb(weight, positions)).transpose(0, 1)

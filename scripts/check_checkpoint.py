@@ -33,11 +33,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from mllm_seqpar import patch_model
+from mllm_seqpar.chats.chat_family import ChatFamily, chat_family
+from mllm_seqpar.chats.sources import FrameSource, ImageTensorSource, VideoSource
 from mllm_seqpar.cli.doctor import host_memory
 from mllm_seqpar.cli.launch import DTYPES
 from mllm_seqpar.comm import Communicator, run_loopback
-from mllm_seqpar.data.chat_family import ChatFamily, chat_family
-from mllm_seqpar.data.sources import FrameSource, ImageTensorSource, VideoSource
 from mllm_seqpar.errors import ConfigError, SeqParError
 from mllm_seqpar.inference.engine import load_for_inference
 from mllm_seqpar.models.loading import load_model, load_processor

@@ -143,7 +143,7 @@ def save_tiny_model(path: Path, gate: str | None, seed: int = 0) -> None:
 @pytest.fixture(scope="session")
 def inference_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tiny models `gated`, `fused` and `other` with processors; `clip.mp4` and `twin.mp4` of 100 frames."""
-    from mllm_seqpar.data.needle import make_needle_videos
+    from mllm_seqpar.chats.needle import make_needle_videos
 
     folder = tmp_path_factory.mktemp("inference")
     for name, gate, seed in (("gated", "per_head", 0), ("fused", None, 0), ("other", "per_head", 1)):
@@ -163,7 +163,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 @pytest.fixture(scope="session")
 def training_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny `model`, `eval.jsonl`, and `train.jsonl` with 10 videos of 1 to 7 frames and two chats without videos."""
-    from mllm_seqpar.data.needle import make_needle_videos
+    from mllm_seqpar.chats.needle import make_needle_videos
 
     folder = tmp_path_factory.mktemp("training")
     save_tiny_model(folder / "model", None)

@@ -32,7 +32,7 @@ from transformers.models.mllama.image_processing_pil_mllama import MllamaImagePr
 from transformers.utils import is_torchvision_available
 
 from chats import asks, image, says, write_rows
-from mllm_seqpar.data.needle import make_needle_videos
+from mllm_seqpar.chats.needle import make_needle_videos
 from tiny_models.idefics import tiny_model as tiny_idefics
 from tiny_models.mllama import TILES
 from tiny_models.mllama import tiny_model as tiny_mllama

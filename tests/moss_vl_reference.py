@@ -9,9 +9,26 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.models.qwen3_vl import modeling_qwen3_vl
+
+
+def compute_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let norms and the tower's rotation compute in float64, which transformers' compute in float32."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.weight * x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+
+    def rotated(*states: Tensor) -> tuple[Tensor, ...]:
+        *states, cos, sin = states
+        half = modeling_qwen3_vl.rotate_half
+        return tuple(x * cos.unsqueeze(-2).double() + half(x) * sin.unsqueeze(-2).double() for x in states)
+
+    monkeypatch.setattr(modeling_qwen3_vl.Qwen3VLTextRMSNorm, "forward", forward)
+    monkeypatch.setattr(modeling_qwen3_vl, "apply_rotary_pos_emb_vision", rotated)
 
 
 def positions_of(ids: list[int], image: int, sizes: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:

@@ -35,6 +35,7 @@ from torch.nn import functional as F
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.fsdp_units import call_within, fsdp_units_among
+from mllm_seqpar.kernels import KernelOption
 from mllm_seqpar.kernels.base import fold_batch, merge, merge_, unfold_batch
 
 from .call_spec import Placement
@@ -184,7 +185,7 @@ def attend(
     rows: Placement,
     comm: Communicator,
     scale: float,
-    kernel: str = "auto",
+    kernel: KernelOption = "auto",
     recompute: bool = False,
 ) -> list[tuple[Tensor, Tensor]]:
     """Return the attention (o, lse) of rows to all keys on all ranks, for each of several softmaxes.
@@ -195,7 +196,7 @@ def attend(
         rows: the placement of q. With replicated rows, the partial results of all softmaxes share one exchange.
         comm: the group.
         scale: factor of q k^T.
-        kernel: name of a block kernel, or "auto".
+        kernel: as `choose_kernel` takes it.
         recompute: under activation checkpointing, compute the result again when backward recomputes the layer, instead
             of keeping it (`kept_results`).
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.kernels import BlockKernel, choose_kernel
+from mllm_seqpar.kernels import BlockKernel, KernelOption, choose_kernel
 from mllm_seqpar.masks import BlockMask, BlockMasks, Intervals
-from mllm_seqpar.masks.intervals import part_of_mask
+from mllm_seqpar.masks.intervals import block_mask, part_of_mask
 from mllm_seqpar.schedules import AttentionBlock, Axis, OverlapRatios, Schedule, Step, Transfer, schedule_for
 from mllm_seqpar.schedules.bytes_sent import Problem, mesh_axis_bytes, overlap_ratios_by_bytes
 from mllm_seqpar.schedules.mesh import mesh_ranks
@@ -27,6 +27,12 @@ from mllm_seqpar.schedules.mesh_shapes import ParallelSpec
 
 Placement = Literal["sharded", "replicated"]
 """Whether each rank has its shard of the keys, or all of them."""
+
+GRADIENT_BYTES = 64 << 20
+"""The size of the dk and dv of a block that exist beside their sums. A block with more keys is computed in parts."""
+
+CUDA_GRADIENT_BYTES = 512 << 20
+"""The same on a GPU, which needs more keys to be efficient."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +103,10 @@ class CallSpec:
         ring = comm.ring if self.head_degree < comm.size else tuple(range(comm.size))
         return tuple(ring[i : i + self.head_degree] for i in range(0, comm.size, self.head_degree))
 
-    def steps(self, comm: Communicator, q: Tensor, k: Tensor, kernel: str, *, backward: bool) -> Schedule:
+    def steps(self, comm: Communicator, q: Tensor, k: Tensor, kernel: KernelOption, *, backward: bool) -> Schedule:
         """Return the schedule of this rank for shards of the shapes of q and k, filled in on first use.
 
-        `kernel` is the name of a block kernel, or "auto". The first use is collective.
+        The first use is collective.
         """
         key = comm.rank, comm.identity, q.shape, k.shape[:2], q.dtype, q.device, kernel, backward
         found: Schedule | None = self.derived.get(key)
@@ -114,15 +120,17 @@ class CallSpec:
             schedule = schedule_for(
                 shape, comm.rank, backward=backward, ranks=ranks, direct=self.direct, overlap_ratios=ratios
             )
-            found = self.derived[key] = self._filled_in(schedule, comm.rank, q, k, kernel)
+            found = self.derived[key] = self._filled_in(schedule, comm.rank, q, k, kernel, backward)
         return found
 
-    def _filled_in(self, schedule: Schedule, rank: int, q: Tensor, k: Tensor, kernel: str) -> Schedule:
+    def _filled_in(
+        self, schedule: Schedule, rank: int, q: Tensor, k: Tensor, kernel: KernelOption, backward: bool
+    ) -> Schedule:
         """Return the schedule with the rows of its transfers and the masks of its blocks."""
         rows, steps = q.shape[2], []
         for step in schedule:
             transfers = tuple([self._with_rows(transfer, rank, rows, q.device) for transfer in step.transfers])
-            blocks = tuple([replace(b, layers=self._layers(b, q, k, kernel)) for b in step.blocks])
+            blocks = tuple([replace(b, layers=self._layers(b, q, k, kernel, backward)) for b in step.blocks])
             steps.append(Step(transfers, blocks, step.released))
         return tuple(steps)
 
@@ -142,14 +150,22 @@ class CallSpec:
             recv_length=rows if received is None else received.count,
         )
 
-    def _layers(self, block: AttentionBlock, q: Tensor, k: Tensor, kernel: str) -> tuple[MaskLayer, ...]:
+    def _layers(
+        self, block: AttentionBlock, q: Tensor, k: Tensor, kernel: KernelOption, backward: bool
+    ) -> tuple[MaskLayer, ...]:
         """Return the mask of the part of a block's query rows that the schedule asks for, with its kernels."""
         mask = self.masks.block(block.q_shard, block.kv_shard, pruned=self.direct and block.q_shard != block.kv_shard)
-        if block.parts == 1:
-            return with_kernels(mask, q, k, kernel)
-        count = q.shape[2]
-        rows = slice(count * block.part // block.parts, count * (block.part + 1) // block.parts)
-        return with_kernels(part_of_mask(mask, rows), q, k, kernel, rows)
+        rows = None
+        if block.parts > 1:
+            count = q.shape[2]
+            rows = slice(count * block.part // block.parts, count * (block.part + 1) // block.parts)
+            mask = part_of_mask(mask, rows)
+        layers, length = with_kernels(mask, q, k, kernel, rows), self.key_lengths[block.kv_shard]
+        if backward and self.mesh_shape[0] > 1:  # the dk and dv of several blocks are added up
+            limit = CUDA_GRADIENT_BYTES if k.device.type == "cuda" else GRADIENT_BYTES
+            most = limit // (2 * k.shape[0] * k.shape[1] * k.shape[3] * self.accumulate_dtype.itemsize)
+            layers = tuple([part for layer in layers for part in layer.parts(length, max(1, most), q, k, kernel)])
+        return layers
 
 
 AccumulateDtype = torch.dtype | Literal["auto"] | None
@@ -227,16 +243,36 @@ class MaskLayer(NamedTuple):
     rows: slice | None = None
     keys: slice | None = None
 
+    def parts(self, length: int, most: int, q: Tensor, k: Tensor, kernel: KernelOption) -> Sequence[MaskLayer]:
+        """Return layers of at most `most` keys that together are this one, of a block of `length` keys.
+
+        Further arguments are those of `with_kernels`.
+        """
+        first, stop = (0, length) if self.keys is None else (self.keys.start, self.keys.stop)
+        if stop - first <= most:
+            return (self,)
+        found, step = list[MaskLayer](), -(-(stop - first) // -(-(stop - first) // most))
+        for start in range(first, stop, step):
+            keys = slice(start, min(start + step, stop))
+            if self.intervals is None:
+                found.append(self._replace(keys=keys))
+                continue
+            mask = block_mask([self.intervals.part(keys=(keys.start - first, keys.stop - first))])
+            for part in with_kernels(mask, q, k, kernel, self.rows):
+                own = slice(0, keys.stop - start) if part.keys is None else part.keys
+                found.append(part._replace(rows=part.rows or self.rows, keys=_shifted(own, start)))
+        return found
+
 
 def with_kernels(
-    mask: BlockMask, q: Tensor, k: Tensor, kernel: str, rows: slice | None = None
+    mask: BlockMask, q: Tensor, k: Tensor, kernel: KernelOption, rows: slice | None = None
 ) -> tuple[MaskLayer, ...]:
     """Return the layers of a mask with their kernels, for blocks with the dtype, device and head dim of q and k.
 
     Args:
         mask: of a block, or of some of its rows.
         q, k: tensors like those of the blocks.
-        kernel: name of a block kernel, or "auto".
+        kernel: as `choose_kernel` takes it.
         rows: the query rows that the mask is for; None: all.
     """
     if mask is None:

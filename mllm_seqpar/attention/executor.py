@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mllm_seqpar.comm import Communicator, Pending, Recv, Send
 from mllm_seqpar.comm.receive_buffers import BufferLease
+from mllm_seqpar.kernels import KernelOption
 from mllm_seqpar.kernels.base import delta_of, fold_batch, merge_
 from mllm_seqpar.schedules import AttentionBlock, Axis, Schedule, Step, Transfer
 
@@ -133,9 +134,9 @@ class GradientAccumulator:
 
 
 class BlockMath(NamedTuple):
-    """Attention of blocks by the block kernel `kernel` (a name, or "auto") with the factor `scale` of q k^T."""
+    """Attention of blocks by block kernels, as `choose_kernel` takes them, with the factor `scale` of q k^T."""
 
-    kernel: str
+    kernel: KernelOption
     scale: float
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layers: Sequence[MaskLayer], out: PartialResult) -> None:

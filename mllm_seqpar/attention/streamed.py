@@ -24,6 +24,7 @@ from torch import Tensor
 
 from mllm_seqpar.comm import Communicator, Recv, Send
 from mllm_seqpar.comm.receive_buffers import BufferLease
+from mllm_seqpar.kernels import KernelOption
 from mllm_seqpar.masks import BlockMasks, RowSubset
 from mllm_seqpar.masks.intervals import part_of_mask
 
@@ -140,7 +141,7 @@ class _RowPlan:
     sent: tuple[RowSubset | None, ...]
     _layers: dict[Hashable, tuple[MaskLayer, ...]] = field(default_factory=dict)
 
-    def layers(self, first: int, q: Tensor, k: Tensor, kernel: str) -> tuple[MaskLayer, ...]:
+    def layers(self, first: int, q: Tensor, k: Tensor, kernel: KernelOption) -> tuple[MaskLayer, ...]:
         """Return the mask of a chunk of keys, `first` of this rank's keys before it, with its kernels."""
         keys = first, first + k.shape[2]
         key = keys, q.shape, q.dtype, q.device, kernel

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from mllm_seqpar.comm.agreement import agree
-from mllm_seqpar.data.reader import decode_rate
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner.calibrate import AttentionShape, calibrate, kernel_rates
 from mllm_seqpar.planner.cluster import cluster_text
+from mllm_seqpar.videos.reader import decode_rate
 
 from .launch import DEVICES, DTYPES, ranks_with_options
 from .options import CommandOptions, option, parse_options
@@ -61,17 +61,19 @@ def measure(argv: Sequence[str]) -> None:
         agree(comm, "output", lambda: None if output is None else require_writable("output", output))
         dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
         shape = AttentionShape(heads=args.heads, kv_heads=args.kv_heads, dim=args.dim, dtype=dtype)
-        cluster = calibrate(comm, device=device, shape=shape, name=args.name)
-        cluster = replace(cluster, decode_rate=_decode_rate())
         rates = kernel_rates(comm, device=device, shape=shape)
+        cluster = calibrate(comm, device=device, shape=replace(shape, kernel=rates), name=args.name)
+        cluster = replace(cluster, decode_rate=_decode_rate(), kernels=rates)
         if comm.rank == 0:
             if comm.size == 1:
                 cluster = replace(cluster, source=cluster.source + "; only one rank: links are not measured")
             sys.stderr.write(f"mllm-seqpar calibrate: {cluster.source}\n")
             if cluster.decode_rate is not None:
                 sys.stderr.write(f"decoding, one core: {cluster.decode_rate:.3g} frames/s (H.264, 720p)\n")
-            for name, rate in rates.items():
-                sys.stderr.write(f"kernel {name}: {rate:.3g} FLOP/s in forward and backward\n")
+            for rate in rates:
+                mask = ", under a mask" if rate.masked else ""
+                flops = f"{14 / rate.seconds:.3g} FLOP/s in forward and backward"
+                sys.stderr.write(f"kernel {rate.kernel}: {flops}, head dim {rate.dim}{mask}\n")
             write_text(output, cluster_text(cluster))
 
 

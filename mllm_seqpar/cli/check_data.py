@@ -18,13 +18,13 @@ from typing import Any
 
 from torch import Tensor
 
-from mllm_seqpar.data.chat import ChatDataset, ChatSample
-from mllm_seqpar.data.formats import DEFAULT_TEMPLATE, media_parts
-from mllm_seqpar.data.frame_store import FrameStore
-from mllm_seqpar.data.reader import frames_to_decode
-from mllm_seqpar.data.sources import FrameSource, VideoSource
-from mllm_seqpar.data.video import probe
+from mllm_seqpar.chats.chat import ChatDataset, ChatSample
+from mllm_seqpar.chats.formats import DEFAULT_TEMPLATE, media_parts
+from mllm_seqpar.chats.frame_store import FrameStore
+from mllm_seqpar.chats.sources import FrameSource, VideoSource
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError
+from mllm_seqpar.videos.reader import frames_to_decode
+from mllm_seqpar.videos.video import probe
 
 from .options import option, parse_options
 from .shared_options import StoredFrameOptions

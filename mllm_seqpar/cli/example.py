@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mllm_seqpar.data.formats import LETTERS, MultipleChoice
-from mllm_seqpar.data.needle import (
+from mllm_seqpar.chats.formats import LETTERS, MultipleChoice
+from mllm_seqpar.chats.needle import (
     COLOURS,
     QUESTION,
     NeedleVideo,

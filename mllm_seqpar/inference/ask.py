@@ -22,19 +22,19 @@ from typing import Any
 
 import torch
 
+from mllm_seqpar.chats.feature_store import INDEX, FeatureStore
+from mllm_seqpar.chats.sources import VideoSource
 from mllm_seqpar.cli.launch import ranks_with_options
 from mllm_seqpar.cli.outputs import require_writable, require_writable_directory, write_text
 from mllm_seqpar.cli.program_exit import FAILED
 from mllm_seqpar.cli.progress import Clock, FramesBar, note, peak_memory, quiet_transformers, say
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
-from mllm_seqpar.data.feature_store import INDEX, FeatureStore
-from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES
-from mllm_seqpar.data.media_files import VIDEO_SUFFIXES
-from mllm_seqpar.data.sources import VideoSource
-from mllm_seqpar.data.video import source_meta
 from mllm_seqpar.errors import ConfigError, NonFiniteLogitsError, VideoError, writing
 from mllm_seqpar.patching import patch_of
+from mllm_seqpar.videos.frame_choice import DEFAULT_FRAMES
+from mllm_seqpar.videos.media_files import VIDEO_SUFFIXES
+from mllm_seqpar.videos.video import source_meta
 
 from .arguments import AskOptions, parse
 from .conversation import Conversation

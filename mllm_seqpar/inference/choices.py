@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mllm_seqpar.data.chat_family import ChatText
+from mllm_seqpar.chats.chat_family import ChatText
 
 from .conversation import Conversation
 

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 from mllm_seqpar._compat import cache_name, cache_of
+from mllm_seqpar.chats.chat_family import VIDEO_MARK, ChatText, chat_family
+from mllm_seqpar.chats.sources import FeatureFrames, FrameSource
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.data.chat_family import VIDEO_MARK, ChatText, chat_family
-from mllm_seqpar.data.sources import FeatureFrames, FrameSource
 from mllm_seqpar.errors import ConfigError, DataError, LengthError
 from mllm_seqpar.models.loading import context_length
 from mllm_seqpar.patching import patch_of

@@ -4,7 +4,7 @@ The groups take turns with the videos. The ranks of a group encode a video toget
 whose common beginning stays in the KV cache. A video or question that cannot be used gets a line with an error, on
 which the ranks of the group agree. Groups communicate only at the end.
 
-A record is read as training reads it (`mllm_seqpar.data.formats`), but needs no answer. The answer that a record has
+A record is read as training reads it (`mllm_seqpar.chats.formats`), but needs no answer. The answer that a record has
 to its last question is the reference. If a record is a conversation of several turns, its last question is asked, with
 the earlier turns as context.
 
@@ -31,13 +31,9 @@ from typing import Any, TextIO
 
 import torch
 
-from mllm_seqpar.cli.outputs import stream_descriptor
-from mllm_seqpar.cli.progress import note, progress_bar, say
-from mllm_seqpar.comm import Communicator
-from mllm_seqpar.comm.agreement import agree
-from mllm_seqpar.data.chat import ChatDataset
-from mllm_seqpar.data.chat_family import chat_family
-from mllm_seqpar.data.formats import (
+from mllm_seqpar.chats.chat import ChatDataset
+from mllm_seqpar.chats.chat_family import chat_family
+from mllm_seqpar.chats.formats import (
     CATEGORY_KEYS,
     OPTION_KEYS,
     MultipleChoice,
@@ -47,9 +43,13 @@ from mllm_seqpar.data.formats import (
     read_choice,
     to_chat,
 )
-from mllm_seqpar.data.sources import FrameSource
-from mllm_seqpar.data.store_files import require_made_with
+from mllm_seqpar.chats.sources import FrameSource
+from mllm_seqpar.cli.outputs import stream_descriptor
+from mllm_seqpar.cli.progress import note, progress_bar, say
+from mllm_seqpar.comm import Communicator
+from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.errors import ConfigError, DataError, NonFiniteLogitsError, SeqParError, writing
+from mllm_seqpar.videos.files import require_made_with
 
 from .arguments import AskOptions
 from .choices import accuracy_table, letter_log_likelihoods

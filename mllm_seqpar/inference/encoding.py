@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from mllm_seqpar.chats.chat_family import ChatFamily, chat_family
+from mllm_seqpar.chats.sources import FrameSource, ranges_by_source
 from mllm_seqpar.cli.progress import Clock
 from mllm_seqpar.comm import Group, transfer_communicator
 from mllm_seqpar.comm.agreement import agree
-from mllm_seqpar.data.chat_family import ChatFamily, chat_family
-from mllm_seqpar.data.prefetch import read_ahead
-from mllm_seqpar.data.sources import FrameSource, ranges_by_source
 from mllm_seqpar.errors import ConfigError, DivergedError, SeqParError, VideoError
 from mllm_seqpar.runtime.offload import HostCopies
 from mllm_seqpar.sharding import APPENDED, FrameShard, FrameSizes, span_length
+from mllm_seqpar.videos.prefetch import read_ahead
 
 Pixels = tuple[Tensor, ...]
 """Preprocessed frames of a chat format: pixels, and further tensors with one entry per frame."""

@@ -23,15 +23,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mllm_seqpar.chats.chat_family import ChatText, chat_family
+from mllm_seqpar.chats.sources import FrameSource, VideoSource
 from mllm_seqpar.cli.launch import collective_timeout
 from mllm_seqpar.comm import Communicator, ProcessGroupCommunicator, Subgroup, as_communicator, transfer_communicator
 from mllm_seqpar.comm.agreement import agree, attempt
-from mllm_seqpar.data.chat_family import ChatText, chat_family
-from mllm_seqpar.data.frame_choice import FrameChoice
-from mllm_seqpar.data.sources import FrameSource, VideoSource
 from mllm_seqpar.errors import AgreementError, ConfigError, DataError, SeqParError, VideoError, first_line
 from mllm_seqpar.models.loading import layer_classes, load_model, load_processor, model_digest
 from mllm_seqpar.patching import patch_model
+from mllm_seqpar.videos.frame_choice import FrameChoice
 
 from .arguments import ModelOptions
 from .conversation import Conversation

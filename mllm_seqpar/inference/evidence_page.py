@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from mllm_seqpar.data.images import jpeg_of
-from mllm_seqpar.data.sources import FrameSource
+from mllm_seqpar.chats.sources import FrameSource
 from mllm_seqpar.errors import ConfigError, SeqParError, writing
+from mllm_seqpar.videos.images import jpeg_of
 
 from .evidence import Evidence, Moment, clock
 

@@ -23,14 +23,14 @@ import torch
 from lmms_eval.api.instance import GenerationResult, Instance
 from lmms_eval.api.model import lmms
 
+from mllm_seqpar.chats.formats import media_parts
 from mllm_seqpar.cli.launch import use_cuda
 from mllm_seqpar.cli.progress import progress_bar
 from mllm_seqpar.comm import transfer_communicator
 from mllm_seqpar.comm.agreement import agree
-from mllm_seqpar.data.formats import media_parts
-from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES
-from mllm_seqpar.data.media_files import IMAGE_SUFFIXES, media_cache
 from mllm_seqpar.errors import ConfigError, DataError
+from mllm_seqpar.videos.frame_choice import DEFAULT_FRAMES
+from mllm_seqpar.videos.media_files import IMAGE_SUFFIXES, media_cache
 
 from .arguments import InferenceOptions
 from .choices import continuation

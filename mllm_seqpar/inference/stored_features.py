@@ -9,21 +9,21 @@ from typing import Any
 
 import torch
 
-from mllm_seqpar.comm import Communicator
-from mllm_seqpar.comm.agreement import agree
-from mllm_seqpar.data.chat_family import ChatFamily
-from mllm_seqpar.data.feature_store import (
+from mllm_seqpar.chats.chat_family import ChatFamily
+from mllm_seqpar.chats.feature_store import (
     INDEX,
     FeatureStore,
     model_fingerprint,
     open_features,
     save_features,
 )
-from mllm_seqpar.data.frame_choice import FrameChoice
-from mllm_seqpar.data.sources import VideoSource
-from mllm_seqpar.data.video import source_meta
+from mllm_seqpar.chats.sources import VideoSource
+from mllm_seqpar.comm import Communicator
+from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.errors import DataError, writing
 from mllm_seqpar.sharding import FrameShard, FrameSizes
+from mllm_seqpar.videos.frame_choice import FrameChoice
+from mllm_seqpar.videos.video import source_meta
 
 from .encoding import EncodedVideo
 from .generation import require_finite

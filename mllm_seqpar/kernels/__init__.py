@@ -8,6 +8,14 @@
 """
 
 from .base import BlockKernel
-from .registry import available_kernels, choose_kernel, kernel_by_name, kernel_names
+from .registry import KernelOption, KernelRate, available_kernels, choose_kernel, kernel_by_name, kernel_names
 
-__all__ = ["BlockKernel", "available_kernels", "choose_kernel", "kernel_by_name", "kernel_names"]
+__all__ = [
+    "BlockKernel",
+    "KernelOption",
+    "KernelRate",
+    "available_kernels",
+    "choose_kernel",
+    "kernel_by_name",
+    "kernel_names",
+]

@@ -3,14 +3,16 @@
 "auto" takes the first kernel of an order of preference that can compute the block. The reason that it returns lists why
 each kernel before that one cannot. Nothing is cached, so the choice is right for every group and device.
 
-Of the kernels without a mask, the order is that of their measured rates (`RATES`). An implementation that the user has
-activated in torch's flash operators takes precedence over all of them. Masks go to the Triton kernel for intervals, and
-where Triton is not installed, to `cuda_efficient`.
+Kernels whose rates were measured come first, the fastest before the others. On Hopper, these are the rates of blocks
+without a mask in `RATES`. A cluster file that `mllm-seqpar calibrate` has written replaces them by those of its machine
+(`KernelRate`). An implementation that the user has activated in torch's flash operators takes precedence over all of
+them. Masks go to the Triton kernel for intervals, and where Triton is not installed, to `cuda_efficient`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,14 +49,44 @@ _AUTO = (
 _AUTO_WITH_MASK = ("triton_intervals", "cuda_efficient", "blocked_matmul")
 """The same for masks other than causal squares."""
 
-RATES = {
-    "flash_attn_3": {64: (497, 474), 128: (648, 561)},
-    "cuda_cudnn": {64: (483, 460), 128: (663, 545)},
-    "flash_attn_4": {64: (303, 279), 128: (349, 318)},  # not measured on Hopper; it is not slower than version 2
-    "flash_attn": {64: (303, 279), 128: (349, 318)},
-    "cuda_flash": {64: (303, 279), 128: (349, 318)},
-}
-"""TFLOP/s forward and backward of blocks without a mask on Hopper, in bf16, by head dims up to this.
+
+class KernelRate(NamedTuple):
+    """The measured rate of a kernel.
+
+    Attributes:
+        kernel: its name.
+        dim: the head dim. The rate counts for smaller ones too, if none was measured between them.
+        masked: whether it is the rate under a mask, of visible entries.
+        forward, backward: FLOP/s, counting 4 (backward: 10) FLOPs per visible entry, head and channel of the head.
+    """
+
+    kernel: str
+    dim: int
+    masked: bool
+    forward: float
+    backward: float
+
+    @property
+    def seconds(self) -> float:
+        """The time of a unit of work, forward and backward."""
+        return 4 / self.forward + 10 / self.backward
+
+
+KernelOption = str | tuple[KernelRate, ...]
+"""The name of a kernel, "auto", or the rates by which "auto" decides."""
+
+RATES = (
+    KernelRate("flash_attn_3", 64, False, 497e12, 474e12),
+    KernelRate("flash_attn_3", 128, False, 648e12, 561e12),
+    KernelRate("cuda_cudnn", 64, False, 483e12, 460e12),
+    KernelRate("cuda_cudnn", 128, False, 663e12, 545e12),
+    *(
+        rate
+        for name in ("flash_attn_4", "flash_attn", "cuda_flash")  # 4 was not measured; it is not slower than 2
+        for rate in (KernelRate(name, 64, False, 303e12, 279e12), KernelRate(name, 128, False, 349e12, 318e12))
+    ),
+)
+"""The rates of kernels without a mask on Hopper, in bf16.
 
 8,192 rows of 28 heads (head dim 64: 8) against 65,536 keys, on an H200 with torch 2.11 and cuDNN 9.19; FlashAttention 3
 from its paper (arXiv 2407.08608), on an H100. With 128 rows, FlashAttention 2 reaches 242 and 133, cuDNN 125 and 227
@@ -91,7 +123,9 @@ def kernel_by_name(name: str) -> BlockKernel:
     return _KERNELS[name]()
 
 
-def choose_kernel(name: str, q: Tensor, k: Tensor, intervals: Intervals | None = None) -> tuple[BlockKernel, str]:
+def choose_kernel(
+    option: KernelOption, q: Tensor, k: Tensor, intervals: Intervals | None = None
+) -> tuple[BlockKernel, str]:
     """Return the kernel for a block of q (B, H, S, D) against k (B, G, T, D), and why it was chosen.
 
     Only the device, dtype and shape of q and k matter, and the mask of the block. If the named kernel does not take the
@@ -101,45 +135,44 @@ def choose_kernel(name: str, q: Tensor, k: Tensor, intervals: Intervals | None =
     Raises:
         ConfigError: there is no kernel of that name, or it cannot compute this block.
     """
-    if name == "auto":
+    if not isinstance(option, str):
+        return _first_supported(q, k, intervals, option)
+    if option == "auto":
         return _first_supported(q, k, intervals)
-    kernel = kernel_by_name(name)
+    kernel = kernel_by_name(option)
     reason = kernel.unsupported_reason(q, k, intervals)
     if reason is not None and intervals is not None and kernel.unsupported_reason(q, k) is None:
         fallback, fallback_reason = _first_supported(q, k, intervals)
-        return fallback, f"{name} {reason}; {fallback_reason}"
+        return fallback, f"{option} {reason}; {fallback_reason}"
     if reason is not None:
         able = [x for x in _KERNELS if _KERNELS[x]().unsupported_reason(q, k, intervals) is None]
         raise ConfigError(
-            f"kernel={name!r} cannot compute this block: it {reason}; choose auto or one of {', '.join(able)}"
+            f"kernel={option!r} cannot compute this block: it {reason}; choose auto or one of {', '.join(able)}"
         )
-    return kernel, f"{name}: selected by name"
+    return kernel, f"{option}: selected by name"
 
 
-def _order(q: Tensor, k: Tensor, intervals: Intervals | None) -> Sequence[str]:
-    if q.device.type == "cpu":
-        return _AUTO_ON_CPU
-    if intervals is not None and not intervals.is_causal:
-        return _AUTO_WITH_MASK
-    names = list(_AUTO)
-    if q.shape[1] * q.shape[2] < ROWS_OF_CUDNN * k.shape[1]:
+def _order(q: Tensor, k: Tensor, intervals: Intervals | None, measured: tuple[KernelRate, ...] | None) -> list[str]:
+    masked = intervals is not None and not intervals.is_causal
+    names = list(_AUTO_ON_CPU if q.device.type == "cpu" else _AUTO_WITH_MASK if masked else _AUTO)
+    if "cuda_cudnn" in names and q.shape[1] * q.shape[2] < ROWS_OF_CUDNN * k.shape[1]:
         names.remove("cuda_cudnn")
-    if q.is_cuda and q.shape[3] <= 128 and torch.cuda.get_device_capability(q.device)[0] == 9:
-        names.sort(key=lambda name: _seconds(name, 64 if q.shape[3] <= 64 else 128))
-    if activated_flash():
+    if measured is None and q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9:
+        measured = RATES
+    if measured is not None:  # of each kernel, the rate of the smallest head dim from that of the block on
+        fitting = [rate for rate in measured if rate.masked == masked and rate.dim >= q.shape[3]]
+        seconds = {rate.kernel: rate.seconds for rate in sorted(fitting, key=lambda rate: -rate.dim)}
+        names.sort(key=lambda name: seconds.get(name, float("inf")))
+    if "cuda_flash" in names and activated_flash():
         names.sort(key=lambda name: name != "cuda_flash")
     return names
 
 
-def _seconds(name: str, dim: int) -> float:
-    """Return the time of a unit of work, forward and backward, of a kernel with measured rates; else infinity."""
-    forward, backward = RATES.get(name, {}).get(dim, (0, 0))
-    return 4 / forward + 10 / backward if forward else float("inf")
-
-
-def _first_supported(q: Tensor, k: Tensor, intervals: Intervals | None) -> tuple[BlockKernel, str]:
+def _first_supported(
+    q: Tensor, k: Tensor, intervals: Intervals | None, measured: tuple[KernelRate, ...] | None = None
+) -> tuple[BlockKernel, str]:
     rejected: list[str] = []
-    for name in _order(q, k, intervals):
+    for name in _order(q, k, intervals, measured):
         kernel = _KERNELS[name]()
         reason = kernel.unsupported_reason(q, k, intervals)
         if reason is None:

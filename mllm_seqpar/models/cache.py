@@ -91,18 +91,17 @@ class SequenceParallelCacheState(getattr(cache_utils, "DummyLayer", object)):  #
         """`visual_kv`, or None if it has no frames: a pass without frames may store the K and V of an empty one."""
         return self.visual_kv if self.visual_kv is not None and self.visual_kv.total_frames else None
 
-    def store_frames(self, visual_kv: VisualKVCache, batch: int, fingerprints: set[tuple[int, ...]]) -> None:
-        """Store K and V of frames that came with a pass of `batch` rows, in the place of others; see the attributes."""
-        self.visual_kv, self.frame_fingerprints = visual_kv, fingerprints
-        self.rows, self.prompt_batch, self.first_token, self.earlier = torch.arange(batch), batch, 0, ()
-
-    def append_frames(
-        self, visual_kv: VisualKVCache, batch: int, fingerprints: set[tuple[int, ...]], first_token: int
+    def store_frames(
+        self, visual_kv: VisualKVCache, batch: int, fingerprints: set[tuple[int, ...]], past_length: int
     ) -> None:
-        """Store K and V of frames that follow those of the cache, and came with a pass after `first_token` tokens."""
-        before = copy.copy(self)
-        self.store_frames(visual_kv, batch, fingerprints)
-        self.earlier, self.first_token = (*before.earlier, before), first_token
+        """Store K and V of frames that came with a pass of `batch` rows, after `past_length` tokens.
+
+        They take the place of the frames of the cache, or follow them (`VisualKVCache.earlier`); see the attributes.
+        """
+        before = () if visual_kv.earlier is None else (*self.earlier, copy.copy(self))
+        self.visual_kv, self.frame_fingerprints = visual_kv, fingerprints
+        self.rows, self.prompt_batch = torch.arange(batch), batch
+        self.earlier, self.first_token = before, past_length if before else 0
 
     @contextlib.contextmanager
     def in_pass(self) -> Iterator[None]:

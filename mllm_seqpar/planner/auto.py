@@ -1,4 +1,4 @@
-"""Strategy selection for `strategy="auto"`, `self_attention="auto"` and a mesh whose `cluster` is given.
+"""Selection by the rates of a cluster: of strategies for "auto" and for a mesh, and of kernels for "auto".
 
 `ClusterSelector` implements `runtime.strategy_selector.StrategySelector` with the planner's cost model.
 """
@@ -13,6 +13,8 @@ from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.config import SeqParConfig
+from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.kernels import KernelOption, KernelRate, kernel_by_name
 from mllm_seqpar.masks import BlockMasks
 from mllm_seqpar.runtime.strategy_selector import CandidateStrategies, SelectedStrategy, VisualProjection
 from mllm_seqpar.schedules.bytes_sent import Problem
@@ -32,7 +34,7 @@ take seconds."""
 
 class ClusterSelector:
     """Selects for one patched model by the rates of `cluster`, or by rates that forward passes measure; logs each
-    selection once, with the reason.
+    selection of a strategy once, with the reason.
 
     A model may be patched on the CPU in float32 and run on a GPU in bf16, so nothing is measured before a forward pass
     asks for the rates of its own queries. A pass may ask for several shapes, such as those of cross-attention and of
@@ -44,11 +46,14 @@ class ClusterSelector:
     Args:
         cluster: the rates; None to measure them.
         comm: the group that measures.
-        kernel: the block kernel of the model's attention, or "auto".
+        kernel: the block kernel of the model's attention, or "auto", for which the attribute has the rates of kernels
+            if the cluster has them.
     """
 
     def __init__(self, cluster: Cluster | None, comm: Communicator | None = None, kernel: str = "auto") -> None:
-        self.cluster, self.comm, self.kernel = cluster, comm, kernel
+        self.cluster, self.comm = cluster, comm
+        rates = cluster.kernels if cluster is not None and kernel == "auto" else None
+        self.kernel: KernelOption = kernel if rates is None else tuple(map(KernelRate._make, rates))
         self._measured: dict[tuple[str, AttentionShape], Cluster] = {}
         self._selections: dict[object, tuple[SelectedStrategy, Selection]] = {}
         self._logged: set[object] = set()
@@ -142,6 +147,13 @@ def selector_for(config: SeqParConfig, comm: Communicator) -> ClusterSelector:
     if path is not None:
         cluster = agree(comm, "patch_model(cluster=...)", lambda: read_cluster(path), lambda found: {"cluster": found})
         cluster.check_ranks(comm.size)
+        if cluster.kernels is None and not config.selects_strategies:
+            raise ConfigError(
+                f'cluster: {path!r} has no rates of kernels (`kernels`), which kernel="auto" would use; measure them '
+                "by `mllm-seqpar calibrate`, choose auto or mesh as a strategy, or leave it out"
+            )
+        for name, *_ in cluster.kernels or ():
+            kernel_by_name(name)
     return ClusterSelector(cluster, comm, config.kernel)
 
 

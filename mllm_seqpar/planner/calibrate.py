@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mllm_seqpar._logging import get_logger
-from mllm_seqpar.attention import lv_xattn
 from mllm_seqpar.comm import Communicator, Pending, Recv, Send, Subgroup
-from mllm_seqpar.kernels import choose_kernel, kernel_names
-from mllm_seqpar.masks import FrameMask
+from mllm_seqpar.kernels import KernelOption, KernelRate, choose_kernel, kernel_names
+from mllm_seqpar.masks import Intervals
 
 from .cluster import Cluster
 
@@ -28,8 +28,11 @@ _log = get_logger(__name__)
 TOWER = {"width": 1152, "heads": 16, "inner": 4304, "tokens": 729, "frames": 16}
 """The layer of a vision tower whose rate is measured on a GPU: that of SigLIP-so400m, on frames of 378 pixels."""
 
-MASKED = {"rows": 2048, "frames": 128, "tokens": 512}
-"""The attention under a frame mask that is measured on a GPU: as many rows see one frame more, up to all frames."""
+BLOCK = {"cuda": (2048, 128, 512), "cpu": (64, 16, 16)}
+"""Rows, frames and keys per frame of the block that all kernels, and masks, are measured with."""
+
+HEAD_DIMS = (64, 128)
+"""The head dims that all kernels are measured with, beside that of the shape."""
 
 MIN_SECONDS = 0.01
 """The duration that a measurement should have at least."""
@@ -43,7 +46,7 @@ class AttentionShape:
     kv_heads: int = 8
     dim: int = 64
     dtype: torch.dtype = torch.float32
-    kernel: str = "auto"
+    kernel: KernelOption = "auto"
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -99,26 +102,44 @@ def calibrate(
         )
 
 
-def kernel_rates(comm: Communicator, *, device: torch.device | str, shape: AttentionShape) -> dict[str, float]:
-    """Return the FLOP/s of each kernel in forward plus backward, at the slowest rank, the fastest kernel first.
+def kernel_rates(comm: Communicator, *, device: torch.device | str, shape: AttentionShape) -> tuple[KernelRate, ...]:
+    """Return the rate of each kernel at the slowest rank, without and with a mask, by head dim; the fastest first.
 
-    Collective. Kernels that some rank cannot run are left out.
+    The head dims are that of `shape` and HEAD_DIMS. Collective. Kernels that some rank cannot run are left out.
     """
-    rates = {}
-    for name in kernel_names():
-        meter, problem = _Meter(comm, torch.device(device), replace(shape, kernel=name)), None
-        rows, keys = (1024, 8192) if meter.on_gpu else (64, 256)
+    device, rates = torch.device(device), []
+    rows, frames, tokens = BLOCK[device.type]
+    for dim, masked, name in product(sorted({shape.dim, *HEAD_DIMS}), (False, True), kernel_names()):
+        meter, block, mask = _Meter(comm, device, replace(shape, dim=dim, kernel=name)), None, None
+        if masked:
+            mask = stairs(rows, frames, tokens)
         try:
-            forward, backward = meter.block(rows, keys)
-            backward()
+            block = meter.block(rows, frames * tokens, mask)
+            block.backward()
             meter.synchronize()
         except Exception as error:  # whatever a package raises: the other ranks wait for this one
-            problem = str(error)
+            block = None
             _log.debug("%s is not timed: %s", name, error)
-        if all(row[0] for row in comm.gather_ints([int(problem is None)])):
-            flops = 14 * rows * keys * shape.heads * shape.dim
-            rates[name] = flops / (meter.seconds(forward) + meter.seconds(backward))
-    return dict(sorted(rates.items(), key=lambda item: -item[1]))
+        timed = block is not None and block.kernel == name  # masks of other kernels fall back
+        if all(row[0] for row in comm.gather_ints([int(timed)])):
+            assert block is not None
+            rates.append(KernelRate(name, dim, masked, *(float(f"{rate:.4g}") for rate in meter.rates_of(block))))
+    return tuple(sorted(rates, key=lambda rate: (rate.dim, rate.masked, rate.seconds)))
+
+
+def stairs(rows: int, frames: int, tokens: int) -> Intervals:
+    """Return a mask in which rows see the frames before them: as many rows see one frame more, up to all frames."""
+    high = torch.arange(rows)[None] * (frames + 1) // rows * tokens
+    return Intervals(torch.zeros_like(high), high, frames * tokens)
+
+
+class _Block(NamedTuple):
+    """The attention of a block: the kernel, functions that compute it, and visible entries x heads x head dim."""
+
+    kernel: str
+    forward: Callable[[], object]
+    backward: Callable[[], object]
+    work: int
 
 
 class _Link(NamedTuple):
@@ -162,60 +183,51 @@ class _Meter:
         """Return the rates of kernels as fields of Cluster."""
         shape, (rows, keys) = self.shape, (1024, 2048) if self.on_gpu else (64, 256)
         while True:
-            forward, backward = self.block(rows, keys)
-            seconds = self.seconds(forward, 2)
+            block = self.block(rows, keys)
+            seconds = self.seconds(block.forward, 2)
             if seconds >= MIN_SECONDS / 2 or rows * keys >= 2**26:
                 break
             keys *= 2 if seconds > MIN_SECONDS / 8 else 4
             rows = min(2 * rows, 4096)
-        flops = rows * keys * shape.heads * shape.dim
         size = 4096 if self.on_gpu else 256
         a = torch.full((size, size), 0.5, device=self.device, dtype=shape.dtype)
         a @ a
         copied = torch.zeros(2**28 if self.on_gpu else 2**24, dtype=torch.uint8, device=self.device)
         copy = copied.clone()
-        on_gpu = self.masked_rates(**MASKED) | {"tower": self.tower_rate(**TOWER)} if self.on_gpu else {}
-        return on_gpu | {
-            "attention_forward": 4 * flops / self.seconds(forward),
-            "attention_backward": 10 * flops / self.seconds(backward),
-            "block_overhead_s": self.seconds(self.block(1, 1)[0]),
+        names = [("attention_forward", "attention_backward"), ("masked_forward", "masked_backward")]
+        measured = dict(zip(names[0], self.rates_of(block), strict=True))
+        if self.on_gpu:
+            rows, frames, tokens = BLOCK["cuda"]
+            masked = self.block(rows, frames * tokens, stairs(rows, frames, tokens))
+            measured |= dict(zip(names[1], self.rates_of(masked), strict=True)) | {"tower": self.tower_rate(**TOWER)}
+        return measured | {
+            "block_overhead_s": self.seconds(self.block(1, 1).forward),
             "matmul": 2 * size**3 / self.seconds(lambda: a @ a),
             "memory_rate": 2 * copied.numel() / self.seconds(lambda: copy.copy_(copied)),  # bytes read and written
         }
 
-    def block(self, rows: int, keys: int) -> tuple[Callable[[], object], Callable[[], object]]:
-        """Return functions that compute one block forward and backward; the kernel has run once."""
+    def rates_of(self, block: _Block) -> tuple[float, float]:
+        """Return FLOP/s forward and backward."""
+        return 4 * block.work / self.seconds(block.forward), 10 * block.work / self.seconds(block.backward)
+
+    def block(self, rows: int, keys: int, mask: Intervals | None = None) -> _Block:
+        """Return a block of random rows and keys; its kernel has run forward once."""
         shape, generator = self.shape, torch.Generator(self.device).manual_seed(0)
         where: dict[str, Any] = {"device": self.device, "dtype": shape.dtype}
         q, do, k, v = (
             torch.randn(1, heads, length, shape.dim, generator=generator, **where)
             for heads, length in 2 * [(shape.heads, rows)] + 2 * [(shape.kv_heads, keys)]
         )
-        kernel, _ = choose_kernel(shape.kernel, q, k)
-        scale = shape.dim**-0.5
-        o, lse = kernel.forward(q, k, v, scale=scale)
-        o = o.to(q.dtype)
-        return (lambda: kernel.forward(q, k, v, scale=scale), lambda: kernel.backward(do, q, k, v, o, lse, scale=scale))
-
-    def masked_rates(self, rows: int, frames: int, tokens: int) -> dict[str, float]:
-        """Return the rates of attention under a mask, in which rows see the frames before them, by visible entries."""
-        shape, before = self.shape, torch.arange(rows)[None] * (frames + 1) // rows
-        mask = FrameMask.from_intervals(torch.zeros_like(before), before, tokens, frames)
-        q, k, v = (
-            torch.randn(1, heads, length, shape.dim, device=self.device, dtype=shape.dtype, requires_grad=True)
-            for heads, length in ((shape.heads, rows), *2 * [(shape.kv_heads, frames * tokens)])
+        kernel, _ = choose_kernel(shape.kernel, q, k, mask)
+        options: dict[str, Any] = {"scale": shape.dim**-0.5, "intervals": mask}
+        o, lse = kernel.forward(q, k, v, **options)
+        o, entries = o.to(q.dtype), rows * keys if mask is None else mask.visible
+        return _Block(
+            kernel.name,
+            lambda: kernel.forward(q, k, v, **options),
+            lambda: kernel.backward(do, q, k, v, o, lse, **options),
+            entries * shape.heads * shape.dim,
         )
-
-        def forward() -> Tensor:
-            return lv_xattn(q, k, v, group="self", mask=mask, kernel=shape.kernel)
-
-        with torch.enable_grad():
-            o = forward()
-            do = torch.randn_like(o)
-            torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
-            backward = self.seconds(lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True))
-        entries = int(before.sum()) * tokens * shape.heads * shape.dim
-        return {"masked_forward": 4 * entries / self.seconds(forward), "masked_backward": 10 * entries / backward}
 
     def tower_rate(self, width: int, heads: int, inner: int, tokens: int, frames: int) -> float:
         """Return the FLOP/s of a layer of a vision tower."""

@@ -14,6 +14,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from operator import add
 from pathlib import Path
+from typing import Any
 
 from mllm_seqpar.errors import ConfigError
 
@@ -48,6 +49,8 @@ class Cluster(Description):
             see `check_ranks`.
         all_pairs: whether every GPU of a node reaches `node_link` to any other while all pairs exchange (NVSwitch, or
             NVLink between all pairs), so that rows may be sent to their ranks directly instead of around a ring.
+        kernels: rates of block kernels, by which `kernel="auto"` decides: (kernel, head dim, whether under a mask,
+            FLOP/s forward, FLOP/s backward), as `kernels.KernelRate`. None: unknown.
     """
 
     name: str
@@ -75,11 +78,14 @@ class Cluster(Description):
     source: str = ""
     links: str = one_of(("all", "node", "none"), "all")
     all_pairs: bool = False
+    kernels: tuple[tuple[str, int, bool, float, float], ...] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.overlap > 1:
             raise ConfigError(f"overlap is {self.overlap}; expected a fraction from 0 to 1")
+        if self.kernels is not None:
+            object.__setattr__(self, "kernels", tuple(map(_kernel_rate, self.kernels)))
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ConfigError if `ranks` ranks use links whose speeds were not measured."""
@@ -100,6 +106,22 @@ class Cluster(Description):
         return min(self.network_link_per_gpu or self.network_link, self.network_link)
 
 
+def _kernel_rate(row: Any) -> tuple[str, int, bool, float, float]:
+    """Return a row of `Cluster.kernels`. YAML reads 25e9, without a dot, as text."""
+    try:
+        name, dim, masked, *rates = row
+        forward, backward = map(float, rates)
+        valid = type(name) is str and type(dim) is int and type(masked) is bool and dim > 0 < forward * backward
+    except (TypeError, ValueError):
+        valid = False
+    if not valid:
+        raise ConfigError(
+            f"kernels: {row!r}; expected [kernel, head dim, true under a mask or false, FLOP/s forward, FLOP/s "
+            "backward], as `mllm-seqpar calibrate` writes it"
+        )
+    return name, dim, masked, forward, backward
+
+
 def read_cluster(path: str | Path) -> Cluster:
     """Read a cluster file (YAML, the fields of `Cluster`), given its path or the name of one in configs/clusters.
 
@@ -118,7 +140,8 @@ def cluster_text(cluster: Cluster) -> str:
     import yaml
 
     present = {name: value for name, value in asdict(cluster).items() if value is not None}
-    text: str = yaml.safe_dump(present, sort_keys=False, width=110)
+    style = None if cluster.kernels else False  # None: the rows of `kernels` are on a line each
+    text: str = yaml.safe_dump(present, sort_keys=False, width=110, default_flow_style=style)
     return text
 
 

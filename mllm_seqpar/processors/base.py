@@ -22,7 +22,7 @@ from transformers.processing_utils import ProcessorMixin
 from transformers.utils import PROCESSOR_NAME
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from mllm_seqpar.data.messages import Span, target_mask
+from mllm_seqpar.chats.messages import Span, target_mask
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.auto_classes import LocalCode, write_code
 

@@ -44,7 +44,7 @@ class SeqParContext:
     Attributes:
         comm: transfers of this model, with their byte counter.
         config: the user's options.
-        selector: selects strategies by the rates of a cluster; None unless an option asks for it.
+        selector: selects strategies and kernels by the rates of a cluster; None unless an option asks for it.
         assumed_alone: whether the group is this process alone because there was no process group.
         records: the record of the attention over frames while there is one.
         frames_seen: the number of frames of the group in all passes so far.

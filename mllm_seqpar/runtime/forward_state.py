@@ -128,7 +128,7 @@ class ForwardState:
     def attend_each(self, q: Tensor, softmaxes: Sequence[Sequence[Keys]], scale: float) -> list[Tensor]:
         """Compute `attend` for each list of keys. Partial results that must be merged over ranks share one exchange."""
         (q,) = cast_for_attention(q)
-        comm, config = self.context.comm, self.context.config
+        comm, config, selector = self.context.comm, self.context.config, self.context.selector
         results: list[tuple[Tensor, Tensor | None] | None] = []  # no log-sum-exp from torch's own operators
         by_kernels: list[Sequence[Keys]] = []
         for key_sets in softmaxes:
@@ -146,7 +146,7 @@ class ForwardState:
                 rows="replicated" if self.text is None and comm.size > 1 else "sharded",
                 comm=comm,
                 scale=scale,
-                kernel=config.kernel,
+                kernel=config.kernel if selector is None else selector.kernel,
                 recompute=config.recompute_attention,
             )
             if local is not None:

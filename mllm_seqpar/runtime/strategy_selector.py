@@ -18,6 +18,7 @@ from mllm_seqpar.schedules.mesh_shapes import STRATEGIES, TEXT_STRATEGIES, Paral
 if TYPE_CHECKING:  # the planner's cost model, which imports this module, runs without torch
     import torch
 
+    from mllm_seqpar.kernels import KernelOption
     from mllm_seqpar.masks import BlockMasks
 
 
@@ -83,7 +84,14 @@ class SelectedStrategy(NamedTuple):
 
 
 class StrategySelector(Protocol):
-    """Selects strategies for one patched model and caches its selections."""
+    """Selects strategies for one patched model and caches its selections.
+
+    Attributes:
+        kernel: the block kernel of the model's options; instead of "auto", the rates by which it decides, if the
+            cluster file has them.
+    """
+
+    kernel: KernelOption
 
     def select(
         self,

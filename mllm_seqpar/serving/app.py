@@ -22,10 +22,10 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
-from mllm_seqpar.data.frame_choice import FrameChoice
 from mllm_seqpar.errors import SeqParError
 from mllm_seqpar.inference.engine import Job
 from mllm_seqpar.inference.generation import Answer, Sampling
+from mllm_seqpar.videos.frame_choice import FrameChoice
 
 from .media import Expiry, MediaStore, Previews
 from .middleware import CONTENT_TYPE, Guard, Metrics, Monitor, error_response, record_of

@@ -19,12 +19,12 @@ from typing import Any
 from mllm_seqpar.cli.launch import own_ranks, started_by_launcher
 from mllm_seqpar.cli.options import option, parse_options
 from mllm_seqpar.cli.progress import FramesBar, note, quiet_transformers, say
-from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES, FrameChoice
 from mllm_seqpar.errors import ConfigError, SeqParError
 from mllm_seqpar.inference.arguments import SEED, ServingOptions
 from mllm_seqpar.inference.encoding import Interrupted
 from mllm_seqpar.inference.engine import Job, MediaFile
 from mllm_seqpar.inference.evidence import MOMENTS
+from mllm_seqpar.videos.frame_choice import DEFAULT_FRAMES, FrameChoice
 
 from .jobs import JobError, Worker, joined_worker
 from .line_editing import edit_lines, terminal_restorer

@@ -31,13 +31,13 @@ from urllib.parse import unquote, urlsplit
 
 from starlette.requests import ClientDisconnect
 
-from mllm_seqpar.data.downloads import NotAllowed, blocks, data_blocks, open_url
-from mllm_seqpar.data.frame_choice import FrameChoice
-from mllm_seqpar.data.images import is_image_file, jpeg_of
-from mllm_seqpar.data.reader import read_frames
-from mllm_seqpar.data.video import probe
 from mllm_seqpar.errors import ConfigError, VideoError, write_fault
 from mllm_seqpar.inference.engine import MediaFile
+from mllm_seqpar.videos.downloads import NotAllowed, blocks, data_blocks, open_url
+from mllm_seqpar.videos.frame_choice import FrameChoice
+from mllm_seqpar.videos.images import is_image_file, jpeg_of
+from mllm_seqpar.videos.reader import read_frames
+from mllm_seqpar.videos.video import probe
 
 from .protocol import ApiError, FilePart, ImagePart, MediaPart
 

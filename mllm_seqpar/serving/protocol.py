@@ -18,9 +18,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
-from mllm_seqpar.data.frame_choice import FrameChoice
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.inference.generation import Answer, Sampling
+from mllm_seqpar.videos.frame_choice import FrameChoice
 
 IGNORED = {
     *("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "store", "prediction"),

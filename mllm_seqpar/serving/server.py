@@ -27,9 +27,9 @@ from mllm_seqpar.cli.options import option, parse_options
 from mllm_seqpar.cli.outputs import require_writable_directory
 from mllm_seqpar.cli.progress import note, quiet_transformers
 from mllm_seqpar.comm.agreement import attempt
-from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.inference.arguments import ServingOptions
+from mllm_seqpar.videos.frame_choice import DEFAULT_FRAMES
 
 from .jobs import Worker, joined_worker
 

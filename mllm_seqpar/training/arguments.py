@@ -22,6 +22,8 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_utils import HubStrategy, SchedulerType
 
 from mllm_seqpar._compat import optional_import, options_of, turns_off
+from mllm_seqpar.chats.chat import ON_BAD_MEDIA
+from mllm_seqpar.chats.formats import DEFAULT_TEMPLATE, check_template
 from mllm_seqpar.cli.launch import LONGEST_TIMEOUT
 from mllm_seqpar.cli.options import (
     CommandOptions,
@@ -34,8 +36,6 @@ from mllm_seqpar.cli.options import (
 )
 from mllm_seqpar.cli.shared_options import StoredFrameOptions, StrategyOptions
 from mllm_seqpar.config import CHOICES, SeqParConfig
-from mllm_seqpar.data.chat import ON_BAD_MEDIA
-from mllm_seqpar.data.formats import DEFAULT_TEMPLATE, check_template
 from mllm_seqpar.errors import ConfigError, library_fault
 
 Kind = TypeVar("Kind")

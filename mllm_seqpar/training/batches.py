@@ -25,13 +25,13 @@ from itertools import count
 from typing import Any
 
 from mllm_seqpar._logging import get_logger
+from mllm_seqpar.chats.chat import ChatBatch, ChatDataset, MediaError, load_local_images
+from mllm_seqpar.chats.chat_family import chat_family
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.comm.agreement import agree, attempt
-from mllm_seqpar.data.chat import ChatBatch, ChatDataset, MediaError, load_local_images
-from mllm_seqpar.data.chat_family import chat_family
-from mllm_seqpar.data.reader import decode_threads
 from mllm_seqpar.errors import PASSED, ConfigError, DataError
 from mllm_seqpar.sharding import FrameShard
+from mllm_seqpar.videos.reader import decode_threads
 
 from .stored_tower import ARGUMENT, StoredTower
 

@@ -28,8 +28,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
-from mllm_seqpar.data.store_files import write_json
 from mllm_seqpar.errors import ConfigError, DataError, first_line
+from mllm_seqpar.videos.files import write_json
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _AGAIN = 3.0

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mllm_seqpar.data.chat import ChatBatch, ChatSample, collate, load_local_images
-from mllm_seqpar.data.chat_family import chat_family
-from mllm_seqpar.data.formats import media_parts
-from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES, FRAME_FIELDS, FrameChoice
-from mllm_seqpar.data.messages import message_parts, order_fault
-from mllm_seqpar.data.sources import FrameSource, ImageListSource, ImageTensorSource, VideoSource
+from mllm_seqpar.chats.chat import ChatBatch, ChatSample, collate, load_local_images
+from mllm_seqpar.chats.chat_family import chat_family
+from mllm_seqpar.chats.formats import media_parts
+from mllm_seqpar.chats.messages import message_parts, order_fault
+from mllm_seqpar.chats.sources import FrameSource, ImageListSource, ImageTensorSource, VideoSource
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.processors.mplug_owl3.image_processing import frame_list, to_tensor
+from mllm_seqpar.videos.frame_choice import DEFAULT_FRAMES, FRAME_FIELDS, FrameChoice
 
 Example = Mapping[str, Any]
 Messages = list[dict[str, Any]]

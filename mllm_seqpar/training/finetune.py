@@ -19,15 +19,15 @@ import torch
 from transformers import TrainingArguments
 
 from mllm_seqpar._logging import get_logger
+from mllm_seqpar.chats.chat import ChatDataset
+from mllm_seqpar.chats.chat_family import chat_family
+from mllm_seqpar.chats.feature_store import model_fingerprint
 from mllm_seqpar.cli.launch import require_rendezvous, use_cuda
 from mllm_seqpar.cli.outputs import require_writable_directory
 from mllm_seqpar.cli.program_exit import library_errors
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.comm.backends import order_launches
-from mllm_seqpar.data.chat import ChatDataset
-from mllm_seqpar.data.chat_family import chat_family
-from mllm_seqpar.data.feature_store import model_fingerprint
 from mllm_seqpar.errors import ConfigError, NonFiniteLogitsError, writing
 from mllm_seqpar.integrations.accelerate import reshard, send_buffers, shard_weights_by_fsdp2
 from mllm_seqpar.models.hub import local_directory

@@ -30,9 +30,9 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from mllm_seqpar._logging import get_logger
+from mllm_seqpar.chats.chat import ChatDataset
+from mllm_seqpar.chats.chat_family import chat_family
 from mllm_seqpar.comm import as_communicator
-from mllm_seqpar.data.chat import ChatDataset
-from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.errors import DataError, NonFiniteLogitsError, TransferError, writing
 from mllm_seqpar.integrations.accelerate import reshard
 from mllm_seqpar.patching import patch_of

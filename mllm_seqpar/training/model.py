@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mllm_seqpar._logging import get_logger
-from mllm_seqpar.data.chat_family import chat_family
+from mllm_seqpar.chats.chat_family import chat_family
 from mllm_seqpar.errors import ConfigError, first_line
 from mllm_seqpar.integrations.accelerate import allocate, receives_weights
 from mllm_seqpar.models.loading import add_adapters, load_model

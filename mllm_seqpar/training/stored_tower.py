@@ -24,14 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from mllm_seqpar._transfers import copy_to_device
-from mllm_seqpar.data.chat import ChatBatch
-from mllm_seqpar.data.chat_family import ChatFamily
-from mllm_seqpar.data.feature_store import INDEX, read_rows, write_rows
-from mllm_seqpar.data.sources import FrameSource
-from mllm_seqpar.data.store_files import digest_of, reading_index, require_made_with, write_json
+from mllm_seqpar.chats.chat import ChatBatch
+from mllm_seqpar.chats.chat_family import ChatFamily
+from mllm_seqpar.chats.feature_store import INDEX, read_rows, write_rows
+from mllm_seqpar.chats.sources import FrameSource
 from mllm_seqpar.errors import ConfigError, DataError, writing
 from mllm_seqpar.patching.registry import find_adapter
 from mllm_seqpar.sharding import FrameShard
+from mllm_seqpar.videos.files import digest_of, reading_index, require_made_with, write_json
 
 ARGUMENT = "tower_rows"
 """The name under which a `TowerRows` is among the arguments of a batch."""

@@ -68,7 +68,7 @@ def _by_import_name() -> dict[str, Path]:
 
 _HALVES_OF_PATCHES = {
     "mllm_seqpar.patching.registry": r"mllm_seqpar\.patches\.(?!sizes)\w+",
-    "mllm_seqpar.data.chat_family": r"mllm_seqpar\.patches\.chats\.\w+",
+    "mllm_seqpar.chats.chat_family": r"mllm_seqpar\.patches\.chats\.\w+",
     "mllm_seqpar.planner.model_sizes": r"mllm_seqpar\.patches\.sizes",
 }
 """Who looks up the families, their chat formats and their sizes by `mllm_seqpar.families`, which names no module."""

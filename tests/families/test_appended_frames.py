@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,10 @@ from family_harness import family_module, model_of, settings
 from mllm_seqpar import FrameShard, patch_model
 from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.comm import Communicator, run_loopback
+from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.models.cache import cache_state_of
 from mllm_seqpar.sharding import APPENDED
+from moss_vl_reference import compute_in_float64
 from outcomes import error
 
 TOLERANCE = 1e-9
@@ -27,15 +29,23 @@ TOLERANCE = 1e-9
 SIZES = ((6, 2), (3, 0), (5, 1), (4, 3), (2, 0))
 """The passes: tokens, and the frames that come with them in each sample."""
 
+UNEVEN = ((0, 1), (1, 2), (0, 3), (0, 5))
+"""Frames that samples lack: each has another number in each pass; in one, sample 1 has none."""
+
 
 @dataclass(frozen=True)
 class Talk:
-    """A text in several passes. `starts` has the place of each frame of each sample in the whole text."""
+    """A text in several passes.
+
+    `starts` has the place of each frame of each sample in the whole text. `missing` are (sample, frame) of frames that
+    a sample does not have, for families with frames in one flat list.
+    """
 
     family: str
     sizes: tuple[tuple[int, int], ...] = SIZES
     batch: int = 2
     model: Any = None
+    missing: tuple[tuple[int, int], ...] = ()
 
     @property
     def bounds(self) -> list[int]:
@@ -48,7 +58,11 @@ class Talk:
         for first, (tokens, frames) in zip(self.bounds, self.sizes, strict=False):
             places = [first + number * tokens // max(1, frames) for number in range(frames)]
             found += [place + (sample if place > first else 0) for place in places]
-        return found
+        return [place for number, place in enumerate(found) if (sample, number) not in self.missing]
+
+    def numbers(self, sample: int, frames: slice) -> list[int]:
+        """Return the numbers of the frames that a sample has among these."""
+        return [number for number in range(self.frames)[frames] if (sample, number) not in self.missing]
 
     @property
     def frames(self) -> int:
@@ -80,13 +94,17 @@ class Talk:
         """Return the arguments of one pass, or of one pass over the whole text."""
         rows = slice(None) if number is None else slice(*self.bounds[number : number + 2])
         new = slice(None) if number is None else self.of_pass(number)
+        if self.family == "moss_vl":
+            return _moss(self, rows, range(len(self.sizes)) if number is None else [number])
         seen = self.frames if number is None else new.stop
         text, visual = _OF_FAMILY[self.family](self, rows, seen)
         visual = {name: x[:, new] for name, x in visual.items()}
         if any(x.shape[1] == 0 for x in visual.values()):
             visual = {}
         elif self.family == "mplug_owl3":
-            visual = {name: x.flatten(0, 1) for name, x in visual.items()}
+            (pixels,) = (x for x in _OF_FAMILY[self.family](self, rows, seen)[1].values())
+            own = [(sample, frame) for sample in range(self.batch) for frame in self.numbers(sample, new)]
+            visual = {"pixel_values": pixels[tuple(zip(*own, strict=True))]}
         return text | visual
 
 
@@ -142,6 +160,37 @@ def _flamingo(talk: Talk, rows: slice, seen: int) -> tuple[dict[str, Any], dict[
     return {"lang_x": ids[:, rows], "attention_mask": mask}, {"vision_x": talk.pixels(*shape)}
 
 
+GRIDS = ((4, 6), (2, 2), (6, 4), (2, 8), (4, 4))
+"""Height and width of the frames of MOSS-VL, in patches."""
+
+
+def _moss(talk: Talk, rows: slice, passes: Sequence[int]) -> dict[str, Any]:
+    """Return the inputs of passes; the frames that come with one are a video, or images of unequal size."""
+    module = family_module("moss_vl")
+    ids = talk.ids(module.IMAGE)[:, rows]
+    grids: list[tuple[int, int, int]] = []
+    patches, media = list[Tensor](), []
+    for sample in range(talk.batch):
+        before = len(grids)
+        for number in passes:
+            frames = talk.numbers(sample, talk.of_pass(number))
+            sizes = [GRIDS[(number + sample + frame) % len(GRIDS)] for frame in frames]
+            if (number + sample) % 2 and frames:
+                sizes = sizes[:1] * len(frames)
+                grids.append((len(frames), *sizes[0]))
+            else:
+                grids += [(1, *size) for size in sizes]
+            for frame, (height, width) in zip(frames, sizes, strict=True):
+                generator = torch.Generator().manual_seed(100 * sample + frame)
+                values = 3 * module.PATCH**2
+                patches.append(torch.randn(height * width, values, generator=generator, dtype=torch.float64))
+        media.append(len(grids) - before)
+    if not grids:
+        return {"input_ids": ids}
+    visual = {"pixel_values": torch.cat(patches), "grid_thw": torch.tensor(grids), "media_nums_per_sample": media}
+    return {"input_ids": ids, "cross_attention_mask": (ids == module.IMAGE).long().cumsum(1), **visual}
+
+
 _OF_FAMILY: dict[str, Callable[[Talk, slice, int], Any]] = {
     "mplug_owl3": _owl,
     "mllama": _llama,
@@ -155,11 +204,20 @@ TALKS: dict[str, Talk] = {
     "mllama": Talk("mllama"),
     "video_mllama": Talk("video_mllama"),
     "idefics": Talk("idefics"),
+    "moss_vl": Talk("moss_vl"),
+    "moss_vl, other numbers": Talk("moss_vl", missing=UNEVEN),
+    "gated, other numbers": Talk("mplug_owl3", missing=UNEVEN),
     # MPT, the default, has a softmax in float32.
     **({"open_flamingo": Talk("open_flamingo", model={"language_model": "opt"})} if "open_flamingo" in BATCHES else {}),
     "one frame each": Talk("mplug_owl3", ((3, 1), (2, 1), (2, 1), (3, 1)), batch=1),
+    "moss_vl, text first": Talk("moss_vl", ((3, 0), (4, 2), (6, 3))),
     "text first": Talk("mplug_owl3", ((3, 0), (4, 2), (6, 3))),
 }
+
+
+@pytest.fixture(autouse=True)
+def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute_in_float64(monkeypatch)
 
 
 @functools.cache
@@ -205,7 +263,7 @@ def test_passes_that_bring_frames_equal_one_pass(name: str, ranks: int) -> None:
 
     for logits, units in run_loopback(ranks, run):
         assert error(logits, expected(name)) < TOLERANCE
-        largest = 3 if name == "mllama" else 1  # units of a frame
+        largest = {"mllama": 3, "moss_vl": 7}.get(talk.family, 1)  # units of a frame
         assert max(units) - min(units) <= largest * 2
 
 
@@ -230,7 +288,8 @@ def test_generate_over_a_filled_cache_takes_new_frames(name: str) -> None:
         for number in range(2):
             cache = cache_of(one_pass(talk, model, number, cache))
         new = talk.inputs(2)
-        given = {x: new.get(x, value) if x in VISUAL else value for x, value in whole.items()}
+        of_new = VISUAL if talk.family != "moss_vl" else new.keys() - {"input_ids"}
+        given = {x: new.get(x, value) if x in of_new else value for x, value in whole.items()}
         return model.generate(**given, **cache_argument(cache), **answer)
 
     expected = run(None)
@@ -246,7 +305,51 @@ def family_generate(family: str) -> Callable[..., Tensor]:
     return getattr(module, "unpatched_generate", lambda model, **inputs: model.generate(**inputs))
 
 
-MOVED = ("gated", "fused", "mllama", "idefics")
+MOVED = ("gated", "fused", "mllama", "idefics", "moss_vl", "moss_vl, other numbers")
+
+
+NATIVE = tuple(name for name, talk in TALKS.items() if talk.family in ("mplug_owl3", "moss_vl"))
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_native_models_append_frames_unpatched(name: str) -> None:
+    """Passes of the unpatched and of the patched model continue the cache of each other."""
+    talk = TALKS[name]
+    for first_is_patched in (False, True):
+        models = [talk.new_model(), patch_model(talk.new_model())]
+        found, cache = [], None
+        for number in range(len(talk.sizes)):
+            out = one_pass(talk, models[(number // 2 + first_is_patched) % 2], number, cache)
+            cache = cache_of(out)
+            found.append(out.logits)
+        assert error(torch.cat(found, 1), expected(name)) < TOLERANCE
+    logits, cache = passes(talk, models[0])
+    assert error(logits, expected(name)) < TOLERANCE
+    number = len(talk.sizes) - 2
+    cache.crop(talk.bounds[number] - cache.get_seq_length())
+    logits, _ = passes(talk, models[0], cache, first=number)
+    assert error(logits, expected(name)[:, talk.bounds[number] :]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", [name for name in NATIVE if name in GENERATES])
+def test_generate_of_native_models_appends_frames_unpatched(name: str) -> None:
+    talk, model = GENERATES[name], GENERATES[name].new_model()
+    answer, cache, whole, new = settings(max_new_tokens=5), None, talk.inputs(), talk.inputs(2)
+    with torch.no_grad():
+        expected = model.generate(**whole, **answer)
+        for number in range(2):
+            cache = cache_of(one_pass(talk, model, number, cache))
+    given = {**new, "input_ids": whole["input_ids"]}
+    assert torch.equal(model.generate(**given, **cache_argument(cache), **answer), expected)
+
+
+def test_frames_of_the_whole_conversation_are_refused_over_its_cache() -> None:
+    talk = TALKS["moss_vl"]
+    for model in (talk.new_model(), patch_model(talk.new_model())):
+        cache = cache_of(one_pass(talk, model, 0, None))
+        given = talk.inputs() | {"input_ids": talk.inputs(2)["input_ids"], "cross_attention_mask": None}
+        with pytest.raises(ShapeError, match="pass only the frames of these"):
+            model(**given, **cache_argument(cache), use_cache=True)
 
 
 @pytest.mark.parametrize("name", MOVED)
@@ -262,7 +365,7 @@ def test_cropped_text_takes_its_appended_frames_along(name: str) -> None:
             copied.crop(talk.bounds[number] - copied.get_seq_length())
             logits, _ = passes(talk, model, copied, first=number)
             assert error(logits, expected(name)[:, talk.bounds[number] :]) < TOLERANCE
-        assert cache_state_of(cache).visual_kv.total_frames == talk.frames * talk.batch
+        assert cache_state_of(cache).visual_kv.total_frames == talk.frames * talk.batch - len(talk.missing)
 
     run_loopback(2, run)
 
@@ -347,9 +450,10 @@ def test_appended_frames_in_host_memory(name: str) -> None:
         assert error(logits, expected(name)) < TOLERANCE
 
 
-def test_k_and_v_of_earlier_frames_stay_where_they_are() -> None:
+@pytest.mark.parametrize("family", ["mplug_owl3", "moss_vl"])
+def test_k_and_v_of_earlier_frames_stay_where_they_are(family: str) -> None:
     """A later pass sends what a pass without frames sends, and earlier K and V are the tensors of their own pass."""
-    talk = Talk("mplug_owl3", ((6, 2), (3, 0), (5, 3), (5, 0)))
+    talk = Talk(family, ((6, 2), (3, 0), (5, 3), (5, 0)))
 
     @torch.no_grad()
     def run(comm: Communicator) -> tuple[dict[str, int], dict[str, int]]:

@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ import torch
 from family_harness import inputs_of, model_of
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import LoopbackCommunicator, LoopbackWorld, Pending, Recv, Send, run_loopback
-from mllm_seqpar.errors import AgreementError
+from mllm_seqpar.errors import AgreementError, ConfigError
+from mllm_seqpar.kernels.blocked_matmul import BlockedMatmulKernel
 from mllm_seqpar.kernels.fused import TorchCpuKernel
-from mllm_seqpar.planner import Cluster, auto, calibrate
+from mllm_seqpar.planner import Cluster, auto, calibrate, write_cluster
 from mllm_seqpar.planner.auto import ClusterSelector
 from tiny_models.mplug_owl3 import Case
 
@@ -132,8 +134,11 @@ def test_links_are_measured_once_for_all_shapes() -> None:
 
 def test_every_available_kernel_is_timed() -> None:
     rates, same = run_loopback(2, lambda comm: calibrate.kernel_rates(comm, device="cpu", shape=SHAPE))
-    assert rates == same and rates.keys() == {"torch_cpu", "blocked_matmul"}
-    assert list(rates.values()) == sorted(rates.values(), reverse=True) and min(rates.values()) > 0
+    assert rates == same and min(min(rate.forward, rate.backward) for rate in rates) > 0
+    found = {(rate.kernel, rate.dim, rate.masked) for rate in rates}
+    dims = {SHAPE.dim, *calibrate.HEAD_DIMS}
+    assert found == set(itertools.product(("torch_cpu", "blocked_matmul"), dims, (False, True)))
+    assert len(rates) == len(found)
 
 
 def test_kernel_that_fails_on_one_rank_is_left_out_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,4 +151,54 @@ def test_kernel_that_fails_on_one_rank_is_left_out_on_all(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(TorchCpuKernel, "forward", fails_once)
     for rates in run_loopback(2, lambda comm: calibrate.kernel_rates(comm, device="cpu", shape=SHAPE)):
-        assert rates.keys() == {"blocked_matmul"}
+        first = min(rate.dim for rate in rates)
+        assert [rate.kernel for rate in rates if rate.dim == first and not rate.masked] == ["blocked_matmul"]
+
+
+def kernels_of_a_step(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[set[tuple[str, bool]], float]:
+    """Return the loss of a training step of 2 ranks, and the kernels with whether the mask was one but causal."""
+    used: set[tuple[str, bool]] = set()
+    for kernel in (TorchCpuKernel, BlockedMatmulKernel):
+
+        def counted(self: Any, *args: Any, original: Any = kernel.forward, intervals: Any = None, **given: Any) -> Any:
+            used.add((self.name, intervals is not None and not intervals.is_causal))
+            return original(self, *args, intervals=intervals, **given)
+
+        monkeypatch.setattr(kernel, "forward", counted)
+
+    def run(comm: Any) -> float:
+        model = patch_model(model_of("mplug_owl3", CASE), group=comm, **options)
+        loss = model(**inputs_of("mplug_owl3", CASE, model)).loss
+        loss.backward()
+        return loss.item()
+
+    loss, same = run_loopback(2, run)
+    assert loss == same
+    monkeypatch.undo()
+    return used, loss
+
+
+@pytest.mark.parametrize("strategy", ["lv-xattn", "auto"])
+def test_kernels_are_chosen_by_the_rates_of_the_cluster_file(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks without a mask, and causal ones, go to the kernel that the file says is faster; others to the only one."""
+    rates = (
+        ("blocked_matmul", 16, False, 2e9, 2e9),
+        ("torch_cpu", 16, False, 1e9, 1e9),
+        ("torch_cpu", 16, True, 1e9, 1e9),
+    )
+    write_cluster(replace(CLUSTER, kernels=rates), tmp_path / "here.yaml")
+    given = {"strategy": strategy, "cluster": str(tmp_path / "here.yaml")}
+    found, loss = kernels_of_a_step(monkeypatch, **given)
+    assert found == {("blocked_matmul", False), ("torch_cpu", True)}
+    plain, exact = kernels_of_a_step(monkeypatch)
+    assert plain == {("torch_cpu", False), ("torch_cpu", True)} and loss == pytest.approx(exact, rel=1e-5)
+    named = {"strategy": "auto", "cluster": str(tmp_path / "here.yaml"), "kernel": "torch_cpu"}
+    assert kernels_of_a_step(monkeypatch, **named)[0] == plain
+
+
+def test_cluster_file_with_an_unknown_kernel_is_refused(tmp_path: Path) -> None:
+    write_cluster(replace(CLUSTER, kernels=(("torch_gpu", 16, False, 1e9, 1e9),)), tmp_path / "here.yaml")
+    with pytest.raises(ConfigError, match="kernel='torch_gpu' does not exist; choose auto or one of"):
+        patch_model(model_of("mplug_owl3", CASE), cluster=str(tmp_path / "here.yaml"))

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from family_cases import MOSS
 from family_harness import build, compare_gradients, model_of, patched, settings
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.runtime.frames import Frames
+from moss_vl_reference import compute_in_float64
 from tiny_models.moss_vl import Case
 
 EXACT = 1e-9
@@ -29,18 +29,7 @@ CASES = {
 
 @pytest.fixture
 def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let norms and the tower's rotation compute in float64, which transformers' compute in float32."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return self.weight * x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
-
-    def rotated(*states: Tensor) -> tuple[Tensor, ...]:
-        *states, cos, sin = states
-        half = modeling_qwen3_vl.rotate_half
-        return tuple(x * cos.unsqueeze(-2).double() + half(x) * sin.unsqueeze(-2).double() for x in states)
-
-    monkeypatch.setattr(modeling_qwen3_vl.Qwen3VLTextRMSNorm, "forward", forward)
-    monkeypatch.setattr(modeling_qwen3_vl, "apply_rotary_pos_emb_vision", rotated)
+    compute_in_float64(monkeypatch)
 
 
 def results(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor | None]]:

@@ -148,7 +148,8 @@ def test_auto_measures_the_group_without_a_cluster_file(caplog: pytest.LogCaptur
         ({"strategy": "ulysses"}, "4 query heads cannot .* over 3 ranks; the largest group that divides them is 2"),
         ({"self_attention": "ulysses"}, "ulysses: 4 query heads cannot be sharded over 3 ranks"),
         ({"strategy": "auto", "cluster": "no/such.yaml"}, "no/such.yaml"),
-        ({"cluster": "any.yaml"}, "'any.yaml' was given, but neither strategy='lv-xattn' nor self_attention='ring'"),
+        ({"cluster": "any.yaml", "kernel": "torch_cpu"}, "'any.yaml' was given, but neither strategy='lv-xattn' nor"),
+        ({"cluster": "a100-80g-8xN"}, "'a100-80g-8xN' has no rates of kernels .* by `mllm-seqpar calibrate`"),
     ],
 )
 def test_impossible_options_are_refused_on_every_rank(options: dict[str, Any], message: str) -> None:

@@ -56,13 +56,18 @@ def test_tile_must_fit_the_number_of_ranks() -> None:
         ("mlp_chunk_size", True, "mlp_chunk_size: True is not a number of tokens"),
         ("shard_prompt_from", 1.5, "shard_prompt_from: 1.5 is not a number of tokens; pass a positive int, or None"),
         ("cluster", 3, "cluster: 3 is not a string"),
-        ("cluster", "any.yaml", "neither strategy='lv-xattn' nor self_attention='ring' uses it; use auto or mesh"),
         ("kernel", None, "kernel: None is not a kernel's name"),
     ],
 )
 def test_invalid_values_are_rejected_with_the_allowed_ones(name: str, value: object, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         SeqParConfig(**{name: value})
+
+
+def test_cluster_without_effect_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="cluster: .* neither strategy='lv-xattn' nor self_attention='ring' uses it"):
+        SeqParConfig(cluster="any.yaml", kernel="torch_cpu")
+    assert SeqParConfig(cluster="any.yaml").kernel == "auto"
 
 
 def test_options_without_effect_are_rejected() -> None:

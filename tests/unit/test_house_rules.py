@@ -22,12 +22,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 ORDER = (
     "errors _lazy_names _compat _logging _transfers fsdp_units schedules comm sharding config masks kernels attention "
-    "checkpointing runtime families patching models integrations data processors planner cli inference serving "
-    "training adapting patches __main__"
+    "checkpointing runtime families patching models integrations videos chats data processors planner cli inference "
+    "serving training adapting patches __main__"
 ).split()
 """Parts of the package. A part imports only parts before it; see CONTRIBUTING.md."""
 
-PROGRAMS = {"data", "processors", "planner", "cli", "inference", "serving", "training", "__main__"}
+PROGRAMS = {"videos", "chats", "data", "processors", "planner", "cli", "inference", "serving", "training", "__main__"}
 """The parts that know chats, files and users. All others are the library, which knows models, tensors and ranks."""
 
 THIRD_PARTY = {
@@ -44,7 +44,8 @@ THIRD_PARTY = {
         "huggingface_hub",
     },
     "processors": {"numpy", "PIL", "transformers"},
-    "data": {"numpy", "PIL", "safetensors", "av", "tokenizers", "transformers", "filelock", "pyarrow"},
+    "videos": {"numpy", "PIL", "av", "filelock"},
+    "chats": {"numpy", "PIL", "safetensors", "tokenizers", "transformers", "pyarrow"},
     "planner": {"yaml"},
     "cli": {"matplotlib", "safetensors", "tqdm", "transformers", "yaml"},
     "inference": {"lmms_eval", "transformers"},

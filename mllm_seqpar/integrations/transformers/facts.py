@@ -29,6 +29,7 @@ from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape
 from mllm_seqpar.runtime.visual_tokens import VisualTokenLayout
+from mllm_seqpar.sharding import Spans
 
 from .attention import causal_masks
 from .inputs import ForwardInputs
@@ -160,9 +161,13 @@ class ModelFacts(ABC, Generic[InputsT]):
         """
         return {}
 
-    def unit_index(self, inputs: InputsT, units: int) -> Tensor:
-        """Return (units, ...), what projections may need of each unit of all ranks: its position, or its rotation."""
-        return torch.zeros(units, dtype=torch.long)
+    def unit_index(self, inputs: InputsT, frames: Spans) -> Tensor:
+        """Return (units, ...), what projections may need of each unit of these frames: its position, or its rotation.
+
+        `frames` are those of this rank, or of all ranks if each gets all features. A pass without frames has one, the
+        empty one.
+        """
+        return torch.zeros(inputs.sizes.count(frames), dtype=torch.long)
 
     def cross_attention_shape(self) -> CrossAttentionShape | None:
         """Return what `strategy="auto"` selects by before any layer runs; None if each layer selects.

@@ -353,10 +353,7 @@ class Pass:
             fingerprints.add(self._fingerprint(inputs.frames))
         earlier = state.frames if inputs.appends_frames else None
         source = VisualKVCache(inputs.total_frames, inputs.sizes, visual.tokens_per_unit, visual, earlier)
-        if earlier is None:
-            state.store_frames(source, inputs.batch, fingerprints)
-        else:
-            state.append_frames(source, inputs.batch, fingerprints, inputs.past_length)
+        state.store_frames(source, inputs.batch, fingerprints, inputs.past_length)
         return source
 
     def _visibility(self, source: KVSource) -> FrameMask:
@@ -407,7 +404,8 @@ class Pass:
         if self.attended is not None:
             source, mask, facts, _ = self.attended
             sizes = source.sizes if isinstance(source, VisualKVCache) else inputs.sizes
-            index, shape = functools.partial(family.unit_index, inputs, source.units), family.cross_attention_shape()
+            whole, shape = ((0, inputs.sizes.total),), family.cross_attention_shape()
+            index = functools.partial(family.unit_index, inputs, whole)
             frames = frames_of_shards(self.context, source, mask, text, sizes, index, shape)
             if self.config.self_attention != "local":
                 facts = {name: text.shard(x, 1) for name, x in facts.items()}

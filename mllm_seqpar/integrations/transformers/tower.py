@@ -104,8 +104,7 @@ class Tower:
     def visual_features(self, features: Tensor) -> VisualFeatures:
         """Return this rank's features with the index of each unit. Without frames, rank 0 has the empty one."""
         family, inputs, config = self.family, self.inputs, self.family.context.config
-        units = inputs.sizes.count()
-        index = take_spans(family.unit_index(inputs, units), inputs.sizes.units(self.own))
+        units, index = inputs.sizes.count(), family.unit_index(inputs, self.own)
         if config.visual_offload is None:
             index = copy_to_device(index, features.device)
             return VisualFeatures(features, index, units, config.recompute_visual, self.layout)

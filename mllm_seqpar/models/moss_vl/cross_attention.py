@@ -25,7 +25,7 @@ from mllm_seqpar.models.mplug_owl3.hyper_attention import (
     by_blocks,
     visible_keys,
 )
-from mllm_seqpar.runtime.frames import VisualKVCache
+from mllm_seqpar.models.mplug_owl3.media import MediaLayout
 from mllm_seqpar.runtime.projections import KVProjection
 
 from .configuration import MossVLTextConfig
@@ -43,21 +43,23 @@ class MossVLVisual(VisualInputs):
 
     index: Tensor | None = None
 
+    def __init__(self, layout: MossVLLayout, *args: Any, **kwargs: Any) -> None:
+        super().__init__(layout, *args, **kwargs)
+        if self.embeds is not None:
+            self.index = layout.visual_positions().unsqueeze(1).to(self.embeds.device)
+
     @classmethod
-    def of(
-        cls,
-        layout: MossVLLayout,
-        rows: tuple[Tensor, Tensor],
-        features: Tensor | None = None,
-        cached: VisualKVCache | None = None,
-    ) -> "MossVLVisual":
+    def of(cls, layout: MossVLLayout, rows: tuple[Tensor, Tensor], features: Tensor) -> "MossVLVisual":
         """Return the inputs of rows that attend to frames first <= f < stop; `features` are (V, C)."""
-        ends = torch.nn.functional.pad(layout.tokens.cumsum(0), (1, 0))
-        embeds = None if features is None else features.unsqueeze(1)
-        found = cls(layout, (ends[rows[0]], ends[torch.maximum(*rows)]), 1, embeds, cached)
-        if features is not None:
-            found.index = layout.visual_positions().unsqueeze(1).to(features.device)
-        return found
+        first, stop = rows
+        units = cls.units_of(layout, first), cls.units_of(layout, torch.maximum(first, stop))
+        return cls(layout, units, 1, features.unsqueeze(1))
+
+    @staticmethod
+    def units_of(layout: MediaLayout, frames: Tensor) -> Tensor:
+        """Return the visual tokens before these frames."""
+        assert isinstance(layout, MossVLLayout)
+        return torch.nn.functional.pad(layout.tokens.cumsum(0), (1, 0))[frames]
 
 
 class MossVLCrossAttention(nn.Module):
@@ -106,19 +108,20 @@ class MossVLCrossAttention(nn.Module):
     ) -> Tensor:
         """Normalised text (B, L, C) -> (B, L, C); 0 for rows that attend to no frame, before the output projection."""
         q = self.queries(hidden_states, position_embeddings)
-        stored = {} if visual.cached is None else visual.cached.states
-        if self.layer_idx not in stored:
+
+        def project() -> tuple[Tensor, Tensor]:
             assert visual.embeds is not None and visual.index is not None
-            stored[self.layer_idx] = self.visual_projection()(visual.embeds, visual.index)
-        k, v = stored[self.layer_idx]
+            return self.visual_projection()(visual.embeds, visual.index)
+
+        states = visual.states(self.layer_idx, project)
 
         def attend(sample: int, block: RowBlock) -> tuple[Tensor, None]:
             rows = q[sample : sample + 1, :, block.start : block.stop]
             if block.first_frame == block.stop_frame:
                 return torch.zeros_like(rows).transpose(1, 2), None
-            keys = visual.keys_of(block)
+            k, v = visual.keys_of(sample, block, states)
             mask = visible_keys(visual, sample, block)
-            return attend_rows(rows, k[:, :, keys], v[:, :, keys], mask, self.scaling, self.dropout), None
+            return attend_rows(rows, k, v, mask, self.scaling, self.dropout), None
 
         attended: Tensor = self.o_proj(by_blocks(visual, attend)[0])
         return attended

@@ -11,13 +11,13 @@ Shape legend: B samples, L text tokens, F frames of all samples in one flat list
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mllm_seqpar.errors import MaskError, ShapeError
 from mllm_seqpar.models.mplug_owl3.media import MediaLayout
+from mllm_seqpar.sharding import Spans, take_spans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +29,12 @@ class MossVLLayout(MediaLayout):
     Attributes:
         positions: (3, B, L) int64, the positions of the text; 0 at padding.
         sizes: (F, 2) int64, height and width of each frame in merged patches.
+        begin: (B, 1) int64, the position that follows those of the text before.
     """
 
     positions: Tensor
     sizes: Tensor
+    begin: Tensor
 
     @property
     def tokens(self) -> Tensor:
@@ -41,39 +43,45 @@ class MossVLLayout(MediaLayout):
 
     def offsets(self) -> Tensor:
         """Return (B, 1): how far the positions of later tokens are from their number in the text."""
-        return self.positions.amax((0, 2))[:, None] + 1 - (self.past_length + self.positions.shape[2])
+        following = torch.maximum(self.positions.amax((0, 2))[:, None] + 1, self.begin)
+        return following - (self.past_length + self.positions.shape[2])
 
-    def visual_positions(self) -> Tensor:
-        """Return (V, 3) int32, time, height and width of each visual token, frame by frame."""
-        counts, total = self.tokens, self.total_frames
-        frame = torch.arange(total, device=counts.device).repeat_interleave(counts)
-        number = torch.arange(frame.shape[0], device=counts.device) - (counts.cumsum(0) - counts)[frame]
-        height, width = self.sizes[frame].unbind(1)
-        first, is_separator = self.frame_position[frame], number == height * width
+    def visual_positions(self, frames: Spans | None = None) -> Tensor:
+        """Return (V, 3) int32, time, height and width of each visual token of some frames (None: all)."""
+        sizes, position = self.sizes.int(), self.frame_position.int()
+        if frames is not None:
+            sizes, position = take_spans(sizes, frames), take_spans(position, frames)
+        counts = sizes.prod(1, dtype=torch.int32) + 1
+        frame = torch.arange(len(sizes), device=sizes.device, dtype=torch.int32).repeat_interleave(counts)
+        number = torch.arange(len(frame), device=sizes.device, dtype=torch.int32) - (counts.cumsum(0) - counts)[frame]
+        height, width = sizes[frame].unbind(1)
+        first, is_separator = position[frame], number == height * width
         last = torch.where(is_separator, torch.maximum(height, width), 0)
         row, column = (torch.where(is_separator, last, x) for x in (number // width, number % width))
         return torch.stack([first + last, first + row, first + column], 1).int()
 
-    def followed_by(self, later: "MossVLLayout") -> "MossVLLayout":
-        """Return the layout of this text, which has no frames, and of a later one with the first frames."""
-        decoded = later.past_length - self.past_length - self.positions.shape[2]
-        more = torch.arange(decoded, device=self.positions.device) + self.offsets() + later.past_length - decoded
+    def followed_by(self, later: "MossVLLayout", rows: Tensor) -> "MossVLLayout":
+        """Return the layout of this text, which has no frames, and of a later one with the first frames.
+
+        Row b of the later text continues row ``rows[b]`` of this one.
+        """
+        positions = self.positions[:, rows]
+        decoded = later.past_length - self.past_length - positions.shape[2]
+        between = torch.arange(later.past_length - decoded, later.past_length, device=positions.device)
+        between = (between + self.offsets()[rows]).expand(3, -1, -1)
         before = later.sample_range[:, :1].expand(-1, later.past_length - self.past_length)
         return replace(
             later,
             first=torch.cat([before, later.first], 1),
             stop=torch.cat([before, later.stop], 1),
-            positions=torch.cat([self.positions, more.expand(3, -1, -1), later.positions], 2),
+            positions=torch.cat([positions, between, later.positions], 2),
             past_length=self.past_length,
+            begin=self.begin[rows],
         )
 
     def cropped(self, length: int, inclusive: bool = True) -> "MossVLLayout":
         kept = replace(self, positions=self.positions[:, :, : max(0, length - self.past_length)])
         return MediaLayout.cropped(kept, length, inclusive)  # type: ignore[return-value]
-
-    def repeat_samples(self, times: int) -> "MossVLLayout":
-        repeated: Any = MediaLayout.repeat_samples(self, times)
-        return replace(repeated, positions=self.positions.repeat_interleave(times, 1))
 
 
 def frame_grids(grid_thw: Tensor, media: Sequence[int], batch: int) -> tuple[Tensor, list[int]]:
@@ -150,7 +158,7 @@ def moss_vl_layout(
     past_length: int = 0,
     offsets: Tensor | None = None,
 ) -> MossVLLayout:
-    """Return the layout of a text of which no token is in the cache, or which brings the first frames of its cache.
+    """Return the layout of a text of which no token is in the cache, or which brings frames to its cache.
 
     Args:
         batch, length: B and L.
@@ -202,9 +210,11 @@ def moss_vl_layout(
     extents = torch.nn.functional.pad(sizes.amax(1), (0, 1)) if len(sizes) else sizes.new_zeros(1)
     frame = torch.where(placeholders, starts[:, None] + number, len(sizes))
     extent = extents[frame]
+    begin = torch.full((batch, 1), past_length, device=device)
+    if offsets is not None:
+        begin = begin + offsets.to(device)
     if position_ids is None:
         step = real.long()
-        begin = past_length if offsets is None else past_length + offsets.to(device)
         found = (begin + step.cumsum(1) - step + extent.cumsum(1)).masked_fill(~real, 0)
         positions = found[None].expand(3, -1, -1)
     else:
@@ -219,6 +229,7 @@ def moss_vl_layout(
         past_length=past_length,
         positions=positions,
         sizes=sizes,
+        begin=begin,
     )
 
 

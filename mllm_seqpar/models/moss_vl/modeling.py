@@ -10,7 +10,7 @@ patches, C channels.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Self, cast
 
 import torch
@@ -41,6 +41,7 @@ from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.models.auto_classes import LocalCode
 from mllm_seqpar.models.cache import ONE_PROCESS, SequenceParallelCacheState, attach, begin_prompt, cache_state_of
 from mllm_seqpar.models.loading import NonReentrantCheckpointing, load_clean
+from mllm_seqpar.models.mplug_owl3.media import brings_frames
 from mllm_seqpar.runtime.frames import VisualKVCache
 from mllm_seqpar.runtime.text import select_logit_rows
 from mllm_seqpar.runtime.visual_features import fingerprint_of
@@ -333,12 +334,12 @@ class MossVLModel(MossVLPreTrainedModel):
             cache = DynamicCache(config=self.config.text)
         past_length = 0 if cache is None else int(cache.get_seq_length())
         state = _cache_state(cache, past_length, batch, self.config.text.num_hidden_layers)
+        given, appends = given_frames(pixel_values, visual_embeds), False
+        if given is not None and state is not None and state.frames is not None:
+            appends = brings_frames(is_known(state, given), input_ids, self.config.image_token_id)
+            if not appends:
+                given = pixel_values = visual_embeds = None  # those of the cache
         features = self._features(pixel_values, visual_embeds, grid_thw, vision_chunked_length)
-        if state is not None and state.frames is not None and features is not None:
-            raise ShapeError(
-                f"frames were passed with a cache that holds {state.frames.total_frames} already; pass new frames with "
-                "the whole conversation and without the cache"
-            )
         if past_length and features is None:
             assert state is not None
             positions, visual = _continued(state, past_length, length, batch, tokens.device)
@@ -360,9 +361,12 @@ class MossVLModel(MossVLPreTrainedModel):
             positions, visual = layout.positions, None
             if features is not None:
                 check_features(features.shape[0], layout)
-                visual = MossVLVisual.of(layout, layout.rows(past_length, length), features)
+            if appends and features is not None:
+                check_appended(layout, input_ids, self.config.image_token_id)
             if state is not None:
-                _store(state, layout, visual, batch, pixel_values)
+                visual = _store(state, layout, length, features, given)
+            elif features is not None:
+                visual = MossVLVisual.of(layout, layout.rows(past_length, length), features)
         return self.language_model(
             inputs_embeds=embeds,
             position_ids=positions,
@@ -397,6 +401,19 @@ def check_features(rows: int, layout: MossVLLayout) -> None:
         )
 
 
+def check_appended(layout: MossVLLayout, input_ids: Tensor | None, image_token_id: int) -> None:
+    """Raise ShapeError unless the frames that follow those of a cache, if they are not hidden, are in the new text."""
+    if input_ids is None:
+        return
+    placed, (start, stop) = (input_ids == image_token_id).sum(1), layout.sample_range.to(input_ids.device).unbind(1)
+    if bool((stop - start > placed).any()):
+        raise ShapeError(
+            f"frames {(stop - start).tolist()} were passed with a cache that holds others already, and the text after "
+            f"that of the cache has {placed.tolist()} placeholders <|image_pad|>; pass only the frames of these, or "
+            "pass all frames with the whole conversation and without the cache"
+        )
+
+
 def earlier_offsets(state: SequenceParallelCacheState, batch: int) -> Tensor | None:
     """Return (B, 1), the offsets of the positions of the cached text that a pass continues; None if it begins one."""
     layout = state.media_layout
@@ -405,12 +422,17 @@ def earlier_offsets(state: SequenceParallelCacheState, batch: int) -> Tensor | N
     return cast(MossVLLayout, layout).offsets()[state.rows_of(batch).to(layout.first.device)]
 
 
-def store_layout(state: SequenceParallelCacheState, layout: MossVLLayout) -> None:
-    """Store the layout of a prompt, or of the first frames of a text, with its cache."""
-    earlier = cast(MossVLLayout | None, state.media_layout)
-    if earlier is not None and layout.past_length:
-        layout = earlier.to(layout.first.device).followed_by(layout)  # type: ignore[attr-defined]
-    state.media_layout = layout
+def after_text(layout: MossVLLayout, state: SequenceParallelCacheState | None, batch: int) -> MossVLLayout:
+    """Return the layout of a pass; of the text before it too, if no frames came with that.
+
+    If frames did, their layout stays among those of their own passes.
+    """
+    earlier = cast(MossVLLayout | None, None if state is None else state.media_layout)
+    if state is None or earlier is None or state.frames is not None or not layout.past_length:
+        return layout
+    device = layout.first.device
+    earlier = cast(MossVLLayout, earlier.to(device))
+    return earlier.followed_by(layout, state.rows_of(batch).to(device))
 
 
 def crop_layout(state: SequenceParallelCacheState, past_length: int) -> None:
@@ -434,6 +456,7 @@ def _cache_state(cache: Any, past_length: int, batch: int, layers: int) -> Seque
     if state is None:
         state = SequenceParallelCacheState(batch)
         attach(cache, state, layers)
+    state.crop_to(past_length)
     crop_layout(state, past_length)
     state.continue_in(ONE_PROCESS)
     return state
@@ -443,31 +466,32 @@ def _continued(
     state: SequenceParallelCacheState, past_length: int, length: int, batch: int, device: torch.device
 ) -> tuple[Tensor, MossVLVisual | None]:
     """Return the positions (3, B, L) of tokens that continue a cache, and its frames, to which they attend."""
-    layout, rows = cast(MossVLLayout, state.media_layout), state.rows_of(batch)
     offsets = earlier_offsets(state, batch)
     begin = past_length + (0 if offsets is None else offsets.to(device))
     positions = (begin + torch.arange(length, device=device)).expand(3, -1, -1)
     if state.frames is None:
         return positions, None
-    state.media_layout = layout = layout.to(device)  # type: ignore[assignment]
-    first, stop = (bound[rows.to(device)] for bound in layout.rows(past_length, length))
-    return positions, MossVLVisual.of(layout, (first, stop), cached=state.visual_kv)
+    return positions, MossVLVisual.of_cache(state, past_length, length, batch, device)
 
 
 def _store(
     state: SequenceParallelCacheState,
     layout: MossVLLayout,
-    visual: MossVLVisual | None,
-    batch: int,
-    pixels: Tensor | None,
-) -> None:
-    """Store the layout of a prompt with its cache, and its frames, whose K and V the layers add."""
-    if visual is not None:
-        assert visual.embeds is not None
-        visual.cached = VisualKVCache(layout.total_frames, FrameSizes(layout.total_frames, layout.tokens), 1)
-        passed = (visual.embeds,) if pixels is None else (visual.embeds, pixels)
-        state.store_frames(visual.cached, batch, {fingerprint_of(x) for x in passed})
-    store_layout(state, layout)
+    length: int,
+    features: Tensor | None,
+    given: Tensor | None,
+) -> MossVLVisual | None:
+    """Store the layout of a pass with its cache, and the frames, whose K and V the layers add; return the frames."""
+    batch, past_length = layout.first.shape[0], layout.past_length
+    whole = after_text(layout, state, batch)
+    if features is None or given is None:
+        state.media_layout = whole
+        return None
+    features, sizes = features.unsqueeze(1), FrameSizes(layout.total_frames, layout.tokens)
+    kept = VisualKVCache(layout.total_frames, sizes, 1, earlier=state.frames)
+    state.store_frames(kept, batch, {fingerprint_of(x) for x in (features, given)}, past_length)
+    state.media_layout = whole
+    return MossVLVisual.of_cache(state, past_length, length, batch, features.device, features)
 
 
 class MossVLForConditionalGeneration(MossVLPreTrainedModel, GenerationMixin):
@@ -595,16 +619,20 @@ class MossVLForConditionalGeneration(MossVLPreTrainedModel, GenerationMixin):
         if cache is None or not cache.get_seq_length() or state is None or state.frames is None:
             # transformers leaves frames out of all passes of an assistant model, also of the first.
             return inputs | {name: kwargs[name] for name in (*OF_FRAMES, MASK) if kwargs.get(name) is not None}
-        given = _given_frames(kwargs) if is_first_iteration else None
-        if given is not None and fingerprint_of(given) not in state.frame_fingerprints:
-            raise ShapeError(
-                "the frames differ from those stored in the cache; a conversation continues with the frames it began "
-                "with: pass those, or none, or start without the cache"
-            )
+        given = given_frames(kwargs.get("pixel_values"), kwargs.get("visual_embeds"))
+        if is_first_iteration and given is not None:
+            ids, known = inputs.get("input_ids"), is_known(state, given)
+            if brings_frames(known, ids, self.config.image_token_id):
+                return inputs | {name: kwargs[name] for name in (*OF_FRAMES, MASK) if kwargs.get(name) is not None}
         return {name: value for name, value in inputs.items() if name not in (*OF_FRAMES, MASK)}
 
 
-def _given_frames(arguments: Mapping[str, Any]) -> Tensor | None:
+def given_frames(pixel_values: Tensor | None, visual_embeds: Tensor | None) -> Tensor | None:
     """Return the patches, or the features in the form (V, 1, C); None if there are none."""
-    pixels, features = arguments.get("pixel_values"), arguments.get("visual_embeds")
-    return pixels if features is None else features.reshape(-1, 1, features.shape[-1])
+    given = pixel_values if visual_embeds is None else visual_embeds.reshape(-1, 1, visual_embeds.shape[-1])
+    return None if given is None or not len(given) else given
+
+
+def is_known(state: SequenceParallelCacheState, given: Tensor) -> bool:
+    """Return whether these are the frames that came last to a cache."""
+    return fingerprint_of(given) in state.frame_fingerprints

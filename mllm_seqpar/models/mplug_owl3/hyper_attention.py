@@ -8,11 +8,11 @@ on one process, the rows of a sample attend to the frames of that sample only, i
 patched forward attends to the text and frames of all ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from transformers.models.qwen2.modeling_qwen2 import (
 )
 
 from mllm_seqpar._compat import takes_cache
+from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.models.cache import SequenceParallelCacheState
 from mllm_seqpar.runtime.frames import VisualKVCache
 from mllm_seqpar.runtime.projections import KVProjection
@@ -63,11 +64,17 @@ class VisualInputs:
     This class is deliberately neither a dataclass nor a pytree: FSDP, checkpointing and device placement traverse
     containers of tensors and would cast or copy the features once per layer.
 
+    Frames may have come with several passes of a cache. The frames of a sample are then numbered from 0, those of each
+    pass after those of the passes before.
+
     Attributes:
         embeds: (F, T, hidden), the output of `vision2text_model`; None while decoding, when K and V are cached.
         cached: the K and V of each hyper layer, projected once at prefill; None in a pass without a cache.
         frame_position: (F,) int64, the rotary position of each frame's keys.
-        first, stop: (B, L) int64. A row attends to the frames first <= f < stop, by global number.
+        first, stop: (B, L) int64. A row attends to the frames first <= f < stop, by global number, or by that of its
+            sample.
+        ranges: for each pass that brought frames, the global numbers (start, stop) of the frames of each row; empty if
+            there is only one such pass.
     """
 
     def __init__(
@@ -77,28 +84,88 @@ class VisualInputs:
         tokens_per_frame: int,
         embeds: Tensor | None = None,
         cached: VisualKVCache | None = None,
+        ranges: Sequence[Tensor] = (),
     ) -> None:
+        """`ranges` are (B, 2), of all passes; rows attend to all frames of those before this one.
+
+        Raises:
+            ShapeError: a row does not attend to the first frames of its pass, but to earlier and later ones.
+        """
         self.frame_position, (self.first, self.stop) = layout.frame_position, rows
         self.tokens_per_frame, self.embeds, self.cached = tokens_per_frame, embeds, cached
+        self.ranges: list[list[list[int]]] = [own.tolist() for own in ranges]
+        if ranges:
+            before = sum(own.diff(dim=1) for own in ranges[:-1])
+            attends, start = self.stop > self.first, ranges[-1][:, :1]
+            if bool((attends & (before > 0) & (self.first > start)).any()):
+                raise ShapeError(
+                    "rows attend to frames of the cache and to new ones, but not to the first new ones, which the "
+                    "unpatched model does not support; patch it with patch_model, or hide no frames between others"
+                )
+            self.first = torch.where(attends & (before == 0), self.first - start, 0)
+            self.stop = before + torch.where(attends, self.stop - start, 0)
 
     @classmethod
-    def of_cache(cls, state: SequenceParallelCacheState, past_length: int, length: int, batch: int) -> "VisualInputs":
-        """Return the inputs of the `length` tokens that follow `past_length` cached ones, whose frames are cached."""
-        layout, visual = state.media_layout, state.visual_kv
-        assert layout is not None and visual is not None
-        device = next(iter(visual.states.values()), (layout.first,))[0].device
-        state.media_layout = layout = layout.to(device)  # a patched model leaves it on the CPU
-        rows = state.rows_of(batch).to(device)
+    def of_cache(
+        cls,
+        state: SequenceParallelCacheState,
+        past_length: int,
+        length: int,
+        batch: int,
+        device: torch.device,
+        embeds: Tensor | None = None,
+    ) -> Self:
+        """Return the inputs of the `length` tokens that follow `past_length` cached ones, whose frames are cached.
+
+        `embeds` are the frames that came with these tokens, if any did, whose K and V the layers add to the cache.
+        """
+        visual, ranges = state.visual_kv, []
+        assert visual is not None
+        state.rows_of(batch)
+        state.media_layout = state.media_layout.to(device)  # a patched model leaves it on the CPU
+        for each in state.by_pass():
+            layout, rows = each.media_layout.to(device), each.rows_of(batch).to(device)
+            ranges.append(cls.units_of(layout, layout.sample_range[rows]))
         first, stop = (bound[rows] for bound in layout.rows(past_length, length))
-        return cls(layout, (first, stop), visual.tokens_per_unit, cached=visual)
+        own = cls.units_of(layout, first), cls.units_of(layout, torch.maximum(first, stop))
+        return cls(layout, own, visual.tokens_per_unit, embeds, visual, ranges if len(ranges) > 1 else ())
+
+    @staticmethod
+    def units_of(layout: MediaLayout, frames: Tensor) -> Tensor:
+        """Return the units (frames here) before these frames."""
+        return frames
 
     @cached_property
     def has_frames(self) -> Tensor:
         """(B, L) bool: whether a row attends to any frame."""
         return self.stop > self.first
 
-    def keys_of(self, block: RowBlock) -> slice:
-        return slice(block.first_frame * self.tokens_per_frame, block.stop_frame * self.tokens_per_frame)
+    def states(self, layer: int, project: Callable[[], tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """Return k and v (1, G, F * T, D) of a layer for each pass that brought frames.
+
+        Those of this pass are projected on the first call, and stored in the cache.
+        """
+        if self.cached is None:
+            return [project()]
+        if layer not in self.cached.states:
+            self.cached.states[layer] = project()
+        return [part.states[layer] for part in self.cached.parts]
+
+    def keys_of(self, sample: int, block: RowBlock, states: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Return k and v (1, G, keys, D) of the frames of a block, given `states`."""
+        spans, done = [(block.first_frame, block.stop_frame)], 0
+        if self.ranges:
+            spans = []
+            for start, stop in (own[sample] for own in self.ranges):
+                low, high = (min(max(x - done, 0), stop - start) for x in (block.first_frame, block.stop_frame))
+                spans.append((start + low, start + high))
+                done += stop - start
+        keys = [slice(low * self.tokens_per_frame, high * self.tokens_per_frame) for low, high in spans]
+        parts = [(k[:, :, own], v[:, :, own]) for (k, v), own in zip(states, keys, strict=True)]
+        if len(parts) == 1:
+            return parts[0]
+        k, v = (torch.cat(x, 2) for x in zip(*parts, strict=True))
+        return k, v
 
     @cached_property
     def blocks(self) -> list[list[RowBlock]]:
@@ -232,29 +299,31 @@ class HyperAttention(Qwen2Attention):
         if visual is None:
             out, weights = self._attend_text(q, k, v, attention_mask, **kwargs)
             return self.o_proj(out), weights
-        visual_k, visual_v = self._visual_states(visual, visual_norm)
+        states = self._visual_states(visual, visual_norm)
         if self.fused:
-            out, weights = self._attend_jointly(q, k, v, visual_k, visual_v, attention_mask, visual)
+            out, weights = self._attend_jointly(q, k, v, states, attention_mask, visual)
             return self.o_proj(out), weights
         text_out, weights = self._attend_text(q, k, v, attention_mask, **kwargs)
-        visual_out = self._attend_frames(q, visual_k, visual_v, visual)
+        visual_out = self._attend_frames(q, states, visual)
         return self.o_proj(self.mix(text_out, visual_out, visual.has_frames)), weights
 
     @property
     def _dropout(self) -> float:
         return self.attention_dropout if self.training else 0.0
 
-    def _visual_states(self, visual: VisualInputs, visual_norm: nn.Module | None) -> tuple[Tensor, Tensor]:
-        """Return k and v of all frames, (1, G, F * T, D), from the cache; project and cache them on the first call."""
-        stored = {} if visual.cached is None else visual.cached.states
-        if self.layer_idx in stored:
-            return stored[self.layer_idx]
-        if visual_norm is None:
-            raise TypeError("visual_norm is missing: hyper attention normalises the frames with its layer's input norm")
-        assert visual.embeds is not None
-        rotation = self.visual_rotation(visual.frame_position.to(visual.embeds.device))
-        states = stored[self.layer_idx] = self.visual_projection(visual_norm)(visual.embeds, rotation)
-        return states
+    def _visual_states(self, visual: VisualInputs, visual_norm: nn.Module | None) -> list[tuple[Tensor, Tensor]]:
+        """Return `VisualInputs.states` of this layer."""
+
+        def project() -> tuple[Tensor, Tensor]:
+            if visual_norm is None:
+                raise TypeError(
+                    "visual_norm is missing: hyper attention normalises the frames with its layer's input norm"
+                )
+            assert visual.embeds is not None
+            rotation = self.visual_rotation(visual.frame_position.to(visual.embeds.device))
+            return self.visual_projection(visual_norm)(visual.embeds, rotation)
+
+        return visual.states(self.layer_idx, project)
 
     def _attend_text(
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **kwargs: Any
@@ -266,33 +335,40 @@ class HyperAttention(Qwen2Attention):
         out, weights = attend(self, q, k, v, attention_mask, **kwargs)
         return out.flatten(2), weights
 
-    def _attend_frames(self, q: Tensor, k: Tensor, v: Tensor, visual: VisualInputs) -> Tensor:
+    def _attend_frames(self, q: Tensor, states: Sequence[tuple[Tensor, Tensor]], visual: VisualInputs) -> Tensor:
         """Return the attention of every row over its visible frames, (B, L, C); 0 for rows without visible frames."""
 
         def attend(sample: int, block: RowBlock) -> tuple[Tensor, None]:
             rows = q[sample : sample + 1, :, block.start : block.stop]
             if block.first_frame == block.stop_frame:
                 return torch.zeros_like(rows).transpose(1, 2), None
-            keys = visual.keys_of(block)
-            return self._attend(rows, k[:, :, keys], v[:, :, keys], visible_keys(visual, sample, block))[0], None
+            k, v = visual.keys_of(sample, block, states)
+            return self._attend(rows, k, v, visible_keys(visual, sample, block))[0], None
 
         return by_blocks(visual, attend)[0]
 
     def _attend_jointly(
-        self, q: Tensor, k: Tensor, v: Tensor, visual_k: Tensor, visual_v: Tensor, mask: Any, visual: VisualInputs
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        states: Sequence[tuple[Tensor, Tensor]],
+        mask: Any,
+        visual: VisualInputs,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the attention with one softmax over [visual keys; text keys], (B, L, C)."""
         text_mask = _text_visibility(mask, q, k)
 
         def attend(sample: int, block: RowBlock) -> tuple[Tensor, Tensor | None]:
-            one, rows, keys = slice(sample, sample + 1), slice(block.start, block.stop), visual.keys_of(block)
-            visual_keys = keys.stop - keys.start
+            one, rows = slice(sample, sample + 1), slice(block.start, block.stop)
+            visual_k, visual_v = visual.keys_of(sample, block, states)
+            visual_keys = visual_k.shape[2]
             visible = visible_keys(visual, sample, block)
             mask_rows = None if text_mask is None else text_mask[sample % text_mask.shape[0], rows]
             out, weights = self._attend(
                 q[one, :, rows],
-                torch.cat([visual_k[:, :, keys], k[one]], dim=2),
-                torch.cat([visual_v[:, :, keys], v[one]], dim=2),
+                torch.cat([visual_k, k[one]], dim=2),
+                torch.cat([visual_v, v[one]], dim=2),
                 _joint_mask(visible, visual_keys, mask_rows, block.stop - block.start, k.shape[2]),
             )
             return out, None if weights is None else weights[..., visual_keys:]

@@ -101,6 +101,15 @@ def cached_frames(cache: Any) -> SequenceParallelCacheState | None:
     return state if state is not None and state.frames is not None else None
 
 
+def brings_frames(known: bool, input_ids: Tensor | None, image_token_id: int | None) -> bool:
+    """Return whether the frames of a pass follow those of its cache; otherwise they are those, repeated.
+
+    They do if the cache does not have them, or if the text of the pass has placeholders.
+    """
+    placed = input_ids is not None and image_token_id is not None and bool((input_ids == image_token_id).any())
+    return not known or placed
+
+
 def crop_frames(state: SequenceParallelCacheState, past_length: int, inclusive: bool) -> None:
     """Crop the layout of the frames to the `past_length` tokens that are still in the cache.
 

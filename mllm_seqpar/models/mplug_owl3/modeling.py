@@ -33,7 +33,7 @@ from .checkpoint import checkpoint_keys, complete_config, hub_options
 from .configuration import AUTO, GATES, MPlugOwl3Config
 from .generation import MPlugOwl3GenerationMixin
 from .hyper_attention import HyperAttention, HyperDecoderLayer, VisualInputs
-from .media import MediaLayout, MediaOffset, check_layout, crop_frames, media_layout
+from .media import MediaLayout, MediaOffset, brings_frames, check_layout, crop_frames, media_layout
 
 _CONFIG_OVERRIDES = {field.name for field in fields(MPlugOwl3Config)} - {"dtype"} | {"output_attentions"}
 
@@ -239,37 +239,28 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
             cache = DynamicCache(config=self.config)
         return cache, use_cache
 
-    def _inputs_of_cache(
-        self, cache: Cache | None, past_length: int, inputs_embeds: Tensor, embeds: Tensor | None
-    ) -> VisualInputs | None:
-        """Return the visual inputs of tokens that continue a cache with visual K and V, or None."""
+    def _state_of(self, cache: Cache | None, past_length: int) -> SequenceParallelCacheState | None:
+        """Return the state of a cache that has frames, cropped to the tokens that are in the cache, or None."""
         state = cache_state_of(cache)
         if state is None:
             return None
+        state.crop_to(past_length)
         crop_frames(state, past_length, inclusive=self.config.gate is None)
         state.continue_in(ONE_PROCESS)
-        if state.frames is None:
-            return None
-        if embeds is not None:
-            raise ShapeError(
-                f"{embeds.shape[0]} frames were passed with a cache that holds {state.frames.total_frames} already; "
-                "pass new frames with the whole conversation and without the cache"
-            )
-        batch, length, _ = inputs_embeds.shape
-        return VisualInputs.of_cache(state, past_length, length, batch)
+        return None if state.frames is None else state
 
     def _store_frames(
-        self, cache: Cache, batch: int, layout: MediaLayout, tokens_per_frame: int, frames: Tensor
-    ) -> VisualKVCache:
-        """Store the frames of a call with its cache; return the cache to which the hyper layers add their K and V."""
-        state, total = cache_state_of(cache), layout.total_frames
+        self, cache: Cache, layout: MediaLayout, tokens_per_frame: int, frames: Tensor, past_length: int
+    ) -> SequenceParallelCacheState:
+        """Store the frames of a call with its cache, to which the hyper layers add their K and V."""
+        state, total, batch = cache_state_of(cache), layout.total_frames, layout.first.shape[0]
         if state is None:
             state = SequenceParallelCacheState(batch)
             attach(cache, state, self.config.num_hidden_layers)
-        visual = VisualKVCache(total, FrameSizes(total), tokens_per_frame)
-        state.store_frames(visual, batch, {fingerprint_of(frames)})
+        visual = VisualKVCache(total, FrameSizes(total), tokens_per_frame, earlier=state.frames)
+        state.store_frames(visual, batch, {fingerprint_of(frames)}, past_length)
         state.media_layout = layout
-        return visual
+        return state
 
     @takes_cache
     def _hidden_states(
@@ -298,21 +289,30 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
             position_ids = torch.arange(past_length, end, device=inputs_embeds.device)[None]
         if pixel_values is not None or image_embeds is not None:
             refuse_arguments_of_samples(self, self.frame_modules)
-        embeds = self._frame_features(pixel_values, image_embeds)
-        visual = self._inputs_of_cache(cache, past_length, inputs_embeds, embeds)
-        if visual is None and (embeds is not None or past_length == 0):
-            total, (batch, length) = 0 if embeds is None else embeds.shape[0], inputs_embeds.shape[:2]
+        (batch, length, _), device = inputs_embeds.shape, inputs_embeds.device
+        state, frames = self._state_of(cache, past_length), pixel_values if image_embeds is None else image_embeds
+        if state is not None and frames is not None:
+            known = fingerprint_of(frames) in state.frame_fingerprints
+            placed = media_layout is not None and media_layout.past_length == past_length
+            if not placed and not brings_frames(known, input_ids, self.config.image_token_id):
+                frames = pixel_values = image_embeds = None  # those of the cache
+        embeds, visual = self._frame_features(pixel_values, image_embeds), None
+        if state is not None and embeds is None:
+            visual = VisualInputs.of_cache(state, past_length, length, batch, device)
+        elif embeds is not None or past_length == 0:
+            total = 0 if embeds is None else embeds.shape[0]
             layout = media_layout
             if layout is None:
                 placement = {"input_ids": input_ids, "media_offset": media_offset, "position_ids": position_ids}
                 layout = replace(self.media_layout(total, **placement), past_length=past_length)
             check_layout(layout, batch, total)
-            if embeds is not None:
+            if embeds is not None and frames is not None:
                 layout = layout.to(embeds.device)
-                visual = VisualInputs(layout, layout.rows(past_length, length), embeds.shape[1], embeds)
-                if cache is not None and not drops_cache(self.language_model.model):
-                    frames = cast(Tensor, pixel_values if image_embeds is None else image_embeds)
-                    visual.cached = self._store_frames(cache, batch, layout, embeds.shape[1], frames)
+                if cache is None or drops_cache(self.language_model.model):
+                    visual = VisualInputs(layout, layout.rows(past_length, length), embeds.shape[1], embeds)
+                else:
+                    state = self._store_frames(cache, layout, embeds.shape[1], frames, past_length)
+                    visual = VisualInputs.of_cache(state, past_length, length, batch, embeds.device, embeds)
         text = {"inputs_embeds": inputs_embeds, "attention_mask": attention_mask, "position_ids": position_ids}
         return self.language_model.model(**text, **cache_argument(cache), use_cache=use_cache, visual=visual, **kwargs)
 

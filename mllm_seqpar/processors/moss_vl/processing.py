@@ -21,15 +21,15 @@ from transformers.feature_extraction_utils import BatchFeature
 from transformers.processing_utils import ImagesKwargs, ProcessingKwargs, VideosKwargs
 from transformers.utils import IMAGE_PROCESSOR_NAME
 
-from mllm_seqpar.data.media_files import local_media
-from mllm_seqpar.data.messages import message_parts
-from mllm_seqpar.data.sources import VideoSource
-from mllm_seqpar.data.video import scan
+from mllm_seqpar.chats.messages import message_parts
+from mllm_seqpar.chats.sources import VideoSource
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.moss_vl.configuration import MossVLConfig
 from mllm_seqpar.processors.base import Messages, NativeProcessor, flattened
 from mllm_seqpar.processors.mplug_owl3.chat import Piece
 from mllm_seqpar.processors.mplug_owl3.image_processing import frame_list, to_tensor
+from mllm_seqpar.videos.media_files import local_media
+from mllm_seqpar.videos.video import scan
 
 from .image_processing import MossVLImageProcessor
 from .media import FPS_OF_FRAMES, ImagePixelOptions, Size, VideoPixelOptions, resized_patches

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mllm_seqpar.data.messages import message_parts
+from mllm_seqpar.chats.messages import message_parts
 from mllm_seqpar.errors import DataError
 
 IMAGE = "<|image|>"

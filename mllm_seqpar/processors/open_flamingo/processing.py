@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from transformers.feature_extraction_utils import BatchFeature
 from transformers.processing_utils import ImagesKwargs, ProcessingKwargs, TextKwargs
 
-from mllm_seqpar.data.messages import message_parts
+from mllm_seqpar.chats.messages import message_parts
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.open_flamingo.configuration import END_OF_CHUNK, IMAGE, OpenFlamingoConfig
 from mllm_seqpar.processors.base import NativeProcessor, flattened, returned

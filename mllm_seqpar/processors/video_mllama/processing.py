@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import MllamaProcessor
 from transformers.feature_extraction_utils import BatchFeature
 
-from mllm_seqpar.data.sources import VideoSource
-from mllm_seqpar.data.video import probe, scan
+from mllm_seqpar.chats.sources import VideoSource
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.auto_classes import LocalCode
 from mllm_seqpar.processors.base import flattened
+from mllm_seqpar.videos.video import probe, scan
 
 VIDEO = "<|video|>"
 _IMAGE_INPUTS = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")

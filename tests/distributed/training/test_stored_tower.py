@@ -11,8 +11,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from launch import launch_environment
+from mllm_seqpar.chats import sources
 from mllm_seqpar.cli.check_data import check
-from mllm_seqpar.data import sources
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.models.mplug_owl3.modeling import MPlugOwl3VisionModel
 from mllm_seqpar.training import batches

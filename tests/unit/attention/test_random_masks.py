@@ -13,7 +13,8 @@ from torch import Tensor
 
 from attention_cases import CONTROL
 from dense_attention import dense_attention
-from mllm_seqpar.attention import lv_xattn, mesh_attention, ring_attention, ulysses_attention
+from memory_meters import Peak
+from mllm_seqpar.attention import call_spec, lv_xattn, mesh_attention, ring_attention, ulysses_attention
 from mllm_seqpar.attention.attend import attend
 from mllm_seqpar.attention.call_spec import call_spec_for, problem_of
 from mllm_seqpar.attention.keys import GivenKeys
@@ -142,6 +143,34 @@ def test_random_masks_are_exact(n: int, part: int) -> None:
     again = run_loopback(n, lambda comm: [run(comm, problem) for problem in problems[:20]])
     for first, second in zip(found, again, strict=True):
         assert all(torch.equal(a[name], b[name]) for a, b in zip(first[:20], second, strict=True) for name in a)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_blocks_with_many_keys_are_differentiated_in_parts(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_spec, "GRADIENT_BYTES", 2 * 3 * 2 * 4 * 8)  # 3 keys of 2 heads of 4 in float64
+    problems = [
+        (text_problem if seed % 3 == 0 else frame_problem)(
+            random.Random(f"{n} {seed}"), torch.Generator().manual_seed(seed), n
+        )
+        for seed in range(20)
+    ]
+    found = run_loopback(n, lambda comm: [run(comm, problem) for problem in problems])
+    for number, problem in enumerate(problems):
+        check(problem, [of_rank[number] for of_rank in found])
+
+
+def test_sums_of_key_gradients_exist_once_beside_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, row = 4096, 2 * 2 * 4 * 8  # bytes of dk and dv of a key
+    monkeypatch.setattr(call_spec, "GRADIENT_BYTES", keys // 16 * row)
+
+    def peak(comm: Communicator) -> int:
+        q, k, v = (torch.randn(1, 2, count, 4, dtype=F64).requires_grad_() for count in (2, keys, keys))
+        o = lv_xattn(q, k, v, group=comm)
+        with Peak(q, k, v, o) as meter:
+            torch.autograd.grad(o.sum(), (q, k, v))
+        return meter.bytes
+
+    assert max(run_loopback(3, peak)) <= 1.5 * keys * row
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])

@@ -11,8 +11,8 @@ from PIL import Image
 from chats import asks, image, says
 from family_directories import CHATS, MAKERS
 from mllm_seqpar import SeqParDataCollator
-from mllm_seqpar.data.chat import ChatDataset, load_local_images
-from mllm_seqpar.data.chat_family import chat_family
+from mllm_seqpar.chats.chat import ChatDataset, load_local_images
+from mllm_seqpar.chats.chat_family import chat_family
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.loading import load_processor
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor

@@ -18,10 +18,10 @@ from transformers import PreTrainedTokenizerFast
 from chats import chat, image, text, write_rows
 from family_cases import QWENS
 from family_directories import CHATS, MAKERS, take_samples_without_images
+from mllm_seqpar.chats.chat_family import tokenize
+from mllm_seqpar.chats.formats import media_parts
+from mllm_seqpar.chats.sources import ImageTensorSource
 from mllm_seqpar.data import ChatDataset, chat_family, load_local_images
-from mllm_seqpar.data.chat_family import tokenize
-from mllm_seqpar.data.formats import media_parts
-from mllm_seqpar.data.sources import ImageTensorSource
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.inference.evidence import frame_times
 from mllm_seqpar.models.loading import load_processor

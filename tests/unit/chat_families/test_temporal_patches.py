@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
-from mllm_seqpar.data.sources import ImageTensorSource
+from mllm_seqpar.chats.sources import ImageTensorSource
 from mllm_seqpar.patches.chats.qwen_vl import Qwen3VLChats, TemporalPatches
 from mllm_seqpar.patches.qwen_vl import Qwen3VLFamily
 from mllm_seqpar.sharding import frame_bounds

@@ -10,8 +10,8 @@ from PIL import Image
 
 from chats import chat, video, write_rows
 from mllm_seqpar.__main__ import main
-from mllm_seqpar.data.chat import ChatDataset
-from mllm_seqpar.data.needle import make_needle_videos
+from mllm_seqpar.chats.chat import ChatDataset
+from mllm_seqpar.chats.needle import make_needle_videos
 from mllm_seqpar.errors import LengthError
 from mllm_seqpar.inference.ask import ask
 from mllm_seqpar.models.loading import load_processor

@@ -11,9 +11,9 @@ from transformers import HfArgumentParser
 from mllm_seqpar.cli.launch import collective_timeout, launched_ranks, require_rendezvous, use_cuda
 from mllm_seqpar.cli.options import CommandOptions, Parser, canonical_arguments, option, parse_options
 from mllm_seqpar.cli.program_exit import describe
-from mllm_seqpar.data.prefetch import read_ahead
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.training import finetune
+from mllm_seqpar.videos.prefetch import read_ahead
 
 
 def test_reading_ahead_keeps_the_order_and_raises_in_place() -> None:

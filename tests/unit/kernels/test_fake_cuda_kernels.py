@@ -18,7 +18,7 @@ from torch.nn.attention import _fa3, _fa4, _registry
 
 from fake_cuda import HostSynchronisation, fake_cuda
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.kernels import choose_kernel, kernel_by_name, torch_cuda
+from mllm_seqpar.kernels import KernelRate, choose_kernel, kernel_by_name, torch_cuda
 from mllm_seqpar.kernels.base import accumulator
 from mllm_seqpar.masks import Intervals
 from selections import slow_unless
@@ -169,6 +169,37 @@ def chosen(capability, *releases, active=None, dim=64, **options):
 )
 def test_auto_takes_the_fastest_kernel_that_can_compute_the_block(name, capability, releases, options):
     assert chosen(capability, *releases, **options)[0] == name
+
+
+RATES = (
+    KernelRate("cuda_cudnn", 64, False, 1e12, 1e12),
+    KernelRate("cuda_cudnn", 128, False, 9e12, 9e12),
+    KernelRate("cuda_flash", 64, False, 5e12, 5e12),
+    KernelRate("cuda_flash", 128, False, 5e12, 5e12),
+    KernelRate("cuda_efficient", 64, True, 2e12, 2e12),
+    KernelRate("triton_intervals", 64, True, 9e12, 1e11),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("cuda_flash", {"dim": 64}),
+        ("cuda_flash", {"dim": 32}),
+        ("cuda_cudnn", {"dim": 72}),
+        ("cuda_cudnn", {"dim": 256}),  # not measured: the order without rates
+        ("cuda_flash", {"dim": 128, "rows": 127}),
+        ("cuda_efficient", {"masked": True}),
+        ("triton_intervals", {"masked": True, "dim": 128}),
+        ("cuda_efficient", {"dtype": torch.float32}),  # neither of the measured kernels takes it
+    ],
+)
+def test_measured_rates_replace_the_order(name, options):
+    for capability in ((9, 0), (12, 0)):
+        if options.get("dim") == 256 and capability == (12, 0):
+            name = "cuda_flash"  # cuDNN takes this head dim on Hopper only
+        assert chosen(capability, **{"rows": 128, "name": RATES} | options)[0] == name
+    assert chosen((9, 0), rows=128, dim=128, name=RATES, active="FA3")[0] == "cuda_flash"
 
 
 def test_reason_names_what_is_missing_or_activated():

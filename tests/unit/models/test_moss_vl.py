@@ -165,8 +165,10 @@ class TestGeneration:
         ids = torch.cat([ids, more], 1)
         expected = sample_logits(model, ids[0], inputs["pixel_values"], [(4, 6)] * 3 + [(6, 4)])
         torch.testing.assert_close(found[0], expected[-2:], atol=1e-5, rtol=1e-4)
-        with pytest.raises(ShapeError, match="cache that holds 4 already"):
-            model(**later, **cache_argument(cache))
+        found = model(**later, **cache_argument(cache)).logits  # the same frames, which are shown once more
+        ids, patches = torch.cat([ids, inputs["input_ids"]], 1), torch.cat([inputs["pixel_values"]] * 2)
+        expected = sample_logits(model, ids[0], patches, ([(4, 6)] * 3 + [(6, 4)]) * 2)
+        torch.testing.assert_close(found[0], expected[-15:], atol=1e-5, rtol=1e-4)
 
 
 def _after(inputs: dict[str, Any], tokens: int) -> Tensor:

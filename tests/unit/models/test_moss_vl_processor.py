@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from family_directories import character_tokenizer
-from mllm_seqpar.data.needle import make_needle_videos
+from mllm_seqpar.chats.needle import make_needle_videos
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.loading import load_processor
 from mllm_seqpar.models.moss_vl import MossVLImageProcessor, MossVLProcessor
@@ -220,7 +220,7 @@ class TestFrames:
         assert [text.count(f"{t} seconds") for t in ("0.5", "0.8", "1.2", "1.9")] == [1, 1, 1, 1]
 
     def test_frames_of_a_file_equal_those_decoded_before(self, processor: MossVLProcessor, clip: Path) -> None:
-        from mllm_seqpar.data.sources import VideoSource
+        from mllm_seqpar.chats.sources import VideoSource
 
         every = torch.cat(list(VideoSource.open(clip).read(0, 20)))
         given = {"fps": 10.0, "frames_indices": [0, 19]}

@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from transformers import AutoProcessor, AutoTokenizer
 
-from mllm_seqpar.data.chat_family import chat_family
+from mllm_seqpar.chats.chat_family import chat_family
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.processors.mplug_owl3.chat import image_text

@@ -14,7 +14,7 @@ from transformers import AutoProcessor, AutoTokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from family_directories import character_tokenizer
-from mllm_seqpar.data.needle import make_needle_videos
+from mllm_seqpar.chats.needle import make_needle_videos
 from mllm_seqpar.errors import DataError, ShapeError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.models.open_flamingo import OpenFlamingoProcessor

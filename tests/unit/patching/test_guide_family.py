@@ -21,10 +21,10 @@ from transformers import IdeficsConfig, PreTrainedConfig
 from family_directories import make_idefics
 from family_harness import build, check_exact, check_tokens, model_of, traces
 from mllm_seqpar import patch_model, register_adapter
+from mllm_seqpar.chats.sources import ImageTensorSource
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.data import chat_family
-from mllm_seqpar.data.sources import ImageTensorSource
 from mllm_seqpar.errors import AdapterError, ConfigError
 from mllm_seqpar.inference import Sampling
 from mllm_seqpar.inference.conversation import Conversation

@@ -179,10 +179,10 @@ def test_rates_of_masks_and_towers_are_of_visible_entries(monkeypatch: pytest.Mo
     monkeypatch.setattr(calibration._Meter, "seconds", lambda self, work, repeats=3: work() is None or 1.0)
     meter = calibration._Meter(as_communicator(None), torch.device("cpu"), AttentionShape(heads=4, kv_heads=2, dim=32))
     with torch.no_grad():
-        found = meter.masked_rates(rows=8, frames=3, tokens=5)
+        found = meter.rates_of(meter.block(8, 15, calibration.stairs(rows=8, frames=3, tokens=5)))
         tower = meter.tower_rate(width=8, heads=2, inner=16, tokens=5, frames=3)
     visible = sum(row * 4 // 8 for row in range(8)) * 5  # keys of the frames before each row
-    assert found == {"masked_forward": 4 * visible * 4 * 32, "masked_backward": 10 * visible * 4 * 32}
+    assert found == (4 * visible * 4 * 32, 10 * visible * 4 * 32)
     assert tower == 3 * 5 * (2 * (4 * 8 * 8 + 2 * 8 * 16) + 4 * 5 * 8)
     assert calibrate(as_communicator(None), shape=SHAPE).tower is None
 

@@ -27,13 +27,28 @@ def changed(folder: Path, text: str, old: str, new: str) -> Path:
 
 
 def test_write_and_read_give_an_equal_cluster(tmp_path: Path) -> None:
-    for cluster in (ROUND, with_(network_link_per_gpu=1e7, peak_flops=1e15, overlap=0.5, source="measured: here")):
+    rates = (("cuda_cudnn", 128, False, 6e14, 5.5e14), ("triton_intervals", 128, True, 4e14, 3e14))
+    some = with_(network_link_per_gpu=1e7, peak_flops=1e15, overlap=0.5, source="measured: here")
+    for cluster in (ROUND, some, with_(kernels=rates)):
         write_cluster(cluster, tmp_path / "c.yaml")
         assert read_cluster(tmp_path / "c.yaml") == cluster
     # YAML reads 1e9 as text
     write_cluster(ROUND, tmp_path / "round.yaml")
     text = (tmp_path / "round.yaml").read_text()
     assert read_cluster(changed(tmp_path, text, "node_link: 1000000000.0", "node_link: 1e9")) == ROUND
+    (tmp_path / "rates.yaml").write_text(text + "kernels:\n- [cuda_cudnn, 128, false, 6e14, 550e12]\n")
+    assert read_cluster(tmp_path / "rates.yaml") == with_(kernels=rates[:1])
+
+
+@pytest.mark.parametrize(
+    "row",
+    ["cuda_cudnn", ["cuda_cudnn", 128, 6e14, 5e14], ["cuda_cudnn", 128, False, 6e14, -1.0], [1, 128, False, 1, 1]],
+)
+def test_invalid_rates_of_kernels_are_refused(row: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"kernels: .*; expected \[kernel, head dim, true under a mask or false, FLOP"
+    ):
+        with_(kernels=(row,))
 
 
 def test_cluster_files_of_the_package_are_valid() -> None:

@@ -12,9 +12,9 @@ import pytest
 from mllm_seqpar.__main__ import main
 from mllm_seqpar.cli import calibrate
 from mllm_seqpar.cli.calibrate import measure
-from mllm_seqpar.data import reader
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import read_cluster
+from mllm_seqpar.videos import reader
 
 RUN = {"model": "mplug-owl3-7b", "frames": "4096", "text": "8192", "gpus": "16", "cluster": "a100-80g-4x4"}
 QWEN = {"model": "qwen2_5_vl_7b", "frames": "1024", "text": "1024", "gpus": "8", "cluster": "a100-80g-8xN"}

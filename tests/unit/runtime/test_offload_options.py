@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar import patch_model
+from mllm_seqpar.chats.feature_store import open_features, save_features
 from mllm_seqpar.config import SeqParConfig
-from mllm_seqpar.data.feature_store import open_features, save_features
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.runtime import visual_features
 from mllm_seqpar.sharding import frame_bounds

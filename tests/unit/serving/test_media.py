@@ -22,9 +22,10 @@ pytest.importorskip("fastapi", reason="fastapi is not installed (extra serve)")
 from PIL import Image
 
 from launch import PYTHON
-from mllm_seqpar.data import FrameChoice, downloads
+from mllm_seqpar.data import FrameChoice
 from mllm_seqpar.serving.media import MediaStore, upload_folder
 from mllm_seqpar.serving.protocol import ApiError, FilePart, VideoPart
+from mllm_seqpar.videos import downloads
 
 
 def store(folder: Path, **options: Any) -> MediaStore:

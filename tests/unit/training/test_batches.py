@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from launch import PYTHON
+from mllm_seqpar.chats.needle import make_needle_videos
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.comm.agreement import attempt
 from mllm_seqpar.comm.base import Subgroup
 from mllm_seqpar.data import ChatDataset
-from mllm_seqpar.data.needle import make_needle_videos
 from mllm_seqpar.errors import AgreementError, ConfigError, DataError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.training import batches as batches_module

@@ -11,8 +11,8 @@ import torch
 from huggingface_hub import HfApi, ModelCard
 from safetensors.torch import load_file
 
+from mllm_seqpar.chats.chat_family import chat_family
 from mllm_seqpar.comm import Communicator, run_loopback
-from mllm_seqpar.data.chat_family import chat_family
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.models.loading import model_digest
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration, MPlugOwl3ImageProcessor, MPlugOwl3Processor

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from chats import asks, image, says, video
-from mllm_seqpar.data.formats import MultipleChoice, check_record, read_choice, to_chat
-from mllm_seqpar.data.records import open_records
+from mllm_seqpar.chats.formats import MultipleChoice, check_record, read_choice, to_chat
+from mllm_seqpar.chats.records import open_records
 from mllm_seqpar.errors import DataError
 
 

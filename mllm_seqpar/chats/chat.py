@@ -18,15 +18,15 @@ from torch.utils.data import Dataset
 
 from mllm_seqpar.errors import ConfigError, DataError, LengthError, VideoError
 from mllm_seqpar.sharding import join_spans
+from mllm_seqpar.videos.files import digest_of
+from mllm_seqpar.videos.frame_choice import DEFAULT_FRAMES, FrameChoice
+from mllm_seqpar.videos.media_files import is_remote, media_size
 
 from .chat_family import ChatFamily, ChatText, chat_family
 from .formats import DEFAULT_TEMPLATE, check_record, check_template, media_parts, part_files, to_chat
-from .frame_choice import DEFAULT_FRAMES, FrameChoice
 from .frame_store import FrameStore
-from .media_files import is_remote, media_size
 from .records import open_records
 from .sources import FrameSource, ImageListSource, VideoSource, ranges_by_source
-from .store_files import digest_of
 
 ON_BAD_MEDIA = ("fail", "skip")
 """What training does if media cannot be read: stop, or use another sample instead."""

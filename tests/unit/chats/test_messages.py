@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mllm_seqpar.data.messages import message_parts, order_fault
+from mllm_seqpar.chats.messages import message_parts, order_fault
 from mllm_seqpar.errors import DataError
 
 MEDIA = {"image": ("path",), "video": None}

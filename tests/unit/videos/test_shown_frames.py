@@ -12,15 +12,15 @@ import av
 import numpy as np
 import pytest
 import torch
-from clips import write_clip
 from corpus import CORPUS, FRAMES, X264, base, encode, joined, once, streams
 
 from chats import chat, video, write_rows
+from clips import write_clip
 from mllm_seqpar.cli.check_data import check
 from mllm_seqpar.data import VideoSource, plan_frames, probe, read_frames, scan
-from mllm_seqpar.data.reader import frames_to_decode
-from mllm_seqpar.data.shown_frames import BestEffort, ascending, shown_frames
 from mllm_seqpar.errors import VideoError
+from mllm_seqpar.videos.reader import frames_to_decode
+from mllm_seqpar.videos.shown_frames import BestEffort, ascending, shown_frames
 
 needs_ffmpeg = pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="the ffmpeg command is not installed")
 
@@ -80,7 +80,7 @@ def test_check_data_counts_frames_of_a_counted_video(tmp_path: Path, capsys: pyt
 
 
 def test_a_counted_file_is_decoded_once_to_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mllm_seqpar.data import video as module
+    from mllm_seqpar.videos import video as module
 
     path, counts = make("raw.h264", tmp_path), []
     monkeypatch.setattr(module, "shown_frames", lambda *a, **k: counts.append(1) or shown_frames(*a, **k))

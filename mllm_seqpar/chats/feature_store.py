@@ -24,8 +24,7 @@ from torch import Tensor
 from mllm_seqpar.errors import PASSED, ConfigError, DataError
 from mllm_seqpar.models.hub import local_directory
 from mllm_seqpar.sharding import FrameSizes, Spans, describe_spans, join_spans, part_of_spans, span_length
-
-from .store_files import atomic_write, digest_of, reading_index, require_made_with, write_json
+from mllm_seqpar.videos.files import atomic_write, digest_of, reading_index, require_made_with, write_json
 
 INDEX = "features.json"
 _TENSOR = "embeds"

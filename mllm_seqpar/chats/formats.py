@@ -27,11 +27,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mllm_seqpar.data.messages import message_parts, order_fault
+from mllm_seqpar.chats.messages import message_parts, order_fault
 from mllm_seqpar.errors import ConfigError, DataError, VideoError
+from mllm_seqpar.videos.frame_choice import FRAME_FIELDS, FrameChoice
+from mllm_seqpar.videos.media_files import VIDEO_SUFFIXES
 
-from .frame_choice import FRAME_FIELDS, FrameChoice
-from .media_files import VIDEO_SUFFIXES
 from .records import VIDEO_ID
 
 _Source = TypeVar("_Source")

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from clips import write_clip
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from clips import write_clip
+from mllm_seqpar.chats.feature_store import model_fingerprint, open_features, save_features
 from mllm_seqpar.data import plan_frames, probe, source_meta
-from mllm_seqpar.data.feature_store import model_fingerprint, open_features, save_features
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.sharding import FRAME_LAYOUTS, FrameSizes, frame_bounds, frame_spans, take_spans
 from mllm_seqpar.training.stored_tower import TowerStore

@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clips import decode_all, write_clip
 from PIL import Image
 from torch import Tensor
 
 from chats import chat, image, video, write_rows
+from clips import decode_all, write_clip
 from mllm_seqpar import SeqParDataCollator
+from mllm_seqpar.chats.chat import MediaError
+from mllm_seqpar.chats.needle import make_tokenizer
+from mllm_seqpar.chats.sources import VideoSource
 from mllm_seqpar.data import ChatDataset, chat_family, load_local_images
-from mllm_seqpar.data.chat import MediaError
-from mllm_seqpar.data.needle import make_tokenizer
-from mllm_seqpar.data.sources import VideoSource
 from mllm_seqpar.errors import DataError, VideoError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.sharding import frame_bounds

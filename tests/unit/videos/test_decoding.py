@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clips import write_clip
 
 from chats import chat, video, write_rows
+from clips import write_clip
+from mllm_seqpar.chats import sources
+from mllm_seqpar.chats.needle import make_needle_videos
 from mllm_seqpar.cli.check_data import check
-from mllm_seqpar.data import ChatDataset, FrameChoice, VideoSource, reader, sources
-from mllm_seqpar.data.needle import make_needle_videos
-from mllm_seqpar.data.reader import frames_to_decode
-from mllm_seqpar.data.video import scan
+from mllm_seqpar.data import ChatDataset, FrameChoice, VideoSource
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.inference.engine import MediaFile
+from mllm_seqpar.videos import reader
+from mllm_seqpar.videos.reader import frames_to_decode
+from mllm_seqpar.videos.video import scan
 
 
 @pytest.fixture

@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from clips import write_clip
 
 from chats import chat, video, write_rows
+from clips import write_clip
+from mllm_seqpar.chats import sources
+from mllm_seqpar.chats.frame_store import FrameStore
 from mllm_seqpar.cli.check_data import check
-from mllm_seqpar.data import ChatDataset, VideoSource, sources
-from mllm_seqpar.data.frame_store import FrameStore
+from mllm_seqpar.data import ChatDataset, VideoSource
 from mllm_seqpar.errors import ConfigError, DataError, VideoError
 from mllm_seqpar.training.stored_tower import source_key
 

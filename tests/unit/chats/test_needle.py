@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from chats import write_rows
+from mllm_seqpar.chats.needle import COLOURS, QUESTION, make_needle_videos, make_tokenizer
 from mllm_seqpar.data import ChatDataset, VideoSource, probe
-from mllm_seqpar.data.needle import COLOURS, QUESTION, make_needle_videos, make_tokenizer
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.processors.mplug_owl3.image_processing import MPlugOwl3ImageProcessor
 from mllm_seqpar.processors.mplug_owl3.processing import MPlugOwl3Processor

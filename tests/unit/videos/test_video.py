@@ -16,12 +16,13 @@ import av
 import numpy as np
 import pytest
 import torch
-from clips import decode_all, shown_at, write_clip
 from PIL import Image
 from torch import Tensor
 
-from mllm_seqpar.data import FramePlan, ImageListSource, VideoSource, plan_frames, probe, read_frames, reader, scan
+from clips import decode_all, shown_at, write_clip
+from mllm_seqpar.data import FramePlan, ImageListSource, VideoSource, plan_frames, probe, read_frames, scan
 from mllm_seqpar.errors import ConfigError, VideoError
+from mllm_seqpar.videos import reader
 
 UNEVEN = [5000 + int(t) for t in np.cumsum(np.random.default_rng(1).integers(10, 300, 60))]
 OPEN_GOP = {"options": {"x264-params": "open-gop=1"}}

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from mllm_seqpar.data.frame_choice import DEFAULT_FRAMES, FRAME_FIELDS, FrameChoice
 from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.videos.frame_choice import DEFAULT_FRAMES, FRAME_FIELDS, FrameChoice
 
 
 @pytest.mark.parametrize(

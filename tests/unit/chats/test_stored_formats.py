@@ -17,18 +17,18 @@ import pyarrow as arrow
 import pyarrow.parquet
 import pytest
 import torch
-from clips import write_clip
 from PIL import Image, PngImagePlugin
 
 from chats import chat, write_rows
+from clips import write_clip
+from mllm_seqpar.chats.formats import to_chat
+from mllm_seqpar.chats.needle import make_tokenizer
+from mllm_seqpar.chats.records import open_records
 from mllm_seqpar.data import ChatDataset, chat_family, load_local_images
-from mllm_seqpar.data.formats import to_chat
-from mllm_seqpar.data.images import read_image
-from mllm_seqpar.data.media_files import CACHE_VARIABLE
-from mllm_seqpar.data.needle import make_tokenizer
-from mllm_seqpar.data.records import open_records
 from mllm_seqpar.errors import ConfigError, DataError, VideoError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
+from mllm_seqpar.videos.images import read_image
+from mllm_seqpar.videos.media_files import CACHE_VARIABLE
 
 TEXTS = {"a.mp4": "Red.", "b.mkv": "Blue.", "1.png": "Green."}
 

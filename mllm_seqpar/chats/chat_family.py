@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mllm_seqpar.data.messages import Span, target_mask
+from mllm_seqpar.chats.messages import Span, target_mask
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.families import built_in_chats, family_index
 from mllm_seqpar.patching.registry import external_adapters

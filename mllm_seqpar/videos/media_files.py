@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 from mllm_seqpar.errors import PASSED, VideoError, first_line
 
 from .downloads import blocks, data_blocks, open_url
-from .store_files import atomic_write, digest_of
+from .files import atomic_write, digest_of
 
 CACHE_VARIABLE = "MLLM_SEQPAR_CACHE"
 """Environment variable with the directory of the cache; default: mllm-seqpar below the user's cache directory."""

@@ -12,8 +12,8 @@ import torch
 from PIL import Image, ImageOps, features
 
 from mllm_seqpar.data import ImageListSource
-from mllm_seqpar.data.images import image_size, is_animated_webp, is_image_file, read_image
 from mllm_seqpar.errors import VideoError
+from mllm_seqpar.videos.images import image_size, is_animated_webp, is_image_file, read_image
 
 SCENE = np.kron(np.random.default_rng(0).integers(0, 255, (6, 18, 3), dtype=np.uint8), np.ones((8, 8, 1), np.uint8))
 RAMP = np.linspace(0, 1, 256).reshape(16, 16)

@@ -25,12 +25,11 @@ import numpy as np
 from torch import Tensor
 
 from mllm_seqpar.errors import PASSED, DataError, VideoError, first_line, writing
-
-from .images import jpeg_of
-from .prefetch import FrameBatches, read_ahead
-from .reader import decode_threads
-from .store_files import atomic_write, reading_index, write_json
-from .video import FramePlan, source_meta
+from mllm_seqpar.videos.files import atomic_write, reading_index, write_json
+from mllm_seqpar.videos.images import jpeg_of
+from mllm_seqpar.videos.prefetch import FrameBatches, read_ahead
+from mllm_seqpar.videos.reader import decode_threads
+from mllm_seqpar.videos.video import FramePlan, source_meta
 
 INDEX = "frames.json"
 _AGAIN = "run `mllm-seqpar check-data --store` with this directory"

@@ -26,6 +26,7 @@ from typing import Any
 from mllm_seqpar.errors import ConfigError, VideoError
 
 from .container import demuxed, has_fragments, index_of, open_video, require_av, warn_once
+from .files import digest_of, file_digest
 from .frame_choice import FrameChoice
 from .images import is_animated_webp
 from .media_files import media_size
@@ -41,7 +42,6 @@ from .shown_frames import (
     shown_frames,
     usual_step,
 )
-from .store_files import digest_of, file_digest
 
 _PREFIX = 64
 """Packets at the start of a file whose index is complete, whose times are compared with the codec's order."""

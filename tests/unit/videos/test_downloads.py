@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from clips import write_clip
 
-from mllm_seqpar.data import VideoSource, downloads
-from mllm_seqpar.data.media_files import CACHE_VARIABLE, SIZE_VARIABLE, local_media, media_cache
+from clips import write_clip
+from mllm_seqpar.data import VideoSource
 from mllm_seqpar.errors import VideoError
+from mllm_seqpar.videos import downloads
+from mllm_seqpar.videos.media_files import CACHE_VARIABLE, SIZE_VARIABLE, local_media, media_cache
 
 
 class Server(BaseHTTPRequestHandler):

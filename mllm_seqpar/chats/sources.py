@@ -15,14 +15,14 @@ from typing import Any
 from torch import Tensor
 
 from mllm_seqpar.errors import ConfigError, DataError, VideoError
+from mllm_seqpar.videos.files import file_digest
+from mllm_seqpar.videos.images import image_size, read_image
+from mllm_seqpar.videos.media_files import local_media, media_size
+from mllm_seqpar.videos.prefetch import stacked
+from mllm_seqpar.videos.reader import check_range, read_frames
+from mllm_seqpar.videos.video import FramePlan, plan_frames, probe, source_meta
 
 from .frame_store import FrameFile, FrameStore
-from .images import image_size, read_image
-from .media_files import local_media, media_size
-from .prefetch import stacked
-from .reader import check_range, read_frames
-from .store_files import file_digest
-from .video import FramePlan, plan_frames, probe, source_meta
 
 
 class FrameSource(ABC):

@@ -1,0 +1,36 @@
+"""Names of `chats` and `videos` for programs of users. Decoding, but not importing, needs the extra `video`."""
+
+from mllm_seqpar.chats.chat import ChatBatch, ChatDataset, ChatSample, MediaError, collate, load_local_images
+from mllm_seqpar.chats.chat_family import ChatFamily, ChatText, chat_family
+from mllm_seqpar.chats.feature_store import FeatureStore, model_fingerprint, open_features, save_features
+from mllm_seqpar.chats.sources import FrameSource, ImageListSource, VideoSource
+from mllm_seqpar.videos.frame_choice import FrameChoice
+from mllm_seqpar.videos.reader import read_frames
+from mllm_seqpar.videos.video import FramePlan, VideoInfo, plan_frames, probe, scan, source_meta
+
+__all__ = [
+    "ChatBatch",
+    "ChatDataset",
+    "ChatFamily",
+    "ChatSample",
+    "ChatText",
+    "FeatureStore",
+    "FrameChoice",
+    "FramePlan",
+    "FrameSource",
+    "ImageListSource",
+    "MediaError",
+    "VideoInfo",
+    "VideoSource",
+    "chat_family",
+    "collate",
+    "load_local_images",
+    "model_fingerprint",
+    "open_features",
+    "plan_frames",
+    "probe",
+    "read_frames",
+    "save_features",
+    "scan",
+    "source_meta",
+]
