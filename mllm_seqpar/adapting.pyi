@@ -64,6 +64,7 @@ from mllm_seqpar.planner.model_sizes import ModelSizes as ModelSizes
 from mllm_seqpar.planner.model_sizes import ResamplerSizes as ResamplerSizes
 from mllm_seqpar.planner.model_sizes import TextSizes as TextSizes
 from mllm_seqpar.planner.model_sizes import VisionSizes as VisionSizes
+from mllm_seqpar.runtime.checksums import sampled_bits as sampled_bits
 from mllm_seqpar.runtime.context import SeqParContext as SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState as ForwardState
 from mllm_seqpar.runtime.loss import sharded_causal_lm_loss as sharded_causal_lm_loss
@@ -74,7 +75,6 @@ from mllm_seqpar.runtime.sharded_call import ShardedState as ShardedState
 from mllm_seqpar.runtime.sharded_call import sharded_call as sharded_call
 from mllm_seqpar.runtime.star import StarText as StarText
 from mllm_seqpar.runtime.strategy_selector import CrossAttentionShape as CrossAttentionShape
-from mllm_seqpar.runtime.visual_features import sampled_bits as sampled_bits
 from mllm_seqpar.runtime.visual_tokens import FrameTokens as FrameTokens
 from mllm_seqpar.runtime.visual_tokens import VisualTokenLayout as VisualTokenLayout
 from mllm_seqpar.sharding import FrameShard as FrameShard

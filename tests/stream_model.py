@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mllm_seqpar.runtime.offload import HostCopies
+from mllm_seqpar.runtime.host_copies import HostCopies
 
 Clock = dict[str, int]
 

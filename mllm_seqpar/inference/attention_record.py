@@ -37,8 +37,8 @@ from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.integrations.transformers.passes import Pass
 from mllm_seqpar.masks import FrameMask
-from mllm_seqpar.runtime.frames import VisualKVCache
 from mllm_seqpar.runtime.text import Rows
+from mllm_seqpar.runtime.visual_kv_cache import VisualKVCache
 from mllm_seqpar.runtime.visual_tokens import FrameTokens
 from mllm_seqpar.sharding import FrameSizes, Spans, in_frame_order, span_length, take_spans
 

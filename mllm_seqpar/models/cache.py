@@ -26,8 +26,8 @@ from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from mllm_seqpar.errors import ConfigError, ShapeError
-from mllm_seqpar.runtime.frames import VisualKVCache
 from mllm_seqpar.runtime.text import TextKVCache, TextShards
+from mllm_seqpar.runtime.visual_kv_cache import VisualKVCache
 from mllm_seqpar.runtime.visual_tokens import FrameTokens
 
 ONE_PROCESS = (0, 1)

@@ -41,8 +41,9 @@ from mllm_seqpar.models.cache import (
     shard_cached_text,
     supports_sharded_text,
 )
+from mllm_seqpar.runtime.checksums import fingerprint_of
 from mllm_seqpar.runtime.forward_state import ForwardState
-from mllm_seqpar.runtime.frames import KVSource, VisualKVCache, frames_of_shards
+from mllm_seqpar.runtime.frames import KVSource, frames_of_shards
 from mllm_seqpar.runtime.loss import (
     IGNORE,
     loss_of_targets,
@@ -53,7 +54,8 @@ from mllm_seqpar.runtime.loss import (
 )
 from mllm_seqpar.runtime.star import StarText, block_length
 from mllm_seqpar.runtime.text import Rows, TextShards, packed_starts, requested_rows, select_logit_rows
-from mllm_seqpar.runtime.visual_features import VisualFeatures, fingerprint_of
+from mllm_seqpar.runtime.visual_features import VisualFeatures
+from mllm_seqpar.runtime.visual_kv_cache import VisualKVCache
 from mllm_seqpar.runtime.visual_tokens import FrameTokens, VisualTokens
 from mllm_seqpar.sharding import span_length
 
@@ -359,7 +361,7 @@ class Pass:
     def _visibility(self, source: KVSource) -> FrameMask:
         """Return which frames the rows attend to, of each pass that brought frames."""
         inputs, tokens, state = self.inputs, source.tokens_per_unit, self.cache_state
-        if isinstance(source, VisualFeatures) or source.earlier is None:
+        if not isinstance(source, VisualKVCache) or source.earlier is None:
             return self.family.visibility(inputs, source.units, tokens)
         assert state is not None
         *earlier, _ = state.by_pass()

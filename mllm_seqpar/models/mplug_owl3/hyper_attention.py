@@ -32,8 +32,8 @@ from transformers.models.qwen2.modeling_qwen2 import (
 from mllm_seqpar._compat import takes_cache
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.models.cache import SequenceParallelCacheState
-from mllm_seqpar.runtime.frames import VisualKVCache
 from mllm_seqpar.runtime.projections import KVProjection
+from mllm_seqpar.runtime.visual_kv_cache import VisualKVCache
 
 from .configuration import MPlugOwl3Config
 from .media import MediaLayout

@@ -24,9 +24,9 @@ from mllm_seqpar.models.adapters import refuse_arguments_of_samples
 from mllm_seqpar.models.auto_classes import LocalCode
 from mllm_seqpar.models.cache import ONE_PROCESS, SequenceParallelCacheState, attach, cache_state_of
 from mllm_seqpar.models.loading import NonReentrantCheckpointing, load_clean
-from mllm_seqpar.runtime.frames import VisualKVCache
+from mllm_seqpar.runtime.checksums import fingerprint_of
 from mllm_seqpar.runtime.text import select_logit_rows
-from mllm_seqpar.runtime.visual_features import fingerprint_of
+from mllm_seqpar.runtime.visual_kv_cache import VisualKVCache
 from mllm_seqpar.sharding import FrameSizes
 
 from .checkpoint import checkpoint_keys, complete_config, hub_options
