@@ -15,9 +15,9 @@ from mllm_seqpar.chats.chat_family import ImageTokenFamily as ImageTokenFamily
 from mllm_seqpar.chats.chat_family import Messages as Messages
 from mllm_seqpar.chats.chat_family import answer_spans as answer_spans
 from mllm_seqpar.chats.chat_family import image_counts as image_counts
+from mllm_seqpar.chats.chat_family import media_of as media_of
+from mllm_seqpar.chats.chat_family import media_parts as media_parts
 from mllm_seqpar.chats.chat_family import tokenize as tokenize
-from mllm_seqpar.chats.formats import media_of as media_of
-from mllm_seqpar.chats.formats import media_parts as media_parts
 from mllm_seqpar.chats.sources import FeatureFrames as FeatureFrames
 from mllm_seqpar.chats.sources import FrameSource as FrameSource
 from mllm_seqpar.chats.sources import ImageListSource as ImageListSource

@@ -19,21 +19,23 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from mllm_seqpar.chats.messages import Span, target_mask
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.families import built_in_chats, family_index
 from mllm_seqpar.patching.registry import external_adapters
 from mllm_seqpar.sharding import FrameShard
 
-from .formats import media_of
+from .answer_tokens import Span, target_mask
 from .sources import FeatureFrames, FrameSource, ImageListSource, ImageTensorSource
 
 Messages = Sequence[Mapping[str, Any]]
+"""Valid messages, as `Chat.to_json` returns them."""
+
+_Source = TypeVar("_Source")
 
 VIDEO_MARK = "<|video|>"
 """The placeholder of the video in a question, in every family. Without it, the video comes first."""
@@ -350,6 +352,27 @@ class ImageTokenFamily(ChatFamily):
                     f"the tokenizer must have {mark} as one special token, and the chat template must write it for "
                     "each image"
                 )
+
+
+def media_parts(messages: Messages) -> list[Mapping[str, Any]]:
+    """Return the parts of type video and image, in order."""
+    contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
+    return [part for content in contents for part in content if part["type"] != "text"]
+
+
+def media_of(messages: Messages, sources: Sequence[_Source]) -> list[tuple[str, _Source]]:
+    """Return the kind and the source of each media part.
+
+    Raises:
+        DataError: unless there is one source for each.
+    """
+    parts = media_parts(messages)
+    if len(parts) != len(sources):
+        raise DataError(
+            f"{len(sources)} videos and images were passed, and the conversation has {len(parts)} media parts; pass "
+            "one for each"
+        )
+    return [(part["type"], source) for part, source in zip(parts, sources, strict=True)]
 
 
 def expand_media(messages: Messages, media: Sequence[FrameSource]) -> list[dict[str, Any]]:

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from mllm_seqpar.digests import file_digest
 from mllm_seqpar.errors import ConfigError, DataError, VideoError
-from mllm_seqpar.videos.files import file_digest
 from mllm_seqpar.videos.images import image_size, read_image
 from mllm_seqpar.videos.media_files import local_media, media_size
 from mllm_seqpar.videos.prefetch import stacked

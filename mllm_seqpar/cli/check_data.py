@@ -7,20 +7,20 @@ not found; training then stops or skips the sample (`on_bad_media`).
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
-from mllm_seqpar.chats.chat import ChatDataset, ChatSample
-from mllm_seqpar.chats.formats import DEFAULT_TEMPLATE, media_parts
+from mllm_seqpar.chats.batch import ChatSample
+from mllm_seqpar.chats.chat import Chat, Medium
+from mllm_seqpar.chats.data_set import ChatDataset
 from mllm_seqpar.chats.frame_store import FrameStore
+from mllm_seqpar.chats.multiple_choice import DEFAULT_TEMPLATE
 from mllm_seqpar.chats.sources import FrameSource, VideoSource
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError
 from mllm_seqpar.videos.reader import frames_to_decode
@@ -132,12 +132,12 @@ class Totals:
     core_seconds: float = 0.0
     longest: list[tuple[int, str]] = field(default_factory=list)
 
-    def add(self, sample: ChatSample, media: Sequence[_Medium]) -> None:
+    def add(self, sample: ChatSample, media: Sequence[_Checked]) -> None:
         self.video_frames += sum(len(medium.source) for medium in media if medium.decoded)
         self.decoded += sum(medium.decoded for medium in media)
         self.core_seconds += sum(medium.core_seconds for medium in media)
         self.frames += sample.frames
-        videos = sum(part["type"] == "video" for part in media_parts(sample.messages))
+        videos = sum(medium.kind == "video" for medium in sample.chat.media)
         self.videos, self.images = self.videos + videos, self.images + len(sample.sources) - videos
         self.longest = sorted([*self.longest, (sample.frames, sample.place)], key=lambda row: -row[0])[:_SHOWN]
 
@@ -177,7 +177,7 @@ def _visual(totals: Totals, model: str) -> str:
 
 
 @dataclass(frozen=True)
-class _Medium:
+class _Checked:
     """What was found in one video or image."""
 
     source: FrameSource
@@ -186,8 +186,8 @@ class _Medium:
     core_seconds: float = 0.0  # to decode them
 
 
-_Row = tuple[Sequence[Mapping[str, Any]], Sequence[Future[_Medium]]]
-"""The messages of a sample, and its media that are being checked."""
+_Row = tuple[Chat, Sequence[Future[_Checked]]]
+"""A conversation, and its media that are being checked."""
 
 
 def check_dataset(
@@ -208,20 +208,19 @@ def check_dataset(
     """
     pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="check-data")
     rows: list[_Row | str] = []  # or what is wrong with the record
-    submitted: dict[Hashable, Future[_Medium]] = {}
+    submitted: dict[Hashable, Future[_Checked]] = {}
     try:
         for index in range(len(dataset)):
             try:
-                messages = dataset.messages(index)
+                chat = dataset.chat(index)
             except DataError as error:
                 rows.append(str(error))
                 continue
-            parts = media_parts(messages)
-            keys = [_key(dataset, index, part) for part in parts]
-            for key, part in zip(keys, parts, strict=True):
+            keys = [_key(dataset, index, medium) for medium in chat.media]
+            for key, medium in zip(keys, chat.media, strict=True):
                 if key not in submitted:
-                    submitted[key] = pool.submit(_check_medium, dataset, index, part, store)
-            rows.append((messages, [submitted[key] for key in keys]))
+                    submitted[key] = pool.submit(_check_medium, dataset, index, medium, store)
+            rows.append((chat, [submitted[key] for key in keys]))
         for index, row in enumerate(rows):
             yield from _report(dataset, index, row, totals, long)
     finally:
@@ -231,32 +230,33 @@ def check_dataset(
 def _report(dataset: ChatDataset, index: int, row: _Row | str, totals: Totals, long: float) -> Iterator[str]:
     """Yield the lines of a sample, and count it."""
     place = dataset.records.place(index)
-    messages, futures = ((), ()) if isinstance(row, str) else row
-    faults, media = [row] if isinstance(row, str) else [], list[_Medium]()
-    for part, future in zip(media_parts(messages), futures, strict=True):
+    chat, futures = (Chat(()), ()) if isinstance(row, str) else row
+    faults, media = [row] if isinstance(row, str) else [], list[_Checked]()
+    for medium, future in zip(chat.media, futures, strict=True):
         try:
-            medium = future.result()
+            checked = future.result()
         except (DataError, ConfigError):  # an error of the store or the installation, not of the sample
             raise
         except SeqParError as error:
             faults.append(str(error))
             continue
         except Exception as error:  # an error of a decoder, such as Pillow's for very large images
-            faults.append(f"{part.get('path')}: {type(error).__name__}: {error}")
+            faults.append(f"{medium.files[0]}: {type(error).__name__}: {error}")
             continue
-        media.append(medium)
-        if medium.seconds > long:
+        media.append(checked)
+        if checked.seconds > long:
             totals.long += 1
-            yield f"{place}: long: {part['path']} has {_clock(medium.seconds)}, {len(medium.source):,} frames are used"
+            name, frames = medium.files[0], len(checked.source)
+            yield f"{place}: long: {name} has {_clock(checked.seconds)}, {frames:,} frames are used"
     if not faults:
-        sample = ChatSample(place, messages, tuple(medium.source for medium in media))
+        sample = ChatSample(place, chat, tuple(checked.source for checked in media))
         faults = _count(dataset, sample, totals, media)
     totals.samples, totals.broken = totals.samples + 1, totals.broken + bool(faults)
     for fault in faults:
         yield f"{place}: broken: {fault.removeprefix(f'{place}: ')}"
 
 
-def _count(dataset: ChatDataset, sample: ChatSample, totals: Totals, media: Sequence[_Medium]) -> list[str]:
+def _count(dataset: ChatDataset, sample: ChatSample, totals: Totals, media: Sequence[_Checked]) -> list[str]:
     """Count a sample with valid media; return what is wrong with its text."""
     if dataset.processor is not None:
         try:
@@ -270,16 +270,16 @@ def _count(dataset: ChatDataset, sample: ChatSample, totals: Totals, media: Sequ
     return []
 
 
-def _key(dataset: ChatDataset, index: int, part: Mapping[str, Any]) -> Hashable:
+def _key(dataset: ChatDataset, index: int, medium: Medium) -> Hashable:
     """Return a key that is equal for equal files with equal sampling, so that each is opened once."""
     try:
-        return dataset.identify(index, part)
+        return dataset.identify(index, medium)
     except SeqParError:  # a file is missing, which opening it reports
-        return index, json.dumps(part, sort_keys=True)
+        return index, medium
 
 
-def _check_medium(dataset: ChatDataset, index: int, part: Mapping[str, Any], store: FrameStore | None) -> _Medium:
-    source = dataset.source(index, part)
+def _check_medium(dataset: ChatDataset, index: int, medium: Medium, store: FrameStore | None) -> _Checked:
+    source = dataset.source(index, medium)
     plan = source.plan if isinstance(source, VideoSource) else None  # a store has frames of videos
     if store is not None and plan is not None and not store.has(plan):
         store.write(plan, _frames_for(store, source))
@@ -291,10 +291,10 @@ def _check_medium(dataset: ChatDataset, index: int, part: Mapping[str, Any], sto
             pass
     core_seconds = time.thread_time() - begin
     if plan is None:
-        return _Medium(source, 0.0)
+        return _Checked(source, 0.0)
     decoded = frames_to_decode(plan)
     here = sum(frames_to_decode(plan.only(number)) for number in numbers)
-    return _Medium(source, probe(plan.path).duration, decoded, core_seconds * decoded / max(1, here))
+    return _Checked(source, probe(plan.path).duration, decoded, core_seconds * decoded / max(1, here))
 
 
 def _frames_for(store: FrameStore, source: FrameSource) -> Iterator[Tensor]:

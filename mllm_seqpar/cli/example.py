@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mllm_seqpar.chats.formats import LETTERS, MultipleChoice
+from mllm_seqpar.chats.multiple_choice import LETTERS, MultipleChoice
 from mllm_seqpar.chats.needle import (
     COLOURS,
     QUESTION,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from mllm_seqpar.chats.formats import DEFAULT_TEMPLATE, check_template
+from mllm_seqpar.chats.multiple_choice import DEFAULT_TEMPLATE, check_template
 from mllm_seqpar.cli.launch import DEVICES, DTYPES, LONGEST_TIMEOUT
 from mllm_seqpar.cli.options import option, parse_options
 from mllm_seqpar.cli.shared_options import FrameOptions, StoredFrameOptions, StrategyOptions

@@ -4,7 +4,7 @@ The groups take turns with the videos. The ranks of a group encode a video toget
 whose common beginning stays in the KV cache. A video or question that cannot be used gets a line with an error, on
 which the ranks of the group agree. Groups communicate only at the end.
 
-A record is read as training reads it (`mllm_seqpar.chats.formats`), but needs no answer. The answer that a record has
+A record is read as training reads it (`mllm_seqpar.chats.forms`), but needs no answer. The answer that a record has
 to its last question is the reference. If a record is a conversation of several turns, its last question is asked, with
 the earlier turns as context.
 
@@ -31,18 +31,11 @@ from typing import Any, TextIO
 
 import torch
 
-from mllm_seqpar.chats.chat import ChatDataset
+from mllm_seqpar.chats.chat import Chat, Medium
 from mllm_seqpar.chats.chat_family import chat_family
-from mllm_seqpar.chats.formats import (
-    CATEGORY_KEYS,
-    OPTION_KEYS,
-    MultipleChoice,
-    check_record,
-    media_parts,
-    part_files,
-    read_choice,
-    to_chat,
-)
+from mllm_seqpar.chats.data_set import ChatDataset
+from mllm_seqpar.chats.forms import read_record
+from mllm_seqpar.chats.multiple_choice import CATEGORY_KEYS, OPTION_KEYS, MultipleChoice, read_choice
 from mllm_seqpar.chats.sources import FrameSource
 from mllm_seqpar.cli.outputs import stream_descriptor
 from mllm_seqpar.cli.progress import note, progress_bar, say
@@ -128,7 +121,8 @@ class Answerer:
         prompt = None
         if conversation is not None and fault is None:
             limit = 1 if self._args.choices else self._args.max_new_tokens
-            prompt, fault = tried(self._engine.comm, "prompt", lambda: conversation.prompt(question.messages, limit))
+            messages = question.chat.to_json()
+            prompt, fault = tried(self._engine.comm, "prompt", lambda: conversation.prompt(messages, limit))
         if conversation is None or prompt is None:
             return {**line, "place": question.place, "error": fault}
         try:
@@ -202,17 +196,17 @@ class Question:
         index: the number of the record, from 0.
         place: the place of the record, for messages; FILE:LINE of JSONL.
         id: the record's own id, if it has one.
-        messages: system, user and earlier assistant messages; the last is the user's.
+        chat: system, user and earlier assistant messages; the last is the user's.
         reference: the answer of the record, if it has one.
         choice: the options of a multiple-choice question.
         categories: the columns by which accuracy is reported.
-        fault: why the record is not a question; it then has no messages.
+        fault: why the record is not a question; it then has no turns.
     """
 
     index: int
     place: str
     id: str | int | None = None
-    messages: Sequence[Mapping[str, Any]] = ()
+    chat: Chat = Chat(())
     reference: str | None = None
     choice: MultipleChoice | None = None
     categories: Mapping[str, str] = field(default_factory=dict)
@@ -221,11 +215,11 @@ class Question:
     @property
     def text(self) -> str:
         """The text of the last message."""
-        return _text(self.messages[-1]["content"]) if self.messages else ""
+        return self.chat.turns[-1].text if self.chat.turns else ""
 
     @property
-    def media(self) -> list[Mapping[str, Any]]:
-        return media_parts(self.messages)
+    def media(self) -> list[Medium]:
+        return self.chat.media
 
 
 class QuestionSet:
@@ -263,7 +257,7 @@ class QuestionSet:
 
     def sources(self, question: Question) -> list[FrameSource]:
         """Return the frames of the question's media; VideoError if a file is missing or unreadable."""
-        return [self._dataset.source(question.index, part) for part in question.media]
+        return [self._dataset.source(question.index, medium) for medium in question.media]
 
     def _question(self, index: int) -> Question:
         place = self._dataset.records.place(index)
@@ -274,38 +268,31 @@ class QuestionSet:
         columns = record if isinstance(record, Mapping) else {}
         name = next((columns[key] for key in _ID_KEYS if isinstance(columns.get(key), (str, int))), None)
         try:
-            chat = to_chat(record, template=self._template, answered=False)
-            messages = check_record(chat, None, self._marks, answered=False)
+            chat = read_record(record, template=self._template, marks=self._marks, answered=False)
+            turns = list(chat.turns)
             choice = read_choice(columns) if _has_options(columns) else None
             reference = None
-            if messages[-1]["role"] == "assistant":
-                *messages, last = messages
-                reference = _text(last["content"]) or None
-            if not messages or messages[-1]["role"] != "user":
+            if turns[-1].role == "assistant":
+                reference = turns.pop().text or None
+            if not turns or turns[-1].role != "user":
                 raise DataError("has no question; its last message, apart from an answer, must be the user's")
         except DataError as error:
             return Question(index=index, place=place, id=name, fault=str(error))
         categories = {key: str(columns[key]) for key in _GROUPING_KEYS if isinstance(columns.get(key), _kinds(key))}
         found: dict[str, Any] = {"reference": reference, "choice": choice, "categories": categories}
-        return Question(index=index, place=place, id=name, messages=tuple(messages), **found)
+        return Question(index=index, place=place, id=name, chat=Chat(tuple(turns)), **found)
 
     def _key(self, question: Question) -> Hashable:
         """Return a key that is equal for equal files with equal sampling."""
         try:
-            return tuple(self._dataset.identify(question.index, part) for part in question.media)
+            return tuple(self._dataset.identify(question.index, medium) for medium in question.media)
         except SeqParError:  # a file is missing, and `sources` will say so
             return tuple(media_names(question)), "missing"
 
 
 def media_names(question: Question) -> list[str]:
     """Return the names of the files that a question asks about, as its record writes them."""
-    return [name for part in question.media for name in part_files(part)]
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(part["text"] for part in content if part["type"] == "text")
+    return [name for medium in question.media for name in medium.files]
 
 
 def _has_options(columns: Mapping[str, Any]) -> bool:

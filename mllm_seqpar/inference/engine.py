@@ -29,7 +29,8 @@ from mllm_seqpar.cli.launch import collective_timeout
 from mllm_seqpar.comm import Communicator, ProcessGroupCommunicator, Subgroup, as_communicator, transfer_communicator
 from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.errors import AgreementError, ConfigError, DataError, SeqParError, VideoError, first_line
-from mllm_seqpar.models.loading import layer_classes, load_model, load_processor, model_digest
+from mllm_seqpar.models.digests import model_digest
+from mllm_seqpar.models.loading import layer_classes, load_model, load_processor
 from mllm_seqpar.patching import patch_model
 from mllm_seqpar.videos.frame_choice import FrameChoice
 

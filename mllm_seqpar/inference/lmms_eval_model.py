@@ -23,7 +23,7 @@ import torch
 from lmms_eval.api.instance import GenerationResult, Instance
 from lmms_eval.api.model import lmms
 
-from mllm_seqpar.chats.formats import media_parts
+from mllm_seqpar.chats.chat_family import media_parts
 from mllm_seqpar.cli.launch import use_cuda
 from mllm_seqpar.cli.progress import progress_bar
 from mllm_seqpar.comm import transfer_communicator

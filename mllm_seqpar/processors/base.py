@@ -22,7 +22,9 @@ from transformers.processing_utils import ProcessorMixin
 from transformers.utils import PROCESSOR_NAME
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from mllm_seqpar.chats.messages import Span, target_mask
+from mllm_seqpar.chats.answer_tokens import Span, target_mask
+from mllm_seqpar.chats.chat import Chat, without_nulls
+from mllm_seqpar.chats.forms import plain_part
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.auto_classes import LocalCode, write_code
 
@@ -71,6 +73,7 @@ class NativeProcessor(LocalCode, ProcessorMixin):
 
     def check_conversation(self, messages: Messages) -> None:
         """Raise DataError for messages that the published chat template cannot express."""
+        Chat.parse(messages)
 
     @classmethod
     def get_attributes(cls) -> list[str]:
@@ -323,17 +326,11 @@ def _conversations(given: Any) -> tuple[list[list[dict[str, Any]]], bool]:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    message = {name: value for name, value in message.items() if value is not None}
-    if isinstance(message.get("content"), (list, tuple)):
-        message["content"] = [_part(part) for part in message["content"]]
+    message, content = without_nulls(message), message.get("content")
+    if isinstance(content, (list, tuple)):
+        is_openai = (isinstance(part, Mapping) and part.get("type") == "image_url" for part in content)
+        message["content"] = [plain_part(part) if x else part for part, x in zip(content, is_openai, strict=True)]
     return message
-
-
-def _part(part: Any) -> Any:
-    if not isinstance(part, Mapping) or part.get("type") != "image_url":
-        return part
-    url = part.get("image_url")
-    return {"type": "image", "url": url.get("url", "") if isinstance(url, Mapping) else url}
 
 
 def _like(rows: list[list[int]], ids: Any) -> Any:

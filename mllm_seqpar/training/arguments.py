@@ -22,8 +22,8 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_utils import HubStrategy, SchedulerType
 
 from mllm_seqpar._compat import optional_import, options_of, turns_off
-from mllm_seqpar.chats.chat import ON_BAD_MEDIA
-from mllm_seqpar.chats.formats import DEFAULT_TEMPLATE, check_template
+from mllm_seqpar.chats.data_set import ON_BAD_MEDIA
+from mllm_seqpar.chats.multiple_choice import DEFAULT_TEMPLATE, check_template
 from mllm_seqpar.cli.launch import LONGEST_TIMEOUT
 from mllm_seqpar.cli.options import (
     CommandOptions,

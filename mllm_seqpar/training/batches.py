@@ -25,8 +25,9 @@ from itertools import count
 from typing import Any
 
 from mllm_seqpar._logging import get_logger
-from mllm_seqpar.chats.chat import ChatBatch, ChatDataset, MediaError, load_local_images
+from mllm_seqpar.chats.batch import ChatBatch, MediaError, load_local_images
 from mllm_seqpar.chats.chat_family import chat_family
+from mllm_seqpar.chats.data_set import ChatDataset
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.errors import PASSED, ConfigError, DataError

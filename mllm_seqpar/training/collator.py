@@ -14,23 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mllm_seqpar.chats.chat import ChatBatch, ChatSample, collate, load_local_images
+from mllm_seqpar.chats.batch import ChatBatch, ChatSample, collate, load_local_images
+from mllm_seqpar.chats.chat import Allowed, Chat, Medium, Turn
 from mllm_seqpar.chats.chat_family import chat_family
-from mllm_seqpar.chats.formats import media_parts
-from mllm_seqpar.chats.messages import message_parts, order_fault
 from mllm_seqpar.chats.sources import FrameSource, ImageListSource, ImageTensorSource, VideoSource
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.processors.mplug_owl3.image_processing import frame_list, to_tensor
-from mllm_seqpar.videos.frame_choice import DEFAULT_FRAMES, FRAME_FIELDS, FrameChoice
+from mllm_seqpar.videos.frame_choice import DEFAULT_FRAMES, FrameChoice
 
 Example = Mapping[str, Any]
-Messages = list[dict[str, Any]]
 
 _NAMES = {"lang_x": "input_ids", "vision_x": "pixel_values"}
 """OpenFlamingo's names of arguments, which trainers would not find, and those that its forward takes too."""
 
-_PAYLOADS = {"image": ("image", "path", "url"), "video": ("video", "path", "url", "images")}
-_PART_KEYS = {"text": ("text",), "image": _PAYLOADS["image"], "video": (*_PAYLOADS["video"], *FRAME_FIELDS)}
+_ALLOWED = Allowed(sources={"image": ("image", "path", "url"), "video": ("video", "path", "url", "images")})
 _COLUMNS = {"image": ("images", "image"), "video": ("videos", "video")}
 
 
@@ -79,30 +76,32 @@ class SeqParDataCollator:
         """Return the batch of these examples; of preferences, all chosen ones and then all rejected ones."""
         endings = [ending for ending in ("chosen", "rejected") if ending in examples[0]] or ["completion"]
         if "messages" in examples[0]:
-            prompts, rows = None, [_messages(number, x, "messages") for number, x in enumerate(examples)]
+            prompts, chats = None, [_chat(number, x, "messages") for number, x in enumerate(examples)]
         elif all(key in x for x in examples for key in ("prompt", *endings)):
-            prompts = [_messages(number, x, "prompt") for number, x in enumerate(examples)] * len(endings)
-            ends = [_messages(number, x, key) for key in endings for number, x in enumerate(examples)]
-            rows = [prompt + end for prompt, end in zip(prompts, ends, strict=True)]
+            prompts = [_chat(number, x, "prompt") for number, x in enumerate(examples)] * len(endings)
+            ends = [_chat(number, x, key) for key in endings for number, x in enumerate(examples)]
+            chats = [Chat(prompt.turns + end.turns) for prompt, end in zip(prompts, ends, strict=True)]
         else:
             raise DataError(
                 f"an example has the keys {', '.join(examples[0]) or '(none)'}; expected messages, prompt and "
                 "completion, or prompt, chosen and rejected. If the data has them, pass remove_unused_columns=False to "
                 "TrainingArguments"
             )
-        return self._batch(rows, prompts, preference=len(endings) == 2)
+        return self._batch(chats, prompts, preference=len(endings) == 2)
 
-    def _batch(self, rows: list[Messages], prompts: list[Messages] | None, preference: bool) -> dict[str, Tensor]:
+    def _batch(self, chats: list[Chat], prompts: list[Chat] | None, preference: bool) -> dict[str, Tensor]:
         samples = []
-        for number, messages in enumerate(rows):
-            sources = tuple(self._source(part) for part in media_parts(messages))
-            if fault := order_fault([message["role"] for message in messages]):
-                raise DataError(f"conversation {number} of the batch: {fault}")
-            samples.append(ChatSample(f"conversation {number} of the batch", messages, sources))
+        for number, chat in enumerate(chats):
+            place = f"conversation {number} of the batch"
+            try:
+                chat.check_order()
+            except DataError as error:
+                raise DataError(f"{place}: {error}") from error
+            samples.append(ChatSample(place, chat, tuple(self._source(medium) for medium in chat.media)))
         batch = collate(samples, self.processor, self.max_length)
         text, labels = batch.text, batch.labels
         if prompts is not None:
-            labels = self._without_prompts(labels, prompts, [sample.sources for sample in samples])
+            labels = self._without_prompts(labels, prompts, samples)
         elif not self.assistant_only_loss:
             labels = text.input_ids.masked_fill(text.attention_mask == 0, -100)
         arguments = self._chat_format.arguments(text) | self._pixels(batch)
@@ -110,10 +109,11 @@ class SeqParDataCollator:
         named = {_NAMES.get(name, name): value for name, value in arguments.items()}
         return named | ({"completion_mask": (labels != -100).long()} if preference else {"labels": labels})
 
-    def _without_prompts(self, labels: Tensor, prompts: list[Messages], sources: Sequence[Any]) -> Tensor:
+    def _without_prompts(self, labels: Tensor, prompts: list[Chat], samples: Sequence[ChatSample]) -> Tensor:
         """Return the labels without the answers in the prompts, whose targets are the first of each row."""
-        shown = [media[: len(media_parts(prompt))] for media, prompt in zip(sources, prompts, strict=True)]
-        asked = self._chat_format.text(prompts, shown, labels=True, padding_side="right").labels
+        shown = [sample.sources[: len(prompt.media)] for sample, prompt in zip(samples, prompts, strict=True)]
+        messages = [prompt.to_json() for prompt in prompts]
+        asked = self._chat_format.text(messages, shown, labels=True, padding_side="right").labels
         assert asked is not None
         earlier = (asked != -100).sum(1, keepdim=True)
         return labels.masked_fill((labels != -100).cumsum(1) <= earlier, -100)
@@ -126,23 +126,19 @@ class SeqParDataCollator:
             pixels = tuple(x.unflatten(0, (len(batch.places), -1)) for x in pixels)
         return {name: x for name, x in zip(self._chat_format.frame_names, pixels, strict=True) if len(x)}
 
-    def _source(self, part: Mapping[str, Any]) -> FrameSource:
-        kind = part["type"]
-        medium = next((part[key] for key in _PAYLOADS[kind] if part.get(key) is not None), None)
-        if medium is None:
-            raise DataError(f"a part {dict(part)!r:.80} has no {kind}, and no column of the example has one for it")
-        is_file = isinstance(medium, (str, os.PathLike))
-        if kind == "image":
-            return self._chat_format.still_frames(ImageListSource([medium]) if is_file else _in_memory([medium]))
-        frames: Sequence[Any] = ()
-        try:
-            chosen = (self._frames if is_file else self._frames.without_times()).over(FrameChoice.of(part))
-            if not is_file:
-                frames = chosen.sampled(frame_list(medium))
-        except ConfigError as error:
-            raise DataError(f"a part {dict(part)!r:.80}: {error}") from error
+    def _source(self, medium: Medium) -> FrameSource:
+        shown = medium.source
+        if shown is None:
+            raise DataError(f"a part of type {medium.kind} has no {medium.kind}, and no column of the example has one")
+        is_file = isinstance(shown, (str, os.PathLike))
+        if medium.kind == "image":
+            return self._chat_format.still_frames(ImageListSource([shown]) if is_file else _in_memory([shown]))
         if is_file:
-            return VideoSource.open(medium, **vars(chosen.over(DEFAULT_FRAMES)))
+            return VideoSource.open(shown, **vars(self._frames.over(medium.frames).over(DEFAULT_FRAMES)))
+        try:
+            frames = self._frames.without_times().over(medium.frames).sampled(frame_list(shown))
+        except ConfigError as error:
+            raise DataError(f"a part of type video: {error}") from error
         named = [isinstance(frame, (str, os.PathLike)) for frame in frames]
         return ImageListSource(frames) if frames and all(named) else _in_memory(frames)
 
@@ -156,39 +152,38 @@ def _in_memory(frames: Sequence[Any]) -> ImageTensorSource:
     return ImageTensorSource(images)
 
 
-def _messages(number: int, example: Example, key: str) -> Messages:
-    """Return the messages under `key`, checked, with the media of the example's columns in their parts."""
+def _chat(number: int, example: Example, key: str) -> Chat:
+    """Return the conversation under `key`, with the media of the example's columns in their parts."""
     if example.get("tools"):
         raise DataError(
             f"example {number} has tools, which the chat formats of these models do not support; leave them out"
         )
-    given = example[key]
-    if not isinstance(given, list) or not all(isinstance(message, Mapping) for message in given):
-        raise DataError(f"example {number}: {key} is {given!r:.80}; expected messages {{'role': ..., 'content': ...}}")
-    messages = []
-    for place, message in enumerate(given):
-        try:
-            parts = message_parts(place, message, _PART_KEYS)
-        except DataError as error:
-            raise DataError(f"example {number}: {error}") from error
-        # Tables have a column for each key of a part, which is None in the parts that do not have it.
-        kept = [{key: value for key, value in part.items() if value is not None} for part in parts]
-        messages.append({"role": message["role"], "content": kept})
-    if key in ("completion", "chosen", "rejected"):
-        return messages
-    for kind, columns in _COLUMNS.items():
-        given = next((example[name] for name in columns if example.get(name) is not None), [])
-        media = list(given) if isinstance(given, (list, tuple)) else [given]
-        empty = [part for message in messages for part in message["content"] if part == {"type": kind}]
-        asked = next((message for message in messages if message["role"] == "user"), None)
-        if media and not empty and asked is not None:
-            empty = [{"type": kind} for _ in media]
-            asked["content"][:0] = empty
-        if len(empty) != len(media):
+    messages = example[key]
+    if not isinstance(messages, list) or not messages:
+        raise DataError(
+            f"example {number}: {key} is {messages!r:.80}; expected messages {{'role': ..., 'content': ...}}"
+        )
+    try:
+        chat = Chat.parse(messages, _ALLOWED)
+    except DataError as error:
+        raise DataError(f"example {number}: {error}") from error
+    contents: list[list[Any]] = [list(turn.parts) for turn in chat.turns]
+    for kind, columns in _COLUMNS.items() if key in ("messages", "prompt") else ():
+        column: Any = next((example[name] for name in columns if example.get(name) is not None), [])
+        media = list(column) if isinstance(column, (list, tuple)) else [column]
+        asked = next((parts for turn, parts in zip(chat.turns, contents, strict=True) if turn.role == "user"), None)
+        if media and asked is not None and not any(_is_open(part, kind) for parts in contents for part in parts):
+            asked[:0] = [Medium(kind) for _ in media]
+        places = [(parts, i) for parts in contents for i, part in enumerate(parts) if _is_open(part, kind)]
+        if len(places) != len(media):
             raise DataError(
-                f"example {number} has {len(media)} {kind}s in its columns, and {len(empty)} parts "
+                f"example {number} has {len(media)} {kind}s in its columns, and {len(places)} parts "
                 f"{{'type': '{kind}'}} without one; pass one for each"
             )
-        for part, medium in zip(empty, media, strict=True):
-            part[kind] = medium
-    return messages
+        for (parts, i), medium in zip(places, media, strict=True):
+            parts[i] = Medium(kind, medium, parts[i].frames)
+    return Chat(tuple(Turn(turn.role, tuple(parts)) for turn, parts in zip(chat.turns, contents, strict=True)))
+
+
+def _is_open(part: Any, kind: str) -> bool:
+    return isinstance(part, Medium) and part.kind == kind and part.source is None

@@ -21,11 +21,10 @@ from transformers.feature_extraction_utils import BatchFeature
 from transformers.processing_utils import ImagesKwargs, ProcessingKwargs, VideosKwargs
 from transformers.utils import IMAGE_PROCESSOR_NAME
 
-from mllm_seqpar.chats.messages import message_parts
 from mllm_seqpar.chats.sources import VideoSource
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.moss_vl.configuration import MossVLConfig
-from mllm_seqpar.processors.base import Messages, NativeProcessor, flattened
+from mllm_seqpar.processors.base import NativeProcessor, flattened
 from mllm_seqpar.processors.mplug_owl3.chat import Piece
 from mllm_seqpar.processors.mplug_owl3.image_processing import frame_list, to_tensor
 from mllm_seqpar.videos.media_files import local_media
@@ -133,7 +132,7 @@ class Clip:
         yield from (self.source,) if isinstance(self.source, Tensor) else self.source.read(0, len(self))
 
 
-class Medium(NamedTuple):
+class MediumInputs(NamedTuple):
     """An image or a video in the order of the texts: its patches, its grid, and the text that stands for it."""
 
     patches: Tensor
@@ -178,10 +177,6 @@ class MossVLProcessor(NativeProcessor):
     @classmethod
     def published_chat_template(cls, tokenizer: Any) -> str:
         return CHAT_TEMPLATE
-
-    def check_conversation(self, messages: Messages) -> None:
-        for number, message in enumerate(messages):
-            message_parts(number, message, {"image": None, "video": None})
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> Self:
@@ -277,7 +272,7 @@ class MossVLProcessor(NativeProcessor):
     def _encoded(
         self,
         expanded: Sequence[tuple[Piece, list[tuple[int, int]]]],
-        media: Sequence[Sequence[Medium]],
+        media: Sequence[Sequence[MediumInputs]],
         text_kwargs: Mapping[str, Any],
         ignored: int,
         with_labels: bool,
@@ -340,7 +335,7 @@ class MossVLProcessor(NativeProcessor):
         videos: Any,
         image_kwargs: Mapping[str, Any],
         video_kwargs: Mapping[str, Any],
-    ) -> list[list[Medium]]:
+    ) -> list[list[MediumInputs]]:
         """Return the media of each text in the order of its marks."""
         counts = {kind: [sample.count(kind) for sample in marks] for kind in (IMAGE, VIDEO)}
         of_images = self.image_processor.options.with_options(image_kwargs)
@@ -355,20 +350,20 @@ class MossVLProcessor(NativeProcessor):
         found = {IMAGE: self._stills(stills, of_images), VIDEO: _videos(clips, of_videos)}
         return [[next(found[mark]) for mark in sample] for sample in marks]
 
-    def _stills(self, images: Sequence[Any], options: ImagePixelOptions) -> Iterator[Medium]:
+    def _stills(self, images: Sequence[Any], options: ImagePixelOptions) -> Iterator[MediumInputs]:
         fetch = self.image_processor.fetch_images
         pixels = [to_tensor(fetch(x) if isinstance(x, str) else x, n) for n, x in enumerate(images)]
         sizes = options.sizes([(int(x.shape[1]), int(x.shape[2])) for x in pixels])
         for image, size in zip(pixels, sizes, strict=True):
             if image.dtype != torch.uint8:
                 raise DataError(f"an image is {image.dtype}; pass levels from 0 to 255 as uint8")
-            yield Medium(resized_patches(image[None], size, options)[0], [1, *options.grid(size)], PLACEHOLDER)
+            yield MediumInputs(resized_patches(image[None], size, options)[0], [1, *options.grid(size)], PLACEHOLDER)
 
-    def blank(self) -> Medium:
+    def blank(self) -> MediumInputs:
         """Return the image of a text without media: zeros, and no placeholder."""
         options = self.image_processor.options
         side = -(-BLANK_SIDE // options.factor) * options.factor // options.patch_size
-        return Medium(torch.zeros(side**2, 3 * options.patch_size**2), [1, side, side], "")
+        return MediumInputs(torch.zeros(side**2, 3 * options.patch_size**2), [1, side, side], "")
 
     @staticmethod
     def video_text(times: Sequence[float]) -> str:
@@ -413,11 +408,11 @@ def hidden_frames(ids: Sequence[Sequence[int]], mask: Any, placeholder: int, fra
     return (shown[..., None] <= torch.arange(max(frames)))[:, None]
 
 
-def _videos(clips: Sequence[Clip], options: VideoPixelOptions) -> Iterator[Medium]:
+def _videos(clips: Sequence[Clip], options: VideoPixelOptions) -> Iterator[MediumInputs]:
     sizes = options.sizes([(len(clip), *clip.size) for clip in clips])
     for clip, size in zip(clips, sizes, strict=True):
         patches = torch.cat([resized_patches(frames, size, options).flatten(0, 1) for frames in clip.frames()])
-        yield Medium(patches, [len(clip), *options.grid(size)], MossVLProcessor.video_text(clip.times))
+        yield MediumInputs(patches, [len(clip), *options.grid(size)], MossVLProcessor.video_text(clip.times))
 
 
 def clips_of(videos: Any, counts: Sequence[int], options: VideoPixelOptions, metadata: Any = None) -> list[Clip]:

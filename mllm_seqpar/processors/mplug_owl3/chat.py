@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mllm_seqpar.chats.messages import message_parts
-from mllm_seqpar.errors import DataError
+from mllm_seqpar.chats.chat import Chat, MessageError
 
 IMAGE = "<|image|>"
 VIDEO = "<|video|>"
@@ -93,14 +92,11 @@ class Piece:
 
 
 def check_conversation(messages: Sequence[Message]) -> None:
-    """Raise DataError unless `message_parts` accepts the messages, and only the user's texts have placeholders."""
-    for number, message in enumerate(messages):
-        for part in message_parts(number, message, {"image": None, "video": None}):
-            if message["role"] != "user" and _MEDIA.search(part["text"]):
-                raise DataError(
-                    f"message {number} ({message['role']}) has the placeholder of an image or video in its text; only "
-                    "a user message shows media"
-                )
+    """Raise DataError unless `Chat.parse` accepts the messages, and only the user's texts have placeholders."""
+    for number, turn in enumerate(Chat.parse(messages).turns):
+        if turn.role != "user" and _MEDIA.search(turn.text):
+            fault = "has the placeholder of an image or video in its text; only a user message shows media"
+            raise MessageError(fault, [number], turn.role)
 
 
 def text_pieces(text: str, answers: Iterable[tuple[int, int]] = ()) -> list[Piece]:

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from transformers.feature_extraction_utils import BatchFeature
 from transformers.processing_utils import ImagesKwargs, ProcessingKwargs, TextKwargs
 
-from mllm_seqpar.chats.messages import message_parts
+from mllm_seqpar.chats.chat import Allowed, Chat
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.open_flamingo.configuration import END_OF_CHUNK, IMAGE, OpenFlamingoConfig
 from mllm_seqpar.processors.base import NativeProcessor, flattened, returned
@@ -78,8 +78,7 @@ class OpenFlamingoProcessor(NativeProcessor):
         return CHAT_TEMPLATE
 
     def check_conversation(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        for number, message in enumerate(messages):
-            message_parts(number, message, {"image": None})  # a video is shown as images of its frames
+        Chat.parse(messages, Allowed(sources={"image": None}))  # a video is shown as images of its frames
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> Self:

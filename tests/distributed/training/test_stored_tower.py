@@ -157,9 +157,3 @@ def test_features_that_do_not_fit_are_one_sentence(training_files: Path, tmp_pat
     files[0].unlink()  # these frames are encoded again
     counted(argv("--freeze", "vision"))
     assert files[0].exists()
-    files[1].write_bytes(files[1].read_bytes()[:100])
-    with pytest.raises(DataError, match=rf"{files[1]}: damaged \(.*\); delete it, and its frames are encoded again"):
-        fine_tune(argv("--freeze", "vision"))
-    (features / "features.json").write_text("{}")
-    with pytest.raises(DataError, match="it has features that `mllm-seqpar ask` stored"):
-        fine_tune(argv("--freeze", "vision"))

@@ -11,8 +11,9 @@ from PIL import Image
 from chats import asks, image, says
 from family_directories import CHATS, MAKERS
 from mllm_seqpar import SeqParDataCollator
-from mllm_seqpar.chats.chat import ChatDataset, load_local_images
+from mllm_seqpar.chats.batch import load_local_images
 from mllm_seqpar.chats.chat_family import chat_family
+from mllm_seqpar.chats.data_set import ChatDataset
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.loading import load_processor
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
@@ -113,7 +114,7 @@ def test_completions_are_the_targets(processor: Any, folder: Path) -> None:
         ),
         (
             {"messages": [asks({"type": "image", "path": "a.png", "fps": 2})]},
-            "has the unknown key 'fps' in",
+            "a part of type image with fps; only a video takes it",
         ),
         ({"messages": [asks({"type": "video", "images": ["a.png"], "fps": 2})]}, "fps of a list of images, which have"),
         ({"messages": [asks({"type": "video", "path": "a.mp4", "fps": 0})]}, "fps: 0 is not allowed; give a number"),

@@ -18,8 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from chats import chat, image, text, write_rows
 from family_cases import QWENS
 from family_directories import CHATS, MAKERS, take_samples_without_images
-from mllm_seqpar.chats.chat_family import tokenize
-from mllm_seqpar.chats.formats import media_parts
+from mllm_seqpar.chats.chat_family import media_parts, tokenize
 from mllm_seqpar.chats.sources import ImageTensorSource
 from mllm_seqpar.data import ChatDataset, chat_family, load_local_images
 from mllm_seqpar.errors import ConfigError, DataError
@@ -199,7 +198,7 @@ def test_unusable_chats_and_tokenizers_are_refused(folder: Path, name: str) -> N
         name, "<|video_pad|>" if name in QWENS else "<image>"
     )
     write_rows(folder / "wrong.jsonl", [{"messages": CHATS["a video"]}, chat(image("0.png"), f"{mark} what?")])
-    with pytest.raises(DataError, match=r"wrong.jsonl:2: message 0 \(user\): its text holds <"):
+    with pytest.raises(DataError, match=r"wrong.jsonl:2: message 0 \(user\) has <"):
         ChatDataset(folder / "wrong.jsonl", processor)
     # A tokenizer without the image token splits it into characters.
     write_rows(folder / "right.jsonl", [{"messages": CHATS["a video"]}])

@@ -122,9 +122,6 @@ def test_a_store_without_these_frames_is_refused(data: Path, store: Path, tmp_pa
 def test_a_damaged_store_is_refused(data: Path, store: Path) -> None:
     path = opened(data, "a.mp4", store).stored.path  # type: ignore[union-attr]
     content = path.read_bytes()
-    path.write_bytes(content[:-1])
-    with pytest.raises(DataError, match=r"damaged .* does not have the bytes of 24 frames"):
-        opened(data, "a.mp4", store)
     path.write_bytes(content[: 7 * 9216] + bytes([content[7 * 9216] ^ 1]) + content[7 * 9216 + 1 :])
     with pytest.raises(DataError, match=r"damaged \(frame 7 does not have the checksum .* delete the file, and run"):
         list(opened(data, "a.mp4", store).read(4, 9))
@@ -134,9 +131,6 @@ def test_a_damaged_store_is_refused(data: Path, store: Path) -> None:
     assert check([str(data), "--store", str(store), "--fps", "10"]) == 0 and path.read_bytes() == content
     path.with_suffix(".json").write_text("{")
     with pytest.raises(DataError, match="damaged"):
-        opened(data, "a.mp4", store)
-    (store / "frames.json").write_text("[]")
-    with pytest.raises(DataError, match="not an index of a frame store"):
         opened(data, "a.mp4", store)
 
 

@@ -21,7 +21,7 @@ from PIL import Image, PngImagePlugin
 
 from chats import chat, write_rows
 from clips import write_clip
-from mllm_seqpar.chats.formats import to_chat
+from mllm_seqpar.chats.forms import read_record
 from mllm_seqpar.chats.needle import make_tokenizer
 from mllm_seqpar.chats.records import open_records
 from mllm_seqpar.data import ChatDataset, chat_family, load_local_images
@@ -363,7 +363,7 @@ def test_files_of_a_split_may_have_different_columns(tmp_path: Path, suffix: str
     first, second = (records.record(index) for index in range(len(records)))
     assert Path(records.locate(0, first["image"][0])).read_bytes() == b"x" and set(first) == {"conversations", "image"}
     assert (second["start"], second["video"], second["id"]) == (1, "a.mp4", "7")
-    assert [to_chat(x)["messages"][0]["content"][0]["type"] for x in (first, second)] == ["image", "video"]
+    assert [read_record(x).media[0].kind for x in (first, second)] == ["image", "video"]
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
@@ -426,7 +426,7 @@ def test_keys_without_a_value_count_as_absent(tmp_path: Path) -> None:
     ]
     (tmp_path / "a.json").write_text(json.dumps(rows))
     for path in (write_rows(tmp_path / "a.jsonl", rows), tmp_path / "a.json"):
-        assert [len(ChatDataset(path, None).messages(index)) for index in range(3)] == [2, 2, 2]
+        assert [len(ChatDataset(path, None).chat(index).turns) for index in range(3)] == [2, 2, 2]
 
 
 def test_numbers_of_tables_choose_frames(tmp_path: Path, media: Path) -> None:

@@ -10,7 +10,7 @@ from PIL import Image
 
 from chats import chat, video, write_rows
 from mllm_seqpar.__main__ import main
-from mllm_seqpar.chats.chat import ChatDataset
+from mllm_seqpar.chats.data_set import ChatDataset
 from mllm_seqpar.chats.needle import make_needle_videos
 from mllm_seqpar.errors import LengthError
 from mllm_seqpar.inference.ask import ask
@@ -56,7 +56,7 @@ def test_every_fault_has_its_line(folder: Path, capsys: pytest.CaptureFixture[st
             (3, f"broken: {folder / 'none.mp4'}: no such file"),
             (5, f"broken: {folder / 'bad.png'}: not a readable image"),
             (6, "broken: has the keys 'hello', which is not a known format"),
-            (7, "broken: message 0 (user): fps: '2'"),
+            (7, "broken: message 0 (user) has a part of type video with fps: '2'"),
             (8, "long: a.mp4 has 0:00:02, 8 frames are used"),
             (9, "broken: not JSON"),
         ]
@@ -108,7 +108,7 @@ def test_several_data_sets_and_one_video_of_many_questions(
 ) -> None:
     opened = []
     source = ChatDataset.source
-    monkeypatch.setattr(ChatDataset, "source", lambda *args: opened.append(args[2]["path"]) or source(*args))
+    monkeypatch.setattr(ChatDataset, "source", lambda *args: opened.append(args[2].source) or source(*args))
     for name in ("a.jsonl", "b.jsonl"):
         write_rows(folder / name, [chat(video("a.mp4"), "What?")] * 5)
     status, lines = check(capsys, folder / "a.jsonl", folder / "b.jsonl")

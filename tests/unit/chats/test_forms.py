@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from chats import asks, image, says, video
-from mllm_seqpar.chats.formats import MultipleChoice, check_record, read_choice, to_chat
+from mllm_seqpar.chats.forms import read_record
+from mllm_seqpar.chats.multiple_choice import MultipleChoice, read_choice
 from mllm_seqpar.chats.records import open_records
 from mllm_seqpar.errors import DataError
 
@@ -155,7 +156,7 @@ CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 def test_record_becomes_a_chat(name: str) -> None:
     record, messages = CASES[name]
     before = json.dumps(record)
-    assert to_chat(record)["messages"] == messages
+    assert read_record(record, answered=False).to_json() == messages
     assert json.dumps(record) == before
 
 
@@ -169,14 +170,14 @@ def test_record_becomes_a_chat(name: str) -> None:
 )
 def test_answer_before_its_question_is_refused_in_every_form(record: Any) -> None:
     with pytest.raises(DataError, match=r"message 0 \(assistant\) is the first message"):
-        check_record(to_chat(record))
+        read_record(record)
     with pytest.raises(DataError, match=r"message 0 \(assistant\) is the first message"):
-        check_record(to_chat(record, answered=False), answered=False)
+        read_record(record, answered=False)
 
 
 def test_own_chats_are_unchanged() -> None:
     record = {"messages": [asks(video("a.mp4", num_frames=3), "What?"), says("It.")], "id": 17}
-    assert to_chat(record) == record
+    assert read_record(record).to_json() == record["messages"]
 
 
 @pytest.mark.parametrize(
@@ -186,6 +187,20 @@ def test_own_chats_are_unchanged() -> None:
             {"prompt": "x", "completion": "y"},
             "has the keys 'prompt', 'completion', which is not a known format; expected mess",
         ),
+        ([1], 'is .1.; needs "messages", a list of'),
+        ({"messages": []}, 'needs "messages", a list of'),
+        (
+            {"messages": [asks("x"), says("y")], "images": ["1.png"]},
+            "has the key 'images' outside the messages, w",
+        ),
+        ({"messages": [asks("x"), says("y")], "tools": []}, "has the key 'tools' outside the messages"),
+        ({"messages": [asks("x")]}, "has no message of the assistant"),
+        ({"messages": [asks("x"), says(" ")]}, r"message 1 \(assistant\) is empty"),
+        (
+            {"messages": [asks({"type": "image", "image": "a", "url": "b"}), says("x")]},
+            "the unknown key 'image' in",
+        ),
+        ({"messages": [asks(video("a", video_start=3)), says("x")]}, "has the unknown key 'video_start' in"),
         ({"messages": [], "conversations": []}, "has messages and conversations, so its format is ambiguous"),
         ({"conversations": "x"}, "conversations is not a list"),
         (llava("x", "y") | {"conversations": [{"from": "bot", "value": "x"}]}, "turn 0 of conversations is from 'bot'"),
@@ -211,7 +226,7 @@ def test_own_chats_are_unchanged() -> None:
 )
 def test_unknown_or_ambiguous_record_is_refused(record: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        to_chat(record)
+        read_record(record)
 
 
 def test_choices_have_texts_letters_and_categories() -> None:

@@ -1,0 +1,174 @@
+"""A data set of conversations about videos and images, whose samples name their frames without decoding them.
+
+`records` reads data sets by path, and `forms` describes what their records may look like.
+"""
+
+import os
+from collections.abc import Hashable, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from mllm_seqpar.digests import digest_of
+from mllm_seqpar.errors import ConfigError, DataError, VideoError
+from mllm_seqpar.videos.frame_choice import DEFAULT_FRAMES, FrameChoice
+from mllm_seqpar.videos.media_files import is_remote, media_size
+
+from .batch import ChatBatch, ChatSample, MediaError, collate
+from .chat import Chat, Medium
+from .chat_family import chat_family
+from .forms import read_record
+from .frame_store import FrameStore
+from .multiple_choice import DEFAULT_TEMPLATE, check_template
+from .records import open_records
+from .sources import FrameSource, ImageListSource, VideoSource
+
+ON_BAD_MEDIA = ("fail", "skip")
+"""What training does if media cannot be read: stop, or use another sample instead."""
+
+
+class ChatDataset(Dataset[ChatSample]):
+    """The conversations of a data set. Opening it validates all records; a sample's videos are opened on access.
+
+    Args:
+        path: a data set that `records.open_records` opens.
+        processor: the model's processor; its chat format (`chat_family`) turns conversations into tokens. None reads
+            samples without a model, for checks; batches are then not available.
+        fps, num_frames, max_frames: the frames of each video, see `FrameChoice`. `fps` and `num_frames` override what a
+            record states; of several `max_frames`, the smallest applies. Images have no times: of a video that is a
+            list of images, `num_frames` and `max_frames` choose.
+        max_length: the largest number of tokens of a sample; a longer sample is refused.
+        context: the largest number that the model can take; likewise.
+        on_bad_media: "fail" checks here that all local files exist; "skip" leaves missing and damaged files to the
+            reader of the samples (`training.batches`).
+        media_root, template: see `records.open_records` and `multiple_choice.DEFAULT_TEMPLATE`.
+        validate: False validates a record only when it is accessed.
+        threads, decoder: how videos are decoded, see `read_frames`.
+        frame_store: directory of a `FrameStore` that is read instead of the videos.
+
+    Raises:
+        DataError: a malformed record; names its place and the problem.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        processor: Any,
+        *,
+        fps: float | None = None,
+        num_frames: int | None = None,
+        max_frames: int | None = None,
+        max_length: int | None = None,
+        context: int | None = None,
+        on_bad_media: str = "fail",
+        media_root: str | os.PathLike[str] | None = None,
+        template: str = DEFAULT_TEMPLATE,
+        validate: bool = True,
+        threads: int | None = None,
+        decoder: str = "pyav",
+        frame_store: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if on_bad_media not in ON_BAD_MEDIA:
+            raise ConfigError(f"on_bad_media: {on_bad_media!r} is not allowed; give {' or '.join(ON_BAD_MEDIA)}")
+        check_template(template)
+        self.records = open_records(path, media_root=media_root)
+        self.path, self.digest = self.records.path, self.records.digest
+        self.on_bad_media, self._template, self.threads = on_bad_media, template, threads
+        self.processor = processor
+        self._chat_format = None if processor is None else chat_family(processor)
+        self.max_length, self.context = max_length, context
+        self._frames = FrameChoice(fps=fps, num_frames=num_frames, max_frames=max_frames)
+        for index in range(len(self.records) if validate else 0):
+            chat = self.chat(index)
+            if on_bad_media == "fail":
+                self._check_files(index, chat)
+        # Each video is probed once, not once per epoch.
+        store = None if frame_store is None else FrameStore.open(frame_store)
+        reading: dict[str, Any] = {"threads": threads, "decoder": decoder, "frame_store": store}
+        self._open_video = lru_cache(maxsize=65_536)(partial(VideoSource.open, **reading))
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> ChatSample:
+        chat, place = self.chat(index), self.records.place(index)
+        try:
+            sources = tuple(self.source(index, medium) for medium in chat.media)
+        except VideoError as error:
+            raise VideoError(f"{place}: {error}") from error
+        return ChatSample(place, chat, sources)
+
+    def chat(self, index: int, *, answered: bool = True) -> Chat:
+        """Return the conversation of a record, see `read_record`; DataError names its place."""
+        marks = self._chat_format.marks if self._chat_format else ()
+        try:
+            record = self.records.record(index)
+            return read_record(record, template=self._template, marks=marks, answered=answered)
+        except DataError as error:
+            raise DataError(f"{self.records.place(index)}: {error}") from error
+
+    def _check_files(self, index: int, chat: Chat) -> None:
+        """Raise DataError if a file is missing."""
+        for number, turn in enumerate(chat.turns):
+            for name in [name for medium in turn.media for name in medium.files]:
+                try:
+                    self.records.identify(index, name)
+                except VideoError as error:
+                    place = f"{self.records.place(index)}: message {number} ({turn.role})"
+                    raise DataError(f"{place}: {error}") from error
+
+    def identify(self, index: int, medium: Medium) -> Hashable:
+        """Return a key that is equal for media with equal files and equal sampling; nothing is downloaded.
+
+        Raises:
+            VideoError: a file is missing.
+        """
+        return tuple(self.records.identify(index, name) for name in medium.files), medium.kind, medium.frames
+
+    def batch(self, indices: Sequence[int]) -> ChatBatch:
+        """Return the samples with these indices as one micro-batch; nothing is decoded.
+
+        Raises:
+            DataError: a sample is longer than `max_length` or the context, or none has a target token.
+            MediaError: a video cannot be opened.
+        """
+        samples = []
+        for number, index in enumerate(indices):
+            try:
+                samples.append(self[index])
+            except VideoError as error:
+                raise MediaError(str(error), number) from error
+        batch = self.collate(samples)
+        if batch.targets == 0:
+            raise DataError(f"{', '.join(batch.places)}: no target tokens; add a message of the assistant")
+        return batch
+
+    def collate(self, samples: Sequence[ChatSample]) -> ChatBatch:
+        """Return samples of this data set as one micro-batch; see `collate` of this module."""
+        return collate(samples, self.processor, self.max_length, self.context)
+
+    def content_digest(self) -> str:
+        """Return a hash of the records, and of the names and sizes of the media files that they name."""
+        files = (
+            (index, name) for index in range(len(self)) for medium in self.chat(index).media for name in medium.files
+        )
+        media = [f"{name} {self._size(index, name)}" for index, name in files]
+        return digest_of("\n".join([self.digest, *media]))
+
+    def _size(self, index: int, name: str) -> int:
+        """Return the number of bytes of a file; -1 if it is missing, and -2 for a URL or a file inside a table."""
+        try:
+            found = self.records.identify(index, name)
+        except VideoError:
+            return -1
+        return -2 if isinstance(found, tuple) or is_remote(found) else media_size(found)
+
+    def source(self, index: int, medium: Medium) -> FrameSource:
+        """Return the frames of a medium of record `index`; VideoError if the file is missing or unreadable."""
+        names = [self.records.locate(index, name) for name in medium.files]
+        if medium.kind == "image":
+            return self._chat_format.image_source(names[0]) if self._chat_format else ImageListSource(names)
+        if isinstance(medium.source, tuple):
+            return ImageListSource(self._frames.without_times().over(medium.frames).sampled(names))
+        return self._open_video(names[0], **vars(self._frames.over(medium.frames).over(DEFAULT_FRAMES)))

@@ -1,0 +1,306 @@
+"""Records of data sets as chats: our layout, and those of other projects, which are converted to it.
+
+Our layout is one conversation about videos and images:
+
+    {"messages": [{"role": "user", "content": [{"type": "video", "path": "a.mp4"}, {"type": "text", "text": "..."}]},
+                  {"role": "assistant", "content": "..."}]}
+
+Media parts:
+
+- {"type": "video", "path": FILE}, optionally with "fps", "num_frames" or "max_frames" for this video, and with "start"
+  and "end", seconds, for a clip of it
+- {"type": "video", "images": [FILE, ...]}, a list of images as a video
+- {"type": "image", "path": FILE}, one frame, or one frame per tile if the model's processor cuts images into tiles
+
+A path may be a URL. Relative paths start at the folder of the JSONL file. A record may have further keys, such as an
+id, but no keys that name media or tools outside the messages. Messages and parts have no further keys.
+
+`read_record` detects other layouts (LLaVA, OpenAI, ms-swift, questions, captions, multiple choice) and writes their
+messages in ours, which `Chat.parse` reads. If a layout is unknown, the error names what was found. `records` reads data
+sets.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mllm_seqpar.errors import DataError
+from mllm_seqpar.videos.frame_choice import FRAME_FIELDS
+from mllm_seqpar.videos.media_files import VIDEO_SUFFIXES
+
+from .chat import FILES, Chat, without_nulls
+from .multiple_choice import ANSWER_KEYS, DEFAULT_TEMPLATE, OPTION_KEYS, read_choice
+from .records import VIDEO_ID
+
+_REFUSED_KEYS = {"image", "images", "video", "videos", "audio", "audios", "tools", "system", *FRAME_FIELDS}
+"""Keys of other formats whose content would be ignored."""
+
+CAPTION_PROMPT = "Describe the {kind}."
+"""The question of a record that has a caption only; `{kind}` is image or video."""
+
+_MEDIA_KEYS = {
+    "image": ("image", "images", "image_path", "image_paths"),
+    "video": ("video", "videos", "video_path", "video_paths"),
+}
+_FILE_NAME = re.compile(r"(^|_)file_names?$")
+"""The columns of an image or video folder; the suffix of a name states its kind."""
+
+_CLIP_KEYS = {"start": ("start", "video_start", "start_time"), "end": ("end", "video_end", "end_time")}
+"""The keys that state a clip of the video, of a record (as in MVBench) or of a content part (as Qwen's)."""
+
+_ALL_CLIP_KEYS = tuple(key for keys in _CLIP_KEYS.values() for key in keys)
+_PLACEHOLDER = re.compile(r"\n?<\|?(image|video)\|?>\n?")
+_TIME = re.compile(r"(?:(?:\d+:)?\d+:)?\d+(?:\.\d+)?")
+_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_MEDIA_PARTS = {
+    **dict.fromkeys(("image", "image_url", "input_image"), "image"),
+    **dict.fromkeys(("video", "video_url", "input_video"), "video"),
+}
+_KNOWN = (
+    "messages (chats, OpenAI), conversations (LLaVA), question with options or answer, or text or caption with an "
+    "image or video"
+)
+
+
+def read_record(
+    record: Any, *, template: str = DEFAULT_TEMPLATE, marks: Sequence[str] = (), answered: bool = True
+) -> Chat:
+    """Return the conversation of a record.
+
+    Args:
+        record: decoded JSON, or the row of a table.
+        template: the text of multiple-choice questions, see `DEFAULT_TEMPLATE`.
+        marks: strings that no text may contain.
+        answered: whether the last message must be an answer, and no answer may be empty. Otherwise, a question without
+            an answer has an empty one.
+
+    Raises:
+        DataError: the layout of the record is unknown, media and placeholders do not match, or a message is malformed.
+    """
+    if not isinstance(record, Mapping):
+        raise DataError(f'is {record!r:.60}; needs "messages", a list of {{"role": ..., "content": ...}}')
+    chat = Chat.parse(_messages(record, template, answered), replace(FILES, marks=marks))
+    if answered:
+        chat.check_targets()
+    else:
+        chat.check_order(answered=False)
+    return chat
+
+
+def _messages(record: Mapping[str, Any], template: str, answered: bool) -> Any:
+    """Return the messages of a record in our layout."""
+    layouts = [key for key in ("messages", "conversations", "question") if key in record]
+    if len(layouts) > 1:
+        raise DataError(f"has {' and '.join(layouts)}, so its format is ambiguous; expected one of {_KNOWN}")
+    if layouts == ["messages"]:
+        return _from_messages(record)
+    if layouts == ["conversations"]:
+        return _fill(list(_turns(record["conversations"])), record)
+    if layouts == ["question"]:
+        return _question(record, template, answered)
+    media = _media(record)
+    caption = next((record[key] for key in ("text", "caption") if isinstance(record.get(key), str)), None)
+    if caption is not None and media:
+        return _ask(media, CAPTION_PROMPT.format(kind=media[0]["type"]), caption)
+    keys = ", ".join(map(repr, list(record)[:8])) or "none"
+    raise DataError(f"has the keys {keys}, which is not a known format; expected {_KNOWN}")
+
+
+def _from_messages(record: Mapping[str, Any]) -> Any:
+    messages, others = record["messages"], set(record)
+    if isinstance(messages, list) and all(isinstance(message, Mapping) for message in messages):
+        messages = [_plain_message(message) for message in messages]
+        names = [*_MEDIA_KEYS["image"], *_MEDIA_KEYS["video"]]
+        media_keys = [key for key in record if record[key] and (key in names or _FILE_NAME.search(key))]
+        if media_keys and any(_is_open(part) for message in messages for part in _split(message)):
+            messages = _fill(messages, record)
+            others -= {*media_keys, *FRAME_FIELDS, *_ALL_CLIP_KEYS}
+    if refused := sorted(_REFUSED_KEYS & others):
+        raise DataError(
+            f"has the key {refused[0]!r} outside the messages, which would be ignored; media are parts of a "
+            'message, such as {"type": "video", "path": "a.mp4"}, and a system prompt is a message'
+        )
+    return messages
+
+
+def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    result = without_nulls(message)
+    if result.get("role") == "developer":
+        result["role"] = "system"
+    if isinstance(result.get("content"), list):
+        result["content"] = [plain_part(part) if isinstance(part, Mapping) else part for part in result["content"]]
+    return result
+
+
+def plain_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a part of OpenAI's or Qwen's messages in our layout; what is unknown or ambiguous is kept."""
+    given = without_nulls(part)
+    kind = given.get("type")
+    if kind in _TEXT_PARTS:
+        return {**given, "type": "text"}
+    if not isinstance(kind, str) or kind not in _MEDIA_PARTS:
+        return given
+    media = _MEDIA_PARTS[kind]
+    names = {key for key in (kind, f"{media}_url", media, "url") if key in given}
+    if len(names) != 1 or {"path", "images"} & set(given):
+        return {**given, "type": media}
+    (source,) = names
+    value = given[source]
+    if isinstance(value, Mapping):  # {"url": ..., "detail": ...}
+        value = value.get("url")
+    rest = {key: given[key] for key in given if key not in ("type", "detail", source, *_ALL_CLIP_KEYS)} | _clip(given)
+    return {"type": media, ("images" if isinstance(value, list) else "path"): value, **rest}
+
+
+def _turns(conversations: Any) -> Iterator[dict[str, Any]]:
+    if not isinstance(conversations, list) or not conversations:
+        raise DataError('conversations is not a list; expected [{"from": "human", "value": ...}, ...]')
+    for number, turn in enumerate(conversations):
+        turn = without_nulls(turn) if isinstance(turn, Mapping) else {}
+        speaker, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+        if not isinstance(speaker, str) or speaker not in _ROLES or not isinstance(text, str):
+            raise DataError(
+                f"turn {number} of conversations is from {speaker!r} with the value {text!r:.40}; expected a text from "
+                "human, gpt or system"
+            )
+        yield {"role": _ROLES[speaker], "content": text}
+
+
+def _question(record: Mapping[str, Any], template: str, answered: bool) -> list[dict[str, Any]]:
+    if any(key in record for key in OPTION_KEYS):
+        choice = read_choice(record)
+        if choice.answer is None and answered:
+            raise DataError(f"the question has no answer; expected one of {', '.join(ANSWER_KEYS)}")
+        question, answer = choice.prompt(template), "" if choice.answer is None else choice.letters[choice.answer]
+    else:
+        question, answer = record["question"], record.get("answer") or ""
+        if not isinstance(question, str) or not isinstance(answer, str) or (answered and not answer):
+            raise DataError(f"question and answer are {question!r:.40} and {answer!r:.40}; expected two texts")
+    if _PLACEHOLDER.search(question):
+        return _fill([{"role": "user", "content": question}, {"role": "assistant", "content": answer}], record)
+    return _ask(_media(record), question, answer)
+
+
+def _ask(media: Sequence[dict[str, Any]], question: str, answer: str) -> list[dict[str, Any]]:
+    content = [*media, {"type": "text", "text": question}]
+    return [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+
+
+def _media(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the media parts that the keys of a record name, images first."""
+    parts: list[dict[str, Any]] = []
+    sampling = {key: _number(record[key]) for key in FRAME_FIELDS if record.get(key) is not None} | _clip(record)
+    record = _with_file_names(record)
+    for kind, keys in _MEDIA_KEYS.items():
+        found = [key for key in keys if record.get(key)]
+        if len(found) > 1:
+            raise DataError(f"has both {found[0]!r} and {found[1]!r}; give one of them")
+        for value in _listed(record[found[0]]) if found else ():
+            name = value.get("path") if isinstance(value, Mapping) else value
+            if not isinstance(name, str):
+                raise DataError(f"{found[0]} is {value!r:.60}; expected the path of a file, or a list of paths")
+            # LLaVA's video data sometimes name a video by the key of images.
+            part_kind = "video" if Path(name).suffix.lower() in VIDEO_SUFFIXES else kind
+            parts.append({"type": part_kind, "path": name, **(sampling if part_kind == "video" else {})})
+    if not parts and isinstance(name := record.get("videoID", record.get("video_id")), str):
+        parts.append({"type": "video", "path": VIDEO_ID + name, **sampling})
+    videos = sum(part["type"] == "video" for part in parts)
+    if videos > 1 and sampling.keys() & _CLIP_KEYS.keys():
+        raise DataError(f"has the times of a clip and {videos} videos; state start and end in the part of each video")
+    return parts
+
+
+def _with_file_names(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a record with `image` or `video` instead of columns that name files, if no other key has media.
+
+    Beside other media, such a column only describes them, as in COCO.
+    """
+    if any(record.get(key) for keys in _MEDIA_KEYS.values() for key in keys):
+        return record
+    result: dict[str, Any] = {}
+    for key, value in record.items():
+        if not _FILE_NAME.search(key):
+            result[key] = value
+            continue
+        for name in _listed(value) if value else ():
+            kind = "video" if Path(str(name)).suffix.lower() in VIDEO_SUFFIXES else "image"
+            result.setdefault(kind, []).append(name)
+    return result
+
+
+def _clip(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the start and the end of a clip in seconds, from numbers or from texts such as "1:02:03.5"."""
+    found: dict[str, Any] = {}
+    for name, keys in _CLIP_KEYS.items():
+        stated = [key for key in keys if given.get(key) is not None]
+        if len(stated) > 1:
+            raise DataError(f"has both {stated[0]!r} and {stated[1]!r}; give one of them")
+        if stated:
+            found[name] = _number(given[stated[0]])
+    return found
+
+
+def _number(value: Any) -> Any:
+    """Return the number that a cell of a table states, as a text in CSV, or as a float beside nulls in pandas."""
+    if isinstance(value, str) and _TIME.fullmatch(value.strip()):
+        seconds = 0.0
+        for part in value.split(":"):
+            seconds = 60 * seconds + float(part)
+        value = seconds
+    # `Chat.parse` says what is wrong with other values
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else [value]
+
+
+def _is_open(part: Any) -> bool:
+    """Return whether a part shows an image or video of the record's own list."""
+    return isinstance(part, Mapping) and part.get("type") in ("image", "video") and not {"path", "images"} & set(part)
+
+
+def _fill(messages: list[dict[str, Any]], record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return messages in which each placeholder of a user's text is replaced by the next file of its kind.
+
+    If all files are videos and all placeholders are `<image>`, these stand for the videos, as in LLaVA's video data. A
+    line break next to a placeholder belongs to it.
+    """
+    media = _media(record)
+    split = [_split(message) for message in messages]
+    wanted = [part["type"] for content in split for part in content if _is_open(part)]
+    available = {kind: [part for part in media if part["type"] == kind] for kind in _MEDIA_KEYS}
+    if available["video"] and not available["image"] and "video" not in wanted:
+        available = {"image": available["video"], "video": []}
+    for kind, parts in available.items():
+        if wanted.count(kind) != len(parts):
+            raise DataError(
+                f"has {len(media)} files ({', '.join(part['path'] for part in media)!s:.120}) and the placeholders "
+                f"{', '.join(f'<{name}>' for name in wanted) or 'none'}; write one for each file, where it is shown"
+            )
+    queues = {kind: iter(parts) for kind, parts in available.items()}
+    return [
+        {**message, "content": [next(queues[part["type"]]) if _is_open(part) else part for part in content]}
+        if any(_is_open(part) for part in content)
+        else message
+        for message, content in zip(messages, split, strict=True)
+    ]
+
+
+def _split(message: Mapping[str, Any]) -> list[Any]:
+    """Return the parts of a message; a user's text is divided at its placeholders."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return content if isinstance(content, list) else []
+    if message.get("role") != "user":
+        return [{"type": "text", "text": content}]
+    pieces = _PLACEHOLDER.split(content)
+    parts = [
+        {"type": "text", "text": text} if number % 2 == 0 else {"type": text} for number, text in enumerate(pieces)
+    ]
+    return [part for part in parts if part.get("text") != ""]
