@@ -271,7 +271,8 @@ class OpenFlamingoFamily(Family[MediaInputs]):
     def complete_cache(self, inputs: MediaInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
         assert inputs.media is not None
         cache_state.frame_fingerprints.add(inputs.media.fingerprint)
-        cache_state.samples, cache_state.media_counts = inputs.media.samples, inputs.on_host("time")
+        # (rows of the prompt, tokens) on the CPU: the number of media tokens at or before each token.
+        cache_state.samples, cache_state.frame_facts = inputs.media.samples, inputs.on_host("time")
 
     def visibility(self, inputs: MediaInputs, units: int, tokens: int) -> FrameMask:
         """Return the rule that is tabulated in the module's docstring."""
@@ -471,7 +472,7 @@ def _in_cache(language_model: Any, media: Media | None, cache: Cache | None, inp
 
 def _follows(media: Media, state: SequenceParallelCacheState, media_tokens: Tensor, past: int) -> bool:
     """Return whether each medium, of those of the cache and of `media`, has a media token in each row of the text."""
-    if state.media_counts is None or state.frames is None:
+    if state.frame_facts is None or state.frames is None:
         return False
     before = sum(earlier.units_of_sample() for earlier in (*state.earlier, state))
     known = _media_tokens_before(state, past, media_tokens.shape[0])
@@ -480,15 +481,15 @@ def _follows(media: Media, state: SequenceParallelCacheState, media_tokens: Tens
 
 def _media_tokens_before(state: SequenceParallelCacheState, past: int, batch: int) -> Tensor:
     """Return (batch,), the number of media tokens among the first `past` tokens of each row."""
-    assert state.media_counts is not None
-    known = min(past - state.first_token, state.media_counts.shape[1])
-    return state.media_counts[state.rows_of(batch), known - 1]
+    assert state.frame_facts is not None
+    known = min(past - state.first_token, state.frame_facts.shape[1])
+    return state.frame_facts[state.rows_of(batch), known - 1]
 
 
 def _continued(time: Tensor, language_model: Any, input_ids: Tensor, cache: Any, cached: bool) -> Tensor:
     """Return the time (B, L) of rows that follow media of several passes, and `time` of any others."""
     state = cache_state_of(cache) if cache is not None and cache.get_seq_length() else None
-    if state is None or state.media_counts is None or (cached and not state.earlier):
+    if state is None or state.frame_facts is None or (cached and not state.earlier):
         return time
     before = copy_to_device(_media_tokens_before(state, int(cache.get_seq_length()), len(input_ids)), input_ids.device)
     return (input_ids == language_model.media_token_id).cumsum(dim=-1) + before[:, None]

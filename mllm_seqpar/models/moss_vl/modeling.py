@@ -416,7 +416,7 @@ def check_appended(layout: MossVLLayout, input_ids: Tensor | None, image_token_i
 
 def earlier_offsets(state: SequenceParallelCacheState, batch: int) -> Tensor | None:
     """Return (B, 1), the offsets of the positions of the cached text that a pass continues; None if it begins one."""
-    layout = state.media_layout
+    layout = state.frame_facts
     if layout is None:
         return None
     return cast(MossVLLayout, layout).offsets()[state.rows_of(batch).to(layout.first.device)]
@@ -427,7 +427,7 @@ def after_text(layout: MossVLLayout, state: SequenceParallelCacheState | None, b
 
     If frames did, their layout stays among those of their own passes.
     """
-    earlier = cast(MossVLLayout | None, None if state is None else state.media_layout)
+    earlier = cast(MossVLLayout | None, None if state is None else state.frame_facts)
     if state is None or earlier is None or state.frames is not None or not layout.past_length:
         return layout
     device = layout.first.device
@@ -437,13 +437,13 @@ def after_text(layout: MossVLLayout, state: SequenceParallelCacheState | None, b
 
 def crop_layout(state: SequenceParallelCacheState, past_length: int) -> None:
     """Crop the layout of a cache to the tokens that are still in it; frames go with the text that they came with."""
-    layout = state.media_layout
+    layout = state.frame_facts
     if layout is None:
         return
     if past_length <= layout.past_length:
         state.drop_frames()
     else:
-        state.media_layout = layout.cropped(past_length, inclusive=True)
+        state.frame_facts = layout.cropped(past_length, inclusive=True)
 
 
 def _cache_state(cache: Any, past_length: int, batch: int, layers: int) -> SequenceParallelCacheState | None:
@@ -485,12 +485,12 @@ def _store(
     batch, past_length = layout.first.shape[0], layout.past_length
     whole = after_text(layout, state, batch)
     if features is None or given is None:
-        state.media_layout = whole
+        state.frame_facts = whole
         return None
     features, sizes = features.unsqueeze(1), FrameSizes(layout.total_frames, layout.tokens)
     kept = VisualKVCache(layout.total_frames, sizes, 1, earlier=state.frames)
     state.store_frames(kept, batch, {fingerprint_of(x) for x in (features, given)}, past_length)
-    state.media_layout = whole
+    state.frame_facts = whole
     return MossVLVisual.of_cache(state, past_length, length, batch, features.device, features)
 
 

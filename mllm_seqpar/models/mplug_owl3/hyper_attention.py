@@ -122,7 +122,7 @@ class VisualInputs:
         visual, ranges = state.visual_kv, []
         assert visual is not None
         state.rows_of(batch)
-        state.media_layout = state.media_layout.to(device)  # a patched model leaves it on the CPU
+        state.frame_facts = state.frame_facts.to(device)  # a patched model leaves it on the CPU
         for each in state.by_pass():
             layout, rows = each.media_layout.to(device), each.rows_of(batch).to(device)
             ranges.append(cls.units_of(layout, layout.sample_range[rows]))

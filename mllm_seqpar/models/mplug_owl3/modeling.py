@@ -259,7 +259,7 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
             attach(cache, state, self.config.num_hidden_layers)
         visual = VisualKVCache(total, FrameSizes(total), tokens_per_frame, earlier=state.frames)
         state.store_frames(visual, batch, {fingerprint_of(frames)}, past_length)
-        state.media_layout = layout
+        state.frame_facts = layout
         return state
 
     @takes_cache
