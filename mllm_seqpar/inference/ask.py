@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from mllm_seqpar.chats.sources import VideoSource
+from mllm_seqpar.chats.clip import VideoSource
 from mllm_seqpar.chats.store import FeatureStore
 from mllm_seqpar.cli.launch import ranks_with_options
 from mllm_seqpar.cli.outputs import require_writable, require_writable_directory, write_text

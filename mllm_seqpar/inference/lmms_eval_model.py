@@ -24,6 +24,7 @@ from lmms_eval.api.instance import GenerationResult, Instance
 from lmms_eval.api.model import lmms
 
 from mllm_seqpar.chats.chat_family import media_parts
+from mllm_seqpar.chats.clip import Clip
 from mllm_seqpar.cli.launch import use_cuda
 from mllm_seqpar.cli.progress import progress_bar
 from mllm_seqpar.comm import transfer_communicator
@@ -34,7 +35,7 @@ from mllm_seqpar.videos.media_files import IMAGE_SUFFIXES, media_cache
 
 from .arguments import InferenceOptions
 from .choices import continuation
-from .engine import Engine, Job, MediaFile
+from .engine import Engine, Job
 from .generation import Sampling
 
 _UNSUPPORTED_REQUEST = "lmms-eval's requests of the kind {} are not supported by this model; choose other tasks"
@@ -158,7 +159,7 @@ class SimpleSeqParModel(lmms):
 
     def _request(self, messages: list[dict[str, Any]], **options: Any) -> _Request:
         frames = self.options.frame_choice().over(DEFAULT_FRAMES)
-        media = [MediaFile(kind=part["type"], path=part["path"], frames=frames) for part in media_parts(messages)]
+        media = [Clip(part["type"], part["path"], frames) for part in media_parts(messages)]
         return _Request(messages=messages, media=tuple(media), **options)
 
     def _messages(self, context: str, visuals: Any, document: Any) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mllm_seqpar.chats.chat_family import ChatFamily
-from mllm_seqpar.chats.sources import VideoSource
+from mllm_seqpar.chats.clip import VideoSource
 from mllm_seqpar.chats.store import FeatureStore, open_features, save_features
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree

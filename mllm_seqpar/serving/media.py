@@ -31,8 +31,8 @@ from urllib.parse import unquote, urlsplit
 
 from starlette.requests import ClientDisconnect
 
+from mllm_seqpar.chats.clip import Clip
 from mllm_seqpar.errors import ConfigError, VideoError, write_fault
-from mllm_seqpar.inference.engine import MediaFile
 from mllm_seqpar.videos.downloads import NotAllowed, blocks, data_blocks, open_url
 from mllm_seqpar.videos.frame_choice import FrameChoice
 from mllm_seqpar.videos.images import is_image_file, jpeg_of
@@ -230,7 +230,7 @@ class MediaStore:
         media: Mapping[str, MediaPart],
         frames: FrameChoice,
         abandoned: Callable[[], bool] = lambda: False,
-    ) -> Iterator[tuple[MediaFile, ...]]:
+    ) -> Iterator[tuple[Clip, ...]]:
         """Yield the files of a request's media. Files that exist only for this request are removed at the end.
 
         Args:
@@ -251,7 +251,7 @@ class MediaStore:
                         if isinstance(part, FilePart)
                         else self._named(used, part.url, abandoned)
                     )
-                    found.append(_media_file(str(path), name, part, frames))
+                    found.append(_clip(str(path), name, part, frames))
                 except ApiError as error:
                     raise error.at(where) from error
             yield tuple(found)
@@ -404,12 +404,12 @@ def _until(abandoned: Callable[[], bool], blocks: Iterable[bytes]) -> Iterator[b
         yield block
 
 
-def _media_file(path: str, name: str, part: MediaPart, frames: FrameChoice) -> MediaFile:
+def _clip(path: str, name: str, part: MediaPart, frames: FrameChoice) -> Clip:
     if isinstance(part, ImagePart) or (isinstance(part, FilePart) and is_image_file(path)):
         if isinstance(part, FilePart) and (given := part.frames().given()):
             raise ApiError(400, f"{next(iter(given))} of an image; only a video takes it")
-        return MediaFile.of("image", path, name=name)
-    return MediaFile.of("video", path, part.frames().over(frames), name=name)
+        return Clip.of_file("image", path, name=name)
+    return Clip.of_file("video", path, part.frames().over(frames), name=name)
 
 
 class Previews:
@@ -428,7 +428,7 @@ class Previews:
         with self._file(file_id) as file:
             if file.kind == "image":
                 return {"kind": "image"}
-            info = self._probed(file.path)
+            info = self._probed(file.source)
             return {"kind": "video", "seconds": info.duration, "fps": info.fps}
 
     def frame(self, file_id: str, seconds: float) -> bytes:
@@ -440,16 +440,16 @@ class Previews:
         with self._file(file_id) as file, self._decoding:
             if file.kind == "image":
                 raise ApiError(400, f"{file.name}: an image has no time; give the id of a video", param="seconds")
-            info = self._probed(file.path)
+            info = self._probed(file.source)
             plan = info.plan([info.start + min(max(0, int(seconds / info.time_base)), info.length - 1)])
             return jpeg_of(next(read_frames(plan, threads=1))[0], WIDTH)
 
     @contextmanager
-    def _file(self, file_id: str) -> Iterator[MediaFile]:
+    def _file(self, file_id: str) -> Iterator[Clip]:
         self._store.upload(file_id)
         part = FilePart.model_validate({"type": "file", "file": {"file_id": file_id}})
         with self._store.files({"id": part}, FrameChoice()) as (file,):
             try:
                 yield file
             except (VideoError, ConfigError) as error:
-                raise ApiError(400, str(error).replace(file.path, file.name), param="id") from error
+                raise ApiError(400, str(error).replace(file.source, file.name), param="id") from error

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.chats.batch import ChatBatch
 from mllm_seqpar.chats.chat_family import ChatFamily
-from mllm_seqpar.chats.sources import FrameSource
+from mllm_seqpar.chats.clip import FrameSource
 from mllm_seqpar.chats.store import TowerStore
 from mllm_seqpar.digests import digest_of
 from mllm_seqpar.errors import ConfigError

@@ -8,7 +8,7 @@ import torch
 
 from chats import chat, video, write_rows
 from clips import write_clip
-from mllm_seqpar.chats import sources
+from mllm_seqpar.chats import clip as clip_module
 from mllm_seqpar.chats.frame_store import FrameStore
 from mllm_seqpar.cli.check_data import check
 from mllm_seqpar.data import ChatDataset, VideoSource
@@ -44,7 +44,7 @@ def test_any_range_of_a_lossless_store_is_that_of_the_video_and_decodes_nothing(
     expected = [list(video.read(start, stop, batch=batch)) for start, stop, batch in ranges]
     sizes = video.sizes()
     with monkeypatch.context() as patch:
-        patch.delattr(sources, "read_frames")
+        patch.delattr(clip_module, "read_frames")
         stored = opened(data, name, store, fps=10, threads=threads)
         found = [list(stored.read(start, stop, batch=batch)) for start, stop, batch in ranges]
         assert stored.sizes() == sizes

@@ -39,7 +39,7 @@ def parts(url: str, **frames: Any) -> dict[str, VideoPart]:
 
 def resolve(media: MediaStore, url: str, **frames: Any) -> Any:
     with media.files(parts(url, **frames), FrameChoice(fps=1.0, max_frames=8)) as (file,):
-        return file, Path(file.path).read_bytes()
+        return file, Path(file.source).read_bytes()
 
 
 def test_paths_stay_below_the_media_root(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_deleted_upload_stays_until_its_request_ends(tmp_path: Path) -> None:
     part = {"part": FilePart.model_validate({"type": "file", "file": {"file_id": upload.id}})}
     with media.files(part, FrameChoice()) as (found,):
         media.delete(upload.id)
-        assert found.kind == "image" and Path(found.path).stat().st_size == 900
+        assert found.kind == "image" and Path(found.source).stat().st_size == 900
     assert not list((tmp_path / "store").iterdir())
     with pytest.raises(ApiError, match="no uploaded file"), media.files(part, FrameChoice()):
         pass
