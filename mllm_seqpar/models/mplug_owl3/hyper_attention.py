@@ -124,7 +124,7 @@ class VisualInputs:
         state.rows_of(batch)
         state.frame_facts = state.frame_facts.to(device)  # a patched model leaves it on the CPU
         for each in state.by_pass():
-            layout, rows = each.media_layout.to(device), each.rows_of(batch).to(device)
+            layout, rows = each.frame_facts.to(device), each.rows_of(batch).to(device)
             ranges.append(cls.units_of(layout, layout.sample_range[rows]))
         first, stop = (bound[rows] for bound in layout.rows(past_length, length))
         own = cls.units_of(layout, first), cls.units_of(layout, torch.maximum(first, stop))
