@@ -254,42 +254,35 @@ def check_tokens(inputs: ForwardInputs, embedding: nn.Module) -> None:
         )
 
 
-def refuse_unknown_arguments(kwargs: Mapping[str, Any]) -> None:
-    """Raise ConfigError for arguments that nothing in the model reads, such as a misspelled name."""
-    unknown = sorted(name for name, value in kwargs.items() if name not in _KNOWN_ARGUMENTS and value is not None)
+def check_arguments(inputs: ForwardInputs, kwargs: Mapping[str, Any], configs: Iterable[Any]) -> None:
+    """Raise ConfigError for further arguments of a forward that are unknown or not supported, here or in a config."""
+    unknown = sorted(name for name in kwargs.keys() - _KNOWN_ARGUMENTS if kwargs[name] is not None)
     if unknown:
         raise ConfigError(
             f"forward: unknown argument {', '.join(unknown)}; the model would ignore it. Check the spelling, or leave "
             "it out"
         )
-
-
-def refuse_packed_lengths(inputs: ForwardInputs, kwargs: Mapping[str, Any]) -> None:
-    """Raise ConfigError for lengths of packed sequences that positions do not state too: nothing else reads them."""
-    given = [name for name in _PACKED_LENGTHS if kwargs.get(name) is not None]
+    packed = [name for name in _PACKED_LENGTHS if kwargs.get(name) is not None]
+    # Nothing reads the lengths; positions that separate sequences state them too.
     stated = inputs.attention_mask is None and inputs.detects_packing and inputs.text_position_ids is not None
-    if given and not stated:
+    if packed and not stated:
         raise ConfigError(
-            f"{', '.join(given)}: the lengths that FlashAttention's varlen kernels take are not read here; separate "
+            f"{', '.join(packed)}: the lengths that FlashAttention's varlen kernels take are not read here; separate "
             "packed sequences by position_ids that begin at 0 with each of them (of Qwen2.5-VL and Qwen3-VL, the first "
             "of four components), without an attention mask and with use_cache=False, or pass them as rows of a batch"
         )
-
-
-def refuse_unsupported_attention(config: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raise ConfigError if attention weights or non-causal attention are requested, here or in `config`."""
-    weights = kwargs.get("output_attentions")
-    if weights or (weights is None and getattr(config, "output_attentions", False)):
-        raise ConfigError(
-            "output_attentions=True: attention weights do not exist in distributed attention, which never computes a "
-            "row's scores in one place; leave it out, or unpatch_model(model) to look at them"
-        )
-    causal = kwargs.get("is_causal")
-    if not (getattr(config, "is_causal", True) if causal is None else causal):
-        raise ConfigError(
-            "is_causal=False: the text of a patched model is causal in every layer; leave it out, or "
-            "unpatch_model(model) to let tokens attend to later tokens"
-        )
+    weights, causal = kwargs.get("output_attentions"), kwargs.get("is_causal")
+    for config in configs:
+        if weights or (weights is None and getattr(config, "output_attentions", False)):
+            raise ConfigError(
+                "output_attentions=True: attention weights do not exist in distributed attention, which never computes "
+                "a row's scores in one place; leave it out, or unpatch_model(model) to look at them"
+            )
+        if not (getattr(config, "is_causal", True) if causal is None else causal):
+            raise ConfigError(
+                "is_causal=False: the text of a patched model is causal in every layer; leave it out, or "
+                "unpatch_model(model) to let tokens attend to later tokens"
+            )
 
 
 def refuse_trained_cache(cache: Any) -> None:
@@ -303,22 +296,15 @@ def refuse_trained_cache(cache: Any) -> None:
         )
 
 
-def check_labels(inputs: ForwardInputs) -> None:
-    """Raise ShapeError unless the labels have the shape of the text, as the loss that is computed here requires."""
-    name = "labels" if inputs.shift_labels is None else "shift_labels"
-    labels, shape = getattr(inputs, name), (inputs.batch, inputs.length)
-    if labels is not None and tuple(labels.shape) != shape:
-        raise ShapeError(f"{name}: has shape {tuple(labels.shape)}; expected {shape}, one for each token of this call")
-
-
 def custom_loss(model: Any) -> Any:
     """Return the model's loss function if it is not the cross-entropy of tokens; None if it is."""
     function = getattr(model, "loss_function", ForCausalLMLoss)
     return None if function is ForCausalLMLoss else function
 
 
-def refuse_custom_loss(model: Any) -> None:
-    """Raise ConfigError if the model's loss is not the cross-entropy of tokens, which must then be computed here."""
+def check_computed_loss(model: Any, inputs: ForwardInputs) -> None:
+    """Raise unless the loss can be computed here: ConfigError if the model's loss is not the cross-entropy of tokens,
+    and ShapeError if the labels do not have the shape of the text."""
     function = custom_loss(model)
     if function is not None:
         raise ConfigError(
@@ -327,6 +313,10 @@ def refuse_custom_loss(model: Any) -> None:
             'Patch with self_attention="local" and another choice of logits, or leave the labels out and compute the '
             "loss from the logits"
         )
+    name = "labels" if inputs.shift_labels is None else "shift_labels"
+    labels, shape = getattr(inputs, name), (inputs.batch, inputs.length)
+    if labels is not None and tuple(labels.shape) != shape:
+        raise ShapeError(f"{name}: has shape {tuple(labels.shape)}; expected {shape}, one for each token of this call")
 
 
 def refuse_reentrant_checkpointing(modules: Iterable[nn.Module]) -> None:
@@ -361,11 +351,3 @@ def check_star(config: SeqParConfig, inputs: ForwardInputs) -> None:
             'self_attention="star" reads a prompt into a cache, and this pass has none; pass use_cache=True (generate '
             'does). To evaluate without a cache, patch with self_attention="ring" or "local", which are exact'
         )
-
-
-def check_arguments(inputs: ForwardInputs, kwargs: Mapping[str, Any], configs: Iterable[Any]) -> None:
-    """Raise ConfigError for further arguments of a forward that are unknown or not supported, here or in a config."""
-    refuse_unknown_arguments(kwargs)
-    refuse_packed_lengths(inputs, kwargs)
-    for config in configs:
-        refuse_unsupported_attention(config, kwargs)

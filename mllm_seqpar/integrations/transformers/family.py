@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import modeling_outputs
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
@@ -163,22 +163,23 @@ def text_arguments(family: ModelFacts[Any], given: Mapping[str, Any]) -> dict[st
     """Return those arguments of `ForwardInputs` that are the same in all families, given `TEXT_ARGUMENTS` of a call."""
     text: dict[str, Any] = {**dict.fromkeys(TEXT_ARGUMENTS), **given}
     past, use_cache = text["cache"], text["use_cache"]
-    wanted = _caches_by_default(family) if use_cache is None else use_cache
+    by_default = bool(getattr(family.text_config, "use_cache", False))  # not every config has it
+    wanted = by_default if use_cache is None else use_cache
     unpatched_has_cache = past is not None or (bool(wanted) and not drops_cache(family.decoder))
     labels = text["labels"] if text["shift_labels"] is None else text["shift_labels"]
-    makes_cache = _makes_cache(family, past, use_cache, labels)
+    makes_cache = _makes_cache(family, past, use_cache, labels is not None, by_default)
     return text | {"use_cache": makes_cache, "detects_packing": not unpatched_has_cache}
 
 
-def _makes_cache(family: ModelFacts[Any], past: Any, use_cache: bool | None, labels: Tensor | None) -> bool:
+def _makes_cache(
+    family: ModelFacts[Any], past: Any, use_cache: bool | None, has_labels: bool, by_default: bool
+) -> bool:
     """Return whether a pass fills or continues a cache: if there is one, or the caller requests one.
 
     If the caller does not say (`use_cache=None`), one process makes a cache as the unpatched model does, except in
     training, where the cache would hold K and V that are otherwise recomputed. Several ranks make none, because a
     cache needs all text on every rank. Where gradient checkpointing drops the cache, no new one is made. With
     offloaded features none is made in grad mode, because its K and V in host memory have no gradients.
-
-    `labels` are those of either kind, shifted or not.
     """
     model, context = family.model, family.context
     if past is not None or use_cache is False:
@@ -189,11 +190,7 @@ def _makes_cache(family: ModelFacts[Any], past: Any, use_cache: bool | None, lab
         return True
     trains = model.training and torch.is_grad_enabled()
     trains |= context.config.visual_offload is not None and torch.is_grad_enabled()
-    return context.comm.size == 1 and labels is None and not trains and _caches_by_default(family)
-
-
-def _caches_by_default(family: ModelFacts[Any]) -> bool:
-    return bool(getattr(family.text_config, "use_cache", False))  # not every config has it
+    return context.comm.size == 1 and not has_labels and not trains and by_default
 
 
 def as_forward(model: Any, forward: Callable[..., Any], doc: str = "") -> Any:

@@ -61,13 +61,12 @@ from mllm_seqpar.sharding import span_length
 
 from .checks import (
     check_arguments,
+    check_computed_loss,
     check_frames,
-    check_labels,
     check_star,
     check_text,
     check_tokens,
     custom_loss,
-    refuse_custom_loss,
     refuse_reentrant_checkpointing,
     refuse_trained_cache,
     require_same_inputs,
@@ -209,8 +208,7 @@ class Pass:
         if inputs.has_labels:
             shards_text = size > 1 and self.config.self_attention != "local" and not inputs.use_cache
             if shards_text or self._leaves_out_logits():
-                refuse_custom_loss(family.model)
-                check_labels(inputs)
+                check_computed_loss(family.model, inputs)
         family.check_inputs(inputs)
 
     def _check_arguments(self) -> None:
