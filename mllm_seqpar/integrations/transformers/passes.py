@@ -138,7 +138,7 @@ class Pass:
         self._check()
         if self.cache is not None:
             self.cache_state = self._continued_cache_state()
-        with contextlib.nullcontext() if self.cache_state is None else self.cache_state.in_pass():
+        with self.cache_state.in_pass() if self.cache_state is not None else contextlib.nullcontext():
             parts = self._parts()
             visual_tokens: list[list[VisualTokens] | None] = [None] * len(parts)
             if self.family.has_cross_attention:
@@ -151,10 +151,10 @@ class Pass:
                 shard_cached_text(self.cache, self.cache_state, parts[0].text, layers)
             decoded = []
             for rows, tokens in zip(parts, visual_tokens, strict=True):
-                text = rows.text
-                state = (
-                    self._state_over_cache(rows, tokens) if text is None else self._state_of_shards(rows, text, tokens)
-                )
+                if rows.text is None:
+                    state = self._state_over_cache(rows, tokens)
+                else:
+                    state = self._state_of_shards(rows, rows.text, tokens)
                 decoded.append(self._run_rows(rows, state))
             out = self._outputs(parts, decoded)
         return self.family.model_output(out, None if self.attended is None else self.attended.features, self.inputs)
