@@ -352,7 +352,7 @@ def _with_media(unpatched: Any) -> Any:
     @takes_cache
     @functools.wraps(unpatched)
     def wrapper(
-        vision_x: Tensor | HostFrames | None = None,
+        vision_x: Tensor | HostFrames | Media | None = None,
         lang_x: Tensor | None = None,
         *args: Any,
         cache: Cache | None = None,
@@ -366,7 +366,9 @@ def _with_media(unpatched: Any) -> Any:
         kwargs |= {} if cache is None else {"past_key_values": cache}  # the only name that `Flamingo` takes
         if lang_x is None:
             raise ShapeError("lang_x is None; pass the token ids as lang_x or input_ids")
-        media = None if vision_x is None else Media.of(vision_x, visual_shard, lang_x.shape[0])
+        media = vision_x
+        if vision_x is not None and not isinstance(vision_x, Media):
+            media = Media.of(vision_x, visual_shard, lang_x.shape[0])
         return unpatched(media, lang_x, *args, **kwargs)
 
     wrapper.__doc__ = (unpatched.__doc__ or "") + _VISUAL_SHARD_DOC

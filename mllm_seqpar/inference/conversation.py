@@ -106,6 +106,7 @@ class Conversation:
         self._batch, self._on_host = batch, on_host
         self._encoded = encoded
         self._later: list[_LaterMedia] = []
+        self._passed: dict[int, dict[str, Any]] = {}
         self._cache: Any = None
         self._cached_ids: list[int] = []
 
@@ -121,7 +122,7 @@ class Conversation:
     @property
     def can_follow(self) -> bool:
         """Whether a later turn may show further media over the cache of this conversation."""
-        return bool(self.sources) and self._chat_format.appends_media
+        return bool(self.sources) and self._chat_format.appends_media(self._model)
 
     def followed_by(self, sources: Sequence[FrameSource]) -> Conversation:
         """Return a conversation about these media and further ones, in the order of the messages' media parts.
@@ -213,6 +214,16 @@ class Conversation:
     @property
     def _first_sources(self) -> tuple[FrameSource, ...]:
         return self.sources[: len(self.sources) - sum(len(later.sources) for later in self._later)]
+
+    def _media_of(self, new: _LaterMedia | None) -> tuple[int, int]:
+        """Return the range of the media of a turn among all; None: those of the first."""
+        first, stop = 0, len(self._first_sources)
+        for later in self._later:
+            if new is None:
+                break
+            first, stop = stop, stop + len(later.sources)
+            new = None if later is new else new
+        return first, stop
 
     def _held(self, number: int) -> list[int]:
         """Return the units (frames, or their tokens) of each rank before the later media of that number."""
@@ -342,9 +353,12 @@ class Conversation:
             NonFiniteLogitsError: on all ranks, if logits are not finite.
         """
         device = next(self._model.parameters()).device
-        arguments = {name: value.to(device) for name, value in self._chat_format.arguments(text).items()}
-        arguments |= self._feature_arguments(text, device, new)
         past = 0 if self._cache is None else int(self._cache.get_seq_length())
+        given: Mapping[str, Tensor] = self._chat_format.arguments(text)
+        if self._later and (new is not None or not past):
+            given = self._chat_format.arguments_of_media(given, past, *self._media_of(new))
+        arguments = {name: value.to(device) for name, value in given.items()}
+        arguments |= self._feature_arguments(text, device, new)
         if self._cache is not None:
             options[cache_name()] = self._cache
         self._cache = None  # a pass that fails may leave the cache with only some of its layers filled
@@ -429,7 +443,11 @@ class Conversation:
         return self._features_of(self._encoded)
 
     def _features_of(self, encoded: EncodedVideo) -> dict[str, Any]:
-        return self._chat_format.feature_arguments(self._model, encoded.features, encoded.shard)
+        """Return the arguments that pass features: the same objects in each pass, by which a model may know them."""
+        if id(encoded) not in self._passed:
+            found = self._chat_format.feature_arguments(self._model, encoded.features, encoded.shard)
+            self._passed[id(encoded)] = found
+        return self._passed[id(encoded)]
 
     def _keep_prefix(self, text: ChatText) -> int:
         """Crop the cache to the tokens that the prompt begins with, but not to all of it; return their number.

@@ -35,7 +35,7 @@ from .workload import FLOAT32, Workload
 
 USABLE = 0.92
 """Fraction of a GPU's memory that a plan may fill. The rest is for the driver, the allocator, and the projection of
-recomputed chunks of features."""
+recomputed chunks of features, and the gradients of a part of the keys beside their sums."""
 
 COMMUNICATORS = 2
 """NCCL communicators of a rank: one of FSDP2, and one of the exchanges."""
@@ -299,7 +299,8 @@ def _attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
     """Return the buffer bytes of one call of the compared attention, the larger of forward and backward.
 
     K and V of text are activations; K and V of frames are projected in each pass, unless backward has kept them.
-    Backward holds the gradients of K and V as they are added up.
+    Backward holds the gradients of K and V as they are added up, and those of the features twice: the sum of the layers
+    after this one, which counts as features, and its own.
     """
     problem, cross = workload.problem(workload.compared), workload.model.cross
     visual, training = _visual_tokens(workload, spec), workload.training
@@ -318,8 +319,11 @@ def _attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
     backward = kv + grads + _partial_results(problem, spec, backward=True)
     if not workload.model.decoder_only:
         normalized = cross.kv_heads * cross.head_dim if cross.key_norm != "none" else 0
-        if workload.recompute:  # K before its norm
-            backward += problem.element * visual * normalized
+        if workload.recompute:  # K before its norm; then, without K and V, this layer's gradient of the features
+            before_norm = problem.element * visual * normalized
+            backward += before_norm
+            if workload.trains_features and cross.layers > 1:
+                backward = max(backward, grads + before_norm + visual * cross.visual_dim * workload.element)
         else:  # norms run backward over all frames at once, with three tensors in float32
             normalized += cross.visual_dim if cross.features_norm else 0
             backward += 3 * FLOAT32 * visual * normalized

@@ -93,7 +93,13 @@ class MossVLVisionModel(Qwen3VLVisionModel):
         self.post_init()
 
     def forward(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Tensor:
-        """Patches (P, values) and their grids (media, 3) -> visual tokens (P / 4, out_hidden_size).
+        """Patches (P, values) and their grids (media, 3) -> visual tokens (P / 4, out_hidden_size)."""
+        last, *earlier = self.states(hidden_states, grid_thw, **kwargs)
+        merged: Tensor = self.merger(last, earlier)
+        return merged
+
+    def states(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Sequence[Tensor]:
+        """Return the states (P, width) of the last block, and of those that the merger takes too.
 
         The frames of a video do not attend to each other. If the grids are on the host, the device is not read.
         """
@@ -114,8 +120,7 @@ class MossVLVisionModel(Qwen3VLVisionModel):
         made = {name: copy_to_device(x, device) for name, x in made.items()}
         made["cu_seqlens"] = copy_to_device(ends, device) if is_flash_attention_requested(self.config) else ends
         out = super().forward(hidden_states, grid_thw=grid_thw, return_dict=True, **made, **kwargs)
-        merged: Tensor = self.merger(out.last_hidden_state, out.deepstack_features)
-        return merged
+        return out.last_hidden_state, *out.deepstack_features
 
 
 class MossVLTextModel(Qwen3VLTextModel):
@@ -335,7 +340,7 @@ class MossVLModel(MossVLPreTrainedModel):
         past_length = 0 if cache is None else int(cache.get_seq_length())
         state = _cache_state(cache, past_length, batch, self.config.text.num_hidden_layers)
         given, appends = given_frames(pixel_values, visual_embeds), False
-        if given is not None and state is not None and state.frames is not None:
+        if given is not None and len(given) and state is not None and state.frames is not None:
             appends = brings_frames(is_known(state, given), input_ids, self.config.image_token_id)
             if not appends:
                 given = pixel_values = visual_embeds = None  # those of the cache
@@ -629,8 +634,7 @@ class MossVLForConditionalGeneration(MossVLPreTrainedModel, GenerationMixin):
 
 def given_frames(pixel_values: Tensor | None, visual_embeds: Tensor | None) -> Tensor | None:
     """Return the patches, or the features in the form (V, 1, C); None if there are none."""
-    given = pixel_values if visual_embeds is None else visual_embeds.reshape(-1, 1, visual_embeds.shape[-1])
-    return None if given is None or not len(given) else given
+    return pixel_values if visual_embeds is None else visual_embeds.reshape(-1, 1, visual_embeds.shape[-1])
 
 
 def is_known(state: SequenceParallelCacheState, given: Tensor) -> bool:
