@@ -98,6 +98,8 @@ class ForwardState:
         self.torch_attends = context.comm.size == 1 and config.kernel == "auto"
         self._text_masks: dict[int | None, TextMask] = {}
         self._text_specs: dict[Hashable, CallSpec] = {}
+        if text is not None and self.text_mask() == "intervals" and text.is_plain and cached_text is None:
+            self._text_specs = context.specs_of_plain_text(type(text), text.length)
 
     def text_mask(self, window: int | None = None) -> TextMask:
         """Return what says which tokens a row attends to in layers with this window, or without one in all layers."""
