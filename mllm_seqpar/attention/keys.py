@@ -70,7 +70,7 @@ class WholeKeys(Keys):
     def vjp(self, saved: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor, Tensor, InputGrads]:
         """Return `keys_values` again, in backward, and the function of their gradients, to be called at most once.
 
-        This is `torch.func.vjp` of `keys_values`, computed as each class can do it best.
+        This is `torch.func.vjp` of `keys_values`, without a graph where none is needed.
 
         Args:
             saved: the tensors that `for_backward` returned.

@@ -100,6 +100,8 @@ class ForwardState:
         self.torch_attends = context.comm.size == 1 and config.kernel == "auto"
         self.text_mask = self._text_mask()
         self._text_specs: dict[Hashable, CallSpec] = {}
+        if text is not None and self.text_mask == "intervals" and text.is_plain and cached_text is None:
+            self._text_specs = context.specs_of_plain_text(type(text), text.length)
 
     def _text_mask(self) -> TextMask:
         text = self.text

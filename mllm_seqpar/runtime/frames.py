@@ -277,10 +277,9 @@ class VisualKVCache:
         if layer not in self.states:
             assert self._visual is not None, f"layer {layer} has not seen the prompt's first pass"
             self.states[layer] = self._visual.keys_values(project, dtype)
-        stored = [part.states[layer] for part in self.parts]
-        k, v = (tuple(x) for x in zip(*stored, strict=True))
         if self._copies is None and self.earlier is None:
-            return GivenKeys(spec, *stored[0])
+            return GivenKeys(spec, *self.states[layer])
+        k, v = (tuple(x) for x in zip(*(part.states[layer] for part in self.parts), strict=True))
         if torch.is_grad_enabled():  # one process, as several have no backward pass through a cache
             return GivenKeys(spec, torch.cat(k, 2), torch.cat(v, 2))
         return StreamedKeys(spec, k, lambda: (KeyChunk(x, y) for _, (x, y) in self.chunks(k, v)))
