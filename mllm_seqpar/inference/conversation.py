@@ -85,6 +85,9 @@ class Conversation:
         on_host: keep the features in host memory, for a model with `visual_offload="cpu"`.
         encoded: a video from `encode_video` or `load_video`. It is not changed, and can be used for further
             conversations.
+
+    Attributes:
+        encoded: the features of the media, without those of later turns; None if they are not encoded yet.
     """
 
     def __init__(
@@ -104,7 +107,7 @@ class Conversation:
         self._processor, self._chat_format = processor, chat_family(processor)
         self._comm = _comm_of(model)
         self._batch, self._on_host = batch, on_host
-        self._encoded = encoded
+        self.encoded = encoded
         self._later: list[_LaterMedia] = []
         self._passed: dict[int, dict[str, Any]] = {}
         self._cache: Any = None
@@ -113,6 +116,10 @@ class Conversation:
     @property
     def _dtype(self) -> torch.dtype:
         return next(self._model.parameters()).dtype
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._processor.tokenizer
 
     @property
     def frames(self) -> int:
@@ -179,14 +186,7 @@ class Conversation:
             question: the user's text. The media precede it, unless the text contains "<|video|>" where each belongs.
             max_new_tokens: maximum length of the answer.
         """
-        if VIDEO_MARK not in question:
-            question = VIDEO_MARK * len(self.sources) + question
-        first, *others = question.split(VIDEO_MARK)
-        parts = [{"type": "text", "text": first}]
-        for piece in others:
-            parts += [{"type": "video"}, {"type": "text", "text": piece}]
-        content = [part for part in parts if part.get("text", True)]
-        return self.prompt([{"role": "user", "content": content}], max_new_tokens)
+        return self.prompt(question_about(len(self.sources), question), max_new_tokens)
 
     def encode(self, progress: Progress | None = None, interrupted: Callable[[], bool] | None = None) -> None:
         """Read and encode this rank's frames, unless that has been done. `answer` calls this.
@@ -203,8 +203,8 @@ class Conversation:
             return
         options: dict[str, Any] = {"group": self._comm, "batch": self._batch, "on_host": self._on_host}
         options |= {"progress": progress, "interrupted": interrupted}
-        if self._encoded is None:
-            self._encoded = encode_video(self._model, self._processor, self._first_sources, **options)
+        if self.encoded is None:
+            self.encoded = encode_video(self._model, self._processor, self._first_sources, **options)
         for number, later in enumerate(self._later):
             if later.encoded is None:
                 later.encoded = encode_video(
@@ -227,7 +227,7 @@ class Conversation:
 
     def _held(self, number: int) -> list[int]:
         """Return the units (frames, or their tokens) of each rank before the later media of that number."""
-        before = [self._encoded, *(later.encoded for later in self._later[:number])]
+        before = [self.encoded, *(later.encoded for later in self._later[:number])]
         own = sum(FrameSizes(x.frames, x.sizes).count(x.shard.spans) for x in before if x is not None)
         return [units for (units,) in self._comm.gather_ints([own])]
 
@@ -431,16 +431,16 @@ class Conversation:
         if later:
             encoded = later[-1].encoded if new is not None or self._chat_format.repeats_media else None
             return {} if encoded is None else self._features_of(encoded)
-        if self._encoded is None and not len(text.slots):
+        if self.encoded is None and not len(text.slots):
             return {}
-        if self._encoded is None:
+        if self.encoded is None:
             weight = next(self._model.parameters())
             blank = (x.to(device, weight.dtype if x.is_floating_point() else None) for x in self._chat_format.blank())
             with torch.no_grad():
                 features = encoder_of(self._model, self._chat_format)(*blank)
             shard = FrameShard.of(1, self._comm, self._chat_format.frame_layout)
-            self._encoded = EncodedVideo(features[: len(shard)], shard)
-        return self._features_of(self._encoded)
+            self.encoded = EncodedVideo(features[: len(shard)], shard)
+        return self._features_of(self.encoded)
 
     def _features_of(self, encoded: EncodedVideo) -> dict[str, Any]:
         """Return the arguments that pass features: the same objects in each pass, by which a model may know them."""
@@ -493,6 +493,17 @@ class Conversation:
         ended = {ends} if isinstance(ends, int) else {*(ends or ()), *self._processor.tokenizer.all_special_ids}
         long = len(tokens) >= sampling.max_new_tokens and tokens[-1] not in ended
         return "length" if long and not written.stopped else "stop"
+
+
+def question_about(videos: int, question: str) -> list[dict[str, Any]]:
+    """Return the messages of a question about this many videos; see `Conversation.question`."""
+    if VIDEO_MARK not in question:
+        question = VIDEO_MARK * videos + question
+    first, *others = question.split(VIDEO_MARK)
+    parts = [{"type": "text", "text": first}]
+    for piece in others:
+        parts += [{"type": "video"}, {"type": "text", "text": piece}]
+    return [{"role": "user", "content": [part for part in parts if part.get("text", True)]}]
 
 
 def _comm_of(model: nn.Module) -> Communicator:

@@ -86,9 +86,9 @@ def load_video(
         DataError: if the features have another dtype than the model, which would change the answers.
     """
     if store.dtype != dtype:
-        found, needed = (str(kind).removeprefix("torch.") for kind in (store.dtype, dtype))
+        stored, needed = (str(kind).removeprefix("torch.") for kind in (store.dtype, dtype))
         raise DataError(
-            f"{store.directory}: these features are {found} and the model runs in {needed}; use --dtype {found}, or "
+            f"{store.directory}: these features are {stored} and the model runs in {needed}; use --dtype {stored}, or "
             "encode the video again with --save_features"
         )
     total, layout = store.total_frames, chat_format.frame_layout
@@ -136,9 +136,9 @@ def open_store(
     store = open_features(directory)
     store.require(**frames.given())
     if source is not None:
-        found = source_meta(source.plan)  # path and time are not compared: a copy on another disk is the same video
+        meta = source_meta(source.plan)  # path and time are not compared: a copy on another disk is the same video
         compared = ("source_size", "source_digest", "frames", "frame_times")
-        store.require(**{name: found[name] for name in compared}, pixels=_pixels(source))
+        store.require(**{name: meta[name] for name in compared}, pixels=_pixels(source))
     if store.meta.get("model") != model_fingerprint(model, chat_format.feature_weights):
         raise DataError(
             f"{directory}: these features were made by another model than {model} (its vision tower, projector or "

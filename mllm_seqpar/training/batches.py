@@ -257,14 +257,14 @@ class BatchReader:
         same replacements.
         """
         total = len(self._dataset)
-        tried = min(total, MOST_REPLACEMENTS + 1)
+        candidates = min(total, MOST_REPLACEMENTS + 1)
         # Near the golden ratio, and without a common divisor, so that each sample is a candidate once.
         step = next(step for step in count(max(1, round(0.618 * total))) if math.gcd(step, total) == 1)
-        for number in range(tried):
-            if (found := (sample + number * step) % total) not in self.skipped:
-                return found
+        for number in range(candidates):
+            if (candidate := (sample + number * step) % total) not in self.skipped:
+                return candidate
         raise DataError(
-            f"{tried} samples in a row cannot be read, so the media are probably in another place; "
+            f"{candidates} samples in a row cannot be read, so the media are probably in another place; "
             f"run `mllm-seqpar check-data`. One of them: {self.skipped[sample]}"
         )
 

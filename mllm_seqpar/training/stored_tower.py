@@ -110,20 +110,20 @@ class StoredTower:
     @contextmanager
     def running(self, rows: TowerRows) -> Iterator[None]:
         """Return a context in which the tower returns the outputs of `rows`, or stores what it computes."""
-        compute, states, found, done = getattr(self._tower, self._method), rows.states, [], 0
+        compute, states, done = getattr(self._tower, self._method), rows.states, 0
         replaced = vars(self._tower).get(self._method)  # by the autocast of accelerate, or by FSDP
-        order: list[int] = []
+        outputs, order = list[Tensor](), list[int]()
 
         def returned(*args: Any, **kwargs: Any) -> Any:
             nonlocal done
             pixels = kwargs["pixel_values"] if "pixel_values" in kwargs else args[0]
             if states is None:
                 output = compute(*args, **kwargs)
-                computed = self._chat_format.tower_states(output).detach()
+                new = self._chat_format.tower_states(output).detach()
                 # Dropout after the tower fills its masks in the order of memory, so the order is stored too.
-                strides = computed.stride()
-                order[:] = sorted(range(computed.dim()), key=lambda dim: -strides[dim])
-                found.append(computed.cpu())
+                strides = new.stride()
+                order[:] = sorted(range(new.dim()), key=lambda dim: -strides[dim])
+                outputs.append(new.cpu())
                 return output
             count = self._chat_format.tower_frames(pixels)
             part = states[done : done + count]
@@ -144,15 +144,13 @@ class StoredTower:
                 delattr(self._tower, self._method)
             else:
                 setattr(self._tower, self._method, replaced)
-        if found:
-            self._save(rows, torch.cat(found), order)
-
-    def _save(self, rows: TowerRows, states: Tensor, order: list[int]) -> None:
-        self.store.create(tuple(states.shape[1:]), states.dtype, order)
-        first = 0
+        if not outputs:
+            return
+        computed, first = torch.cat(outputs), 0
+        self.store.create(tuple(computed.shape[1:]), computed.dtype, order)
         for key, start, stop in rows.segments:
             if not self.store.has(key, start, stop):
-                self.store.write(key, start, states[first : first + stop - start])
+                self.store.write(key, start, computed[first : first + stop - start])
             first += stop - start
 
 

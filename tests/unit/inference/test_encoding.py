@@ -15,7 +15,7 @@ from mllm_seqpar.comm.agreement import attempt
 from mllm_seqpar.data import FrameSource, chat_family
 from mllm_seqpar.errors import AgreementError, ConfigError, VideoError
 from mllm_seqpar.inference import EncodedVideo, encode_video, encoding
-from mllm_seqpar.inference.engine import tried
+from mllm_seqpar.inference.engine import Engine
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.sharding import FrameShard, frame_spans, in_frame_order
 from model_copies import tiny_model
@@ -148,9 +148,9 @@ def test_rank_that_fails_within_a_gather_of_weights_exchanges_nothing_more(monke
     def fail(*args: Any) -> None:
         raise torch.OutOfMemoryError("no memory")
 
-    no_group: Any = None
+    engine: Any = Engine.__new__(Engine)  # without a group
     encoder = encoding._Encoder(tiny_model(), chat_family(tiny_processor()), 2, False)
     monkeypatch.setattr(encoder, "_collective", True)
     monkeypatch.setattr(encoder, "_run", fail)
     with pytest.raises(RuntimeError, match="sharded weights: no memory"):
-        tried(no_group, "media", lambda: encoder.encode(None))
+        engine.settled(lambda: encoder.encode(None))
