@@ -118,7 +118,7 @@ class CallSpec:
         The first use is collective.
         """
         shape = self.mesh_shape
-        rank, group = (0, None) if shape == (1, 1) else (comm.rank, comm.identity)
+        rank, group = (0, None) if len(self.key_lengths) == 1 else (comm.rank, comm.identity)
         key = rank, group, q.shape, k.shape[:2], q.dtype, q.device, kernel, backward
         schedule: Schedule | None = self._made.get(key)  # `once`, without a call
         if schedule is None:

@@ -1,8 +1,8 @@
 """The keys and values of a softmax: placement, mask and schedule (`CallSpec`), and chunks that are made when needed.
 
 A chunk is given (`GivenKeys`), recomputed from features (`runtime.visual_features`), copied from host memory
-(`runtime.offload`) or read from a cache there (`runtime.frames`). Most keys are one chunk (`WholeKeys`). Keys that
-arrive in several chunks, and never exist as a whole, are `attention.streamed.StreamedKeys`.
+(`runtime.offload`) or read from a cache there (`runtime.visual_kv_cache`). Most keys are one chunk (`WholeKeys`). Keys
+that arrive in several chunks, and never exist as a whole, are `attention.streamed.StreamedKeys`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from mllm_seqpar.cli.progress import Clock
 from mllm_seqpar.comm import Group, transfer_communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.errors import ConfigError, DivergedError, SeqParError, VideoError
-from mllm_seqpar.runtime.offload import HostCopies
+from mllm_seqpar.runtime.host_copies import HostCopies
 from mllm_seqpar.sharding import APPENDED, FrameShard, FrameSizes, span_length
 from mllm_seqpar.videos.prefetch import read_ahead
 

@@ -17,6 +17,7 @@ from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import ConfigError
 
 from .strategy_selector import StrategySelector
+from .text import Rows
 
 _log = get_logger(__name__)
 
@@ -37,9 +38,8 @@ class Record(Protocol):
     def begin_answer(self) -> None:
         """Forget the passes of an earlier answer."""
 
-    def begin_rows(self, inputs: Any, rows: Any, attended: Any, cache_state: Any) -> Recorder | None:
-        """Return what records a part of the rows of a pass, given its inputs, the rows, the frames that they attend to,
-        and the state of the cache; or None."""
+    def begin_rows(self, running: Any, rows: Rows) -> Recorder | None:
+        """Return what records a part of the rows of a running `Pass`, or None."""
 
 
 @dataclass(eq=False)
@@ -65,9 +65,9 @@ class SeqParContext:
     _passes: Counter[bool] = field(default_factory=Counter, init=False, repr=False)
     _reported: set[str] = field(default_factory=set, init=False, repr=False)
 
-    def recorder(self, *facts: Any) -> Recorder | None:
+    def recorder(self, running: Any, rows: Rows) -> Recorder | None:
         """Return what records a part of the rows of a pass (`Record.begin_rows`), if something does."""
-        return self.records[-1].begin_rows(*facts) if self.records else None
+        return self.records[-1].begin_rows(running, rows) if self.records else None
 
     def specs_of_plain_text(self, kind: type, length: int) -> dict[Hashable, CallSpec]:
         """Return the specs of causal text of a length without padding or packing, by shape: all passes share them.

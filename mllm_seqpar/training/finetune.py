@@ -27,7 +27,7 @@ from mllm_seqpar.cli.outputs import require_writable_directory
 from mllm_seqpar.cli.program_exit import library_errors
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.comm.agreement import agree, attempt
-from mllm_seqpar.comm.backends import order_launches
+from mllm_seqpar.comm.nccl_settings import order_launches
 from mllm_seqpar.errors import ConfigError, NonFiniteLogitsError, writing
 from mllm_seqpar.integrations.accelerate import reshard, send_buffers, shard_weights_by_fsdp2
 from mllm_seqpar.models.digests import model_digest, model_fingerprint

@@ -49,7 +49,7 @@ from mllm_seqpar.integrations.accelerate import (
     set_parallelism_on_cpu,
     without_launched_parallelism,
 )
-from mllm_seqpar.integrations.transformers.outputs import custom_loss
+from mllm_seqpar.integrations.transformers.checks import custom_loss
 from mllm_seqpar.models.loading import context_length, load_clean, tensor_names
 from mllm_seqpar.patching import patch_model, patch_of
 from mllm_seqpar.patching.changes import Patch

@@ -23,7 +23,8 @@ from transformers.utils import ModelOutput
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.patching.changes import Patch
-from mllm_seqpar.runtime.text import IGNORE, TextShards, shifted
+from mllm_seqpar.runtime.loss import IGNORE, shifted
+from mllm_seqpar.runtime.text import TextShards
 
 SUPPORTED = ("SFTTrainer", "DPOTrainer")
 

@@ -6,6 +6,7 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -152,6 +153,30 @@ def test_generate_of_native_models_appends_frames_unpatched(name: str) -> None:
             cache = cache_of(one_pass(talk, model, number, cache))
     given = {**new, "input_ids": whole["input_ids"]}
     assert torch.equal(model.generate(**given, **cache_argument(cache), **answer), expected)
+
+
+def test_positions_continue_after_a_pass_of_padding() -> None:
+    """One sample has only padding in a pass that brings frames to the other one, which has some behind its tokens."""
+    talk = TALKS["moss_vl, other numbers"]
+    mask = torch.ones(talk.batch, talk.bounds[-1], dtype=torch.long)
+    mask[1, talk.bounds[2] : talk.bounds[3]] = 0
+    mask[0, talk.bounds[3] - 1] = 0
+    real = mask.bool()
+
+    @torch.no_grad()
+    def run(model: Any) -> Tensor:
+        cache, found = None, []
+        for number, stop in enumerate(talk.bounds[1:]):
+            out = one_pass(talk, model, number, cache, attention_mask=mask[:, :stop])
+            cache = cache_of(out)
+            found.append(out.logits)
+        return torch.cat(found, 1)[real]
+
+    with torch.no_grad():
+        expected = talk.new_model()(**talk.inputs(), attention_mask=mask).logits[real]
+    ranks = run_loopback(2, lambda comm: run(patch_model(talk.new_model(), group=comm)))
+    for logits in (run(talk.new_model()), *ranks):
+        assert error(logits, expected) < TOLERANCE
 
 
 def test_frames_of_the_whole_conversation_are_refused_over_its_cache() -> None:

@@ -23,7 +23,7 @@ from mllm_seqpar.attention import attend, call_spec
 from mllm_seqpar.models.cache import SequenceParallelCacheState
 from mllm_seqpar.models.mplug_owl3.hyper_attention import HyperAttention
 from mllm_seqpar.runtime import forward_state
-from mllm_seqpar.runtime.frames import VisualKVCache
+from mllm_seqpar.runtime.visual_kv_cache import VisualKVCache
 from tiny_models.mplug_owl3 import Case as Owl
 
 

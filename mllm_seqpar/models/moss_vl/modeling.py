@@ -42,9 +42,9 @@ from mllm_seqpar.models.auto_classes import LocalCode
 from mllm_seqpar.models.cache import ONE_PROCESS, SequenceParallelCacheState, attach, begin_prompt, cache_state_of
 from mllm_seqpar.models.loading import NonReentrantCheckpointing, load_clean
 from mllm_seqpar.models.mplug_owl3.media import brings_frames
-from mllm_seqpar.runtime.frames import VisualKVCache
+from mllm_seqpar.runtime.checksums import fingerprint_of
 from mllm_seqpar.runtime.text import select_logit_rows
-from mllm_seqpar.runtime.visual_features import fingerprint_of
+from mllm_seqpar.runtime.visual_kv_cache import VisualKVCache
 from mllm_seqpar.sharding import FrameSizes
 
 from .configuration import MossVLConfig, MossVLTextConfig, MossVLVisionConfig
@@ -421,7 +421,7 @@ def check_appended(layout: MossVLLayout, input_ids: Tensor | None, image_token_i
 
 def earlier_offsets(state: SequenceParallelCacheState, batch: int) -> Tensor | None:
     """Return (B, 1), the offsets of the positions of the cached text that a pass continues; None if it begins one."""
-    layout = state.media_layout
+    layout = state.frame_facts
     if layout is None:
         return None
     return cast(MossVLLayout, layout).offsets()[state.rows_of(batch).to(layout.first.device)]
@@ -432,7 +432,7 @@ def after_text(layout: MossVLLayout, state: SequenceParallelCacheState | None, b
 
     If frames did, their layout stays among those of their own passes.
     """
-    earlier = cast(MossVLLayout | None, None if state is None else state.media_layout)
+    earlier = cast(MossVLLayout | None, None if state is None else state.frame_facts)
     if state is None or earlier is None or state.frames is not None or not layout.past_length:
         return layout
     device = layout.first.device
@@ -442,13 +442,13 @@ def after_text(layout: MossVLLayout, state: SequenceParallelCacheState | None, b
 
 def crop_layout(state: SequenceParallelCacheState, past_length: int) -> None:
     """Crop the layout of a cache to the tokens that are still in it; frames go with the text that they came with."""
-    layout = state.media_layout
+    layout = state.frame_facts
     if layout is None:
         return
     if past_length <= layout.past_length:
         state.drop_frames()
     else:
-        state.media_layout = layout.cropped(past_length, inclusive=True)
+        state.frame_facts = layout.cropped(past_length, inclusive=True)
 
 
 def _cache_state(cache: Any, past_length: int, batch: int, layers: int) -> SequenceParallelCacheState | None:
@@ -490,12 +490,12 @@ def _store(
     batch, past_length = layout.first.shape[0], layout.past_length
     whole = after_text(layout, state, batch)
     if features is None or given is None:
-        state.media_layout = whole
+        state.frame_facts = whole
         return None
     features, sizes = features.unsqueeze(1), FrameSizes(layout.total_frames, layout.tokens)
     kept = VisualKVCache(layout.total_frames, sizes, 1, earlier=state.frames)
     state.store_frames(kept, batch, {fingerprint_of(x) for x in (features, given)}, past_length)
-    state.media_layout = whole
+    state.frame_facts = whole
     return MossVLVisual.of_cache(state, past_length, length, batch, features.device, features)
 
 
