@@ -34,7 +34,7 @@ from mllm_seqpar.models.loading import context_length
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.sharding import FrameShard, FrameSizes
 
-from .encoding import EncodedVideo, Progress, encode_video, encoder_of
+from .encoding import Encoded, Progress, encode, encoder_of
 from .evidence import evidence_of, record_attention
 from .generation import (
     Answer,
@@ -70,7 +70,7 @@ class _LaterMedia:
     """Media of a later turn: their features, and the length of the cache before the pass that brought them, or None."""
 
     sources: tuple[FrameSource, ...]
-    encoded: EncodedVideo | None = None
+    encoded: Encoded | None = None
     first_token: int | None = None
 
 
@@ -83,7 +83,7 @@ class Conversation:
         sources: the frames of the media parts of the messages, in their order; default: those of `encoded`.
         batch: frames that a rank reads and encodes at once.
         on_host: keep the features in host memory, for a model with `visual_offload="cpu"`.
-        encoded: a video from `encode_video` or `load_video`. It is not changed, and can be used for further
+        encoded: a video from `encode` or `load_video`. It is not changed, and can be used for further
             conversations.
 
     Attributes:
@@ -98,7 +98,7 @@ class Conversation:
         *,
         batch: int = 8,
         on_host: bool = False,
-        encoded: EncodedVideo | None = None,
+        encoded: Encoded | None = None,
     ) -> None:
         if encoded is not None and not sources:
             sources = [encoded.source or FeatureFrames(encoded.frames)]
@@ -192,7 +192,7 @@ class Conversation:
         """Read and encode this rank's frames, unless that has been done. `answer` calls this.
 
         Args:
-            progress: as in `encode_video`.
+            progress: as in `encode`.
             interrupted: the encoding ends on all ranks when it returns True on this one.
 
         Raises:
@@ -204,12 +204,10 @@ class Conversation:
         options: dict[str, Any] = {"group": self._comm, "batch": self._batch, "on_host": self._on_host}
         options |= {"progress": progress, "interrupted": interrupted}
         if self.encoded is None:
-            self.encoded = encode_video(self._model, self._processor, self._first_sources, **options)
+            self.encoded = encode(self._model, self._processor, self._first_sources, **options)
         for number, later in enumerate(self._later):
             if later.encoded is None:
-                later.encoded = encode_video(
-                    self._model, self._processor, later.sources, held=self._held(number), **options
-                )
+                later.encoded = encode(self._model, self._processor, later.sources, held=self._held(number), **options)
 
     @property
     def _first_sources(self) -> tuple[FrameSource, ...]:
@@ -439,10 +437,10 @@ class Conversation:
             with torch.no_grad():
                 features = encoder_of(self._model, self._chat_format)(*blank)
             shard = FrameShard.of(1, self._comm, self._chat_format.frame_layout)
-            self.encoded = EncodedVideo(features[: len(shard)], shard)
+            self.encoded = Encoded(features[: len(shard)], shard)
         return self._features_of(self.encoded)
 
-    def _features_of(self, encoded: EncodedVideo) -> dict[str, Any]:
+    def _features_of(self, encoded: Encoded) -> dict[str, Any]:
         """Return the arguments that pass features: the same objects in each pass, by which a model may know them."""
         if id(encoded) not in self._passed:
             found = self._chat_format.feature_arguments(self._model, encoded.features, encoded.shard)
@@ -517,7 +515,7 @@ def answer(
     model: nn.Module,
     processor: Any,
     question: str,
-    video: EncodedVideo,
+    video: Encoded,
     sampling: Sampling | None = None,
     *,
     source: FrameSource | None = None,
@@ -529,7 +527,7 @@ def answer(
         model: patched by `patch_model`, over the group that encoded the video.
         processor: the model's; its chat format writes the prompt.
         question: the user's text. The video precedes it, unless the text contains "<|video|>" where the video belongs.
-        video: from `encode_video` or `load_video`; it is not changed and can be used for further questions.
+        video: from `encode` or `load_video`; it is not changed and can be used for further questions.
         sampling: the most likely tokens by default.
         source: the frames, whose times evidence has; default: those of `video`.
         **options: those of `Conversation.answer`.

@@ -20,11 +20,11 @@ from mllm_seqpar.sharding import FrameShard, FrameSizes
 from mllm_seqpar.videos.frame_choice import FrameChoice
 from mllm_seqpar.videos.video import source_meta
 
-from .encoding import EncodedVideo
+from .encoding import Encoded
 from .generation import require_finite
 
 
-def save_video(directory: str, video: EncodedVideo, comm: Communicator, meta: Mapping[str, Any]) -> None:
+def save_video(directory: str, video: Encoded, comm: Communicator, meta: Mapping[str, Any]) -> None:
     """Write the features of an encoded video, each rank its shard. Return when all ranks have written.
 
     Args:
@@ -79,7 +79,7 @@ def load_video(
     dtype: torch.dtype,
     *,
     mapped: bool = False,
-) -> EncodedVideo:
+) -> Encoded:
     """Read this rank's frames of a store; `mapped` maps them from their file instead (`FeatureStore.map`).
 
     Raises:
@@ -99,7 +99,7 @@ def load_video(
     shard = FrameShard.of(total, comm, layout, sizes)
     features = store.map(*shard.spans) if mapped else store.read(*shard.spans, device=device)
     features = features if sizes is None else features.flatten(0, 1)
-    return EncodedVideo(features, shard, chat_format.stored_frames(total, store.meta), sizes=sizes)
+    return Encoded(features, shard, chat_format.stored_frames(total, store.meta), sizes=sizes)
 
 
 def feature_meta(source: VideoSource, model: str, chat_format: ChatFamily, frames: FrameChoice) -> dict[str, Any]:
